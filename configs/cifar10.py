@@ -25,6 +25,7 @@ def get_config(arg=None):
   config.model = dict(name="resnet20", norm="group")
   decay = dict(weight_decay=1e-4)
   config.runs = dict(
+    # One worker has no staleness: the baseline of every number of workers.
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,), **decay),
     ssgd=dict(recipe="ssgd", title="SSGD", momentum=0.9, **decay),
     asgd=dict(recipe="asgd", title="ASGD", **decay),
@@ -41,15 +42,16 @@ def get_config(arg=None):
   )
   config.workers = (4, 8, 12, 16, 20, 24, 32)
   config.seeds = (0, 1, 2, 3, 4)
-  config.batch_size = 128
-  config.epochs = 160.0
-  config.learning_rate = 0.1
+  config.batch_size = 128  # of a worker, as in the paper
+  config.epochs = 160.0  # over all workers together
+  config.learning_rate = 0.1  # of one worker; warm-up begins at 0.1 / N
   config.learning_rate_schedule = dict(
     warmup_epochs=5.0, decay_epochs=(80.0, 120.0)
   )
   config.evaluations = 40
   config.curvature_checks = 8
   config.checkpoint_seconds = 120.0
+  # NAG-ASGD is expected to diverge with many workers: that is a result.
   config.on_nan = "record"
   if arg == "tiny":
     config.model = dict(name="cnn", features=(2,), hidden=8)

@@ -23,6 +23,7 @@ def get_config(arg=None):
   asgd = dict(recipe="asgd", momentum=0.9)
   dana = dict(recipe="dana_zero", momentum=0.9)
   stages = dict(engine="pipeline", schedule="pipedream", stages=4)
+  # Eight replicas with 2 examples each.
   devices = dict(engine="mesh", axes=dict(data=8))
   optimizer = dict(name="sgd", momentum=0.9)
   runs = dict(
@@ -39,7 +40,7 @@ def get_config(arg=None):
   config.batch_size = 16
   config.examples = 7680  # 480 gradients
   config.learning_rate = 0.01
-  config.learning_rate_schedule = dict(warmup_examples=768)
+  config.learning_rate_schedule = dict(warmup_examples=768)  # a tenth
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":

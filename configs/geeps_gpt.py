@@ -28,6 +28,7 @@ def get_config(arg=None):
   config.data = dict(name="pydoc", context=64)
   config.model = dict(name="gpt", depth=6, width=64, heads=4)
   config.engine = "pipeline"
+  # All runs are the same training; only the memory on the device differs.
   run = dict(recipe="ssgd", momentum=0.9)
   config.runs = dict(
     whole=dict(run, title="all on the device"),
@@ -35,10 +36,12 @@ def get_config(arg=None):
     one=dict(run, title="1 MB", device_megabytes=1.0),
   )
   config.pipeline = dict(
+    # Eight stages on one device, by 8 chunks; each takes all microbatches in
+    # turn.
     schedule="breadth_first", stages=8, chunks=8, microbatches=8
   )
   config.batch_size = 4
-  config.examples = 4 * 320
+  config.examples = 4 * 320  # 40 updates of 8 microbatches of 4
   config.learning_rate = 0.05
   config.evaluations = 2
   config.curvature_checks = 0
@@ -46,6 +49,7 @@ def get_config(arg=None):
     config.data.context, config.evaluation_examples = 8, 4
     config.model = dict(name="gpt", depth=2, width=8, heads=2)
     config.pipeline.update(stages=4, chunks=4, microbatches=2)
+    # Less than the tiny model's weights, as in the full size.
     config.runs.two.device_megabytes = 0.03
     config.runs.one.device_megabytes = 0.02
     config.batch_size, config.examples, config.evaluations = 2, 8, 1

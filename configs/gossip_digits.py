@@ -39,14 +39,16 @@ def get_config(arg=None):
     choco=dict(
       recipe="choco_sgd",
       title="CHOCO-SGD, ring",
-      codec=dict(name="top_k", density=0.01),
-      gamma=0.1,
+      codec=dict(name="top_k", density=0.01),  # 1 % of the elements
+      gamma=0.1,  # step towards the average of the estimates
     ),
     sharing=dict(
       recipe="threshold_sharing",
       title="threshold sharing",
+      # tau of an update: its elements have the learning rate as a factor.
       codec=dict(name="threshold", tau=0.003),
     ),
+    # Four gradients between two exchanges.
     local=dict(recipe="local_d_psgd", title="local SGD, ring", steps=4),
   )
   for run in runs.values():

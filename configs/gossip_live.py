@@ -17,6 +17,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(256, 256))
+  # About one element of an update in a thousand is larger.
   codec = dict(name="threshold", tau=0.025)
   runs = dict(
     dense=dict(recipe="threshold_sharing", title="dense sharing"),
@@ -27,7 +28,7 @@ def get_config(arg=None):
   for run in runs.values():
     run["momentum"] = 0.9
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
-  config.engine = "ray"
+  config.engine = "ray"  # a process for each peer
   config.workers = (4,)
   config.seeds = (0, 1, 2)
   config.batch_size = 16

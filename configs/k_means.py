@@ -12,6 +12,7 @@ import ml_collections
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
+  # As many clusters as digits.
   config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
   config.runs = dict(
     one=dict(
@@ -20,12 +21,13 @@ def get_config(arg=None):
       title="one worker",
       workers=(1,),
     ),
+    # A worker may be 3 clocks ahead of the slowest one.
     ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
     essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
   )
   config.workers = (4,)
   config.seeds = (0, 1, 2)
-  config.batch_size = 64
+  config.batch_size = 64  # a clock is one batch
   config.epochs = 10.0
   config.evaluations = 10
   config.curvature_checks = 0

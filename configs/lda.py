@@ -35,6 +35,7 @@ DATA = {
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.problem = dict(
+    # alpha: the prior weight of each topic in a document.
     name="asgd.problems.topics:lda", topics=10, alpha=0.3
   )
   config.runs = dict(
@@ -49,8 +50,8 @@ def get_config(arg=None):
   )
   config.workers = (4,)
   config.seeds = (0, 1, 2)
-  config.batch_size = 15
-  config.epochs = 60.0
+  config.batch_size = 15  # documents
+  config.epochs = 60.0  # sweeps over all documents
   config.evaluations = 10
   config.curvature_checks = 0
   if arg is not None:

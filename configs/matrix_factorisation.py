@@ -31,7 +31,7 @@ def get_config(arg=None):
   config.problem = dict(
     name="asgd.problems.factorisation:matrix_factorisation", rank=4
   )
-  tables = dict(recipe="table", clock_every=2)
+  tables = dict(recipe="table", clock_every=2)  # a clock is two batches
   config.runs = dict(
     # The single process: one worker, plain SGD on all rows.
     sgd=dict(recipe="asgd", title="one worker, SGD", workers=(1,)),
@@ -44,13 +44,14 @@ def get_config(arg=None):
       bound=3,
       title="SSP 3, Adagrad by row",
       optimizer="adagrad",
-      learning_rate=1.0,
+      learning_rate=1.0,  # Adagrad divides by the root of the sum of squares
     ),
   )
   config.workers = (8,)
   config.seeds = (0, 1, 2)
   config.batch_size = 200
   config.epochs = 40.0
+  # The loss is a mean over 200 ratings, in which a row is rare.
   config.learning_rate = 8.0
   config.evaluations = 10
   config.curvature_checks = 0

@@ -20,6 +20,7 @@ def get_config(arg=None):
   config.problem = dict(
     name="asgd.problems.factorisation:matrix_factorisation", rank=4
   )
+  # As the simulated runs, on two shards.
   tables = dict(recipe="table", clock_every=2, shards=2)
   runs = dict(
     ssp=dict(tables, consistency="ssp", bound=3, title="SSP 3"),
@@ -31,7 +32,7 @@ def get_config(arg=None):
   config.seeds = (0,)
   config.batch_size = 200
   config.epochs = 40.0
-  config.learning_rate = 8.0
+  config.learning_rate = 8.0  # as in matrix_factorisation.py
   config.evaluations = 5
   config.curvature_checks = 0
   config.on_nan = "record"

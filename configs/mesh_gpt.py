@@ -27,11 +27,13 @@ def get_config(arg=None):
   config.runs = dict(gpt=dict(title="GPT, AdamW"))
   config.engine = "mesh"
   config.mesh = dict(
+    # Two replicas of two pipeline stages, each divided over two devices.
     axes=dict(data=2, tensor=2, pipe=2),
-    zero=1,
+    zero=1,  # the optimizer's state is divided over replicas
   )
   config.batch_size = 32
   config.examples = 6400  # 200 updates
+  # b2 averages over 20 of the 200 updates; the usual 0.999 over 1,000.
   config.optimizer = dict(name="adamw", b2=0.95, weight_decay=0.1)
   config.learning_rate = 3e-3
   rates = dict(warmup_examples=640, decay_examples=(5120,))

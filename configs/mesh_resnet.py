@@ -28,12 +28,13 @@ def get_config(arg=None):
   config.runs = dict(resnet=dict(title="ResNet-20"))
   config.engine = "mesh"
   config.mesh = dict(
-    axes=dict(data=4, rows=2),
+    axes=dict(data=4, rows=2),  # half of the rows of an image
   )
   config.batch_size = 64
   config.examples = 10240  # 160 updates
   config.optimizer = dict(name="sgd", momentum=0.9, nesterov=True)
   config.learning_rate = 0.02
+  # A quarter of the run; from three quarters on a tenth.
   rates = dict(warmup_examples=2560, decay_examples=(7680,))
   config.learning_rate_schedule = rates
   config.clip_norm = 1.0

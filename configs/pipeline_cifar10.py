@@ -28,6 +28,7 @@ def get_config(arg=None):
   config.data = dict(name="cifar10", augment=True)
   config.model = dict(name="resnet20", norm="group")
   config.engine = "pipeline"
+  # Equal measured times, not layers.
   config.pipeline = dict(stages=4, cuts="time", microbatches=8)
   config.batch_size = 16  # of a microbatch
   config.examples = 10240  # 80 updates of 8 microbatches
@@ -37,10 +38,12 @@ def get_config(arg=None):
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
+  # 1F1B multiplies it by its 8 microbatches, to 0.02.
   slow = dict(sgd, learning_rate=0.0025)
   runs = dict(
     one_f_one_b=dict(slow, schedule="one_f_one_b", title="1F1B"),
     pipedream=dict(pipedream, title="PipeDream (stash)"),
+    # FTPipe itself recomputes; here the activations are stored.
     stale=dict(sgd, schedule="ftpipe", recompute=False, title="FTPipe, stale"),
     gap_aware=dict(gap_aware, title="PipeDream, Gap-Aware"),
     predict=dict(pipedream, predict=True, title="PipeDream, predicted"),

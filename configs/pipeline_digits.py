@@ -27,15 +27,18 @@ def get_config(arg=None):
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64, 64))
   config.engine = "pipeline"
+  # Equal numbers of parameters.
   config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
   config.batch_size = 8  # of a microbatch
   config.examples = 3840  # 60 updates of 8 microbatches
   config.seeds = (0, 1, 2)
   config.learning_rate = 0.0125  # of one microbatch: GPipe takes 8 times that
   config.learning_rate_schedule = dict(warmup_examples=320)
+  # Every asynchronous schedule applies a gradient of one microbatch.
   sgd = dict(recipe="asgd", momentum=0.9)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
+  # An update of 4 microbatches.
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4, learning_rate=0.005)
   runs = dict(
     gpipe=dict(sgd, schedule="gpipe", title="GPipe"),

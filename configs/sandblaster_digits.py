@@ -36,6 +36,7 @@ def get_config(arg=None):
       weight_decay=1e-3,
     ),
     asgd=dict(recipe="asgd", title="ASGD"),
+    # An update is the mean of 8 messages.
     ssgd=dict(recipe="ssgd", title="SSGD", learning_rate=0.2),
   )
   config.workers = (8,)
@@ -43,7 +44,7 @@ def get_config(arg=None):
   config.batch_size = 16
   config.epochs = 60.0
   config.learning_rate = 0.02
-  config.durations = dict(
+  config.durations = dict(  # 1: the time of a batch on a fast worker
     name="constant", mean=1.0, slowdown=(1, 1, 1, 1, 1, 1, 1, 3)
   )
   config.evaluations = 20

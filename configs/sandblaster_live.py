@@ -17,7 +17,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
-  batch = dict(
+  batch = dict(  # a job has 4 portions of 16 images
     recipe="sandblaster", push_every=4, shards=2, weight_decay=1e-3
   )
   runs = dict(
@@ -25,6 +25,7 @@ def get_config(arg=None):
     killed=dict(
       title="with a worker and a shard killed",
       # (seconds after the start, kind, index)
+      # The times are the driver's, so each run is killed at another message.
       failures=((1.0, "worker", 1), (2.0, "shard", 1)),
       **batch,
     ),
@@ -34,7 +35,7 @@ def get_config(arg=None):
   config.workers = (4,)
   config.seeds = (0,)
   config.batch_size = 16
-  config.epochs = 30.0
+  config.epochs = 30.0  # passes over the data
   config.evaluations = 5
   config.curvature_checks = 0
   config.on_nan = "record"

@@ -21,7 +21,7 @@ DATA = {
   "breast_cancer": dict(
     problem=dict(examples="breast_cancer", l1=0.005),
     runs=dict(bsp=dict(learning_rate=8.0)),
-    batch_size=114,
+    batch_size=114,  # all examples, by 4 workers
     epochs=1200.0,
     learning_rate=4.0,
   ),
@@ -32,11 +32,14 @@ DATA = {
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
+  # Weight of the penalty: the larger, the more weights are 0.
   config.problem = dict(
     name="asgd.problems.sparse_logistic:sparse_logistic_regression", l1=0.002
   )
+  # Divides the features.
   delayed = dict(recipe="table", consistency="delay_bounded", shards=2)
   config.runs = dict(
+    # Without a delay twice the rate is stable (configs/figures/bounded_delay).
     bsp=dict(
       recipe="table",
       consistency="bulk_synchronous",
@@ -47,13 +50,14 @@ def get_config(arg=None):
     kkt=dict(
       delayed,
       bound=2,
+      # Sends no zero gradient of a weight that stays 0.
       filters=(dict(name="kkt", slack=0.001),),
       title="delay 2, KKT filter",
     ),
   )
   config.workers = (4,)
   config.seeds = (0,)
-  config.batch_size = 400
+  config.batch_size = 400  # a quarter of the examples for each of 4 workers
   config.epochs = 400.0
   config.learning_rate = 1.5
   config.evaluations = 10

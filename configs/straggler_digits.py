@@ -24,11 +24,12 @@ def get_config(arg=None):
   )
   config.engine = "threads"
   config.workers = (4,)
-  config.batch_size = 512
+  config.batch_size = 512  # far more work than a message
   config.epochs = 250.0
   config.learning_rate = 0.005
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
   # Long deadlines, or the slow worker would count as dead.
+  # Spans time each job, for the simulations.
   config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
   config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0

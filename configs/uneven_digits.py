@@ -23,7 +23,7 @@ def get_config(arg=None):
     speed=dict(
       recipe="ssgd",
       title="work by speed",
-      allocation=dict(batch_size="speed", jobs=16),
+      allocation=dict(batch_size="speed", jobs=16),  # 16 jobs are timed first
     ),
   )
   config.engine = "threads"
@@ -31,8 +31,9 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2)
   config.batch_size = 512
   config.epochs = 250.0
-  config.learning_rate = 0.02
+  config.learning_rate = 0.02  # an update is the mean over both workers
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
+  # For --config.engine=simulate.
   config.durations = dict(name="constant", slowdown=(1, 3))
   # Long deadlines, or the slow worker would count as dead.
   config.live = dict(slowdown=(1, 3), late_seconds=20.0)

@@ -19,9 +19,12 @@ WORKERS = 1, 2, 4, 8, 16, 32, 64
 MOST = WORKERS[-1]
 CLUSTERS = {"equal": "homogeneous", "unequal": "heterogeneous"}
 RATES = {0.0: 0.05, 0.9: 0.005}  # momentum -> learning rate; one effective rate
+# Every number of workers is measured by the epochs to this loss.
 LOSS = 0.42  # test loss that one worker reaches after a sixth of the epochs
-V, V_MACHINE = 0.1, 0.6  # coefficients of variation of the clusters
-PI, E = 3.141592653589793, 2.718281828459045
+# Coefficients of variation of the clusters: of a machine's batches, and of the
+# machines' means. They are those of the paper, and of `asgd.orders.durations`.
+V, V_MACHINE = 0.1, 0.6
+PI, E = 3.141592653589793, 2.718281828459045  # the config imports no math
 EPOCHS = 6.0
 TO_LOSS = f"epochs to {LOSS}"
 
@@ -42,6 +45,7 @@ def get_config(arg=None):
         recipe="asgd",
         momentum=momentum,
         learning_rate=rate,
+        # One for both clusters: the rates are tuned on one worker.
         durations=dict(name=durations),
         title=title,
       )
@@ -50,6 +54,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = EPOCHS
+  # Eight an epoch, so that "epochs to" has steps of 1/8.
   config.evaluations = 48
   config.evaluation_examples = 2000
   config.curvature_checks = 0
@@ -72,26 +77,30 @@ def deviation_equal(count):
   given T, is E|D - T| - V^2. E|D - T| is 2 V / sqrt(pi); T is common to all.
   """
   others = count - 1
+  # Given T the workers are independent, so variances add up. T itself is the
+  # same for all, so its deviations add up.
   given = others * (2 * V / PI**0.5 - V**2)
   return (given + (others * V) ** 2) ** 0.5
 
 
 # Unequal machines have means p ~ Gamma(a, 1 / a), a = 1 / V_mach^2. A message
 # has staleness N p E[1 / p]. Fast machines send more messages, so that over
+# From here on the density of staleness on unequal machines is derived.
 # messages p is Gamma(a - 1, 1 / a). So staleness / N is Gamma(a - 1, 1 / b), b
 # = a - 1, whose mean is 1 and whose variance is 1 / b.
 SHAPE = 1 / V_MACHINE**2 - 1
-GAMMA_OF_SHAPE = 0.9256731453766787  # the gamma function
+GAMMA_OF_SHAPE = 0.9256731453766787  # the gamma function at SHAPE
 
 
 def density_equal(x):
   """The density of staleness of 64 equal machines, as a normal one."""
   deviation = deviation_equal(MOST)
-  z = (x - (MOST - 1)) / deviation
+  z = (x - (MOST - 1)) / deviation  # distance from the mean, in deviations
   return E ** (-z * z / 2) / (deviation * (2 * PI) ** 0.5)
 
 
 def density_unequal(x):
+  # Staleness / N is Gamma(a - 1, 1 / b); the density is scaled by N.
   """The density of staleness of 64 unequal machines."""
   scaled = x * SHAPE / MOST
   return (
@@ -115,6 +124,7 @@ def claims_of_loss():
         column=TO_LOSS,
         runs=cells(momentum, cluster, (1, 8, MOST)),
       )
+  # Where one worker's rate still works, and from where on it does not.
   for momentum, few, never in ((0.0, 4, 32), (0.9, 2, 32)):
     for cluster in CLUSTERS:
       where = f"momentum {momentum:g}, {cluster} machines"
@@ -135,7 +145,7 @@ def claims_of_loss():
         statistic="sign",
         column="never from",
         of=[label(momentum, cluster)],
-        below=never + 0.5,
+        below=never + 0.5,  # between two numbers of workers
       )
 
 
@@ -156,6 +166,7 @@ def claims_of_staleness():
         kind="bound",
         column="staleness_mean",
         of=[f"{run}@{count}"],
+        # 5 %: the first messages have less staleness.
         above=0.95 * (count - 1),
         below=1.05 * (count - 1),
       )
@@ -180,6 +191,7 @@ def claims_of_staleness():
     above=0.75 * spread,
     below=1.25 * spread,
   )
+  # P(T > 1.25) for gamma times of mean 1, of equal and of unequal machines.
   for cluster, expected, margin in (
     ("equal", 0.0094, 0.002),
     ("unequal", 0.279, 0.05),
@@ -203,6 +215,7 @@ def closed_forms():
       title="closed form",
       source="a normal density, and a gamma density (see the config)",
       of=cluster,
+      # The density per update, in percent.
       points=[(x, 100 * density(x)) for x in range(2, 260, 2)],
       line="-",
       marker="",
@@ -222,6 +235,7 @@ def panels():
     for momentum in RATES
     for cluster in CLUSTERS
   }
+  # All panels of numbers of workers share their x axis.
   along = dict(xlabel="workers", xlog=True, series=series)
   plain = {
     cluster: series[f"momentum 0, {cluster}"] for cluster in CLUSTERS
@@ -261,7 +275,7 @@ def panels():
       column="staleness.csv",
       xlabel="updates",
       ylabel="share of messages (%)",
-      scale=100.0,
+      scale=100.0,  # percent
       series={
         cluster: [(0, f"{label(0.0, cluster)}@{MOST}")] for cluster in CLUSTERS
       },
@@ -283,10 +297,13 @@ def get_figure():
     ),
     columns={
       TO_LOSS: dict(
+        # The first evaluation below the loss; a run that never arrives is
+        # infinite.
         kind="until", column="test_loss", below=LOSS, along="epoch"
       ),
       "never from": dict(kind="first", column=TO_LOSS, above=EPOCHS),
       "deviation": dict(kind="deviation", column="staleness", since=0.5),
+      # Mean batch times.
       "slow batches": dict(kind="share", column="duration", above=1.25),
     },
     claims=[*claims_of_loss(), *claims_of_staleness()],

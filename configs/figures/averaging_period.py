@@ -15,11 +15,11 @@ and Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020, arXiv 1910.00643.
 import ml_collections
 
 WORKERS = 8
-PERIODS = 1, 5, 10, 20, 50, 100
-STATES = "kept", "reset", "averaged"
-FLAT = 10, 20
+PERIODS = 1, 5, 10, 20, 50, 100  # H, steps between two averages
+STATES = "kept", "reset", "averaged"  # the momentum of a worker, at an average
+FLAT = 10, 20  # periods that are claimed to cost nothing
 SLOW = 10, 20, 50, 100  # periods of SlowMo
-RATE, MOMENTUM = 0.02, 0.9
+RATE, MOMENTUM = 0.02, 0.9  # tuned below; the same for all periods
 
 
 # Explanations of verdicts, from the numbers of the full run.
@@ -53,6 +53,7 @@ def get_config(arg=None):
         momentum=MOMENTUM,
         title=f"H = {period}, momentum {state}",
       )
+    # Its last average uses the slow momentum of the earlier ones.
     if period in SLOW:
       runs[label("slowmo", period)] = dict(
         recipe="slowmo",
@@ -64,6 +65,7 @@ def get_config(arg=None):
   config.workers = (WORKERS,)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 32
+  # Four epochs are 937 steps of a worker: 9 rounds at H = 100.
   config.epochs = 4.0
   config.learning_rate = RATE
   config.evaluations = 8
@@ -74,6 +76,7 @@ def get_config(arg=None):
     config.data.name, config.model.hidden = "digits", ()
     config.workers, config.seeds, config.batch_size = (2,), (0,), 8
     config.examples, config.evaluations = 400, 1
+    # H = 5 has several rounds in 400 examples.
     config.only = [label(state, 5) for state in STATES]
     config.only += [label("slowmo", 10), label("averaged", 1)]
   elif arg:
@@ -133,6 +136,7 @@ def claims():
       says=f"it is 1 / {period} of that of H = 1, within 2 %",
       kind="ratio",
       column="bytes_up",
+      # Every average sends the parameters once, whatever H is.
       of=[label("kept", period)],
       to=[label("kept", least)],
       above=0.98 / period,
@@ -145,6 +149,7 @@ def claims():
     column="bytes_up",
     of=[label("averaged", 10)],
     to=[label("kept", 10)],
+    # 2 of parameters and momentum, apart from headers.
     above=1.95,
     below=2.05,
   )
@@ -155,6 +160,7 @@ def panels():
     f"momentum {state}": [(p, label(state, p)) for p in PERIODS]
     for state in STATES
   }
+  # SlowMo at H = 1 would be another algorithm, so it begins at 10.
   series["SlowMo"] = [(p, label("slowmo", p)) for p in SLOW]
   along = dict(xlabel="H, steps between averages", xlog=True, series=series)
   return [
@@ -180,7 +186,7 @@ def panels():
       column="test_accuracy",
       ylabel="accuracy (%)",
       scale=100.0,
-      xcolumn="bytes_up",
+      xcolumn="bytes_up",  # the x of a cell is its traffic
       xscale=1e-6,
       xlabel="MB",
     ),

@@ -55,6 +55,7 @@ def get_config(arg=None):
       )
       if rule == "warm":
         # It starts at the rate of one worker, the peak over the workers.
+        # Warm-up matters only where the linear rate is large at first.
         entry["learning_rate_schedule"] = dict(warmup_epochs=1.0)
       runs[label(rule, count)] = entry
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -62,7 +63,7 @@ def get_config(arg=None):
   config.batch_size = BATCH
   config.learning_rate = RATE
   config.epochs = 8.0
-  config.evaluations = 64
+  config.evaluations = 64  # eight an epoch
   config.evaluation_examples = 2000
   config.curvature_checks = 0
   config.on_nan = "record"
@@ -108,7 +109,7 @@ def claims():
     f"at {most:,} examples it takes over twice as many, or never arrives",
     cells("linear", (MOST,)),
     ["one"],
-    above=2.0,
+    above=2.0,  # "over twice", also if it is infinite
   )
   yield ratio(
     "constant rate",
@@ -184,6 +185,7 @@ def panels():
         dict(
           title="warm-up, published",
           source=source,
+          # No loss up to 32 times the smallest batch.
           points=[(BATCH, 0), (32 * BATCH, 0)],
           of=RULES["warm"][0],
         )

@@ -13,9 +13,11 @@ are those of packed messages and updates.
 
 import ml_collections
 
+# Each codec at one setting: those of its paper, or a density of 1 %.
 CODECS = {  # label -> title, codec
   "threshold": ("threshold", dict(name="threshold", tau=0.02)),
   "adaptive": (
+    # Its tau follows the density, which it keeps between 0.1 and 1 %.
     "adaptive threshold",
     dict(name="adaptive_threshold", tau=0.02, least=0.001, most=0.01),
   ),
@@ -23,10 +25,12 @@ CODECS = {  # label -> title, codec
   "dgc": ("DGC, 1 %", dict(name="dgc", density=0.01, warm_up=0)),
   "random_k": (
     "random 10 %",
+    # The elements as they are, not 10 times as large.
     dict(name="random_k", density=0.1, scaled=False),
   ),
   "onebit": ("1 bit", dict(name="onebit")),
   "sign": ("sign", dict(name="sign", scale="mean", error_feedback=True)),
+  # 7 magnitudes: 4 bits with the sign.
   "qsgd": ("QSGD", dict(name="qsgd", levels=7)),
   "terngrad": ("TernGrad", dict(name="terngrad")),
   "powersgd": ("PowerSGD", dict(name="powersgd", rank=2)),
@@ -37,7 +41,8 @@ CODECS = {  # label -> title, codec
 }
 # Codecs for updates. Threshold codecs are left out: their tau fits gradients.
 DOWN = "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
-SPARSE = "threshold", "top_k", "dgc"
+SPARSE = "threshold", "top_k", "dgc"  # codes of positions and values
+# Codecs that are claimed to lose under two points.
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
 TUNED = (
   "Rates are those of configs/fashion.py and configs/digits.py; codecs have the"
@@ -55,6 +60,7 @@ def get_config(arg=None):
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
   momentum_sgd = dict(recipe="asgd", momentum=0.9)
+  # Four times the asynchronous rate: a mean of four messages.
   ssgd = dict(recipe="ssgd", momentum=0.9, learning_rate=0.016)
   runs = dict(dense=dict(momentum_sgd, title="dense"))
   for label, (title, codec) in CODECS.items():
@@ -64,6 +70,7 @@ def get_config(arg=None):
   runs["rounds"] = dict(ssgd, title="rounds, dense")
   for label in DOWN:
     title, codec = CODECS[label]
+    # A residual at the server, since its updates are biased, too.
     codec = dict(codec, error_feedback=True)
     runs[f"both-{label}"] = dict(
       ssgd,
@@ -100,6 +107,7 @@ def claims():
       column="bytes_up",
       statistic="t",
       order="falls",
+      # Codecs of one size are a group, whose members are not compared.
       runs=["dense", ["bf16", "fp16"], "int8", "onebit", list(SPARSE)],
     ),
     dict(
@@ -109,7 +117,7 @@ def claims():
       column="test_accuracy",
       of=list(CLOSE),
       to=["dense"],
-      above=-0.02,
+      above=-0.02,  # two points
       note=(
         "After one epoch 1 bit is 1.8 points behind, and the threshold, whose"
         " tau was chosen on digits, 3.7; the others are not."
@@ -121,7 +129,7 @@ def claims():
       kind="bound",
       column="compression_down",
       of=["both-onebit", "both-sign"],
-      above=10.0,
+      above=10.0,  # one bit of 32, and scales
     ),
     dict(
       name="both directions, as good",
@@ -167,6 +175,7 @@ def get_figure():
       ),
     ],
     quick={
+      # The digits' MLP trains in seconds, so that 110 cells take minutes.
       "data.name": "digits",
       "model": {"name": "mlp", "hidden": (64, 64)},
       "batch_size": 16,

@@ -28,7 +28,7 @@ ALGORITHMS = {  # label -> title, entry
   "slim": ("DANA-Slim", dict(recipe="dana_slim")),
   "danadc": ("DANA-DC", dict(recipe="dana_dc")),
 }
-UNEQUAL = dict(name="heterogeneous")
+UNEQUAL = dict(name="heterogeneous")  # V_mach = 0.6
 
 
 def get_config(arg=None):
@@ -46,7 +46,8 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 16
   config.epochs = 10.0
-  config.learning_rate = 0.005
+  config.learning_rate = 0.005  # of one worker; tuned below
+  # Epochs of all workers together: 10 are 898 messages.
   config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(7.0,))
   config.evaluations = 2
   config.curvature_checks = 0
@@ -60,6 +61,7 @@ def get_config(arg=None):
   return config.lock()
 
 
+# NOTES has the name of a claim -> why it holds or does not.
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of NAG-ASGD, equal": (
@@ -101,6 +103,7 @@ NOTES = {
 }
 
 
+# suffix: "" for equal machines, "-het" for unequal ones.
 def gap_claims(suffix, where):
   def at(workers, *labels):
     return [f"{label}{suffix}@{workers}" for label in labels]
@@ -111,7 +114,7 @@ def gap_claims(suffix, where):
       says="one momentum for all has over twice the gap of Multi- and DC-ASGD",
       kind="ratio",
       column="gap_mean",
-      statistic="sign",
+      statistic="sign",  # medians: a diverged run has an infinite gap
       of=at(16, "nag"),
       to=at(16, "multi", "dc"),
       above=2.0,
@@ -131,6 +134,7 @@ def gap_claims(suffix, where):
       column="gap_mean",
       of=at(16, "dana"),
       to=at(16, "asgd"),
+      # A factor of 1.5 either way counts as equal.
       above=1 / 1.5,
       below=1.5,
     ),
@@ -152,6 +156,7 @@ def accuracy_claims(suffix, where):
   def whole(*labels):
     return [f"{label}{suffix}" for label in labels]
 
+  # All algorithms that are not DANA.
   others = "asgd", "nag", "multi", "dc", "dca", "ga"
   return [
     dict(
@@ -160,6 +165,7 @@ def accuracy_claims(suffix, where):
       kind="ordering",
       order="rises",
       column="fails at",
+      # others[2:] begins behind NAG-ASGD, which is the first to fail.
       runs=[whole("nag"), whole("asgd", *others[2:], "dana", "slim", "danadc")],
     ),
     dict(
@@ -187,6 +193,7 @@ def speed_claims():
     dict(
       name="speed, equal",
       says=(
+        # The speed of SSGD is that of the slowest of 32 gamma times.
         "at 32 workers asynchronous training is 1.22 times as fast as"
         " synchronous (the mean of the largest of 32 gamma times), within 0.05"
       ),
@@ -220,7 +227,8 @@ PAPER = (
   "Hakimi, Barkai, Gabel, Schuster: Taming Momentum in a Distributed"
   " Asynchronous Environment, arXiv 1907.11612"
 )
-# Final accuracy in percent of ResNet-20 on CIFAR-10; one worker 91.63.
+# Final accuracy in percent of ResNet-20 on CIFAR-10, by number of workers; one
+# worker has 91.63. The numbers are known at second hand.
 TABLE = {
   "danadc": {4: 91.50, 8: 91.27, 12: 90.97, 16: 90.71, 20: 90.07, 32: 82.99},
   "dc": {4: 91.44, 8: 91.20, 12: 90.55},
@@ -239,6 +247,7 @@ def published():
     dict(
       title=f"{ALGORITHMS[label][0]}, published",
       source=source,
+      # Points to one worker.
       points=[(n, accuracy - 91.63) for n, accuracy in row.items()],
       of=ALGORITHMS[label][0],
       line=":",
@@ -248,6 +257,7 @@ def published():
 
 
 def expected(suffix):
+  # N / E[max]: the speed of rounds, with 4, 8, 16 and 32 workers.
   rows = {
     "": ("SSGD", (3.62, 6.98, 13.5, 26.3)),
     "-het": ("SSGD, unequal", (2.75, 4.37, 7.24, 12.5)),
@@ -301,7 +311,7 @@ TUNED = (
 
 def get_figure():
   # SSGD's rate is not scaled with the workers, so its accuracy is not drawn.
-  tuned = tuple(ALGORITHMS)[1:]
+  tuned = tuple(ALGORITHMS)[1:]  # all but SSGD
   gap = dict(
     column="gap_mean",
     xlabel="workers",
@@ -316,13 +326,14 @@ def get_figure():
     minus="sgd",
     scale=100.0,
     xlog=True,
-    yscale="symlog",
+    yscale="symlog",  # losses from a tenth of a point to 80
   )
   return dict(
     title="DANA: gap, accuracy and speed against workers",
     paper=PAPER,
     about=ABOUT,
     columns={
+      # The accuracy falls below it first.
       "fails at": dict(kind="first", column="test_accuracy", below=0.5),
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
     },

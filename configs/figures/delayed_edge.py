@@ -14,10 +14,11 @@ delay). With heavy-ball momentum 0.9 the edge is ten times lower.
 
 import ml_collections
 
-DELAYS = 1, 2, 4, 8, 16, 32
-SIDES = {"below": 0.98, "above": 1.02}
+DELAYS = 1, 2, 4, 8, 16, 32  # tau, updates
+SIDES = {"below": 0.98, "above": 1.02}  # factors of the edge: 2 % to both sides
 # Edges with heavy-ball momentum 0.9, from the roots of its polynomial.
 MOMENTUM = {1: 0.1, 8: 0.01394, 32: 0.00406}
+# Its edges are computed less exactly, so the distance is 3 %.
 MOMENTUM_SIDES = {"below": 0.97, "above": 1.03}
 PAPER = (
   "Yang, Zhang, Li, Re, Aberger, De Sa: PipeMare: Asynchronous Pipeline"
@@ -26,7 +27,7 @@ PAPER = (
 
 
 def edge(delay):
-  # sin(pi x / 2) is the imaginary part of i^x.
+  # sin(pi x / 2) is the imaginary part of i^x: the config imports no math.
   return 2 * (1j ** (1 / (2 * delay + 1))).imag
 
 
@@ -41,6 +42,7 @@ def get_config(arg=None):
       runs[f"t{delay}-{side}"] = dict(
         recipe="asgd",
         title=f"tau {delay}, 2 % {side}",
+        # A fixed delay of tau is an order of tau + 1 workers that take turns.
         workers=(delay + 1,),
         learning_rate=factor * edge(delay),
       )
@@ -56,7 +58,7 @@ def get_config(arg=None):
   config.runs = runs
   config.order = dict(name="fixed_delay")
   config.seeds = (0, 1, 2, 3, 4)
-  config.batch_size = 1
+  config.batch_size = 1  # the gradient of the quadratic has no noise
   config.examples = 2000  # updates
   config.evaluations = 8
   config.curvature_checks = 0
@@ -76,6 +78,7 @@ def of(prefix, delays, side):
 
 def bounds(prefix, delays, *, falls, grows, name=""):
   """Claims that the loss falls below the edge, and grows above it."""
+  # Medians: above the edge the growth may be infinite.
   common = dict(kind="bound", column="growth", statistic="sign")
   return [
     dict(
@@ -112,8 +115,9 @@ def claims():
       kind="threshold",
       column="growth",
       statistic="t",
+      # The x of a cell is its factor of the edge.
       runs=[(f"t{delay}-{side}", factor) for side, factor in SIDES.items()],
-      level=0.0,
+      level=0.0,  # no growth: between the two rates
       above=0.995,
       below=1.005,
     )
@@ -185,10 +189,12 @@ def get_figure():
       " largest curvature. Rates just below and just above it, from random"
       " starting points: what a seed changes is the start alone."
     ),
+    # Ln of losses, over the second half.
     columns=dict(growth=dict(kind="change", column="train_loss", since=0.5)),
     claims=claims(),
     panels=panels(),
     quick=dict(
+      # Enough for the short delays.
       only=of("t", (1, 4), "below") + of("t", (1, 4), "above"), examples=400
     ),
     tuned="nothing",

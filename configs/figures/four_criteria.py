@@ -14,9 +14,10 @@ time, and by that after one number of epochs, on handwritten digits.
 
 import ml_collections
 
-EPOCHS, EARLY, TIME = 40.0, 5.0, 60.0
+EPOCHS, EARLY, TIME = 40.0, 5.0, 60.0  # epochs, epochs, mean batch times
 EVALUATIONS = 40  # at whole epochs
-TOP_K = dict(name="top_k", density=0.05)
+TOP_K = dict(name="top_k", density=0.05)  # of the elements
+# Clocks that a fast worker may be ahead.
 STALE = dict(name="stale_synchronous", bound=3)
 RUNS = {  # label -> title, entry
   "ssgd": ("SSGD", dict(recipe="ssgd", momentum=0.9, learning_rate=0.2)),
@@ -25,12 +26,14 @@ RUNS = {  # label -> title, entry
   "soft": (
     "softsync",
     dict(
+      # An update of 16 / 4 messages.
       recipe="staleness_aware", splits=4, momentum=0.9, learning_rate=0.04
     ),
   ),
   "avg": (
     "averaging",
     dict(
+      # Steps between two averages.
       recipe="model_averaging", steps=8, momentum=0.9, learning_rate=0.1
     ),
   ),
@@ -38,6 +41,7 @@ RUNS = {  # label -> title, entry
   "pairs": (
     "AD-PSGD",
     dict(
+      # Any two peers may average.
       recipe="ad_psgd", topology="full", momentum=0.9, learning_rate=0.05
     ),
   ),
@@ -62,6 +66,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 16
   config.epochs = EPOCHS
+  # One for all; each has its own peak.
   config.learning_rate_schedule = dict(warmup_epochs=1.0)
   config.durations = dict(name="heterogeneous")
   config.evaluations = EVALUATIONS
@@ -76,6 +81,7 @@ def get_config(arg=None):
   return config.lock()
 
 
+# The labels without those of `but`.
 def together(labels, but=()):
   return [label for label in labels if label not in but]
 
@@ -102,6 +108,7 @@ def claims():
     ratio(
       "fastest",
       "those that do not wait have over twice the speed of SSGD",
+      # FREE against WAITING: unequal machines make waiting long.
       *("speed", list(FREE), "ssgd"),
       above=2.0,
     ),
@@ -146,7 +153,7 @@ def claims():
       "fewest bytes",
       "messages of the largest 5 % take over 15 times fewer bytes up",
       *("bytes_up", "asgd", "topk"),
-      above=15.0,
+      above=15.0,  # 5 % of the elements, with their positions
     ),
   ]
 
@@ -158,6 +165,7 @@ def panel(title, column, ylabel, along, xlabel, **options):
     xlabel=xlabel,
     ylabel=ylabel,
     along=along,
+    # Curves: the x of a cell is not used.
     series={TITLES[label]: [(1, label)] for label in RUNS},
     **options,
   )
@@ -181,6 +189,7 @@ def get_figure():
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
       "at a time": dict(kind="at", column="test_accuracy", time=TIME),
       "at an epoch": dict(
+        # Between two evaluations, to be safe from rounding.
         kind="at", column="test_accuracy", epoch=EARLY + 0.5
       ),
     },

@@ -19,6 +19,7 @@ RUNS = {  # label -> title, entry
   "sa": ("staleness-aware", dict(recipe="staleness_aware")),
 }
 MOMENTA = {  # suffix -> momentum and rate, in words
+  # Momentum makes the same rate about ten times as effective, so rates differ.
   "": (dict(momentum=0.0, learning_rate=0.1), "no momentum"),
   "-m": (dict(momentum=0.9, learning_rate=0.02), "momentum 0.9"),
 }
@@ -29,6 +30,7 @@ def get_config(arg=None):
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
   config.runs = {}
+  # Labels are ga, sa and sgd, with "-m" for momentum.
   for suffix, (settings, words) in MOMENTA.items():
     config.runs[f"sgd{suffix}"] = dict(
       settings, recipe="asgd", title=f"one worker, {words}", workers=(1,)
@@ -41,6 +43,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = 1.0
+  # Shares of the one epoch.
   config.learning_rate_schedule = dict(warmup_epochs=0.1, decay_epochs=(0.75,))
   config.evaluations = 1
   config.curvature_checks = 0
@@ -83,6 +86,7 @@ def claims_of(suffix, words):
     difference(
       f"staleness-aware falls, {words}",
       "from 8 to 24 workers staleness-aware loses over 3 points",
+      # Points of accuracy are fractions here: 0.03 is 3 points.
       f"sa{suffix}@24",
       f"sa{suffix}@8",
       below=-0.03,
@@ -148,7 +152,7 @@ def get_figure():
     ],
     panels=panels,
     quick={
-      "examples": 12_800,
+      "examples": 12_800,  # 200 messages
       "evaluation_examples": 2_000,
       "workers": (8, 24),
       "learning_rate_schedule.warmup_epochs": 0.02,

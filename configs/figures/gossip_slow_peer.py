@@ -14,8 +14,8 @@ them.
 
 import ml_collections
 
-SLOWDOWNS = 1, 3, 10
-LOSS = 0.2  # the training loss to reach
+SLOWDOWNS = 1, 3, 10  # of one peer; 1: none is slow
+LOSS = 0.2  # the training loss to reach, smoothed as `reach` does
 MESSAGES = 1437 // 16 * 20 // 8 * 8  # in 20 epochs, a multiple of eight
 RECIPES = {
   "allreduce": dict(recipe="ssgd"),
@@ -40,6 +40,7 @@ def get_config(arg=None):
         recipe,
         title=f"{TITLES[label]}, {slow}",
         momentum=0.9,
+        # The last of eight peers.
         durations=dict(name="constant", slowdown=(1,) * 7 + (slow,)),
       )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -76,6 +77,7 @@ def claims():
     ratio(
       *("all-reduce follows", "a peer ten times slower: ten times the time"),
       *("allreduce-10", "allreduce-1"),
+      # Rounds take as long as the slowest peer.
       above=9.5,
       below=10.5,
     ),
@@ -90,6 +92,7 @@ def claims():
       "pairs barely move",
       "AD-PSGD with a peer ten times slower takes under 1.2 times as long",
       *("adpsgd-10", "adpsgd-1"),
+      # Seven of eight peers continue: 8 / 7.1 times as long.
       below=1.2,
     ),
     ratio(
@@ -118,7 +121,7 @@ def claims():
       says="what a slow peer computes is staler, the slower it is",
       kind="monotone",
       order="rises",
-      column="staleness_max",
+      column="staleness_max",  # in mixes
       runs=cells("adpsgd"),
     ),
   ]
@@ -140,10 +143,11 @@ def panel(title, column, ylabel, **options):
 
 
 def get_figure():
-  known = [
+  computed = [
     dict(
       title="computed: 8 / (7 + 1 / s)",
       source="computed: seven peers of rate 1 and one of rate 1 / s",
+      # Batches of one peer in 20 epochs.
       points=[(s, MESSAGES / (7 + 1 / s)) for s in SLOWDOWNS],
       of=TITLES["adpsgd"],
       line="--",
@@ -168,7 +172,7 @@ def get_figure():
     panels=[
       panel(
         "20 epochs", "simulated_time", "time (batches)", yscale="log",
-        published=known,
+        published=computed,
       ),
       panel("to the loss", "time to loss", f"time to loss {LOSS}",
         yscale="log"),
@@ -176,7 +180,8 @@ def get_figure():
       panel("staleness", "staleness_max", "largest staleness (mixes)"),
     ],
     quick={
-      "only": [spot for label in RECIPES for spot in cells(label, (1, 10))],
+      # Without the slowdown of 3.
+      "only": [name for label in RECIPES for name in cells(label, (1, 10))],
       "epochs": 10.0,
       "learning_rate_schedule.decay_epochs": (7.0,),
     },

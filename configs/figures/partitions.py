@@ -20,11 +20,14 @@ import ml_collections
 # from building large distributed systems", LADIS 2009: 1 MB in 10 ms, and a
 # round trip of 0.5 ms. Its speed and the cost of a message are assumed, as
 # powers of ten: 16 cores of 2012, and 0.1 ms of software.
+# Operations a second, bytes a second, seconds one way, seconds of a message.
 MACHINE = dict(flops=1e11, bandwidth=1e8, latency=2.5e-4, service=1e-4)
 BATCH = 100  # examples of a step, assumed
-STEPS = 2  # of a cell
-DENSE = 1, 2, 4, 8, 16, 32, 64
+STEPS = 2  # of a cell: each draws the times of its parts
+DENSE = 1, 2, 4, 8, 16, 32, 64  # machines of the fully connected model
+# Machines of the locally connected models: 9 x 9 tiles of an image at most.
 TILES = 1, 2, 4, 8, 16, 32, 81
+# 440 inputs are 11 frames of 40 features; 8,192 states are the classes.
 SPEECH = dict(
   model=dict(name="mlp", hidden=(2560,) * 4), inputs=(440,), classes=8192
 )
@@ -48,15 +51,18 @@ TITLES = {k: title for k, (title, _) in (VARIANTS | IMAGES).items()}
 
 def images(maps):
   model = dict(
+    # On either side of the unit, in pixels.
     name="asgd.parallel.halo:locally_connected",
     features=(maps,) * 3,
     kernel=10,
   )
+  # Classes of ImageNet with 21,000 categories.
   return dict(model=model, inputs=(100, 100, 3), classes=21_000)
 
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
+  # Any cheap problem: the time comes from `durations`.
   config.problem = dict(name="asgd.problems.analytic:quadratic", dimensions=2)
   clocks = {
     **{k: (DENSE, SPEECH | change) for k, (_, change) in VARIANTS.items()},
@@ -77,7 +83,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 1
   config.examples = STEPS
-  config.learning_rate = 0.1
+  config.learning_rate = 0.1  # any: the loss is not a result
   config.evaluations = 1
   config.curvature_checks = 0
   if arg == "tiny":

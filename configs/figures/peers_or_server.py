@@ -15,17 +15,18 @@ AD-PSGD.
 
 import ml_collections
 
-N = 8
-BATCH, ROUNDS = 16, 80
+N = 8  # workers, or peers
+BATCH, ROUNDS = 16, 80  # rounds of all workers
 NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
 TRANSFERS = 0.01, 0.05, 0.2, 0.8  # of a message on a link, in mean batch times
 LATENCIES = 0.0, 0.1, 0.5
-LOSS = 0.8  # the training loss to reach
+LOSS = 0.8  # the training loss to reach, also by the quick size
 RATE = 0.2  # of an update by the mean of all workers, and of a peer
 SYNC = dict(recipe="ssgd", learning_rate=RATE)
 RUNS = {  # label -> title, entry
   "server": ("server", SYNC),
   "shards": ("server of 4 shards", SYNC),
+  # An update of one message instead of the mean of N.
   "async": (
     "asynchronous server", dict(recipe="asgd", learning_rate=RATE / N)
   ),
@@ -36,7 +37,7 @@ RUNS = {  # label -> title, entry
   ),
 }
 TITLES = {label: title for label, (title, _) in RUNS.items()}
-SLOWEST, FASTEST = len(TRANSFERS) - 1, 0
+SLOWEST, FASTEST = len(TRANSFERS) - 1, 0  # indices into TRANSFERS and LATENCIES
 HIGHEST = len(LATENCIES) - 1
 
 
@@ -57,6 +58,7 @@ NOTES = {
 
 def all_reduce_time(transfer, latency):
   """Returns the time of a ring all-reduce: 2 (N - 1) steps of 1 / N."""
+  # A step sends a part of 1 / N to the next peer of the ring.
   return 2 * (N - 1) * (latency + transfer / N)
 
 
@@ -64,11 +66,14 @@ def over(label, transfer, latency):
   """Returns the settings of a run on a network."""
   clock = dict(name="gamma", variation=0.1)
   if label == "reduce":
+    # No links: all workers wait for each other, so that the time is an offset.
     return dict(
       durations=dict(clock, offset=all_reduce_time(transfer, latency))
     )
+  # A message of NBYTES takes `transfer` on it.
   bandwidth = NBYTES / transfer
   links = dict(latency=latency, up=bandwidth, down=bandwidth)
+  # Only a server has a port, which all its messages pass.
   if label in ("server", "shards", "async"):
     links["port"] = bandwidth
   settings = dict(durations=clock, network=links)
@@ -95,7 +100,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = BATCH
   config.examples = ROUNDS * N * BATCH
-  config.evaluations = 1
+  config.evaluations = 1  # the accuracy at the end
   config.curvature_checks = 0
   if arg == "tiny":
     config.seeds, config.examples = (0,), 2 * N * BATCH
@@ -156,6 +161,7 @@ def bandwidth_claims():
       "four shards make the server on the slowest over 2.5 times as fast",
       "shards-3-0",
       "server-3-0",
+      # Four ports instead of one; their messages wait for each other.
       above=2.5,
     ),
     ratio(
@@ -182,6 +188,7 @@ def latency_claims():
       "and all-reduce, whose 14 steps follow each other, over three quarters",
       "reduce-0-2",
       "reduce-0-0",
+      # 14 steps of 0.5 each are seven batch times.
       below=0.25,
     ),
     ratio(
@@ -189,6 +196,7 @@ def latency_claims():
       "AD-PSGD waits for both ways: it has half of its speed, within 5 %",
       "pairs-0-2",
       "pairs-0-0",
+      # 1 / 2: a batch, and 0.5 each way.
       above=0.475,
       below=0.525,
     ),
@@ -204,7 +212,7 @@ def other_claims():
       "ring-0-0",
       "async-0-0",
       column="bytes_down",
-      above=2.02,
+      above=2.02,  # twice, and a little for the first tickets
     ),
     dict(
       name="accuracy",
@@ -227,13 +235,16 @@ def other_claims():
   ]
 
 
-def panel(title, column, ylabel, spots, *, at="a message on a link", **options):
+def panel(
+  title, column, ylabel, points_of, *, at="a message on a link", **options
+):
   return dict(
     title=title,
     column=column,
     xlabel=f"time of {at} (batches)",
     ylabel=ylabel,
-    series={TITLES[label]: spots(label) for label in RUNS},
+    # The x of a point is the transfer time, or the latency.
+    series={TITLES[label]: points_of(label) for label in RUNS},
     **options,
   )
 
@@ -260,7 +271,7 @@ def panels():
       "latency 0.5",
       "speed",
       "gradients a batch time",
-      lambda label: along_transfers(label, HIGHEST),
+      lambda label: along_transfers(label, HIGHEST),  # the index of 0.5
       **by_bandwidth,
     ),
     panel(
@@ -305,7 +316,7 @@ def get_figure():
     ],
     panels=panels(),
     quick={
-      "examples": 40 * N * BATCH,
+      "examples": 40 * N * BATCH,  # half of the rounds
       "only": [
         f"{label}-{i}-{j}"
         for label in RUNS

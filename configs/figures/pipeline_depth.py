@@ -25,8 +25,8 @@ KINDS = {  # label -> title, keys
   "predicted": ("predicted", dict(schedule="pipedream", predict=True)),
   "2bw": ("2BW", dict(schedule="pipedream_2bw", every=MICROBATCHES)),
 }
-# label -> title, keys. Rates are of a microbatch: GPipe and 2BW take 16 times
-# that.
+# label -> title, keys. Rates are those of a microbatch; GPipe and 2BW multiply
+# them by 16.
 OPTIMIZERS = {
   "sgd": ("SGD", dict(momentum=0.9, learning_rate=0.1 / MICROBATCHES)),
   "adamw": (
@@ -48,6 +48,7 @@ def depths_of(kind):
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="pydoc", context=32)
+  # 14 blocks, embedding and head: 16 stages of one layer.
   config.model = dict(name="gpt", depth=14, width=32, heads=2)
   config.engine = "pipeline"
   config.pipeline = dict(
@@ -60,7 +61,7 @@ def get_config(arg=None):
       runs[label(kind, depth)] = dict(
         keys, recipe="asgd", stages=depth, title=f"{title}, {depth} stages"
       ) | dict(sgd)
-  for depth in DEPTHS[:3]:
+  for depth in DEPTHS[:3]:  # 16 stages would idle for half of the time
     runs[label("gpipe", depth)] = dict(
       recipe="asgd", schedule="gpipe", stages=depth, **sgd,
       title=f"GPipe, {depth} stages",
@@ -74,12 +75,13 @@ def get_config(arg=None):
       ) | dict(keys)
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.seeds = (0, 1, 2, 3, 4)
+  # An update of 32 windows.
   config.batch_size = 2  # of a microbatch
   config.examples = 1536  # 48 updates of 16 microbatches
   config.learning_rate_schedule = dict(warmup_examples=256)
   config.clip_norm = 1.0
   config.curvature_checks = 0
-  config.evaluations = 4
+  config.evaluations = 4  # four quarters
   config.evaluation_examples = 64
   config.on_nan = "record"
   if arg == "tiny":
@@ -97,6 +99,7 @@ def get_config(arg=None):
 
 def bubble(depth):
   """Returns GPipe's part of idle time: (p - 1) / (m + p - 1)."""
+  # p stages, m microbatches: p - 1 slots to fill and to drain.
   return (depth - 1) / (MICROBATCHES + depth - 1)
 
 
@@ -133,6 +136,8 @@ def claims():
     ("adamw", dict(above=0.02), "over 0.02 nats above that without"),
     ("muon", dict(below=0.02), "less than 0.02 nats above that without"),
   ):
+    # AdamW's loss suffers from one update of delay, Muon's does not (Zmushko
+    # et al.).
     yield dict(
       name=f"one step of delay, {OPTIMIZERS[name][0]}",
       says=f"with a delay of one update the test loss is {says}",
@@ -152,7 +157,7 @@ def claims():
       kind="bound",
       column="bubble_predicted",
       of=[label("gpipe", depth)],
-      above=bubble(depth) - 0.05,
+      above=bubble(depth) - 0.05,  # durations are measured, so they vary
       below=bubble(depth) + 0.05,
     )
 
@@ -176,7 +181,7 @@ def panels():
       xlabel="updates of delay",
       ylabel="nats",
       series={
-        title: [(0, gpipe), (1, late)]
+        title: [(0, gpipe), (1, late)]  # GPipe has no delay
         for title, gpipe, late in (
           ("SGD", label("gpipe", DELAYED), label("2bw", DELAYED)),
           ("AdamW", "gpipe-adamw", "2bw-adamw"),
@@ -221,9 +226,9 @@ def get_figure():
     claims=list(claims()),
     panels=panels(),
     quick={
-      "examples": 256,
+      "examples": 256,  # 8 updates
       "evaluations": 1,
-      "model.depth": 6,
+      "model.depth": 6,  # 6 blocks are enough for 4 stages
       "only": [
         *(label(kind, depth) for kind in ("stash", "2bw") for depth in (2, 4)),
         label("gpipe", 4),

@@ -18,12 +18,13 @@ So the throughput of N workers is N / c up to N = c B / b, and B / b above.
 import ml_collections
 
 WORKERS = 1, 4, 8, 16, 32, 64
-MESSAGES = 1280  # of a cell
+MESSAGES = 1280  # of a cell, with any number of workers
 BATCH = 8
 NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
-BUSIEST = {1: 9664, 2: 4864, 4: 2496}  # bytes of the shard with the most
-PORT = 10 * NBYTES  # bytes per unit of time
-LATENCY = 0.05
+# Bytes of the shard with the most: rows are not divided equally.
+BUSIEST = {1: 9664, 2: 4864, 4: 2496}
+PORT = 10 * NBYTES  # bytes per unit of time: ten messages
+LATENCY = 0.05  # one way, mean batch times
 SHARDS = {1: "one", 2: "two", 4: "four"}
 TITLES = {1: "1 shard", 2: "2 shards", 4: "4 shards"}
 
@@ -40,7 +41,7 @@ def get_config(arg=None):
       server=dict(shards=shards, consistent=True),
     )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
-  config.network = dict(latency=LATENCY, port=PORT)
+  config.network = dict(latency=LATENCY, port=PORT)  # for each shard
   config.durations = dict(name="gamma", variation=0.1)
   config.workers = WORKERS
   config.seeds = (0, 1, 2, 3, 4)
@@ -58,6 +59,7 @@ def get_config(arg=None):
 
 def cycle(shards):
   """Returns the time from ticket to ticket of a worker that never queues."""
+  # The batch, both ways, and the port for message and ticket.
   return 1 + 2 * LATENCY + 2 * BUSIEST[shards] / PORT
 
 
@@ -103,6 +105,7 @@ def of_shards(shards, least):
 
 def at_one_shard():
   """Returns the claims about the port of one shard, with 64 workers."""
+  # Little's law: 64 workers at 10 messages a unit of time have a cycle of 6.4.
   wait = 6.4 - cycle(1)
   says = (
     "by Little's law the messages of 64 workers at one shard wait"
@@ -112,6 +115,7 @@ def at_one_shard():
   of = dict(kind="bound", of="one@64")
   return [
     dict(name="queues", says=says, column="queue_wait", **of)
+    # 8 %: at the beginning the queue is empty.
     | dict(above=0.92 * wait, below=1.02 * wait),
     dict(name="the port is busy", says=busy, column="link_utilisation", **of)
     | dict(above=0.97),
@@ -128,6 +132,7 @@ def claims():
     *of_shards(1, 8),
     *of_shards(2, 16),
     *of_shards(4, 32),
+    # No more than 2 % either way.
     ratio("beyond the knee", beyond, "one@64", "one@32", 0.98, 1.02),
     ratio("two shards", two, "two@64", "one@64", 1.9, 2.1),
     ratio("four shards", four, "four@64", "one@64", 3.6, 4.1),
@@ -155,6 +160,7 @@ def computed():
     dict(
       title=f"computed, {TITLES[shards]}",
       source="computed: the smaller of N / c and B / b",
+      # Below and above the knee.
       points=[(n, min(n / cycle(shards), capacity(shards))) for n in WORKERS],
       of=TITLES[shards],
       line="--",
@@ -188,6 +194,6 @@ def get_figure():
       panel("ports", "link_utilisation", "busiest port busy (%)", scale=100),
       panel("queues", "queue_wait", "time in queues (batches)"),
     ],
-    quick={"examples": 640 * BATCH},
+    quick={"examples": 640 * BATCH},  # half of the messages
     tuned="nothing",
   )

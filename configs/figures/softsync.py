@@ -17,12 +17,13 @@ import ml_collections
 
 WORKERS = 30
 SPLITS = 1, 2, 5, 15, 30
+# The divisor of a gradient.
 DIVISORS = {
   "none": "undivided",
   "own": "by own staleness",
   "mean": "by mean staleness",
 }
-RATE, MOMENTUM = 0.02, 0.9
+RATE, MOMENTUM = 0.02, 0.9  # of one worker with a batch of 120
 BATCH = 4  # of a worker; 30 of them have about 128 together, as in the paper
 TRAINED = 0.5  # an accuracy; the paper's runs that fail are at 10 %
 
@@ -40,7 +41,7 @@ def get_config(arg=None):
       recipe="asgd",
       momentum=MOMENTUM,
       workers=(1,),
-      batch_size=BATCH * WORKERS,
+      batch_size=BATCH * WORKERS,  # the batch of all 30 workers together
       title="one worker",
     )
   )
@@ -49,8 +50,8 @@ def get_config(arg=None):
       runs[label(divisor, splits)] = dict(
         recipe="staleness_aware",
         momentum=MOMENTUM,
-        splits=splits,
-        divisor=divisor,
+        splits=splits,  # n: an update takes floor(30 / n) gradients
+        divisor=divisor,  # of a gradient: a key of DIVISORS
         title=f"{splits}-softsync, {title}",
       )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -80,6 +81,7 @@ def claims():
       kind="bound",
       column="test_accuracy",
       of=[label("none", splits)],
+      # 10 % is the accuracy of guessing.
       below=TRAINED,
     )
   for divisor in ("own", "mean"):
@@ -99,7 +101,7 @@ def claims():
       kind="bound",
       column="staleness_mean",
       of=[label("own", splits)],
-      above=0.9 * splits,
+      above=0.9 * splits,  # the paper: about n
       below=1.1 * splits,
     )
     yield dict(
@@ -108,7 +110,7 @@ def claims():
       kind="bound",
       column=f"older than {2 * splits}",
       of=[label("own", splits)],
-      below=1e-4,
+      below=1e-4,  # of the messages
     )
   yield dict(
     name="both together",
@@ -133,7 +135,7 @@ def published():
     dict(
       title="undivided, published",
       source=source,
-      points=[(15, -72), (30, -72)],
+      points=[(15, -72), (30, -72)],  # 90 % error less 18 %
       of=DIVISORS["none"],
     ),
     dict(
@@ -150,6 +152,7 @@ def panels():
     title: [(splits, label(divisor, splits)) for splits in SPLITS]
     for divisor, title in DIVISORS.items()
   }
+  # 0 is added to a value of the histogram.
   by_splits = {f"n = {n}": [(0, label("own", n))] for n in SPLITS}
   along = dict(xlabel="n of n-softsync", xlog=True, series=series)
   return [

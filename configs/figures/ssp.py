@@ -13,8 +13,9 @@ through Parameter Server Consistency Models", AAAI 2015, arXiv 1410.8043.
 
 import ml_collections
 
-BOUNDS = 0, 2, 3, 5, 10
-EAGER = 0, 10
+BOUNDS = 0, 2, 3, 5, 10  # s, clocks
+EAGER = 0, 10  # bounds of ESSP, which hardly depends on them
+# At the edge only SSP 10 diverges (`tuned` below).
 RATES = {"stable": 1.5, "edge": 8.0}
 PAPER = (
   "Dai, Kumar, Wei, Ho, Gibson, Xing: High-Performance Distributed ML at Scale"
@@ -30,6 +31,7 @@ def get_config(arg=None):
   runs = {}
   # Every consistency model at both rates.
   for side, rate in RATES.items():
+    # A clock is two batches of a worker.
     entry = dict(recipe="table", clock_every=2, learning_rate=rate)
     runs[f"bsp-{side}"] = dict(
       entry, consistency="bulk_synchronous", title=f"BSP, {side}"
@@ -46,9 +48,9 @@ def get_config(arg=None):
   config.workers = (8,)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 200
-  config.epochs = 16.0
+  config.epochs = 16.0  # 1,280 batches of 200 ratings
   config.durations = dict(name="gamma", variation=0.1)
-  config.evaluations = 4
+  config.evaluations = 4  # the last one has the loss of the last quarter
   config.curvature_checks = 0
   # A run that diverges is a result here, not an error.
   config.on_nan = "record"
@@ -86,7 +88,7 @@ def edge_claims():
       kind="bound",
       column="diverged",
       of=labels("ssp", "edge", (10,)),
-      above=0.5,
+      above=0.5,  # "diverged" is 0 or 1
     ),
     dict(
       name="ESSP does not depend on s",
@@ -108,6 +110,7 @@ def stable_claims():
       says="at the stable rate all train: to under 0.7, of 1.04 at the mean",
       kind="bound",
       column="train_loss",
+      # 1.04 is the square loss of the mean rating.
       of=["bsp-stable", *labels("ssp", "stable", (0, 3, 10))],
       below=0.7,
     ),
@@ -149,6 +152,7 @@ def clock_claims():
       kind="bound",
       column="differential_least",
       of=labels("ssp", "stable", (10,)),
+      # -11: s + 1 clocks behind the reader.
       above=-11.5,
       below=-10.5,
     ),
@@ -158,7 +162,7 @@ def clock_claims():
       kind="bound",
       column="differential_mean",
       of=labels("essp", "stable", EAGER),
-      above=-2.0,
+      above=-2.0,  # -1: the last complete clock
     ),
     dict(
       name="staleness of ESSP",
@@ -166,7 +170,7 @@ def clock_claims():
       kind="bound",
       column="staleness_mean",
       of=labels("essp", "stable", EAGER),
-      below=2.0,
+      below=2.0,  # clocks
     ),
   ]
 

@@ -15,10 +15,11 @@ workers compute.
 
 import ml_collections
 
-BOUNDS = 0, 2, 3, 5, 10
+BOUNDS = 0, 2, 3, 5, 10  # s, clocks, as in `ssp`
 EAGER = 0, 10
 RATES = {"stable": 1.5, "edge": 8.0}
 LEVELS = {"stable": 0.8, "edge": 0.2}  # test losses to reach; the mean has 1.04
+# Latency in mean batch times; bytes per unit of time.
 NETWORK = dict(latency=0.25, port=4e5)
 
 
@@ -45,6 +46,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 200
   config.epochs = 12.0
+  # More variation than in `ssp`: waiting must cost something.
   config.durations = dict(name="gamma", variation=0.4)
   config.evaluations = 36
   config.curvature_checks = 0
@@ -70,7 +72,7 @@ def ahead(name, says, slow, fast, side):
     kind="ordering",
     order="falls",
     column=f"time to {LEVELS[side]}",
-    runs=[f"{slow}-{side}", f"{fast}-{side}"],
+    runs=[f"{slow}-{side}", f"{fast}-{side}"],  # infinite if it is not reached
   )
 
 
@@ -79,6 +81,7 @@ def claims():
     ahead(
       "SSP 3 is ahead of SSP 0, stable",
       "by time a bound of 3 is better than waiting for all, at the stable rate",
+      # slow, fast: the first is claimed to be later than the second.
       *("ssp0", "ssp3", "stable"),
     ),
     ahead(
@@ -132,7 +135,7 @@ def edge_claims():
       kind="bound",
       column="diverged",
       of=labels("ssp", "edge", (10,)),
-      above=0.5,
+      above=0.5,  # "diverged" is 0 or 1
     ),
   ]
 
@@ -154,7 +157,7 @@ def message_claims():
       column="bytes_down",
       of=labels("essp", "stable", (10,)),
       to=labels("ssp", "stable", (0,)),
-      above=1.5,
+      above=1.5,  # ESSP sends all rows, needed or not
     ),
   ]
 
@@ -176,7 +179,7 @@ def curves(side):
 
 def panels():
   clock = "time (mean batches)"
-  out = [
+  loss_panels = [
     dict(
       title=f"square loss by time, rate {rate:g} ({side})",
       column="test_loss",
@@ -185,11 +188,12 @@ def panels():
       ylabel="mean squared test error",
       series=curves(side),
       yscale="log",
+      # Without it diverging runs hide all others.
       ylim=(0.01, 3.0) if side == "edge" else None,
     )
     for side, rate in RATES.items()
   ]
-  out += [
+  loss_panels += [
     dict(
       title=f"time to a test error of {LEVELS[side]} ({side})",
       column=f"time to {LEVELS[side]}",
@@ -200,7 +204,7 @@ def panels():
     for side in RATES
   ]
   return [
-    *out,
+    *loss_panels,
     dict(
       title="time of a run (stable)",
       column="simulated_time",
@@ -236,6 +240,7 @@ def get_figure():
       " ask for some whatever s; ESSP is sent them."
     ),
     columns={
+      # The first evaluation below the level.
       f"time to {level}": dict(kind="until", column="test_loss", below=level)
       for level in LEVELS.values()
     },

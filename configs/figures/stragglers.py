@@ -16,7 +16,7 @@ order. So other load on the machine affects both alike.
 import ml_collections
 
 SLOWDOWNS = 1, 2, 3, 5, 10
-LIVE = 1, 3, 10
+LIVE = 1, 3, 10  # slowdowns of live runs, which take real time
 LOSS = 0.2  # the training loss to reach
 RATE = 0.01  # of one gradient; a synchronous update is the mean of four
 RECIPES = {"async": ("asgd", RATE), "sync": ("ssgd", 4 * RATE)}
@@ -34,6 +34,7 @@ def get_config(arg=None):
         recipe=recipe,
         title=f"{TITLES[label]}, simulated, {slow}",
         learning_rate=rate,
+        # Durations are in jobs of a fast worker.
         durations=dict(name="constant", slowdown=(1, 1, 1, slow)),
       )
   for slow in LIVE:
@@ -43,12 +44,12 @@ def get_config(arg=None):
         recipe=recipe,
         title=f"{TITLES[label]}, live, {slow}",
         learning_rate=rate,
-        slowdown=(1, 1, 1, slow),
+        slowdown=(1, 1, 1, slow),  # of the live workers, who sleep
       )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # their turns
   config.workers = (4,)
   config.seeds = (0, 1, 2, 3, 4)
-  config.batch_size = 256
+  config.batch_size = 256  # large, so that a live job is mostly computing
   config.examples = 256 * 320  # 320 gradients
   # Long deadlines, or the slow worker would count as dead.
   config.live = dict(late_seconds=20.0)
@@ -96,7 +97,8 @@ NOTES = {
 
 
 def times(where, prefix, slowdowns):
-  sync, patient = cells(f"{prefix}sync", slowdowns), f"{prefix}async"
+  # Labels of both kinds of runs; "live-" marks those with real workers.
+  sync, asynchronous = cells(f"{prefix}sync", slowdowns), f"{prefix}async"
   return [
     dict(
       name=f"waiting, {where}",
@@ -114,8 +116,8 @@ def times(where, prefix, slowdowns):
       ),
       kind="ratio",
       column="time to loss",
-      of=f"{patient}-10",
-      to=f"{patient}-1",
+      of=f"{asynchronous}-10",
+      to=f"{asynchronous}-1",
       below=1.5,
     ),
     dict(
@@ -124,7 +126,7 @@ def times(where, prefix, slowdowns):
       kind="ratio",
       column="time to loss",
       of=f"{prefix}sync-10",
-      to=f"{patient}-10",
+      to=f"{asynchronous}-10",
       above=3.0,
     ),
     dict(
@@ -133,7 +135,8 @@ def times(where, prefix, slowdowns):
       kind="ratio",
       column="time to loss",
       of=f"{prefix}sync-1",
-      to=f"{patient}-1",
+      to=f"{asynchronous}-1",
+      # A quarter either way.
       above=0.8,
       below=1.25,
     ),
@@ -156,9 +159,11 @@ def panel(title, column, ylabel, prefix, slowdowns, published=()):
   )
 
 
+# Gradients in the time of a fast worker's job.
 def expected():
   source = "computed: three workers of rate 1 and one of rate 1 / s"
   rates = {
+    # Three fast workers and a slow one; or four that all wait for it.
     "async": ("asynchronous: 3 + 1 / s", [(s, 3 + 1 / s) for s in SLOWDOWNS]),
     "sync": ("synchronous: 4 / s", [(s, 4 / s) for s in SLOWDOWNS]),
   }
@@ -230,5 +235,5 @@ def get_figure():
       " run; a synchronous update, the mean of four gradients, has four times"
       " the rate, untuned"
     ),
-    turns=True,
+    turns=True,  # live cells are timed, see `figure_file`
   )

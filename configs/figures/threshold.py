@@ -16,8 +16,8 @@ packed messages.
 import ml_collections
 
 WORKERS = 4, 8
-TAUS = 0.005, 0.02, 0.08, 0.2
-MIDDLE, LARGE = 0.08, 0.2
+TAUS = 0.005, 0.02, 0.08, 0.2  # sizes of a sent element
+MIDDLE, LARGE = 0.08, 0.2  # of TAUS: one with little loss, and the largest
 TUNED = (
   "Rates are those of configs/fashion.py and configs/digits.py; tau was chosen"
   " on handwritten digits with seeds 0 to 2, which --quick has too, and looked"
@@ -30,6 +30,7 @@ PAPER = (
 
 
 def label(tau, residual=True):
+  # Tau in thousandths: t80 has 0.08.
   return f"t{tau * 1000:g}" + ("" if residual else "-none")
 
 
@@ -40,6 +41,7 @@ def get_config(arg=None):
   momentum_sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(dense=dict(momentum_sgd, title="dense"))
   for tau in TAUS:
+    # Without the residual only the larger ones lose something.
     for residual in (True, False) if tau >= MIDDLE else (True,):
       codec = dict(name="threshold", tau=tau)
       if not residual:
@@ -52,11 +54,13 @@ def get_config(arg=None):
   runs["words"] = dict(
     momentum_sgd,
     title=f"tau {MIDDLE:g}, no entropy code",
+    # Each position is a word of 32 bits.
     compress=dict(name="threshold", tau=MIDDLE, entropy_coding=False),
   )
   runs["dgc"] = dict(
     recipe="asgd",
     title="DGC",
+    # A thousandth of the elements.
     compress=dict(name="dgc", density=0.001, warm_up=0),
   )
   runs["dgc-warm"] = dict(
@@ -70,7 +74,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = 1.0
-  config.learning_rate = 0.004
+  config.learning_rate = 0.004  # as in configs/fashion.py
   config.learning_rate_schedule = dict(warmup_epochs=0.2, decay_epochs=(0.75,))
   config.evaluations = 8
   config.curvature_checks = 0
@@ -91,7 +95,7 @@ def claims_at(count):
 
 
 def traffic_at(count):
-  kept = [f"{label(tau)}@{count}" for tau in TAUS]
+  by_tau = [f"{label(tau)}@{count}" for tau in TAUS]
   dense, large = f"dense@{count}", f"{label(LARGE)}@{count}"
   return [
     dict(
@@ -109,7 +113,8 @@ def traffic_at(count):
       column="bytes_up",
       statistic="t",
       order="falls",
-      runs=[dense, *kept],
+      # Traffic falls along this list.
+      runs=[dense, *by_tau],
     ),
     dict(
       name=f"entropy coding, {count} workers",
@@ -154,6 +159,7 @@ def beginnings_at(count):
       name=f"slower at first, {count} workers",
       says="the largest tau takes longer to the first falling of the loss",
       kind="ratio",
+      # The time to a loss of 1.2, about half of the initial ln 10.
       column="begins",
       of=[large],
       to=[dense],
@@ -175,6 +181,7 @@ def along(workers):
   """Returns the points of a panel. A column is their x; these give the
   order."""
   return {
+    # Their x is measured traffic; this x is used only if a cell lacks it.
     "with residual": [(t, f"{label(t)}@{workers}") for t in TAUS],
     "without residual": [
       (t, f"{label(t, residual=False)}@{workers}") for t in (MIDDLE, LARGE)

@@ -16,9 +16,10 @@ import ml_collections
 
 WORKERS = 16
 SLOWDOWNS = 1, 10, 30, 100
-BOUND, GATE = 3, 64  # of SSP, and of the gate
+BOUND, GATE = 3, 64  # of SSP, clocks; of the gate, updates
+# Between a ticket and its message each other worker sends at most 2 s + 1.
 MOST_STALE = (2 * BOUND + 1) * (WORKERS - 1)  # of SSP
-LOSS = 0.3  # the training loss to reach
+LOSS = 0.3  # the training loss to reach, smoothed as `reach` does
 ORDER = dict(name="stale_synchronous", bound=BOUND)
 RUNS = {  # label -> title, entry
   "asgd": ("ASGD", dict(recipe="asgd", learning_rate=0.04)),
@@ -54,6 +55,7 @@ def get_config(arg=None):
       entry,
       title=f"{title}, {slow}",
       durations=dict(
+        # A burst of two batches in 200 is one batch in 100.
         name="bursts", slowdown=float(slow), every=200.0, length=2.0
       ),
     )
@@ -61,6 +63,7 @@ def get_config(arg=None):
     for slow in SLOWDOWNS
   }
   config.workers = (WORKERS,)
+  # Ten: where bursts fall differs much between seeds.
   config.seeds = tuple(range(10))
   config.batch_size = 16
   config.epochs = 40.0
@@ -111,6 +114,7 @@ def staleness_claims():
       kind="bound",
       column="staleness_max",
       of=["asgd-30", "nag-30", "dana-30"],
+      # N - 1 is the mean staleness.
       above=15.0 * (WORKERS - 1),
     ),
     dict(
@@ -129,7 +133,7 @@ def staleness_claims():
       of=["asgd-30", "asgd-100"],
       to="asgd-1",
       above=-1.0,
-      below=0.5,
+      below=0.5,  # of a mean of about 15
     ),
     dict(
       name="SSP bounds the staleness",
@@ -140,7 +144,7 @@ def staleness_claims():
       kind="bound",
       column="staleness_max",
       of=[f"ssp-{slow}" for slow in SLOWDOWNS],
-      below=MOST_STALE + 0.5,
+      below=MOST_STALE + 0.5,  # staleness is a whole number
     ),
     dict(
       name="messages beyond the gate",
@@ -148,6 +152,7 @@ def staleness_claims():
       kind="bound",
       column="accepted",
       of=["gate-30", "gate-100"],
+      # Some, but under 2 %.
       above=0.98,
       below=0.9999,
     ),
@@ -161,7 +166,7 @@ def gap_claims():
       says=says,
       kind="ratio",
       column=column,
-      of=f"{of}-100",
+      of=f"{of}-100",  # with bursts against without
       to=f"{of}-1",
       **bounds,
     )
@@ -213,7 +218,7 @@ def time_claims():
       "with bursts of 100 times SSP takes over 5 times as long",
       "ssp-100",
       "nag-100",
-      above=5.0,
+      above=5.0,  # over the run without waiting
     ),
     slower(
       "SSP is free when calm",
