@@ -417,7 +417,7 @@ class StopAfter:
 
   def update(self, cell, progress):
     """Counts messages."""
-    self._left -= progress.count
+    self._left -= progress.messages
 
   def line(self, text):
     """Keeps what the user is told."""

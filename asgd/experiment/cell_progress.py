@@ -302,7 +302,7 @@ class ProgressFile:
     start = time.monotonic() - self._began
     progress: engines.Progress = self._engine.advance(until)
     now = time.monotonic() - self._began
-    if progress.count:
+    if progress.messages:
       self._new.append(progress.rows or _Losses(progress.loss))
       self._calls.append(Segment(0, "compute", start, now))
     if now >= self._next:

@@ -317,8 +317,8 @@ class _Attempt(contextlib.ExitStack):
       progress = advance(target)
       for line in progress.news:
         self._machine.show(line)
-      if progress.count:
-        self.counted += progress.count
+      if progress.messages:
+        self.counted += progress.messages
         self._bar.update(self._cell, progress)
         if processes.is_first() and not self._kind.elsewhere:
           self._machine.worked()

@@ -55,7 +55,7 @@ class ProgressBar:
 
     Shows their loss, staleness and gap: in short in a block, in full in a line.
     """
-    self._done += progress.count
+    self._done += progress.messages
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:
       state += f" staleness {progress.staleness:.1f}"
@@ -63,7 +63,7 @@ class ProgressBar:
       state += f" gap {progress.gap:.2g}"
     if self._block is not None:
       state += f" {live_figures.short(figures)}" if figures is not None else ""
-      self._block.update(cell.name, state, progress.count)
+      self._block.update(cell.name, state, progress.messages)
     elif not self._quiet and time.monotonic() - self._last >= self._seconds:
       self._last = time.monotonic()
       state += f", {live_figures.long(figures)}" if figures is not None else ""

@@ -55,7 +55,7 @@ class Looking(kit.StopAfter):
 
   def update(self, cell, progress):
     super().update(cell, progress)
-    self.counted += progress.count
+    self.counted += progress.messages
     self.pages.append((self.counted, self._fetch()))
 
 

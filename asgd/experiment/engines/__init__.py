@@ -43,7 +43,7 @@ class Progress(NamedTuple):
   rows: Any = None  # records of the new messages, a NamedTuple of columns
 
   @property
-  def count(self) -> int:
+  def messages(self) -> int:
     """The number of new messages."""
     return len(self.loss)
 
@@ -64,8 +64,12 @@ class Engine(abc.ABC):
   total: int  # messages of the cell
   done: int  # messages received
   quantum: int = 1  # evaluations are at multiples of `quantum` messages
-  ended: bool = False  # training ended, even if `total` is not reached
   unit: str = "s"  # of the times of `work`
+
+  @property
+  def ended(self) -> bool:
+    """Whether training ended, even if `total` is not reached."""
+    return False
 
   @abc.abstractmethod
   def advance(self, until: int) -> Progress:
@@ -90,8 +94,10 @@ class Engine(abc.ABC):
 
   def course(self) -> np.ndarray:
     """Returns the losses, in order, that show whether the cell diverged."""
-    return self.records().loss
+    losses: np.ndarray = self.records().loss
+    return losses
 
+  # Results of a cell: the table shows some, results.csv has all.
   @abc.abstractmethod
   def columns(self) -> dict[str, Any]:
     """Returns the engine's part of the row of results."""
@@ -203,6 +209,7 @@ def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
   """
   steps = total // quantum
   count = min(evaluations, steps)
+  # Equal distances up to rounding; the last is at `steps`.
   return [round((k + 1) * steps / count) * quantum for k in range(count)]
 
 
@@ -222,6 +229,7 @@ class Pace:
   def end(self) -> float:
     """Adapts the steps to the seconds that they took; returns the seconds."""
     took = time.perf_counter() - self._start
+    # At most twice as many: one fast call must not make the next one too long.
     self.steps = max(1, round(self.steps * min(2, self._seconds / took)))
     return took
 

@@ -40,6 +40,7 @@ def _shares(value: Any, key: str) -> str | list[int]:
   if isinstance(value, str):  # from a command line
     texts = [part.strip() for part in value.split(",")]
     parts = [int(x) if _NUMBER.fullmatch(x) else x for x in texts]
+  # `type(x) is not int`: True is an int for Python, and no number of examples.
   is_list = isinstance(parts, list) and parts
   if not is_list or any(type(x) is not int or x < 1 for x in parts):
     raise ValueError(
@@ -73,7 +74,7 @@ def _key_by_speed(run: Run) -> str | None:
 
 def changes_batches(run: Run) -> bool:
   """Whether workers may have batches of different sizes."""
-  return run.config["allocation"]["batch_size"] != EQUAL
+  return bool(run.config["allocation"]["batch_size"] != EQUAL)
 
 
 def _divided(
@@ -99,6 +100,7 @@ def _worker_values(
 ) -> tuple[int, ...]:
   """Returns the workers' values of a key; `even` for each if none are given."""
   value = run.config["allocation"][key]
+  # By speed, the values are not known yet; the even ones stand for them.
   if value in (EQUAL, SPEED):
     return (even,) * workers
   return _check_values(run, recipe, workers, key, value)
@@ -146,9 +148,12 @@ def given(
   steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
   if by_speed:
     _divided(run, recipe, workers, by_speed)
+  # Batches of several sizes: does the problem make them, and does the loss
+  # take them?
   if changes_batches(run):
     with checks.blame("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
+      # Any size may follow from speeds, so one other size is tried.
       if by_speed == "batch_size":  # try any other size
         max_size = _max_examples(run, problem, workers)
         sizes_tried = {min(2 * run.config["batch_size"], max_size)}
@@ -157,12 +162,14 @@ def given(
       for size in sorted(sizes_tried):
         _try_loss(problem, size)
   result = Allocation(sizes, steps)
+  # No allocation is needed: every worker works alike.
   is_even = not result.by_steps and len(set(sizes)) == 1
   return None if by_speed or is_even else result
 
 
 def _max_examples(run: Run, problem: problems.Problem, workers: int) -> int:
   """Returns the most examples that a batch can have."""
+  # A batch cannot have more examples than a worker has in an epoch.
   most = problem.batches_per_epoch * run.config["batch_size"]
   if partitions.divides(run.config["data"]["partition"]):
     most //= workers
@@ -172,8 +179,9 @@ def _max_examples(run: Run, problem: problems.Problem, workers: int) -> int:
 def _try_loss(problem: problems.Problem, size: int) -> None:
   """Raises ValueError if the loss takes batches of one size only."""
   key = jax.random.key(0)
-  batch = problem.with_batch_size(size).batches(0, 1)(0, 0)
+  batch = problem.with_batch_size(size).batches(0, 1)(0, 0)  # worker 0, job 0
   try:
+    # Shapes alone are computed, which takes no time.
     jax.eval_shape(problem.loss, jax.eval_shape(problem.init, key), batch, key)
   except Exception as error:  # a user's loss may raise any type
     raise ValueError(
@@ -192,11 +200,15 @@ def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
   are the times that each worker took for equal jobs."""
   run, workers, recipe = plan.run, plan.workers, plan.recipe
   key = _key_by_speed(run)
+  assert key is not None, "`unknown` asks for speeds only then"
   # Only one of the two keys follows from the speeds; the other is given.
   total, unit = _divided(run, recipe, workers, key)
+  # A share by steps has no limit; one by examples must not exceed a worker's
+  # data.
   max_share = None
   if key == "batch_size":
     max_share = _max_examples(run, plan.problem, workers)
+  # Speed is jobs a second; all workers did equal jobs.
   speeds = [1 / time for time in seconds]
   parts = in_proportion(speeds, total, unit=unit, most=max_share)
   sizes = _worker_values(
@@ -221,6 +233,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
   itself if there is none yet. Raises ValueError if the file of a cell that has
   `begun` is missing or was changed."""
   path = folder / _FILE
+  # An allocation of the config needs no file, nor does a cell that is new.
   if not unknown(plan) or not (begun or path.exists()):
     return plan
   fields = storage.read_sealed(path)
@@ -237,6 +250,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
   ):
     arguments = plan.run, plan.recipe, plan.workers, key
     try:
+      # The numbers in the file are checked as those of a config are.
       value = _shares(fields.get(field), f"allocation.{key}")
       is_even = value == [even_share] * plan.workers
       parts.append(
@@ -249,8 +263,9 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
 
 def describe(allocation: Allocation) -> str:
   """Returns the shares of workers in a few words."""
+  # One of the two is equal for all workers; the other is described.
   shares = allocation.steps if allocation.by_steps else allocation.batch_sizes
   unit = "steps in a job" if allocation.by_steps else "examples in a batch"
-  ellipsis = ", ..." if len(shares) > 8 else ""
+  ellipsis = ", ..." if len(shares) > 8 else ""  # the first eight
   listed = ", ".join(map(str, shares[:8])) + ellipsis
   return f"{unit} of workers 0 to {len(shares) - 1}: {listed}"

@@ -19,11 +19,13 @@ def engine_kind(
     fields: further ones of the EngineKind.
   """
 
+  # A protocol has one Runner for each engine that can execute it.
   def runner(run: Run) -> protocol.Runner:
     return protocol.of(run).runners[name]
 
   def check(run: Run) -> None:
     runner(run).check(run)
+    # The runner first: it knows the recipe's own errors.
     refusals.check(run, protocol.of(run), name, sections)
 
   def plan(experiment: Any, run: Run, workers: int) -> Any:
@@ -35,6 +37,7 @@ def engine_kind(
   def programs(
     experiment: Any, run: Run, workers: int, target: Any
   ) -> Iterator[Any]:
+    """Returns the programs of a run; ValueError if its runner has none."""
     make = runner(run).programs
     if make is None:
       runners = protocol.of(run).runners.items()
@@ -56,6 +59,8 @@ def engine_kind(
 
   return EngineKind(
     sections=sections,
+    # Lambdas look the runner up for each run: one engine serves several
+    # protocols.
     workers=lambda run: runner(run).workers(run),
     check=check,
     devices=lambda run: runner(run).devices(run),

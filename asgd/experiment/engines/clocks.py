@@ -48,6 +48,7 @@ def build(name: str, **options: Any) -> durations.Durations:
   if name not in local_makers:
     return durations.build(name, **options)
   return names.call(
+    # A seed in `options` replaces it.
     "durations", name, local_makers[name], {"seed": 0, **options}
   )
 
@@ -60,7 +61,8 @@ def read(given: Any) -> durations.Durations:
   if callable(given):
     return durations.of_stream(given)
   if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
-    return durations.of_each(given)
+    times: Any = given  # numbers, or a list of numbers for each worker
+    return durations.of_each(times)
   raise ValueError(
     "durations must be the seconds of each worker, as [1, 1, 1, 3], a function"
     f" (worker) -> seconds of its jobs, or Durations, not {shown(given)}"
@@ -88,13 +90,16 @@ def of_jobs(
     given: the workers' shares; None: all are equal.
   """
   times = of_run(run, seed)
+  # The time of a job is that of its one batch.
   if steps == 1 and given is None:
     return times
 
   def stream(worker: int) -> Iterator[float]:
+    """Yields the times of a worker's jobs."""
     batches = times.stream(worker)
     count = given.steps[worker] if given else steps
     size = given.batch_sizes[worker] if given else 1
+    # A worker with twice the examples in a batch takes twice as long.
     share = size / run.config["batch_size"] if given else 1.0
     # `fsum` rounds once, whatever the count of batches.
     while True:
@@ -109,6 +114,8 @@ def check(run: Run) -> None:
   section, workers = run.config["durations"], max(run.config["workers"])
   times = of_run(run, 0)
   if section["name"] == partitioned.__name__:
+    # The first time of each worker: later ones are not known before they are
+    # drawn.
     return  # it has checked a whole step in sequence
   for worker in range(workers):
     _check_time(next(times.stream(worker)))
@@ -116,6 +123,7 @@ def check(run: Run) -> None:
 
 def _check_time(time: float) -> None:
   """Raises ValueError for a time that is negative, NaN or too long."""
+  # `not` also finds NaN.
   if not 0 <= time <= MOST_NUMBER:
     raise ValueError(f"a job may take at most {MOST_NUMBER:g}")
 
@@ -147,6 +155,7 @@ def recorded(
         )
       for row in reader:
         worker, seconds = _job(path, reader.line_num, row)
+        # Workers may alternate in the file; each keeps its order.
         rows.setdefault(worker, []).append(seconds)
   except (OSError, TypeError, UnicodeDecodeError) as error:
     raise ValueError(
@@ -164,6 +173,7 @@ def _job(path: str, line: int, row: Sequence[str]) -> tuple[int, float]:
   """Returns (worker, seconds) of a line, or raises ValueError."""
   try:
     worker, seconds = int(row[0]), float(row[1])
+    # inf would stop the simulated clock.
     if len(row) == len(HEADER) and worker >= 0 and 0 < seconds < float("inf"):
       return worker, seconds
   except (ValueError, IndexError):
@@ -218,14 +228,17 @@ def partitioned(
     checks.whole("inputs", size)
   if "name" not in model:
     raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
+  # The options are those of the section `model`.
   options = {key: value for key, value in model.items() if key != "name"}
-  layers = models.build(model["name"], classes, **options)
+  # `phases` refuses a model that is not a tuple of layers.
+  layers: Any = models.build(model["name"], classes, **options)
   # A shape is enough: no layer is computed, and no parameter is allocated.
   example = jax.ShapeDtypeStruct((batch_size, *inputs), "float32")
   parts = partitions.phases(layers, example, machines)
   network = Network(
     latency=latency, up=bandwidth, port=bandwidth, service=service
   )
+  # The slowest possible step, before any time is drawn.
   _check_time(mean * phases.most_seconds(parts, network, flops=flops))
   return phases.partitioned(
     parts,

@@ -38,6 +38,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
 
   @property
   def batches(self) -> int:
+    # One message is `push_every` portions, summed.
     """Batches in one message."""
     return self.settings.push_every
 
@@ -48,9 +49,12 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     all workers. `batches` are the seed's, if they exist already."""
     batches = batches or self.problem.batches(seed, 1)
 
-    def work(params, portion):
+    def work(params: Any, portion: int) -> tuple[Any, Any]:
+      """Returns (loss, gradient) of a portion."""
       with blame_batch(f"portion {portion}"):
+        # By worker 0: a portion is the same for all workers.
         batch = batches(0, portion)
+      # The same key for a portion, whichever worker computes it.
       key = _job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
       return value, gradient
@@ -61,18 +65,24 @@ class CoordinatedPlan(outcomes.OutcomePlan):
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds and checks the plan of a run with a number of workers."""
   problem, config = experiment.problem_of(run), run.config
+  # A config's learning rate is for other runs; only that of this run is an
+  # error.
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
       f"config.runs.{run.label}.learning_rate {config['learning_rate']!r} is"
       f" not for the recipe {run.recipe}: the line search finds the steps; drop"
       " it"
     )
+  # An error in an option of the recipe names config.runs.LABEL.KEY.
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    settings = run.given or names.call(
-      *("recipe", run.recipe, sandblaster.RECIPES.get(run.recipe)),
+    settings: Any = run.given or names.call(
+      "recipe",
+      run.recipe,
+      sandblaster.RECIPES[run.recipe],
       {"learning_rate": 1.0, "workers": workers, **run.options},
     )
     like = jax.eval_shape(problem.init, jax.random.key(0))
+    # Raises if there are more shards than parameters.
     sharding.make_plan(like, settings.shards)
   if isinstance(like, base.Variables):
     raise ValueError(
@@ -80,6 +90,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
       " function of the parameters alone, and config.model has statistics of"
       " batches (BatchNorm): use a model without them, or another recipe"
     )
+  # By default a portion is a batch, and the whole batch is the training set.
   if not settings.portions:
     settings = settings._replace(portions=problem.batches_per_epoch)
   batches = learning_rates.passes(run, problem)
@@ -104,8 +115,9 @@ def _check_budget(
   min_messages = jobs + copies
   if messages >= min_messages:
     return
+  # The remedy is in the unit that the config uses.
   key = "epochs" if run.config["examples"] is None else "examples"
-  min_budget = min_messages * settings.push_every  # batches
+  min_budget: float = min_messages * settings.push_every  # batches
   if key == "epochs":
     # Epochs, rounded up to two decimals, so that the remedy suffices.
     min_budget = math.ceil(100 * min_budget / problem.batches_per_epoch) / 100
@@ -131,6 +143,7 @@ class CoordinatedEngine(SimulatedEngine):
   ) -> int:
     """Makes the simulation; see the base."""
     plan, params = self._plan, jax.device_get(params)
+    # `restore` calls the function with a checkpoint, if there is one.
     saved = restore(lambda restored: _unpack(restored, params, plan.settings))
     self._simulation = sandblaster.SandblasterSimulation(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
@@ -148,9 +161,11 @@ class CoordinatedEngine(SimulatedEngine):
     self._simulation.advance(end)
     return self._simulation.run_log.records(self.done)
 
-  def _broken(self, part):
+  def _broken(self, part: Any) -> str | None:
+    """Describes the loss or gradient that ended the run, else None."""
     del part
     reason = self._simulation.state.reason
+    # Another reason, such as convergence, ends a cell without an error.
     broken = reason.startswith("not finite")
     return f"{self._name}: {reason}" if broken else None
 
@@ -158,8 +173,10 @@ class CoordinatedEngine(SimulatedEngine):
     rows = self._simulation.run_log.rows
     return rows, len(rows)
 
-  def _progress(self, part):
+  def _progress(self, part: Any) -> engines.Progress:
+    """Returns the progress, with the news of the run log."""
     run_log = self._simulation.run_log
+    # The news are taken out, so that each line is shown once.
     news, run_log.news = run_log.news, []
     progress = super()._progress(part)
     # Gradients of a coordinator are never stale, so the gap is 0.
@@ -169,6 +186,7 @@ class CoordinatedEngine(SimulatedEngine):
     """Returns the last iterate, and the time."""
     simulation = self._simulation
     clock = {self._clock: simulation.now}
+    # -1 before the first evaluation.
     update = max(simulation.state.iteration, 0)
     return engines.Snapshot(simulation.params(), self.done, update, clock)
 
@@ -217,9 +235,10 @@ class CoordinatedEngine(SimulatedEngine):
       self._end: simulation.now,
     }
 
-  def save(self) -> tuple[int, Any, dict[str, Any]]:
+  def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the state at the start of the present evaluation."""
-    return tuple(self._simulation.save())
+    step, tree, notes = self._simulation.save()
+    return step, tree, notes
 
   def extras(self) -> dict[str, str]:
     """Returns the trace and the table of iterates."""
@@ -267,4 +286,5 @@ def describe(result: Mapping[str, Any]) -> str:
     )
   if result["fallbacks"]:
     words += f"; {result['fallbacks']} times back to steepest descent"
+  # The coordinator's own words, such as "the gradient norm".
   return f"{words}; ended by {result['reason']}"

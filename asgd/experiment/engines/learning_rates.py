@@ -96,7 +96,8 @@ def _schedule(
           if key in section
         },
       )
-      return rates.after_warmup(rate, rate(0), warmup=warmup, start=start)
+      first: Any = rate(0)  # a float, or an array of JAX
+      return rates.after_warmup(rate, first, warmup=warmup, start=start)
     return rates.warmup_steps(
       peak,
       warmup=warmup,

@@ -49,8 +49,11 @@ SECTIONS: dict[str, Any] = {
     "refill": Setting(True, checks.flag),  # replace workers that fail
     # Start the first job when all workers have joined.
     "together": Setting(True, checks.flag),
+    # A job is late after its median time and this many MADs (median absolute
+    # deviations), and at least `late_seconds`.
     "late_mads": Setting(10.0, _SECONDS),
     "late_seconds": Setting(2.0, _SECONDS),
+    # From the start of the hosts until all workers have joined.
     "start_seconds": Setting(120.0, _SECONDS),
     "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
     "worker_gpus": Setting(0.0, checks.number(most=10_000)),
@@ -73,6 +76,7 @@ def check_machine(
 ) -> None:
   """Raises ValueError if a machine or its flags do not fit live cells."""
   del experiment
+  # [1] Faults of the command line, against each plan.
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
   for plan in plans:
@@ -83,11 +87,13 @@ def check_machine(
           f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {refusal}; use"
           " kill, hang, slow or nan"
         )
+  # [2] The seconds that live workers have to end their jobs after a signal.
   grace, max_seconds = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= max_seconds:
     raise ValueError(
       f"--grace_seconds must be 0 to {max_seconds:g}, not {grace:g}"
     )
+  # [3] The folder of shared memory. Making one is the only test of the rights.
   folder = machine.memory_dir
   flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):
@@ -99,8 +105,10 @@ def check_machine(
       f"{flag}: no folder can be made there ({error.strerror}); use one"
       f" {remedy} other (slower)"
     ) from error
+  # [4] Ray itself, last: the check may take seconds.
   if ray:
     run = plans[0].run
+    # The error names the key that chose Ray.
     is_config_key = run.config["engine"] == run.engine
     key = (
       "config.engine" if is_config_key else f"config.runs.{run.label}.engine"
@@ -116,6 +124,7 @@ def check_machine(
 def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell. Raises ValueError if a file of the
   cell was changed since."""
+  # A kill right after the end of a cell leaves its memory.
   memory_lib.forget(folder)
   description = live_files.read_description(folder)
   protocol.of_cell(folder, description).live.check(folder, description)
@@ -123,6 +132,7 @@ def _clean(folder: Path) -> None:
 
 def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
   """Rebuilds the plan of a cell in a process of Ray."""
+  # `dataset` as Ray stored it: it is not loaded again.
   experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
   return experiment.plan(cell)
 
@@ -143,6 +153,7 @@ def runners(
 
     return protocol.Runner(start=start, **fields)
 
+  # The function is a module's, so a process of Ray imports it by name.
   ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild)
   return {"threads": runner(live_hosts.thread_hosts), "ray": runner(ray_hosts)}
 
@@ -156,7 +167,7 @@ def _kind(name: str, *, ray: bool) -> engines.EngineKind:
     check_machine=functools.partial(check_machine, ray=ray),
     columns=(engines.Column("seconds", "seconds"), *server_results.COLUMNS),
     timed=True,
-    elsewhere=ray,
+    elsewhere=ray,  # the work is done by Ray's processes
     journaled=True,
     clean=_clean,
   )

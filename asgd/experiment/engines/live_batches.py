@@ -33,6 +33,7 @@ def _start_of(
   plan: CoordinatedPlan, seed: int
 ) -> tuple[base.Params, jax.Array]:
   """Returns (parameters, root of random numbers) of a cell."""
+  # The first half is `init`'s.
   key, root = jax.random.split(jax.random.key(seed))
   return jax.device_get(plan.problem.init(key)), root
 
@@ -46,10 +47,11 @@ def make_task(
   settings = plan.settings
   # A worker gets about the same portions in each evaluation, so it keeps the
   # batches of twice its share.
-  share = -(-settings.portions // plan.workers)
+  share = -(-settings.portions // plan.workers)  # rounded up
   return worker.PortionTask(
     settings,
     params,
+    # All portions belong to worker 0, whoever computes them.
     plan.problem.batches(seed, 1),
     lambda batches: plan.work(seed, root, batches),
     keep=2 * (share + settings.push_every),
@@ -60,6 +62,7 @@ def make_task(
 class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   """A cell of Sandblaster L-BFGS with real workers and shards."""
 
+  # A live run has no simulated time: evaluations and result have seconds.
   _clock = _end = "seconds"
   # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
@@ -95,6 +98,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _unpack(self, saved: Any) -> SavedRun:
     """Returns notes and shard images of a checkpoint."""
     notes, settings = saved.notes, self._plan.settings
+    # The notes have the number of vectors of a shard, so the template has it,
+    # too.
     like = sandblaster.template(notes, self._params, settings)["vectors"]
     vectors = saved.tree({"vectors": like})["vectors"]
     images = [
@@ -102,7 +107,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     ]
     return SavedRun(notes, images)
 
-  def _open_files(self, saved, *, begun):
+  def _open_files(self, saved: Any, *, begun: bool) -> int:
+    """Opens the run log; returns the count of received messages."""
     del begun
     # The log drops rows that were written after these lengths.
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
@@ -113,20 +119,26 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self, live: LiveCell, hosts: CellHosts, saved: Any
   ) -> tuple[Driver, Callable[[], None]]:
     """Returns the driver, which is its own cluster, and its start."""
+    # The driver's own loop is the cluster's; `start` makes the hosts.
     settings = live.settings
     machine, write_span = self._context.machine, live.write_span
 
-    def make_worker(index):
+    def make_worker(index: int) -> Any:
+      """Returns the maker of a worker, which its host calls."""
+      span = None
+      if write_span is not None:
+        span = functools.partial(write_span, index)
       return functools.partial(
         worker.LiveWorker,
         index=index,
         make_task=functools.partial(make_task, hosts.plan, live.cell.seed),
+        # The faults that are injected into this worker.
         faults=[f for f in machine.faults if f.worker == index],
         record=functools.partial(faults_lib.append_fault, live.folder),
-        span=write_span and functools.partial(write_span, index),
+        span=span,
       )
 
-    self._simulation = Driver(
+    driver = Driver(
       *(self._plan.settings, self._params),
       HostMakers(hosts.hosts, live.memory, make_worker),
       self._run_log,
@@ -137,7 +149,9 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
       saved=saved,
       note_down=self._note_down,
     )
-    return self._simulation, self._simulation.start
+    # The base reads the driver as it reads a simulation.
+    self._simulation: Any = driver
+    return driver, driver.start
 
   def _note_down(self, notes: dict[str, Any] | None) -> None:
     """Writes the driver's notes to the memory; None removes them."""
@@ -164,8 +178,10 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
     progress, broken = super().advance(until), self._broken(None)
+    # A loss that is not finite ended the run; its news would say so twice.
     if broken:
       progress = progress._replace(news=[], broken=broken)
+    # A coordinator's gradients are never stale.
     return progress._replace(gap=0.0)
 
   def columns(self) -> dict[str, Any]:
@@ -175,12 +191,13 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the present state of the shards and the coordinator; None if the
     run has not begun, or the driver repeats an evaluation."""
-    step = len(self._run_log.rows)
+    step = len(self._run_log.rows)  # 0: nothing has been computed
     saved = self.cluster.save() if step else None
     if saved is None:
       return None
     notes, images = saved
     vectors = [image.vectors for image in images]
+    # The names of the vectors are the keys of a template.
     notes = {**notes, "vectors": sorted(vectors[0])}
     return step, {"vectors": vectors}, notes
 

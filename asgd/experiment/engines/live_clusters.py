@@ -49,6 +49,7 @@ class LiveRun(NamedTuple):
 def group(plan: ServerPlan) -> simulator.WorkerDevices:
   """Returns the devices of each worker of a cell."""
   live = plan.run.config["live"]
+  # Data parallelism divides this axis over the devices of a worker.
   # The axis of examples; axis 0 of a job with several batches is the batches.
   axis = int(plan.recipe.steps > 1)
   return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
@@ -68,18 +69,23 @@ def needs_totals(plan: ServerPlan) -> bool:
       " rounds would differ after a failure: set"
       " config.server.consistent=True, or config.server.shards=1"
     )
+  # Parameters of a fixed seed, so that the result holds for all cells.
   params = jax.device_get(plan.problem.init(jax.random.key(0)))
   with blame("server", ("shards",)):
     sharding.make_plan(params, server["shards"])
   # A transform of single messages may also read other workers' rows.
   algorithm = transforms.own_statistics(recipe.one_message())
+  # [1] Each shard alone gives the parameters of one server.
   try:
     sharding.probe.check(algorithm, params)
     return False
   except ValueError as error_without_totals:
+    # [2] The same, if the shards exchange totals, such as norms.
     try:
       sharding.probe.check(algorithm, params, totals=True)
     except ValueError:
+      # The first error explains more: the second only says that totals do not
+      # help.
       raise error_without_totals from None
   if not server["consistent"]:
     raise ValueError(
@@ -103,6 +109,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
   config = plan.run.config
   server, settings = config["server"], config["live"]
   totals = server["shards"] > 1 and needs_totals(plan)
+  # One description for all participants, which is pickled to their processes.
   setup = Setup(
     rules=plan.rules(),
     workers=plan.workers,
@@ -117,15 +124,17 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
     keep_params_at=tuple(due),
     together=settings["together"],
   )
+  # `init` has the first key, and the workers' jobs have the second.
   key, _ = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
   run = LiveRun(plan, seed, setup, params)
   if totals:  # check now that a shard can compute them
-    piece = run.parts[0]
+    piece = run.parts[0]  # of shard 0
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
     ticket = steps.send(state, jnp.int32(0))
     message = compression.blank(plan.server.codec, piece)
+    # Shapes alone: an error of `stage` appears before any process starts.
     jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
   return run
 
@@ -134,12 +143,15 @@ def make_duty(run: LiveRun) -> Duty:
   """Returns the duty of a cell's workers."""
   plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
   worker = plan.coded_worker(run.split)
+  # `prepare` has used the first half of the same split.
   _, root = jax.random.split(jax.random.key(run.seed))
   return Duty(
     simulator.compile_work(worker, group(plan)),
     *(worker.init, plan.job_batches(run.seed), root),
-    *(run.params, run.split, setup.consistent, setup.rules.depth),
-    tuple(settings["slowdown"]),
+    *(run.params, run.split),
+    consistent=setup.consistent,
+    depth=setup.rules.depth,
+    slowdown=tuple(settings["slowdown"]),
     codec=plan.server.codec,
     codec_down=plan.codec_down,
     overlap=settings["overlap"],
@@ -164,6 +176,7 @@ def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
 
 def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns the parameters that the shards would send to a worker now."""
+  # The parameters that worker 0 would receive, in parts.
   send, split = jax.jit(run.plan.server.send), run.split
   pieces = [send(state, np.int32(0)).params for state, _ in images]
   return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
@@ -179,8 +192,8 @@ def combine(
     return lead
   rows = []  # of each shard: (worker, job) -> row
   for part in parts:
-    keys = zip(part.worker.tolist(), part.job.tolist(), strict=True)
-    rows.append({key: row for row, key in enumerate(keys)})
+    pairs = zip(part.worker.tolist(), part.job.tolist(), strict=True)
+    rows.append({key: row for row, key in enumerate(pairs)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
   # Rows of the lead that every shard has, and their index at each shard.
   complete = [
@@ -196,10 +209,11 @@ def combine(
       for part, i in zip(parts, rows_of_complete, strict=True)
     ]
 
-  reports = zip(*map(columns_of_shards, base.Report._fields), strict=True)
-  reports = [base.Report(*columns) for columns in reports]
+  fields = zip(*map(columns_of_shards, base.Report._fields), strict=True)
+  reports = [base.Report(*columns) for columns in fields]
   sizes = sharding.trained_sizes(split, params)
   combined = sharding.combine(reports, sizes)._asdict()
+  # Copies: the records of the lead are kept as they are read.
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][complete] = combined[name]
@@ -222,7 +236,9 @@ def _in_threads(
   """Returns the site of a run, options of `ServerMakers`, and a function that
   makes duties, for hosts that are threads."""
 
-  def duty_of(allocation):
+  # The duty is compiled once here, and shared by all threads.
+  def duty_of(allocation: Any) -> Callable[[], Duty]:
+    """Returns the maker of the one duty that all threads share."""
     plan = dataclasses.replace(run.plan, allocation=allocation)
     duty = make_duty(run._replace(plan=plan))
     duty = duty._replace(devices=local_devices(plan))
@@ -237,8 +253,9 @@ def _in_threads(
   )
   options: dict[str, Any] = {"steps": steps}
   if run.plan.network is not None:
+    throttled: Any = hosts.hosts  # ThrottledHosts, because there is a network
     options["network"] = ThrottledNetwork(
-      hosts.hosts.throttle, lambda i: site.open_memory(i, *shares[i], None)
+      throttled.throttle, lambda i: site.open_memory(i, *shares[i], None)
     )
   return site, options, duty_of
 
@@ -248,8 +265,11 @@ def _in_processes(
 ) -> tuple[Site, dict[str, Any], _DutyOf]:
   """Returns the values of `_in_threads` for hosts that are processes."""
   parts = hosts.plan, run.seed, run.setup, run.params
+  # partial(partial, f, *parts)(allocation) is partial(f, *parts, allocation),
+  # which can be pickled.
   duty_of = functools.partial(functools.partial, _duty_in_host, *parts)
-  return hosts.hosts.site, {}, duty_of
+  actors: Any = hosts.hosts  # ActorHosts, which is imported with Ray only
+  return actors.site, {}, duty_of
 
 
 def _server_in_host(make_plan):
@@ -283,6 +303,7 @@ def make_cluster(
     images: of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """
+  # Which parts are made here, and which in the hosts' processes.
   make_parts = _in_processes if hosts.apart else _in_threads
   site, options, duty_of = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)
@@ -304,7 +325,10 @@ def make_cluster(
   with contextlib.ExitStack() as stack:
     # The cluster is closed only if the timing fails: see `pop_all` below.
     stack.callback(cluster.close)
+    # Jobs that are timed, of each worker.
     jobs = run.plan.run.config["allocation"]["jobs"]
+    # The cluster measures with equal shares, and gets the new ones before its
+    # start.
     plan = allocations.by_seconds(run.plan, cluster.measure(jobs))
     allocations.write(live.folder, plan.allocation)
     cluster.assign(duty_of(plan.allocation))

@@ -52,6 +52,8 @@ class LiveEngine(engines.Engine):
     self._snapshot: engines.Snapshot | None = None
     # Whether all participants paused in time; None: they were not stopped.
     self._stopped: bool | None = None
+    # Before the memory is opened: a new cell must not take the memory of an
+    # old one.
     begun = self._prepare()
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
@@ -60,6 +62,7 @@ class LiveEngine(engines.Engine):
       # Processes of a killed driver must no longer write to the files.
       processes.end_all(self._memory.memory)
     with contextlib.ExitStack() as stack:
+      # If the start fails, hosts and memory are released in reverse order.
       stack.callback(self._release)
       self._start(make_hosts, begun, stack)
       self._resources = stack.pop_all()
@@ -67,9 +70,12 @@ class LiveEngine(engines.Engine):
   @property
   def _folder(self) -> Path:
     """The folder of the cell."""
-    return self._context.folder
+    folder = self._context.folder
+    assert folder is not None  # the driver of a live cell writes it
+    return folder
 
   def _release(self) -> None:
+    # A cell that has received a message resumes from its memory.
     if not self._memory.kept and not self._received:
       self._memory.remove()  # there is nothing to resume from
     self._memory.close()
@@ -85,11 +91,14 @@ class LiveEngine(engines.Engine):
     # [1] Restore a checkpoint and cut the files back to it.
     saved = self._restore() if begun else None
     self._counts = [0] * len(self._writers)  # read records of each writer
+    # Records are appended; `_all` joins them when they are needed.
     self._parts: list[Any] = []  # records that were read
     self._received = self._open_files(saved, begun=begun)
     self.done = min(self._received, self.total)
     # [2] Continue the cell's time at its last row.
     last_rows = [read_journal(path)[-1:] for path in self._journals()]
+    # Journals of different participants end at different times: the latest
+    # counts.
     elapsed = max((e.time for (e, *_) in filter(None, last_rows)), default=0.0)
     live = LiveCell(
       *(plan, context.cell, context.experiment.dataset, self._setup()),
@@ -103,11 +112,14 @@ class LiveEngine(engines.Engine):
     stack.callback(hosts.hosts.close)
     self.cluster, start = self._make_cluster(live, hosts, saved)
     stack.callback(self.cluster.close)
+    # Participants that were replaced before a resume count, too.
     self._memory.note(self._replaced())
+    assert context.board is not None  # as the folder
     self._figures = live_figures.Watch(
       plan.workers, context.board, self._bytes_share
     )
     stack.callback(self._figures.close)
+    # An error of the start may already be one of a worker's first job.
     with self._errors():
       start()
 
@@ -147,6 +159,7 @@ class LiveEngine(engines.Engine):
 
   def _cut_files_back(self, saved: Any) -> None:
     """Cuts the files back to a checkpoint (tree, notes), or to nothing."""
+    # A checkpoint has the lengths of the files at its time.
     notes = saved[1] if saved else {}
     kept_lengths = notes.get("files") or [(0, 0) for _ in self._writers]
     other_lengths = self._other_journals(notes)
@@ -176,7 +189,7 @@ class LiveEngine(engines.Engine):
   def _take_last_snapshot(self) -> None:
     """Waits until the cluster has finished, and takes the last snapshot."""
     while not self.cluster.finished:
-      self._check_cluster(self.total)
+      self._check_cluster(self.total)  # raises if the cluster fails
     self._snapshot_at(self.total)
 
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
@@ -201,9 +214,11 @@ class LiveEngine(engines.Engine):
     """Reads the new records, stores and returns them."""
     parts = []
     for index in self._writers:
+      # From the record after the last one that was read.
       part = self._files.read(self._folder, index, self._counts[index])
       self._counts[index] += len(part.loss)
       parts.append(part)
+    # Writers are independent; rows are put in the order of their times.
     records = by_time(parts)
     self._parts.append(records)
     return records
@@ -216,6 +231,7 @@ class LiveEngine(engines.Engine):
 
   @functools.cached_property
   def _first_ticket(self) -> float:
+    # A journal may begin with other rows than starts, such as joins.
     rows = (event for path in self._journals() for event in read_journal(path))
     return min(event.time for event in rows if event.action in STARTS)
 
@@ -229,6 +245,7 @@ class LiveEngine(engines.Engine):
     except failures.AllDied as error:
       raise engines.Died(str(error)) from error
     except failures.NotFinite as error:
+      # A NaN is the user's to mend, so its error names message and cell.
       arguments = self._plan, str(error), self._context.cell.name
       raise engines.NonFiniteResult(
         server_results.not_finite(*arguments)
@@ -248,8 +265,10 @@ class LiveEngine(engines.Engine):
     """Checks the cluster once, and reads its new records."""
     with self._errors():
       self._check_cluster(until)
+    # [1] The cluster. Replacements survive a kill of the driver.
     self._memory.note(self._replaced())
     self._check_files()
+    # [2] The new records.
     new = self._read()
     self._received += len(new.loss)
     rows = new
@@ -260,6 +279,7 @@ class LiveEngine(engines.Engine):
       )
       rows = new._replace(bytes_up=up, bytes_down=down)
     figures = self._figures.look(time.monotonic(), new, self._received)
+    # [3] Parameters for an evaluation, if message `until` was received.
     with self._errors():
       self._snapshot_at(until)
     news, self._news = self._news, []
@@ -281,6 +301,7 @@ class LiveEngine(engines.Engine):
     """Returns the parameters at the message that `advance` had to reach."""
     with self._errors():
       if self._snapshot is None:
+        # `advance` was not called, so no snapshot was taken.
         # The cell was complete before this process resumed it.
         self._take_last_snapshot()
     assert self._snapshot is not None
@@ -298,6 +319,7 @@ class LiveEngine(engines.Engine):
   def _records_between(self, start: int, end: int) -> Any:
     """Returns the records of some messages, at least one."""
     records = self.records()
+    # At least one record, also if the last ones are missing.
     start = max(min(start, end - 1, len(records.loss) - 1), 0)
     return type(records)(*(column[start:end] for column in records))
 
@@ -306,6 +328,7 @@ class LiveEngine(engines.Engine):
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the state of all participants while the cluster is paused; None
     if some did not pause in time for a stop, or none has begun."""
+    # A participant that did not pause may still write.
     if self._stopped is False:
       return None
     with self._errors():
@@ -314,6 +337,7 @@ class LiveEngine(engines.Engine):
       packed = self._pack()
       if not self._stopped:
         self.cluster.resume()
+    # A step of 0 is a cell without any row.
     return packed if packed[0] else None
 
   def stop(self) -> str:
@@ -321,6 +345,7 @@ class LiveEngine(engines.Engine):
     with self._errors():
       paused = self.cluster.pause(self._context.machine.grace_seconds)
     self._stopped = paused
+    # Rows that were written during the pause.
     self._received += len(self._read().loss)
     self.done = self._received
     return (

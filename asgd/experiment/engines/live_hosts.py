@@ -1,6 +1,7 @@
 """The hosts of a live cell: threads of this process, or processes of Ray.
 
 Each participant (worker, shard, peer) is made in its host from the plan of the
+# Options of Ray for one participant of the cell.
 cell. Threads share the driver's plan. A process of Ray rebuilds the plan from
 the resolved config and the data in Ray's object store.
 """
@@ -87,7 +88,7 @@ def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
 
 def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are threads of this process."""
-  processes.allow_open_files()
+  processes.allow_open_files()  # a worker holds several files and sockets
   workers = live.plan.workers
   hosts = throttled_hosts.make_hosts(live.network, workers, began=live.began)
   hosts.show = machine.show
@@ -96,8 +97,10 @@ def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
 
 def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are actors of Ray, which is started unless it runs."""
+  # One cell: Ray's processes need no others.
   config = cells.only(live.plan.run, live.cell)
   shared = machine.share(live.dataset)  # which starts Ray
+  # Only now: the module imports Ray.
   from asgd.live.hosts.actors import ActorHosts
 
   ray_site, settings = site(live, machine.profile), live.settings
@@ -111,6 +114,7 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   hosts = ActorHosts(ray_site, resources=resources)
   hosts.show = machine.show
   plan = functools.partial(make_plan, rebuild, config, shared, live.cell)
+  # Seconds that a process has to write its files: a profile takes longest.
   leave_seconds = 60.0 if ray_site.profile else 10.0 if ray_site.spans else 2.0
   return CellHosts(hosts, plan, apart=True, leave_seconds=leave_seconds)
 

@@ -23,6 +23,7 @@ class ShardNews:
     """
     self._message = message
     self._rollbacks: list[Any] = [None] * setup.shards  # that have a line
+    # Gathering is over if messages were received before.
     self._resumed = resumed
     self._gathers = 0 if message else setup.gathered
     self._in_memory = (memory / "shard-0" / "messages").exists()
@@ -31,6 +32,7 @@ class ShardNews:
     """Returns the new lines, from the status of each shard."""
     news = []
     if self._resumed:
+      # This line covers the rollbacks of the resume; later ones have their own.
       self._resumed = False
       news.append(self._resuming(status))
       self._rollbacks = [shard["rollback"] for shard in status]
@@ -38,7 +40,7 @@ class ShardNews:
       news += shard["news"]
     for index, shard in enumerate(status):
       rollback = shard["rollback"]
-      if rollback in (None, self._rollbacks[index]):
+      if rollback in (None, self._rollbacks[index]):  # none, or it has a line
         continue
       self._rollbacks[index] = rollback
       subject = f"shard {index} " if len(status) > 1 else ""
@@ -46,6 +48,7 @@ class ShardNews:
         f"{subject}rolled back {rollback.updates} updates, to message"
         f" {rollback.message}{_reason(rollback)}"
       )
+    # The first message shows how many workers took part from the start.
     if self._gathers and status[0]["received"]:
       expected, present = self._gathers, len(status[0]["workers"])
       self._gathers = 0
@@ -66,7 +69,7 @@ class ShardNews:
       return f"{opening} {'shared memory' if self._in_memory else 'the trace'}"
     rollback, undone = rollbacks[0], sum(each.updates for each in rollbacks)
     source = f"the checkpoint of message {rollback.message}"
-    if not rollback.row:
+    if not rollback.row:  # row 0 is the beginning
       source = "the beginning, as there is no checkpoint"
     shards = f" of {len(rollbacks)} shards" if len(rollbacks) > 1 else ""
     ending = f"{undone} updates{shards} rolled back{_reason(rollback)}"

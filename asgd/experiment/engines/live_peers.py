@@ -32,6 +32,7 @@ from asgd.orders.trace import TAKES
 def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   """Raises ValueError if journals or records of a finished cell were changed.
   The last message of a peer that failed may have no record."""
+  # A message that was received but not recorded does not count as missing.
   workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
   files.FILES.check(folder, workers, files.count_incarnations)
@@ -52,10 +53,12 @@ def make_duty(
   params = jax.device_get(plan.problem.init(key))
   wire = array_wire(copies=copies)
   if plan.gossip.compressed:
+    # Codes of a codec go packed over the wire, as between machines.
     wire = packed_wire(plan.peer, params)
   return PeerDuty(
     *(plan.gossip, plan.peer, plan.worker, params),
     *(plan.job_batches(seed), root, wire),
+    # A round is a message of each worker, so an evaluation is after a round.
     frozenset(message // plan.workers for message in due),
     tuple(plan.run.config["live"]["slowdown"]),
   )
@@ -64,6 +67,7 @@ def make_duty(
 def _duty_in_host(
   plan: Callable[[], PeerPlan], seed: int, due: Sequence[int]
 ) -> PeerDuty:
+  """Returns the duty, made in the process of a peer."""
   return make_duty(plan(), seed, due, copies=True)
 
 
@@ -72,8 +76,9 @@ def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
   state = duty.peer.init(duty.params)
   # Codes have the shapes that an encoder returns; nothing is encoded here.
   key = jax.eval_shape(jax.random.key, 0)
+  weight: Any = np.float64(1)  # any weight of a put has this shape
   code = jax.eval_shape(
-    lambda state, key: duty.peer.put(state, np.float64(1), key)[1], state, key
+    lambda state, key: duty.peer.put(state, weight, key)[1], state, key
   )
   code = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), code)
   tree = {"peer": (state, duty.worker.init(duty.params))}
@@ -86,9 +91,12 @@ class LivePeerEngine(live_engine.LiveEngine):
   _participants = "peers"
   _files = files.FILES
 
-  def _prepare(self):
+  def _prepare(self) -> bool:
+    """Returns whether a peer has written a row."""
+    # Peers keep parameters only after complete rounds.
     self.quantum = self._plan.quantum
     self._views: dict[int, View] = {}  # of the last evaluation
+    # A cell has begun if any peer has written a row.
     return any(map(read_journal, self._journals()))
 
   @property
@@ -107,13 +115,16 @@ class LivePeerEngine(live_engine.LiveEngine):
     if not self._in_pairs:
       images = saved[0] if saved else {}
       ended_rounds = [notes["rounds"] for _, notes in images.values()]
+      # The slowest peer's round: all messages up to it were received.
       self.done = plan.workers * min(ended_rounds, default=0)
     config = self._context.experiment.config
     due = engines.due(config["evaluations"], self.total, self.quantum)
+    duty_of: Callable[[], PeerDuty]
     if hosts.apart:
       duty_of = functools.partial(_duty_in_host, hosts.plan, seed, due)
     else:
       duty = make_duty(plan, seed, due, copies=False)
+      # Compiled once, for all threads of this process.
       duty.warm_up_all()
       duty_of = lambda: duty  # noqa: E731
     maker = PeerMaker(
@@ -135,6 +146,7 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _unpack(self, saved: Any) -> tuple[dict[int, Any], dict[str, Any]]:
     """Returns the images of a checkpoint, and its notes."""
     notes, seed = saved.notes, self._context.cell.seed
+    # No evaluations: this duty is only a template.
     duty = make_duty(self._plan, seed, (), copies=True)
     template = {
       peer: image_template(duty, peer_notes)
@@ -146,8 +158,10 @@ class LivePeerEngine(live_engine.LiveEngine):
     }
     return images, notes
 
-  def _cut_files_back(self, saved):
+  def _cut_files_back(self, saved: Any) -> None:
+    """Cuts the files back; see the base."""
     # Reading files needs no peers.
+    # With a checkpoint, files are only cut back to it, so nothing is lost.
     aside = "" if saved else self._keep_aside()
     super()._cut_files_back(saved)
     self._news[-1] += aside
@@ -156,6 +170,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     """Copies the peers' files beside a damaged checkpoint; returns a text that
     names the folder, "" if no checkpoint is damaged."""
     damaged = sorted(self._folder.glob("damaged-*"))
+    # Copied by an earlier resume.
     if not damaged or journal_path(damaged[-1], 0).exists():
       return ""
     for peer in self._writers:
@@ -171,6 +186,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     rounds, views = None, {}
     if until == self.total:
       if self.cluster.finished:
+        # At the end the peers keep their last parameters.
         views = self.cluster.views()
     elif self._in_pairs:
       if self._received >= until or self.cluster.finished:
@@ -185,6 +201,7 @@ class LivePeerEngine(live_engine.LiveEngine):
       reached = self._received
       if not self._in_pairs:
         reached = self.cluster.rounds * self.quantum
+      # Message `until` is not done before it is evaluated.
       self.done = max(self.done, min(reached, until - 1))
       return
     self._take_snapshot(until, views)
@@ -192,19 +209,21 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _take_snapshot(self, message: int, views: dict[int, View]) -> None:
     """Evaluates the mean of the peers' views as the snapshot of a message."""
     self._views = views
-    ordered_views = [views[peer] for peer in sorted(views)]
+    # A View has the fields of a PeerState that the mean reads.
+    ordered_views: list[Any] = [views[peer] for peer in sorted(views)]
     # Views have the peers' weights: push-sum's mean is a weighted one.
     params = simulator.mean_params(
       ordered_views, [view.weight for view in ordered_views]
     )
     records = self.records()
     row = min(message, len(records.loss)) - 1
+    # The clock of the message, not of the views, which may be later.
     clock = {"seconds": float(records.time[row]) - self._first_ticket}
     updates = round(np.mean([view.version for view in ordered_views]))
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  def _evaluated_views(self) -> tuple[list[View], list[Any]]:
+  def _evaluated_views(self) -> tuple[list[Any], list[Any]]:
     """Returns views and weights of the peers in the last evaluation."""
     ordered_views = [self._views[peer] for peer in sorted(self._views)]
     return ordered_views, [view.weight for view in ordered_views]
@@ -240,9 +259,7 @@ class LivePeerEngine(live_engine.LiveEngine):
       "took_part": len(np.unique(records.worker)),
     }
 
-  def _residual_lost(
-    self, records: simulator.PeerRecords
-  ) -> dict[str, float]:
+  def _residual_lost(self, records: Any) -> dict[str, float]:
     """Returns the column of `traffic.lost`, for peers that left before the
     end."""
     if not self._plan.gossip.compressed:
@@ -259,12 +276,14 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
+    # Row: the receiver. Column: the sender.
     """Messages and bytes that were taken over each link, read at the end of the
     cell."""
     n = len(self._writers)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._writers:
       for event in self._journal(receiver):
+        # In a peer's journal `job` is the sender, and `message` the bytes.
         if event.action in TAKES:
           messages[receiver, event.job] += 1
           nbytes[receiver, event.job] += event.message
@@ -280,12 +299,15 @@ class LivePeerEngine(live_engine.LiveEngine):
     cuts = files.lengths(self._folder, len(self._writers), images)
     tree = {str(peer): tree for peer, (tree, _) in images.items()}
     notes = {str(peer): notes for peer, (_, notes) in images.items()}
+    # The step is the number of rows, which grows from checkpoint to
+    # checkpoint.
     return sum(rows for rows, _ in cuts), tree, {"peers": notes, "files": cuts}
 
   def stop(self) -> str:
     """See the base."""
     text = super().stop()
     if not self._in_pairs:
+      # Rounds that all peers have completed.
       self.done = self.cluster.rounds * self.quantum
     return text
 

@@ -52,6 +52,7 @@ def check(run: Run) -> None:
       " would differ from the others; set config.server.log=16"
     )
   devices, batch = live["devices"], config["batch_size"]
+  # With "tensor" each device has the whole batch, and a part of the model.
   if live["parallel"] == "data" and batch % devices:
     raise ValueError(
       f"config.live.devices {devices} must divide config.batch_size {batch}, or"
@@ -78,6 +79,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   its shards."""
   result = parameter_server.plan(experiment, run, workers)
   _check_kept_tickets(result)
+  # With one ticket a worker has nothing to fetch ahead.
   depth = result.rules().depth
   if run.config["live"]["overlap"] and depth < 2:
     raise ValueError(
@@ -85,7 +87,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
       " tickets that workers hold while they compute"
     )
   if run.config["server"]["shards"] > 1:
-    live_clusters.needs_totals(result)
+    live_clusters.needs_totals(result)  # raises ValueError
   return result
 
 
@@ -101,6 +103,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     """Reads the journals, and prepares the inputs of shards and workers."""
     journals = live_files.read_journals(self._folder, len(self._writers))
     self._resumed = bool(journals[0])
+    # The lead shard's journal has each message once.
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
     self._sinks = [records.records_path(self._folder, i) for i in self._writers]
     self._plan = allocations.read(
@@ -111,6 +114,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     seed = self._context.cell.seed
     self._run = live_clusters.prepare(self._plan, seed, due)
     shards = self._run.setup.shards
+    # The figures scale the lead's bytes to those of all shards.
     self._bytes_share = live_figures.lead_share(self._run.params, shards)
     return self._resumed
 
@@ -127,7 +131,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     return list(zip(states, saved.notes["shards"], strict=True))
 
   def _open_files(self, saved, *, begun):
-    return self._received  # shards cut their files back themselves
+    # Shards cut their files back themselves, when they recover.
+    return self._received
 
   def _make_cluster(
     self, live: LiveCell, hosts: CellHosts, saved: Any
@@ -179,10 +184,12 @@ class LiveServerEngine(live_engine.LiveEngine):
     if status is None:
       return
     is_last = until == self.total
+    # A shard that lags may still lack message `until`.
     all_received = all(shard["received"] >= until for shard in status)
     # Shards that are not consistent may receive a job twice or, at the end, not
     # at all, so their counts may differ when the cluster has finished.
     if not self.cluster.finished and (is_last or not all_received):
+      # `until` counts as done only after its snapshot.
       self.done = min(self._received, until - 1)
       return
     if not self._received:
@@ -201,6 +208,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   ) -> engines.Snapshot:
     """Fetches parameters: those kept at message `kept`, or the present ones."""
     params = self.cluster.params(kept)
+    # A message that has no record yet uses the last record.
     row = min(message, self._count()) - 1
     record = self._rows(row, row + 1)
     parts = [records.read_records(path, 0, row + 1) for path in self._sinks]
@@ -212,6 +220,7 @@ class LiveServerEngine(live_engine.LiveEngine):
 
   def _take_last_snapshot(self):
     take = lambda: self._fetch_snapshot(self._received)  # noqa: E731
+    # `insist` tries again while a shard recovers.
     self._snapshot = self.cluster.insist(take)
 
   # Results.
@@ -219,6 +228,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   def records(self) -> base.Records:
     """Returns the lead's record of each message. Norms are over all shards if
     each shard has received the message."""
+    # One part for each shard.
     parts = [records.read_records(path) for path in self._sinks]
     return live_clusters.combine(parts, self._run.split, self._run.params)
 
@@ -232,6 +242,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result. Raises ValueError if rows of
     the shards' files are missing."""
+    # Before the files: the counts in memory are then not newer than the files.
     images = self.cluster.images_now()
     self._check_files()
     paths = self._journals()
@@ -252,6 +263,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     version, trace = int(images[0][0].version), from_events(journals[0])
     row = server_results.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
+      # With look-ahead, workers receive other parameters than the server has.
       sent = live_clusters.sent_params(self._run, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
     return {
@@ -270,7 +282,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     stopped = self._stopped is not None
     try:
       images = self.cluster.images_now() if stopped else self.cluster.images()
-    except Disconnected:
+    except Disconnected:  # a shard restarts; the next checkpoint follows
       return None
     if images is None:
       return None

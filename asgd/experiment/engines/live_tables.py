@@ -45,7 +45,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Returns `tables.plan`; refuses more shards than the tables have rows."""
   result = tables.plan(experiment, run, workers)
   with checks.blame(f"runs.{run.label}", ("shards",)):
-    division_of(result)
+    division_of(result)  # raises for too many shards
   return result
 
 
@@ -58,6 +58,7 @@ def first_tables(plan: TablePlan, seed: int) -> dict[str, Any]:
 def division_of(plan: TablePlan) -> Division:
   """Returns the division of rows among shards. Raises ValueError for more
   shards than the largest table has rows."""
+  # Zero-strided views: a large table needs no memory for its shape.
   like = jax.tree.map(
     lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), plan.like
   )
@@ -77,6 +78,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   files.read_orders(folder, shards, workers)
   files.read_trace(folder, workers)
   files.FILES.check(
+    # Less one: the first incarnation of a worker is no replacement.
     folder, workers, lambda events: files.count_incarnations(events) - 1, "jobs"
   )
 
@@ -101,9 +103,10 @@ class TableMakers(NamedTuple):
   ) -> ShardHost:
     """Makes a shard in its host."""
     plan = self.plan()
+    # Every shard computes all tables from the seed, and keeps its rows.
     start_tables = first_tables(plan, self.seed)
 
-    def make():
+    def make() -> TableShard:
       server = division_of(plan).server(
         index, start_tables, plan.settings, plan.workers
       )
@@ -111,6 +114,7 @@ class TableMakers(NamedTuple):
 
     return ShardHost(
       *(inside, make, self.folder, self.memory, index),
+      # Images are written at the end of a clock.
       every=plan.settings.clock_every,
       image=image,
     )
@@ -133,10 +137,12 @@ class TableMakers(NamedTuple):
     division = division_of(plan)
     _, root = jax.random.split(jax.random.key(self.seed))
 
-    def make(incarnation, work):
+    def make(incarnation: int, work: Any) -> TableWorker:
+      """Returns an incarnation of the worker."""
       return TableWorker(
         *(index, incarnation, plan.settings, division, work),
         workers=plan.workers,
+        # Workers have equally many jobs.
         jobs=plan.messages // plan.workers,
         seed=self.seed,
       )
@@ -164,7 +170,9 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def _prepare(self) -> bool:
     """Checks the room in memory; returns whether the cell has begun."""
-    plan, self._counts_seen = self._plan, []
+    plan = self._plan
+    # Of each shard: (messages applied, the slowest clock).
+    self._counts_seen: list[tuple[int, int]] = []
     shards = range(plan.settings.shards)
     self._orders = [files.order_path(self._folder, shard) for shard in shards]
     begun = super()._prepare()
@@ -190,12 +198,15 @@ class LiveTableEngine(live_engine.LiveEngine):
       *(tuple(self._context.machine.faults), live.write_span),
     )
     cluster = cluster_lib.TableCluster(
-      *(hosts.hosts, makers, live.folder),
+      hosts.hosts,
+      cluster_lib.Makers(makers.shard, makers.worker),
+      live.folder,
       shards=self._plan.settings.shards,
       workers=self._plan.workers,
       ladder=live.setup.ladder,
       refill=live.settings["refill"],
     )
+    # Without a checkpoint `start` gets None.
     return cluster, functools.partial(cluster.start, saved and saved[0])
 
   # Resuming from a checkpoint.
@@ -224,6 +235,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   ) -> Iterator[tuple[Path, int]]:
     """Yields each file and its count of rows at a checkpoint."""
     # Shards have orders only; workers have a journal and records.
+    # Orders of the shards have no records beside them.
     yield from zip(self._orders, notes["shards"], strict=True)
     for worker, (rows, records) in enumerate(notes["files"]):
       yield journal_path(self._folder, worker), rows
@@ -239,6 +251,7 @@ class LiveTableEngine(live_engine.LiveEngine):
         count = count_records(path, files.JOB_RECORD)
       check_rows(path, count, rows)
       digest = notes.get("digests", {}).get(path.name)
+      # A checkpoint of an older version has no digests.
       if rows and digest not in (None, files.digest(path, rows)):
         raise ValueError(
           f"{path} is not the file that the checkpoint was made with: it was"
@@ -257,6 +270,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   # Training.
 
   def _wait(self, seconds):
+    # The cluster waits for its own events, not for a fixed time.
     self.cluster.wait(seconds)
 
   def _snapshot_at(self, until: int) -> None:
@@ -270,6 +284,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def _take_snapshot(self, message: int) -> None:
     """Fetches the present rows, for the evaluation at a message."""
+    # Rows of all shards, at slightly different clocks.
     parts = self.cluster.rows()
     self._counts_seen = self.cluster.counts()
     params = self._plan.join(division_of(self._plan).join(parts))
@@ -280,6 +295,7 @@ class LiveTableEngine(live_engine.LiveEngine):
       "megabytes": traffic.megabytes([records]),
     }
     # A clock counts as an update when the slowest worker has ended it.
+    # slowest: the last clock that every worker has ended, by shard.
     updates = min(slowest for _, slowest in self._counts_seen)
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
@@ -297,6 +313,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   def profile(self) -> dict[int, int]:
     """Returns rows read at each clock differential."""
     counts = self._all().reads.sum(0).tolist()
+    # Row i of `reads` counts reads at clock differential -1 - i.
     return {-1 - i: n for i, n in enumerate(counts) if n}
 
   def columns(self) -> dict[str, Any]:
@@ -304,8 +321,11 @@ class LiveTableEngine(live_engine.LiveEngine):
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
     columns = tables.columns_of(
-      *(plan.settings.rules, records, server_results.summary(records)),
-      *(self.profile(), self.cluster.held()),
+      plan.settings.rules,
+      records,
+      server_results.summary(records),
+      self.profile(),
+      self.cluster.held(),
       updates=min(slowest for _, slowest in self._counts_seen),
       **self._rebalance_columns(),
     )
@@ -324,6 +344,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     plan = self._plan
     first_division = division_of(plan)
     divisions = files.read_divisions(self._folder, first_division)
+    # Neighbouring divisions differ in the ranges that moved.
     move_counts = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
     settings, rest_seconds = plan.settings, 0.0
     if len(divisions) > 1:
@@ -338,6 +359,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns the images of all participants, with digests of their files."""
     images = self.cluster.images()
+    # worker -> [rows of the journal, rows of the records]
     worker_lengths = {w: list(image[:2]) for w, image in images.workers.items()}
     file_lengths = self._files.lengths(
       self._folder, len(self._writers), worker_lengths

@@ -43,9 +43,12 @@ class MeshEngine(engines.Engine):
     self._first_params = problem.init(init_key)
     self._batches = stacking.NamedBatches(problem.batches(seed, 1))
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
+    # NaN marks rows that were not made; all finite, unless the scale skips
+    # them.
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
     self._scaled = self._plan.run.config["mesh"]["loss_scale"] is not None
+    # The state is made first: it is the template of a checkpoint.
     self._state = self._plan.step.init(self._first_params)
     self._restore(context)
     self._pace = engines.Pace(_SECONDS)
@@ -67,6 +70,7 @@ class MeshEngine(engines.Engine):
     tree = processes.share_arrays(tree)
     # [3] Each process puts the parts of its devices in place.
     self._put(tree["state"])
+    # Arrays of a checkpoint are read-only, and `advance` writes into them.
     self._records = MeshRecords(*map(np.array, tree["records"]))
     self.done, self._seconds = notes["update"], notes["seconds"]
     if "iterators" in notes:
@@ -77,6 +81,7 @@ class MeshEngine(engines.Engine):
     shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     placed = meshes.place(arrays, self._plan.mesh, specs)
+    # Copied, since the step donates its state.
     self._state = meshes.copy(placed, shardings)
 
   def _warm_up(self) -> None:
@@ -94,15 +99,18 @@ class MeshEngine(engines.Engine):
     """The state as NumPy arrays, on every process."""
     state = self._state
     if jax.process_count() > 1:
+      # A process has only the parts of its devices.
       state = meshes.whole(state, self._plan.mesh)
     return jax.device_get(state)
 
   def _step(self, update: int) -> Any:
     """Makes an update; returns its metrics."""
     step = self._plan.step
+    # Worker 0 of 1: a mesh has one stream of batches.
     batch = step.place(self._batches(0, update))
     key = jax.random.fold_in(self._root, update)
     self._state, metrics = step.step(self._state, batch, key)
+    # Waits for the update, so that its time is measured.
     return jax.device_get(metrics)
 
   def advance(self, until: int) -> engines.Progress:
@@ -125,6 +133,7 @@ class MeshEngine(engines.Engine):
           " --config.learning_rate, a longer warm-up or --config.clip_norm"
         )
       self.done += 1
+    # Compiling is over, so seconds are those of training.
     self._seconds += self._pace.end()
     rows = MeshRecords(*(c[start : self.done] for c in self._records))
     return engines.Progress(loss=rows.loss, broken=broken, rows=rows)
@@ -151,6 +160,7 @@ class MeshEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns speed, memory and counts of the cell."""
     config = self._plan.run.config
+    # The name of the reducer, as a column.
     codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first_params)

@@ -43,6 +43,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
     if axis not in _AXES:
       nearest = names.nearest(axis, _AXES)
       raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
+    # -1 takes the remaining devices; True is no size, though it is an int.
     if size != -1 or isinstance(size, bool):
       checks.whole_number(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(axes.values()).count(-1) > 1:
@@ -50,7 +51,9 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       f"config.{key}: only one axis can be -1 (all other devices):"
       f" {shown(value)}"
     )
+  # In the order of _AXES, however the config writes them.
   axes = {axis: axes[axis] for axis in _AXES if axis in axes}
+  # `data` always exists, so that the batch has an axis to be divided over.
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
@@ -103,6 +106,7 @@ SECTIONS: dict[str, Any] = {
 def devices_of(run: Run) -> int | None:
   """Returns how many devices a run needs, None for all there are."""
   section = run.config["mesh"]
+  # A size of -1 needs the number of devices, which is not known yet.
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
     return devices
@@ -136,9 +140,11 @@ def check(run: Run) -> None:
         f"config.mesh.{key} {section[key]!r} is for the axis {axis!r}, which"
         f" config.mesh.axes {meshes.text(axes) or 'data'} has not: drop it"
       )
+  # With -1 the number of replicas is known only on the devices.
   if -1 not in axes.values():
     _check_batch(run, axes or {meshes.DATA: 1})
-  if section["precision"] == DOUBLE and not jax.config.jax_enable_x64:
+  jax_config: Any = jax.config  # its options are attributes at run time
+  if section["precision"] == DOUBLE and not jax_config.jax_enable_x64:
     raise ValueError(
       "config.mesh.precision float64 needs jax.config.update('jax_enable_x64',"
       " True) before anything is computed; the command asgd train does that"
@@ -149,6 +155,8 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   """Raises ValueError for a batch that the mesh cannot divide."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
+  # A replica's examples, in pieces of `accumulate`, in microbatches of a
+  # pipeline.
   pieces, cut = replicas * accumulate, microbatches_of(section, shape)
   factors = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
@@ -194,6 +202,7 @@ def _transform(run: Run, rate: Any) -> base.Algorithm:
       " steps, and a mesh has one gradient for all workers: use another recipe,"
       " or engine simulate, threads or ray"
     )
+  # At a worker: its transforms precede those of the server.
   if recipe.at_worker is None:
     return recipe.one_message()
   return transforms.precede(recipe.one_message(), recipe.at_worker)
@@ -220,14 +229,17 @@ def _reads_delay(
 
   def update(params: Any, staleness: jax.Array, sent: Any) -> Any:
     delay = base.Delay(jnp.int32(0), staleness, sent)
+    # Initialised inside, so that only `delay` and the weights are inputs.
     state = algorithm.init(params)
     return algorithm.update(params, state, params, **delay._asdict())
 
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
   weights, number = base.weights_of(shapes), jax.ShapeDtypeStruct((), np.int32)
   jaxpr = jax.make_jaxpr(update)(weights, number, weights).jaxpr
+  # The inputs behind the weights: staleness and the sent parameters.
   delay = jaxpr.invars[len(jax.tree.leaves(weights)) :]
   used = (x for equation in jaxpr.eqns for x in equation.invars)
+  # By identity, which is how a jaxpr distinguishes its variables.
   return any(x is y for x in used for y in delay)
 
 
@@ -260,7 +272,8 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   if not optimizers.searches(run.config["optimizer"]):
     _warn_of_delay(run, problem, rate)
   # Traced, so that shapes that do not fit are found now.
-  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)  # worker 0, job 0
+  # The error names mesh and model: a shape alone would not help.
   with _naming_mesh(run, mesh):
     state = step.init(jax.eval_shape(problem.init, key))
     jax.eval_shape(step.step, state, step.place(batch), key)
@@ -279,8 +292,10 @@ def step_of(
     run, problem, peak=peak, batches=1, start=_START * peak
   )
   devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
+  # One batch in a message.
   size = traffic.size_of(experiment.dataset, problem, devices, 1)
   keys = *OF_A_RUN, "mesh", "compress"
+  # Everything that the step depends on; equal runs share one compilation.
   values = [run.recipe, run.options, size, [run.config[key] for key in keys]]
   step = _steps.get(
     lambda: _make_step(run, problem, mesh, rate, size),
@@ -303,6 +318,7 @@ def _make_step(
   section = run.config["mesh"]
   policy, scale = section["precision"], section["loss_scale"]
   clip = run.config["clip_norm"]
+  # A policy of three dtypes: parameters, computation, reduction.
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
   reducer = _reducer(run, mesh, size)
@@ -357,7 +373,7 @@ def _model(run: Run, problem: problems.Problem, mesh: jax.sharding.Mesh) -> Any:
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
     options["microbatches"] = microbatches_of(section, mesh.shape)
-    options["rounds"] = section["rounds"] or 1
+    options["rounds"] = section["rounds"] or 1  # None: once around
     options["recompute"] = section["recompute"]
   with _naming_mesh(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
@@ -369,7 +385,7 @@ def _naming_mesh(run: Run, mesh: jax.sharding.Mesh) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:
-    line = " ".join(str(error).split())[:300]
+    line = " ".join(str(error).split())[:300]  # one line, not a page of shapes
     raise ValueError(
       f"config.mesh.axes {meshes.text(mesh.shape)} and config.model"
       f" {run.config['model']['name']!r}: {line}"

@@ -52,6 +52,7 @@ def of_one_model(
   mesh = mesh_plan.mesh_on(run, target.devices)
   # Everything below is shapes: nothing is allocated on the target's devices.
   problem, step, _, _ = mesh_plan.step_of(experiment, run, mesh)
+  # Placed, so that its sharding is known to the compiler.
   key = meshes.place(_key(), mesh)
   params = jax.eval_shape(problem.init, key)
   state = step.init(params)
@@ -74,6 +75,7 @@ def _plan(
   The plan does not count the bytes of compressed gradients or image tiles.
   """
   section, size = run.config["mesh"], run.config["batch_size"]
+  # The examples of one replica.
   replica_size = size // mesh.shape[meshes.DATA]
   accumulate = section["accumulate"]
   # [1] The bytes of a number in the computation and in the reduction.
@@ -85,6 +87,7 @@ def _plan(
     for dtype in (numbers.compute, numbers.reduce)
   )
   replicas = transfers.Replicas(section["zero"], accumulate, *sizes)
+  # Their bytes have no formula, so nothing is compared.
   if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
     return ahead.ProgramPlan(None)
   # [2] A GPT has formulas; another model's products are counted.
@@ -134,6 +137,7 @@ def peer_rounds(
 ) -> Iterator[ahead.Compilation]:
   """Yields the different rounds of peers. In one that sends no message nothing
   is sent, between slices neither."""
+  # A config of engine mesh has no sections of a server.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
   if workers != len(target.devices):
@@ -147,6 +151,7 @@ def peer_rounds(
   key = _key()
   params = jax.eval_shape(plan.problem.init, key)
   job_batch = _shapes(plan.job_batches(0)(0, 0))
+  # A leading axis: one batch for each peer.
   batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), job_batch)
   number = jax.ShapeDtypeStruct((), jnp.int32)
   arguments = (
@@ -164,6 +169,7 @@ def peer_rounds(
     transfer_list = transfers.of_round(
       exchange, code, mesh, meshes.DATA, phases
     )
+    # Phases: (put, take, messages).
     planned = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
     name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
     yield ahead.Compilation(

@@ -39,6 +39,7 @@ def network_of(run: Run) -> Network | None:
 def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
   """Returns the network of a section with a number of shards; None if its
   messages take no time."""
+  # None in a config is no limit.
   section = dict(section)
   for key in _BANDWIDTHS:
     section[key] = math.inf if section[key] is None else float(section[key])
@@ -50,6 +51,7 @@ def check(run: Run) -> None:
   """Raises ValueError for a network that a run cannot have."""
   server = run.config["server"]
   several = server["shards"] > 1 and not server["consistent"]
+  # Shards out of step have their own delays (`config.server.delays`).
   if several and network_of(run) is not None:
     raise ValueError(
       f"config.network with {server['shards']} shards needs one order for all"
@@ -60,6 +62,7 @@ def check(run: Run) -> None:
 def shares(plan: Any, shards: int) -> list[int]:
   """Returns the bytes of the parameters at each of S shards, as they travel.
   Raises ValueError, naming the key, if they cannot be split."""
+  # Shapes alone; the parameters are not made.
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   with checks.blame("server", ("shards",)):
     split = sharding.make_plan(params, shards)
@@ -68,6 +71,7 @@ def shares(plan: Any, shards: int) -> list[int]:
 
 def dense(plan: Any) -> Sizes:
   """Returns the sizes of messages and tickets without codecs."""
+  # A dense message has the bytes of the parameters, as a ticket does.
   shard_bytes = shares(plan, plan.network.shards)
   return fixed(shard_bytes, shard_bytes)
 
@@ -87,7 +91,7 @@ def divided(nbytes: float, each: Sequence[float]) -> list[float]:
 def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:
   """Returns the columns of a result on its network."""
   return {
-    "throughput": messages / time,
+    "throughput": messages / time,  # a unit of simulated time
     "link_utilisation": use.utilisation,
     "service_utilisation": use.service,
     "queue_wait": use.waited,

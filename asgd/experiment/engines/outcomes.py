@@ -47,7 +47,9 @@ class OutcomePlan:
 
 
 @functools.lru_cache(maxsize=32)
-def _gradient(loss, updates):
+def _gradient(loss: Any, updates: Any) -> Any:
+  """Returns the compiled function; an equal loss is compiled once."""
+  # A problem with its own updates, such as counts, has no gradient.
   if updates is not None:
     return jax.jit(updates)
   return jax.jit(jax.value_and_grad(losses.as_loss(loss), has_aux=True))

@@ -44,6 +44,7 @@ from asgd.orders import network as network_lib
 
 SECTIONS: dict[str, Any] = {
   "order": Open(
+    # Keys that a run gets from its cell cannot be options.
     {"name": "asynchronous"}, ("durations", "workers", "messages", "delay")
   ),
   "durations": Open({"name": "homogeneous"}),
@@ -95,8 +96,10 @@ class ServerPlan:
   @functools.cached_property
   def _job_shapes(self) -> simulator.JobShapes:
     """Shapes for one program that simulates the jobs of all cells."""
+    # Shapes of the parameters: nothing is allocated.
     shapes = jax.eval_shape(self.problem.init, jax.random.key(0))
     messages = self.messages * len(self.run.config["seeds"])
+    # Equal jobs of all workers allow a faster engine.
     batch, even = self.job_batches(0)(0, 0), self.allocation is None
     return simulator.JobShapes(shapes, batch, messages, even)
 
@@ -126,6 +129,7 @@ class ServerPlan:
     """Whether jobs may share a ticket."""
     if server_orders.own_of(self.run) is None:
       return server_orders.keeps(self.order)
+    # An own order shows only in its trace; all seeds have the same kind.
     trace = self.trace(self.run.config["seeds"][0])
     return bool((trace.action == base.KEEP).any())
 
@@ -133,6 +137,7 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
+    # Sizes of codes decide the order of such a run, so no trace is known.
     measured = self.network is None or not networks.coded(self)
     has_own_order = server_orders.own_of(self.run) is not None
     if self.run.given is not None or has_own_order or not measured:
@@ -145,6 +150,7 @@ class ServerPlan:
     order = {key: v for key, v in self.order.items() if key != "warm_start"}
     all_at_work = dataclasses.replace(self, order=order)
     rate = self.learning_rate
+    # 40 messages of each worker: by then the staleness has settled.
     order_trace = all_at_work.trace(0, 40 * self.workers)
     if (order_trace.action == base.KEEP).any():
       return math.nan
@@ -152,6 +158,7 @@ class ServerPlan:
     if name and optimizers.momentum_of(optimizers.named(name)) is None:
       return math.nan  # the stability of other optimizers depends on more
     recipe = build_recipe(self.run, self.workers, rate)
+    # Equal orders have equal limits, whatever their times are.
     rows = storage.digest([order_trace.worker, order_trace.action])
     return _limits.get(
       lambda: diagnosis.curvature_limit(
@@ -166,6 +173,7 @@ class ServerPlan:
     count = self.messages if messages is None else messages
     own_order = self._own_trace(seed, count)
     if own_order is not None:
+      # An own order has its own times, so no network delays it.
       return own_order
     if self.network is not None:
       order = self.over_network(seed, networks.dense(self))
@@ -222,6 +230,8 @@ class ServerPlan:
     speeds that are drawn with the seed."""
     if not allocations.unknown(self):
       return self
+    # The speed of a worker: the mean over the jobs that a live cell would
+    # time.
     times, jobs = self._durations(seed), self.run.config["allocation"]["jobs"]
     seconds = [
       math.fsum(itertools.islice(times.stream(worker), jobs)) / jobs
@@ -229,7 +239,7 @@ class ServerPlan:
     ]
     return allocations.by_seconds(self, seconds)
 
-  def job_batches(self, seed: int) -> problems.Batches:
+  def job_batches(self, seed: int) -> stacking.NamedBatches:
     """Returns the function (worker, job) -> batches of the job. It raises
     ValueError, with worker and job, for any error of a user's batches."""
     return stacking.NamedBatches(self._job_batches(seed))
@@ -242,6 +252,7 @@ class ServerPlan:
       batches = problem.batches(seed, self.workers)
       return stacking.job_batches(batches, steps)
     if allocations.changes_batches(self.run):
+      # The largest batch is drawn; each worker uses a part of it.
       problem = problem.with_batch_size(max(allocation.batch_sizes))
     return allocation_lib.job_batches(
       problem.batches(seed, self.workers), allocation, stacked=steps > 1
@@ -271,7 +282,7 @@ def build_recipe(
   one recipe."""
   make = functools.partial(_build_recipe, run, workers, learning_rate)
   if run.given is not None:
-    return make()
+    return make()  # a given recipe is an object already
   values = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
   cache_key = [run.recipe, run.options, workers, *values]
   return _recipes.get(make, cache_key, learning_rate)
@@ -296,6 +307,8 @@ def _server(
   recipe: algorithms.Recipe,
   order: Mapping[str, Any],
 ) -> base.Server:
+  """Returns the server of a recipe. Late messages of backup workers count as
+  too stale."""
   backup = order["name"] == "backup_workers"  # drops late messages
   bound = 0 if backup else run.config["gate"]["max_staleness"]
   return _server_of(recipe, bound, problem.statistics_decay)
@@ -303,7 +316,7 @@ def _server(
 
 @functools.lru_cache(maxsize=32)
 def _server_of(recipe, bound, statistics_decay):
-  gate = server_lib.accept_all
+  gate: server_lib.Gate = server_lib.accept_all
   if bound is not None:
     gate = server_lib.max_staleness(bound)
   return recipe.server(gate=gate, statistics_decay=statistics_decay)
@@ -339,6 +352,7 @@ def plan(
   run = server_orders.with_protocol(run, workers)
   peak = float(run.config["learning_rate"])
   peak_recipe = run.given or build_recipe(run, workers, peak)
+  # The warm-up begins at the rate of one of N workers.
   batches, start = make.batches_of_update(peak_recipe, workers), peak / workers
   rate = learning_rates.schedule(
     *(run, problem),
@@ -359,6 +373,7 @@ def plan(
   count = learning_rates.passes(run, problem)
   messages = round(count / recipe.steps)
   if run.given is None:  # a call has counted its messages already
+    # All workers send equally many messages.
     messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)
   # [3] The plan, and checks that need all of it.
@@ -380,9 +395,11 @@ def plan(
     allocation=allocations.given(run, recipe, problem, workers),
   )
   server_orders.check_length(result, round(count))
+  # Errors of a user's batches and orders appear here, before the first cell.
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
+      # The first message of each worker is enough to find them.
       result.of_seed(seed).trace(seed, messages=min(workers, messages))
   result.check()
   if problem.sequential:
@@ -393,6 +410,7 @@ def plan(
 def _check_sequential(plan: ServerPlan) -> None:
   """Raises ValueError for runs that ask for batches in another order than that
   of the jobs, so iterators cannot follow."""
+  # An iterator gives its batches once, in the order in which it is asked.
   reasons = {
     "config.allocation, which cuts batches": allocations.changes_batches(
       plan.run

@@ -28,7 +28,7 @@ OF_ONE_MODEL = [
 def check(run: Run) -> None:
   """Raises ValueError for a mesh that does not fit the workers."""
   mesh_axes = run.config["mesh"]["axes"]
-  if not mesh_axes:
+  if not mesh_axes:  # the number of workers decides
     return
   for workers in run.config["workers"]:
     if mesh_axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
@@ -54,7 +54,7 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
       f"config.runs.{run.label}.recipe {run.recipe!r} has peers, and a mesh of"
       " peers needs one process: drop --num_processes, or use engine ray"
     )
-  device_count = len(jax.devices())
+  device_count = len(jax.devices())  # of this process: a peer is a device
   if device_count < workers:
     raise ValueError(
       f"config.workers {workers} on engine mesh needs {workers} devices, and"
@@ -90,18 +90,22 @@ class _LinkMeter:
     """
     how, n = self._gossip, len(self._sent_bytes)
     # A message is put in the first round of `every`, and taken in the last.
+    # `every` rounds make one exchange.
     message, step = divmod(k, how.every)
     put = np.zeros(n, np.int64)
     if not step:
       put += self._bytes
       if how.compressed:
         peer_codes = (
+          # Codes are stacked by peer; packed messages differ in length.
           jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n)
         )
         put = np.array([simulator.packed_bytes(code) for code in peer_codes])
       self._sent_bytes = put
     taken = np.zeros((n, n), np.int64)
     if step == how.every - 1:
+      # links[receiver, sender] is 1 if the receiver takes the sender's
+      # message.
       links = how.topology.links[message % how.topology.period]
       taken = links * self._sent_bytes
       self.links += np.stack([links, taken])
@@ -143,6 +147,7 @@ class PeerMeshEngine(peers.PeerEngine):
     self._rounds = program_lib.make_rounds(
       plan.gossip, plan.server, plan.worker, mesh
     )
+    # Peers are divided over the devices: one row of each array.
     self._sharding = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
@@ -152,6 +157,7 @@ class PeerMeshEngine(peers.PeerEngine):
     self._parts = [simulator.join_records([])]
     self._cached: tuple[int, Any] | None = None  # rounds made, states
     restore(self._unpack)
+    # The records show how far a restored cell is.
     done = len(self._parts[0].loss)
     self._warm_up(done // n)
     return done
@@ -167,6 +173,7 @@ class PeerMeshEngine(peers.PeerEngine):
 
   def _warm_up(self, start: int) -> None:
     """Compiles the programs of all later rounds, and discards their results."""
+    # Phases repeat after this period, so one period has all programs.
     exchange, rounds = self._plan.gossip, self.total // self.quantum
     arrays = jax.device_get(self._state)
     for k in range(
@@ -178,6 +185,7 @@ class PeerMeshEngine(peers.PeerEngine):
   def _round(self, k: int) -> Any:
     """Runs round k on all devices; returns its metrics."""
     n = self.quantum
+    # Job k n + i is the job of peer i in round k.
     batches = [self._batch(i, k * n + i) for i in range(n)]
     batch = self._rounds.place(stacking.stack(batches))
     self._state, metrics = self._rounds.round(self._state, batch, self._root, k)
@@ -186,6 +194,7 @@ class PeerMeshEngine(peers.PeerEngine):
   def _run(self, end: int) -> simulator.PeerRecords:
     """Runs rounds to message `end`; see the base."""
     n = self.quantum
+    # Rounds are complete: `end` is rounded up.
     rounds = range(self.done // n, -(-end // n))
     part = simulator.join_records(
       [self._records_of(k, self._round(k)) for k in rounds]
@@ -200,8 +209,10 @@ class PeerMeshEngine(peers.PeerEngine):
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
     up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
+    # One record for each peer, in their order.
     peer = np.arange(n, dtype=np.int32)
-    return simulator.PeerRecords(
+    make: Any = simulator.PeerRecords  # its fields are made at run time
+    return make(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
       *(accepted.astype(bool), message_norm, update_norm),
@@ -214,6 +225,7 @@ class PeerMeshEngine(peers.PeerEngine):
 
   def _states(self) -> list[gossip.PeerState]:
     """Returns the states of all peers, as NumPy arrays."""
+    # Evaluations ask several times for the states of one round.
     if self._cached is None or self._cached[0] != self.done:
       stacked = jax.device_get(self._state.peers)
       states = [
@@ -236,6 +248,7 @@ class PeerMeshEngine(peers.PeerEngine):
       "mesh": meshes.text({meshes.DATA: self.quantum}),
       "seconds": self._seconds,
       "seconds_per_update": self._seconds * self.quantum / self.done,
+      # 1e-9: the first call of `advance` may be too short to be measured.
       "examples_per_second": self.done * batch / max(self._seconds, 1e-9),
       # Parameters and optimizer state of one peer.
       "state_bytes": meshes.bytes_here(self._state),

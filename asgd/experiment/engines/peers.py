@@ -49,7 +49,9 @@ class PeerPlan(ServerPlan):
   @property
   def gossip(self) -> gossip.Gossip:
     """Topology, order and rule of the exchange between peers."""
-    return self.recipe.gossip
+    exchange = self.recipe.gossip
+    assert exchange is not None
+    return exchange
 
   @property
   def call_network(self) -> Network | None:
@@ -57,6 +59,7 @@ class PeerPlan(ServerPlan):
     peer receives share its link down."""
     section = self.run.config.get("network")
     network = section and networks.from_section(section, self.workers)
+    # A peer has no separate port: all that it receives passes its link down.
     return network and network._replace(port=network.down)
 
   @property
@@ -88,7 +91,9 @@ class PeerPlan(ServerPlan):
     self, seed: int, messages: int
   ) -> tuple[base.Trace, LinkUse]:
     """Returns the order of a cell over its network, and the network's use."""
+    # A codec's sizes depend on values, so sizes are those of dense messages.
     gossip_of, clock = self.gossip, self._durations(seed)
+    make: Any  # of `over_network`, with the options of its order
     options: dict[str, Any] = {"nbytes": self._nbytes, "messages": messages}
     if gossip_of.order == gossip.PAIRS:
       make, options["seed"] = over_network.pairs, seed
@@ -103,8 +108,10 @@ class PeerPlan(ServerPlan):
     key = jax.eval_shape(jax.random.key, 0)
     params = jax.eval_shape(self.problem.init, key)
 
-    def put(params, key):
-      return self.peer.put(self.peer.init(params), np.float64(1), key)[1]
+    # A put is a message; push-sum adds a weight to it.
+    def put(params: Any, key: Any) -> Any:
+      weight: Any = np.float64(1)
+      return self.peer.put(self.peer.init(params), weight, key)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(put, params, key))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
@@ -126,6 +133,7 @@ class PeerPlan(ServerPlan):
     super().check()
     if self.gossip.compressed:
       params = jax.eval_shape(self.problem.init, jax.random.key(0))
+      # Encoding shapes shows whether the codec takes the parameters.
       with checks.blame(f"runs.{self.run.label}.codec"):
         frames.packed_wire(self.peer, params)
 
@@ -158,11 +166,14 @@ class PeerEngine(SimulatedEngine):
     """Makes the peers, new or from a checkpoint; see the base."""
     del params, root  # `PeerPlan.peers` makes them from the seed
     plan, self._seed = self._plan, seed
+    records: Any
     self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
+    # A new cell has no records.
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
     # Each part has a message and all rows until the next one.
+    # A row after a message, such as a mix, belongs to that message.
     end_rows = simulator.end_of_message(trace)[1:] - 1
     self._end_rows = np.append(end_rows, len(trace.time))
     self._parts = [records]
@@ -182,6 +193,7 @@ class PeerEngine(SimulatedEngine):
 
   def _present(self) -> tuple[list[gossip.PeerState], list[Any]]:
     """Returns states and weights of the connected peers."""
+    # Peers that have left, or have not joined, do not count.
     states = [self._peers.states[i] for i in self._peers.present]
     return states, [self._plan.peer.weight(state) for state in states]
 
@@ -206,6 +218,7 @@ class PeerEngine(SimulatedEngine):
     states, weights = self._present()
     params = simulator.mean_params(states, weights)
     # Peers count their own updates, which differ if they are not in step.
+    # The mean of the counts: rounds, or about the messages of a peer.
     updates = np.mean([int(state.server.version) for state in states])
     return engines.Snapshot(params, self.done, round(updates), self._clock())
 
@@ -242,6 +255,7 @@ def _unpack(
 ) -> tuple[simulator.Peers, Any]:
   """Restores peers from a checkpoint; returns the peers and its records."""
   template = peers.template(saved.notes)
+  # The template cannot know how many records there are.
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
   tree = saved.tree(template)
   records = tree.pop("records")
@@ -258,10 +272,12 @@ def summary(
   weights: Sequence[Any],
 ) -> dict[str, float]:
   """Returns columns of some records, and the consensus distance of peers."""
+  # Weighted by the peers' push-sum weights, which are 1 otherwise.
   mean = simulator.mean_params(states, weights)
+  rows: Any = part  # its fields are made from those of `base.Records`
   return {
-    **server_results.summary(part),
-    "mix_norm": float(part.mix_norm.mean()),
+    **server_results.summary(rows),
+    "mix_norm": float(rows.mix_norm.mean()),
     "consensus": simulator.consensus(states, mean),
   }
 
@@ -271,6 +287,7 @@ def peer_quality(
 ) -> dict[str, float]:
   """Returns losses and accuracies of the worst and the best peer. Of more than
   16 peers, 16 are evaluated, evenly spread over the indices."""
+  # The first and the last peer, and others at equal distances.
   indices = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
   evaluations = [problem.evaluate(params[round(i)]) for i in indices]
   losses, accuracies = zip(
@@ -288,6 +305,7 @@ def of_links(
   how: gossip.Gossip, traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
   """Returns the topology and the traffic of its links, as columns."""
+  # A link that a schedule has, but that carried nothing, does not count.
   used = traffic.messages > 0
   total, links = int(traffic.nbytes.sum()), int(used.sum())
   return {
@@ -304,6 +322,7 @@ def of_links(
 def links_table(traffic: simulator.LinkTraffic) -> str:
   """Returns a table of links, one line each, as CSV."""
   lines = ["sender,receiver,messages,bytes"]
+  # Row: the receiver. Column: the sender.
   for receiver, sender in np.argwhere(traffic.messages):
     numbers = traffic.messages[receiver, sender], traffic.nbytes[
       receiver, sender
@@ -334,7 +353,6 @@ def describe(result: Mapping[str, Any]) -> str:
     "{topology} (|lambda_2| {second_eigenvalue:.3f}), consensus distance"
     " {consensus:.2g}"
   ).format_map(result)
-  # NaN for tasks without accuracies.
   worst, best = (
     result[f"peer_accuracy_{which}"] for which in ("worst", "best")
   )

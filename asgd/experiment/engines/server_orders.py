@@ -30,6 +30,7 @@ def _delays(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be a name or a dict of a name and options, as"
       f" config.durations is, not {shown(value)}"
     )
+  # "constant" is the default name, which the options may replace.
   with checks.blame(key, tuple(value)):
     durations.build(**{"name": "constant", **value})
   return dict(value)
@@ -47,6 +48,7 @@ SECTIONS: dict[str, Any] = {
     "wire": Setting("float32", checks.choice("float32", "bfloat16")),
   },
 }
+# Above any seed of a run, so that delays and job times have other streams.
 _OF_DELAYS = 2**32  # seeds of runs are below it
 _WARM_EPOCHS = "warm_start_epochs"  # of config.order: warm_start, in epochs
 
@@ -74,6 +76,7 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
   section = run.config["server"]["delays"]
   if section is None:
     return None
+  # The section's seed has precedence.
   return durations.build(**{"seed": _OF_DELAYS + seed, **section})
 
 
@@ -84,6 +87,7 @@ def check_settings(run: Run) -> None:
     if own_of(run) is None:
       names.check("order", order["name"], makers.NAMES)
   backup = order.get("backup", 0)
+  # `type`: True is no number of workers.
   if type(backup) is not int or backup < 0:
     raise ValueError(
       "config.order.backup must be a whole number from 0, below the number of"
@@ -95,6 +99,7 @@ def own_of(run: Run) -> Any:
   """Returns a user's own order of a run, a function or a Trace; None for an
   order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
   name = run.config["order"]["name"]
+  # An object of a call; such a config has no name for it.
   if name == GIVEN:
     return refusals.given_object(run, "order")
   return names.imported("order", name) if names.is_import(name) else None
@@ -103,8 +108,10 @@ def own_of(run: Run) -> Any:
 def _order_call(run: Run) -> tuple[str, dict[str, Any]]:
   """Returns the name of a run's own order, for errors, and its options."""
   options = dict(run.config["order"])
-  name, given = options.pop("name"), run.objects.get("order")
-  return getattr(given, "__name__", name) if name == GIVEN else name, options
+  name: str = options.pop("name")
+  if name == GIVEN:  # the user knows the function by its name
+    name = getattr(run.objects.get("order"), "__name__", name)
+  return name, options
 
 
 def with_protocol(run: Run, workers: int) -> Run:
@@ -114,6 +121,7 @@ def with_protocol(run: Run, workers: int) -> Run:
   maker = own_of(run)
   if not callable(maker) or not own.is_protocol(maker):
     return run
+  # The function is called with the options; it may return Rules or a trace.
   name, options = _order_call(run)
   rules = own.called(maker, name, options, workers=workers)
   if not isinstance(rules, protocol.Rules):
@@ -160,6 +168,7 @@ def _check_own_order(plan: Any) -> None:
   run = plan.run
   if own_of(run) is None:
     return
+  # A network, or shards out of step, would change the times of the order.
   key = "network" if plan.network is not None else "server.shards"
   if key == "network" or ("live" not in run.config and out_of_step(run)):
     reason = "cannot delay" if key == "network" else "would each need their own"
@@ -188,6 +197,7 @@ def of_run(
       f"config.order.warm_start and .{_WARM_EPOCHS} say the same thing; drop"
       " one"
     )
+  # Epochs of batches become messages of `steps` batches.
   messages = round(epochs * problem.batches_per_epoch / recipe.steps)
   return {**order, "warm_start": messages}
 
@@ -198,6 +208,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
   A recipe prescribes an order if it names one, or if its workers do several
   jobs on a ticket.
   """
+  # A user's own order is used, whatever the recipe prescribes.
   if own_of(run) is not None:
     return run.config["order"]
   if recipe.order != "asynchronous":
@@ -219,6 +230,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
 def _check_prescribed(run: Run, prescribed: str) -> None:
   """Raises ValueError if a config asks for another order than the recipe's."""
   order = run.config["order"]
+  # The name alone may repeat the recipe's order.
   set_options = {key: value for key, value in order.items() if key != "name"}
   if not set_options and order["name"] in ("asynchronous", prescribed):
     return
@@ -241,6 +253,7 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   options = dict(order)
   name = options.pop("name")
   if name == "bulk_synchronous":
+    # Averages over all workers make rounds; otherwise a bound of 0 waits.
     return protocol.Rules(round=every) if every > 1 else protocol.Rules(bound=0)
   if name in ("backup_workers", "backup_tasks"):
     return protocol.Rules(round=every, **options)
@@ -263,6 +276,7 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
 def check_length(plan: Any, count: int) -> None:
   """Raises ValueError if a round of messages has more than `count` batches."""
   run, recipe, workers = plan.run, plan.recipe, plan.workers
+  # Batches of one message.
   steps = recipe.steps * recipe.push_every
   # A call gives messages, not batches, and they need not be of all workers.
   if run.given is None and steps > 1 and steps * workers > count:
@@ -289,6 +303,7 @@ def check(plan: Any) -> None:
       f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
       f" {key} out"
     )
+  # Each worker has its own part of the data.
   divided = partitions.divides(config["data"]["partition"])
   if order["name"] == "backup_tasks" and divided:
     raise ValueError(
@@ -309,6 +324,7 @@ def check(plan: Any) -> None:
     key = "cache" if order.get("cache") else "fetch_every"
     params = jax.eval_shape(plan.problem.init, jax.random.key(0))
     try:
+      # By shapes: `init` refuses parameters that the worker cannot rebuild.
       plan.coded_worker().init(params)
     except ValueError as error:
       raise ValueError(

@@ -39,6 +39,7 @@ def columns(
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
+  # Copies of jobs, and those of which the copy came first.
   if trace is not None and plan.order["name"] == "backup_tasks":
     started, first_backups = orders.count_backups(trace)
     row |= {"backup_started": started, "backup_first": first_backups}
@@ -55,10 +56,11 @@ def broken(
     done: messages of the cell so far.
     which: text about the message, with names of columns in braces.
   """
+  # A NaN anywhere in an update shows in its norm.
   finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
   if finite.all():
     return None
-  first_row = int(np.argmin(finite))
+  first_row = int(np.argmin(finite))  # the first False
   row = {name: column[first_row] for name, column in part._asdict().items()}
   message = done - len(finite) + first_row + 1
   words = "the loss is {loss} and the update {update_norm}".format_map(row)
@@ -69,6 +71,7 @@ def broken(
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
   """Returns the error of a run that is not finite, with remedies."""
   limit, bound = plan.curvature_limit, ""
+  # The limit turns a divergence into a number that the user can compare.
   if storage.is_finite(limit):
     bound = f". This algorithm at {plan.workers} workers is stable up to a"
     bound += f" sharpness of {limit:.3g} at that rate"
@@ -96,6 +99,7 @@ def describe(result: Mapping[str, Any]) -> str:
     " {effective_rate:.2g}"
   ).format_map(result)
   reached = result["rate_x_sharpness"]
+  # NaN if the sharpness was not estimated.
   if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"

@@ -40,6 +40,7 @@ class SimulationEngine(SimulatedEngine):
     """Makes the order and the simulation that follows it; see the base."""
     plan = self._plan
     batch = plan.job_batches(seed)
+    # The state before the first message is also the template of a checkpoint.
     initial = simulator.initial(
       plan.server, plan.coded_worker(), params, plan.workers
     )
@@ -51,12 +52,13 @@ class SimulationEngine(SimulatedEngine):
     # `sizes` of encoded packets decide an order over a network, so the order
     # is rebuilt from them; `positions` are those of the user's iterators.
     state, records, sizes, positions = restored
-    self._iterators = batch.iterators
+    self._iterators = batch.iterators  # None: a function makes the batches
     if positions is not None:
       self._iterators.restore(positions)
     self._order = simulated_orders.order_of(
       *(plan, seed, batch, root), saved=sizes, rows=state.event
     )
+    # The rows of the order before `state.event` were simulated already.
     self._order.begin(state)
     self._parts = [records]
     return len(records.loss)
@@ -74,7 +76,7 @@ class SimulationEngine(SimulatedEngine):
     """Returns the parameters as they are, at the simulated time."""
     server = self._order.run.server
     clock = {
-      "time": float(self._parts[-1].time[-1]),
+      "time": float(self._parts[-1].time[-1]),  # of the last message
       "megabytes": traffic.megabytes(self._parts),
     }
     return engines.Snapshot(
@@ -95,6 +97,7 @@ class SimulationEngine(SimulatedEngine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
+    # A pause settles all rows that are computed ahead.
     simulation = self._order.run.pause()
     tree, notes = _pack(simulation)
     notes["sizes"] = self._order.save()
@@ -112,10 +115,14 @@ def _pack(
   sent, fresh). The job is None if the ticket is kept for a later job. Tickets
   that share parameters store them once.
   """
-  trees, index, rows = [], {}, []
+  trees: list[base.Params] = []
+  index: dict[tuple[int, ...], int] = {}  # identity of parameters -> in `trees`
+  rows = []
   for worker, kept_ticket in enumerate(simulation.kept):
-    tickets = {} if kept_ticket is None else {None: kept_ticket}
-    for job, ticket in (tickets | simulation.tickets[worker]).items():
+    tickets: dict[int | None, base.Ticket] = {**simulation.tickets[worker]}
+    if kept_ticket is not None:
+      tickets = {None: kept_ticket, **tickets}  # it has no job yet
+    for job, ticket in tickets.items():
       # Leaves are immutable, so equal identities are equal parameters.
       identity = tuple(map(id, jax.tree.leaves(ticket.params)))
       if identity not in index:
@@ -124,9 +131,10 @@ def _pack(
       version, fresh = int(ticket.version), bool(ticket.fresh)
       rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
+  # `sent`: parameters of tickets, each once.
   tree = {"server": server, "workers": workers, "sent": trees}
-  total, version, ticket_totals, tickets = simulation.sent
-  open_tickets = [(*key, nbytes) for key, nbytes in tickets.items()]
+  total, version, ticket_totals, ticket_bytes = simulation.sent
+  open_tickets = [(*key, nbytes) for key, nbytes in ticket_bytes.items()]
   sent_fields = [total, version, list(ticket_totals.items()), open_tickets]
   notes = {"event": simulation.event, "tickets": rows, "sent": sent_fields}
   return tree, notes
@@ -138,19 +146,24 @@ def _unpack(
   """Returns (simulation, records, sizes) of a checkpoint; `template` is a
   simulation of the same structure."""
   rows, server = saved.notes["tickets"], template.server
+  # Row 3 is the index of the parameters; each index occurs.
   trees = len({row[3] for row in rows})
-  tree = {"server": server, "workers": template.workers}
+  tree: dict[str, Any] = {"server": server, "workers": template.workers}
   tree["sent"] = [server.params] * trees
   tree["records"] = checkpoint.any_shapes(simulator.concatenate([]))
   tree = saved.tree(tree)
   records = tree.pop("records")
   # Copied: the simulation donates buffers, and these are NumPy's.
   tree = jax.tree.map(jnp.array, tree)
-  tickets = tuple({} for _ in template.workers)
+  tickets: tuple[dict[int, base.Ticket], ...] = tuple(
+    {} for _ in template.workers
+  )
   kept_tickets: list[Any] = [None] * len(tickets)
   for worker, job, version, params, fresh in rows:
-    numbers = jnp.int32(worker), jnp.int32(version)
-    ticket = base.Ticket(*numbers, tree["sent"][params], np.bool_(fresh))
+    ticket = base.Ticket(
+      *(jnp.int32(worker), jnp.int32(version), tree["sent"][params]),
+      np.bool_(fresh),
+    )
     if job is None:
       kept_tickets[worker] = ticket
     else:
@@ -159,8 +172,8 @@ def _unpack(
   # Only a replay rolls back, and it starts from the beginning. So the saved
   # state of a simulation has no states to roll back to.
   total, version, ticket_totals, open_tickets = saved.notes["sent"]
-  numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
-  sent_state = simulator.Sent(total, version, dict(ticket_totals), numbers)
+  ticket_bytes = {(w, seq): nbytes for w, seq, nbytes in open_tickets}
+  sent_state = simulator.Sent(total, version, dict(ticket_totals), ticket_bytes)
   simulation = simulator.SimulationState(
     event, server, workers, tickets, tuple(kept_tickets), {}, sent_state
   )
@@ -179,6 +192,7 @@ def check(run: Run) -> None:
   """Checks a run with a server, before the data are loaded."""
   parameter_server.check(run)
   engine = run.config["simulator"]["engine"]
+  # Such shards have another simulator, which cannot be chosen.
   if server_orders.out_of_step(run) and engine != simulator.AUTO:
     raise ValueError(
       f"config.simulator.engine {engine!r} is not for shards that are out of"

@@ -31,7 +31,8 @@ class SimulatedEngine(engines.Engine):
   """A cell in simulated time, whatever its protocol."""
 
   _message_text = "staleness {staleness}"  # of a message that is not finite
-  _join = staticmethod(simulator.concatenate)  # consecutive records
+  # Joins consecutive records.
+  _join: Callable[[Any], Any] = staticmethod(simulator.concatenate)
   _parts: list[Any]  # records so far, if the simulation does not keep them
   _seconds = 0.0  # of all calls of `advance`
   unit = "mean batches"
@@ -45,6 +46,7 @@ class SimulatedEngine(engines.Engine):
     params = self._plan.problem.init(init_key)
     self.total = self._plan.messages
     self.done = self._begin(seed, params, root, context.restore)
+    # In rounds all messages of a round are received together.
     first_steps = max(_FIRST, getattr(self._plan, "quantum", 1))
     self._pace = engines.Pace(_SECONDS, first_steps)
 
@@ -119,5 +121,6 @@ def sent_accuracy(
   """
   if plan.server.sends_current or plan.run.given is not None:
     return {}
+  # As worker 0 would receive them.
   sent_params = join([plan.server.send(x, jnp.int32(0)).params for x in states])
   return {"sent_accuracy": plan.problem.evaluate(sent_params).accuracy}

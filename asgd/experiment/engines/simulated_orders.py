@@ -27,6 +27,7 @@ class MadeOrder:
     """Makes the order of a cell; jobs use `batch` and the key `root`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
     self._order = None
+    # Without a network, or with dense sizes, nothing depends on contents.
     if plan.network is None:
       self.trace: base.Trace = plan.trace(seed)
     else:
@@ -50,6 +51,7 @@ class MadeOrder:
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last stretches of the workers' time."""
     rows = cell_progress.rows_before(self.trace, self._row)
+    # Over a network, a job ends before its message arrives.
     over_network = [self._order.computed] if self._order else []
     return cell_progress.segments(rows, *over_network)
 
@@ -84,10 +86,12 @@ class GrownOrder:
     }
     self.choice = f"{simulator.HOST}: bytes of codes decide the order"
     self._next = 0  # index of the next row to simulate
+    # `_size` is called when a packet enters the network.
     ways = (functools.partial(self._size, way) for way in ("up", "down"))
     sizes = play.Sizes(*ways)
     self._order = plan.over_network(seed, sizes)
     # Saved sizes are in `_packet_bytes`, so `_size` needs no content here.
+    # The order repeats the rows that a checkpoint has simulated.
     while len(self._order.rows) < rows:
       self._order.advance()
     self._next = rows
@@ -108,6 +112,7 @@ class GrownOrder:
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
     while self._received < messages:
+      # All rows are simulated: the order makes the next ones.
       if self._next == len(self._order.rows):
         self._order.advance()
         continue
@@ -142,6 +147,7 @@ class GrownOrder:
         job = self._order.job(worker, seq)
         nbytes = self.run.bytes_up(worker, seq, job)
       way_bytes[worker, seq] = nbytes
+    # Each shard gets its part of the packet.
     return networks.divided(way_bytes[worker, seq], self._shard_bytes)
 
   def use(self) -> LinkUse:

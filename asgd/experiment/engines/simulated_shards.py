@@ -36,6 +36,7 @@ class ShardedEngine(SimulatedEngine):
     self._traces = plan.traces(seed)
     self._params = jax.device_get(params)
     split = sharding.make_plan(self._params, len(self._traces))
+    # Each shard applies its own trace to its part of the parameters.
     self._sharded = simulator.Sharded(
       *(plan.server, plan.coded_worker(split), self._params, self._traces),
       workers=plan.workers,
@@ -58,6 +59,7 @@ class ShardedEngine(SimulatedEngine):
     With the last message of the lead, the other shards receive their remaining
     messages.
     """
+    # None: to the end of all traces.
     self._sharded.until(None if end == self.total else end)
     return self._sharded.records(self.done - self._earlier_messages)[0]
 
@@ -86,6 +88,7 @@ class ShardedEngine(SimulatedEngine):
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
     plan = self._sharded.plan
+    # `combine` joins the norms where all shards have the message.
     return live_clusters.combine(self._records(), plan, self._params)
 
   def columns(self) -> dict[str, Any]:
@@ -103,10 +106,11 @@ class ShardedEngine(SimulatedEngine):
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns shards, workers, tickets and messages in flight, records."""
     tree, notes = self._sharded.pack()
+    # The step of a checkpoint: rows of all shards.
     rows = sum(row for row, *_ in notes["shards"])
     return rows, {**tree, "records": self._records()}, notes
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: checkpoint.Restored) -> list[base.Records]:
     """Restores the state of a checkpoint; returns each shard's records."""
     like = self._sharded.like(saved.notes)
     empty = checkpoint.any_shapes(simulator.concatenate([]))

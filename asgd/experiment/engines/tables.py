@@ -97,6 +97,7 @@ class TablePlan(outcomes.OutcomePlan):
 
   @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
+    # Zeros without memory: only lengths are needed.
     like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
     return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
@@ -105,18 +106,22 @@ class TablePlan(outcomes.OutcomePlan):
     batches = self.problem.batches(seed, self.workers)
     keyed, step = self.problem.keyed, _compile_step(self.gradient)
 
+    # A batch is asked for by `keys` and by `gradient`, so it is kept.
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
       with blame_batch(f"worker {worker}, job {job}"):
         return batches(worker, job)
 
     def keys(batch):
-      if keyed is None:
+      if keyed is None:  # dense: all rows of all tables
         return self._every_key
       keys_of_tables = jax.tree.leaves(keyed.keys(batch))
       return dict(zip(self.names, keys_of_tables, strict=True))
 
-    def gradient(rows, batch, keys, worker, job):
+    def gradient(
+      rows: Any, batch: Any, keys: Any, worker: int, job: int
+    ) -> tuple[float, dict[str, np.ndarray]]:
+      """Returns (loss, gradient by table) of a job, on the rows it has read."""
       if keyed is None:
         params = self.join(rows)
       else:
@@ -129,8 +134,10 @@ class TablePlan(outcomes.OutcomePlan):
         params = jax.tree.unflatten(structure, padded)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
+      # The same types, or the program would be compiled again.
       job_id = np.int32(worker), np.int32(job)
       loss, out = jax.device_get(step(params, batch, root, *job_id))
+      # Without the padding, and in the shapes of the tables.
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -150,7 +157,8 @@ class TablePlan(outcomes.OutcomePlan):
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.TableRun:
     """Returns the simulation of a cell, before its first event."""
-    kind, options = tables.Simulation, {}
+    kind: type[tables.TableRun] = tables.Simulation
+    options: dict[str, Any] = {}
     if (network := self.call_network) is not None:
       kind, options = tables.OverNetwork, {"network": network}
     return kind(
@@ -167,6 +175,7 @@ def _add_function(
   run: Run, problem: problems.Problem, options: dict[str, Any]
 ) -> None:
   """Adds the function at the server that a problem needs, with its options."""
+  # The problem determines the function, and options such as an L1 penalty.
   name, needed = problem.function
   if name == functions.ADD:
     return
@@ -218,7 +227,8 @@ def _settings(
 
   # The schedule needs `clock_every`, which the recipe's settings have. So
   # settings are made twice: with the peak, then with the schedule.
-  def settings_of(rate):
+  def settings_of(rate: Any) -> Any:
+    """Returns the settings of the recipe at a rate."""
     with checks.blame(f"runs.{run.label}", tuple(run.options)):
       return names.call(
         *("recipe", run.recipe, tables.RECIPES[run.recipe]),
@@ -228,6 +238,7 @@ def _settings(
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
+    # Batches of a clock, over all workers.
     batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
@@ -244,8 +255,9 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
       " statistics of batches (BatchNorm): use a model without them, or another"
       " recipe"
     )
-  settings = run.given or _settings(run, problem, workers)
+  settings: Any = run.given or _settings(run, problem, workers)
   settings = _check_updates(run, problem, settings)
+  # A given recipe may have its schedule already.
   rate = settings.learning_rate
   peak = float(config["learning_rate"])
   if run.given is not None:
@@ -259,10 +271,12 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
         f" config.compress {config['compress']['name']!r} are both the codec of"
         " messages: drop one"
       )
+    # As hashable pairs, since settings are a key of caches.
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()
   has_integers = any(
+    # Counts, such as words by topic, must not be rounded.
     np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like)
   )
   if settings.codec and has_integers:
@@ -276,6 +290,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   checks.check_message_count(config, messages)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     settings = settings.of_run(workers, messages // workers)
+  # Errors of a user's data appear before the first cell.
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(
@@ -296,8 +311,10 @@ class TableEngine(SimulatedEngine):
     """Makes the simulation, new or from a checkpoint; see the base."""
     plan, params = self._plan, jax.device_get(params)
 
-    def unpack(saved):
+    def unpack(saved: checkpoint.Restored) -> tables.TableRun:
+      """Returns the simulation of a checkpoint."""
       simulation = plan.simulation(seed, params, root)
+      # The state is one array of bytes: its format is that of messages.
       state = saved.tree({"state": checkpoint.ANY})["state"]
       simulation.unpack(tables.wire.load(state.tobytes()))
       return simulation
@@ -420,8 +437,10 @@ def columns_of(
     "bound": rules.bound,
     "messages": len(records.loss),
     "updates": updates,
+    # d = -1 is the last complete clock; smaller is older.
     "differential_mean": sum(d * n for d, n in profile.items()) / count,
     "differential_least": min(profile, default=0),
+    # Share of rows at differential -1.
     "fresh_reads": profile.get(-1, 0) / count,
     "rows_held_back": held[0],
     "rows_dropped": held[1],

@@ -69,6 +69,7 @@ def size_of(
 
 # Cells with equal codecs and sizes share one object, and so one compilation.
 _codec_of_section = functools.lru_cache(maxsize=32)(
+  # The section as JSON, because a dict cannot be a key of the cache.
   lambda section: compression.named(**json.loads(section))
 )
 _check_own_codec = functools.lru_cache(maxsize=32)(user_codecs.checked)
@@ -103,6 +104,7 @@ def codecs_of(
 ) -> tuple[compression.Codec | None, compression.Codec | None]:
   """Returns the codecs of a run's messages and of its server's updates; None
   where there is no codec."""
+  # Batches of one message; then messages of one update.
   message = recipe.push_every * recipe.steps
   up = size_of(dataset, problem, workers, workers * message)
   down = size_of(dataset, problem, 1, recipe.every * message)
@@ -121,7 +123,7 @@ def compressed(
     return server
   params = jax.eval_shape(problem.init, jax.random.key(0))
   with checks.blame("compress", tuple(run.config["compress"])):
-    compression.layout(codec, params)
+    compression.layout(codec, params)  # raises if an array has no code
   return _decoding(server, codec)
 
 
@@ -152,11 +154,12 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   # Bytes of all messages if each had all parameters.
   dense = wire.layout(params).nbytes * len(records.loss)
-  row = {}
+  row: dict[str, Any] = {}
   for way, key in (("up", "compress"), ("down", "compress_down")):
     nbytes = int(getattr(records, f"bytes_{way}").sum())
     section = plan.run.config[key]
     row[f"bytes_{way}"] = nbytes
+    # 1 without a codec: the message is dense.
     row[f"compression_{way}"] = dense / max(nbytes, 1) if section else 1.0
     if section:
       row["codec" if way == "up" else "codec_down"] = section["name"]
@@ -178,6 +181,7 @@ def lost(
   lost_squares, left_squares = 0.0, 0.0
   for event in journal:
     if event.action == base.RECEIVE:
+      # A message after a worker left: its residual would have been sent.
       lost_squares, left_squares = lost_squares + left_squares, 0.0
       residuals[event.worker] = norms.get((event.worker, event.job), 0.0)
     elif event.action == base.LEAVE:
