@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base, names
 from asgd.checks import shown
@@ -50,11 +51,21 @@ from asgd.experiment import cell_files, folder, predict, storage
 from asgd.figures import fields
 from asgd.figures.fields import FieldCheck
 
-OF_PEERS = "consensus", "peer_accuracy_worst", "taken_bytes", "bytes_per_peer"
-OF_PEERS += ("bytes_per_link",)
+# Columns of results that only some protocols or engines have.
+OF_PEERS = (
+  "consensus",
+  "peer_accuracy_worst",
+  "taken_bytes",
+  "bytes_per_peer",
+  "bytes_per_link",
+)
 OF_TABLES = "differential_mean", "differential_least", "fresh_reads"
-OF_NETWORKS = "throughput", "link_utilisation", "service_utilisation"
-OF_NETWORKS += ("queue_wait",)
+OF_NETWORKS = (
+  "throughput",
+  "link_utilisation",
+  "service_utilisation",
+  "queue_wait",
+)
 OF_PIPELINES = "bubble_predicted", "bubble_measured"
 RESULTS = (
   *OF_PEERS,
@@ -74,13 +85,16 @@ PROFILES = ("staleness.csv",)
 # batch, if the worker never waits. Each worker counts the same in its share.
 RECORDED = "staleness", "gap", "loss", "message_norm", "update_norm", "duration"
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
+# Columns of metrics.jsonl, one row for each evaluation of a cell.
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
 ALONG = "time", "epoch"  # columns of evaluations that can be an x axis
+# Exactly one of the two is given, so the other side is unbounded.
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
 _RECORD = FieldCheck(fields.named(RECORDED), "a column of the records")
 _SINCE = FieldCheck(fields.share)
+# The fields of each kind of column, beside "kind" itself.
 _KINDS: Mapping[str, fields.Table] = {
   "reach": {"loss": FieldCheck(fields.number, "the loss to be reached")},
   "until": {
@@ -102,49 +116,55 @@ _KINDS: Mapping[str, fields.Table] = {
   "deviation": {"column": _RECORD, "since": _SINCE},
   "noise_scale": {"since": _SINCE},
 }
-_ONE_SIDED = "first", "until", "share"
-Made = Mapping[str, Mapping[str, Any]]  # name -> definition of a column
+_ONE_SIDED = "first", "until", "share"  # kinds that need `below` or `above`
+ColumnSpecs = Mapping[str, Mapping[str, Any]]  # name -> kind and fields
 
 
-def check(made: Made) -> None:
+def check(specs: ColumnSpecs) -> None:
   """Raises ValueError for a definition of a column that is not valid."""
-  fields.mapping(made, "columns")
-  for name, how in made.items():
+  fields.mapping(specs, "columns")
+  for name, spec in specs.items():
     where = f"column {shown(name)}"
     fields.text(name, "the name of a column")
+    # A computed column must not hide one that result.json has.
     if name in RESULTS:
       raise ValueError(f"{where} is one of the result; give it another name")
-    kind = how.get("kind") if isinstance(how, Mapping) else how
+    kind: Any = spec.get("kind") if isinstance(spec, Mapping) else spec
+    # `names.check` refuses a kind that is not known, and one that is no text.
     names.check(f"kind of {where}:", kind, _KINDS)
     kinds = FieldCheck(fields.named(list(_KINDS)))
-    fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
-    if kind == "at" and len(set(ALONG) & set(how)) != 1:
+    fields.check(where, spec, {"kind": kinds, **_KINDS[kind]})
+    # Both keys, or none, leave the axis of the comparison open.
+    if kind == "at" and len(set(ALONG) & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'time' or 'epoch'")
     if kind == "first":  # of the result, or of one cell
-      cells = [key for key in made if not is_over_workers(made, key)]
-      names.check(f"column of {where}:", how["column"], [*RESULTS, *cells])
-    if kind in _ONE_SIDED and len(_SIDES.keys() & set(how)) != 1:
+      # A "first" of a "first" would have no numbers of workers to go over.
+      cells = [key for key in specs if not is_over_workers(specs, key)]
+      names.check(f"column of {where}:", spec["column"], [*RESULTS, *cells])
+    if kind in _ONE_SIDED and len(_SIDES.keys() & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'below' or 'above'")
 
 
-def known(made: Made) -> list[str]:
+def all_columns(specs: ColumnSpecs) -> list[str]:
   """Returns the names of all columns: those of results and `made` ones."""
-  return [*RESULTS, *made]
+  return [*RESULTS, *specs]
 
 
-def is_over_workers(made: Made, column: str) -> bool:
+def is_over_workers(specs: ColumnSpecs, column: str) -> bool:
   """Whether a column has one value for a run and seed, over its workers."""
-  return made.get(column, {}).get("kind") == "first"
+  return specs.get(column, {}).get("kind") == "first"
 
 
 class CellResult(NamedTuple):
   """The result of a finished cell, and its folder."""
 
   result: Mapping[str, Any]
-  place: Path  # the cell's folder
+  folder: Path  # the cell's folder, which has its records and evaluations
 
 
-def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, CellResult]:
+def read(
+  workdir: Path, cells: Sequence[Any]
+) -> dict[tuple[str, int, int], CellResult]:
   """Returns (label, workers, seed) -> CellResult of the given cells that are
   finished. Other cells in the folder are left out."""
   wanted = {cell.name for cell in cells}
@@ -160,10 +180,14 @@ def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, CellResult]:
 class CellTable:
   """Values of columns; each is read or computed once."""
 
-  def __init__(self, cells: Mapping[tuple, CellResult], made: Made):
+  def __init__(
+    self, cells: Mapping[tuple[str, int, int], CellResult], specs: ColumnSpecs
+  ):
     """Starts with finished cells (`read`) and definitions of columns."""
-    self._cells, self._made = cells, made
-    self._values: dict[tuple, float] = {}
+    self._cells, self._specs = cells, specs
+    # (column, (label, workers, seed)) -> value: a claim reads a cell again for
+    # each pair that it is part of, and records are large.
+    self._values: dict[tuple[str, tuple[str, int, int]], float] = {}
     self.seeds = sorted({seed for *_, seed in cells})
 
   def diverged(self, label: str, workers: int, seed: int) -> bool:
@@ -176,7 +200,7 @@ class CellTable:
     """Returns seed -> value. If the column is over all numbers of workers, pass
     None as `workers`."""
     cells = [key for key in self._cells if key[0] == label]
-    if is_over_workers(self._made, column):
+    if is_over_workers(self._specs, column):
       seeds = sorted({seed for *_, seed in cells})
       return {seed: self._first(column, label, seed) for seed in seeds}
     return {
@@ -189,18 +213,20 @@ class CellTable:
     """Returns the evaluations of a run as (mean of the x column, seed ->
     value). An evaluation lists only the seeds that have reached it."""
     rows = {
-      key[2]: folder.read_rows(done.place)
-      for key, done in self._cells.items()
+      key[2]: folder.read_rows(cell.folder)
+      for key, cell in self._cells.items()
       if key[:2] == (label, workers)
     }
-    out = []
+    evaluations = []
     # A seed that diverged may have fewer evaluations than others.
     for i in range(max(map(len, rows.values()), default=0)):
-      ith = {seed: each[i] for seed, each in rows.items() if i < len(each)}
+      ith = {seed: done[i] for seed, done in rows.items() if i < len(done)}
+      # Seeds evaluate at slightly different times in a live run; the point is
+      # drawn at their mean x.
       xs = [_number(row.get(along)) for row in ith.values()]
       values = {seed: _number(row.get(column)) for seed, row in ith.items()}
-      out.append((sum(xs) / len(xs), values))
-    return out
+      evaluations.append((sum(xs) / len(xs), values))
+    return evaluations
 
   def profiles(
     self, name: str, label: str, workers: int
@@ -208,10 +234,12 @@ class CellTable:
     """Returns seed -> value -> fraction, of a file of PROFILES. A value that is
     only in other seeds' files has a fraction of 0."""
     counts = {
-      seed: _read_profile(done.place, name)
-      for (run, count, seed), done in sorted(self._cells.items())
+      seed: _read_profile(cell.folder, name)
+      for (run, count, seed), cell in sorted(self._cells.items())
       if run == label and count == workers
     }
+    # All seeds get the same x values, so that medians over seeds are those of
+    # fractions of the same value.
     values = sorted({value for each in counts.values() for value in each})
     return {
       seed: {v: each.get(v, 0.0) / sum(each.values()) for v in values}
@@ -219,51 +247,53 @@ class CellTable:
       if each
     }
 
-  def _first(self, column, label, seed):
+  def _first(self, column: str, label: str, seed: int) -> float:
     """Returns the fewest workers at which a column passes its bound."""
-    how = self._made[column]
+    spec = self._specs[column]
     # Keys sort by their number of workers.
     cells = [k for k in self._cells if k[0] == label and k[2] == seed]
     for key in sorted(cells):
-      if _is_beyond(how, self._value(how["column"], key)):
+      if _is_beyond(spec, self._value(spec["column"], key)):
         return float(key[1])
     return math.inf
 
-  def _value(self, column, key):
+  def _value(self, column: str, key: tuple[str, int, int]) -> float:
     """Returns the value of a cell; infinite if it diverged without one."""
     if (column, key) not in self._values:
-      value = self._make(column, self._cells[key])
+      value = self._compute(column, self._cells[key])
       # A diverged run counts as infinitely far, late and large.
       if not math.isfinite(value) and self.diverged(*key):
         value = math.inf
       self._values[column, key] = value
     return self._values[column, key]
 
-  def _make(self, column, done) -> float:
+  def _compute(self, column: str, cell: CellResult) -> float:
     """Computes a column of a cell from its definition."""
-    how = self._made.get(column, {"kind": None})
-    match how["kind"]:
+    spec = self._specs.get(column, {"kind": None})
+    match spec["kind"]:
       case "reach":
-        return _reach(done, how["loss"])
+        return _reach(cell, spec["loss"])
       case "until":
-        return _until(done, how)
+        return _until(cell, spec)
       case "last":
-        rows = folder.read_rows(done.place)
-        return _number(rows[-1].get(how["column"]))
+        rows = folder.read_rows(cell.folder)
+        return _number(rows[-1].get(spec["column"]))
       case "at":
-        return _at(done, how)
+        return _at(cell, spec)
       case "change":
-        return _change(done, how["column"], how.get("since", 0.0))
+        return _change(cell, spec["column"], spec.get("since", 0.0))
       case "share":
-        return _share(done, how)
+        return _share(cell, spec)
       case "deviation":
-        return float(_recorded(done, how)[1].std())
+        return float(_recorded(cell, spec)[1].std())
       case "noise_scale":
-        return _noise_scale(done, how.get("since", 0.0))
+        return _noise_scale(cell, spec.get("since", 0.0))
       case "quotient":
-        of, by = (_number(done.result.get(how[k])) for k in ("of", "by"))
+        of, by = (_number(cell.result.get(spec[k])) for k in ("of", "by"))
+        # A divisor of 0, such as no bytes sent, leaves the quotient unknown.
         return of / by if by else math.nan
-    return _number(done.result.get(column))
+    # Without a definition it is a column of result.json.
+    return _number(cell.result.get(column))
 
 
 def _number(value: Any) -> float:
@@ -271,59 +301,68 @@ def _number(value: Any) -> float:
   return math.nan if value is None else float(value)
 
 
-def _reach(done, loss):
+def _reach(cell: CellResult, loss: float) -> float:
   """Returns the time at which the smoothed training loss reaches a value."""
-  arrays = cell_files.read_records(done.place)
+  arrays = cell_files.read_records(cell.folder)
   records = base.Records(*(arrays[key] for key in base.Records._fields))
   # Count the time from the start of the training. It is 0 in simulated time;
   # the time of a live run starts earlier, before its first ticket.
-  seconds = done.result.get("seconds")
+  seconds = cell.result.get("seconds")
   began = 0.0 if seconds is None else float(records.time[-1]) - seconds
   run = predict.Outcome(began, records, math.nan)
   time = predict.curve(run, 0).reaches(loss)
   return math.inf if math.isnan(time) else time
 
 
-def _read_profile(place, name):
+def _read_profile(cell_folder: Path, name: str) -> dict[float, float]:
   """Returns value -> count of a file of PROFILES. Without the file, the values
   are those of the messages; a run of tables without rows has none."""
-  path = place / name
+  path = cell_folder / name
   if path.exists():
+    # The first line is the header: value, count.
     with path.open(newline="") as file:
       _, *rows = csv.reader(file)
     return {float(value): float(number) for value, number in rows}
   try:
-    messages = cell_files.read_records(place)["staleness"]
+    messages = cell_files.read_records(cell_folder)["staleness"]
   except FileNotFoundError:
     return {}
-  return dict(zip(*np.unique(messages, return_counts=True), strict=True))
+  values, counts = np.unique(messages, return_counts=True)
+  return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _recorded(done, how):
+def _recorded(
+  cell: CellResult, spec: Mapping[str, Any]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
   """Returns (workers, values) of a column of RECORDED, one row for each message
   since a part of the run."""
-  records, column = cell_files.read_records(done.place), how["column"]
-  rows = slice(int(how.get("since", 0.0) * len(records["worker"])), None)
+  records, column = cell_files.read_records(cell.folder), spec["column"]
+  rows = slice(int(spec.get("since", 0.0) * len(records["worker"])), None)
   workers = records["worker"][rows]
   if column != "duration":
     return workers, records[column][rows]
+  # Sort by worker. The sort is stable, so each worker's messages stay in the
+  # order of time and differences are those of successive messages.
   order = np.argsort(workers, kind="stable")
-  same = np.diff(workers[order]) == 0
-  return workers[order][1:][same], np.diff(records["time"][rows][order])[same]
+  # False where a row and the next are of two workers.
+  same_worker = np.diff(workers[order]) == 0
+  durations = np.diff(records["time"][rows][order])
+  return workers[order][1:][same_worker], durations[same_worker]
 
 
-def _share(done, how):
+def _share(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns the fraction of messages beyond a column's bound."""
-  workers, values = _recorded(done, how)
-  below, above = how.get("below", -math.inf), how.get("above", math.inf)
+  workers, values = _recorded(cell, spec)
+  below, above = spec.get("below", -math.inf), spec.get("above", math.inf)
   beyond = (values < below) | (values > above)
-  if how["column"] != "duration":
+  if spec["column"] != "duration":
     return float(beyond.mean())
+  # A fast worker has more durations than a slow one, but both count the same.
   shares = [beyond[workers == worker].mean() for worker in np.unique(workers)]
   return float(np.mean(shares))
 
 
-def _noise_scale(done, since):
+def _noise_scale(cell: CellResult, since: float) -> float:
   """Returns the gradient noise scale tr(S) / |G|^2, in examples.
 
     |G|^2 = (B g_B^2 - b g_b^2) / (B - b)
@@ -333,52 +372,59 @@ def _noise_scale(done, since):
   updates of B examples. Source: McCandlish, Kaplan, Amodei et al., "An
   empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
   """
-  records, result = cell_files.read_records(done.place), done.result
+  records, result = cell_files.read_records(cell.folder), cell.result
+  # Examples of a message, and of an update.
   b, large = (result["examples"] / result[k] for k in ("messages", "updates"))
   rows = slice(int(since * len(records["update_norm"])), None)
+  # SGD without momentum: the change is the rate times the mean gradient, so
+  # this is g_B, the norm of an update's mean gradient.
   updates = records["update_norm"][rows] / result["learning_rate"]
   # Only the last message of an update changes the parameters.
   of_update = np.square(updates[updates > 0], dtype=float).mean()
   of_message = np.square(records["message_norm"][rows], dtype=float).mean()
-  signal = (large * of_update - b * of_message) / (large - b)
-  noise = (of_message - of_update) / (1 / b - 1 / large)
-  return noise / signal if signal > 0 else math.inf
+  signal = (large * of_update - b * of_message) / (large - b)  # |G|^2
+  noise = (of_message - of_update) / (1 / b - 1 / large)  # tr(S)
+  # Noise alone can make the estimate of |G|^2 negative.
+  return float(noise / signal) if signal > 0 else math.inf
 
 
-def _is_beyond(how, value):
+def _is_beyond(spec: Mapping[str, Any], value: float) -> bool:
   """Whether a value is below, or above, a column's bound."""
-  below, above = how.get("below", -math.inf), how.get("above", math.inf)
-  return value < below or value > above
+  below, above = spec.get("below", -math.inf), spec.get("above", math.inf)
+  return bool(value < below or value > above)
 
 
-def _until(done, how):
+def _until(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns the time, or epoch, of the first evaluation beyond a bound."""
-  for row in folder.read_rows(done.place):
-    if _is_beyond(how, _number(row.get(how["column"]))):
-      return _moment(row, how.get("along", "time"))
+  for row in folder.read_rows(cell.folder):
+    if _is_beyond(spec, _number(row.get(spec["column"]))):
+      return _moment(row, spec.get("along", "time"))
   return math.inf
 
 
-def _at(done, how):
+def _at(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns a column of the last evaluation until a time or an epoch."""
-  (along,) = set(ALONG) & set(how)
-  rows = folder.read_rows(done.place)
-  passed = [row for row in rows if _moment(row, along) <= how[along]]
-  return _number(passed[-1].get(how["column"])) if passed else math.nan
+  # `check` has made sure that exactly one of the two is given.
+  (along,) = set(ALONG) & set(spec)
+  rows = folder.read_rows(cell.folder)
+  passed = [row for row in rows if _moment(row, along) <= spec[along]]
+  return _number(passed[-1].get(spec["column"])) if passed else math.nan
 
 
-def _moment(row, along):
+def _moment(row: Mapping[str, Any], along: str) -> float:
   """Returns the time of an evaluation (simulated, or seconds of a live run), or
   its epoch."""
+  # Live runs have no simulated time: their rows have "seconds" instead.
   return _number(row.get(along, row.get("seconds")))
 
 
-def _change(done, column, since):
+def _change(cell: CellResult, column: str, since: float) -> float:
   """Returns ln(last / first) of a column of evaluations."""
-  rows = folder.read_rows(done.place)
+  rows = folder.read_rows(cell.folder)
   # `since` is a fraction of the evaluations, to leave out the start.
   first = _number(rows[int(since * (len(rows) - 1))].get(column))
   last = _number(rows[-1].get(column))
+  # The logarithm needs two positive numbers.
   if not storage.is_finite(last) or not first > 0 or not last > 0:
     return math.nan
   return math.log(last / first)

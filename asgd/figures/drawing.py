@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,52 +26,64 @@ def points(
   rows = []
   for panel in figure.panels:
     # Subtract the values of the same seed.
+    # Without `minus` there is nothing to subtract, and base_value is 0.
     base = _values(panel, panel.minus, table, counts)
-    for series, places in panel.series.items():
-      for place, spot in places:
-        label, workers = figure_file.cell_of(spot, counts) or ("", None)
-        for seed, x, value in _seeds(panel, place, (label, workers), table):
+    for series, cells_at in panel.series.items():
+      for given_x, cell_name in cells_at:
+        label, workers = figure_file.cell_of(cell_name, counts) or ("", None)
+        for seed, x, value in _seeds(panel, given_x, (label, workers), table):
           base_value = base.get(seed, math.nan) if panel.minus else 0.0
-          row = {"panel": panel.title, "series": series, "x": x, "cell": spot}
-          row |= {"seed": seed, "value": panel.scale * (value - base_value)}
+          row = {"panel": panel.title, "series": series, "x": x}
+          row |= {"cell": cell_name, "seed": seed}
+          row["value"] = panel.scale * (value - base_value)
+          # A run over all numbers of workers is no single cell that diverges.
           row["diverged"] = workers is not None and table.diverged(
             label, workers, seed
           )
           rows.append(row)
-    for known in panel.published:
-      for x, y in known["points"]:
-        row = {"panel": panel.title, "series": known["title"], "x": x}
-        row |= {"value": y, "source": known["source"]}
+    # A published point has a source, and no seed; `draw` knows them by that.
+    for line in panel.published:
+      for x, y in line["points"]:
+        row = {"panel": panel.title, "series": line["title"], "x": x}
+        row |= {"value": y, "source": line["source"]}
         rows.append(row)
   return rows
 
 
-def _seeds(panel, x, cell, table):
+def _seeds(
+  panel: PanelSpec, x: float, cell: tuple[str, int | None], table: CellTable
+) -> Iterator[tuple[int, float, float]]:
   """Yields (seed, x, value) for the points of a cell."""
   label, workers = cell
-  if not label:
+  if not label:  # the cell is not in this size
     return
-  if panel.column in PROFILES:
+  # [1] A histogram: one point for each value of the profile.
+  if panel.column in PROFILES and workers is not None:
     profiles = table.profiles(panel.column, label, workers)
     for seed, fractions in profiles.items():
       for value, fraction in fractions.items():
         yield seed, x + value, fraction
     return
+  # [2] A curve: one point for each evaluation.
   if panel.along:
     for along, values in table.curve(panel.column, panel.along, *cell):
       for seed, value in values.items():
         yield seed, panel.xscale * along, value
     return
+  # [3] One point for each seed, at the given x or at a measured one.
   if panel.xcolumn:
-    own = table.values(panel.xcolumn, label, workers).values()
-    x = panel.xscale * float(np.mean([*own])) if own else x
+    xs = table.values(panel.xcolumn, label, workers).values()
+    if xs:
+      x = panel.xscale * float(np.mean([*xs]))
   for seed, value in table.values(panel.column, label, workers).items():
     yield seed, x, value
 
 
-def _values(panel, spot, table, counts):
+def _values(
+  panel: PanelSpec, cell_name: str | None, table: CellTable, counts: Counts
+) -> dict[int, float]:
   """Returns seed -> value of a cell; nothing if this size lacks it."""
-  cell = figure_file.cell_of(spot, counts) if spot else None
+  cell = figure_file.cell_of(cell_name, counts) if cell_name else None
   return table.values(panel.column, *cell) if cell else {}
 
 
@@ -86,44 +98,59 @@ def draw(
   extra viz."""
   count = len(figure.panels)
   columns = min(count, 2)
-  lines = -(-count // columns)
+  lines = -(-count // columns)  # rows of panels, rounded up
+  # A series has the same colour and marker in every panel.
   names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
   styles = figure_lib.styles(list(names))
+  # Inches; a single panel is widened so that the legend fits below it.
   size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * lines + 0.9
   with figure_lib.style():
     picture, axes = figure_lib.new_figure(lines, columns, *size)
+    # A grid of two columns has an empty corner if panels are odd.
     for axis, panel in itertools.zip_longest(axes.flat, figure.panels):
       if panel is None:
         axis.set_axis_off()
         continue
-      own = [row for row in rows if row["panel"] == panel.title]
-      _draw_panel(axis, panel, own, styles)
+      panel_rows = [row for row in rows if row["panel"] == panel.title]
+      _draw_panel(axis, panel, panel_rows, styles)
     figure_lib.legend(picture, axes)
     figure_lib.save(picture, heading, stem)
 
 
-def _draw_panel(axis, panel: PanelSpec, rows, styles):
+def _draw_panel(
+  axis: Any,
+  panel: PanelSpec,
+  rows: Sequence[Mapping[str, Any]],
+  styles: Mapping[str, Mapping[str, Any]],
+) -> None:
   """Draws a panel: its series, its published points and its axes."""
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   axis.set_title(figure_lib.plain_text(panel.title))
   axis.grid(True)
   for name, style in styles.items():
-    own = [row for row in rows if row["series"] == name and "seed" in row]
+    series_rows = [
+      row for row in rows if row["series"] == name and "seed" in row
+    ]
     if panel.along:
+      # A curve has too many evaluations for a marker at each.
       style = {**style, "markersize": 2.5, "markevery": 0.15}
-    if own:
-      _draw_series(axis, panel, own, {**style, "label": name})
-  for known in panel.published:
-    xs, ys = zip(*known["points"], strict=True)
-    like = styles.get(known.get("of"), {"color": _GREY, "marker": ""})
-    style = {"color": like["color"], "mfc": "none", "lw": 0.8, "ms": 5}
-    style |= {"ls": known.get("line", ""), "marker": like["marker"]}
-    if "marker" in known:
-      style["marker"] = known["marker"]
-    axis.plot(xs, ys, label=figure_lib.plain_text(known["title"]), **style)
+    if series_rows:
+      _draw_series(axis, panel, series_rows, {**style, "label": name})
+  # Published values are hollow, in the colour of the series they are `of`.
+  for line in panel.published:
+    xs, ys = zip(*line["points"], strict=True)
+    unlike = {"color": _GREY, "marker": ""}  # of no series
+    series_style = styles.get(line.get("of", ""), unlike)
+    # mfc, lw, ms, ls: face colour, line width, marker size, line style.
+    style = {"color": series_style["color"], "mfc": "none", "lw": 0.8, "ms": 5}
+    style |= {"ls": line.get("line", ""), "marker": series_style["marker"]}
+    if "marker" in line:
+      style["marker"] = line["marker"]
+    axis.plot(xs, ys, label=figure_lib.plain_text(line["title"]), **style)
+  # Measured xs, such as bytes, span decades.
   if panel.xcolumn:
-    xs = [row["x"] for row in rows]
-    figure_lib.scale_by_logarithm(axis, "x", xs)
+    figure_lib.scale_by_logarithm(axis, "x", [row["x"] for row in rows])
+  # Numbers of workers double: label each of them, not decades.
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
@@ -132,45 +159,56 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":
-    drawn = [row["value"] for row in rows if _drawable(panel, row["value"])]
-    figure_lib.scale_by_logarithm(axis, "y", drawn)
+    drawable = [row["value"] for row in rows if _drawable(panel, row["value"])]
+    figure_lib.scale_by_logarithm(axis, "y", drawable)
   elif panel.yscale == "symlog":
     axis.set_yscale("symlog", linthresh=1)
+    # 100, not 10^2
     axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axis.axhline(0, color=_GREY, lw=0.6)
   if panel.ylim:
     axis.set_ylim(*panel.ylim)
 
 
-def _drawable(panel, value):
+def _drawable(panel: PanelSpec, value: float) -> bool:
   """Whether a value is finite, and positive on a logarithmic axis."""
   return math.isfinite(value) and (value > 0 or panel.yscale != "log")
 
 
-def _draw_series(axis, panel, rows, style):
+def _draw_series(
+  axis: Any,
+  panel: PanelSpec,
+  rows: Sequence[Mapping[str, Any]],
+  style: Mapping[str, Any],
+) -> None:
   """Draws the seeds of a series, and the line through their medians."""
   by_x: dict[float, list[float]] = {}
   for row in rows:
     by_x.setdefault(row["x"], []).append(row["value"])
   # A median is defined for infinite values, too.
-  middles = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
-  kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
+  medians = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
+  drawn = {x: y for x, y in medians.items() if _drawable(panel, y)}
   style = {**style, "label": figure_lib.plain_text(style["label"])}
-  if kept and panel.column in PROFILES:  # bars that start and end at 0
-    kept = {min(kept) - 1: 0.0, **kept, max(kept) + 1: 0.0}
+  if drawn and panel.column in PROFILES:  # bars that start and end at 0
+    drawn = {min(drawn) - 1: 0.0, **drawn, max(drawn) + 1: 0.0}
     style |= {"ds": "steps-mid", "marker": ""}
-  axis.plot(list(kept), list(kept.values()), **style)
+  axis.plot(list(drawn), list(drawn.values()), **style)
+  # A curve shows medians only; the seeds of each evaluation would hide it.
   if panel.along:
     return
   color = style["color"]
   shapes = {False: {"marker": ".", "s": 6}, True: {"marker": "x", "s": 14}}
   for diverged, shape in shapes.items():
-    own = [row for row in rows if row["diverged"] == diverged]
-    inside = [row for row in own if _drawable(panel, row["value"])]
-    where = [(row["x"], row["value"]) for row in inside]
-    if where:
-      axis.scatter(*zip(*where, strict=True), color=color, alpha=0.6, **shape)
-    above = [row["x"] for row in own if row["value"] == math.inf]
-    if above:  # at the upper edge
+    seed_rows = [row for row in rows if row["diverged"] == diverged]
+    inside = [row for row in seed_rows if _drawable(panel, row["value"])]
+    positions = [(row["x"], row["value"]) for row in inside]
+    if positions:
+      axis.scatter(
+        *zip(*positions, strict=True), color=color, alpha=0.6, **shape
+      )
+    infinite_xs = [row["x"] for row in seed_rows if row["value"] == math.inf]
+    # y = 1 in the axes' coordinates, whatever the scale of the data is.
+    if infinite_xs:  # at the upper edge
       top = {"transform": axis.get_xaxis_transform(), "clip_on": False}
-      axis.scatter(above, [1.0] * len(above), color=color, **shape, **top)
+      ys = [1.0] * len(infinite_xs)
+      axis.scatter(infinite_xs, ys, color=color, **shape, **top)

@@ -35,7 +35,7 @@ def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
     ValueError: by must be one, not 2
   """
 
-  def check(value, key):
+  def check(value: Any, key: str) -> Any:
     if not holds(value):
       raise ValueError(f"{key} must be {kind}, not {shown(value)}")
     return value
@@ -43,7 +43,7 @@ def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
   return check
 
 
-def _is_text(value):
+def _is_text(value: Any) -> bool:
   return isinstance(value, str) and bool(value.strip())
 
 
@@ -56,13 +56,15 @@ text = must(_is_text, "a text")
 note = must(lambda value: isinstance(value, str), "a text, which may be empty")
 mapping = must(lambda value: isinstance(value, Mapping), "a dict")
 any_list = must(is_list, "a list")
+# Within the range of float32 on both sides, so that no arithmetic overflows.
 number = checks.number(-checks.MOST_NUMBER)
 
 
 def bound(check: checks.Check) -> checks.Check:
   """Returns a check of a bound, whose error adds that it can be left out."""
 
-  def either(value, key):
+  # The bound is optional; the plain error would read as if it were needed.
+  def either(value: Any, key: str) -> Any:
     try:
       return check(value, key)
     except ValueError as error:
@@ -73,14 +75,14 @@ def bound(check: checks.Check) -> checks.Check:
 
 share = must(
   lambda x: type(x) in (int, float) and 0 <= x < 1,
-  "a number from 0 to below 1",
+  "a number from 0 to below 1",  # bool is a subclass of int, and refused
 )
 
 
 def named(known: Sequence[str]) -> checks.Check:
   """Returns a check for one of a few names; errors show the nearest."""
 
-  def check(value, key):
+  def check(value: Any, key: str) -> Any:
     names.check(f"{key}:", value, known)
     return value
 
@@ -90,8 +92,10 @@ def named(known: Sequence[str]) -> checks.Check:
 def pairs(kind: str, first: checks.Check, second: checks.Check) -> checks.Check:
   """Returns a check for a list of one or more pairs."""
 
-  def check(value, key):
+  def check(value: Any, key: str) -> Any:
+    """Checks the list, and both halves of each pair."""
     must(lambda v: is_list(v) and v, f"a list of pairs {kind}")(value, key)
+    # `kind` is "(a, b)": errors name the half of a pair that is wrong.
     for each in value:
       pair = must(lambda v: is_list(v) and len(v) == 2, f"pairs {kind}")
       pair(each, key)
@@ -113,6 +117,7 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
   """
   if not isinstance(data, Mapping):
     raise ValueError(f"{where} must be a dict, not {shown(data)}")
+  # An open table checks its own fields first; other fields depend on them.
   for key in data if closed else ():
     if key not in table:
       nearest = names.nearest(str(key), table)
@@ -125,11 +130,13 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
     try:
       field.check(data[key], key)
     except ValueError as error:
+      # Checks of `asgd.experiment` name config keys; these data are no config.
       message = str(error).removeprefix("config.")
       raise ValueError(f"{where}: {message}") from None
 
 
 def plain(value: Any) -> Any:
+  # Values that a file computed with NumPy would not be written to JSON.
   """Returns plain data with Python numbers instead of numpy's, and with every
   text on one line."""
   if isinstance(value, Mapping):

@@ -34,17 +34,22 @@ from asgd.figures import fields
 from asgd.figures.fields import FieldCheck
 from asgd.figures.statistics import STATISTICS
 
-Spot = tuple[str, int | None]  # (label, workers); None: all of the run's
+# (label, workers); workers is None for a column over all of the run's cells
+CellKey = tuple[str, int | None]
 Counts = Mapping[str, Sequence[int]]  # label -> numbers of workers
 
-_SPREAD = ("ordering", "monotone")
+# Kinds that compare each cell with the next.
+_STEP_KINDS = ("ordering", "monotone")
 _ORDERS = ("rises", "falls")
 _SCALES = ("linear", "log", "symlog")
 _LINES = ("", "-", "--", ":", "-.")
 _MARKERS = ("", *".,ov^<>12348spP*hH+xXDd|_")
-# Files of an experiment beside those of the figure.
-_TAKEN = ("config", "measurements", "metrics", "results", "table", "report")
-_TAKEN += ("figure", "compare", "cells", "tensorboard")
+# Files of an experiment beside those of the figure: a figure of that name would
+# overwrite one of them.
+_RESERVED_NAMES = (
+  *("config", "measurements", "metrics", "results", "table", "report"),
+  *("figure", "compare", "cells", "tensorboard"),
+)
 
 
 class Claim(NamedTuple):
@@ -75,7 +80,8 @@ class Claim(NamedTuple):
     return _bounds_of(self.data)
 
 
-def _bounds_of(data):
+def _bounds_of(data: Mapping[str, Any]) -> tuple[float, float]:
+  """Returns (above, below), which are infinite where they are left out."""
   return data.get("above", -math.inf), data.get("below", math.inf)
 
 
@@ -90,11 +96,11 @@ class PanelSpec(NamedTuple):
   series: Mapping[str, Sequence[tuple[float, str]]] = {}  # -> (x, cell)s
   # dicts of title, source, points (x, y), and `of`, a series of the same colour
   published: Sequence[Mapping[str, Any]] = ()
-  minus: str | None = None  # a cell whose values are subtracted, seed by seed
-  scale: float = 1.0  # factor of the values
+  minus: str | None = None  # LABEL@N: its value of the same seed is subtracted
+  scale: float = 1.0  # factor of the values, such as 100 for percent
   xlog: bool = False
-  # A column, such as traffic, whose mean over seeds is the x of a cell, times
-  # `xscale`. The x beside a cell is then only used if the column has no values.
+  # A column, such as traffic: its mean over seeds, times `xscale`, is the x of
+  # a cell. The x beside a cell is then only used if the column has no values.
   xcolumn: str | None = None
   xscale: float = 1.0
   # A column of evaluations, "time" or "epoch": a cell is a curve along it, and
@@ -119,28 +125,29 @@ class Figure(NamedTuple):
   turns: bool
 
 
-def find_cell(spot: str, counts: Counts) -> Spot:
-  """Returns (label, workers) of LABEL@N. workers is None for a label alone
-  whose run has several numbers. ValueError if there is no such cell.
+def find_cell(cell_name: str, counts: Counts) -> CellKey:
+  """Returns (label, workers) of LABEL@N. workers is None if the label stands
+  alone and its run has several numbers. ValueError if there is no such cell.
 
   Example:
     >>> find_cell("a@most", {"a": (4, 8)})
     ('a', 8)
   """
-  if not isinstance(spot, str):
-    raise ValueError(f"{shown(spot)} names no cell; write LABEL@N")
-  label, at, text = spot.partition("@")
+  if not isinstance(cell_name, str):
+    raise ValueError(f"{shown(cell_name)} names no cell; write LABEL@N")
+  label, at, text = cell_name.partition("@")
   names.check("run", label, counts)
-  own = sorted(counts[label])
+  worker_counts = sorted(counts[label])
   if not at:
-    return label, own[0] if len(own) == 1 else None
+    # "a" is the one cell of run a if that has one number of workers.
+    return label, worker_counts[0] if len(worker_counts) == 1 else None
   if text in ("most", "least"):
-    return label, own[-1 if text == "most" else 0]
-  if not text.isdecimal() or int(text) not in own:
-    known = ", ".join(map(str, own))
+    return label, worker_counts[-1 if text == "most" else 0]
+  if not text.isdecimal() or int(text) not in worker_counts:
+    choices = ", ".join(map(str, worker_counts))
     raise ValueError(
-      f"{shown(spot)}: run {label!r} has no cells with {text!r} workers, only"
-      f" with {known}"
+      f"{shown(cell_name)}: run {label!r} has no cells with {text!r} workers,"
+      f" only with {choices}"
     )
   return label, int(text)
 
@@ -151,32 +158,34 @@ def groups(value: Any) -> list[list[Any]]:
   return [list(g) if isinstance(g, (list, tuple)) else [g] for g in several]
 
 
-def spots_of(claim: Claim) -> Iterator[tuple[str, str]]:
+def cells_of_claim(claim: Claim) -> Iterator[tuple[str, str]]:
   """Yields (field, cell) for the cells that a claim names."""
   data = claim.data
+  # `runs` of a threshold are pairs, which `groups` would take for groups.
   if claim.kind == "threshold":
-    yield from (("runs", spot) for spot, _ in data["runs"])
+    yield from (("runs", cell_name) for cell_name, _ in data["runs"])
     return
   for key in ("of", "to", "runs"):
     for group in groups(data.get(key, [])):
-      yield from ((key, spot) for spot in group)
+      yield from ((key, cell_name) for cell_name in group)
 
 
-def _are_cells(value):
+def _are_cells(value: Any) -> bool:
   """Whether a value is a cell, or a list of cells or of groups of cells."""
-  return bool(value) and all(
-    isinstance(spot, str) for group in groups(value) for spot in group or [None]
-  )
+  cells = [cell for group in groups(value) for cell in group or [None]]
+  return bool(value) and all(isinstance(cell, str) for cell in cells)
 
 
+# The checks of fields, as tables that claims and panels share.
 _CELLS = FieldCheck(
   fields.must(_are_cells, "a cell, or a list of cells, written LABEL@N"),
   "a cell, or a list of cells",
 )
 _BOUND = FieldCheck(fields.bound(fields.number))
 _BOUNDS = dict.fromkeys(("above", "below"), _BOUND)
+# A ratio is above 0.
 _RATIOS = dict.fromkeys(_BOUNDS, FieldCheck(fields.bound(checks.positive)))
-_STEPS = {
+_STEP_FIELDS = {
   "runs": _CELLS,
   "order": FieldCheck(fields.named(_ORDERS), "rises or falls"),
   "by": FieldCheck(checks.number()),
@@ -185,8 +194,8 @@ _PAIRS = fields.pairs("(cell, x)", fields.text, fields.number)
 _POINTS = fields.pairs("(x, y)", fields.number, fields.number)
 _TEXT = FieldCheck(fields.text, "a text")
 _KINDS: Mapping[str, fields.Table] = {  # kind of a claim -> its own fields
-  "ordering": _STEPS,
-  "monotone": _STEPS,
+  "ordering": _STEP_FIELDS,
+  "monotone": _STEP_FIELDS,
   "difference": {"of": _CELLS, "to": _CELLS, **_BOUNDS},
   "ratio": {"of": _CELLS, "to": _CELLS, **_RATIOS},
   "bound": {"of": _CELLS, **_BOUNDS},
@@ -208,14 +217,14 @@ _PUBLISHED = {
 }
 
 
-def _is_range(value):
+def _is_range(value: Any) -> bool:
   """Whether a value is None or a pair of finite, ascending numbers."""
   fits = value is None or (fields.is_list(value) and len(value) == 2)
   real = fits and all(type(v) in (int, float) for v in value or ())
   return real and (value is None or -math.inf < value[0] < value[1] < math.inf)
 
 
-_FACTOR = FieldCheck(
+_FACTOR = FieldCheck(  # 0 would draw every value as 0
   fields.must(
     lambda v: type(v) in (int, float) and v and math.isfinite(v),
     "a finite number other than 0",
@@ -244,34 +253,42 @@ _FIGURE = {
 }
 
 
-def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
+def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   """Reads a claim, and checks all that does not depend on the runs."""
+  # Errors name the claim, or its position if the name itself is wrong.
   where = f"claim {number}"
   if isinstance(data, Mapping) and isinstance(data.get("name"), str):
     where = f"claim {shown(data['name'])}"
-  always = {
+  # [1] The fields of every kind, one of which is the kind.
+  common_checks = {
     **dict.fromkeys(("name", "says", "kind", "column"), _TEXT),
     "note": FieldCheck(fields.note),
   }
-  fields.check(where, data, always, closed=False)
+  fields.check(where, data, common_checks, closed=False)
+  # [2] The kind decides the default statistic: orders need no normal values.
   kind = data["kind"]
   names.check(f"kind of {where}:", kind, _KINDS)
-  statistic = data.get("statistic", "sign" if kind in _SPREAD else "t")
+  statistic = data.get("statistic", "sign" if kind in _STEP_KINDS else "t")
   names.check(f"statistic of {where}:", statistic, STATISTICS)
-  names.check(f"column of {where}:", data["column"], known)
-  always["statistic"] = FieldCheck(checks.anything)
-  fields.check(f"{where} of kind {kind!r}", data, always | _KINDS[kind])
-  _check_whole(where, kind, data)
-  own = {key: data[key] for key in _KINDS[kind] if key in data}
+  names.check(f"column of {where}:", data["column"], columns)
+  # [3] The fields of the kind; the statistic was checked above.
+  common_checks["statistic"] = FieldCheck(checks.anything)
+  valid = {**common_checks, **_KINDS[kind]}
+  fields.check(f"{where} of kind {kind!r}", data, valid)
+  # [4] Fields that are valid alone, but not together.
+  _check_consistent(where, kind, data)
+  kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}
   keys = "name", "says", "kind", "column"
-  given = {key: data[key] for key in keys} | {"note": data.get("note", "")}
-  return Claim(**given, statistic=statistic, data=own)
+  common_fields = {key: data[key] for key in keys}
+  common_fields["note"] = data.get("note", "")
+  return Claim(**common_fields, statistic=statistic, data=kind_fields)
 
 
-def _check_whole(where, kind, data):
+def _check_consistent(where: str, kind: str, data: Mapping[str, Any]) -> None:
   """Raises ValueError for fields that do not fit together."""
-  if kind in _SPREAD:
+  if kind in _STEP_KINDS:
     runs = data["runs"]
+    # One label stands for all cells of its run, which `_check_cells` counts.
     along = kind == "monotone" and isinstance(runs, str)
     if not along and len(groups(runs)) < 2:
       raise ValueError(
@@ -287,6 +304,7 @@ def _check_whole(where, kind, data):
   if not low < high:
     raise ValueError(f"{where}: above {low} is not below {high}")
   if kind == "threshold":
+    # Two cells at one x have no line between them.
     xs = [x for _, x in data["runs"]]
     if len(xs) < 2 or len(set(xs)) < len(xs):
       raise ValueError(
@@ -295,18 +313,21 @@ def _check_whole(where, kind, data):
       )
 
 
-def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
+def _read_panel(data: Any, number: int, columns: Sequence[str]) -> PanelSpec:
   """Reads a panel, and checks all that does not depend on the runs."""
   where = f"panel {number}"
   if isinstance(data, Mapping) and isinstance(data.get("title"), str):
     where = f"panel {shown(data['title'])}"
   fields.check(where, data, _PANEL)
+  # Published values alone are allowed: a panel to compare with by eye.
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor published values")
+  # From here on `panel` has the defaults of the fields that are left out.
   panel = PanelSpec(**data)
   names.check(
-    f"column of {where}:", panel.column, [*known, *columns_lib.PROFILES]
+    f"column of {where}:", panel.column, [*columns, *columns_lib.PROFILES]
   )
+  # A histogram has no single value to subtract, or to stand at a measured x.
   if panel.column in columns_lib.PROFILES:
     for key in ("minus", "xcolumn"):
       if (value := getattr(panel, key)) is not None:
@@ -315,7 +336,8 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
           f" {panel.column!r}; leave it out"
         )
   if panel.xcolumn is not None:
-    names.check(f"xcolumn of {where}:", panel.xcolumn, known)
+    names.check(f"xcolumn of {where}:", panel.xcolumn, columns)
+  # Only evaluations form a curve; their x is then given by `along`.
   if panel.along is not None:
     names.check(
       f"column of {where} along {panel.along!r}:",
@@ -328,13 +350,14 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
           f"{where} is along {panel.along!r}, but has {key}"
           f" {shown(getattr(panel, key))}: drop one"
         )
-  places = fields.pairs("(x, cell)", fields.number, fields.text)
-  series = dict.fromkeys(panel.series, FieldCheck(places))
+  points_check = fields.pairs("(x, cell)", fields.number, fields.text)
+  series = dict.fromkeys(panel.series, FieldCheck(points_check))
   fields.check(f"series of {where}", panel.series, series)
   for key in panel.series:
     fields.text(key, f"the name of a series of {where}")
   for i, each in enumerate(panel.published):
     fields.check(f"published {i} of {where}", each, _PUBLISHED)
+  # Every x and limit that a logarithmic axis shows must be positive.
   xs = [x for points in panel.series.values() for x, _ in points]
   xs += [x for each in panel.published for x, _ in each["points"]]
   if panel.xlog and min(xs) <= 0:
@@ -349,19 +372,21 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
 def check_name(name: str) -> None:
   """Raises ValueError for a figure's name that is no plain file name, or that
   is the name of a file of the experiment."""
+  # The name becomes NAME.json and part of a link: it needs no escapes.
   if not re.fullmatch("[A-Za-z0-9_-]+", name):
     raise ValueError(
       f"a figure is named after its file, {shown(name)}: rename it to letters,"
       " digits, _ and -"
     )
-  if name.lower() in _TAKEN:
+  # Some file systems do not distinguish upper and lower case.
+  if name.lower() in _RESERVED_NAMES:
     raise ValueError(
       f"a figure {name!r} would overwrite a file of its experiment, one of"
-      f" {', '.join(_TAKEN)}; rename the figure's file"
+      f" {', '.join(_RESERVED_NAMES)}; rename the figure's file"
     )
 
 
-def _check_distinct(what, titles):
+def _check_distinct(what: str, titles: Sequence[str]) -> None:
   """Raises ValueError if two claims or panels have the same name."""
   for title in titles:
     if titles.count(title) > 1:
@@ -372,10 +397,11 @@ def _check_distinct(what, titles):
 
 def read(name: str, given: Any, counts: Counts) -> Figure:
   """Returns the checked result of a file's `get_figure()`. `counts` are the
-  numbers of workers of its config's runs. ValueError names what is wrong."""
+  numbers of workers of its config's runs. ValueError names the wrong field."""
   check_name(name)
   if not isinstance(given, Mapping):
     raise ValueError(f"get_figure() must return a dict, not {shown(given)}")
+  # NumPy's numbers become Python's; checks and JSON know only those.
   given = fields.plain(given)
   fields.check("get_figure()", given, _FIGURE)
   if not given.get("claims"):
@@ -383,70 +409,79 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
       "get_figure() has no claims: a figure without claims is only drawn; give"
       " a list of claims, or use asgd train"
     )
-  made = given.get("columns", {})
-  columns_lib.check(made)
-  known = columns_lib.known(made)
-  claims = [_claim(c, i, known) for i, c in enumerate(given["claims"])]
+  specs = given.get("columns", {})
+  columns_lib.check(specs)
+  columns = columns_lib.all_columns(specs)
+  # Columns first: claims and panels name them.
+  claims = [_read_claim(c, i, columns) for i, c in enumerate(given["claims"])]
   _check_distinct("claims", [claim.name for claim in claims])
   panels = [
-    _panel(panel, i, known) for i, panel in enumerate(given.get("panels", ()))
+    _read_panel(panel, i, columns)
+    for i, panel in enumerate(given.get("panels", ()))
   ]
   _check_distinct("panels", [panel.title for panel in panels])
   defaults = {"quick": {}, "tuned": "", "turns": False}
-  own = {"name": name, "claims": claims, "columns": made, "panels": panels}
-  figure = Figure(**{**defaults, **given, **own})
+  computed: dict[str, Any] = {"name": name, "claims": claims}
+  computed |= {"columns": specs, "panels": panels}
+  # `computed` replaces the raw claims and panels by checked ones.
+  figure = Figure(**{**defaults, **given, **computed})
   _check_cells(figure, counts)
   return figure
 
 
-def _check_cell(where, spot, counts, over):
+def _check_cell(
+  where: str, cell_name: str, counts: Counts, over_workers: bool
+) -> None:
   """Raises ValueError for a cell that the experiment does not have. `over`
   is whether the column is over all numbers of workers."""
   try:
-    _, workers = find_cell(spot, counts)
+    _, workers = find_cell(cell_name, counts)
   except ValueError as error:
     raise ValueError(f"{where}: {error}") from None
-  if workers is None and not over:
+  if workers is None and not over_workers:
     raise ValueError(
-      f"{where}: run {spot!r} has several numbers of workers; write"
-      f" {spot}@N, {spot}@most or {spot}@least"
+      f"{where}: run {cell_name!r} has several numbers of workers; write"
+      f" {cell_name}@N, {cell_name}@most or {cell_name}@least"
     )
 
 
-def _check_cells(figure, counts):
+def _check_cells(figure: Figure, counts: Counts) -> None:
   """Raises ValueError for claims and panels with cells that do not exist."""
   for claim in figure.claims:
-    over = columns_lib.is_over_workers(figure.columns, claim.column)
+    over_workers = columns_lib.is_over_workers(figure.columns, claim.column)
     where, runs = f"claim {claim.name!r}", claim.data.get("runs")
+    # One label: its cells by their number of workers.
     if claim.kind == "monotone" and isinstance(runs, str):
       names.check(f"run of {where}:", runs, counts)
-      if over or len(counts[runs]) < 2:
+      if over_workers or len(counts[runs]) < 2:
         raise ValueError(
           f"{where}: runs {runs!r} is one cell, along which nothing rises or"
           " falls; name cells, or a run with several numbers of workers"
         )
       continue
-    for key, spot in spots_of(claim):
-      _check_cell(f"{where}, {key}", spot, counts, over)
+    for key, cell_name in cells_of_claim(claim):
+      _check_cell(f"{where}, {key}", cell_name, counts, over_workers)
+  # Published values may take the colour of a series of another panel.
   series = [name for panel in figure.panels for name in panel.series]
   for panel in figure.panels:
-    over = columns_lib.is_over_workers(figure.columns, panel.column)
+    over_workers = columns_lib.is_over_workers(figure.columns, panel.column)
     where = f"panel {panel.title!r}"
     for name, points in panel.series.items():
-      for _, spot in points:
-        _check_cell(f"{where}, series {name!r}", spot, counts, over)
+      for _, cell_name in points:
+        owner = f"{where}, series {name!r}"
+        _check_cell(owner, cell_name, counts, over_workers)
     if panel.minus is not None:
-      _check_cell(f"{where}, minus", panel.minus, counts, over)
-    for known in panel.published:
-      if "of" in known:
-        title = f"of, in published {shown(known['title'])} of {where}: series"
-        names.check(title, known["of"], series)
+      _check_cell(f"{where}, minus", panel.minus, counts, over_workers)
+    for line in panel.published:
+      if "of" in line:
+        title = f"of, in published {shown(line['title'])} of {where}: series"
+        names.check(title, line["of"], series)
 
 
-def cell_of(spot: str, counts: Counts) -> Spot | None:
+def cell_of(cell_name: str, counts: Counts) -> CellKey | None:
   """Returns the result of `find_cell`, or None for a cell that this size does
   not have, such as a run that --quick leaves out."""
   try:
-    return find_cell(spot, counts)
+    return find_cell(cell_name, counts)
   except ValueError:
     return None

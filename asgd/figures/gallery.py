@@ -6,7 +6,7 @@ trained, judged and stored.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +37,13 @@ This page is written by `asgd reproduce --docs` from the verdicts in
 _HOLDING = 2  # claims of a figure that its row names as examples of what holds
 
 
-def _is_value(value):
+def _is_value(value: Any) -> bool:
   """Whether a value is None, or a number as `verdicts.plain` returns it."""
   return value in (None, "inf", "-inf") or type(value) in (int, float)
 
 
+# The fields of NAME.json, as `reproduce.judge` and `verdicts.as_data` write
+# them.
 _TEXT = FieldCheck(fields.text, "a text")
 _NOTE = FieldCheck(fields.note, "a text")
 _COUNT = FieldCheck(checks.whole_number(0), "a whole number")
@@ -52,7 +54,7 @@ _BOUND = FieldCheck(
   fields.must(lambda v: v is not None and _is_value(v), "a number"), "a number"
 )
 _VERDICT = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
-_KEPT: fields.Table = {
+_STORED: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
   "size": FieldCheck(fields.named(("full", "quick")), "full or quick"),
@@ -80,46 +82,50 @@ _PART: fields.Table = {
 }
 
 
-def _check(data):
+def _check(data: Mapping[str, Any]) -> None:
   """Raises ValueError for stored verdicts that are damaged."""
 
-  def check(where, value, table):
+  # Fields that a later version adds are allowed.
+  def check(where: str, value: Any, table: fields.Table) -> None:
     fields.check(where, value, table, closed=False)
 
-  check("it", data, _KEPT)
+  check("it", data, _STORED)
   check("versions", data["versions"], dict.fromkeys(_VERSIONS, _TEXT))
+  # The page shows two facts of the machine; the others may change.
   anything = FieldCheck(checks.anything, "of the machine")
   machine = dict.fromkeys(("cores", "devices"), anything)
   check("machine", data["machine"], machine)
-  for i, known in enumerate(data["published"]):
-    check(f"published {i}", known, {"title": _TEXT, "source": _TEXT})
+  for i, line in enumerate(data["published"]):
+    check(f"published {i}", line, {"title": _TEXT, "source": _TEXT})
   for i, claim in enumerate(data["claims"]):
     check(f"claim {i}", claim, _CLAIM)
     for j, part in enumerate(claim["parts"]):
       where = f"part {j} of claim {claim['name']!r}"
       check(where, part, _PART)
       seeds = [seed for seed in part["values"] if seed.isdecimal()]
-      check(where, part["values"], dict.fromkeys(part["values"], _VALUE))
+      values = dict.fromkeys(part["values"], _VALUE)
+      check(where, part["values"], values)
       if len(seeds) < len(part["values"]):
         raise ValueError(
           f"{where} has a value under a key that is not a seed number"
         )
     # The claim's verdict must follow from its parts, also in an edited file.
-    said = statistics.conclude([part["verdict"] for part in claim["parts"]])
-    if not claim["parts"] or said != claim["verdict"]:
+    verdict = statistics.conclude([part["verdict"] for part in claim["parts"]])
+    # `conclude` of no parts is UNDECIDED, which a file could claim.
+    if not claim["parts"] or verdict != claim["verdict"]:
       raise ValueError(f"claim {claim['name']!r} contradicts its parts")
 
 
 def read(docs: Path) -> dict[str, dict[str, Any]]:
   """Returns the stored verdicts: name -> NAME.json. ValueError for a file that
   holds none, or is damaged."""
-  out = {}
+  stored = {}
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
-    kept = data is not None and data.get("figure") == path.stem
-    again = f"asgd reproduce {path.stem} --docs"
-    remedy = f"remove it, or rewrite it with {again}"
-    if not kept or data.get("version") != verdicts.VERSION:
+    remedy = f"remove it, or rewrite it with asgd reproduce {path.stem} --docs"
+    # A file that was copied under another name is not that figure's.
+    owner = {"figure": path.stem, "version": verdicts.VERSION}
+    if data is None or any(data.get(key) != owner[key] for key in owner):
       raise ValueError(
         f"{path} holds no verdicts of that figure, of version"
         f" {verdicts.VERSION}; {remedy}"
@@ -128,32 +134,32 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
       _check(data)
     except ValueError as error:
       raise ValueError(f"{path} is damaged: {error}; {remedy}") from None
-    out[path.stem] = data
-  return out
+    stored[path.stem] = data
+  return stored
 
 
-def check_place(docs: Path, name: str, *, size: str = "full") -> None:
+def check_destination(docs: Path, name: str, *, size: str = "full") -> None:
   """Checks, before training, that the verdicts can be written to docs/. Raises
   ValueError if not. Quick verdicts do not replace those of the full size."""
-  kept = docs / _FOLDER
+  figures = docs / _FOLDER
   if not docs.is_dir():
     raise ValueError(
       f"{docs} does not exist: --docs needs a checkout; run it in the"
       " checkout's root, or leave --docs out"
     )
   # A folder that cannot be written must be found before hours of training.
-  for place in (docs, kept):
-    if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
+  for path in (docs, figures):
+    if path.exists() and not (path.is_dir() and os.access(path, os.W_OK)):
       raise ValueError(
-        f"{place} cannot be written, but --docs stores verdicts there; make it"
+        f"{path} cannot be written, but --docs stores verdicts there; make it"
         " writable, or leave --docs out"
       )
-  if (kept / f"{name}.svg").exists() and not (kept / f"{name}.json").exists():
+  picture, path = figures / f"{name}.svg", figures / f"{name}.json"
+  if picture.exists() and not path.exists():
     raise ValueError(
-      f"{kept}/{name}.svg belongs to no figure, but --docs would overwrite it;"
-      " rename the figure's file"
+      f"{picture} belongs to no figure, but --docs would overwrite it; rename"
+      " the figure's file"
     )
-  path = kept / f"{name}.json"
   if size == "quick" and (storage.read_json(path) or {}).get("size") == "full":
     raise ValueError(
       f"{path} has the verdicts of the full size, which --quick would replace:"
@@ -161,22 +167,22 @@ def check_place(docs: Path, name: str, *, size: str = "full") -> None:
     )
 
 
-def keep(place: Path, name: str, docs: Path) -> None:
+def copy_to_docs(workdir: Path, name: str, docs: Path) -> None:
   """Copies the verdicts and the picture of a figure's folder to docs/figures.
-  Raises the errors of `check_place`, and ValueError without a picture."""
-  data = storage.read_json(place / f"{name}.json") or {}
-  check_place(docs, name, size=data.get("size", "full"))
-  kept = docs / _FOLDER
+  Raises the errors of `check_destination`, and ValueError without a picture."""
+  data = storage.read_json(workdir / f"{name}.json") or {}
+  check_destination(docs, name, size=data.get("size", "full"))
+  figures = docs / _FOLDER
   # Check both files before either is copied.
   for suffix in (".json", ".svg"):
-    if not (place / f"{name}{suffix}").exists():
+    if not (workdir / f"{name}{suffix}").exists():
       raise ValueError(
-        f"{place}/{name}{suffix} does not exist, so --docs cannot copy it"
+        f"{workdir}/{name}{suffix} does not exist, so --docs cannot copy it"
       )
-  safe_files.make_folder(kept)
+  safe_files.make_folder(figures)
   for suffix in (".json", ".svg"):
-    content = (place / f"{name}{suffix}").read_bytes()
-    safe_files.write(kept / f"{name}{suffix}", content)
+    content = (workdir / f"{name}{suffix}").read_bytes()
+    safe_files.write(figures / f"{name}{suffix}", content)
 
 
 def _one_line(value: Any) -> Any:
@@ -214,11 +220,11 @@ def write(docs: Path) -> Path:
   return path
 
 
-def _table(header, rows) -> str:
+def _table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
   return text_table.format_markdown(header, rows) + "\n"
 
 
-def _count(claims, verdict) -> int:
+def _count(claims: Sequence[Mapping[str, Any]], verdict: str) -> int:
   return sum(claim["verdict"] == verdict for claim in claims)
 
 
@@ -279,20 +285,23 @@ def _row(name: str, data: Mapping[str, Any]) -> str:
   return "\n".join(lines)
 
 
-def _anchor(data) -> str:
-  kept = "".join(c for c in data["title"].lower() if c.isalnum() or c in " -")
-  return "-".join(kept.split())
+def _anchor(data: Mapping[str, Any]) -> str:
+  """Returns the link that Markdown gives a title: lower case, with hyphens."""
+  title = data["title"].lower()
+  characters = "".join(c for c in title if c.isalnum() or c in " -")
+  return "-".join(characters.split())
 
 
 def _minutes(seconds: float) -> str:
   return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _effect(part) -> str:
+def _effect(part: Mapping[str, Any]) -> str:
   """Returns a part's effect, with its interval if it has one."""
   low, high = (_number(part[key]) for key in ("low", "high"))
-  if not part["coverage"]:
+  if not part["coverage"]:  # no interval: too few seeds
     return _number(part["effect"])
+  # 93.8 % and 95 %, not 95.0 %.
   percent = f"{100 * part['coverage']:.1f}".removesuffix(".0")
   return f"{_number(part['effect'])} ({low} to {high}, {percent} %)"
 
@@ -301,37 +310,39 @@ def _number(value: Any) -> str:
   return verdicts.number(None if value is None else float(value))
 
 
-def _part_text(part) -> str:
+def _part_text(part: Mapping[str, Any]) -> str:
+  """Returns a part in words: its cells, its effect, and the claimed bounds."""
   bounds = verdicts.bounds_text(verdicts.part_of(part))
-  said = f"{part['what']}: {_effect(part)}, claimed {bounds}"
-  return f"{said}; {part['why']}" if part["why"] else said
+  text = f"{part['what']}: {_effect(part)}, claimed {bounds}"
+  return f"{text}; {part['why']}" if part["why"] else text
 
 
-def _claim_row(claim) -> list[str]:
+def _claim_row(claim: Mapping[str, Any]) -> list[str]:
   """Returns the row of a claim, with the first part that decides its
   verdict."""
   parts, verdict = claim["parts"], claim["verdict"]
-  held = _count(parts, statistics.PASS)
+  passed = _count(parts, statistics.PASS)
   # The first part with the claim's verdict decides it.
-  shown = next(part for part in parts if part["verdict"] == verdict)
-  text = _part_text(shown)
+  deciding = next(part for part in parts if part["verdict"] == verdict)
+  text = _part_text(deciding)
   if len(parts) > 1:
-    text = f"{held} of {len(parts)} parts hold; {text}"
+    text = f"{passed} of {len(parts)} parts hold; {text}"
   says = f"**{claim['name']}**: {claim['says']}"
   return [f"**{verdict}**", says, text, claim["note"]]
 
 
-def _details(claims) -> list[str]:
+def _details(claims: Sequence[Mapping[str, Any]]) -> list[str]:
   """Returns the table of all parts, folded."""
   header = ["claim", "cells", "effect (interval)", "claimed", "verdict"]
   rows = []
   for claim in claims:
     for part in claim["parts"]:
       bounds = verdicts.bounds_text(verdicts.part_of(part))
-      where = claim["name"], part["what"], _effect(part)
-      rows.append([*where, bounds, part["verdict"]])
+      cells = claim["name"], part["what"], _effect(part)
+      rows.append([*cells, bounds, part["verdict"]])
   summary = f"<summary>All {len(rows)} parts</summary>\n"
   table = _table(header, rows)
+  # markdown="1" makes the site render the table within the HTML tag.
   return ['<details markdown="1">', summary, table, "</details>\n"]
 
 
@@ -341,6 +352,7 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
   seeds = ", ".join(map(str, data["seeds"]))
   versions = ", ".join(f"{key} {data['versions'][key]}" for key in _VERSIONS)
   size = f"the {data['size']} size"
+  # Verdicts can be stored before all cells have run.
   if data["cells"] < data["of_cells"]:
     size += f", of which {data['cells']} of {data['of_cells']} cells have run"
   quick = " --quick" if data["size"] == "quick" else ""
@@ -363,9 +375,9 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     # Several lines of one source are one entry.
     lines.append("Drawn beside it:\n")
     of_source: dict[str, list[str]] = {}
-    for known in data["published"]:
-      titles = of_source.setdefault(known["source"], [])
-      titles += [known["title"]] * (known["title"] not in titles)
+    for line in data["published"]:
+      titles = of_source.setdefault(line["source"], [])
+      titles += [line["title"]] * (line["title"] not in titles)
     lines += [f"- {'; '.join(v)}: {k}." for k, v in of_source.items()]
     lines.append("")
   return "\n".join(lines)

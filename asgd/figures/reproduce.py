@@ -35,36 +35,42 @@ from asgd.figures import columns, drawing, figure_file, gallery, verdicts
 from asgd.figures.figure_file import Counts, Figure
 
 
-def files(place: Path) -> dict[str, Path]:
+def files(figures_folder: Path) -> dict[str, Path]:
   """Returns the figures of a folder: name -> file."""
   return {
     path.stem: path
-    for path in sorted(place.glob("*.py"))
+    for path in sorted(figures_folder.glob("*.py"))
     if not path.stem.startswith("__")
   }
 
 
-def chosen(name: str | None, *, every: bool, place: Path) -> list[Path]:
+def chosen(
+  name: str | None, *, every: bool, figures_folder: Path
+) -> list[Path]:
   """Returns the files of the requested figures: one, or `every` one of a
   folder. ValueError unless exactly one of the two is requested."""
-  known = files(place)
+  paths = files(figures_folder)
   if (name is None) != every:
-    listed = ", ".join(known)
+    listed = ", ".join(paths)
     raise ValueError(f"give one figure: a NAME ({listed}), a FILE.py, or --all")
-  return list(known.values()) if name is None else [find(name, place)]
+  return list(paths.values()) if name is None else [find(name, figures_folder)]
 
 
-def find(name: str, place: Path) -> Path:
+def find(name: str, figures_folder: Path) -> Path:
   """Returns the file of a figure: a name in a folder, or a path that ends in
   .py. ValueError names the nearest."""
   if name.endswith(".py"):
     if not Path(name).is_file():
       raise ValueError(f"{name}: there is no such file")
     return Path(name)
-  known = files(place)
-  if not known:
-    raise ValueError(f"{place} holds no figure; give the path of a FILE.py")
-  return names.lookup("figure", names.canonical(name, known), known)
+  paths = files(figures_folder)
+  if not paths:
+    raise ValueError(
+      f"{figures_folder} holds no figure; give the path of a FILE.py"
+    )
+  # `canonical` accepts - for _ in a name.
+  path: Path = names.lookup("figure", names.canonical(name, paths), paths)
+  return path
 
 
 class _NoFigureError(ValueError):
@@ -87,11 +93,13 @@ def load(
   it."""
   # The file may import modules of its folder.
   code.add_folder(path.parent)
+  # [1] Run the file, and read its two functions.
   try:
     figure_file.check_name(path.stem)
     config, given = _run(path)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
+  # [2] Resolve the full size, even for --quick.
   try:
     full = schema.resolve(config, engines)
     # Claims are checked against the full size; --quick may lack cells.
@@ -102,17 +110,21 @@ def load(
       )
     # Check the quick keys, also when the full size is trained.
     if figure.quick:
-      small = overrides.override(config, figure.quick, engines)
-      small = schema.resolve(small, engines)
+      small_config = overrides.override(config, figure.quick, engines)
+      small = schema.resolve(small_config, engines)
       full = small if quick else full
     return Reproduction(figure, _counts(full, engines), full, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
 
-def _run(path):
+def _run(path: Path) -> tuple[Any, Any]:
   """Returns the results of the two functions of a figure's file."""
+  # Not an import: the file need not be in a package, and the module stays
+  # out of sys.modules.
   spec = importlib.util.spec_from_file_location(path.stem, path)
+  if spec is None or spec.loader is None:
+    raise ValueError("Python cannot load it; name a .py file")
   module = importlib.util.module_from_spec(spec)
   try:
     spec.loader.exec_module(module)
@@ -125,6 +137,7 @@ def _run(path):
     return module.get_config(), module.get_figure()
   except _NoFigureError:
     raise
+  # absl or argparse in the file may end the process; here it must not.
   except SystemExit as end:
     raise ValueError(
       f"the file called sys.exit (status {end.code!r}); get_config() and"
@@ -134,7 +147,7 @@ def _run(path):
     raise ValueError(line_of(error)) from error
 
 
-def _counts(resolved, engines) -> Counts:
+def _counts(resolved: schema.Resolved, engines: schema.Engines) -> Counts:
   """Returns the numbers of workers of each run."""
   return {
     label: list(engines[run.engine].workers(run))
@@ -142,11 +155,11 @@ def _counts(resolved, engines) -> Counts:
   }
 
 
-def listing(place: Path, engines: schema.Engines) -> str:
+def listing(figures_folder: Path, engines: schema.Engines) -> str:
   """Returns the figures of a folder with their titles, one on each line."""
-  known = files(place)
-  width = max(map(len, known), default=0)
-  titles = {k: load(path, engines).figure.title for k, path in known.items()}
+  paths = files(figures_folder)
+  width = max(map(len, paths), default=0)
+  titles = {k: load(path, engines).figure.title for k, path in paths.items()}
   return "\n".join(f"{k.ljust(width)}  {title}" for k, title in titles.items())
 
 
@@ -154,35 +167,41 @@ def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
   """Returns cells seed by seed, every second seed backwards: ABC CBA ABC. A
   slow phase of the machine then affects all runs of a seed, and no run is
   always the first."""
-  out = []
+  ordered = []
   for number, seed in enumerate(sorted({cell.seed for cell in order})):
-    own = [cell for cell in order if cell.seed == seed]
-    out += own[::-1] if number % 2 else own
-  return out
+    cells_of_seed = [cell for cell in order if cell.seed == seed]
+    ordered += cells_of_seed[::-1] if number % 2 else cells_of_seed
+  return ordered
 
 
-def _size(task) -> str:
+def _size(task: Reproduction) -> str:
   return "quick" if task.quick else "full"
 
 
-def _check_size(task, experiment, place):
+def _check_size(
+  task: Reproduction, experiment: cells.Experiment, workdir: Path
+) -> None:
   """Raises ValueError for a folder of the figure's other size, whose verdicts
   would be replaced by those of other cells."""
-  name, own = task.figure.name, _size(task)
+  name, size = task.figure.name, _size(task)
+  # [1] A judged folder says in NAME.json which size it has.
   remedy = "choose another folder with --workdir"
-  before = storage.read_json(place / f"{name}.json") or {}
-  if before.get("size", own) != own:
+  judged = storage.read_json(workdir / f"{name}.json") or {}
+  if judged.get("size", size) != size:
     raise ValueError(
-      f"--workdir={place} holds another experiment: {name} at its"
-      f" {before['size']} size, but this is the {own} size; {remedy}"
+      f"--workdir={workdir} holds another experiment: {name} at its"
+      f" {judged['size']} size, but this is the {size} size; {remedy}"
     )
-  if not task.quick or before or not (place / "config.json").exists():
+  # [2] A folder without verdicts is known by its config. The check of the full
+  # size is left to `folder.open_folder`.
+  if not task.quick or judged or not (workdir / "config.json").exists():
     return
-  written = folder.read_identity(place)  # trained, but not yet judged
+  trained = folder.read_identity(workdir) or {}  # trained, but not yet judged
+  # Through JSON, as the stored config went: tuples became lists.
   wanted = json.loads(storage.to_json(folder.identity(experiment)))
-  if written["config"] != wanted["config"]:
+  if trained.get("config") != wanted["config"]:
     raise ValueError(
-      f"--workdir={place} holds another experiment than {name} at its quick"
+      f"--workdir={workdir} holds another experiment than {name} at its quick"
       f" size; {remedy}"
     )
 
@@ -216,22 +235,24 @@ def train(
     Stopped: after a stop, when all is saved.
   """
   name, machine = task.figure.name, machine or Machine()
+  # All errors of the config and the machine appear before anything is written.
   experiment = cells.build(task.resolved, engines=engines, data_dir=data_dir)
   experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))
   # The two sizes never share a folder.
   name += "-quick" if task.quick else ""
-  place = folder.open_folder(workdir, name, experiment)
+  result_folder = folder.open_folder(workdir, name, experiment)
   order = list(experiment.cells)
   if task.figure.turns:
     order = in_turns(order)
-  shown = bar(sum(experiment.plan(cell).messages for cell in order))
+  # Progress counts messages, since cells differ in length.
+  progress_bar = bar(sum(experiment.plan(cell).messages for cell in order))
   try:
     jobs.train_all(
       experiment,
-      place,
-      bar=shown,
+      result_folder,
+      bar=progress_bar,
       machine=machine,
       jobs=count or jobs.default_jobs(),
       cells=order,
@@ -239,9 +260,9 @@ def train(
       data_dir=data_dir,
     )
   finally:
-    shown.close()
+    progress_bar.close()
     machine.close()
-  return experiment, place
+  return experiment, result_folder
 
 
 def judge(
@@ -253,7 +274,7 @@ def judge(
   # Cells that did not run, or failed, are missing: their claims are UNDECIDED.
   done = columns.read(workdir, experiment.cells)
   table = columns.CellTable(done, figure.columns)
-  said = verdicts.judge(figure.claims, table, task.counts)
+  claim_verdicts = verdicts.judge(figure.claims, table, task.counts)
   points = drawing.points(figure, table, task.counts)
   data = {
     "version": verdicts.VERSION,
@@ -280,12 +301,12 @@ def judge(
       for p in figure.panels
       for k in p.published
     ],
-    "claims": [verdicts.as_data(verdict) for verdict in said],
+    "claims": [verdicts.as_data(verdict) for verdict in claim_verdicts],
   }
-  return said, points, data
+  return claim_verdicts, points, data
 
 
-def _sizes(experiment) -> dict[str, Any]:
+def _sizes(experiment: cells.Experiment) -> dict[str, Any]:
   """Returns data, model, workers and sizes of an experiment, for JSON."""
   config = experiment.config
   shared = ("epochs", "examples", "batch_size", "learning_rate")
@@ -303,12 +324,13 @@ def write(
   figure: Figure,
   points: Sequence[Mapping[str, Any]],
   data: Mapping[str, Any],
-  place: Path,
+  result_folder: Path,
 ) -> str:
   """Writes picture, points and verdicts. Returns the picture's files, or why it
   was not drawn."""
-  stem = place / figure.name
+  stem = result_folder / figure.name
   storage.write_csv(stem.with_suffix(".csv"), list(points))
+  # The CSV and the verdicts are written first: they need no Matplotlib.
   storage.write_json(stem.with_suffix(".json"), data)
   seeds = f"{len(data['seeds'])} seeds, {data['size']} size"
   try:
@@ -327,25 +349,25 @@ def reproduce(
 ) -> Path:
   """Trains, judges and writes a figure, and prints the verdicts; returns its
   folder. Options are those of `train`. With `docs` the verdicts are also copied
-  there (`gallery.keep`); before training it is checked that this is
+  there (`gallery.copy_to_docs`); before training it is checked that this is
   possible."""
   if docs is not None:
-    gallery.check_place(docs, task.figure.name, size=_size(task))
+    gallery.check_destination(docs, task.figure.name, size=_size(task))
   # [1] Train.
-  experiment, place = train(task, engines, **options)
-  cell_log.join(place, experiment, folder.read_results(place))
+  experiment, result_folder = train(task, engines, **options)
+  cell_log.join(result_folder, experiment, folder.read_results(result_folder))
   # [2] Judge the claims.
-  said, points, data = judge(task, experiment, place)
+  claim_verdicts, points, data = judge(task, experiment, result_folder)
   # [3] Draw and write.
-  drawn = write(task.figure, points, data, place)
-  stem = place / task.figure.name
+  drawn = write(task.figure, points, data, result_folder)
+  stem = result_folder / task.figure.name
   cells_text = f"{data['cells']} of {data['of_cells']} cells"
   print(
     f"\n{task.figure.title}\n{task.figure.paper}\n{cells_text},"
     f" {len(data['seeds'])} seeds, {data['size']} size,"
-    f" {data['seconds']:.0f} s of training\n\n{verdicts.text(said)}\n"
+    f" {data['seconds']:.0f} s of training\n\n{verdicts.text(claim_verdicts)}\n"
     f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"
   )
   if docs is not None:
-    gallery.keep(place, task.figure.name, docs)
-  return place
+    gallery.copy_to_docs(result_folder, task.figure.name, docs)
+  return result_folder

@@ -24,9 +24,10 @@ FAIL outside of it, UNDECIDED if the interval contains a bound.
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 VERDICTS = PASS, FAIL, UNDECIDED = "PASS", "FAIL", "UNDECIDED"
@@ -52,6 +53,7 @@ def _unknown(effect: float, why: str) -> Interval:
 
 def least_seeds() -> int:
   """Returns the fewest seeds for the sign test: 5."""
+  # All n seeds lie on one side by chance with probability 2^-n.
   return math.ceil(-math.log2(_ERROR))
 
 
@@ -69,6 +71,7 @@ def sign(values: Sequence[float]) -> Interval:
   """
   ordered = np.sort(np.asarray(values, float))
   count = len(ordered)
+  # The middle value, or the two middle values of an even count.
   middle = ordered[(count - 1) // 2 : count // 2 + 1]
   # The mean of two equal infinities would be NaN.
   median = float(middle[0] if middle[0] == middle[-1] else middle.mean())
@@ -76,9 +79,11 @@ def sign(values: Sequence[float]) -> Interval:
   rank = sum(
     stats.binom.cdf(k, count, 0.5) <= _ERROR for k in range(count // 2)
   )
+  # Even the extreme values cannot reject at 5 %.
   if not rank:
     need = f"the sign test needs {least_seeds()}"
     return _unknown(median, f"{_seeds(count)}; {need}")
+  # Two-sided coverage: both tails beyond the k-th order statistics.
   coverage = 1 - 2 * float(stats.binom.cdf(rank - 1, count, 0.5))
   low, high = float(ordered[rank - 1]), float(ordered[-rank])
   return Interval(median, low, high, coverage)
@@ -88,17 +93,21 @@ def _seeds(count: int) -> str:
   return f"{count} seed{'s' * (count != 1)}"
 
 
-def _of_mean(values: Sequence[float], between: Callable) -> Interval:
+def _of_mean(
+  values: Sequence[float],
+  between: Callable[[npt.NDArray[Any]], Sequence[float]],
+) -> Interval:
   """Returns the mean, and the interval of `between` if values are finite and
   differ."""
   array = np.asarray(values, float)
   finite = np.isfinite(array)
   if not finite.all():
-    lacking = f"{(~finite).sum()} of {_seeds(len(array))} have no finite value"
-    return _unknown(float("nan"), lacking)
+    missing = f"{(~finite).sum()} of {_seeds(len(array))} have no finite value"
+    return _unknown(float("nan"), missing)
   mean = float(array.mean())
   if len(array) < 2:
     return _unknown(mean, f"{_seeds(len(array))}; an interval needs 2")
+  # Equal values have no spread: Student's error is 0, and BCa is undefined.
   if np.ptp(array) == 0:
     return Interval(mean, mean, mean, _LEVEL)
   low, high = map(float, between(array))
@@ -113,9 +122,10 @@ def t(values: Sequence[float]) -> Interval:
     [2.0, -0.484, 4.484]
   """
 
-  def between(array):
-    error = stats.sem(array)
-    return stats.t.interval(_LEVEL, len(array) - 1, array.mean(), error)
+  def between(array: npt.NDArray[Any]) -> Sequence[float]:
+    error = stats.sem(array)  # s / sqrt(n)
+    bounds = stats.t.interval(_LEVEL, len(array) - 1, array.mean(), error)
+    return float(bounds[0]), float(bounds[1])
 
   return _of_mean(values, between)
 
@@ -124,7 +134,8 @@ def bootstrap(values: Sequence[float]) -> Interval:
   """The mean, with the BCa bootstrap's interval of 95 %. The seed of the
   resamples is fixed: the same numbers give the same interval."""
 
-  def between(array):
+  def between(array: npt.NDArray[Any]) -> Sequence[float]:
+    """Returns the BCa quantiles."""
     with warnings.catch_warnings():
       warnings.simplefilter("ignore")  # it warns for few, nearly equal values
       result = stats.bootstrap(
@@ -135,7 +146,8 @@ def bootstrap(values: Sequence[float]) -> Interval:
         method="BCa",
         rng=np.random.default_rng(0),
       )
-    return result.confidence_interval
+    bounds = result.confidence_interval
+    return float(bounds.low), float(bounds.high)
 
   return _of_mean(values, between)
 
@@ -157,11 +169,15 @@ def of_ratios(name: str, values: Sequence[float]) -> Interval:
   """
   if name == "sign":  # the median commutes with the logarithm
     interval = sign(values)
+    # Without an interval `low` is -inf, but a ratio is at least 0.
     return interval._replace(low=max(interval.low, 0.0))
+  # log(0) is -inf here, which `_of_mean` reports as a value that is not
+  # finite.
   with np.errstate(divide="ignore"):
     logs = STATISTICS[name](np.log(np.asarray(values, float)).tolist())
-  back = (float(np.exp(x)) for x in logs[:3])
-  return Interval(*back, *logs[3:])
+  # Back from logarithms: the mean becomes the geometric mean.
+  effect, low, high = (float(np.exp(x)) for x in logs[:3])
+  return Interval(effect, low, high, logs.coverage, logs.why)
 
 
 def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
@@ -183,6 +199,7 @@ def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
   is_below = below == math.inf or interval.high < below
   if is_above and is_below:
     return PASS, ""
+  # Touching a bound from outside fails: the claimed range is open.
   if interval.high <= above or interval.low >= below:
     return FAIL, ""
   spanned = below if is_above else above

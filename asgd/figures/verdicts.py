@@ -8,7 +8,7 @@ the interval lies in the claimed range; the claim holds if all parts hold.
 import itertools
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asgd import text_table
@@ -23,14 +23,14 @@ VERSION = 1  # of the format of stored verdicts
 class Effect(NamedTuple):
   """One number for each seed, and the bounds that are claimed for them."""
 
-  what: str
+  what: str  # the cells, as the claim writes them: "a@8 < b@8"
   values: Mapping[int, float]  # seed -> number; empty: cells did not run
-  above: float
-  below: float
-  ratio: bool = False
+  above: float  # -inf without a bound
+  below: float  # inf without a bound
+  ratio: bool = False  # whether the values are quotients
 
 
-class Decided(NamedTuple):
+class DecidedPart(NamedTuple):
   """A part of a claim, with its interval and verdict."""
 
   part: Effect
@@ -44,22 +44,26 @@ class ClaimVerdict(NamedTuple):
 
   claim: Claim
   verdict: str
-  parts: Sequence[Decided]
+  parts: Sequence[DecidedPart]
 
 
-def _paired(one, other, combine) -> dict[int, float]:
+def _paired(
+  first: Mapping[int, float],
+  second: Mapping[int, float],
+  combine: Callable[[float, float], float],
+) -> dict[int, float]:
   """Returns combine(a, b) for the seeds that both have. An infinite number was
   never reached; of two such numbers the larger is not known (NaN)."""
-  both = [seed for seed in one if seed in other]
   return {
     seed: math.nan
-    if math.isinf(one[seed]) and math.isinf(other[seed])
-    else combine(one[seed], other[seed])
-    for seed in both
+    if math.isinf(first[seed]) and math.isinf(second[seed])
+    else combine(first[seed], second[seed])
+    for seed in first
+    if seed in second
   }
 
 
-def _over(a, b):
+def _ratio(a: float, b: float) -> float:
   """Returns a / b for positive numbers, otherwise NaN."""
   return a / b if a > 0 and b > 0 else math.nan
 
@@ -67,11 +71,14 @@ def _over(a, b):
 class _Cells:
   """The values of a claim's column, for cells as the claim writes them."""
 
-  def __init__(self, claim, table, counts):
+  def __init__(
+    self, claim: Claim, table: CellTable, counts: Counts
+  ) -> None:
     self._claim, self._table, self._counts = claim, table, counts
 
-  def __call__(self, spot: str) -> dict[int, float]:
-    cell = figure_file.cell_of(spot, self._counts)
+  # Returns seed -> value; {} for a cell that this size does not have.
+  def __call__(self, cell_name: str) -> dict[int, float]:
+    cell = figure_file.cell_of(cell_name, self._counts)
     return self._table.values(self._claim.column, *cell) if cell else {}
 
   def along(self, label: str) -> list[str]:
@@ -80,13 +87,14 @@ class _Cells:
     return [f"{label}@{count}" for count in counts]
 
 
-def _steps(claim, cells) -> Iterator[Effect]:
+def _steps(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   """Yields the differences from each cell to the next."""
   runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
   if isinstance(runs, str):
     # "monotone" names one run: its cells by the number of workers.
-    runs = cells.along(runs)
+    runs = values_of.along(runs)
   steps = list(itertools.pairwise(figure_file.groups(runs)))
+  # A run that has one number of workers at this size has no step.
   if not steps:
     yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
   for before, after in steps:
@@ -96,25 +104,26 @@ def _steps(claim, cells) -> Iterator[Effect]:
       first, second, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
-      values = _paired(cells(first), cells(second), operator.sub)
+      values = _paired(values_of(first), values_of(second), operator.sub)
       yield Effect(f"{a} {sign} {b}", values, margin, math.inf)
 
 
-def _pairs(claim, cells) -> Iterator[Effect]:
+def _pairs(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   """Yields the difference or ratio of each pair of cells."""
   data, ratio = claim.data, claim.kind == "ratio"
   ofs = itertools.chain(*figure_file.groups(data["of"]))
   tos = list(itertools.chain(*figure_file.groups(data["to"])))
-  sign, combine = ("/", _over) if ratio else ("-", operator.sub)
+  sign, combine = ("/", _ratio) if ratio else ("-", operator.sub)
+  # Each cell of `of` with each cell of `to`, groups flattened.
   for a, b in itertools.product(ofs, tos):
-    values = _paired(cells(a), cells(b), combine)
+    values = _paired(values_of(a), values_of(b), combine)
     yield Effect(f"{a} {sign} {b}", values, *claim.bounds, ratio)
 
 
-def _bounds(claim, cells) -> Iterator[Effect]:
+def _bounds(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   """Yields the value of each cell."""
-  for spot in itertools.chain(*figure_file.groups(claim.data["of"])):
-    yield Effect(spot, cells(spot), *claim.bounds)
+  for cell_name in itertools.chain(*figure_file.groups(claim.data["of"])):
+    yield Effect(cell_name, values_of(cell_name), *claim.bounds)
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
@@ -128,16 +137,19 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   points = sorted(zip(xs, ys, strict=True))
   for (x0, y0), (x1, y1) in itertools.pairwise(points):
     if not (math.isfinite(y0) and math.isfinite(y1)):
+      # An unknown value may hide an earlier crossing.
       break
+    # Opposite signs, or one point on the level. Equal ys have no slope.
     if (y0 - level) * (y1 - level) <= 0 and y0 != y1:
+      # Linear interpolation between the two points.
       return float(x0 + (x1 - x0) * (level - y0) / (y1 - y0))
   return math.nan
 
 
-def _threshold(claim, cells) -> Iterator[Effect]:
+def _threshold(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   """Yields the x at which the column crosses the claimed level."""
   data = claim.data
-  columns = [(x, cells(spot)) for spot, x in data["runs"]]
+  columns = [(x, values_of(cell_name)) for cell_name, x in data["runs"]]
   # A crossing needs the values of one seed at every x.
   seeds = set.intersection(*(set(column) for _, column in columns))
   xs = [x for x, _ in columns]
@@ -150,7 +162,8 @@ def _threshold(claim, cells) -> Iterator[Effect]:
   yield Effect(what, values, *claim.bounds)
 
 
-_FOUND = Interval._fields[:4]
+_INTERVAL_KEYS = Interval._fields[:4]  # effect, low, high, coverage
+# Kind of a claim -> its parts.
 _PARTS = {
   "ordering": _steps,
   "monotone": _steps,
@@ -161,28 +174,30 @@ _PARTS = {
 }
 
 
-def decide(part: Effect, statistic: str) -> Decided:
+def decide(part: Effect, statistic: str) -> DecidedPart:
   """Returns a part with its interval by a statistic, and its verdict."""
   values = list(part.values.values())
-  nothing = Interval(math.nan, -math.inf, math.inf, 0.0, "not run at this size")
+  no_interval = Interval(math.nan, -math.inf, math.inf, 0.0)
+  no_interval = no_interval._replace(why="not run at this size")
   if not values:
-    return Decided(part, nothing, UNDECIDED, nothing.why)
+    return DecidedPart(part, no_interval, UNDECIDED, no_interval.why)
+  # Leaving out a seed without a value would be a choice, so the part is
+  # undecided.
   # A seed without a value makes the part undecided: leaving it out would be a
-  # choice.
-  lacking = sum(map(math.isnan, values))
-  if lacking:
+  missing = sum(map(math.isnan, values))
+  if missing:
     odd = ", infinite ones, or none above 0" if part.ratio else (
       ", or infinite ones"
     )
-    why = f"{lacking} of {len(values)} seeds have no value{odd}"
-    return Decided(part, nothing._replace(why=why), UNDECIDED, why)
+    why = f"{missing} of {len(values)} seeds have no value{odd}"
+    return DecidedPart(part, no_interval._replace(why=why), UNDECIDED, why)
   if part.ratio:
     interval = statistics.of_ratios(statistic, values)
   else:
     interval = statistics.STATISTICS[statistic](values)
   # The interval, not the effect alone, must lie between the bounds.
   verdict, why = statistics.judge(interval, part.above, part.below)
-  return Decided(part, interval, verdict, why)
+  return DecidedPart(part, interval, verdict, why)
 
 
 def judge(
@@ -190,13 +205,14 @@ def judge(
 ) -> list[ClaimVerdict]:
   """Returns the verdict of each claim, from finished cells. `counts` are the
   numbers of workers of each run of the experiment at this size."""
-  out = []
+  claim_verdicts = []
   for claim in claims:
+    # `values_of` reads the claim's column of a cell.
     parts = _PARTS[claim.kind](claim, _Cells(claim, table, counts))
     decided = [decide(part, claim.statistic) for part in parts]
-    said = statistics.conclude([each.verdict for each in decided])
-    out.append(ClaimVerdict(claim, said, decided))
-  return out
+    verdict = statistics.conclude([each.verdict for each in decided])
+    claim_verdicts.append(ClaimVerdict(claim, verdict, decided))
+  return claim_verdicts
 
 
 def number(value: float | None) -> str:
@@ -223,18 +239,19 @@ def text(verdicts: Sequence[ClaimVerdict]) -> str:
     lines.append(f"{verdict.verdict:9}  {claim.name}: {claim.says}")
     header = ["", "effect", "interval", "", "claimed", "verdict", ""]
     rows = []
-    for each in verdict.parts:
-      low, high = number(each.interval.low), number(each.interval.high)
-      percent = 100 * each.interval.coverage
+    for part in verdict.parts:
+      low, high = number(part.interval.low), number(part.interval.high)
+      # A coverage of 0 says that there is no interval.
+      percent = 100 * part.interval.coverage
       rows.append(
         [
-          f"    {each.part.what}",
-          number(each.interval.effect),
+          f"    {part.part.what}",
+          number(part.interval.effect),
           f"{low} to {high}" if percent else "-",
           f"{percent:.1f} %" if percent else "",
-          bounds_text(each.part),
-          each.verdict,
-          each.why,
+          bounds_text(part.part),
+          part.verdict,
+          part.why,
         ]
       )
     header[0] = f"    {claim.column}, {claim.statistic}"
@@ -252,24 +269,28 @@ def plain(value: float) -> float | str | None:
 def as_data(verdict: ClaimVerdict) -> dict[str, Any]:
   """Returns a verdict as data for JSON."""
   claim, parts = verdict.claim, []
-  for part, interval, said, why in verdict.parts:
+  for part, interval, part_verdict, why in verdict.parts:
     bounds = {"above": plain(part.above), "below": plain(part.below)}
     values = {str(seed): plain(v) for seed, v in part.values.items()}
-    found = {k: plain(v) for k, v in zip(_FOUND, interval[:4], strict=True)}
+    interval_fields = {key: getattr(interval, key) for key in _INTERVAL_KEYS}
+    numbers = {key: plain(value) for key, value in interval_fields.items()}
     parts.append(
-      {"what": part.what, "verdict": said, "why": why, **found, **bounds}
+      {"what": part.what, "verdict": part_verdict, "why": why}
+      | numbers
+      | bounds
       | {"ratio": part.ratio, "values": values}
     )
   fields = ("name", "says", "kind", "column", "statistic", "note")
-  own = {key: getattr(claim, key) for key in fields}
-  return {**own, "verdict": verdict.verdict, "parts": parts}
+  claim_fields = {key: getattr(claim, key) for key in fields}
+  return {**claim_fields, "verdict": verdict.verdict, "parts": parts}
 
 
 def part_of(data: Mapping[str, Any]) -> Effect:
-  """Returns the part that `as_data` wrote."""
-  bounds = float(data["above"]), float(data["below"])
+  """Returns the part that `as_data` wrote. JSON has no infinities: `plain`
+  wrote them as text, which float() reads, and NaN as null."""
+  above, below = float(data["above"]), float(data["below"])
   values = {
     int(seed): math.nan if value is None else float(value)
     for seed, value in data["values"].items()
   }
-  return Effect(data["what"], values, *bounds, data["ratio"])
+  return Effect(data["what"], values, above, below, data["ratio"])

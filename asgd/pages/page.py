@@ -18,7 +18,9 @@ from asgd.pages import panels
 
 # Pixels for each point of a figure, so that its text has the page's size.
 _PIXELS = 1.45
-_WIDEST, _NARROWEST = 760, 480  # width of a figure, in pixels
+# Pixels: the width of a picture without a known size, and the width below which
+# a narrow window scrolls a picture and no longer shrinks it.
+_WIDEST, _NARROWEST = 760, 480
 _ROUNDING = 1e-9  # a smaller relative spread is not shown
 
 
@@ -48,9 +50,10 @@ def render(
     >>> "<h1>a &lt;b&gt;</h1>" in text, "<li>x &lt; y</li>" in text
     (True, True)
   """
-  return _template(template).render(
+  text: str = _template(template).render(
     title=title, lead=lead, size=panels.SIZE, **sections
   )
+  return text
 
 
 @functools.cache
@@ -74,7 +77,8 @@ class Warned(NamedTuple):
   cells: list[str]  # that have it; [] if it names none
 
 
-_OF_A_CELL = re.compile(r"([^\s:]+-n\d+-s\d+): (.*)", re.DOTALL)
+# LABEL-nWORKERS-sSEED: message.
+_CELL_PREFIX = re.compile(r"([^\s:]+-n\d+-s\d+): (.*)", re.DOTALL)
 
 
 def merged(texts: Iterable[str]) -> list[Warned]:
@@ -88,12 +92,14 @@ def merged(texts: Iterable[str]) -> list[Warned]:
   """
   groups: dict[str, Warned] = {}
   for text in texts:
-    match = _OF_A_CELL.fullmatch(text)
-    cell, said = match.groups() if match else ("", text)
-    key = re.sub(r"\d[\d.e+-]*", "#", said) if cell else text
-    warned = groups.setdefault(key, Warned(said, []))
-    if cell and cell not in warned.cells:
-      warned.cells.append(cell)
+    match = _CELL_PREFIX.fullmatch(text)
+    cell, message = match.groups() if match else ("", text)
+    # Warnings that name no cell are merged only if they are equal.
+    key = re.sub(r"\d[\d.e+-]*", "#", message) if cell else text
+    warning = groups.setdefault(key, Warned(message, []))
+    if cell and cell not in warning.cells:
+      # A cell may repeat a warning, such as one for each evaluation.
+      warning.cells.append(cell)
   return list(groups.values())
 
 
@@ -108,15 +114,17 @@ class Picture(NamedTuple):
 
 def pictures(paths: Iterable[Path]) -> list[Picture]:
   """Reads figures, SVG or PNG, from the paths that exist."""
-  read = []
+  found_pictures = []
   for path in filter(Path.exists, paths):
     kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
     content = path.read_bytes()
+    # Matplotlib writes the size into the first lines of an SVG, in points.
     size = re.search(rb'<svg[^>]* viewBox="0 0 (\d+)', content[:2000])
     width = round(_PIXELS * int(size[1])) if size else _WIDEST
     source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
-    read.append(Picture(path.stem, source, width, min(width, _NARROWEST)))
-  return read
+    width_range = width, min(width, _NARROWEST)
+    found_pictures.append(Picture(path.stem, source, *width_range))
+  return found_pictures
 
 
 class Heading(NamedTuple):
@@ -169,35 +177,43 @@ def results(
     columns: an `asgd.experiment.engines.Column` for each key that is shown at
       once; the page hides the others until a click.
   """
-  known = {column.key: column for column in columns}
-  keys = dict.fromkeys(key for row in rows for key in row)
-  spreads = {f"{key}_std" for key in keys}
-  first = [key for key in known if key in keys]
-  others = (key for key in keys if key not in known and key not in spreads)
-  keys = [*first, *others]
+  shown_columns = {column.key: column for column in columns}
+  row_keys = dict.fromkeys(key for row in rows for key in row)
+  # KEY_std is drawn in the cell of KEY, not as a separate column.
+  spreads = {f"{key}_std" for key in row_keys}
+  first = [key for key in shown_columns if key in row_keys]
+  hidden = set(row_keys) - set(shown_columns) - spreads
+  keys = [*first, *(key for key in row_keys if key in hidden)]
   headings = []
   for key in keys:
     numeric = any(_is_number(row.get(key)) for row in rows)
-    kind = "n" * numeric + " more" * (key not in known)
-    name = known[key].header if key in known else key
+    # CSS: "n" aligns numbers to the right; "more" hides until the click.
+    kind = "n" * numeric + " more" * (key not in shown_columns)
+    name = shown_columns[key].header if key in shown_columns else key
     headings.append(Heading(kind, key, name))
+  # Runs are comparable, and sorted, among those with as many workers.
   groups: dict[Any, list[Any]] = {}
   for row in rows:
     groups.setdefault(row.get("workers"), []).append(row)
-  drawn, marked = {}, False
+  tables: dict[str, list[list[ResultCell]]] = {}
+  has_best = False
   for workers, members in groups.items():
+    # The row itself, not its value: two rows may have equal values.
     best = {key: _best(members, key) for key in keys}
     name = f"{workers} worker{'s' * (workers != 1)}"
-    drawn[name] = [
+    tables[name] = [
       [
-        _cell(row, head, known.get(head.key), is_best=row is best[head.key])
+        _cell(
+          row, head, shown_columns.get(head.key), is_best=row is best[head.key]
+        )
         for head in headings
       ]
       for row in members
     ]
-    marked |= any(row is not None for row in best.values())
+    # The legend appears only if a cell is marked.
+    has_best |= any(row is not None for row in best.values())
   explains = "better than each other run with as many workers (Welch, 95 %)"
-  return Results(headings, drawn, explains if marked else "")
+  return Results(headings, tables, explains if has_best else "")
 
 
 def _best(
@@ -209,24 +225,29 @@ def _best(
   rows = [row for row in rows if not _is_missing(row.get(key))]
   if not sign or len(rows) < 2:
     return None
-  first = max(rows, key=lambda row: sign * row[key])
-  is_best = all(row is first or _differ(first, row, key) for row in rows)
-  return first if is_best else None
+  best = max(rows, key=lambda row: sign * row[key])
+  is_best = all(row is best or _differ(best, row, key) for row in rows)
+  return best if is_best else None
 
 
-def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+def _differ(
+  first: Mapping[str, Any], second: Mapping[str, Any], key: str
+) -> bool:
   """Whether two means over seeds differ, by Welch's test."""
-  from scipy import special
+  from scipy import special  # only here: `asgd watch` needs no SciPy
 
-  spreads = one.get(f"{key}_std"), other.get(f"{key}_std")
-  counts = one.get("seeds", 1), other.get("seeds", 1)
+  # Runs of one seed have no spread, so no difference is more than noise.
+  spreads = first.get(f"{key}_std"), second.get(f"{key}_std")
+  counts = first.get("seeds", 1), second.get("seeds", 1)
   if any(map(_is_missing, spreads)) or min(counts) < 2:
     return False
+  # Squared standard errors of the two means: s^2 / n.
   pairs = zip(spreads, counts, strict=True)
   parts = [float(std or 0) ** 2 / count for std, count in pairs]
-  variance, difference = sum(parts), abs(one[key] - other[key])
-  if not variance:
+  variance, difference = sum(parts), abs(first[key] - second[key])
+  if not variance:  # both runs gave the same value in every seed
     return bool(difference > 0)
+  # The degrees of freedom of Welch and Satterthwaite.
   freedom = variance**2 / sum(
     part**2 / (count - 1) for part, count in zip(parts, counts, strict=True)
   )
@@ -239,20 +260,25 @@ def _cell(
 ) -> ResultCell:
   """Returns the cell of a row with its value and deviation. `column` is an
   `asgd.experiment.engines.Column`, or None for a key without one."""
-  kind, key, _ = heading
+  kind, key, _ = heading  # the CSS class, and the key of results.csv
   kind += " best" * is_best
-  value, std = row.get(key), row.get(f"{key}_std")
+  value: Any = row.get(key)
+  std: Any = row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
+  # Missing values sort first, as an empty text does.
   if _is_missing(value):
     return ResultCell(kind, "", "-")
   if not _is_number(value):
     return ResultCell(kind, str(value), str(value))
+  # A whole number keeps all its digits, such as a count of bytes.
   is_integer = isinstance(value, int) and scale == 1
   shown = str(value) if is_integer else form.format(scale * value)
-  spread = None
-  if not _is_missing(std) and std > _ROUNDING * abs(value):
+  spread: tuple[float, str] | None = None
+  # Equal values of all seeds have a deviation of rounding errors alone.
+  deviation = 0.0 if std is None or _is_missing(std) else float(std)
+  if deviation > _ROUNDING * abs(value):
     few = form if scale != 1 else "{:.2g}"
-    spread = std, few.format(scale * std)
+    spread = deviation, few.format(scale * deviation)
   return ResultCell(kind, str(value), shown, value, spread)
 
 
@@ -264,10 +290,12 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
     >>> leaves({"data": {"name": "digits"}, "seeds": [0, 1]})
     {'data.name': 'digits', 'seeds': [0, 1]}
   """
+  # An empty mapping is a leaf: it would otherwise vanish from the page.
   is_leaf = not isinstance(value, Mapping) or not value
   if is_leaf or key.startswith("runs."):
     return {key: value}
-  above, out = f"{key}." if key else "", {}
+  above = f"{key}." if key else ""
+  out: dict[str, Any] = {}
   for name, inner in value.items():
     out |= leaves(inner, f"{above}{name}")
   return out
@@ -282,6 +310,8 @@ class Config(NamedTuple):
 
 def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
   """Returns a config beside its defaults."""
+  # Both sides as JSON, so that 1 and 1.0, or a tuple and a list, compare as
+  # they are written.
   defaults = leaves(defaults)
   rows = [
     (key, json.dumps(x), json.dumps(defaults[key]) if key in defaults else "")
@@ -293,10 +323,10 @@ def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
 
 def facts(pairs: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the pairs with a value; a mapping becomes one line of text."""
-  out = {}
+  valued = {}
   for name, value in pairs.items():
     if isinstance(value, Mapping):
       value = ", ".join(f"{key} {inner}" for key, inner in value.items())
     if value not in (None, ""):
-      out[name] = value
-  return out
+      valued[name] = value
+  return valued

@@ -28,11 +28,11 @@ class Size(NamedTuple):
 
 
 SIZE = Size()
-_TICKS = 5  # about so many on an axis
+_TICKS = 5  # wanted on an axis; steps of 1, 2 or 5 give 3 to 6
 _BARS, _FEW_BARS = 32, 5  # most bars; there is room for a few at least
 _RECENT = 5.0  # seconds over which the present rate is taken
 _WIDE = 50.0  # ratio of the values from which an axis is logarithmic
-_SCALE = 1000  # width of a strip
+_SCALE = 1000  # width of a strip's viewBox, which is its whole time
 
 
 class Chart(NamedTuple):
@@ -42,6 +42,7 @@ class Chart(NamedTuple):
   x_label: str
   x_ticks: list[tuple[float, str]]
   y_ticks: list[tuple[float, str]]
+  # A polyline's end is marked with a dot: the latest value.
   # (name, points of a polyline, its end)
   lines: list[tuple[str, str, tuple[float, float]]] = []
   bars: list[tuple[float, float, float, str]] = []  # x, width, height, text
@@ -107,20 +108,26 @@ def _ticks(low: float, high: float) -> list[float]:
     >>> _ticks(0.0, 9.0)
     [0.0, 2.0, 4.0, 6.0, 8.0]
   """
+  # The step is the smallest of 1, 2, 5 times a power of ten that is at least
+  # `rough`.
   rough = (high - low) / _TICKS
   power = 10.0 ** math.floor(math.log10(rough))
   step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * rough)
+  # 1e-9: a limit that is a tick up to rounding has its tick.
   first = math.ceil(low / step - 1e-9)
   count = math.floor(high / step + 1e-9) - first + 1
+  # 12 digits hide the rounding of 0.1 * 3.
   return [round((first + i) * step, 12) for i in range(count)]
 
 
 def _across(value: Any, low: float, high: float) -> Any:
+  """Returns the pixel of a value, or an array of them, along the x axis."""
   room = SIZE.width - SIZE.left - SIZE.right
   return SIZE.left + room * (value - low) / (high - low)
 
 
 def _down(value: Any, low: float, high: float) -> Any:
+  """Returns the pixel of a value along the y axis, which SVG counts down."""
   bottom = SIZE.height - SIZE.bottom
   return bottom - (bottom - SIZE.top) * (value - low) / (high - low)
 
@@ -129,6 +136,7 @@ def _range(values: npt.NDArray[Any], *, zero: bool) -> tuple[float, float]:
   """Returns limits of an axis that differ, from 0 on if `zero`."""
   low, high = float(values.min()), float(values.max())
   low = min(low, 0.0) if zero else low
+  # Equal limits would divide by 0 in `_across` and `_down`.
   if high - low <= 1e-9 * max(abs(high), abs(low)):
     low, high = (low, high + 1.0) if zero else (low - 0.5, high + 0.5)
   return low, high
@@ -144,6 +152,7 @@ def _curves(
   """Returns a chart of named curves; None without any finite point."""
   arrays = {}
   for label, points in curves.items():
+    # JSON has null for a loss that is not finite; the curve skips it.
     rows = np.array([[x, np.nan if y is None else y] for x, y in points], float)
     rows = rows.reshape(-1, 2)
     rows = rows[np.isfinite(rows).all(1)]
@@ -151,13 +160,14 @@ def _curves(
       arrays[label] = rows
   if not arrays:
     return None
-  points = np.concatenate([*arrays.values()])
-  values = points[:, 1]
+  all_points = np.concatenate([*arrays.values()])
+  values = all_points[:, 1]
+  # The axis is logarithmic if values span decades; rates start at 0.
   scale: Callable[[Any], Any] = np.asarray
   is_log = not zero and values.min() > 0 and values.max() > _WIDE * values.min()
   if is_log:
     scale = np.log10
-  x_range = _range(points[:, 0], zero=True)
+  x_range = _range(all_points[:, 0], zero=True)
   y_range = _range(scale(values), zero=zero)
   lines = []
   for label, rows in arrays.items():
@@ -165,6 +175,7 @@ def _curves(
     pixels = list(zip(x.tolist(), y.tolist(), strict=True))
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     lines.append((label, text, pixels[-1]))
+  # Ticks are round in the axis' scale: exponents, if it is logarithmic.
   ticks = _ticks(*y_range)
   shown = [number(10**tick if is_log else tick, "{:.3g}") for tick in ticks]
   return Chart(
@@ -195,8 +206,9 @@ def _bars(
   total = int(counts.sum())
   if not total:
     return None
-  shares = 100 * counts / total
+  shares = 100 * counts / total  # percent of all messages
   high = float(shares.max())
+  # `_FEW_BARS`: a single bar is not as wide as the chart.
   count = len(counts)
   x = _across(np.arange(count + 1), 0, max(count, _FEW_BARS))
   height = SIZE.height - SIZE.bottom - _down(shares, 0, high)
@@ -219,35 +231,41 @@ def _bars(
 def _staleness(content: Mapping[str, Any]) -> Chart | None:
   """Returns the histogram of staleness."""
   counts, width = np.array(content["counts"], int), content["width"]
-  merged = max(-(-len(counts) // _BARS), 1)
-  counts = np.append(counts, np.zeros(-len(counts) % merged, int))
-  counts, width = counts.reshape(-1, merged).sum(1), width * merged
+  # Merge neighbours until at most `_BARS` bars remain.
+  bars_merged = max(-(-len(counts) // _BARS), 1)
+  # Pad with zeros, so that the last bar merges as many as the others.
+  counts = np.append(counts, np.zeros(-len(counts) % bars_merged, int))
+  counts, width = counts.reshape(-1, bars_merged).sum(1), width * bars_merged
   labels = [
     f"{i * width}" if width == 1 else f"{i * width} to {(i + 1) * width - 1}"
     for i in range(len(counts))
   ]
-  step = -(-len(counts) // 6)
+  step = -(-len(counts) // 6)  # about six labels fit below the axis
   ticks = [(i, f"{i * width}") for i in range(0, len(counts), step)]
   return _bars("Staleness", "updates", counts, labels, ticks)
 
 
 def _gap(content: Mapping[str, Any]) -> Chart | None:
   """Returns the histogram of gaps, on a logarithmic axis."""
+  # Bin 0 has the gaps of 0, clipped by `cell_progress`. `range` has exponents.
   counts, (low, high) = np.array(content["counts"], int), content["range"]
   edges = np.linspace(low, high, len(counts) + 1)
   zero, some = int(counts[0]), np.flatnonzero(counts[1:])
   name, x_label = "Gap", "RMS of the parameters' change, log scale"
-  if not len(some):
+  if not len(some):  # every gap is 0, as with one worker
     return _bars(name, x_label, counts[:1], ["0"], [(0, "0")])
+  # Cut the empty bins at both ends.
   first, last = some[0] + 1, some[-1] + 2
   labels = [
     f"{10**a:.2g} to {10**b:.2g}"
     for a, b in itertools.pairwise(edges[first : last + 1])
   ]
+  # A bar of zeros stands apart, one empty bar to the left of the others.
   inner, ticks = counts[first:last], []
   if zero:
     inner, labels = np.append([zero, 0], inner), ["0", "-", *labels]
     ticks = [(0, "0")]
+  # From a bin's index to that of its bar.
   shift = 2 * bool(zero) - first
   step = max(-(-len(inner) // 4), 1)
   ticks += [
@@ -262,6 +280,7 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
   work, unit = progress["work"], progress["unit"]
   if not work:
     return None
+  # A worker is known from the start of its first stretch on.
   starts: dict[int, float] = {}
   for lane, _, start, _ in work:
     starts[lane] = min(start, starts.get(lane, start))
@@ -272,18 +291,23 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
   begin = min(max(starts.values()), (first + end) / 2)
   length = (end - begin) or 1.0
   lanes = []
+  # `step`: a synchronous run reports its workers as one lane.
   step = len(starts) == 1 and progress["workers"] > 1
   for lane in sorted(starts):
+    # "all": a synchronous step, whose workers have one strip together.
     parts, busy = [], dict.fromkeys(("compute", "wire"), 0.0)
     for _, kind, start, stop in sorted(p for p in work if p[0] == lane):
-      start = max(start, begin)
+      start = max(start, begin)  # cut at the strip's left edge
       if stop <= start:
         continue
-      took, name = stop - start, kind if kind in ("wire", "job") else "compute"
-      x, width = (_SCALE * time / length for time in (start - begin, took))
-      parts.append((kind, x, width, f"{kind}, {number(took)} {unit}"))
-      busy[name] = busy.get(name, 0.0) + took
+      # Forward, backward and their like count as compute.
+      duration = stop - start
+      name = kind if kind in ("wire", "job") else "compute"
+      x, width = (_SCALE * time / length for time in (start - begin, duration))
+      parts.append((kind, x, width, f"{kind}, {number(duration)} {unit}"))
+      busy[name] = busy.get(name, 0.0) + duration
     shares = {name: 100 * time / length for name, time in busy.items() if time}
+    # The rest of the time the worker waits for a ticket or a peer.
     shares["wait"] = max(100 - sum(shares.values()), 0.0)
     text = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())
     lanes.append(Lane("all" if step else str(lane), parts, text))
@@ -296,13 +320,14 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
 
 def _rate(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
   """Returns (seconds, messages a second) between points."""
-  before, out = (0.0, 0.0), []
+  previous, rates = (0.0, 0.0), []
+  # A rollback lowers the count of messages: no rate is shown across it.
   for seconds, message, *_ in points:
-    if seconds > before[0] and message >= before[1]:
-      rate = (message - before[1]) / (seconds - before[0])
-      out.append((seconds, rate))
-    before = seconds, message
-  return out
+    if seconds > previous[0] and message >= previous[1]:
+      rate = (message - previous[1]) / (seconds - previous[0])
+      rates.append((seconds, rate))
+    previous = seconds, message
+  return rates
 
 
 def _facts(cell: CellFiles) -> list[tuple[str, str]]:
@@ -311,6 +336,7 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
   points, total = progress["points"], progress["total"]
   done, (up, down) = progress["messages"], progress["bytes"]
   facts = [("messages", f"{done:,} of {total:,}")]
+  # The present rate while the cell is trained, the mean of all afterwards.
   recent = [p for p in points if p[0] >= points[-1][0] - _RECENT]
   if cell.result or len(recent) < 2:
     recent = [[0.0, 0], *points[-1:]]
@@ -320,6 +346,7 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
     facts.append(("messages/s", number(rate, "{:.3g}")))
   if points:
     facts.append(("loss", number(points[-1][2])))
+  # The final evaluation, or the last one so far.
   row = cell.result or (cell.rows[-1] if cell.rows else {})
   for key, name in (("test_loss", "test loss"), ("test_accuracy", "accuracy")):
     if row.get(key) is not None:
@@ -328,6 +355,7 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
       facts.append((name, value))
   staleness = progress["staleness"]
   counts = np.array(staleness["counts"], float)
+  # Bins wider than 1 do not give an exact mean.
   if counts.sum() and staleness["width"] == 1:
     mean = np.arange(len(counts)) @ counts / counts.sum()
     facts.append(("staleness", number(mean, "{:.3g}")))
@@ -342,6 +370,7 @@ def of_cell(cell: CellFiles) -> Panels:
   missing or was damaged."""
   try:
     return _of_progress(cell)
+  # A damaged file must not end the page of all other cells.
   except (LookupError, TypeError, ValueError, ArithmeticError):
     return Panels(cell.name, cell.state, 0.0, [], [], None, [])
 
@@ -357,6 +386,7 @@ def _of_progress(cell: CellFiles) -> Panels:
     _staleness(progress["staleness"]),
     _gap(progress["gap"]),
   ]
+  # The points have bytes since the last point; the chart shows their sum.
   sent, total = [], 0.0
   for _, message, _, _, nbytes in points:
     sent.append((message, total := total + nbytes / 1e6))
@@ -370,5 +400,5 @@ def _of_progress(cell: CellFiles) -> Panels:
     _facts(cell),
     [chart for chart in charts if chart],
     _strip(progress),
-    events[::-1],
+    events[::-1],  # the newest first
   )

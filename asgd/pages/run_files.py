@@ -17,7 +17,8 @@ _MAX_PROGRESS_BYTES = 2**23  # a run writes some 100 kB
 _MAX_BYTES = 2**28  # of another file that is read whole
 
 
-FINISHED, BEGUN = "finished", "begun"  # states of a cell
+# A cell is BEGUN from its first file on, FINISHED once it has a result.
+FINISHED, BEGUN = "finished", "begun"
 
 
 class CellFiles(NamedTuple):
@@ -34,55 +35,62 @@ class CellFiles(NamedTuple):
     return FINISHED if self.result else BEGUN
 
 
-def _content(place: Path, name: str) -> str:
+def _content(cell_folder: Path, name: str) -> str:
   """Returns the text of a cell's file, packed or not; "" if it is missing, is
   no plain file, or is larger than any that a run writes."""
-  path = place / name
+  path = cell_folder / name
+  # [1] The loose file of a cell that is trained.
   with contextlib.suppress(OSError):
-    most = _MAX_BYTES if name != PROGRESS else _MAX_PROGRESS_BYTES
-    if not path.is_file() or path.stat().st_size > most:
+    limit = _MAX_BYTES if name != PROGRESS else _MAX_PROGRESS_BYTES
+    if not path.is_file() or path.stat().st_size > limit:
       raise OSError
     return path.read_text("utf-8", "replace")
+  # [2] The archive, which replaces the loose files of a finished cell.
   absent = OSError, KeyError, zipfile.BadZipFile
-  with contextlib.suppress(*absent), zipfile.ZipFile(place / _ARCHIVE) as file:
+  with (
+    contextlib.suppress(*absent),
+    zipfile.ZipFile(cell_folder / _ARCHIVE) as file,
+  ):
     return file.read(name).decode("utf-8", "replace")
   return ""
 
 
 def _json(text: str) -> dict[str, Any]:
   """Returns a JSON object; {} for any other text."""
+  # A deeply nested text exhausts the parser's stack.
   with contextlib.suppress(ValueError, RecursionError):
     value = json.loads(text)
     return value if isinstance(value, dict) else {}
   return {}
 
 
-def read_progress(place: Path) -> dict[str, Any]:
+def read_progress(cell_folder: Path) -> dict[str, Any]:
   """Returns the contents of a cell's progress.json; {} if there is none."""
-  return _json(_content(place, PROGRESS))
+  return _json(_content(cell_folder, PROGRESS))
 
 
-def last_write(place: Path) -> float:
+def last_write(cell_folder: Path) -> float:
   """Returns when a file of a cell was written last, in seconds since 1970."""
   names = PROGRESS, "cell.json", "metrics.jsonl", "result.json", _ARCHIVE
   times = [0.0]
   for name in names:
     with contextlib.suppress(OSError):  # missing, or removed just now
-      times.append((place / name).stat().st_mtime)
+      times.append((cell_folder / name).stat().st_mtime)
   return max(times)
 
 
-def is_held(place: Path) -> bool:
+def is_locked(cell_folder: Path) -> bool:
   """Whether a process trains a cell, or was killed while it did."""
-  return (place / ".lock").exists()
+  return (cell_folder / ".lock").exists()
 
 
-def read_cell(place: Path) -> CellFiles:
+def read_cell(cell_folder: Path) -> CellFiles:
   """Reads the folder of a cell."""
-  lines = _content(place, "metrics.jsonl").split("\n")[:-1]
+  # The last line may be cut: text after the last newline is left out.
+  lines = _content(cell_folder, "metrics.jsonl").split("\n")[:-1]
   rows = list(filter(None, map(_json, lines)))
-  result = _json(_content(place, "result.json"))
-  return CellFiles(place.name, read_progress(place), rows, result)
+  result = _json(_content(cell_folder, "result.json"))
+  return CellFiles(cell_folder.name, read_progress(cell_folder), rows, result)
 
 
 def cells_of(workdir: Path) -> list[Path]:
@@ -94,8 +102,10 @@ def cells_of(workdir: Path) -> list[Path]:
   """
   train = f"start asgd train --workdir={workdir}, then watch it"
   if not workdir.is_dir():
-    what = "is a file" if workdir.exists() else "does not exist"
-    raise ValueError(f"{workdir} {what}: name the folder of a run, or {train}")
+    problem = "is a file" if workdir.exists() else "does not exist"
+    raise ValueError(
+      f"{workdir} {problem}: name the folder of a run, or {train}"
+    )
   if not (workdir / "config.json").exists():
     if not any(workdir.iterdir()):
       raise ValueError(f"{workdir} is empty, no run has begun in it: {train}")

@@ -281,21 +281,21 @@ def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
 
 def test_a_picture_of_no_figure_is_not_overwritten():
   with pytest.raises(ValueError, match=r"main_job\.svg belongs to no figure"):
-    gallery.check_place(DOCS, "main_job")
+    gallery.check_destination(DOCS, "main_job")
 
 
 def test_quick_verdicts_are_not_kept_instead_of_full_ones(docs, tmp_path):
   docs(lambda data, claim, part: data.update(size="full"))
   place, message = tmp_path / "run", r"verdicts of the full size.*--quick"
   with pytest.raises(ValueError, match=message):
-    gallery.check_place(tmp_path, "stragglers", size="quick")
+    gallery.check_destination(tmp_path, "stragglers", size="quick")
   place.mkdir()
   (place / "stragglers.json").write_text('{"size": "quick"}')
   with pytest.raises(ValueError, match=message):
-    gallery.keep(place, "stragglers", tmp_path)
-  gallery.check_place(tmp_path, "stragglers")
+    gallery.copy_to_docs(place, "stragglers", tmp_path)
+  gallery.check_destination(tmp_path, "stragglers")
   docs(lambda data, claim, part: data.update(size="quick"))
-  gallery.check_place(tmp_path, "stragglers", size="quick")
+  gallery.check_destination(tmp_path, "stragglers", size="quick")
 
 
 @pytest.mark.parametrize("quick", [False, True])
