@@ -16,6 +16,9 @@ import sys
 
 from . import command_line, platforms
 
+# sys.argv[0] is "-m" while the package of `python -m launch.NAME` is imported,
+# and the path of the script for `asgd`. Any other import of this package has
+# no effects.
 if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
   # Ctrl-C during the import of libraries ends the command at once. Otherwise
   # KeyboardInterrupt is raised inside a library, which prints a page of
@@ -24,6 +27,7 @@ if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
   # Imported modules stay: garbage collections during the import would find
   # nothing and take a tenth of the time. `flags.run` enables them again.
   gc.disable()
+  # JAX reads its environment variables when it is imported.
   platforms.choose()
   # `python -m launch.NAME` imports this package first, and then its module,
   # which imports JAX.

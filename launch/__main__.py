@@ -14,10 +14,11 @@ from . import command_line
 from .command_flags import COMMANDS, OF_CONFIG
 
 
-def _exact(name: str) -> str:
+def _exact_name(name: str) -> str:
   """Returns the name of a command; fails for an unknown one."""
   from asgd import names  # NumPy below it takes time
 
+  # Other spellings, such as draw-schedule, are accepted.
   name = names.canonical(name, COMMANDS)
   try:
     names.check("command", name, COMMANDS)
@@ -30,6 +31,7 @@ def _exact(name: str) -> str:
 def main() -> None:
   """Runs the named command with the other words as its command line."""
   name, *words = sys.argv[1:] or ["--help"]
+  # asgd help train is asgd train --help.
   if name == "help" and words:
     name, words = words[0], ["--help"]
   if name in (*command_line.HELP, "help"):
@@ -38,12 +40,16 @@ def main() -> None:
   if name == "--version":
     print(f"asgd {asgd.__version__}")
     return
+  # `asgd --list` is a flag of train, which answers it from the catalogue.
   if name == "--list":
     name, words = "train", ["--list", *words]
-  name = name if name in COMMANDS else _exact(name)
+  name = name if name in COMMANDS else _exact_name(name)
+  # The first word of such a command is its config.
   if name in OF_CONFIG and words and not words[0].startswith("-"):
     words[0] = f"--config={words[0]}"
+  # Ends here for --help and for wrong flags, before JAX is imported.
   command_line.dispatch(name, words)
+  # The module runs as if `python -m launch.NAME` had started it.
   sys.argv[1:] = words
   runpy.run_module(f"{__package__}.{name}", run_name="__main__", alter_sys=True)
 

@@ -46,14 +46,15 @@ import random
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from asgd import names
-from asgd.experiment import audit, build, chaos, protocol
+from asgd.experiment import audit, build, cells, chaos, protocol
 from asgd.live.world import explore
 
 from . import flags
 
-_EVERY = 500  # seeds between two printed lines of --simulate
+_SEEDS_A_LINE = 500  # between two printed lines of --simulate
 
 _F = flags.define("chaos")
 
@@ -62,7 +63,7 @@ def _check_flags() -> None:
   """Raises ValueError for a time out of its range, before anything starts."""
   for name in ("mtbf", "seconds", "patience"):
     value = _F[name].value
-    if not 0 < value < math.inf:
+    if not 0 < value < math.inf:  # NaN fails, too
       raise ValueError(
         f"--{name}={value:g} must be positive and finite; it is a time in"
         " seconds"
@@ -79,8 +80,10 @@ def _check_kinds(engine: str) -> list[str]:
       f"--kinds={','.join(kinds)} has an empty name between commas; {choose}"
     )
   for kind in kinds:
+    # One by one: the error names the nearest kind of a wrong one.
     if kind not in chaos.KINDS:
       raise ValueError(f"--kinds={kind}: {names.nearest(kind, chaos.KINDS)}")
+  # Threads share the driver's process, so only that one can be killed.
   if engine != "ray" and set(kinds) != {"driver"}:
     raise ValueError(
       f"--engine={engine} has one process, the driver: use --kinds=driver, or"
@@ -91,11 +94,12 @@ def _check_kinds(engine: str) -> list[str]:
 
 def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   """Returns a text of the injected failures, and of kinds never injected."""
+  # In the order of KINDS, not of the failures.
   count = collections.Counter(failure.kind for failure in failures)
-  done = ", ".join(
+  counts = ", ".join(
     f"{count[kind]} {kind}" for kind in chaos.KINDS if count[kind]
   )
-  text = f"injected: {done or 'nothing'}"
+  text = f"injected: {counts or 'nothing'}"
   never = [kind for kind in chaos.KINDS if kind in kinds and not count[kind]]
   if not never:
     return text
@@ -105,17 +109,26 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   )
 
 
-def _report(exp, out, victim, kinds) -> bool:
+def _report(
+  exp: cells.Experiment,
+  workdir: Path,
+  victim: chaos.Victim,
+  kinds: Sequence[str],
+) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, victim.failures)}\n")
-  flags.publish(workdir=str(out), injected=len(victim.failures))
+  flags.publish(workdir=str(workdir), injected=len(victim.failures))
   data_dir, passed = _F["data_dir"].value, True
+  # [1] Each cell against the failures that were injected into it.
   for cell in exp.cells:
-    plan, place = exp.plan(cell), out / "cells" / cell.name
+    plan, cell_folder = exp.plan(cell), workdir / "cells" / cell.name
     failures = [f for f in victim.failures if f.cell == cell.name]
-    for finding in audit.findings(plan, place, failures, data_dir=data_dir):
+    for finding in audit.findings(
+      plan, cell_folder, failures, data_dir=data_dir
+    ):
       _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
       passed &= finding.well
+  # [2] The machine: no process and no memory may outlive the run.
   alive = chaos.alive(victim.processes)  # waits for Ray to end its processes
   memories = [path for path in sorted(victim.memories) if path.exists()]
   leftovers = [f"memory {path}" for path in memories]
@@ -125,7 +138,7 @@ def _report(exp, out, victim, kinds) -> bool:
   return passed and not leftovers
 
 
-def _print_finding(what, text, well):
+def _print_finding(what: str, text: str, well: bool) -> None:
   """Prints the line of one check, and keeps it for --json."""
   flags.append("checks", {"what": what, "result": text, "passed": well})
   print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
@@ -133,43 +146,50 @@ def _print_finding(what, text, well):
 
 def _simulate() -> None:
   """Checks seeds in the simulated world, see `asgd.live.world`."""
-  count, first, numbers = (_F[x].value for x in ("simulate", "seed", "faults"))
-  jobs, keep = _F["jobs"].value, None
+  count, first = _F["simulate"].value, _F["seed"].value
+  fault_indices, jobs = _F["faults"].value, _F["jobs"].value
+  kept_faults = None  # all faults of a seed
   for name, value in (("simulate", count), ("jobs", jobs)):
     if value < 1:
       raise ValueError(f"--{name}={value} must be 1 or more")
-  for name, given in (
+  for name, is_given in (
     ("config", flags.has_config()),
     ("workdir", _F["workdir"].value is not None),
   ):
-    if given:
+    if is_given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
   protocol = _F["protocol"].value
   # The seed draws the faults, too, so --faults can name them by index.
   drawn = explore.drawn(first, protocol)
-  if numbers is not None:
-    there = len(drawn.faults)
+  if fault_indices is not None:
+    fault_count = len(drawn.faults)
     if count != 1:
       raise ValueError("--faults selects faults of one seed: add --simulate=1")
-    if not all(x.isdecimal() and int(x) < there for x in numbers):
+    # Indices of faults are those of the one seed that --seed names.
+    if not all(x.isdecimal() and int(x) < fault_count for x in fault_indices):
       raise ValueError(
-        f"--faults={','.join(numbers)}: seed {first} has faults 0 to"
-        f" {there - 1}; name some of them, such as --faults=0,1"
+        f"--faults={','.join(fault_indices)}: seed {first} has faults 0 to"
+        f" {fault_count - 1}; name some of them, such as --faults=0,1"
       )
-    keep = [int(x) for x in numbers]
+    kept_faults = [int(x) for x in fault_indices]
   seeds, tally = range(first, first + count), explore.Tally(protocol)
-  options = {"jobs": jobs, "keep": keep, "protocol": protocol}
+  options = {"jobs": jobs, "keep": kept_faults, "protocol": protocol}
   try:
+    # Outcomes arrive in the order in which processes end, not of the seeds.
     for outcome in explore.run_seeds(seeds, **options):
       tally.add(outcome)
       if outcome.error:
-        print(explore.explain(outcome, keep, protocol), flush=True)
+        print(explore.explain(outcome, kept_faults, protocol), flush=True)
       elif count == 1:
-        those = range(len(drawn.faults)) if keep is None else keep
-        print(f"{drawn.describe(those)}\n")
-      if tally.runs % _EVERY == 0 and tally.runs < count:
+        shown_faults = (
+          range(len(drawn.faults)) if kept_faults is None else kept_faults
+        )
+        print(f"{drawn.describe(shown_faults)}\n")
+      # No line at the end: the table follows.
+      if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < count:
         failed = len(tally.failed)
         print(f"{tally.runs:,} of {count:,} seeds, {failed} failed", flush=True)
+  # The seeds so far are a result, too, so print their table before exiting.
   except KeyboardInterrupt:
     print(tally.table())
     print(
@@ -177,7 +197,7 @@ def _simulate() -> None:
       f" {len(tally.failed)} failed",
       file=sys.stderr,
     )
-    sys.exit(128 + signal.SIGINT)
+    sys.exit(128 + signal.SIGINT)  # as a shell reports a signal
   print(tally.table())
   flags.publish(seeds=count, failed=sorted(tally.failed))
   if tally.failed:
@@ -199,12 +219,14 @@ def main() -> None:
     engines=flags.ENGINES,
     data_dir=_F["data_dir"].value,
   )
-  out, command = flags.training_command("chaos")
+  workdir, command = flags.training_command("chaos")
   protocols = {
     cell.name: protocol.of(exp.runs[cell.label]) for cell in exp.cells
   }
   # [1] Train in other processes, which this one kills.
-  victim = chaos.Victim(out, command, protocols)
+  # The audit needs the plans of the cells. Building them first also finds wrong
+  # flags before a process is started.
+  victim = chaos.Victim(workdir, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
     chaos.inject(victim, kinds, random.Random(_F["seed"].value), **times)
@@ -214,10 +236,12 @@ def main() -> None:
     victim.end()
   # [2] Audit the results, unless the training itself failed.
   status = victim.process.returncode
-  if status not in (0, flags.INCOMPLETE):  # the audit reports what is missing
+  # The audit reports the faults of a cell without a valid result.
+  if status not in (0, flags.INCOMPLETE):
     raise flags.Failed(f"chaos: asgd train ended with status {status}")
-  if not _report(exp, out, victim, kinds):
+  if not _report(exp, workdir, victim, kinds):
     raise flags.Failed("chaos: the audit failed")
+  # A pass without a failure would prove nothing.
   if not victim.failures:
     raise flags.Failed("chaos: no failure was injected, so nothing was tested")
   print("\nthe audit found no fault")

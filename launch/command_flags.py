@@ -14,6 +14,7 @@ Flag = tuple[Any, Any, str]
 OPTIONAL = "optional"
 GIVEN = "true"  # absl's value of an optional text flag without a text
 
+# Copies of names of the library, which tests compare with their origin.
 ENGINES = "simulate", "threads", "ray", "mesh", "pipeline"
 LIVE = "threads", "ray"
 KINDS = "worker", "shard", "hang", "driver", "term"  # of failures
@@ -35,6 +36,7 @@ class Usage(NamedTuple):
   config: str = ""  # an example of --config, if the command takes a config
 
 
+# Flags that several commands share.
 _QUIET = (bool, False, "Print only warnings and errors.")
 _JSON = (bool, False, "Print the results as one JSON object; the rest: stderr.")
 _TRUST = (bool, False, "Run code that another user's folder names.")
@@ -47,7 +49,8 @@ _WORKDIR = (
   "Folder of results. Default: the runs/CONFIG-NNN that already holds this"
   " experiment, or the next free one."
 )
-TRAINING: dict[str, Flag] = {  # flags of every command that trains
+# Flags of every command that trains; `flags.training_command` passes them on.
+TRAINING: dict[str, Flag] = {
   "workdir": (str, None, _WORKDIR),
   "data_dir": (str, None, "Folder or file of the data. Default: search it."),
   "engine": (ENGINES, None, "For all runs, instead of the config's."),
@@ -60,6 +63,7 @@ TRAINING: dict[str, Flag] = {  # flags of every command that trains
     "Allow Ray to listen on other network interfaces (docs/howto/security.md).",
   ),
 }
+# The error of a wrong fault names the same kinds.
 _FAULT = "Faults to inject: KIND:WORKER:SEQ,... (kill:1:20;"
 _FAULT += " slow:1:20:SECONDS), of " + ", ".join(FAULTS)
 _TRAIN: dict[str, Flag] = {
@@ -83,6 +87,7 @@ _TRAIN: dict[str, Flag] = {
   "json": _JSON,
 }
 _CHAOS: dict[str, Flag] = {
+  # engine is another flag here: only live runs have processes to kill.
   **TRAINING,
   "engine": (LIVE, "ray", "Engine of all runs."),
   "mtbf": (float, 5.0, "Mean seconds between two failures."),
@@ -168,7 +173,9 @@ DRAWING: dict[str, Flag] = {
   "own": (list, [], "NAME=TIME,... of user-defined actions."),
   "options": (list, [], "KEY=VALUE,... of the schedule."),
 }
-COSTS = {  # times of `draw_schedule`; defaults in parentheses
+# Times of `draw_schedule`, each one number or one for each stage. Defaults, in
+# parentheses, are filled in by the analysis from the other times.
+COSTS = {
   "forward": "Time of a forward (1).",
   "backward": "Time of a backward (that of input + weight).",
   "input": "Time of a backward of inputs (1).",
@@ -177,7 +184,9 @@ COSTS = {  # times of `draw_schedule`; defaults in parentheses
   "transfer_back": "Time of a transfer of gradients (as transfer).",
   "overlap": "Time of a block of a forward and a backward (their sum).",
 }
-OF_SCHEDULES = {  # options of schedules; a text ends with its only schedule
+# Options of schedules: which of them a schedule takes is known only to its
+# function. A text ends with the only schedule that has the option.
+OF_SCHEDULES = {
   "stages": "Stages, one on each device.",
   "devices": "Number of devices, or the device of each stage (0,1,1,0).",
   "chunks": "Stages of each device.",
@@ -213,6 +222,7 @@ def _texts(helps: Mapping[str, str]) -> dict[str, Flag]:
   return {name: (str, None, text) for name, text in helps.items()}
 
 
+# The folder of one cell.
 _RUN = "WORKDIR/cells/NAME"
 COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "train": Usage("CONFIG", _TRAIN, config="digits"),
@@ -237,6 +247,7 @@ COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "bench": Usage("[NAME]", _BENCH, words=20),
   "completion": Usage("bash | zsh", {}, words=1),
 }
-OF_CONFIG = tuple(  # their first word is a config
+# Commands whose first word may be a config instead of --config.
+OF_CONFIG = tuple(
   name for name, each in COMMANDS.items() if each.config and not each.words
 )

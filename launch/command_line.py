@@ -23,8 +23,9 @@ from .command_flags import COMMANDS, OPTIONAL, Flag, Usage
 USAGE_ERROR = 2  # exit status
 HELP = "--help", "-h", "-help", "--helpfull", "--helpshort"
 _HERE = Path(__file__).parent
-_WIDEST = 100  # columns of --help
-_NEAR = 0.6  # least similarity of a name that an error proposes
+# Columns of --help: longer lines are hard to read on a wide terminal.
+_WIDEST = 100
+_NEAR = 0.6  # least similarity of a name that an error proposes, of 1
 _LONGEST = 60  # most characters of a printed default
 
 
@@ -34,6 +35,7 @@ def summary(name: str) -> str:
 
 
 def _docstring(name: str) -> str:
+  """Returns the docstring of a command's file, which is parsed, not run."""
   folder = _HERE / name
   path = folder / "__main__.py" if folder.is_dir() else _HERE / f"{name}.py"
   return ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -43,7 +45,10 @@ def _docstring(name: str) -> str:
 def catalogue() -> dict[str, Any]:
   """Returns the names and keys of a config, as `listing.write` stored them:
   "list", the lines of `asgd --list`, and "keys", (kind, default) of each."""
-  return json.loads((_HERE / "catalogue.json").read_text())
+  content: dict[str, Any] = json.loads(
+    (_HERE / "catalogue.json").read_text()
+  )
+  return content
 
 
 def fail(text: str) -> NoReturn:
@@ -70,10 +75,13 @@ def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
   """Yields the lines of (name, text) rows in two columns."""
   columns = min(shutil.get_terminal_size().columns, _WIDEST)
   rows = list(rows)
+  # 32: one long name does not push all texts to the right.
   width = min(max((len(name) for name, _ in rows), default=0), 32) + 4
   for name, text in rows:
     head = f"  {name}".ljust(width)
+    # [""]: a name without a text
     wrapped = textwrap.wrap(text, max(columns - width, 24)) or [""]
+    # A name wider than its column has a line for itself.
     if len(head) > width:
       yield head
       head = " " * width
@@ -89,8 +97,9 @@ def _usage_of(name: str, flag: Flag) -> tuple[str, str]:
   if kind == OPTIONAL:
     return f"--{name}[=TEXT]", text
   values = {str: "TEXT", int: "N", float: "NUMBER", list: "A,B,..."}
-  if kind not in values:
+  if kind not in values:  # an enum: its names
     text = f"{text} One of {', '.join(kind)}."
+  # An empty list and None say nothing to a reader.
   if default not in (None, []) and f"{default}" not in text:
     shown = ",".join(default) if isinstance(default, list) else f"{default}"
     text += f" Default: {shown}."
@@ -117,7 +126,10 @@ def help_text(name: str) -> str:
     lines += ["", "flags:"]
   if command.config:
     text = "A file with get_config(), or the name of a config of asgd."
-    of_config = {"--config=FILE": text, "--config.KEY=VALUE": "Set a key."}
+    of_config = {
+      "--config=FILE": text,
+      "--config.KEY=VALUE": "Set a key.",
+    }
     lines += _entries(of_config.items())
   flags = sorted(command.flags.items())
   lines += _entries(_usage_of(*item) for item in flags)
@@ -136,28 +148,33 @@ def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
   rest = iter(words)
   for word in rest:
-    if word == "--":
+    if word == "--":  # the words that follow are no flags
       return
-    if not word.startswith("-") or word == "-":
+    if not word.startswith("-") or word == "-":  # an argument, such as a folder
       continue
     name, equals, _ = word.lstrip("-").partition("=")
     yield name, word
     kind = command.flags[name][0] if name in command.flags else None
+    # --config itself, and each --config.KEY, take a value.
     is_key = command.config and name.partition(".")[0] == "config"
+    # "--workers 4": without "=", a flag other than a switch takes the next
+    # word. An unknown flag has no kind, and is then reported anyway.
     if not equals and (is_key or kind not in (None, bool, OPTIONAL)):
       next(rest, None)  # the next word is the value
 
 
 def _is_known(name: str, command: Usage) -> bool:
   """Whether a command, or absl, has a flag."""
+  # absl accepts --noNAME for a switch.
   plain = name.removeprefix("no")
   if name in command.flags or command.flags.get(plain, (None,))[0] is bool:
     return True
-  # absl explains what is wrong with --noconfig.x.
+  # absl explains an error in --noconfig.x better.
   if "config" in (name.partition(".")[0], plain.partition(".")[0]):
     return True
   if name in ("flagfile", "undefok"):  # absl defines them when it parses
     return True
+  # Imported last: absl takes longer than all of this module.
   from absl import app, flags  # --verbosity and others
 
   app.define_help_flags()
@@ -171,9 +188,13 @@ def closest(name: str, command: Usage) -> str | None:
     >>> closest("wrokers", COMMANDS["train"])
     '--config.workers'
   """
-  spellings = {key: f"--{key}" for key in reversed(command.flags)}
+  # The first of two equal spellings stays (`setdefault`), so the command's own
+  # flags precede keys of the config.
+  spellings = {key: f"--{key}" for key in reversed([*command.flags])}
   if command.config:
     spellings["config"] = "--config"
+    # Keys of a config are found by their last part, and by initials: --lr is
+    # learning_rate, --bs is batch_size.
     for key in reversed(catalogue()["keys"]):
       last = key.rpartition(".")[2]
       initials = "".join(part[:1] for part in last.split("_") if "_" in last)
@@ -189,6 +210,7 @@ def closest(name: str, command: Usage) -> str | None:
 def mistake(name: str, words: Sequence[str]) -> str | None:
   """Returns an error for the first flag that a command does not have."""
   command = COMMANDS[name]
+  # Only the first: a later one may be the value of the first.
   for flag, word in _given(words, command):
     if _is_known(flag, command):
       continue
@@ -201,6 +223,7 @@ def mistake(name: str, words: Sequence[str]) -> str | None:
 @output.ends_with_its_reader()
 def dispatch(name: str, words: Sequence[str]) -> None:
   """Ends the process for --help, for --list and for an unknown flag."""
+  # After "--" even --help is an argument.
   before = words[: words.index("--")] if "--" in words else words
   if any(word in HELP for word in before):
     print(help_text(name))
@@ -223,6 +246,8 @@ def run(main: Callable[..., None], name: str) -> None:
 
 def dispatch_module(package: str) -> None:
   """Calls `dispatch` if Python was started as `python -m PACKAGE.COMMAND`."""
+  # sys.argv does not have the module's name yet; Python's own command line
+  # has.
   before, _, words = " ".join(sys.orig_argv).partition(f" -m {package}.")
   name = words.partition(" ")[0]
   if before and name in COMMANDS:

@@ -35,7 +35,9 @@ read-only, their results are written to runs/compare-001, -002, ..., too.
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from asgd import safe_files
 from asgd.experiment import (
@@ -51,53 +53,59 @@ from . import flags
 _F = flags.define("compare")
 
 
-def _draw(draw, *what):
+def _draw(draw: Callable[..., None], *arguments: Any) -> None:
   """Draws a picture; prints where it is, or which package is missing."""
-  stem = what[-1]
+  stem = arguments[-1]  # path without a suffix
   try:
-    draw(*what)
+    draw(*arguments)
     print(f"picture  {stem}.png, .svg, .pdf; its numbers {stem}.csv")
   except ImportError:
     print(f"picture  not drawn: pip install 'asgd[viz]'; {stem}.csv")
 
 
-def _compare_cell(cell_folder, out):
+def _compare_cell(
+  cell_folder: Path, out: Path | None
+) -> comparison.LiveComparison:
   """Compares a cell, prints the result and writes it, by default in its
   folder."""
-  out, other = out or cell_folder, _F["durations_of"].value
+  out, times_folder = out or cell_folder, _F["durations_of"].value
+  # [1] Measure, and train the simulations.
   result = comparison.compare(
     cell_folder,
-    durations_of=Path(other) if other else None,
+    durations_of=Path(times_folder) if times_folder else None,
     data_dir=_F["data_dir"].value,
     trust=_F["trust"].value,
   )
   stem, rows = out / "compare", comparison.quantities(result)
+  # [2] Write the numbers first; the picture needs Matplotlib.
   with storage.naming_folder(out):
     safe_files.make_folder(out.resolve())
     storage.write_csv(out / "compare.csv", comparison_figure.points(result))
     storage.write_csv(out / "compare-table.csv", rows)
     storage.write_csv(out / "durations.csv", result.jobs)
-    print(comparison.describe(result, rows, other))
+    print(comparison.describe(result, rows, times_folder))
     _draw(comparison_figure.draw, result, stem)
   flags.append("cells", {"cell": result.name, "out": str(out), "rows": rows})
   return result
 
 
-def _compare_all(workdir, out):
+def _compare_all(workdir: Path, out: Path | None) -> None:
   """Compares all live cells of an experiment, and then with each other."""
   results = folder.read_results(workdir)
   for fault in folder.faults(workdir):
     print(f"warning: {fault}; the cell is left out")
-  live = [row["cell"] for row in results if row["engine"] in flags.LIVE]
-  if not live:
+  live_cells = [row["cell"] for row in results if row["engine"] in flags.LIVE]
+  if not live_cells:
     raise ValueError(
       f"{workdir} holds no finished live cell to compare: train one with"
       f" --engine={' or --engine='.join(flags.LIVE)}"
     )
-  folders = [workdir / "cells" / name for name in live]
+  folders = [workdir / "cells" / name for name in live_cells]
   cells = [_compare_cell(each, out and out / each.name) for each in folders]
+  # One cell has nothing to race against.
   if len(cells) == 1:
     return
+  # The lowest loss that every live cell reached, so that no time is infinite.
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
   rows = comparison.race(cells, loss)
   with storage.naming_folder(stem.parent):
@@ -107,7 +115,7 @@ def _compare_all(workdir, out):
   flags.publish(loss=loss, race=rows)
 
 
-def _check_live():
+def _check_live() -> None:
   """Raises ValueError for a config without a live run, before training it."""
   engine = _F["engine"].value
   resolved = flags.load_config("configs/straggler_digits.py", engine)
@@ -120,10 +128,11 @@ def _check_live():
 
 def main(*folders: str) -> None:
   """Runs one of the three forms of the command, see the module."""
-  config, first = flags.has_config(), folders[0] if folders else None
-  if first is not None and config:
-    raise ValueError(f"{first} has its own config: drop --config")
-  if first is None and not config:
+  config = flags.has_config()
+  first_folder = folders[0] if folders else None
+  if first_folder is not None and config:
+    raise ValueError(f"{first_folder} has its own config: drop --config")
+  if first_folder is None and not config:
     raise ValueError(
       "no run is named: write asgd compare WORKDIR/cells/NAME, a folder that"
       " asgd train made, or --config=FILE to train one"
@@ -131,30 +140,33 @@ def main(*folders: str) -> None:
   out = Path(_F["out"].value) if _F["out"].value else None
   if out and any(path.is_file() for path in (out, *out.parents)):
     raise ValueError(f"--out={out} is a file, or is below one; choose a folder")
+  # [1] Several folders: nothing is trained.
   if len(folders) > 1:
     paths = list(map(Path, folders))
     out = out or flags.next_free(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
     flags.publish(out=str(out), folders=list(folders))
     return
+  # [2] A config: train it first, in a new folder.
   if config:
     _check_live()
     # Train by the command itself, which handles signals and exit statuses.
-    where, command = flags.training_command("compare")
+    workdir, command = flags.training_command("compare")
     status = subprocess.run(command).returncode
     if status in (flags.USAGE_ERROR, flags.INCOMPLETE):
       sys.exit(status)  # asgd train has printed the reason
     if status:
       raise flags.Failed(f"compare: asgd train ended with status {status}")
+  # [3] The folder of an experiment or of a cell.
   else:
-    where = Path(first)
+    workdir = Path(folders[0])
   # The folder of another user can be compared, but not written to.
-  if out is None and not safe_files.is_writable(where):
+  if out is None and not safe_files.is_writable(workdir):
     out = flags.next_free(Path("runs"), "compare")
-  if (where / "cells").is_dir():
-    _compare_all(where, out)
+  if (workdir / "cells").is_dir():
+    _compare_all(workdir, out)
   else:
-    _compare_cell(where, out)
+    _compare_cell(workdir, out)
 
 
 if __name__ == "__main__":

@@ -16,23 +16,25 @@ def main(
 ) -> None:
   """Compiles the programs and prints a report of each. Raises `flags.Failed` if
   a program differs from the plan, or does not fit into memory."""
-  target, failed = targets.find(topology), []
-  jobs = cells.programs(
+  target = targets.find(topology)
+  failures: list[str] = []  # all are reported, not only the first
+  programs = cells.programs(
     resolved, target, engines=flags.ENGINES, data_dir=data_dir
   )
-  for job in jobs:
-    compiled = ahead.compile_program(job, target.options)
+  for program in programs:
+    compiled = ahead.compile_program(program, target.options)
+    # Bytes that the compiled collectives send, to compare with the plan's.
     sent = ahead.traffic(compiled, target.slices)
     differences = ahead.compare(compiled, sent)
     print(ahead.describe(compiled, target, sent), end="\n\n")
     for line in differences:
       print(f"  not as planned: {shortened(line, _LONGEST)}")
     if compiled.peak > target.memory:
-      failed.append(
-        f"{job.name} needs {compiled.peak / GB:.3g} GB on each device, which"
-        f" has {target.memory / GB:.3g} GB: use another mesh"
+      failures.append(
+        f"{program.name} needs {compiled.peak / GB:.3g} GB on each device,"
+        f" which has {target.memory / GB:.3g} GB: use another mesh"
       )
     if differences:
-      failed.append(f"{job.name} differs from the plan on {topology}")
-  if failed:
-    raise flags.Failed("; ".join(failed))
+      failures.append(f"{program.name} differs from the plan on {topology}")
+  if failures:
+    raise flags.Failed("; ".join(failures))

@@ -9,6 +9,7 @@ from pathlib import Path
 from . import command_line
 from .command_flags import COMMANDS
 
+# The functions of the shells: @COMMANDS@ and @CASES@ are replaced by `script`.
 SHELLS = "bash", "zsh"
 _BASH = """_asgd() {
   local line=${COMP_LINE:0:COMP_POINT} command=${COMP_WORDS[1]} word choices
@@ -52,13 +53,14 @@ compdef _asgd asgd
 
 def _folder() -> Path:
   """Returns the folder of the shipped configs, beside that of the commands."""
-  return Path(__file__).parents[1] / "configs"
+  return Path(__file__).parents[1] / "configs"  # also of an installed asgd
 
 
 def _choices(name: str) -> list[str]:
   """Returns the words that a command may have."""
   command = COMMANDS[name]
   words = [
+    # A flag with a value ends in "=", after which no space is added.
     f"--{flag}" + ("" if kind in (bool, "optional") else "=")
     for flag, (kind, _, _) in command.flags.items()
   ]
@@ -76,6 +78,7 @@ def _choices(name: str) -> list[str]:
 
 def script(shell: str) -> str:
   """Returns the script of a shell, "bash" or "zsh"."""
+  # One case of the shell's `case` for each command.
   quote = '      {}) choices="{}" ;;' if shell == "bash" else (
     "      {}) choices=({}) ;;"
   )

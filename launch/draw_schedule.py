@@ -23,7 +23,7 @@ import contextlib
 import inspect
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ from asgd.pipeline.table import Schedule, ScheduleError
 from . import flags
 from .command_flags import COSTS, DRAWING, OF_SCHEDULES
 
-_MOST_CELLS = 2_000_000  # slots x devices of a drawing
+# Slots x devices of a drawing: a larger number is a misprint.
+_MOST_CELLS = 2_000_000
 _TERMINAL = 160  # columns, if the output is no terminal
 _CONSTANTS = {"true": True, "false": False, "none": None}
-_FILES = ("grid.txt", "analysis.txt", "schedule.csv", "schedule.json")
-_FILES += ("trace.json", "gantt.png", "gantt.svg")
+_FILES = (
+  *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),
+  *("trace.json", "gantt.png", "gantt.svg"),
+)
 # `custom` takes a function, which a flag cannot pass.
 _SCHEDULES = {
   name: list(inspect.signature(maker).parameters)
@@ -48,13 +51,16 @@ _SCHEDULES = {
   if "rule" not in inspect.signature(maker).parameters
 }
 
+
 def _value(text: str) -> Any:
   """Returns a number, a bool, None, a list of those, or else the text."""
   text = text.strip()
   if "," in text:
+    # A trailing comma makes a list of one: --replicas=2,
     return [_value(part) for part in text.rstrip(",").split(",")]
   if text.lower() in _CONSTANTS:
     return _CONSTANTS[text.lower()]
+  # int first: 2.0 is no number of stages.
   for number in (int, float):
     with contextlib.suppress(ValueError):
       return number(text)
@@ -64,18 +70,19 @@ def _value(text: str) -> Any:
 def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
   """Returns the dict of KEY=VALUE,... A part without = extends the last
   value."""
-  out: dict[str, str] = {}
+  values: dict[str, str] = {}
   key = None
-  for text in texts:
-    name, equals, value = text.partition("=")
+  for part in texts:
+    name, equals, value = part.partition("=")
     if equals and name.strip():
       key = name.strip()
-      out[key] = value
+      values[key] = value
     elif key is None or equals:
-      raise ValueError(f"--{flag}: write KEY=VALUE,..., not {text!r}")
+      raise ValueError(f"--{flag}: write KEY=VALUE,..., not {part!r}")
+    # --options=replicas=2,1,every=4: absl split the value at its comma.
     else:
-      out[key] += f",{text}"
-  return out
+      values[key] += f",{part}"
+  return values
 
 
 def _numbers(flag: str, text: str) -> float | list[float]:
@@ -89,25 +96,34 @@ def _numbers(flag: str, text: str) -> float | list[float]:
   return values if len(values) > 1 else values[0]
 
 
-def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
+def _costs(
+  given: Mapping[str, str], own: Mapping[str, str], stages: int
+) -> analyze.Costs:
   """Returns the analysis' costs from the texts of flags."""
-  numbers = {name: _numbers(name, text) for name, text in given.items()}
-  own = {name: _numbers("own", text) for name, text in own.items()}
-  single = {"overlap": numbers.get("overlap"), **own}
-  for name, value in single.items():
+  numbers: dict[str, Any] = {k: _numbers(k, text) for k, text in given.items()}
+  times: dict[str, Any] = {k: _numbers("own", text) for k, text in own.items()}
+  # The time of an overlapped block, or of a user's action, is that of every
+  # stage.
+  for name, value in {"overlap": numbers.get("overlap"), **times}.items():
     if isinstance(value, list):
       raise ValueError(f"{name} must be one number, not {value}")
-  return analyze.costs(stages, **numbers, own=own)
+  costs: analyze.Costs = analyze.costs(stages, **numbers, own=times)
+  return costs
 
 
-def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
+def _build(
+  name: str,
+  options: Mapping[str, str],
+  costs: Mapping[str, str],
+  own: Mapping[str, str],
+) -> Schedule:
   """Builds a schedule. A schedule that depends on costs gets the given ones."""
   name = names.canonical(name, _SCHEDULES)
   arguments = names.lookup("schedule", name, _SCHEDULES)
   values = {key: _value(text) for key, text in options.items()}
   if "costs" in values:
     raise ValueError("costs are flags: --forward=1 --backward=2 and so on")
-  # Check this before building, which is slow; most schedules have a backward
+  # Check the size first, since building is slow. Most schedules have a backward
   # for each forward.
   if (count := schedules.forwards(values)) >= _MOST_CELLS // 2:
     raise ValueError(
@@ -116,36 +132,39 @@ def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
     )
   table = schedules.build(name, **values)
   if "costs" in arguments and (costs or own):
+    # Two passes: the costs need the number of stages, which the table has.
     cost = _costs(costs, own, table.stages)
     table = schedules.build(name, **values, costs=cost)
   return table
 
 
-def _free(folder: Path) -> Path:
+def _drawing_folder(folder: Path) -> Path:
   """Returns the folder; ValueError if it holds anything but a drawing."""
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"--out={folder} is a file; choose a folder")
   # A full disk may have left a temporary file.
-  there = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
-  if others := there - set(_FILES):
+  existing = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
+  # Files of another tool are not overwritten.
+  if foreign := existing - set(_FILES):
     raise ValueError(
-      f"--out={folder} holds {min(others)}, which is not part of a drawing;"
+      f"--out={folder} holds {min(foreign)}, which is not part of a drawing;"
       " choose another folder"
     )
   return folder
 
 
-def _write(folder: Path, drawn: render.Drawing) -> str:
+def _write(folder: Path, drawing: render.Drawing) -> str:
   """Writes the files; returns lines that name them."""
-  perfetto = render.perfetto(drawn.table, drawn.facts.timing, drawn.measured)
-  texts = {**render.texts(drawn), "trace.json": storage.to_json(perfetto)}
+  timing = drawing.facts.timing
+  perfetto = render.perfetto(drawing.table, timing, drawing.measured)
+  texts = {**render.texts(drawing), "trace.json": storage.to_json(perfetto)}
   safe_files.make_folder(folder.resolve())
   for name, text in texts.items():
     safe_files.write(folder / name, text)
   paths = folder / "gantt.png", folder / "gantt.svg"
-  timing, picture = drawn.facts.timing, f"{paths[0]}, .svg"
+  picture = f"{paths[0]}, .svg"
   try:
-    render.gantt(drawn.table, timing, *paths, measured=drawn.measured)
+    render.gantt(drawing.table, timing, *paths, measured=drawing.measured)
   except ImportError as error:
     picture = f"not drawn: {error}"
   return (
@@ -155,14 +174,22 @@ def _write(folder: Path, drawn: render.Drawing) -> str:
   )
 
 
-def _make(schedule, table, options, costs, own) -> Schedule:
+def _build_or_read(
+  schedule: str | None,
+  table: str | None,
+  options: Mapping[str, str],
+  costs: Mapping[str, str],
+  own: Mapping[str, str],
+) -> Schedule:
   """Builds the schedule that is named, or reads the table of a file."""
+  # Exactly one of the two.
   if (schedule is None) == (table is None):
     raise ValueError(
       "give a table: either --schedule=NAME, one of"
       f" {', '.join(sorted(_SCHEDULES))}, or --table=FILE"
     )
   if table is None:
+    assert schedule is not None
     return _build(schedule, options, costs, own)
   if options:
     raise ValueError(
@@ -181,9 +208,12 @@ def main(
   """Draws the table that the flags describe, see `command_flags.DRAWING`."""
   options, costs, own = options or {}, costs or {}, own or {}
   given = {name: default for name, (_, default, _) in DRAWING.items()} | given
-  folder = None if given["out"] is None else _free(Path(given["out"]))
+  folder = None if given["out"] is None else _drawing_folder(Path(given["out"]))
   try:
-    plan = _make(given["schedule"], given["table"], options, costs, own)
+    # [1] The table, and whether it can be drawn and run.
+    plan = _build_or_read(
+      given["schedule"], given["table"], options, costs, own
+    )
     if plan.slots * plan.devices > _MOST_CELLS:
       raise ValueError(
         f"{plan.name} has {plan.slots} slots on {plan.devices} devices, too"
@@ -191,24 +221,29 @@ def main(
       )
     limits = {name: given[name] for name in ("max_in_flight", "transfers")}
     validate.validate(plan, **limits)
-    run, cost = None, None
+    # [2] Its costs: the given ones, else those of the measured run.
+    measured_run, cost = None, None
     if given["measured"] is not None:
-      run = spans.read(Path(given["measured"]))
-      cost = None if costs or own else analyze.measured_costs(plan, run)
+      measured_run = spans.read(Path(given["measured"]))
+      if not (costs or own):
+        cost = analyze.measured_costs(plan, measured_run)
     if cost is None:
       cost = _costs(costs, own, plan.stages)
+    # [3] The analysis.
     weights = given["weights"] or schedules.weights_of(plan)
     facts = analyze.analyze(plan, cost, weights=weights)
-    picture = render.Drawing(plan, facts, weights, run)
+    picture = render.Drawing(plan, facts, weights, measured_run)
     description = render.describe(picture)
   except ScheduleError as error:
     reason, _, grid = str(error).partition("\n")
     if grid:  # print it apart, with its line ends: `fail` prints one line
       print(grid, file=sys.stderr)
     raise ValueError(reason) from None
+  # [4] Print, and write.
   columns = shutil.get_terminal_size((_TERMINAL, 24)).columns
   for line in table_lib.to_text(plan).splitlines():
     print(line if len(line) <= columns else line[: columns - 4] + " ...")
+  # The grid has a column for the devices' numbers.
   width = max(columns - len(str(plan.devices)) - 4, 20)
   print()
   print(render.to_text(plan, facts.timing, columns=width))
@@ -217,14 +252,16 @@ def main(
     print(_write(folder, picture))
 
 
-def _define():
+def _define() -> Callable[[], None]:
   """Defines the flags; returns a function that calls `main` with them."""
   holders = flags.define("draw_schedule")
 
-  def values(names_):
-    return {n: v for n in names_ if (v := holders[n].value) is not None}
+  def values(flag_names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of the flags that are given."""
+    return {n: v for n in flag_names if (v := holders[n].value) is not None}
 
-  def call():
+  def call() -> None:
+    """Calls `main` with the values of the flags."""
     given, options = values(DRAWING), values(OF_SCHEDULES)
     # An option may be a separate flag or part of --options, not both.
     extra = _pairs("options", given.pop("options"))

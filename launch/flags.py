@@ -31,7 +31,7 @@ from ml_collections.config_flags import config_flags as parsers
 
 from asgd import names, output
 from asgd.checks import shortened
-from asgd.experiment import ENGINES as _OWN
+from asgd.experiment import ENGINES as _ENGINES
 from asgd.experiment import (
   code,
   compiled,
@@ -50,9 +50,11 @@ from .command_flags import COMMANDS, OPTIONAL, TRAINING
 from .command_line import USAGE_ERROR
 
 INCOMPLETE = processes.INCOMPLETE  # exit status: a cell has no valid result
-ENGINES = {**_OWN, "pipeline": PIPELINE}
+ENGINES = {**_ENGINES, "pipeline": PIPELINE}
+# Engines with a journal.
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
 _LONGEST = 600  # most characters of a printed error
+# -config.KEY=VALUE or --config.KEY=VALUE, as absl reads it.
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 
 
@@ -70,12 +72,13 @@ def fail(message: object, status: int = USAGE_ERROR) -> NoReturn:
 def _fail_of_flags(error: flags.Error | str) -> NoReturn:
   """Fails with the remedy for an error of absl's parser."""
   unread = "ERROR:: Unable to open flagfile:"
+  # absl says that the flag does not exist, which would mislead.
   if "flag 'config." in str(error) and "config" in flags.FLAGS:
     error = f"{error}: a config comes first, as --config=configs/digits.py"
   fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 
-class _ConfigParser(parsers.ConfigFileFlagParser):
+class _ConfigParser(parsers.ConfigFileFlagParser):  # type: ignore[misc]
   """Loads a config file, and leaves overrides, as text, to `overrides`.
 
   ml_collections would accept only keys of the file, in their types; here the
@@ -83,11 +86,13 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
 
   def parse(self, path: str) -> ml_collections.ConfigDict:
     """Returns a config whose keys are the overridden ones, without values."""
+    # A name, such as digits, stands for a shipped config.
     try:
       path = shipped.find(path)
     except ValueError as error:
       fail(error)
     try:
+      # The config may import modules of its folder, such as its model.
       code.add_folder(Path(path.split(":")[0]).parent)
       self.config = super().parse(path)
       # If the file reads another one that is missing, this raises its error.
@@ -98,23 +103,24 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
         " get_config() must return a config"
       )
     except Exception as error:  # a user's config file may raise anything
-      fail(f"--config={path}: {_what_failed(error)}")
+      fail(f"--config={path}: {_failure_text(error)}")
     texts = ml_collections.ConfigDict()
     # ml_collections accepts an override only for a key of the returned config,
     # so each overridden key gets a placeholder.
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
       *above, last = match[1].split(".")
-      place = texts
+      section = texts
+      # A key a.b.c needs the sections a and a.b.
       for key in above:
-        if not isinstance(place.get(key), ml_collections.ConfigDict):
-          place[key] = ml_collections.ConfigDict()
-        place = place[key]
-      if not isinstance(place.get(last), ml_collections.ConfigDict):
-        place[last] = ml_collections.config_dict.placeholder(str)
+        if not isinstance(section.get(key), ml_collections.ConfigDict):
+          section[key] = ml_collections.ConfigDict()
+        section = section[key]
+      if not isinstance(section.get(last), ml_collections.ConfigDict):
+        section[last] = ml_collections.config_dict.placeholder(str)
     return texts
 
 
-def define_config() -> flags.FlagHolder:
+def define_config() -> Any:
   """Defines --config=FILE.py, only once if several commands are imported."""
   if "config" in flags.FLAGS:
     return flags.FLAGS["config"]
@@ -127,6 +133,7 @@ def define_config() -> flags.FlagHolder:
     )
   except flags.Error as error:
     _fail_of_flags(error)
+  # absl has no other way to give the parser of a config file.
   flags.FLAGS["config"].parser = _ConfigParser("config", lock_config=False)
   return holder
 
@@ -134,8 +141,10 @@ def define_config() -> flags.FlagHolder:
 def _literal(text: str) -> Any:
   """Returns the value of a Python literal, or else the text."""
   try:
+    # "0.1", "(1, 2)" and "None" are values; "digits" stays a text.
     return ast.literal_eval(text)
   except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+    # The spellings of JSON and of shells.
     return {"true": True, "false": False}.get(text, text)
 
 
@@ -147,6 +156,7 @@ def _overrides() -> dict[str, str]:
 def config_name() -> str:
   """Returns the config file's name, without folder and suffix."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
+  # --config=FILE:ARG passes ARG to get_config.
   return Path(filename.split(":")[0]).stem
 
 
@@ -156,7 +166,10 @@ def load_config(example: str, engine: str | None = None) -> schema.Resolved:
   error then names an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
-  config = flags.FLAGS["config"].parser.config
+  # The config that the parser kept: the flag itself has placeholders only.
+  parser: Any = flags.FLAGS["config"].parser  # a `_ConfigParser`
+  config = parser.config
+  # The engine first: which keys are valid depends on it.
   if engine is not None:
     config = overrides.retarget(config, engine, ENGINES)
   values = {key: _literal(text) for key, text in _overrides().items()}
@@ -177,11 +190,13 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
   command = [sys.executable, "-m", f"{__package__}.train"]
   command += [f"--config={filename}"]
   command += [f"--config.{key}={text}" for key, text in _overrides().items()]
+  # Defaults and given values alike, as one or several words of a command line.
   for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:
       command += flags.FLAGS[name].serialize().splitlines()
   free = next_free(Path("runs"), f"{config_name()}-{suffix}")
   folder = Path(flags.FLAGS["workdir"].value or free)
+  # The output of training would mix with the JSON object.
   command += ["--quiet"] * (is_quiet() or _prints_json())
   return folder, [*command, f"--workdir={folder}"]
 
@@ -192,6 +207,7 @@ def next_free(above: Path, name: str) -> Path:
   return next(folder for folder in numbered if not folder.exists())
 
 
+# A name of an enum may be written in other spellings, such as dana-zero.
 class _Names(flags.EnumParser):
   """A parser of one of several names, also in other spellings."""
 
@@ -200,12 +216,12 @@ class _Names(flags.EnumParser):
     return super().parse(names.canonical(argument, self.enum_values))
 
 
-def define(name: str) -> dict[str, flags.FlagHolder]:
+def define(name: str) -> dict[str, Any]:
   """Defines the flags of a command, and --config if it takes one."""
   command = COMMANDS[name]
   if command.config:
     define_config()
-  makers = {
+  makers: dict[Any, Callable[..., Any]] = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
@@ -213,28 +229,34 @@ def define(name: str) -> dict[str, flags.FlagHolder]:
     list: flags.DEFINE_list,
     OPTIONAL: _define_optional,
   }
-  holders = {}
+  holders: dict[str, Any] = {}
   for key, (kind, default, text) in command.flags.items():
     if key in flags.FLAGS:  # defined by another command of this process
       holders[key] = flags.FLAGS[key]
     elif kind in makers:
       holders[key] = makers[kind](key, default, text)
+    # Any other kind has the names of an enum.
     else:
       holders[key] = flags.DEFINE_enum(key, default, list(kind), text)
       flags.FLAGS[key].parser = _Names(list(kind))
   return holders
 
 
-def _define_optional(name, default, text) -> flags.FlagHolder:
+def _define_optional(
+  name: str, default: str | None, text: str
+) -> flags.FlagHolder[Any]:
   """Defines a text flag that may be given without a text, and is then GIVEN."""
-  parser, serializer = flags.ArgumentParser(), flags.ArgumentSerializer()
+  # With boolean=True absl accepts the flag alone; its value is then "true".
+  parser: flags.ArgumentParser[str] = flags.ArgumentParser()
+  serializer: flags.ArgumentSerializer[str] = flags.ArgumentSerializer()
   flag = flags.Flag(parser, serializer, name, default, text, boolean=True)
   return flags.DEFINE_flag(flag)
 
 
-def _what_failed(error: Exception) -> str:
+def _failure_text(error: Exception) -> str:
   """Returns an error's type and message; of a traceback, its last line."""
   text, kind = str(error).strip(), type(error).__name__
+  # An error of a user's config file, which ran while absl parsed the flags.
   if "Traceback (most recent call last)" in text:
     return text.splitlines()[-1]
   return f"{kind}: {text}" if text else kind
@@ -242,11 +264,13 @@ def _what_failed(error: Exception) -> str:
 
 def _check_config(argv: Sequence[str]) -> None:
   """Fails for a second --config, and for --config.KEY without a full key."""
+  # ml_collections would take the last one in silence.
   files = [text for text in argv if re.fullmatch(r"--?config(=.*)?", text)]
   if len(files) > 1:
     fail(f"--config is given {len(files)} times: give one file")
   for text in argv:
     match = re.match(r"--?(no)?config\.[^=]*", text)
+    # It would fail later, with an error about its own placeholders.
     if match and not re.fullmatch(r"--?config(\.[^.\[\]]+)+", match[0]):
       fail(f"{text} has no valid key; write --config.KEY=VALUE")
 
@@ -262,10 +286,11 @@ def _parse(name: str, argv: Sequence[str]) -> Sequence[str]:
   except BrokenPipeError:
     raise  # the reader of --help closed the output, see `asgd.output`
   except Exception as error:  # ml_collections raises several for a wrong key
-    fail(f"--config: {_what_failed(error)}")
+    fail(f"--config: {_failure_text(error)}")
 
 
-_results: dict[str, Any] = {}  # of --json
+# The object that --json prints. One command runs in a process, so it is global.
+_results: dict[str, Any] = {}
 
 
 def publish(**results: Any) -> None:
@@ -280,7 +305,7 @@ def append(key: str, result: Any) -> None:
 
 def is_quiet() -> bool:
   """Whether --quiet was given to a command that has it."""
-  return "quiet" in flags.FLAGS and flags.FLAGS["quiet"].value
+  return "quiet" in flags.FLAGS and bool(flags.FLAGS["quiet"].value)
 
 
 def _prints_json() -> bool:
@@ -296,10 +321,12 @@ def _stdout() -> Iterator[None]:
   if not as_json and not is_quiet():
     yield
     return
+  # A test may run several commands in one process.
   _results.clear()
-  aside = io.StringIO() if is_quiet() else sys.stderr
+  # --quiet discards even what --json would move to stderr.
+  redirected = io.StringIO() if is_quiet() else sys.stderr
   try:
-    with contextlib.redirect_stdout(aside):
+    with contextlib.redirect_stdout(redirected):
       yield
   finally:
     if as_json and _results:
@@ -314,20 +341,22 @@ def run(main: Callable[..., None], name: str) -> None:
   becomes one line, unless ASGD_TRACEBACK is set in the environment; other
   exceptions keep their traceback."""
 
-  words = COMMANDS[name].words
+  words = COMMANDS[name].words  # most arguments that are no flags
 
-  def guarded(argv):
+  def guarded(argv: Sequence[str]) -> None:
+    """Runs `main`; each kind of end has its message and its exit status."""
     if argv[words + 1 :]:
-      word, known = argv[words + 1], "config" in flags.FLAGS
-      hint = f"; for a config write --config={word}" if known else ""
+      word, takes_config = argv[words + 1], "config" in flags.FLAGS
+      hint = f"; for a config write --config={word}" if takes_config else ""
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
-    compiled.keep()
+    compiled.keep()  # the cache of compiled programs
     try:
       with _stdout():
         main(*argv[1:])
     except (Stopped, Failed) as end:
-      Signals.ending = True
+      Signals.ending = True  # workers that end now do not report it
       print(end, file=sys.stderr)
+      # 128 + the signal's number, as a shell reports it; 1 for a failed check.
       sys.exit(128 + end.signal_number if isinstance(end, Stopped) else 1)
     except folder.Incomplete as end:
       Signals.ending = True
@@ -341,21 +370,22 @@ def run(main: Callable[..., None], name: str) -> None:
     except BrokenPipeError:
       raise  # see `asgd.output`
     except (ValueError, OSError) as error:
-      if os.environ.get("ASGD_TRACEBACK"):
+      if os.environ.get("ASGD_TRACEBACK"):  # for developers of asgd
         raise
       fail(error)
 
   # Libraries would log a failure before our one line about it.
   logging.set_verbosity(logging.FATAL)
   std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
-  for stream in (sys.stdout, sys.stderr):
+  streams: tuple[Any, ...] = sys.stdout, sys.stderr  # None: it is closed
+  for stream in streams:
     if stream is not None:
       # Line buffering keeps the order of lines if both go to one file.
       stream.reconfigure(errors="replace", line_buffering=True)
   # Imports are done: Ctrl-C is a KeyboardInterrupt again.
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   if not gc.isenabled():
-    # Collections from now on skip the imported modules.
+    # The modules are never freed: exempt them from every later collection.
     gc.freeze()
     gc.enable()
   app.run(guarded, flags_parser=functools.partial(_parse, name))

@@ -25,7 +25,7 @@ from asgd.problems import (
 )
 from asgd.tables import CONSISTENCIES, FILTERS
 
-_OF_TABLES = (  # problems that pull rows
+_TABLE_PROBLEMS = (  # problems that pull rows
   factorisation.matrix_factorisation,
   sparse_logistic.sparse_logistic_regression,
   topics.lda,
@@ -34,33 +34,38 @@ _OF_TABLES = (  # problems that pull rows
 )
 
 
-def options(maker: Callable, known: Any = None) -> list[str]:
-  """Returns the options of a maker with their defaults. If `known` is given,
-  only these arguments are listed, also those without a default."""
+def options(maker: Callable[..., Any], arguments: Any = None) -> list[str]:
+  """Returns the options of a maker with their defaults. If `arguments` are
+  given, only these are listed, also those without a default."""
   parts = []
   for name, parameter in inspect.signature(maker).parameters.items():
     needed = parameter.default is parameter.empty
-    # Without `known`, list the options that have defaults.
-    if name in known if known is not None else not needed:
+    # A parameter without a default is no option, unless it is asked for.
+    if name in arguments if arguments is not None else not needed:
       parts.append(name if needed else f"{name}={parameter.default!r}")
   return parts
 
 
-def _entry(name: str, summary: str, known: str = "") -> str:
+def _entry(name: str, summary: str, options_text: str = "") -> str:
   """Returns the lines of one name: its summary, and its options below."""
+  # As wide as a terminal.
   wrap = functools.partial(textwrap.wrap, width=79, subsequent_indent="    ")
   lines = wrap(f"{name}: {summary}" if summary else name, initial_indent="  ")
-  return "\n".join(lines + wrap(known, initial_indent=" " * 4))
+  return "\n".join(lines + wrap(options_text, initial_indent=" " * 4))
 
 
-def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
-  """Returns an entry for each maker; `known` returns the options of a name, or
-  None for all with defaults."""
+def _entries(
+  makers: Mapping[str, Callable[..., Any]],
+  options_known: Callable[[str], Any] = lambda _: None,
+) -> list[str]:
+  """Returns an entry for each maker; `options_known` returns the options of a
+  name, or None for all with defaults."""
   entries = []
   for name, maker in makers.items():
+    # The first paragraph of the docstring.
     summary = (inspect.getdoc(maker) or "").partition("\n\n")[0]
-    taken = ", ".join(options(maker, known(name)))
-    entries.append(_entry(name, summary.replace("\n", " "), taken))
+    options_text = ", ".join(options(maker, options_known(name)))
+    entries.append(_entry(name, summary.replace("\n", " "), options_text))
   return entries
 
 
@@ -70,8 +75,10 @@ def settings(node: Any) -> list[str]:
   return [f"{key}={schema.default_of(below)!r}" for key, below in keys]
 
 
-def _kind(setting: Any) -> str:
+def _kind_of_value(setting: Any) -> str:
   """Returns the kind of a setting's value, in the words of its check."""
+  # No value of a config is a bare object, so the check fails and its error
+  # names the kind.
   try:
     setting.check(object(), "")
   except ValueError as error:
@@ -85,24 +92,26 @@ def _kind(setting: Any) -> str:
 
 def keys(node: Any, above: str = "") -> dict[str, tuple[str, Any]]:
   """Returns (kind, default) of each key of a config, by its dotted name."""
-  found = {}
+  entries = {}
   for key, below in schema.keys_of(node).items():
+    # A leaf; an open section has any keys; another section has sections below.
     if isinstance(below, schema.Setting):
-      found[above + key] = _kind(below), schema.default_of(below)
+      entries[above + key] = _kind_of_value(below), schema.default_of(below)
     elif isinstance(below, schema.Open):
       kind = "a dict of a name and its arguments"
-      found[above + key] = kind, schema.default_of(below)
+      entries[above + key] = kind, schema.default_of(below)
     else:
-      found |= keys(below, f"{above}{key}.")
-  return found
+      entries |= keys(below, f"{above}{key}.")
+  return entries
 
 
 def catalogue(engines: Mapping[str, Any]) -> dict[str, Any]:
   """Returns what --list and --help print of `engines`, as plain data."""
-  known = keys(schema.sections(engines)).items()
+  # Sorted, so that a change of the code changes few lines of the file.
+  config_keys = keys(schema.sections(engines)).items()
   return {
     "list": text(engines).splitlines(),
-    "keys": {key: list(row) for key, row in sorted(known)},
+    "keys": {key: list(row) for key, row in sorted(config_keys)},
   }
 
 
@@ -120,9 +129,10 @@ def text(engines: Mapping[str, Any]) -> str:
   the engines by name."""
   of_engines = []
   for name, kind in engines.items():
-    lists = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}
-    known = "; ".join(f"{key}: {keys}" for key, keys in lists.items() if keys)
-    of_engines.append(_entry(name, "", known))
+    settings_of = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}
+    given = [f"{key}: {text}" for key, text in settings_of.items() if text]
+    options_text = "; ".join(given)
+    of_engines.append(_entry(name, "", options_text))
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
     "recipes (recipe of a run)": _entries(
@@ -139,7 +149,7 @@ def text(engines: Mapping[str, Any]) -> str:
     ),
     "models (config.model.name)": _entries(models.MODELS),
     "problems (config.problem.name, instead of data and model)": _entries(
-      {f"{make.__module__}:{make.__name__}": make for make in _OF_TABLES}
+      {f"{make.__module__}:{make.__name__}": make for make in _TABLE_PROBLEMS}
     ),
     "datasets (config.data.name)": [
       _entry("images", ", ".join(data.DATASETS)),

@@ -13,6 +13,7 @@ from asgd import safe_files
 
 from . import command_line
 
+# The three files. `write` replaces {name} by the folder.
 _CONFIG = '''"""Trains the model of model.py with several algorithms.
 
   asgd train --config={name}/config.py
@@ -82,6 +83,7 @@ _FILES = {"config.py": _CONFIG, "model.py": _MODEL, "README.md": _README}
 def write(folder: Path) -> str:
   """Writes the files of a new experiment; returns the next commands. Raises
   ValueError if the folder is not empty."""
+  # The name is written into docstrings and shell commands of the files.
   if not str(folder).isprintable() or set(str(folder)) & set("\\\"'{}"):
     raise ValueError(
       f"the folder's name {str(folder)!r} has quotes, braces, backslashes or"
@@ -91,6 +93,7 @@ def write(folder: Path) -> str:
     raise ValueError(f"{folder} is not empty: choose another folder")
   safe_files.make_folder(folder.resolve())
   for name, text in _FILES.items():
+    # `replace`, not `format`: the files have other braces.
     safe_files.write(folder / name, text.replace("{name}", str(folder)))
   return (
     f"wrote {folder}/ with {', '.join(_FILES)}; train it with\n"

@@ -18,6 +18,7 @@ GB are 10^9 bytes; bandwidths are 10^9 bytes a second in each direction.
 """
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,12 @@ from . import compiled, flags
 from .command_flags import PLAN
 
 _PICTURES = (".png", ".svg", ".pdf")
+# Beyond these limits a number is a misprint, and would overflow the costs.
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
-_LEAST, _MOST = 1e-9, 1e15  # range of positive flags
+_SMALLEST, _LARGEST = 1e-9, 1e15  # range of positive flags
 
 
-def _examples(resolved) -> int:
+def _examples(resolved: schema.Resolved) -> int:
   """Returns the most examples of a step, over the runs of a config."""
   counts = []
   for run in resolved.runs.values():
@@ -43,31 +45,35 @@ def _examples(resolved) -> int:
     pieces = run.config.get("pipeline", {}).get("microbatches", 1)
     # A pipeline's batch size is that of a microbatch.
     counts.append(run.config["batch_size"] * workers * pieces)
-  return max(counts)
+  return int(max(counts))
 
 
-def _positive(flag, value, most=_MOST, *, or_zero=False):
+def _positive(
+  flag: str, value: Any, most: float = _LARGEST, *, or_zero: bool = False
+) -> Any:
   """Returns a flag's value; ValueError if it is out of its range."""
-  if not (_LEAST <= value <= most or (or_zero and value == 0)):
+  if not (_SMALLEST <= value <= most or (or_zero and value == 0)):
     least = "0 or more" if or_zero else "positive"
-    least += f" ({_LEAST:g} at least)" if 0 < value < _LEAST else ""
-    limit = f" and at most {most:g}" if most < _MOST or value > most else ""
+    least += f" ({_SMALLEST:g} at least)" if 0 < value < _SMALLEST else ""
+    limit = f" and at most {most:g}" if most < _LARGEST or value > most else ""
     raise ValueError(f"--{flag} must be {least}{limit}, not {value!r}")
   return value
 
 
-def _hardware(given) -> strategies.Hardware:
+def _hardware(given: Mapping[str, Any]) -> strategies.Hardware:
   """Returns the hardware that the flags describe."""
   devices = _positive("devices", given["devices"], _MOST_DEVICES)
   bandwidth = _positive("bandwidth", given["bandwidth"])
+  # From microseconds to seconds.
   latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
   node = _positive("node", given["node"], _MOST_DEVICES)
   # Links inside a node may be faster than those between nodes.
-  near = given["node_bandwidth"]
-  if near is not None:
+  node_link = given["node_bandwidth"]
+  if node_link is not None:
     if node == 1:
       raise ValueError("--node_bandwidth needs --node, the devices of a node")
-    near = costs.link(_positive("node_bandwidth", near) * 1e9, latency)
+    node_bandwidth = _positive("node_bandwidth", node_link) * 1e9  # B/s
+    node_link = costs.link(node_bandwidth, latency)
   # A node may be larger than the number of devices.
   if node < devices and devices % node:
     raise ValueError(
@@ -75,37 +81,45 @@ def _hardware(given) -> strategies.Hardware:
     )
   return strategies.Hardware(
     devices,
-    _positive("memory", given["memory"]) * GB,
-    _positive("flops", given["flops"]) * 1e12,
+    _positive("memory", given["memory"]) * GB,  # bytes
+    _positive("flops", given["flops"]) * 1e12,  # operations a second
     costs.link(bandwidth * 1e9, latency),
     node,
-    near,
+    node_link,
   )
 
 
-def _options(given, batch: int) -> workloads.TrainingOptions:
+def _options(
+  given: Mapping[str, Any], batch: int
+) -> workloads.TrainingOptions:
   """Returns the options of training; --batch replaces `batch` examples."""
   if given["batch"] is not None:
     batch = _positive("batch", given["batch"], _MOST_BATCH)
+  # Errors name the nearest valid name.
   names.lookup("optimizer", given["optimizer"], memory.OPTIMIZERS)
   names.lookup("precision", given["precision"], memory.PRECISIONS)
   names.lookup("kind of activations", given["activations"], memory.ACTIVATIONS)
   for recipe in given["recipes"]:
     names.lookup("recipe", recipe, algorithms.RECIPES)
-  micro, shards = given["microbatch"], given["shards"]
-  if micro is not None and batch % _positive("microbatch", micro, _MOST_BATCH):
+  microbatch, shards = given["microbatch"], given["shards"]
+  if microbatch is not None and batch % _positive(
+    "microbatch", microbatch, _MOST_BATCH
+  ):
     raise ValueError(
-      f"--microbatch={micro} does not divide the batch of {batch} examples"
+      f"--microbatch={microbatch} does not divide the batch of {batch} examples"
     )
   if shards is not None:
     _positive("shards", shards, given["devices"])
+  # A coefficient of variation above 3 is no batch time.
   _positive("variation", given["variation"], 3, or_zero=True)
   fields = {name: given[name] for name in workloads.TrainingOptions._fields}
   fields |= {"batch": batch, "recipes": tuple(given["recipes"])}
   return workloads.TrainingOptions(**fields)
 
 
-def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
+def _workload(
+  given: Mapping[str, Any],
+) -> tuple[workloads.Workload, workloads.TrainingOptions]:
   """Returns the work of a step, and the options, of a size or of a config."""
   resolved, params = given["config"], given["params"]
   if (resolved is None) == (params is None):
@@ -114,26 +128,29 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
       " --config=FILE.py"
     )
   # Flags of the GPT's shape fit --params only; a config has its own model.
-  sizes = {name: given[name] for name in memory.Gpt._fields}
-  for name, value in sizes.items():
+  gpt_sizes = {name: given[name] for name in memory.Gpt._fields}
+  for name, value in gpt_sizes.items():
     if resolved is not None and value is not None:
       raise ValueError(f"--{name} is part of the config's model: drop the flag")
     if value is not None:
       _positive(name, value)
 
+  # [1] A GPT of the given size.
   if resolved is None:
     parameters = workloads.count_of(params)
-    gpt = workloads.guess_gpt(parameters, **sizes)
+    gpt = workloads.guess_gpt(parameters, **gpt_sizes)
     # Without --batch, 8 examples for each device.
-    chosen = _options(given, 8 * given["devices"])
-    return workloads.of_gpt(gpt, round(parameters), chosen), chosen
-  chosen = _options(given, _examples(resolved))
+    training_options = _options(given, 8 * given["devices"])
+    size = round(parameters)
+    return workloads.of_gpt(gpt, size, training_options), training_options
+  # [2] The model of a config, which is built and measured.
+  training_options = _options(given, _examples(resolved))
   config = resolved.config
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
   name = dataset.name  # also of a problem without a separate model
   if problem.pieces is not None:
     name = f"{config['model']['name']} on {name}"
-  return workloads.of_problem(problem, name, chosen), chosen
+  return workloads.of_problem(problem, name, training_options), training_options
 
 
 def _picture(out: str | None) -> Path | None:
@@ -163,12 +180,14 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
     compiled.main(config, given["compile"], given["data_dir"])
     return
   # Check --out before the costs are computed.
+  # A wrong path must not cost the minutes of measuring a model.
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):
     if given[flag] is None:
       raise ValueError(f"give --{flag}, as in --devices=64 --bandwidth=25")
   hardware = _hardware(given)
   work, options = _workload(given)
+  # All ways to divide the work over the devices, with their costs.
   candidates = strategies.find(work, hardware, options)
   if not candidates:
     raise ValueError(
@@ -184,6 +203,7 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   print(heading, end="\n\n")
   print(strategy_charts.tabulate(candidates))
   print(*strategy_charts.advice(candidates), sep="\n")
+  # Strategies that only a part of the devices could follow.
   for line in strategies.left_out(work, hardware, options):
     print(f"not on all devices: {line}")
   columns = shutil.get_terminal_size((120, 24)).columns
@@ -201,7 +221,8 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
 if __name__ == "__main__":
   _HOLDERS = flags.define("plan")
 
-  def _run():
+  def _run() -> None:
+    """Calls `main` with the values of the flags, and with the config."""
     given = {name: holder.value for name, holder in _HOLDERS.items()}
     if flags.has_config():
       given["config"] = flags.load_config("configs/pipeline_gpt.py")

@@ -16,9 +16,11 @@ _DEVICES = "accel*", "vfio/[0-9]*", "nvidia[0-9]*", "nvidiactl", "dxg", "kfd"
 _VENDOR = "0x1ae0"  # Google's, on the PCI bus; JAX looks for it, too
 _OF_GPUS = "xla_cuda", "xla_rocm"  # plugins that need one of these devices
 # Variables by which a user, or the machine of a TPU, configures one.
-_SETTINGS = "JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "COLAB_TPU_ADDR", "TPU_NAME"
-_SETTINGS += "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"
-_SETTINGS += "TPU_PROCESS_ADDRESSES", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"
+_SETTINGS = (
+  *("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "COLAB_TPU_ADDR", "TPU_NAME"),
+  *("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"),
+  *("TPU_PROCESS_ADDRESSES", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"),
+)
 
 
 def choose(
@@ -31,15 +33,19 @@ def choose(
   folder of dev and sys. Processes that this one starts inherit the variable;
   those of other machines of a Ray cluster do not.
   """
+  # The user's settings take precedence.
   if any(name in environment for name in _SETTINGS):
     return
-  if importlib.util.find_spec("libtpu") is None:
+  if importlib.util.find_spec("libtpu") is None:  # JAX looks for no TPU
     return
+  # Device files; a TPU may also be known only to the PCI bus.
   if any(next((root / "dev").glob(name), None) for name in _DEVICES):
     return
   vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
   if any(path.read_text().strip() == _VENDOR for path in vendors):
     return
+  # A plugin of another accelerator must keep its chance. Without any plugin
+  # `all` is true.
   if all(name.startswith(_OF_GPUS) for name in _plugins()):
     environment["JAX_PLATFORMS"] = "cpu"
 
@@ -47,6 +53,7 @@ def choose(
 def _plugins() -> list[str]:
   """Returns the names of JAX's installed plugins."""
   names = [entry.name for entry in metadata.entry_points(group="jax_plugins")]
+  # jax_plugins is a namespace package, which may have several folders.
   package = importlib.util.find_spec("jax_plugins")
   paths = (package and package.submodule_search_locations) or ()
   return names + [module.name for module in pkgutil.iter_modules(paths)]

@@ -30,9 +30,11 @@ def main(
     )
   replayed = replay.replay(folder, data_dir=data_dir, trust=trust)
   print(replay.describe(replayed))
+  # The description is printed first, also of a replay that differs.
   if not replayed.same:
     raise flags.Failed("the replay differs from the run")
   if write:
+    # `restore` refuses parameters that are not those of the trace.
     print(f"wrote {replay.restore(folder, replayed)}")
 
 

@@ -24,14 +24,15 @@ from asgd.figures import gallery, reproduce
 
 from . import flags
 
+# The figures of the installed configs; docs/ is that of the current folder.
 _FIGURES, _DOCS = shipped.FOLDER / "figures", Path("docs")
 _F = flags.define("reproduce")
 
 
-def _reproduce(task, signals):
+def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
   """Trains and judges one figure with the flags of this command."""
   engines, data_dir = flags.ENGINES, _F["data_dir"].value
-  place = reproduce.reproduce(
+  figure_folder = reproduce.reproduce(
     *(task, engines),
     workdir=_F["workdir"].value,
     data_dir=data_dir,
@@ -44,7 +45,8 @@ def _reproduce(task, signals):
     signals=signals,
     docs=_DOCS if _F["docs"].value else None,
   )
-  flags.append("figures", storage.read_json(place / f"{task.figure.name}.json"))
+  verdicts = figure_folder / f"{task.figure.name}.json"
+  flags.append("figures", storage.read_json(verdicts))
 
 
 def main(name: str | None = None) -> None:
@@ -55,13 +57,17 @@ def main(name: str | None = None) -> None:
   if _F["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
+  # --docs alone trains nothing.
   if name or every or not _F["docs"].value:
-    paths = reproduce.chosen(name, every=every, place=_FIGURES)
+    paths = reproduce.chosen(name, every=every, figures_folder=_FIGURES)
+    # All files are read before the first is trained: a mistake in the last one
+    # is found at once.
     tasks = [reproduce.load(p, flags.ENGINES, quick=quick) for p in paths]
     signals = Signals()
     for task in tasks:
       _reproduce(task, signals)
   if _F["docs"].value:
+    # The page of all stored figures, not only of these.
     print(f"page      {gallery.write(_DOCS)}")
 
 

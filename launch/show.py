@@ -1,4 +1,4 @@
-"""Shows what a results folder holds.
+"""Shows the contents of a results folder.
 
   asgd show WORKDIR
 
@@ -18,7 +18,8 @@ from asgd import output
 from . import command_line
 
 _MOST = 8  # rows of results, and missing cells, that are shown
-_FINISHED = "cell.npz", "result.json"  # a finished cell has one of them
+# A finished cell has one of them: cells of old versions are not packed.
+_FINISHED = "cell.npz", "result.json"
 # Columns of results.csv that are shown, with their headers.
 _SHOWN = {
   "algorithm": "run",
@@ -32,10 +33,11 @@ _SHOWN = {
 
 
 def _cells(config: Mapping[str, Any]) -> list[str]:
-  """Returns the names of a config's cells."""
+  """Returns the names of a config's cells, as `asgd.experiment.cells` does."""
   return [
     f"{label}-n{workers}-s{seed}"
     for label, run in config["runs"].items()
+    # A run may have other numbers of workers than the config.
     for workers in run.get("workers") or config["workers"]
     for seed in config["seeds"]
   ]
@@ -51,6 +53,7 @@ def _number(row: Mapping[str, str], key: str) -> float | None:
 
 def _best(row: Mapping[str, str]) -> tuple[float, float]:
   """Returns the key by which results are sorted, the best first."""
+  # NaN is not equal to itself; a missing number is sorted last.
   accuracy, loss = (_number(row, key) for key in ("test_accuracy", "test_loss"))
   return (
     -accuracy if accuracy is not None and accuracy == accuracy else 0.0,
@@ -62,19 +65,21 @@ def _results(path: Path) -> str:
   """Returns the best rows of results.csv as a table."""
   with path.open(newline="") as file:
     rows = sorted(csv.DictReader(file), key=_best)
+  # Columns that no row of this experiment has are left out.
   shown = {k: v for k, v in _SHOWN.items() if any(row.get(k) for row in rows)}
   lines = []
   for row in rows[:_MOST]:
     line = []
     for key in shown:
       number = _number(row, key)
-      scale = 100 if key == "test_accuracy" else 1
+      scale = 100 if key == "test_accuracy" else 1  # percent
       text = row.get(key) or "-"
+      # A text, such as the name of a run, is printed as it is.
       line.append(text if number is None else f"{scale * number:.4g}")
     lines.append(line)
-  left = f"{len(rows) - _MOST} more rows are in {path}\n"
+  remainder = f"{len(rows) - _MOST} more rows are in {path}\n"
   table = output.table(list(shown.values()), lines)
-  return table + left * (len(rows) > _MOST)
+  return table + remainder * (len(rows) > _MOST)
 
 
 def describe(folder: Path) -> str:
@@ -86,24 +91,26 @@ def describe(folder: Path) -> str:
       f"{folder} holds no experiment, which has a config.json: name a folder"
       " that asgd train made, such as runs/digits-001"
     )
+  # The stored config is resolved: every key has a value.
   try:
     config = json.loads(path.read_text())["config"]
+    # Any of these errors means that asgd did not write the file.
     names = _cells(config)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f"{path} is damaged ({error!r})") from None
   cells = folder / "cells"
-  done = {
+  finished = {
     name
     for name in names
     if any((cells / name / file).is_file() for file in _FINISHED)
   }
-  missing = [name for name in names if name not in done]
+  missing = [name for name in names if name not in finished]
   model = config["problem"]["name"] or config["model"]["name"]
   lines = [
     f"folder    {folder}",
     f"problem   {model} on {config['data']['name']}",
     f"runs      {', '.join(config['runs'])}",
-    f"cells     {len(done)} of {len(names)} finished",
+    f"cells     {len(finished)} of {len(names)} finished",
   ]
   if missing:
     more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
@@ -111,6 +118,7 @@ def describe(folder: Path) -> str:
   report = folder / "report.html"
   lines.append(f"report    {report if report.is_file() else 'none yet'}")
   table = folder / "results.csv"
+  # The table appears with the first finished cell.
   if table.is_file():
     lines += ["", _results(table).rstrip()]
   return "\n".join(lines)

@@ -21,8 +21,11 @@ from asgd.tracks import event
 
 from . import flags
 
+# Chrome's format groups tracks by "process": pid and tid are only numbers.
 _WORKERS, _SERVER = 1, 2  # pids of the two groups of tracks
+# Rows about a worker, drawn on its track; other rows on the shard's.
 _OF_WORKERS = (base.JOIN, base.LEAVE, base.LOST, base.REJECT)
+# The name of the span of a job, by the row that ends it.
 _ENDS = {
   base.RECEIVE: "job",
   base.LOST: "job, lost",
@@ -31,39 +34,51 @@ _ENDS = {
 }
 
 
-def _track(tracks, worker, lane=0) -> int:
+def _track(tracks: tracks_lib.Tracks, worker: int, lane: int = 0) -> int:
   """Returns the track of a worker; its tickets after the first have others."""
   name = f"worker {worker}" + (f", ticket {lane + 1}" if lane else "")
+  # Sorted by tid: the tickets of a worker follow it.
   return tracks.tid(_WORKERS, name, 100 * worker + lane)
 
 
-def _has_tables(cell) -> bool:
+def _has_tables(cell: live_files.LiveFiles) -> bool:
   """Whether workers recorded the jobs (tables), and not the first shard."""
+  # A server's jobs are the rows of the lead shard's journal.
   return cell.jobs is not cell.journals[0]
 
 
-def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
+def _jobs(
+  cell: live_files.LiveFiles,
+) -> Iterator[tuple[float, float, int, int, list[Any]]]:
   """Yields (start, end, worker, job, spans) of each job."""
   for worker, spans in cell.spans.items():
-    of_job = collections.defaultdict(list)
+    of_job: dict[tuple[int, int, str], list[Any]] = (
+      collections.defaultdict(list)
+    )
     for name, start, end, seq, job in spans:
       # With tables, the jobs of a clock are pushed one after the other at the
       # end of the clock, so each kind of span is a job of the timeline.
-      alone = name if _has_tables(cell) else ""
-      of_job[seq, job, alone].append((name, start, end))
+      span_kind = name if _has_tables(cell) else ""
+      of_job[seq, job, span_kind].append((name, start, end))
     for (_, job, _), pieces in of_job.items():
+      # Spans of a job are in order, so the first starts it and the last ends
+      # it.
       yield pieces[0][1], pieces[-1][2], worker, job, pieces
-  for start, end in live_files.ended_jobs(cell.jobs):
-    if end.worker not in cell.spans:
-      pieces = [(_ENDS[end.action], start.time, end.time)]
-      yield start.time, end.time, end.worker, end.job, pieces
+  # Workers without spans: from the ticket to the row that ends the job.
+  for ticket, row in live_files.ended_jobs(cell.jobs):
+    if row.worker not in cell.spans:
+      pieces = [(_ENDS[row.action], ticket.time, row.time)]
+      yield ticket.time, row.time, row.worker, row.job, pieces
 
 
-def _work(cell, tracks):
+def _work(
+  cell: live_files.LiveFiles, tracks: tracks_lib.Tracks
+) -> Iterator[dict[str, Any]]:
   """Yields the spans of workers. The jobs of a worker with several tickets
   overlap, and the spans of a track must not: such jobs get several tracks."""
   # One set of lanes for each worker; overlapping jobs take another lane.
-  lanes = collections.defaultdict(tracks_lib.Lanes)
+  lanes: dict[int, tracks_lib.Lanes] = collections.defaultdict(tracks_lib.Lanes)
+  # By start: `take` gives the first lane that is free by then.
   for start, end, worker, job, pieces in sorted(_jobs(cell)):
     tid = _track(tracks, worker, lanes[worker].take(start, end))
     for name, start, end in pieces:
@@ -71,33 +86,40 @@ def _work(cell, tracks):
       yield tracks_lib.piece(name, _WORKERS, tid, start, end, args=args)
 
 
-def _decisions(cell, shard, tracks):
+def _decisions(
+  cell: live_files.LiveFiles, shard: int, tracks: tracks_lib.Tracks
+) -> Iterator[dict[str, Any]]:
   """Yields the events of a shard: its rows, and the counters they change."""
+  # [1] The times in which the shard worked. With tables, spans have no jobs
+  # that a shard could have served.
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
   spans = {} if _has_tables(cell) else cell.spans
   for start, end in live_files.served(cell.journals[shard], spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
+  # [2] Version and staleness of each received message.
   records = cell.records[shard]
   columns = records.worker, records.job, records.update, records.staleness
   rows = zip(*(column.tolist() for column in columns), strict=True)
-  seen = {(worker, job): values for worker, job, *values in rows}
+  recorded = {(worker, job): values for worker, job, *values in rows}
   of_shard = f" (shard {shard})" if len(cell.journals) > 1 else ""
+  # [3] Its rows as instants; those of received messages also set counters.
   for row in cell.journals[shard]:
     name = base.ACTIONS[row.action]
     time = tracks_lib.microseconds(row.time)
     args = {"worker": row.worker, "job": row.job, "seq": row.seq}
-    where, scope = (_SERVER, tid), "t"
-    if row.action == base.ROLLBACK:
+    track, scope = (_SERVER, tid), "t"  # scope: this track
+    if row.action == base.ROLLBACK:  # the whole timeline
       args, scope = {"row": row.job}, "g"
     elif row.action in _OF_WORKERS:
       if shard:  # the lead's journal has this row, too
         continue
-      where = _WORKERS, _track(tracks, row.worker)
+      track = _WORKERS, _track(tracks, row.worker)
+    # A received message shows its version as a counter instead.
     elif row.action != base.RECEIVE:
       args["version"] = row.version
-    yield event("i", name, *where, ts=time, s=scope, args=args)
-    if row.action == base.RECEIVE and (row.worker, row.job) in seen:
-      values = seen[row.worker, row.job]
+    yield event("i", name, *track, ts=time, s=scope, args=args)
+    if row.action == base.RECEIVE and (row.worker, row.job) in recorded:
+      values = recorded[row.worker, row.job]
       for counter, value in zip(("version", "staleness"), values, strict=True):
         args = {counter: value}
         yield event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
@@ -106,12 +128,13 @@ def _decisions(cell, shard, tracks):
 def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
   """Returns the events of a timeline: names first, then by time."""
   tracks = tracks_lib.Tracks({_WORKERS: "workers", _SERVER: "server"})
+  # Tracks are made in this order, so workers without a job keep their row.
   for worker in sorted({row.worker for row in cell.jobs}):
     _track(tracks, worker)
-  out = list(_work(cell, tracks))
+  timeline = list(_work(cell, tracks))
   for shard in range(len(cell.journals)):
-    out += _decisions(cell, shard, tracks)
-  return tracks.ordered(out)
+    timeline += _decisions(cell, shard, tracks)
+  return tracks.ordered(timeline)
 
 
 def main(folder: str | None = None, *, out: str | None = None) -> None:
@@ -121,22 +144,27 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
       "no run is named: write asgd timeline WORKDIR/cells/NAME, a folder that"
       " asgd train made"
     )
-  place = live_files.only_cell(Path(folder))
-  there = place
-  if not safe_files.is_writable(place):
-    there = flags.next_free(Path("runs"), "timeline")
-  path = Path(out or there / "timeline.json")
+  # A read-only folder of another user can be drawn, too.
+  cell_folder = live_files.only_cell(Path(folder))
+  target_folder = cell_folder
+  if not safe_files.is_writable(cell_folder):
+    target_folder = flags.next_free(Path("runs"), "timeline")
+  path = Path(out or target_folder / "timeline.json")
   if out and (path.is_dir() or not path.parent.is_dir()):
-    what = "is a folder" if path.is_dir() else "is in a folder that is missing"
-    raise ValueError(f"--out={path} {what}: name a file in an existing folder")
-  cell = live_files.read(place)
+    missing = "is in a folder that is missing"
+    problem = "is a folder" if path.is_dir() else missing
+    raise ValueError(
+      f"--out={path} {problem}: name a file in an existing folder"
+    )
+  cell = live_files.read(cell_folder)
   safe_files.make_folder(path.parent.resolve())
   timeline = events(cell)
   document = tracks_lib.document(timeline)
   safe_files.write(path, storage.to_json(document))
   print(
-    f"{len(timeline)} events in {path}: drop the file on https://ui.perfetto.dev"
-    " (it stays on your machine), or open it at chrome://tracing"
+    f"{len(timeline)} events in {path}: drop the file on"
+    " https://ui.perfetto.dev (it stays on your machine), or open it at"
+    " chrome://tracing"
   )
   if not cell.spans:
     print(

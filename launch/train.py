@@ -34,6 +34,8 @@ import functools
 import json
 import os
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -41,12 +43,14 @@ import numpy as np
 from asgd.experiment import (
   boards,
   build,
+  cells,
   code,
   dry_run,
   folder,
   jobs,
   provenance,
   report,
+  schema,
   storage,
 )
 from asgd.experiment.engines import mesh_plan
@@ -64,6 +68,7 @@ _F = flags.define("train")
 def _jobs() -> int | str:
   """Returns --jobs: "auto", "ray" or a number."""
   text = _F["jobs"].value
+  # A profile of this process would miss the work of the others.
   if _F["profile"].value and text not in ("auto", "1"):
     raise ValueError(
       f"--profile traces this process, but --jobs={text} trains in others: drop"
@@ -71,6 +76,7 @@ def _jobs() -> int | str:
     )
   if text in ("auto", "ray"):
     return text
+  # More than 1024 processes are a misprint.
   if not text.isdecimal() or not 0 < int(text) <= 1024:
     raise ValueError(
       f"--jobs must be auto, ray, or a number from 1 to 1024, not {text!r}"
@@ -89,7 +95,9 @@ def _share() -> tuple[int, int]:
   return int(match[1]) - 1, int(match[2])
 
 
-def _check_mesh_only(runs, role):
+def _check_mesh_only(
+  runs: Mapping[str, schema.Run], role: processes.ProcessRole
+) -> None:
   """Raises ValueError if several processes would train another engine."""
   for run in runs.values():
     if role.count != 1 and run.engine != "mesh":
@@ -100,7 +108,7 @@ def _check_mesh_only(runs, role):
       )
 
 
-def _start_float64(runs):
+def _start_float64(runs: Mapping[str, schema.Run]) -> None:
   """Enables float64 in JAX if meshes need it. It holds for the process."""
   sections = (run.config.get("mesh", {}) for run in runs.values())
   double = {mesh.get("precision") == mesh_plan.DOUBLE for mesh in sections}
@@ -113,7 +121,7 @@ def _start_float64(runs):
     jax.config.update("jax_enable_x64", True)
 
 
-def _keep_off_accelerators(runs):
+def _keep_off_accelerators(runs: Mapping[str, schema.Run]) -> None:
   """Keeps a driver of Ray workers on the CPU, unless JAX_PLATFORMS is set. On a
   GPU, JAX would take most of the memory that the workers need."""
   on_ray = all(run.engine == "ray" for run in runs.values())
@@ -121,7 +129,9 @@ def _keep_off_accelerators(runs):
     jax.config.update("jax_platforms", "cpu")
 
 
-_USERS = {  # flag -> engines that use it
+# flag -> the engines that use it. A flag that no run uses is an error: it would
+# be ignored in silence.
+_USED_BY = {
   "address": ("ray",),
   "fault": flags.LIVE,
   "processes": ("pipeline",),
@@ -131,14 +141,14 @@ _USERS = {  # flag -> engines that use it
 _ON_RAY = " (--jobs=ray for simulations, --processes=N for pipelines)"
 
 
-def _check_used(runs):
+def _check_used(runs: Mapping[str, schema.Run]) -> None:
   """Raises ValueError for flags that no engine of these runs uses."""
   engines = {run.engine for run in runs.values()}
   stages = "pipeline" in engines and _F["processes"].value
   on_ray = stages or _F["jobs"].value == "ray"  # both use Ray on any engine
-  for name, users in _USERS.items():
-    used = engines & set(users) or (name == "address" and on_ray)
-    if _F[name].value and not used:
+  for name, users in _USED_BY.items():
+    is_used = engines & set(users) or (name == "address" and on_ray)
+    if _F[name].value and not is_used:
       raise ValueError(
         f"--{name} is for engine {' or '.join(users)}, but no run here uses"
         f" it: add --engine={users[0]}{_ON_RAY if name == 'address' else ''},"
@@ -146,30 +156,37 @@ def _check_used(runs):
       )
 
 
-def _open(resolved):
+def _open(
+  resolved: schema.Resolved,
+) -> tuple[cells.Experiment, Path | None, Machine]:
   """Returns (experiment, its folder, machine). The folder is opened, but only
   by process 0; it is None in the others."""
   make = functools.partial(
     build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
-  # All processes of a mesh build the same experiment.
+  # [1] The experiment. All processes of a mesh build the same one.
   experiment = processes.fail_together(make)
+  # Compare digests, not the texts: processes exchange fixed sizes.
   text = json.dumps(experiment.config, sort_keys=True)
   content = [np.frombuffer(text.encode(), np.uint8)]
   # Fail now if the processes were started with different flags or data.
   processes.check_same("config", storage.digest(content))
   processes.check_same("dataset", experiment.dataset_identity["sha256"])
+  # [2] The machine, with the fields that are flags of this command.
   faults = [faults_lib.parse(text) for text in _F["fault"].value]
-  own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
-  where = Machine(faults=faults, **{name: _F[name].value for name in own})
-  where.address = where.address or os.environ.get("RAY_ADDRESS")
-  where.modules = code.to_send(code.describe(experiment.config))
-  experiment.check_machine(where)
+  fields = {field.name for field in dataclasses.fields(Machine)}
+  options = {name: _F[name].value for name in fields & _F.keys()}
+  machine = Machine(faults=faults, **options)
+  machine.address = machine.address or os.environ.get("RAY_ADDRESS")
+  # Workers on other nodes import the user's modules from this list.
+  machine.modules = code.to_send(code.describe(experiment.config))
+  experiment.check_machine(machine)
 
-  given, name = _F["workdir"].value, flags.config_name()
+  # [3] The folder. One process opens it; an error there ends all of them.
+  requested, name = _F["workdir"].value, flags.config_name()
   workdir = processes.fail_together(
     lambda: (
-      folder.open_folder(given, name, experiment)
+      folder.open_folder(requested, name, experiment)
       if processes.is_first()
       else None
     )
@@ -178,56 +195,65 @@ def _open(resolved):
     # A resumed run keeps the measurements that its orders were made of.
     stored = folder.read_measurements(workdir)
     if stored is not None and stored != experiment.measurements:
-      # Orders of a resumed run are made of the stored measurements.
       experiment = make(measurements=stored)
     print(f"data: {experiment.dataset.source}\nresults go to {workdir}")
-  return experiment, workdir, where
+  return experiment, workdir, machine
 
 
-def _train(resolved, crew=None) -> None:
+def _train(
+  resolved: schema.Resolved, crew: jobs.Crew | None = None
+) -> None:
   """Trains this command's cells, and writes the report at the end."""
   if _F["dry_run"].value:
     _dry_run(resolved)
     return
-  experiment, workdir, where = _open(resolved)
-  if where.profile:  # fail now if the folder cannot be made
-    os.makedirs(where.profile, exist_ok=True)
-  signals, count = Signals(prints=workdir is not None), _jobs()
-  cells = jobs.share(experiment.cells, *_share())
-  if count == "auto":  # JAX has initialised its devices by now
-    count = 1 if where.profile else jobs.default_jobs()
-  total = sum(experiment.plan(c).messages for c in cells)
-  bar, naming = Silent(), contextlib.nullcontext()
+  experiment, workdir, machine = _open(resolved)
+  if machine.profile:  # fail now if the folder cannot be made
+    os.makedirs(machine.profile, exist_ok=True)
+  # Only the process with the folder prints that it was asked to stop.
+  signals, cells_at_once = Signals(prints=workdir is not None), _jobs()
+  share = jobs.share(experiment.cells, *_share())
+  # `default_jobs` asks JAX for its devices, so this cannot be known earlier.
+  if cells_at_once == "auto":
+    cells_at_once = 1 if machine.profile else jobs.default_jobs()
+  total = sum(experiment.plan(c).messages for c in share)
+  bar: ProgressBar | Silent = Silent()
+  naming: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
       total,
       describe=lambda name, row: flags.ENGINES[name].describe(row),
       quiet=flags.is_quiet(),
     )
+    # Errors about a full disk name this folder.
     naming = storage.naming_folder(workdir, trains=True)
+  # The report is written also after an error or a stop, from all finished
+  # cells.
   with naming, report.at_the_end(workdir, experiment, bar):
     try:
       jobs.train_all(
         experiment,
         workdir,
         bar=bar,
-        machine=where,
-        jobs=count,
-        cells=cells,
+        machine=machine,
+        jobs=cells_at_once,
+        cells=share,
         signals=signals,
         data_dir=_F["data_dir"].value,
         crew=crew,
       )
     finally:
       bar.close()
-      where.close()
+      machine.close()
       if workdir is not None:
+        # --json has the finished cells, whatever ended the training.
         _publish(experiment, workdir)
 
 
-def _publish(experiment, workdir) -> None:
+def _publish(experiment: cells.Experiment, workdir: Path) -> None:
   """Passes the results of the finished cells to --json."""
   results = folder.read_results(workdir)
+  # The folder may have cells of other commands.
   names = {cell.name for cell in experiment.cells}
   flags.publish(
     workdir=str(workdir),
@@ -237,25 +263,30 @@ def _publish(experiment, workdir) -> None:
   )
 
 
-def _dry_run(resolved) -> None:
+def _dry_run(resolved: schema.Resolved) -> None:
   """Prints the cells, messages and minutes of this command."""
   experiment = build(
     resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
-  cells, count = jobs.share(experiment.cells, *_share()), _jobs()
-  found = dry_run.rows(experiment, cells, Machine())
-  count = count if isinstance(count, int) else jobs.default_jobs()
-  print(dry_run.describe(found, count))
-  flags.publish(dry_run=found)
+  share, cells_at_once = jobs.share(experiment.cells, *_share()), _jobs()
+  # One row for each run and number of workers.
+  rows = dry_run.rows(experiment, share, Machine())
+  if not isinstance(cells_at_once, int):
+    cells_at_once = jobs.default_jobs()
+  print(dry_run.describe(rows, cells_at_once))
+  flags.publish(dry_run=rows)
 
 
-def _crew(runs) -> jobs.Crew:
+def _crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
   """Starts the processes that train cells at once. They inherit the imports of
   this one; there are none if one cell is trained at a time."""
-  count = provenance.cores() if _jobs() == "auto" else _jobs()
-  if count == "ray" or _F["profile"].value or _F["dry_run"].value:
-    count = 1
-  return jobs.start_crew(runs.values(), flags.ENGINES, count)
+  cells_at_once = _jobs()
+  if cells_at_once == "auto":
+    cells_at_once = provenance.cores()
+  # No crew: Ray has its own processes, and a profile is of this one.
+  if cells_at_once == "ray" or _F["profile"].value or _F["dry_run"].value:
+    cells_at_once = 1
+  return jobs.start_crew(runs.values(), flags.ENGINES, int(cells_at_once))
 
 
 def main() -> None:
@@ -265,6 +296,7 @@ def main() -> None:
   # [1] Read the config, and check the flags against it.
   resolved = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = resolved.runs
+  # Programs for other devices need neither a role nor a folder.
   if _F["compile"].value is not None:
     _start_float64(runs)
     compiled.main(resolved, _F["compile"].value, _F["data_dir"].value)
@@ -273,6 +305,7 @@ def main() -> None:
   _check_used(runs)
   boards.ask(_F["wandb"].value)
   _jobs(), _share()  # check these flags before anything is written
+  # Before any array is made: JAX keeps the precision of its first arrays.
   _start_float64(runs)
   _keep_off_accelerators(runs)
   # [2] Find the role of this process in a mesh.
@@ -280,13 +313,16 @@ def main() -> None:
   if role.count != 1:
     for run in runs.values():
       mesh_plan.check(run)
+    # Every run must fit the same processes, so the largest mesh counts.
     devices = max(mesh_plan.devices_of(run) or 1 for run in runs.values())
   # [3] The first command starts N processes and only watches them.
   if role.supervises:
+    assert devices is not None and role.count is not None
     processes.devices_of_each(devices, role.count)
     supervisor.supervise(role.count)
     return
   if role.count == 1 and not role.auto:
+    # The processes start before JAX does: they are forked.
     with contextlib.closing(_crew(runs)) as crew:
       _train(resolved, crew)
     return

@@ -28,57 +28,63 @@ from asgd.pages import page, panels, run_files
 
 from . import command_flags
 
-_REFRESH = 1.0  # seconds between two looks of the page
-_SILENT = 30.0  # seconds without a write, after which a cell is silent
-_SHOWN = 4  # most cells whose panels are shown
+_REFRESH = 1.0  # seconds between two requests of the page
+# After so many seconds without a write a cell is silent; its process writes
+# progress.json once a second while messages arrive.
+_SILENT = 30.0
+_MOST_SHOWN = 4  # cells with panels
+# Only programs of this machine can reach it.
 _HOST = "127.0.0.1"
-_USAGE_ERROR = 2
+_USAGE_ERROR = 2  # exit status, as `command_line` has it
 
 
 def _ago(seconds: float) -> str:
   """Returns a time that has passed as text."""
   for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-    if seconds >= 2 * length:
+    if seconds >= 2 * length:  # "2 hours", but "119 minutes"
       return f"{seconds / length:.0f} {unit} ago"
   return f"{seconds:.0f} s ago"
 
 
 @functools.lru_cache(maxsize=1024)
-def _panels(place: Path, written: float) -> panels.Panels:
+def _panels(cell_folder: Path, written: float) -> panels.Panels:
   """Returns the panels of a cell, which are drawn again after a write only."""
-  del written
-  return panels.of_cell(run_files.read_cell(place))
+  del written  # the time of the last write, which is part of the cache's key
+  return panels.of_cell(run_files.read_cell(cell_folder))
 
 
-def _state(place: Path, ago: float) -> str:
+def _state(cell_folder: Path, ago: float) -> str:
   """Returns the state of a cell that is not finished: training; stopped; or
   silent, if its process was killed or is in a long step."""
-  if not run_files.is_held(place):
+  if not run_files.is_locked(cell_folder):
     return "stopped"
   return "training" if ago < _SILENT else "silent"
 
 
-def _look(workdir: Path) -> list[tuple[panels.Panels, float]]:
+def _read_cells(workdir: Path) -> list[tuple[panels.Panels, float]]:
   """Returns the panels of each cell, and the seconds since its last write."""
   cells = []
-  for place in run_files.cells_of(workdir):
-    written = run_files.last_write(place)
-    drawn, ago = _panels(place, written), max(time.time() - written, 0.0)
-    if drawn.state != run_files.FINISHED:
-      drawn = drawn._replace(state=_state(place, ago))
-    cells.append((drawn, ago))
+  for cell_folder in run_files.cells_of(workdir):
+    written = run_files.last_write(cell_folder)
+    cell_panels = _panels(cell_folder, written)
+    ago = max(time.time() - written, 0.0)  # a shared disk's clock may be ahead
+    # A finished cell keeps its state, however long ago it was written.
+    if cell_panels.state != run_files.FINISHED:
+      cell_panels = cell_panels._replace(state=_state(cell_folder, ago))
+    cells.append((cell_panels, ago))
   return cells
 
 
-def _chosen(
+def _shown_cells(
   cells: list[tuple[panels.Panels, float]], name: str | None
 ) -> list[panels.Panels]:
   """Returns the cells whose panels are shown: the named one, else those in
   training, else the one that was written last."""
+  # A name that is not known shows the others: the page stays useful.
   named = [cell for cell, _ in cells if cell.name == name]
   training = [cell for cell, _ in cells if cell.state == "training"]
   last = [cell for cell, _ in sorted(cells, key=lambda each: each[1])[:1]]
-  return (named or training or last)[:_SHOWN]
+  return (named or training or last)[:_MOST_SHOWN]
 
 
 def render(workdir: Path, cell: str | None = None) -> str:
@@ -91,39 +97,42 @@ def render(workdir: Path, cell: str | None = None) -> str:
   Raises:
     ValueError: the folder is no run's.
   """
-  cells = _look(workdir)
-  ended = sum(each.state == run_files.FINISHED for each, _ in cells)
+  cells = _read_cells(workdir)
+  ended = sum(cell.state == run_files.FINISHED for cell, _ in cells)
   return page.render(
     workdir.resolve().name,
     f"{ended} of {len(cells)} cells that have begun are finished",
     "watch.html",
-    cells=[(each, _ago(ago)) for each, ago in cells],
-    shown=_chosen(cells, cell),
+    cells=[(cell_panels, _ago(ago)) for cell_panels, ago in cells],
+    shown=_shown_cells(cells, cell),
     milliseconds=round(1000 * _REFRESH),
   )
 
 
-_HEIGHT, _OF_LANE, _OF_LINE = 330, 22, 21  # of a picture, in pixels
+# Pixels of a picture: its charts, and each lane and each event below them.
+_HEIGHT, _OF_LANE, _OF_LINE = 330, 22, 21
 
 
 def picture(workdir: Path, cell: str | None = None) -> str:
   """Returns the panels of a cell as an SVG file; see `render`."""
-  cells = _look(workdir)
-  known = [drawn.name for drawn, _ in cells]
-  if cell is not None and cell not in known:
+  cells = _read_cells(workdir)
+  names = [cell_panels.name for cell_panels, _ in cells]
+  if cell is not None and cell not in names:
     raise ValueError(
       f"{workdir} has no cell {cell!r} that has begun; known:"
-      f" {', '.join(known)}"
+      f" {', '.join(names)}"
     )
-  drawn = next(iter(_chosen(cells, cell)), None)
-  if drawn is None:
+  cell_panels = next(iter(_shown_cells(cells, cell)), None)
+  if cell_panels is None:
     raise ValueError(f"{workdir} has no cell that has begun: wait for one")
-  lanes, lines = drawn.strip.lanes if drawn.strip else [], drawn.events
+  lanes = cell_panels.strip.lanes if cell_panels.strip else []
+  lines = cell_panels.events
   height = _HEIGHT + _OF_LANE * len(lanes)
+  # Two more lines: the heading of the events, and a margin.
   height += _OF_LINE * (len(lines) + 2) if lines else 0
-  lead = f"{drawn.name}, {drawn.state}"
-  content = {"cell": drawn, "height": height}
-  return page.render(drawn.name, lead, "picture.html", **content)
+  lead = f"{cell_panels.name}, {cell_panels.state}"
+  content = {"cell": cell_panels, "height": height}
+  return page.render(cell_panels.name, lead, "picture.html", **content)
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -133,10 +142,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:  # noqa: N802  a name of the base class
     """Sends the page, or why there is none."""
+    # The name under which the browser reached this server.
     host = self.headers.get("Host", "").rpartition(":")[0]
     address = urllib.parse.urlsplit(self.path)
     if host not in (_HOST, "localhost"):
-      # A page of another site could have its name lead here.
+      # Another site may resolve its own name to this machine (DNS rebinding),
+      # to read the page from the browser.
       self.send_error(HTTPStatus.FORBIDDEN, "open the printed address")
       return
     if address.path != "/":
@@ -152,6 +163,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     self.send_response(HTTPStatus.OK)
     self.send_header("Content-Type", "text/html; charset=utf-8")
     self.send_header("Content-Length", str(len(content)))
+    # The page changes every second.
     self.send_header("Cache-Control", "no-store")
     self.end_headers()
     self.wfile.write(content)
@@ -163,11 +175,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 class PageServer(http.server.ThreadingHTTPServer):
   """Serves the page of one run, on this machine only."""
 
-  daemon_threads = True
+  daemon_threads = True  # a request does not delay Ctrl-C
 
   def __init__(self, workdir: Path, port: int):
     """Raises ValueError if the folder is no run's, or the port is in use."""
     self.workdir = workdir
+    # Fail now for a folder without a run, not at the first request.
     run_files.cells_of(workdir)
     try:
       super().__init__((_HOST, port), _Handler)
@@ -185,6 +198,7 @@ class PageServer(http.server.ThreadingHTTPServer):
 
 def main(words: list[str]) -> None:
   """Serves the page until Ctrl-C."""
+  # argparse, not absl: this command must start at once.
   parser = argparse.ArgumentParser("asgd watch", description=__doc__)
   parser.add_argument("workdir", nargs="?", type=Path, help="folder of a run")
   for name, (kind, default, text) in command_flags.WATCH.items():

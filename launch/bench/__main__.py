@@ -33,29 +33,32 @@ from .. import command_line, flags
 from ..command_flags import GIVEN
 from . import report, summary
 
-BENCHMARKS = (  # modules with run(report, *, flags)
+# Modules with run(report, *, flags): each takes those flags of the command that
+# are its parameters.
+BENCHMARKS = (
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
   *("network", "orders"),
 )
 _F = flags.define("bench")
-_OF_BENCHMARKS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"
+_PASSED_FLAGS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"
 _BUSY = 0.1  # share of the cores from which on other programs matter
-_LONGEST = 240  # seconds
-_MOST = 1e5  # MB
+_TIME_LIMIT = 240  # seconds of one benchmark, on two free cores
+_MOST_MEGABYTES = 1e5  # MB
 
 
 def _runner(name: str) -> Any:
+  """Returns the `run` of a benchmark, whose module is imported only now."""
   return importlib.import_module(f"{__package__}.{name}").run
 
 
 def _given(name: str) -> dict[str, Any]:
   """The flags that are given, of those that a benchmark takes."""
-  takes = inspect.signature(_runner(name)).parameters
-  values = {key: _F[key].value for key in _OF_BENCHMARKS}
+  parameters = inspect.signature(_runner(name)).parameters
+  values = {key: _F[key].value for key in _PASSED_FLAGS}
   given = {key: value for key, value in values.items() if value is not None}
   if "sizes" in given:
-    given["sizes"] = list(map(float, given["sizes"]))
-  return {k: value for k, value in given.items() if k in takes}
+    given["sizes"] = list(map(float, given["sizes"]))  # MB
+  return {k: value for k, value in given.items() if k in parameters}
 
 
 def _busy(when: str) -> float:
@@ -75,12 +78,14 @@ def _measure(name: str) -> dict[str, Any]:
   given, rows, cores = _given(name), report.BenchReport(), provenance.cores()
   began = time.monotonic()
   busy = [_busy("at the start")]
+  # Rows are printed as soon as they are measured.
   _runner(name)(rows, **given)
-  took = time.monotonic() - began
+  seconds = time.monotonic() - began
   busy.append(_busy("at the end"))
-  if took > _LONGEST:
-    print(f"warning: it took over {_LONGEST} s", file=sys.stderr)
+  if seconds > _TIME_LIMIT:
+    print(f"warning: it took over {_TIME_LIMIT} s", file=sys.stderr)
   words = ["asgd", "bench", name]
+  # The path says nothing about the numbers, and may name a user.
   if "peer" in given:
     given["peer"] = Path(given["peer"]).name  # not where it is
   words += [f"--{key}={_text(value)}" for key, value in given.items()]
@@ -90,16 +95,17 @@ def _measure(name: str) -> dict[str, Any]:
     "device": jax.devices()[0].device_kind,
     "cores": cores,
     "busy": busy,
-    "seconds": round(took, 1),
+    "seconds": round(seconds, 1),
   }
   print(
-    f"\n{took:.0f} s on {cores} cores, of which other programs used"
+    f"\n{seconds:.0f} s on {cores} cores, of which other programs used"
     f" {busy[0]:.0%} before and {busy[1]:.0%} after"
   )
   return {**result, "rows": rows.rows}
 
 
 def _text(value: Any) -> str:
+  """Returns the value of a flag as a command line has it."""
   return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -108,6 +114,7 @@ def _measure_all() -> list[dict[str, Any]]:
   and of the others the exit status."""
   results = []
   with tempfile.TemporaryDirectory() as folder:
+    # A process for each: some set JAX's number of devices, once and for all.
     for name in BENCHMARKS:
       path = Path(folder) / f"{name}.json"
       command = [sys.executable, "-m", __package__, name, f"--json={path}"]
@@ -117,11 +124,13 @@ def _measure_all() -> list[dict[str, Any]]:
       if path.exists():
         results += report.read(path)
       else:
+        # --all continues after a benchmark that fails.
         results.append({"name": name, "failed": ended.returncode, "rows": []})
   return results
 
 
 def _list() -> None:
+  """Prints the benchmarks with the first line of their docstrings."""
   for name in BENCHMARKS:
     print(f"asgd bench {name:<12} {command_line.summary(f'bench/{name}')}")
 
@@ -131,6 +140,7 @@ def _check() -> None:
   given = {k: _F[k].value for k in ("rounds", "block", "seconds")}
   if not all(value is None or value > 0 for value in given.values()):
     raise ValueError("--rounds, --block and --seconds must be positive")
+  # `which` also accepts a path.
   peer = _F["peer"].value
   if peer is not None and shutil.which(peer) is None:
     raise ValueError(f"--peer={peer}: there is no such program")
@@ -138,8 +148,10 @@ def _check() -> None:
     sizes = list(map(float, _F["sizes"].value or []))
   except ValueError as error:
     raise ValueError(f"--sizes must be numbers of MB: {error}") from error
-  if wrong := [size for size in sizes if not 0 < size <= _MOST]:
-    raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
+  if wrong := [size for size in sizes if not 0 < size <= _MOST_MEGABYTES]:
+    raise ValueError(
+      f"--sizes must be above 0 to {_MOST_MEGABYTES:g} MB, not {wrong[0]}"
+    )
 
 
 def main(name: str = "", *files: str) -> None:
@@ -154,15 +166,16 @@ def main(name: str = "", *files: str) -> None:
       _list()
       return
     names.check("benchmark", name, BENCHMARKS)
-  to = _F["json"].value
-  aside = sys.stderr if to == GIVEN else sys.stdout
-  with contextlib.redirect_stdout(aside):
+  # --json alone prints the object, so all other output moves to stderr.
+  json_target = _F["json"].value
+  output_stream = sys.stderr if json_target == GIVEN else sys.stdout
+  with contextlib.redirect_stdout(output_stream):
     results = [_measure(name)] if name else _measure_all()
-  if to == GIVEN:
+  if json_target == GIVEN:
     print(report.to_json(results), end="")
-  elif to is not None:
-    safe_files.write(Path(to), report.to_json(results))
-  if failed := [each["name"] for each in results if "failed" in each]:
+  elif json_target is not None:
+    safe_files.write(Path(json_target), report.to_json(results))
+  if failed := [result["name"] for result in results if "failed" in result]:
     raise flags.Failed(f"no results of: {', '.join(failed)}")
 
 

@@ -6,12 +6,13 @@ machine.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
 
 from asgd import compression
@@ -24,11 +25,13 @@ from . import turns
 from .report import BenchReport, Measured
 from .turns import Contestant
 
-_RATE = 0.01  # of the update that a message ends in
-_FIRST = 10  # messages that are not counted
+# The learning rate of an update: small, so that no parameter overflows.
+_RATE = 0.01
+_FIRST = 10  # messages of a warm-up, with compilation
 FAR = "far"  # resource of the worker's node
 _NEAR = "node:__internal_head__"  # that Ray gives to the first node
-_CODECS = {  # label -> options; normal numbers, of which 3.29 leaves 0.1 %
+# label -> options. Messages are standard normal numbers: |x| > 3.29 for 0.1 %.
+_CODECS: dict[str, Mapping[str, Any]] = {
   "threshold, 0.1 %": dict(name="threshold", tau=3.29),
   "top_k, 0.1 %": dict(name="top_k", density=0.001),
   "top_k, 1 %": dict(name="top_k", density=0.01),
@@ -44,11 +47,11 @@ _CODECS = {  # label -> options; normal numbers, of which 3.29 leaves 0.1 %
   "powersgd": dict(name="powersgd"),
   "identity": dict(name="identity"),
 }
-_SENT = "threshold, 0.1 %", "top_k, 0.1 %", "onebit", "int8"
-_MEGABYTES = 10
-_DENSITIES = 0.0001, 0.001, 0.01, 0.1
-_POSITIONS = 200_000
-_TURNS = 3  # of each contestant on the way
+_SENT = "threshold, 0.1 %", "top_k, 0.1 %", "onebit", "int8"  # to the server
+_MEGABYTES = 10  # of a message
+_DENSITIES = 0.0001, 0.001, 0.01, 0.1  # fraction of elements that are sent
+_POSITIONS = 200_000  # that the coder codes at once
+_RATE_TURNS = 3  # of each contestant on the way
 Options = Mapping[str, Any]  # of `compression.named`, with the name
 
 
@@ -65,9 +68,9 @@ def take_core(number: int) -> set[int]:
   return cores
 
 
-def message(megabytes: float, leaves: int = 4) -> dict[str, np.ndarray]:
+def message(megabytes: float, leaves: int = 4) -> dict[str, npt.NDArray[Any]]:
   """Returns matrices of normal numbers, `megabytes` together."""
-  rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)
+  rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)  # 4 bytes an element
   rng = np.random.default_rng(0)
   return {
     f"layer{i}": rng.standard_normal((rows, 256), np.float32)
@@ -86,15 +89,17 @@ class MessageStages:
       lambda state, tree: codec.encode(state, tree, key), donate_argnums=0
     )
     # Copied: the step donates its arrays, so none may share memory.
+    # `init` may return one array for several leaves.
     state = jax.tree.map(jnp.array, codec.init(like))
     self.code, self._state = jax.block_until_ready(step(state, like))
     self._decode = jax.jit(codec.decode)
     # A codec with a residual gets its own decoded message again. Then the
     # residual stays the same, and all codes are like the first.
-    keeps = compression.residual_norm(self._state) > 0
-    self._message = self._decode(self.code) if keeps else like
+    has_residual = compression.residual_norm(self._state) > 0
+    self._message = self._decode(self.code) if has_residual else like
     self._step = step
     self.layout = packing.layout(self.code)
+    # The largest length of a code; `pack` reuses the buffer.
     self._buffer = np.zeros(self.layout.most, np.uint8)
     self._unpacked = packing.unpack(self.layout, self.pack())
 
@@ -107,12 +112,12 @@ class MessageStages:
     self.begin()
     jax.block_until_ready((self.code, self._state))
 
-  def pack(self) -> np.ndarray:
+  def pack(self) -> npt.NDArray[np.uint8]:
     """Returns the packed code, uint8[bytes], until the next call."""
     length = packing.pack(self.layout, self.code, self._buffer)
     return self._buffer[:length]
 
-  def unpack(self, data: np.ndarray) -> None:
+  def unpack(self, data: npt.NDArray[np.uint8]) -> None:
     """Unpacks a packed code."""
     self._unpacked = packing.unpack(self.layout, data)
 
@@ -122,6 +127,7 @@ class MessageStages:
 
   def contestants(self) -> dict[str, Contestant]:
     """Returns the stages by name."""
+    # `pack` would overwrite the data that `unpack` reads.
     data = self.pack().copy()
     return {
       "encode": self.encode,
@@ -135,26 +141,27 @@ def copy(like: Any) -> Contestant:
   """Returns a copy of all elements, from memory to memory."""
   pairs = [(x.copy(), x) for x in jax.tree.leaves(like)]
 
-  def once():
+  def copy_all() -> None:
     for target, source in pairs:
       np.copyto(target, source)
 
-  return once
+  return copy_all
 
 
 def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
   """Returns the coder of positions, both ways, and the bits of a position, for
   so many positions drawn with a density."""
+  # Gaps between positions that are drawn independently are geometric.
   steps = np.random.default_rng(0).geometric(density, count)
   positions = np.cumsum(steps) - 1
   coded = gaps.measure(positions)
   data = np.concatenate(gaps.encode(coded))
   length = int(positions[-1]) + 1
-  both = {
+  directions: dict[str, Contestant] = {
     "encode": lambda: gaps.encode(gaps.measure(positions)),
     "decode": lambda: gaps.decode(data, count, coded.k, coded.unary, length),
   }
-  return both, 8 * data.size / count
+  return directions, 8 * data.size / count
 
 
 class Rate(NamedTuple):
@@ -164,21 +171,29 @@ class Rate(NamedTuple):
   cpu: float  # seconds of both processes for a message
 
 
+def _unchanged(tree: Any) -> Any:
+  """Returns a message of the dense wire, which is its own code."""
+  return tree
+
+
 class _Server:
   """The server of `rate`, in a separate process."""
 
   def __init__(self, like: Any, options: Options | None):
     """Starts from parameters of zeros."""
-    take_core(1)
-    self._layout, decode = None, lambda tree: tree
+    take_core(1)  # before JAX starts its threads; the worker has core 0
+    self._layout: packing.CodeLayout | None = None
+    decode: Callable[[Any], Any] = _unchanged
     if options is not None:
       decode = compression.named(**options).decode
       self._layout = MessageStages(options, like).layout
 
-    def update(params, code):
+    def update(params: Any, code: Any) -> Any:
+      """Returns the parameters after a step of SGD."""
       change = jax.tree.map(lambda x: -_RATE * x, decode(code))
       return optax.apply_updates(params, change)
 
+    # The parameters are donated: the server updates them in place.
     self._update = jax.jit(update, donate_argnums=0)
     self._params = jax.tree.map(jnp.zeros_like, like)
 
@@ -206,24 +221,28 @@ class _Worker:
     dense = jax.tree.map(jnp.asarray, like)
     stages = None if options is None else MessageStages(options, like)
 
-    def once():
+    def send_one() -> None:
+      """Sends a message, and waits for the reply."""
       if stages is None:
         reply = server.receive.remote(jax.tree.map(np.asarray, dense))
       else:
+        # The next code is made while the server handles this one.
         reply = server.receive.remote(stages.pack())
         stages.begin()
       ray.get(reply)
 
-    def cpu():
-      return time.process_time() + ray.get(server.cpu.remote())
+    def cpu_seconds() -> float:
+      """Returns the CPU seconds of both processes so far."""
+      return time.process_time() + ray.get(server.cpu_seconds.remote())
 
     for _ in range(_FIRST):
-      once()
-    count, used, start = 0, cpu(), time.perf_counter()
-    while (took := time.perf_counter() - start) < seconds:
-      once()
+      send_one()
+    count, cpu_before, start = 0, cpu_seconds(), time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+      send_one()
       count += 1
-    return Rate(count / took, (cpu() - used) / count)
+    per_message = (cpu_seconds() - cpu_before) / count
+    return Rate(count / elapsed, per_message)
 
 
 def rate(like: Any, options: Options | None, seconds: float) -> Rate:
@@ -245,10 +264,13 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   """
   import ray
 
-  # Each has a core and a node, as on two machines.
-  near, far = {_NEAR: 0.001}, {FAR: 1}
-  server = ray.remote(num_cpus=0, resources=near)(_Server).remote(like, options)
-  worker = ray.remote(num_cpus=0, resources=far)(_Worker).remote()
+  # Each process has a core and a node, as on two machines. Ray gives a node a
+  # resource with the name of the node; a small share of it is enough.
+  near, far = {_NEAR: 0.001}, {FAR: 1.0}
+  server_class: Any = ray.remote(num_cpus=0, resources=near)(_Server)
+  worker_class: Any = ray.remote(num_cpus=0, resources=far)(_Worker)
+  server = server_class.remote(like, options)
+  worker = worker_class.remote()
   try:
     return ray.get(worker.rate.remote(server, like, options, seconds))
   finally:
@@ -256,7 +278,9 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
     ray.kill(server)
 
 
-def _stages(report, like, rounds):
+def _stages(
+  report: BenchReport, like: dict[str, npt.NDArray[Any]], rounds: int
+) -> None:
   """Speeds of each codec's stages, over that of a copy."""
   plain = copy(like)
   size = sum(x.nbytes for x in like.values())
@@ -271,18 +295,22 @@ def _stages(report, like, rounds):
   )
   for label, options in _CODECS.items():
     stages = MessageStages(options, like)
-    both = {"copy": plain, **stages.contestants()}
-    once, *parts = turns.take_turns(both, rounds, 3, time.process_time).values()
-    shares = [float(np.median(once / part)) for part in parts]
+    contestants = {"copy": plain, **stages.contestants()}
+    # CPU time: other programs change the time of the wall.
+    times = turns.take_turns(contestants, rounds, 3, time.process_time)
+    copy_seconds, *stage_seconds = times.values()
+    shares = [float(np.median(copy_seconds / each)) for each in stage_seconds]
     length = stages.pack().size
-    ways = parts[0] + parts[1], parts[2] + parts[3]
-    speeds = [size / 1e6 / float(np.median(way)) for way in ways]
-    ratios = [Measured(once / way) for way in ways]
+    encode, pack, unpack, decode = stage_seconds
+    direction_seconds = encode + pack, unpack + decode  # up, down
+    speeds = [size / 1e6 / float(np.median(s)) for s in direction_seconds]
+    ratios = [Measured(copy_seconds / s) for s in direction_seconds]
     table.row(label, length, size / length, *shares, *speeds, *ratios)
-  print(f"\nof a copy, that is {size / 1e6 / np.median(once):.0f} MB/s")
+  speed = size / 1e6 / np.median(copy_seconds)
+  print(f"\nof a copy, that is {speed:.0f} MB/s")
 
 
-def _coder(report, rounds):
+def _coder(report: BenchReport, rounds: int) -> None:
   """Positions per second, and what one takes."""
   table = report.table(
     "the coder of positions",
@@ -293,21 +321,25 @@ def _coder(report, rounds):
     width=8,
   )
   for p in _DENSITIES:
-    both, bits = coder(p, _POSITIONS)
+    directions, bits = coder(p, _POSITIONS)
+    # Bits of a gap: the entropy of a geometric distribution, which no code can
+    # go below.
     entropy = -np.log2(p) - (1 - p) / p * np.log2(1 - p)
-    taken = turns.take_turns(both, rounds, 3, time.process_time).values()
-    speeds = [_POSITIONS / 1e6 / float(np.median(way)) for way in taken]
+    times = turns.take_turns(directions, rounds, 3, time.process_time).values()
+    speeds = [_POSITIONS / 1e6 / float(np.median(seconds)) for seconds in times]
     table.row(f"{p:g}", bits, entropy, *speeds, Measured(bits / entropy))
 
 
-def _way(report, like, seconds):
+def _messages(report: BenchReport, like: Any, seconds: float) -> None:
   """Messages per second, of codecs and of the dense wire."""
-  sent = {"dense": None, **{label: _CODECS[label] for label in _SENT}}
-  rates = {label: [] for label in sent}
-  for _ in range(_TURNS):
+  sent: dict[str, Options | None] = {"dense": None}
+  sent |= {label: _CODECS[label] for label in _SENT}
+  rates: dict[str, list[tuple[float, float]]] = {label: [] for label in sent}
+  # Turns: a slow phase of the machine meets all codecs alike.
+  for _ in range(_RATE_TURNS):
     for label, options in sent.items():
-      measured = rate(like, options, seconds / _TURNS)
-      rates[label].append((measured.per_second, 1e3 * measured.cpu))
+      measured = rate(like, options, seconds / _RATE_TURNS)
+      rates[label].append((measured.per_second, 1e3 * measured.cpu))  # 1/s, ms
   table = report.table(
     "from a worker to a server, each on a node of Ray, on one machine",
     "sent",
@@ -315,11 +347,11 @@ def _way(report, like, seconds):
     {"of dense": ".2f", "CPU of dense": ".2f"},
     width=16,
   )
-  dense = np.transpose(rates["dense"])
-  for label, each in rates.items():
-    mine = np.transpose(each)
-    speed, cpu = (float(x) for x in np.median(mine, axis=1))
-    table.row(label, speed, cpu, *map(Measured, mine / dense))
+  dense = np.transpose(rates["dense"])  # float[2, turns]
+  for label, measured_rates in rates.items():
+    measurements = np.transpose(measured_rates)
+    speed, cpu = (float(x) for x in np.median(measurements, axis=1))
+    table.row(label, speed, cpu, *map(Measured, measurements / dense))
 
 
 def run(report: BenchReport, seconds: float = 3.0, rounds: int = 5) -> None:
@@ -327,15 +359,17 @@ def run(report: BenchReport, seconds: float = 3.0, rounds: int = 5) -> None:
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""
   like = message(_MEGABYTES)
+  # One core: threads of XLA would share a codec's work unevenly.
   cores = take_core(0)
   _stages(report, like, rounds)
   _coder(report, rounds)
+  # Ray's processes need all cores again.
   if cores:
     os.sched_setaffinity(0, cores)
-  memory = 2**29
+  memory = 2**29  # bytes of the object store of each node
   ray_runtime.start(None, memory=memory)
   try:
     with ray_internals.second_node(FAR, memory):
-      _way(report, like, seconds)
+      _messages(report, like, seconds)
   finally:
     ray_runtime.stop()

@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 
 from asgd.live import ray_internals
 
-NEAR, FAR = "10.211.0.1", "10.211.0.2"  # addresses of the two
-_BURST = 0.002  # seconds of bandwidth that may pass at once
-_LEAST = 4096  # bytes of a burst: a packet and some
+NEAR, FAR = "10.211.0.1", "10.211.0.2"  # addresses of the two ends
+# A burst of 2 ms of the bandwidth passes the token bucket at once.
+_BURST = 0.002
+_LEAST_BURST = 4096  # bytes of a burst: a packet and some
 _QUEUE = "50ms"  # packets that would wait longer are dropped
 _HINT = (
   "it needs Linux with iproute2, and a new network namespace, which root can"
@@ -29,23 +30,24 @@ _HINT = (
 
 def _run(*words: str) -> str:
   """Runs a command; returns its output. Raises ValueError if it fails."""
-  try:
-    done = subprocess.run(words, capture_output=True, text=True)
+  try:  # below
+    result = subprocess.run(words, capture_output=True, text=True)
   except OSError as error:
     raise ValueError(f"{words[0]} cannot be run ({error}): {_HINT}") from error
-  if done.returncode:
-    said = done.stderr.strip().splitlines()[-1:] or ["it does not say why"]
-    raise ValueError(f"{' '.join(words)} failed ({said[0]}): {_HINT}")
-  return done.stdout
+  if result.returncode:
+    reason = result.stderr.strip().splitlines()[-1:] or ["it does not say why"]
+    raise ValueError(f"{' '.join(words)} failed ({reason[0]}): {_HINT}")
+  return result.stdout
 
 
 def _check() -> None:
   """Raises ValueError unless this process is in a new network namespace."""
+  # A new namespace has the loopback device only.
   devices = [link["ifname"] for link in json.loads(_run("ip", "-json", "link"))]
-  if others := sorted(set(devices) - {"lo"}):
+  if foreign_devices := sorted(set(devices) - {"lo"}):
     raise ValueError(
-      f"this process is in the network of the machine (it has {others[0]}),"
-      f" which the benchmark must not change: {_HINT}"
+      f"this process is in the network of the machine (it has"
+      f" {foreign_devices[0]}), which the benchmark must not change: {_HINT}"
     )
 
 
@@ -54,10 +56,12 @@ class VirtualWire:
 
   def __init__(self, far: int):
     """Lays a wire to the namespace of a process."""
+    # The prefix runs a command in the namespace of the process `far`.
     self.prefix = ["nsenter", f"--net=/proc/{far}/ns/net"]
-    other = ["netns", str(far)]
+    namespace = ["netns", str(far)]
     _run("ip", "link", "set", "lo", "up")
-    ends = ["near", "type", "veth", "peer", "name", "far", *other]
+    # One end here, the other in that namespace.
+    ends = ["near", "type", "veth", "peer", "name", "far", *namespace]
     _run("ip", "link", "add", *ends)
     self._end([], "near", NEAR)
     _run(*self.prefix, "ip", "link", "set", "lo", "up")
@@ -67,8 +71,7 @@ class VirtualWire:
     """Sets up one end of the wire, with its address and route."""
     _run(*prefix, "ip", "address", "add", f"{address}/24", "dev", name)
     _run(*prefix, "ip", "link", "set", name, "up")
-    # A process that finds its address by its route to the internet gets this
-    # one.
+    # Ray finds its address by the route to the internet, which leads here.
     _run(*prefix, "ip", "route", "add", "default", "dev", name)
 
   def limit(self, bandwidth: float | None) -> None:
@@ -76,10 +79,12 @@ class VirtualWire:
     for prefix, name in (([], "near"), (self.prefix, "far")):
       words = [*prefix, "tc", "qdisc"]
       current = _run(*words, "show", "dev", name)
+      # A device has one root; the old limit must be removed first.
       if "tbf" in current:
         _run(*words, "del", "dev", name, "root")
       if bandwidth is not None:
-        burst = max(round(bandwidth * _BURST), _LEAST)
+        burst = max(round(bandwidth * _BURST), _LEAST_BURST)
+        # tc counts bits, not bytes.
         limit = ["rate", f"{round(8 * bandwidth)}bit", "burst", str(burst)]
         limit += ["latency", _QUEUE]
         _run(*words, "add", "dev", name, "root", "tbf", *limit)
@@ -95,23 +100,33 @@ def wire() -> Iterator[VirtualWire]:
   """
   _check()
   other = subprocess.Popen(
-    ["unshare", "--net", sys.executable, "-c", _STAY],
+    ["unshare", "--net", sys.executable, "-c", _WAIT_FOR_INPUT],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
   )
   try:
-    if not other.stdout.readline():
+    # The line is printed in the new namespace, so it exists from here on.
+    if not _says_a_line(other):
       raise ValueError(f"unshare --net is not permitted: {_HINT}")
     yield VirtualWire(other.pid)
   finally:
     _end(other)
 
 
-_STAY = "import sys; print(flush=True); sys.stdin.read()"
+# The namespace exists while this program waits for the end of its input.
+_WAIT_FOR_INPUT = "import sys; print(flush=True); sys.stdin.read()"
+
+
+def _says_a_line(process: subprocess.Popen[bytes]) -> bool:
+  """Waits for the line of a process; returns False if it exits without one."""
+  assert process.stdout is not None  # a pipe
+  return bool(process.stdout.readline())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
   """Ends a process that runs until its input ends."""
+  assert process.stdin is not None and process.stdout is not None  # pipes
+  # Closing its input ends the process; a signal would leave Ray's behind.
   process.stdin.close()
   process.stdout.close()
   process.wait()
@@ -139,7 +154,8 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
     stdout=subprocess.PIPE,
   )
   try:
-    if not node.stdout.readline():
+    # `be_node` prints a line when the node is part of the cluster.
+    if not _says_a_line(node):
       raise ValueError("no node of Ray started in the other namespace")
     yield
   finally:

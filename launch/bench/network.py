@@ -41,17 +41,19 @@ _ENGINES = {
   "threads": live.THREADS,
   "ray": live.RAY,
 }
-_LEAVES, _WIDTH = 4, 256  # of the parameters
+_LEAVES, _WIDTH = 4, 256  # of the parameters: matrices, and their columns
 _SPREAD = 0.5  # a job takes 1 - this to 1 + this of the mean
-_RATE = 0.01
+_RATE = 0.01  # learning rate; the loss does not matter
 FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
-_NEAR = "0.85 to 1.15"  # wanted of simulated by live
+_WANTED_RATIO = "0.85 to 1.15"  # wanted of simulated by live
 _JOBS = 40  # of a worker that waits for no other, in a live run
-_MUCH, _TRIES = 0.05, 2  # lateness that is measured again, and the tries
+# A measurement is repeated if jobs took 5 % longer than their waits.
+_LATE_LIMIT, _TRIES = 0.05, 2
 _T = TypeVar("_T")
-_LEAST = 12  # jobs of a worker that waits for others; the first do not count
+# Jobs of a worker that waits for others. The first job of each does not count.
+_LEAST_JOBS = 12
 
 
 class LinkSpeeds(NamedTuple):
@@ -69,6 +71,7 @@ class LinkSpeeds(NamedTuple):
     return {key: getattr(self, key) for key in keys}
 
   def slower(self, factor: float) -> "LinkSpeeds":
+    # Every time, and the time of every byte, grows alike.
     """Returns links over which all takes so many times as long."""
     job, latency = factor * self.job, factor * self.latency
     return self._replace(job=job, latency=latency, port=self.port / factor)
@@ -84,12 +87,16 @@ class LinkSpeeds(NamedTuple):
       >>> links.bound(2, 1), links.bound(2, 2), links.bound(16, 2)
       (0.3333333333333333, 0.5, 1.0)
     """
+    # Seconds of a message at a shard's port, which has 1 / S of it.
     job, port = job or self.job, self.nbytes / shards / self.port
+    # A cycle: the job, the ticket and the message. 1 / port: all ports are
+    # busy.
     return min(workers / (job + 2 * (self.latency + port)), 1 / port)
 
 
 def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
   """Returns how long a job waits, `seconds` in the mean."""
+  # The same wait in a live run and in a repetition of it.
   rng = np.random.default_rng((seed, worker, job))
   return seconds * rng.uniform(1 - _SPREAD, 1 + _SPREAD)
 
@@ -103,32 +110,35 @@ def waiting(
   the key. The parameters have `nbytes` bytes; the loss is half their square.
   """
   rows = max(round(nbytes / 4 / _LEAVES / _WIDTH), 1)
-  nothing = np.zeros((batch_size, 1), np.float32)
+  empty_batch = np.zeros((batch_size, 1), np.float32)
 
-  def init(key):
+  def init(key: jax.Array) -> list[jax.Array]:
     keys = jax.random.split(key, _LEAVES)
     return [jax.random.normal(k, (rows, _WIDTH)) for k in keys]
 
-  def loss(params, batch, key):
+  def loss(params: Any, batch: Any, key: Any) -> tuple[jax.Array, losses.Aux]:
     del batch, key
-    return sum(jnp.sum(x**2) for x in params) / 2, losses.Aux(())
+    squares: Any = sum(jnp.sum(x**2) for x in params)
+    return squares / 2, losses.Aux(())
 
-  def batches(seed, workers):
+  def batches(seed: int, workers: int) -> Callable[[int, int], Any]:
+    """Returns the batches, all empty, each after its wait."""
     del workers
 
-    def batch(worker, job):
+    def batch(worker: int, job: int) -> Any:
       if seconds:
+        # Making the batch is part of the job, and sleeping needs no core.
         time.sleep(_waits(seconds, seed, worker, job))
-      return nothing
+      return empty_batch
 
     return batch
 
-  def evaluate(params):
+  def evaluate(params: Any) -> problems.Evaluation:
     return problems.Evaluation(
       float(sum(np.sum(np.square(x)) for x in params) / 2)
     )
 
-  return problems.Problem(init, loss, evaluate, batches, nothing, 1)
+  return problems.Problem(init, loss, evaluate, batches, empty_batch, 1)
 
 
 def _train(
@@ -137,10 +147,11 @@ def _train(
   workers: int,
   shards: int,
   messages: int,
-  read: Callable[[Path], Any] = lambda place: None,
+  read: Callable[[Path], Any] = lambda folder: None,
   **config: Any,
 ) -> tuple[base.Records, Any]:
   """Trains a cell; returns its records, and the result of `read`(folder)."""
+  # In simulated time a job must not sleep: its time is drawn.
   job = 0.0 if engine == "simulate" else links.job
   experiment = cells.build(
     {
@@ -158,13 +169,13 @@ def _train(
       "examples": messages,
       "learning_rate": _RATE,
       "evaluations": 1,
-      "curvature_checks": 0,
+      "curvature_checks": 0,  # these would take time of the workers
       **config,
     },
     engines=_ENGINES,
   )
   (cell,) = experiment.cells
-  kept: list[Any] = []
+  end_results: list[Any] = []  # what the loop passes at its end
   with tempfile.TemporaryDirectory() as folder:
     machine = Machine()
     try:
@@ -174,17 +185,19 @@ def _train(
         Path(folder),
         bar=Silent(),
         machine=machine,
-        ended=lambda *what: kept.extend(what),
+        ended=lambda *what: end_results.extend(what),
       )
     finally:
       machine.close()
-    return kept[0], read(Path(folder) / "cells" / cell.name)
+    # Before the folder is removed.
+    return end_results[0], read(Path(folder) / "cells" / cell.name)
 
 
 def _late(files: live_files.LiveFiles, seconds: float) -> float:
   """Returns by what share of their mean the jobs of a live run took longer than
   they were to wait: other programs had the cores."""
   late = [
+    # A wait is drawn from worker and job, so that it can be drawn again here.
     span.end - span.start - _waits(seconds, 0, worker, span.job)
     for worker, spans in files.spans.items()
     for span in spans
@@ -198,14 +211,16 @@ def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
 
   Returns (result, disturbance) of the least disturbed try.
   """
-  tries = []
-  while len(tries) < _TRIES and (not tries or tries[-1][1] > _MUCH):
+  tries: list[tuple[_T, float]] = []
+  # Repeat only a try that was disturbed.
+  while len(tries) < _TRIES and (not tries or tries[-1][1] > _LATE_LIMIT):
     tries.append(call())
   return min(tries, key=lambda result: result[1])
 
 
 def _rate(records: base.Records, workers: int) -> float:
   """Returns messages a second, after each worker has sent one."""
+  # From here on all workers are at work: the start is left out.
   zero = predict.all_there(records.worker, workers)
   return predict.rate(predict.Outcome(0.0, records, float("nan")), zero)
 
@@ -231,12 +246,13 @@ def simulated(
   """
   rows = [{"worker": 0, "seconds": seconds} for seconds in times]
   with tempfile.TemporaryDirectory() as folder:
+    # The simulation reads durations from a file, as for any live run.
     path = Path(folder) / "durations.csv"
     storage.write_csv(path, rows)
     clock = dict(name="recorded", path=str(path), resample=True)
-    config = {"network": links.section(), "durations": clock, "seeds": (seed,)}
+    config: dict[str, Any] = {"network": links.section(), "seeds": (seed,)}
     size = workers, shards, messages
-    records, _ = _train(links, "simulate", *size, **config)
+    records, _ = _train(links, "simulate", *size, durations=clock, **config)
   return _rate(records, workers)
 
 
@@ -251,7 +267,7 @@ class Threads:
   _links, _engine = LinkSpeeds(), "threads"
 
   def __init__(self, seconds: float):
-    """Scales the links so that a live run takes about `seconds`.
+    """Scales the links so that a live run takes about `seconds`.  # below
 
     That is `_JOBS` jobs of a worker that waits for no other. Disturbances of
     the machine matter less in longer jobs.
@@ -260,18 +276,23 @@ class Threads:
     self.links = self._links.slower(seconds / _JOBS / cycle)
 
   def _slow(self) -> dict[str, Any]:
-    """Makes links slow; returns what of a config does."""
+    """Makes links slow; returns the keys of a config that do."""
     return {"network": self.links.section()}
 
   def _fast(self) -> dict[str, Any]:
+    """Makes links take no time; returns the keys of a config that do."""
     return {}
 
-  def _live(self, *size: int, **config: Any) -> Any:
+  def _live(
+    self, workers: int, shards: int, messages: int, **config: Any
+  ) -> tuple[base.Records, Any, float]:
     """Returns records and files of a live run, and how late its jobs were."""
     live = {"spans": True, **config.pop("live", {})}
     read, links = live_files.read, self.links
     records, files = _train(
-      links, self._engine, *size, read, live=live, **config
+      *(links, self._engine, workers, shards, messages, read),
+      live=live,
+      **config,
     )
     return records, files, _late(files, links.job)
 
@@ -279,6 +300,7 @@ class Threads:
     """Returns the seconds that the jobs of one worker take, over links that are
     as fast as they can be, and how late they were."""
     _, files, late = self._live(1, 1, messages, **self._fast())
+    # From the end of a job to the next one, without the first.
     jobs = predict.jobs(files.journals[0], files.spans)
     return predict.settled(jobs, 1)[0], late
 
@@ -311,11 +333,11 @@ class Machines(Threads):
     super().__init__(seconds)
     self._wire = wire
 
-  def _slow(self):
+  def _slow(self) -> dict[str, Any]:
     self._wire.limit(self.links.port)
     return {"live": {"resources": _SHARE}}
 
-  def _fast(self):
+  def _fast(self) -> dict[str, Any]:
     self._wire.limit(None)
     return {"live": {"resources": _SHARE}}
 
@@ -329,6 +351,7 @@ def machines(seconds: float) -> Iterator[Machines]:
   """
   with namespaces.wire() as wire:
     # No other machine reaches it: only the other end of the wire does.
+    # Ray starts helpers, which would take time of the two cores.
     with ray_internals.without_unused_processes():
       ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
@@ -338,7 +361,7 @@ def machines(seconds: float) -> Iterator[Machines]:
       ray_runtime.stop()
 
 
-# By the links that are slow: what yields the runtime.
+# --links -> a context manager that yields the runtime with slow links.
 RUNTIMES: dict[str, Callable[[float], Any]] = {
   "threads": lambda seconds: contextlib.nullcontext(Threads(seconds)),
   "tc": machines,
@@ -365,13 +388,16 @@ def turn(
 
   The simulation uses the times of `one`, which were measured over fast links.
   """
-  links, (times, before) = runtime.links, one
+  links, (times, lateness_before) = runtime.links, one
   bound = links.bound(workers, shards, float(np.mean(times)))
-  each = links.bound(workers, shards) / links.bound(1, 1) / workers
-  size = workers, shards, workers * max(round(_JOBS * each), _LEAST)
+  # The rate of a worker over that of one alone: it waits for busy ports.
+  share_of_one = links.bound(workers, shards) / links.bound(1, 1) / workers
+  jobs = max(round(_JOBS * share_of_one), _LEAST_JOBS)
+  size = workers, shards, workers * jobs
+  # Predict first: the prediction must not know the live run.
   predicted = simulated(links, *size, times, seed)
-  live, after = undisturbed(lambda: runtime.rate(*size))
-  return Turn(bound, live, predicted, max(before, after))
+  live, lateness_after = undisturbed(lambda: runtime.rate(*size))
+  return Turn(bound, live, predicted, max(lateness_before, lateness_after))
 
 
 def run(
@@ -396,10 +422,15 @@ def run(
       {"simulated of live": ".2f"},
       width=15,
     )
-    ones = [undisturbed(lambda: runtime.measured(_JOBS)) for _ in range(rounds)]
+    # One worker is measured once a round; each round predicts from its own.
+    one_worker = [
+      undisturbed(lambda: runtime.measured(_JOBS)) for _ in range(rounds)
+    ]
     for workers, shards in runtime.runs:
-      taken = [turn(runtime, workers, shards, *one) for one in enumerate(ones)]
-      bound, live, simulated, late = np.transpose(taken)
+      measured_turns = [
+        turn(runtime, workers, shards, *one) for one in enumerate(one_worker)
+      ]
+      bound, live, simulated, late = np.transpose(measured_turns)
       speeds = [float(np.median(x)) for x in (bound, live, simulated)]
-      ratio = Measured(simulated / live, _NEAR)
+      ratio = Measured(simulated / live, _WANTED_RATIO)
       table.row(f"{workers}, {shards}", *speeds, 100 * late.max(), ratio)

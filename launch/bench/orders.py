@@ -7,6 +7,8 @@ is the time of a row with 8,192 workers over that with 8.
 
 import multiprocessing
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +18,13 @@ from asgd.orders.protocol import Rules
 
 from .report import BenchReport, Measured, peak_bytes
 
-_WORKERS = (8, 64, 512, 8192)
-_MESSAGES, _PLAYED = 200_000, 10_000  # of a turn
+_WORKERS = (8, 64, 512, 8192)  # the last by the first is the growth
+_MESSAGES, _PLAYED_MESSAGES = 200_000, 10_000  # of a turn; playing is slower
 _LARGE = {10_000: 5_000_000, 100_000: 500_000}  # workers -> messages
 
 
 def _protocols(workers: int, messages: int) -> dict[str, Rules]:
+  """Returns the rules that are measured: one of each kind."""
   backup = workers // 8
   return {
     "asynchronous": Rules(),
@@ -36,6 +39,7 @@ def _make(rules: Rules, workers: int, messages: int) -> int:
   """Makes, checks and summarises an order in columns; returns its rows."""
   clock = durations.homogeneous()
   trace = play.played(rules, clock, workers, messages)
+  # The check walks over all rows, and staleness is what reports need.
   # A worker of a round with backups holds messages that wait, too.
   orders.check(trace, depth=messages if rules.round else 1)
   orders.staleness(trace).mean()
@@ -43,7 +47,7 @@ def _make(rules: Rules, workers: int, messages: int) -> int:
 
 
 def _in_columns(rules: Rules, workers: int) -> float:
-  """Returns the microseconds of a row, of this process's CPU."""
+  """Returns the microseconds of a row, in CPU time of this process."""
   began = time.process_time()
   rows = _make(rules, workers, _MESSAGES)
   return (time.process_time() - began) / rows * 1e6
@@ -52,15 +56,21 @@ def _in_columns(rules: Rules, workers: int) -> float:
 def _played(rules: Rules, workers: int) -> float:
   """Returns the same of an order that is played event by event, once all
   workers are at work."""
+  # The start differs from the rest: no worker waits yet.
   order = play.begin(rules, durations.homogeneous(), workers)
   order.until(start := 2 * workers + rules.warm_start)
   before, began = len(order.rows), time.process_time()
-  order.until(start + _PLAYED)
+  order.until(start + _PLAYED_MESSAGES)
   seconds = time.process_time() - began
   return seconds / (len(order.rows) - before) * 1e6
 
 
-def _by_workers(report, title, measure, rounds):
+def _by_workers(
+  report: BenchReport,
+  title: str,
+  measure: Callable[[Rules, int], float],
+  rounds: int,
+) -> None:
   """Prints the times of a row; workers take turns."""
   table = report.table(
     title,
@@ -73,12 +83,15 @@ def _by_workers(report, title, measure, rounds):
       [measure(_protocols(n, _MESSAGES)[name], n) for n in _WORKERS]
       for _ in range(rounds)
     ]
-    times = np.array(turns).T
+    times = np.array(turns).T  # float[numbers of workers, rounds]
+    # 1.5: a row may cost O(log N) more.
     growth = Measured(times[-1] / times[0], "<= 1.5")
     table.row(name, *np.median(times, axis=1), growth)
 
 
-def _alone(name: str, workers: int, messages: int, results) -> None:
+def _measure_in_process(
+  name: str, workers: int, messages: int, results: Any
+) -> None:
   """Puts (rows, seconds, peak in GB) of a process that makes one order."""
   began = time.perf_counter()
   rows = _make(_protocols(workers, messages)[name], workers, messages)
@@ -87,6 +100,7 @@ def _alone(name: str, workers: int, messages: int, results) -> None:
 
 
 def _large(report: BenchReport) -> None:
+  """Prints time and memory of large orders, against a limit for each."""
   table = report.table(
     "Large orders, made, checked and summarised in a process of their own",
     "protocol, workers",
@@ -94,16 +108,18 @@ def _large(report: BenchReport) -> None:
     {"s": ".1f", "GB at most": ".2f"},
     width=30,
   )
+  # A forked process would inherit this one's peak of memory.
   spawned = multiprocessing.get_context("spawn")
   for workers, messages in _LARGE.items():
     for name in _protocols(workers, messages):
       results = spawned.SimpleQueue()
-      given = name, workers, messages, results
-      process = spawned.Process(target=_alone, args=given)
+      arguments = name, workers, messages, results
+      process = spawned.Process(target=_measure_in_process, args=arguments)
       process.start()
       process.join()
       if process.exitcode:
         raise ValueError(f"{name} of {workers:,} workers has failed")
+      # A queue of the process that has ended still has its result.
       rows, seconds, peak = results.get()
       table.row(
         f"{name}, {workers:,}",

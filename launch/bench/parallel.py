@@ -27,15 +27,18 @@ as on one device with the same cores, and the loss is the cost of sharing.
 import itertools
 import os
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 import optax
 from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
-from asgd import models
+from asgd import models, problems
 from asgd.parallel import collectives, costs, data_parallel, meshes, wait_free
 from asgd.parallel.tensor import column_dense, row_dense
 
@@ -43,20 +46,23 @@ from . import turns
 from .report import BenchReport, Measured
 from .turns import Contestant
 
-_DEVICES = 2
+_DEVICES = 2  # as many as cores
+# Hidden layers, batch of the data parallel steps, batch of the reductions.
 _HIDDEN, _BATCH, _SMALL_BATCH = (512,) * 4, 2048, 256
 _WIDTH, _ROWS = 512, 1024  # of the tensor parallel MLP
-_SMALL, _LARGE = 1.0, 64.0  # MB of each device
-_TARGETS = "<= 1.3", "<= 1.1"  # of the ring by psum, and in place
-_ALL = 10**9  # bytes of a bucket that takes all gradients
-_KEPT = {  # what has glibc keep memory that is freed
+_SMALL_MB, _LARGE_MB = 1.0, 64.0  # MB of each device
+_TARGETS = "<= 1.3", "<= 1.1"  # ring's time over psum's: new memory, in place
+_ALL_IN_ONE_BUCKET = 10**9  # bytes of a bucket that takes all gradients
+# glibc then keeps freed memory: no mmap, no trimming, and one arena.
+_KEEP_MEMORY = {
   "MALLOC_MMAP_MAX_": "0",
   "MALLOC_TRIM_THRESHOLD_": str(2**40),
   "MALLOC_ARENA_MAX": "1",
 }
 
 
-def _problem(batch_size):
+def _problem(batch_size: int) -> problems.Problem:
+  """Returns the MLP on images."""
   layers = models.mlp(10, hidden=_HIDDEN)
   return turns.image_problem(layers, batch_size, batch_size)
 
@@ -67,18 +73,22 @@ def data_steps() -> dict[str, Contestant]:
   tx = optax.adam(1e-3)
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
   mesh = meshes.make({meshes.DATA: _DEVICES})
-  params, here = problem.init(key), jax.device_put(batch)
+  # Copied to the device once; a step reads them from there.
+  params, batch_on_device = problem.init(key), jax.device_put(batch)
   plain = turns.plain_step(problem, tx)
 
-  def shared(zero):
+  def shared(zero: int) -> Contestant:
+    """Returns the step of two devices at a stage of ZeRO."""
     step = data_parallel.make_step(problem.loss, tx, mesh, zero=zero)
-    placed = step.place(batch)
+    # Each device has half of the batch.
+    placed_batch = step.place(batch)
     return turns.repeated(
-      lambda state: step.step(state, placed, key)[0], step.init(params)
+      lambda state: step.step(state, placed_batch, key)[0], step.init(params)
     )
 
   one = turns.repeated(
-    lambda state: plain(*state, here, key)[:2], (params, tx.init(params))
+    lambda state: plain(*state, batch_on_device, key)[:2],
+    (params, tx.init(params)),
   )
   steps = {f"two devices, zero={zero}": shared(zero) for zero in range(4)}
   return {"one device": one, **steps}
@@ -91,8 +101,10 @@ class _Mlp(nn.Module):
   parallel: bool
 
   @nn.compact
-  def __call__(self, x):
-    first, second = nn.Dense, nn.Dense
+  def __call__(self, x: jax.Array) -> jax.Array:
+    """Applies both layers to x, float[rows, width]."""
+    first: Callable[..., nn.Dense] = nn.Dense
+    second: Callable[..., nn.Dense] = nn.Dense
     if self.parallel:
       first, second = column_dense, row_dense
     x = nn.gelu(first(4 * self.width, name="first")(x))
@@ -106,13 +118,15 @@ def tensor_steps(
   mesh = meshes.make({meshes.TENSOR: _DEVICES})
   x = jax.random.normal(jax.random.key(0), (rows, width))
   params = _Mlp(width, False).init(jax.random.key(1), x)
+  # Columns of the first matrix and rows of the second: one sum at the end.
   first = {"kernel": P(None, meshes.TENSOR), "bias": P(meshes.TENSOR)}
   second = {"kernel": P(meshes.TENSOR, None), "bias": P()}
   specs = {"params": {"first": first, "second": second}}
 
-  def gradient(parallel):
-    def loss(params, x):
-      return jnp.mean(_Mlp(width, parallel).apply(params, x) ** 2)
+  def gradient(parallel: bool) -> Callable[..., Any]:
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+      output: Any = _Mlp(width, parallel).apply(params, x)
+      return jnp.mean(output**2)
 
     return jax.value_and_grad(loss, argnums=(0, 1))
 
@@ -137,38 +151,44 @@ def reductions() -> dict[str, Contestant]:
   params = meshes.place(problem.init(key), mesh)
   batch = meshes.place_batch(problem.batches(0, 1)(0, 0), mesh)
 
-  def contestant(**options):
+  def contestant(**options: Any) -> Contestant:
+    """Returns the step with `options` of `wait_free.gradient`."""
+    assert problem.pieces is not None  # an MLP has layers
     call = wait_free.gradient(problem.pieces, meshes.DATA, **options)
     step = jax.shard_map(
       lambda *args: call(*args)[1],
       mesh=mesh,
       in_specs=(P(), P(meshes.DATA), P()),
       out_specs=P(),
-      check_vma=False,
+      check_vma=False,  # JAX cannot check the ring's replication
     )
     return turns.alone(jax.jit(step), params, batch, key)
 
   return {
-    "all at the end": contestant(bucket_bytes=_ALL),
+    "all at the end": contestant(bucket_bytes=_ALL_IN_ONE_BUCKET),
     "wait-free": contestant(),
     "wait-free, ring": contestant(reduce="ring"),
   }
 
 
 def shapes(devices: int) -> dict[str, dict[str, int]]:
-  """The mesh of each collective that fits so many devices."""
-  fits = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})
-  del fits["hierarchical"]
+  """Returns the mesh of each collective that fits so many devices."""
+  meshes_of = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})
+  # It needs two axes: nodes of two devices.
+  del meshes_of["hierarchical"]
   if devices % 2 == 0 and devices > 2:
-    fits["hierarchical"] = {"inside": 2, "between": devices // 2}
-  return fits
+    meshes_of["hierarchical"] = {"inside": 2, "between": devices // 2}
+  return meshes_of
 
 
-def _sums(name, devices, size) -> tuple[Contestant, Contestant]:
-  """A collective of so many MB a device: in new memory, and in place."""
+def _sums(
+  name: str, devices: int, size: float
+) -> tuple[Contestant, Contestant]:
+  """Returns a collective of `size` MB a device: in new memory, and in place."""
   mesh, reduce = meshes.make(shapes(devices)[name]), collectives.lookup(name)
   spec = P(tuple(mesh.axis_names))
   axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
+  # A row for each device, in float32.
   zeros = np.zeros((devices, max(round(size * 1e6 / 4), 1)), np.float32)
   call = jax.shard_map(
     lambda x: reduce(x[0], axis)[None],
@@ -177,18 +197,20 @@ def _sums(name, devices, size) -> tuple[Contestant, Contestant]:
     out_specs=spec,
     check_vma=False,
   )
+  # The second takes the memory of its argument for the sum.
   new, in_place = jax.jit(call), jax.jit(call, donate_argnums=0)
   # The sum of zeros is zeros, so repeated calls do not overflow.
+  # Two arrays, because the second is donated.
   once, again = (meshes.place(zeros, mesh, spec) for _ in range(2))
   return turns.alone(new, once), turns.repeated(in_place, again)
 
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:
   """Returns the cost of a collective on `size` MB of float32, on one link."""
-  bytes_, shape = 4 * round(size * 1e6 / 4), shapes(devices)[name]
+  nbytes, shape = 4 * round(size * 1e6 / 4), shapes(devices)[name]
   if name == "hierarchical":
-    return costs.add(*costs.hierarchical(bytes_, *shape.values(), grain=4))
-  return costs.COSTS[name](bytes_, devices, grain=4)
+    return costs.add(*costs.hierarchical(nbytes, *shape.values(), grain=4))
+  return costs.COSTS[name](nbytes, devices, grain=4)
 
 
 def fit(
@@ -197,6 +219,7 @@ def fit(
   """Returns the link on which two costs take these seconds. There is none where
   the larger one takes longer than its share, or less time than the smaller: the
   latency is 0 then, and only the larger one is reproduced."""
+  # steps x latency + bytes x (1 / bandwidth) = seconds, for both.
   rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
   latency, inverse = np.linalg.solve(rounds, [t for _, t in (small, large)])
   if latency < 0 or inverse <= 0:
@@ -204,17 +227,23 @@ def fit(
   return costs.link(1 / inverse, latency)
 
 
-def measure(name: str, devices: int, size: float, rounds: int) -> np.ndarray:
-  """Measures a collective of so many MB a device, taking turns with psum.
-  Returns float64[2, 2, rounds], seconds of the collective and of psum, each
-  with the sum in new memory and in place."""
-  sums = _sums(name, devices, size)
+def measure(
+  name: str, devices: int, size: float, rounds: int
+) -> npt.NDArray[np.float64]:
+  """Measures a collective of `size` MB a device, taking turns with psum.
+
+  Returns:
+    float64[2, 2, rounds]: seconds of the collective and of psum, each with the
+    sum in new memory and in place.
+  """
+  sums: tuple[Contestant, ...] = _sums(name, devices, size)
   if name != "psum":
     sums += _sums("psum", devices, size)
   # A small one is over before a clock is sure of it.
   calls = 8 if size < 8 else 1
-  contestants = dict(enumerate(sums))
+  contestants = {str(i): once for i, once in enumerate(sums)}
   seconds = list(turns.take_turns(contestants, rounds, calls).values())
+  # psum has two contestants only, which are then both halves.
   return np.stack([seconds[:2], seconds[-2:]])
 
 
@@ -222,18 +251,20 @@ def cells(
   name: str,
   devices: int,
   size: float,
-  times: np.ndarray,
+  times: npt.NDArray[np.float64],
   link: costs.LinkSpeed | None = None,
 ) -> list[float | None | Measured]:
-  """Returns a row's numbers, from the times of `measure`.
+  """Returns the numbers of a row, from the times of `measure`.
 
   They are milliseconds in new memory and in place; with a link also the model's
   and their fraction of the measured ones; then the ratios to psum.
   """
   milliseconds = [1e3 * float(np.median(mine)) for mine in times[0]]
   if name == "psum":  # the measure of the others
+    # Its ratios to itself are left empty.
     return [*milliseconds, *[None] * (2 if link is None else 4)]
-  targets = _TARGETS if (name, size) == ("ring", _LARGE) else ("", "")
+  # Only large rings have targets: of small ones the latency decides.
+  targets = _TARGETS if (name, size) == ("ring", _LARGE_MB) else ("", "")
   ratios = map(Measured, times[0] / times[1], targets)
   if link is None:
     return [*milliseconds, *ratios]
@@ -241,17 +272,22 @@ def cells(
   return [*milliseconds, model, model / milliseconds[1], *ratios]
 
 
-def _measure_collectives(report, rounds, keeps_memory):
+def _measure_collectives(
+  report: BenchReport, rounds: int, keeps_memory: bool
+) -> None:
   """Measures all collectives in this process."""
   values = {"ms": ".2f", "ms in place": ".2f"}
   if keeps_memory:
     values |= {"model ms": ".2f", "model of measured": ".2f"}
   keeping = ", in a process that keeps its memory" if keeps_memory else ""
   for devices in (2, 8):
-    sizes, link, kinds = [_LARGE], None, ["psum", "ring"]
-    rings = {}  # MB -> times of the ring, which the link is fitted to
+    sizes, kinds = [_LARGE_MB], ["psum", "ring"]
+    link = None
+    rings: dict[float, npt.NDArray[np.float64]] = {}  # MB -> times of the ring
     if keeps_memory:
-      sizes, measured, kinds = [_SMALL, _LARGE], [], list(shapes(devices))
+      # The link is fitted to the ring, so rings are measured first.
+      sizes, kinds = [_SMALL_MB, _LARGE_MB], list(shapes(devices))
+      measured = []
       for size in sizes:
         rings[size] = measure("ring", devices, size, rounds)
         seconds = float(np.median(rings[size][0, 1]))
@@ -269,8 +305,10 @@ def _measure_collectives(report, rounds, keeps_memory):
       {"time of psum": ".2f", "in place, of psum": ".2f"},
     )
     for size, name in itertools.product(sizes, kinds):
-      known = name == "ring" and size in rings
-      times = rings[size] if known else measure(name, devices, size, rounds)
+      is_measured = name == "ring" and size in rings
+      times = (
+        rings[size] if is_measured else measure(name, devices, size, rounds)
+      )
       table.row(f"{name}, {size:g}", *cells(name, devices, size, times, link))
 
 
@@ -283,23 +321,26 @@ def run(report: BenchReport, rounds: int = 3) -> None:
     (f"reducing gradients: MLP of {_HIDDEN}, batch {_SMALL_BATCH}", reductions),
   )
   for title, make in parts:
-    (base, once), *others = make().items()
-    contestants = {name: lambda other=other: other for name, other in others}
+    # The first is the baseline of the others.
+    (base, once), *variants = make().items()
+    contestants = {name: lambda other=other: other for name, other in variants}
     table = report.table(
       title, f"against {base}", {"ms": ".1f"}, {"of ideal": ".2f"}
     )
-    for name, theirs, mine in turns.against(once, contestants, rounds, calls=3):
-      ms = 1e3 * float(np.median(mine))
-      table.row(name, ms, Measured(theirs / mine))
+    for name, base_seconds, seconds in turns.against(
+      once, contestants, rounds, calls=3
+    ):
+      ms = 1e3 * float(np.median(seconds))
+      table.row(name, ms, Measured(base_seconds / seconds))
   command = [sys.executable, "-m", f"{__package__}.parallel", str(rounds)]
-  for environment in ({}, _KEPT):
+  # glibc reads its variables when a process starts.
+  for environment in ({}, _KEEP_MEMORY):
     report.add_from(command, {**os.environ, **environment})
 
 
 if __name__ == "__main__":  # the process that measures collectives
   jax.config.update("jax_num_cpu_devices", 8)
   child = BenchReport()
-  _measure_collectives(
-    child, int(sys.argv[1]), keeps_memory=_KEPT.items() <= os.environ.items()
-  )
+  keeps = _KEEP_MEMORY.items() <= os.environ.items()
+  _measure_collectives(child, int(sys.argv[1]), keeps)
   child.save(sys.argv[2])

@@ -28,11 +28,14 @@ import multiprocessing
 import os
 import subprocess
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from asgd import algorithms, models
 from asgd.experiment import ray_runtime
@@ -47,15 +50,19 @@ from asgd.pipeline import (
 )
 from asgd.pipeline import stage as stage_lib
 from asgd.pipeline.state import KEPT
+from asgd.pipeline.table import Schedule
 
 from . import turns
 from .report import BenchReport, Measured
 
-_STAGES, _MICROBATCHES = 2, 8
+_STAGES, _MICROBATCHES = 2, 8  # a stage for each core
+# Blocks, features, heads, tokens of a sequence, sequences of a microbatch.
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
 _ASYNCHRONOUS = 48  # microbatches of a PipeDream run
+# The large table, which is not run.
 _MANY_STAGES, _MANY_MICROBATCHES = 256, 4096
 _FLUSHING = "GPipe", "1F1B"
+# Processes pay for their messages; PipeDream also for filling and draining.
 _TARGETS = {  # where stages run, schedule -> share of its bound
   **{("threads", name): 1.0 for name in (*_FLUSHING, "PipeDream")},
   **{("processes", name): 0.95 for name in _FLUSHING},
@@ -63,18 +70,22 @@ _TARGETS = {  # where stages run, schedule -> share of its bound
 }
 
 
-def _stack():
+def _stack() -> tuple[Any, Any, jax.Array]:
   """Returns transformer blocks, their parameters, and noise as their input."""
   layers = transformer.gpt(
     2, depth=_DEPTH, width=_WIDTH, heads=_HEADS, context=_LENGTH
+  # Without the embedding and the head, so that all layers are alike.
   )[1:-1]
   x = jax.random.normal(jax.random.key(0), (_BATCH, _LENGTH, _WIDTH))
   return layers, models.init(layers, jax.random.key(1), x), x
 
 
 @functools.cache
-def _stage_fn(layers, first, last):
-  def fn(params, x, extra):
+def _stage_fn(layers: Any, first: int, last: int) -> Callable[..., Any]:
+  """Returns the function of a stage: layers `first` to `last`, without it."""
+
+  def fn(params: Any, x: Any, extra: Any) -> tuple[jax.Array, tuple[()]]:
+    # The first stage reads the microbatch; the last computes the loss.
     x = extra if first == 0 else x
     y, _ = models.apply(layers[first:last], params, x, first=first)
     return (jnp.mean(y**2) if last == len(layers) else y), ()
@@ -83,8 +94,8 @@ def _stage_fn(layers, first, last):
 
 
 @functools.cache
-def _one_device():
-  """Returns gradients of microbatches, one after the other, and their sum."""
+def _one_device() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
+  """Returns (gradient of a microbatch, sum of two gradients, parameters)."""
   layers, params, x = _stack()
   fn = _stage_fn(layers, 0, len(layers))
   gradient = jax.jit(jax.grad(lambda p: fn(p, (), x)[0]))
@@ -101,45 +112,50 @@ def _work(microbatches: int) -> None:
   jax.block_until_ready(total)
 
 
-def _take_core():
+def _take_core() -> None:
+  """Keeps a process on one core, before it starts JAX."""
   if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def _arguments(table, layers, params, x, cuts):
+def _arguments(
+  table: Schedule, layers: Any, params: Any, x: jax.Array, cuts: Sequence[int]
+) -> dict[str, Any]:
   """Returns the arguments of a table's executor, cut before layers `cuts`."""
+  # A tiny rate: the parameters hardly change over all repetitions.
   server = algorithms.build("asgd", 1e-6, 1).server()
   parts = [
     stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
     for a, b in itertools.pairwise(cuts)
   ]
 
-  def extra(stage, microbatch):
-    del microbatch
+  def extra(stage: int, microbatch: int) -> Any:
+    del microbatch  # all are the same
     return x if stage == 0 else ()
 
   return {"schedule": table, "parts": parts, "extra": extra}
 
 
-def _stack_arguments(table):
+def _stack_arguments(table: Schedule) -> dict[str, Any]:
+  """Returns the executor's arguments for the stack, divided equally."""
   layers, params, x = _stack()
   cuts = np.linspace(0, len(layers), table.stages + 1).astype(int).tolist()
   return _arguments(table, layers, params, x, cuts)
 
 
-def _repeated(engine) -> turns.Contestant:
-  """Runs the whole table, from the state that it left."""
+def _repeated(engine: Any) -> turns.Contestant:
+  """Returns a run of the whole table, from the state that the last one left."""
   return turns.repeated(
     lambda state: engine.next_pass(engine.run(state).state), engine.start()
   )
 
 
-def _threads(table):
-  """An engine with a thread for each stage."""
+def _threads(table: Schedule) -> contextlib.AbstractContextManager[Any]:
+  """Returns an engine with a thread for each stage."""
   return contextlib.nullcontext(executor.Executor(**_stack_arguments(table)))
 
 
-def _own_cores(table):
+def _own_cores(table: Schedule) -> contextlib.AbstractContextManager[Any]:
   """Returns an engine with a process for each stage, each on one core."""
   cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
   make = functools.partial(_stack_arguments, table)
@@ -148,11 +164,12 @@ def _own_cores(table):
   )
 
 
-def _speed(report, rounds, peer):
+def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
   """Prints rows of tables against the bubble bound."""
   s, m = _STAGES, _MICROBATCHES
+  # (M + S - 1) / M: slots over those with work. / S: the work of a stage.
   flushing = (m + s - 1) / m / s
-  tables = {
+  tables = {  # name -> (table, bound by the time on one core)
     "GPipe": (schedules.gpipe(s, m), flushing),
     "1F1B": (schedules.one_f_one_b(s, m), flushing),
     "PipeDream": (schedules.pipedream(s, _ASYNCHRONOUS), 1 / s),
@@ -165,24 +182,28 @@ def _speed(report, rounds, peer):
     {"one core ms": ".0f", "bound ms": ".0f", "ms": ".0f"},
     {"of bound": ".2f"},
   )
+  # A new process, which starts JAX only after it has one core.
   spawn = multiprocessing.get_context("spawn")
   with contextlib.ExitStack() as stack:
-    one = stack.enter_context(
+    one_core = stack.enter_context(
       concurrent.futures.ProcessPoolExecutor(1, spawn, _take_core)
     )
 
-    def alone():
-      one.submit(_work, m).result()
+    def alone() -> None:
+      """Computes the microbatches in that process."""
+      one_core.submit(_work, m).result()
 
-    def measure(where, open_engine):
+    def measure(kind: str, open_engine: Callable[..., Any]) -> None:
+      """Prints the rows of all tables on one kind of engine."""
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
           work = {"alone": alone, "engine": _repeated(engine)}
-          base, mine = turns.take_turns(work, rounds).values()
-          base = base * table.microbatches / m
-        target = f">= {_TARGETS[where, name]}"
-        label = f"{name}, {where}"
-        printed.row(label, *_cells(bound, base, mine, target))
+          base_seconds, seconds = turns.take_turns(work, rounds).values()
+          # The one core computed m microbatches; PipeDream's table has more.
+          base_seconds = base_seconds * table.microbatches / m
+        target = f">= {_TARGETS[kind, name]}"
+        label = f"{name}, {kind}"
+        printed.row(label, *_cells(bound, base_seconds, seconds, target))
 
     measure("threads", _threads)
     if importlib.util.find_spec("ray"):
@@ -191,39 +212,51 @@ def _speed(report, rounds, peer):
       measure("processes", _own_cores)
     else:
       print("no Ray, so no stages in processes: pip install 'asgd[ray]'")
-  for name, base, mine in _peer(rounds, peer):
-    printed.row(f"{name}, torch", *_cells(flushing, base, mine))
+  for name, base_seconds, seconds in _peer(rounds, peer):
+    printed.row(f"{name}, torch", *_cells(flushing, base_seconds, seconds))
 
 
-def _cells(bound, base, mine, target=""):
-  """A row; ratios are turn by turn: what slows the machine slows both."""
-  medians = [1e3 * float(np.median(x)) for x in (base, bound * base, mine)]
-  return [*medians, Measured(base * bound / mine, target)]
+def _cells(
+  bound: float,
+  base_seconds: npt.NDArray[Any],
+  seconds: npt.NDArray[Any],
+  target: str = "",
+) -> list[Any]:
+  """Returns a row. A turn's ratio is taken of times that followed each other:
+  what slows the machine slows both."""
+  milliseconds = [
+    1e3 * float(np.median(x))
+    for x in (base_seconds, bound * base_seconds, seconds)
+  ]
+  return [*milliseconds, Measured(base_seconds * bound / seconds, target)]
 
 
-def _peer(rounds, python):
+def _peer(
+  rounds: int, python: str | None
+) -> Iterator[tuple[str, npt.NDArray[Any], npt.NDArray[Any]]]:
   """Yields PyTorch's (schedule, seconds of one core, seconds)."""
-  python = turns.python_with_torch(python)
+  python = turns.python_with_torch(python)  # none: no rows of torch
   if python is None:
     return
   sizes = {"depth": _DEPTH, "width": _WIDTH, "heads": _HEADS}
   sizes |= {"length": _LENGTH, "batch": _BATCH, "microbatches": _MICROBATCHES}
-  script = Path(__file__).with_name("torch_peer.py")
+  script = str(Path(__file__).with_name("torch_peer.py"))
   command = [python, script, json.dumps({**sizes, "rounds": rounds})]
   try:
     out = subprocess.run(command, capture_output=True, text=True, check=True)
   except OSError as error:
     raise ValueError(f"--peer={python}: {error.strerror}") from error
   except subprocess.CalledProcessError as error:
-    last = (error.stderr.strip() or "it said nothing").splitlines()[-1]
-    raise ValueError(f"--peer={python} has failed: {last}") from error
+    reason = (error.stderr.strip() or "it said nothing").splitlines()[-1]
+    raise ValueError(f"--peer={python} has failed: {reason}") from error
   seconds = {k: np.array(v) for k, v in json.loads(out.stdout).items()}
+  # torch measures its one core once, not in turns with each schedule.
   base = np.full(rounds, np.median(seconds.pop("one_core")))
-  for name, mine in seconds.items():
-    yield name, base, mine
+  for name, measured in seconds.items():
+    yield name, base, measured
 
 
-def _table(report):
+def _table(report: BenchReport) -> None:
   """Prints the times to make, check and analyse a large table."""
   printed = report.table(
     f"a 1F1B table of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
@@ -243,29 +276,35 @@ def _table(report):
     printed.row(name, Measured(took))
 
 
-def _programs(engine, count):
+def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
   """Calls the compiled programs of two stages for `count` microbatches.
 
   One program is called after the other, without the updates.
   """
-  stages = [part.stage for part in engine.compiled_program.parts]
+  # Compiled, so every part has its stage.
+  stages: list[Any] = [part.stage for part in engine.compiled_program.parts]
   devices, state = engine.devices, engine.start()
   params = [
     jax.device_put(server.params, devices[i])
     for i, server in enumerate(state.servers)
   ]
+  # Zeros of the shape that passes between the stages; only it is compiled for.
   small = np.zeros(stages[0].y.shape, stages[0].y.dtype)
   copiers = [lanes.copier_of(devices[i], small) for i in range(2)]
   x, one = engine.compiled_program.extra(0, 0), np.ones((), stages[1].y.dtype)
 
-  def once(totals):
+  def once(totals: Any) -> Any:
+    """Computes `count` microbatches, and adds up their gradients."""
     for _ in range(count):
+      # [1] Forward on both stages; `kept` are the residuals of the backward.
       y, _, kept = stages[0].forward(params[0], (), x)
       y = copiers[1](y)
       loss, _, kept_later = stages[1].forward(params[1], y, ())
+      # [2] Backward from the loss, whose gradient is one.
       later, gy = stages[1].backward(params[1], kept_later, [one])
       first, _ = stages[0].backward(params[0], kept, copiers[0](gy))
       grads = first, later
+      # [3] Add the gradients up, as a table with a flush does.
       totals = [lanes.add(*pair) for pair in zip(totals, grads, strict=True)]
       jax.block_until_ready((loss, totals))
     return totals
@@ -273,8 +312,9 @@ def _programs(engine, count):
   return turns.repeated(once, jax.tree.map(jnp.copy, params))
 
 
-def _overhead(report, rounds):
+def _overhead(report: BenchReport, rounds: int) -> None:
   """Prints the cost of a task beyond its compiled program."""
+  # Layers of two features: their arithmetic takes no time.
   layers = models.mlp(2, hidden=(2, 2))[1:]
   x = jnp.zeros((1, 2))
   params = models.init(layers, jax.random.key(0), x)
@@ -283,7 +323,8 @@ def _overhead(report, rounds):
   engine = executor.Executor(**arguments)
   work = {"tasks": _repeated(engine), "programs": _programs(engine, 256)}
   seconds = turns.take_turns(work, rounds).values()
-  whole, programs = (1e6 * each / len(table.time) for each in seconds)
+  # Microseconds of a task of the table.
+  whole, programs = (1e6 * total / len(table.time) for total in seconds)
   printed = report.table(
     "a task of a stage that does nothing", "", {}, {"us": ".0f"}
   )
@@ -292,7 +333,7 @@ def _overhead(report, rounds):
   printed.row("beside them", Measured(whole - programs, "<= 60"))
 
 
-def _memory(report):
+def _memory(report: BenchReport) -> None:
   """Prints the memory of activations, counted and as the table says."""
   printed = report.table(
     "most activations held, between slots, and as the table says",
@@ -303,20 +344,22 @@ def _memory(report):
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))
-    sizes = [part.stage.kept_bytes for part in engine.compiled_program.parts]
-    places = engine.compiled_program.program.places
-    state, most = engine.start(), np.zeros(table.devices)
+    stages: list[Any] = [part.stage for part in engine.compiled_program.parts]
+    sizes = [stage.kept_bytes for stage in stages]
+    stage_devices = engine.compiled_program.program.places
+    state, peak = engine.start(), np.zeros(table.devices)
+    # Stop after each slot, and count the residuals that are stored.
     for slot in range(1, table.slots + 1):
       state = engine.run(state, slot).state
-      now = np.zeros(table.devices)
+      stored = np.zeros(table.devices)
       for (kind, stage, *_), value in state.entries.items():
         if kind == KEPT:
           for leaf in jax.tree.leaves(value[0]):
-            now[places[stage][0]] += leaf.nbytes
-      most = np.maximum(most, now)
+            stored[stage_devices[stage][0]] += leaf.nbytes
+      peak = np.maximum(peak, stored)
     planned = analyze.analyze(table, activation=sizes).peak_activations
     for device in range(table.devices):
-      megabytes = planned[device] / 1e6, most[device] / 1e6
+      megabytes = planned[device] / 1e6, peak[device] / 1e6
       printed.row(f"{table.name}, {device}", *megabytes)
 
 

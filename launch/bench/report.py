@@ -28,9 +28,12 @@ import numpy as np
 from asgd import safe_files
 from asgd.experiment import provenance
 
+# NumPy's scalars count as numbers, too.
 Number = float | np.floating | None
 _WIDTH, _RATIO_WIDTH = 9, 24  # least widths of columns
-_IDLE, _TIMES = 3, 8  # columns of /proc/stat: idle and iowait; all but guests
+# Columns of /proc/stat. Idle time is in columns 3 and 4 (idle and iowait); the
+# first eight are all times but those of guests, which user time includes.
+_IDLE, _TIMES = 3, 8
 
 
 class Measured(NamedTuple):
@@ -76,17 +79,21 @@ class BenchTable:
     self._rows, self.title = rows, title
     self._values, self._measured = columns
     header = [first, *self._values, *self._measured]
-    least = [width] + [_WIDTH] * len(self._values)
-    least += [_RATIO_WIDTH] * len(self._measured)
-    self._widths = [max(n, len(h)) for n, h in zip(least, header, strict=True)]
+    least_widths = [width] + [_WIDTH] * len(self._values)
+    least_widths += [_RATIO_WIDTH] * len(self._measured)
+    pairs = zip(least_widths, header, strict=True)
+    self._widths = [max(least, len(text)) for least, text in pairs]
     line = self._line(header)
     print(f"\n{title}\n\n{line}\n{'-' * len(line)}", flush=True)
 
   def row(self, name: str, *cells: Number | Measured) -> None:
     """Prints and keeps a row: a number for each value, and a Measured for each
     measured column; None leaves a cell empty."""
-    values = dict(zip(self._values, cells, strict=False))
-    measured = dict(zip(self._measured, cells[len(values) :], strict=True))
+    # The first cells are values, all later ones are measured.
+    values: dict[str, Any] = dict(zip(self._values, cells, strict=False))
+    measured: dict[str, Any] = dict(
+      zip(self._measured, cells[len(values) :], strict=True)
+    )
     texts = [
       "" if x is None else f"{x:{self._values[k]}}" for k, x in values.items()
     ]
@@ -100,7 +107,8 @@ class BenchTable:
     row = {"table": self.title, "name": name}
     self._rows.append({**row, "values": numbers, "measured": turns})
 
-  def _line(self, cells):
+  def _line(self, cells: Sequence[str]) -> str:
+    """Returns a line: the name to the left, numbers to the right."""
     first, *others = zip(cells, self._widths, strict=True)
     padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]
     return "  ".join(padded).rstrip()
@@ -109,7 +117,8 @@ class BenchTable:
 class BenchReport:
   """All rows of a benchmark."""
 
-  def __init__(self):
+  def __init__(self) -> None:
+    """Begins without rows."""
     self.rows: list[dict[str, Any]] = []
 
   def table(
@@ -153,6 +162,7 @@ class BenchReport:
 
 def _rounded(number: Number) -> float | None:
   """Returns a number with four digits, None for one that is not finite."""
+  # JSON has neither NaN nor infinities.
   if number is None or not math.isfinite(number):
     return None
   return float(f"{number:.4g}")
@@ -163,6 +173,7 @@ def _rounded(number: Number) -> float | None:
 
 def peak_bytes() -> float:
   """Returns the most bytes of memory that this process has had."""
+  # macOS counts bytes, Linux KiB.
   unit = 1 if sys.platform == "darwin" else 1024
   return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -171,6 +182,7 @@ def _cpu_times() -> tuple[float, float] | None:
   """Returns (busy, all) ticks of all cores since the machine's start; None
   where there is no /proc/stat."""
   try:
+    # Ticks of all cores together.
     line = Path("/proc/stat").read_text().partition("\n")[0]
   except OSError:
     return None
@@ -185,6 +197,7 @@ def busy_share(
 ) -> float:
   """Returns the share of all cores that other programs use while this process
   sleeps; without /proc/stat the load of the last minute, at most 1."""
+  # All ticks are counters: a share is the quotient of two differences.
   before = cpu_times()
   sleep(seconds)
   after = cpu_times()
@@ -199,23 +212,24 @@ def busy_share(
 
 def to_json(results: Sequence[Mapping[str, Any]]) -> str:
   """Returns results of benchmarks as JSON, a row on each line."""
-  parts = []
+  objects = []
   for result in results:
+    # By hand: one row on each line shows changes of a file line by line.
     head = json.dumps({k: v for k, v in result.items() if k != "rows"})
     rows = ",\n".join(map(json.dumps, result["rows"]))
-    parts.append(f'{head[:-1]}, "rows": [\n{rows}]}}')
-  return "[" + ",\n".join(parts) + "]\n"
+    objects.append(f'{head[:-1]}, "rows": [\n{rows}]}}')
+  return "[" + ",\n".join(objects) + "]\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
   """Returns the results of a file. ValueError for one that has none."""
   try:
     results = json.loads(path.read_text())
-    named = {result["name"]: result["rows"] for result in results}
+    rows_of = {result["name"]: result["rows"] for result in results}
   except (json.JSONDecodeError, TypeError, KeyError) as error:
     raise ValueError(
       f"{path} is no file of `asgd bench --json=FILE` ({error!r})"
     ) from error
-  if not named:
+  if not rows_of:
     raise ValueError(f"{path} has no benchmark")
   return results

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 from asgd import algorithms, base, orders, simulator
 from asgd.experiment import ray_runtime
@@ -39,8 +40,9 @@ from .report import BenchReport, Measured
 WORKERS = 2
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
 _SIZES = 0.1, 1.0, 10.0, 100.0  # MB
-_TURNS = 2  # of each contestant
+_RUNS = 2  # of each contestant
 _TARGETS = {  # MB -> times the Ray loop, time of the floor
+  # A small server is bound by messages, a large one by memory.
   0.1: (">= 6", "<= 10"),
   1.0: (">= 6", "<= 6"),
   10.0: (">= 4", "<= 1.5"),
@@ -49,13 +51,17 @@ _TARGETS = {  # MB -> times the Ray loop, time of the floor
 
 
 def _make_server() -> base.Server:
+  """Returns the server of plain SGD; each process makes its own."""
   return algorithms.build("asgd", _LEARNING_RATE, WORKERS).server()
 
 
 def _make_duty(params: Any) -> Duty:
   """Work that costs as little as it can: one pass over the parameters."""
 
-  def work(state, ticket, batch, key):
+  def work(
+    state: Any, ticket: base.Ticket, batch: Any, key: Any
+  ) -> tuple[Any, Any, base.Metrics]:
+    """Returns (state, message, metrics) of a job."""
     del batch, key
     message = jax.tree.map(lambda x: _CURVATURE * x, ticket.params)
     return state, message, base.Metrics(jnp.float32(0.0))
@@ -74,13 +80,14 @@ class Speed(NamedTuple):
   wakes: float  # times an update that a thread had waited
 
 
-def _usage(pids: Mapping[str, Mapping[int, int]]) -> np.ndarray:
+def _usage(pids: Mapping[str, Mapping[int, int]]) -> npt.NDArray[np.float64]:
   """Returns float64[3]: CPU seconds of shards and of workers so far, and how
   often a thread of theirs has waited."""
   seconds, wakes = {"shard": 0.0, "worker": 0.0}, 0
   for kind, parties in pids.items():
     for pid in parties.values():
       process = Path(f"/proc/{pid}")
+      # Fields after the program's name, which may have spaces and brackets.
       fields = (process / "stat").read_text().rpartition(")")[2].split()
       ticks = int(fields[11]) + int(fields[12])  # in user and kernel mode
       seconds[kind] += ticks / os.sysconf("SC_CLK_TCK")
@@ -93,40 +100,49 @@ def _usage(pids: Mapping[str, Mapping[int, int]]) -> np.ndarray:
 
 def ours(params: Any, seconds: float, log: int) -> Speed:
   """Returns the speed of the Ray runtime."""
+  # 10**7 jobs: more than can be done.
   setup = Setup(orders.protocol.Rules(), WORKERS, 10**7, log=log)
-  run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
-  site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
+  run_folder = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
+  memory = f"/dev/shm/{run_folder.name}"
+  site = Site(setup, str(run_folder), memory, time.monotonic())
+  # The functions that processes call; closures would not be pickled.
   make_duty = functools.partial(_make_duty, params)
   hosts = ActorHosts(site)
   makers = ServerMakers(hosts.site, _make_server, [params])
   cluster = ServerCluster(setup, None, hosts, makers, make_duty)
   try:
     cluster.start()
-    first = None
+    start = None
     while True:
-      cluster.check()
+      cluster.check()  # raises if a process has failed
       status = cluster.status()
       # A worker that still compiles would be measured with the others.
-      present = len(status[0]["workers"]) if status else 0
-      if present == WORKERS and status[0]["received"] > 20:
-        now = time.perf_counter(), status[0]["received"]
-        used = _usage(processes.pids(Path(site.memory)))
-        first = first or (*now, used)
-        if now[0] - first[0] >= seconds:
-          updates = now[1] - first[1]
-          costs = (used - first[2]) / updates * [1e6, 1e6, 1]
-          return Speed(updates / (now[0] - first[0]), *costs)
-      time.sleep(0.05 if first is None else seconds / 4)
+      lead = status[0] if status else {"workers": (), "received": 0}
+      # All have compiled, and have sent a few messages.
+      if len(lead["workers"]) == WORKERS and lead["received"] > 20:
+        now = time.perf_counter(), lead["received"]
+        usage = _usage(processes.pids(Path(site.memory)))
+        # The first look starts the clock; the next ones count from it.
+        start = start or (*now, usage)
+        if now[0] - start[0] >= seconds:
+          updates = now[1] - start[1]
+          # From seconds to microseconds, for each update.
+          costs = (usage - start[2]) / updates * [1e6, 1e6, 1]
+          return Speed(updates / (now[0] - start[0]), *costs)
+      # Looking itself takes time of the cores, so look rarely.
+      time.sleep(0.05 if start is None else seconds / 4)
   finally:
     cluster.close()
     shutil.rmtree(site.memory, ignore_errors=True)
-    shutil.rmtree(run)
+    # In any case: shared memory would stay until the machine restarts.
+    shutil.rmtree(run_folder)
 
 
 class CanonicalServer:
   """The server of Ray's own parameter-server example, in NumPy."""
 
-  def __init__(self, weights):
+  def __init__(self, weights: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Starts from a copy of the weights."""
     self._weights = {name: w.copy() for name, w in weights.items()}
 
   def apply_gradients(self, gradients: Any) -> Any:
@@ -141,7 +157,12 @@ class CanonicalServer:
 
 
 class _CanonicalWorker:
-  def compute_gradients(self, weights):
+  """The worker of that example."""
+
+  def compute_gradients(
+    self, weights: Mapping[str, npt.NDArray[Any]]
+  ) -> dict[str, npt.NDArray[Any]]:
+    """Returns the gradients, in one pass over the weights."""
     return {name: np.float32(_CURVATURE) * w for name, w in weights.items()}
 
 
@@ -149,26 +170,28 @@ def canonical(params: Any, seconds: float) -> float:
   """Updates per second of the loop that Ray's documentation shows."""
   import ray
 
-  server = ray.remote(CanonicalServer).options(num_cpus=0).remote(params)
-  actor = ray.remote(_CanonicalWorker).options(num_cpus=0)
+  server_class: Any = ray.remote(CanonicalServer).options(num_cpus=0)
+  actor: Any = ray.remote(_CanonicalWorker).options(num_cpus=0)
+  server = server_class.remote(params)
   weights = server.get_weights.remote()
   workers = [actor.remote() for _ in range(WORKERS)]
   running = {w.compute_gradients.remote(weights): w for w in workers}
-  updates, start = -20, None
+  updates, start = -20, None  # negative: a warm-up of 20
   while True:
+    # Whichever worker is ready; the server's actor queues the calls.
     (ready,), _ = ray.wait(list(running), num_returns=1)
     worker = running.pop(ready)
     weights = server.apply_gradients.remote(ready)
     running[worker.compute_gradients.remote(weights)] = worker
     updates += 1
     if updates == 0:
-      ray.get(server.get_weights.remote())
+      ray.get(server.get_weights.remote())  # waits for the warm-up
       start = time.perf_counter()
     if start and time.perf_counter() - start >= seconds:
-      ray.get(weights)
+      ray.get(weights)  # the updates that are still queued
       rate = updates / (time.perf_counter() - start)
-      for actor in (server, *workers):
-        ray.kill(actor)
+      for handle in (server, *workers):
+        ray.kill(handle)
       return rate
 
 
@@ -180,8 +203,10 @@ def unavoidable(params: Any) -> turns.Contestant:
     {name: x.copy() for name, x in params.items()} for _ in range(5)
   )
 
-  def once():
+  def once() -> None:
+    """One update of all parameters."""
     for name in params:
+      # [1] The message arrives. [2] The update. [3] The parameters leave.
       np.copyto(slot[name], source[name])
       np.multiply(slot[name], np.float32(_LEARNING_RATE), out=scratch[name])
       np.subtract(weights[name], scratch[name], out=weights[name])
@@ -197,11 +222,11 @@ def receive(params: Any) -> turns.Contestant:
   state, worker = simulator.start(server, params), jnp.int32(0)
   ticket = steps.send(state, worker)
 
-  def once():
+  def once() -> Any:
     nonlocal state, ticket
-    state, seen = steps.receive(state, ticket, params, np.float32(0))
+    state, received = steps.receive(state, ticket, params, np.float32(0))
     ticket = steps.send(state, worker)
-    return jax.block_until_ready(seen)
+    return jax.block_until_ready(received)
 
   return once
 
@@ -212,7 +237,7 @@ def send_frames() -> turns.Contestant:
   ends = socket.socketpair()
   kinds = frames.PUSH, frames.ACK, frames.TICKET
 
-  def once():
+  def once() -> None:
     for kind in kinds:
       ends[0].sendall(frames.pack(frames.Frame(kind)))
       frames.unpack(ends[1].recv(frames.SIZE))
@@ -225,16 +250,18 @@ def record(params: Any, folder: Path) -> turns.Contestant:
   record; of these a shard writes many at once, here 100."""
   journal = FileJournal(folder / "trace-0.csv")
   sink = FileSink(folder / "records-0.bin")
-  seen, count = receive(params)(), 0
+  received: Any = receive(params)()
+  count = 0
   message = simulator.ReceivedMessage(1.5, 0, 1)
 
-  def once():
+  def once() -> None:
+    """Writes the rows of one update."""
     nonlocal count
     for action in (base.RECEIVE, base.SEND):
       journal.append(Event(1.234567, 0, count, count, action, count, 1, 2))
     count += 1
     if count % 100 == 0:
-      sink.append(simulator.records([message] * 100, [seen] * 100))
+      sink.append(simulator.records([message] * 100, [received] * 100))
 
   return once
 
@@ -242,10 +269,10 @@ def record(params: Any, folder: Path) -> turns.Contestant:
 def rate(once: turns.Contestant, seconds: float) -> float:
   """How often in a second something can be done."""
   count, start = 0, time.perf_counter()
-  while (took := time.perf_counter() - start) < seconds:
+  while (elapsed := time.perf_counter() - start) < seconds:
     once()
     count += 1
-  return count / took
+  return count / elapsed
 
 
 def run(
@@ -253,6 +280,7 @@ def run(
 ) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
   seconds for each contestant and size."""
+  # The floor in words: the table has only its name.
   print(
     f"{WORKERS} workers, {os.cpu_count()} cores; floor: message"
     " in, update and parameters out in one thread of NumPy\n",
@@ -272,13 +300,14 @@ def run(
     speeds = {}
     for size in sizes:
       params = compression.message(size)
-      cells, speeds[size] = _cells(params, seconds / _TURNS)
+      cells, speeds[size] = _cells(params, seconds / _RUNS)
       table.row(f"{size:g}", *cells)
     _print_parts(report, speeds, seconds)
   finally:
     ray_runtime.stop()
 
 
+# The parts are measured alone, so their sum may differ from the whole.
 def _print_parts(
   report: BenchReport, speeds: Mapping[float, Sequence[Speed]], seconds: float
 ) -> None:
@@ -292,16 +321,21 @@ def _print_parts(
     {"rows, of an update": ".3f"},
     width=6,
   )
-  for size, each in speeds.items():
+  for size, runs in speeds.items():
     params = compression.message(size)
     with tempfile.TemporaryDirectory() as folder:
-      alone = receive(params), send_frames(), record(params, Path(folder))
-      for once in alone:
+      parts: list[turns.Contestant] = [
+        receive(params),
+        send_frames(),
+        record(params, Path(folder)),
+      ]
+      for once in parts:
         once()  # which compiles
-      costs = [1e6 / rate(once, seconds / 8) for once in alone]
-    _, *used = np.median(each, axis=0)
-    share = np.array([costs[-1] * speed.updates / 1e6 for speed in each])
-    table.row(f"{size:g}", *used, *costs, Measured(share, "<= 0.05"))
+      costs = [1e6 / rate(once, seconds / 8) for once in parts]
+    _, *medians = np.median(runs, axis=0)  # without the updates a second
+    # The cost of the rows by the time of an update.
+    share = np.array([costs[-1] * speed.updates / 1e6 for speed in runs])
+    table.row(f"{size:g}", *medians, *costs, Measured(share, "<= 0.05"))
 
 
 def _cells(
@@ -310,13 +344,14 @@ def _cells(
   """Has the contestants take turns; returns the numbers of a row, and the
   speeds of the runs with a log."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
+  # A log of so many messages, so that it has about as many bytes at any size.
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
   target, floor_once = (
     {k: x.copy() for k, x in params.items()},
     unavoidable(params),
   )
 
-  def copy_all():
+  def copy_all() -> None:
     for name, x in params.items():
       np.copyto(target[name], x)
 
@@ -325,19 +360,24 @@ def _cells(
     lambda: rate(floor_once, seconds / 4),
     lambda: canonical(params, seconds),
   )
-  logs, rates, logged = (log, 0), [], []
-  for _ in range(_TURNS):
+  # With the log, and without it.
+  logs, rates, logged_runs = (log, 0), [], []
+  for _ in range(_RUNS):
     others = [measure() for measure in contestants]
-    own = [ours(params, seconds, each) for each in logs]
-    logged.append(own[0])
-    rates.append([*others, *(speed.updates for speed in own)])
-  copy, floor, theirs, mine, fast = np.transpose(rates)
-  speeds = [np.median(x) for x in (copy, floor, theirs, mine)]
-  ratios = mine / theirs, floor / mine, copy / 2 / mine, mine / fast
-  wanted = _TARGETS.get(round(megabytes, 1), ("", ""))
-  targets = *wanted, "", ">= 0.95"
+    ours_runs = [ours(params, seconds, length) for length in logs]
+    logged_runs.append(ours_runs[0])
+    rates.append([*others, *(speed.updates for speed in ours_runs)])
+  copy, floor, ray_loop, ours_rate, without_log = np.transpose(rates)
+  speeds = [np.median(x) for x in (copy, floor, ray_loop, ours_rate)]
+  # An update copies at least twice: the message and the parameters.
+  ratios = (
+    *(ours_rate / ray_loop, floor / ours_rate),
+    *(copy / 2 / ours_rate, ours_rate / without_log),
+  )
+  size_targets = _TARGETS.get(round(megabytes, 1), ("", ""))
+  targets = *size_targets, "", ">= 0.95"
   cells = [
-    *(*speeds, 2 * megabytes * speeds[-1], np.median(fast)),
+    *(*speeds, 2 * megabytes * speeds[-1], np.median(without_log)),
     *map(Measured, ratios, targets),
   ]
-  return cells, logged
+  return cells, logged_runs

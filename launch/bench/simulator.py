@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 
 import asgd
@@ -34,9 +35,10 @@ from .report import BenchReport, Measured, peak_bytes
 _RATE = 0.001  # at which none of the recipes diverges
 _EXAMPLES = 2048
 _MOST_WORKERS = 4096
-_CALLS = 3  # that start-up is measured in
+_STARTUP_CALLS = 3  # that start-up is measured in
 _CONTESTANTS = "plain", "engine", "simulate", "torch"
-_TORCH = 4  # of the updates of a turn PyTorch makes one in so many
+# PyTorch is slower, so it makes one in so many of the updates of a turn.
+_TORCH_SHARE = 4
 
 
 class BenchModel(NamedTuple):
@@ -53,16 +55,18 @@ class BenchModel(NamedTuple):
 
   def layers(self) -> models.Layers:
     """Returns the layers."""
+    # The last layer has one output for each of 10 classes.
     if self.kind == "mlp":
       return models.mlp(10, hidden=self.widths)
     *features, hidden = self.widths
     return models.cnn(10, features=features, hidden=hidden)
 
-  def parts(self) -> tuple[Callable, Callable, Any]:
+  def parts(self) -> tuple[Callable[..., Any], Callable[..., Any], Any]:
     """Returns (loss, params, data), as `asgd.simulate` takes them."""
-    layers, example = self.layers(), np.zeros((1, *self.shape), np.float32)
+    layers = self.layers()
+    example: Any = np.zeros((1, *self.shape), np.float32)
 
-    def loss(params, batch):
+    def loss(params: Any, batch: Any) -> jax.Array:
       logits, _ = models.apply(layers, params, batch[0])
       return classification_loss(logits, batch)
 
@@ -73,8 +77,8 @@ class BenchModel(NamedTuple):
 
   def problem(self, recipe: asgd.Recipe) -> Problem:
     """Returns the problem that `asgd.simulate` makes of the parts."""
-    given = own.Objects(*self.parts(), recipe, batch_size=self.batch)
-    return given.problem()
+    objects = own.Objects(*self.parts(), recipe, batch_size=self.batch)
+    return objects.problem()
 
   def updates_of(self, workers: int, count: int) -> int:
     """Returns the updates of one of `count` turns, which are a whole number of
@@ -84,42 +88,52 @@ class BenchModel(NamedTuple):
       >>> MODELS[0].updates_of(8, 6), MODELS[-1].updates_of(64, 6)
       (2048, 32)
     """
-    least = workers // math.gcd(workers, count)
-    return math.ceil(self.messages / count / least) * least
+    # The least common multiple: all workers send equally often.
+    least_messages = workers // math.gcd(workers, count)
+    return math.ceil(self.messages / count / least_messages) * least_messages
 
 
-_DIGITS = {"asgd": ">= 2.5", "dana_zero": ">= 1.5"}
-_LARGE = dict.fromkeys(_DIGITS, ">= 0.8")
+_DIGITS_TARGETS = {"asgd": ">= 2.5", "dana_zero": ">= 1.5"}
+_LARGE_TARGETS = dict.fromkeys(_DIGITS_TARGETS, ">= 0.8")
 _IMAGE = (28, 28, 1)
-_CNN = dict.fromkeys(_DIGITS, ">= 0.95")
-_CNN |= dict.fromkeys(("dc_asgd_a", "nag_asgd", "gap_aware"), "")
+_CNN_TARGETS = dict.fromkeys(_DIGITS_TARGETS, ">= 0.95")
+_CNN_TARGETS |= dict.fromkeys(("dc_asgd_a", "nag_asgd", "gap_aware"), "")
 MODELS = (
   BenchModel(
+    # name, kind, widths, shape, batch; messages, workers, targets.
     *("digits MLP", "mlp", (64,), (64,), 16, 12_288),
-    *((8, 64, 512, _MOST_WORKERS), _DIGITS),
+    *((8, 64, 512, _MOST_WORKERS), _DIGITS_TARGETS),
   ),
-  BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 3072, (64,), _LARGE),
-  BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 3072, (64,), _LARGE),
-  BenchModel("MLP", "mlp", (1024, 1024), _IMAGE, 64, 192, (64,), _LARGE),
-  BenchModel("CNN", "cnn", (16, 32, 64), _IMAGE, 64, 144, (8, 64), _CNN),
+  BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 3072, (64,), _LARGE_TARGETS),
+  BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 3072, (64,), _LARGE_TARGETS),
+  BenchModel(
+    *("MLP", "mlp", (1024, 1024), _IMAGE, 64, 192),
+    *((64,), _LARGE_TARGETS),
+  ),
+  BenchModel(
+    *("CNN", "cnn", (16, 32, 64), _IMAGE, 64, 144),
+    *((8, 64), _CNN_TARGETS),
+  ),
 )
 
 
 # Contestants: each call makes the updates of a turn.
 
 
-def _plain_sgd(problem, updates) -> turns.Contestant:
+def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
   """Trains with one worker and no simulator."""
   tx = optax.sgd(_RATE)
   step = turns.plain_step(problem, tx)
   batch, key = problem.batches(0, 1), jax.random.key(0)
   params, jobs = problem.init(key), itertools.count()
 
-  def block(state):
+  def block(state: Any) -> Any:
+    """Makes the updates of a turn."""
     losses = []
     for job in itertools.islice(jobs, updates):
       *state, loss = step(*state, batch(0, job), key)
       losses.append(loss)
+    # Losses are read once a turn, as the simulator does.
     jax.device_get(losses)
     return state
 
@@ -127,22 +141,33 @@ def _plain_sgd(problem, updates) -> turns.Contestant:
 
 
 def _trace(workers: int, messages: int) -> base.Trace:
+  """Returns an asynchronous order with drawn durations."""
   return orders.asynchronous(
     durations.homogeneous(), workers=workers, messages=messages
   )
 
 
-def _choice(recipe, problem, trace, messages) -> simulator.Choice:
+def _choice(
+  recipe: asgd.Recipe, problem: Problem, trace: base.Trace, messages: int
+) -> simulator.Choice:
   """The engine that `asgd.simulate` would choose."""
   worker = recipe.make_worker(problem.loss)
+  # Shapes are enough to choose, so no parameters are made.
   params = jax.eval_shape(problem.init, jax.random.key(0))
   jobs = simulator.JobShapes(params, problem.batches(0, 1)(0, 0), messages)
   return simulator.choose(recipe.server(), worker, trace, jobs)
 
 
-def _engine(choice, problem, trace, workers, updates) -> turns.Contestant:
+def _engine(
+  choice: simulator.Choice,
+  problem: Problem,
+  trace: base.Trace,
+  workers: int,
+  updates: int,
+) -> turns.Contestant:
   """Replays so many messages of a trace more in each call."""
   engine = choice.simulator
+  # The row of the trace at which each turn ends.
   ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
   batch, root = problem.batches(0, workers), jax.random.key(0)
   simulation = engine.init(problem.init(root), workers)
@@ -155,7 +180,7 @@ def _with_simulate(
   updates: int,
   messages: int,
   others: turns.Contestants,
-) -> dict[str, np.ndarray]:
+) -> dict[str, npt.NDArray[np.float64]]:
   """Returns seconds of each turn, of `call`, an `asgd.simulate`, and of others.
 
   The call evaluates after each turn; meanwhile the others have theirs. The
@@ -164,8 +189,10 @@ def _with_simulate(
   seconds: dict[str, list[float]] = {"simulate": [], **{k: [] for k in others}}
   began = time.perf_counter()
 
-  def evaluate(params):
+  def evaluate(params: Any) -> float:
+    """Ends a turn of the call, and begins that of the others."""
     nonlocal began
+    # Without it, the updates of the turn might still be running.
     jax.block_until_ready(params)
     seconds["simulate"].append(time.perf_counter() - began)
     for name, once in others.items():
@@ -176,7 +203,7 @@ def _with_simulate(
     return 0.0
 
   call(messages=messages, every=updates, evaluate=evaluate)
-  return {name: np.array(each[1:]) for name, each in seconds.items()}
+  return {name: np.array(times[1:]) for name, times in seconds.items()}
 
 
 class TorchProcess:
@@ -184,19 +211,24 @@ class TorchProcess:
 
   def __init__(self, python: str):
     """Starts it."""
-    script = Path(__file__).with_name("torch_loop.py")
+    script = str(Path(__file__).with_name("torch_loop.py"))
+    self._command = [python, script]
     self._process = subprocess.Popen(
-      [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+      self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
+    assert self._process.stdin is not None and self._process.stdout is not None
+    self._input, self._output = self._process.stdin, self._process.stdout
 
-  def _write(self, **line):
+  def _write(self, **line: Any) -> None:
+    """Sends a command; ValueError if the process has ended."""
     try:
-      print(json.dumps(line), file=self._process.stdin, flush=True)
+      print(json.dumps(line), file=self._input, flush=True)
     except BrokenPipeError:
       raise self._failed() from None
 
-  def _failed(self):
-    command = f"{self._process.args[0]} {self._process.args[1]}"
+  def _failed(self) -> ValueError:
+    """Returns the error of a process that has ended."""
+    command = " ".join(self._command)
     return ValueError(f"{command} has failed: has this Python torch?")
 
   def loop(
@@ -206,14 +238,16 @@ class TorchProcess:
 
     It replaces the loop of an earlier call.
     """
+    # The order alone, not the times: PyTorch's loop has no clock.
     order = trace.worker[trace.action == base.RECEIVE].tolist()
     keys = "kind", "widths", "shape", "batch"
     sizes = {key: getattr(model, key) for key in keys}
     self._write(**sizes, rate=_RATE, workers=workers, order=order)
 
-    def once():
+    def once() -> None:
+      """Makes the updates; the process answers with a line."""
       self._write(updates=updates)
-      if not self._process.stdout.readline():
+      if not self._output.readline():
         raise self._failed()
 
     return once
@@ -221,96 +255,121 @@ class TorchProcess:
   def close(self) -> None:
     """Ends the process."""
     with contextlib.suppress(BrokenPipeError):
-      self._process.stdin.close()
+      self._input.close()
     self._process.wait()
-    self._process.stdout.close()
+    self._output.close()
 
 
 # Tables.
 
 
-def _rates(model, plain, name, workers, rounds, torch):
+def _rates(
+  model: BenchModel,
+  plain: turns.Contestant,
+  name: str,
+  workers: int,
+  rounds: int,
+  torch: TorchProcess | None,
+) -> tuple[str, list[npt.NDArray[np.float64] | None]]:
   """Returns the engine's name, and updates a second in each turn: plain,
   engine, simulate, and torch, or None if there is none of this recipe."""
+  # One turn more than are counted: the first compiles.
   updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
   recipe = asgd.build(name, _RATE, workers)
   trace, problem = _trace(workers, messages), model.problem(recipe)
   choice = _choice(recipe, problem, trace, messages)
   engine = _engine(choice, problem, trace, workers, updates)
-  made = {"plain": model.updates_of(1, rounds + 1)}
-  made |= {"engine": updates, "simulate": updates}
+  # Updates of a turn; the plain loop has one worker.
+  updates_of = {"plain": model.updates_of(1, rounds + 1)}
+  updates_of |= {"engine": updates, "simulate": updates}
   others = {"plain": plain, "engine": engine}
   if torch is not None and name == "asgd":
-    made["torch"] = max(updates // _TORCH, 1)
-    others["torch"] = torch.loop(model, trace, workers, made["torch"])
+    updates_of["torch"] = max(updates // _TORCH_SHARE, 1)
+    loop = torch.loop(model, trace, workers, updates_of["torch"])
+    others["torch"] = loop
   parts = *model.parts(), recipe
 
-  def call(**options):
+  def call(**options: Any) -> None:
     asgd.simulate(*parts, batch_size=model.batch, progress=False, **options)
 
   seconds = _with_simulate(call, updates, messages, others)
-  rates = {who: made[who] / each for who, each in seconds.items()}
-  return choice.name, [rates.get(who) for who in _CONTESTANTS]
+  rates = {key: updates_of[key] / times for key, times in seconds.items()}
+  return choice.name, [rates.get(key) for key in _CONTESTANTS]
 
 
-def _speed(report, model, rounds, torch):
+def _speed(
+  report: BenchReport,
+  model: BenchModel,
+  rounds: int,
+  torch: TorchProcess | None,
+) -> None:
   """Prints updates/s, and their ratios to the plain loop's and PyTorch's."""
   problem = model.problem(asgd.asgd(_RATE, workers=1))
   parameters = models.count(problem.init(jax.random.key(0)))
   names = ["plain/s", "engine/s", "simulate/s"]
-  ratios = ["engine, of plain", "simulate, of plain"]
+  headers = ["engine, of plain", "simulate, of plain"]
   if torch is not None:
-    names, ratios = [*names, "torch/s"], [*ratios, "simulate, of torch"]
+    names, headers = [*names, "torch/s"], [*headers, "simulate, of torch"]
   table = report.table(
     f"{model.name} of {parameters:,} parameters, batch {model.batch}",
     "recipe, workers, engine",
     dict.fromkeys(names, ".0f"),
-    dict.fromkeys(ratios, ".2f"),
+    dict.fromkeys(headers, ".2f"),
     width=23,
   )
+  # One plain loop for all rows: it is the same problem.
   plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
   for recipe, workers in itertools.product(model.targets, model.workers):
-    name, each = _rates(model, plain, recipe, workers, rounds, torch)
-    base, engine, simulate, theirs = each
-    speeds = [None if x is None else float(np.median(x)) for x in each]
+    name, rates = _rates(model, plain, recipe, workers, rounds, torch)
+    base, engine, simulate, torch_rates = rates
+    assert base is not None and engine is not None and simulate is not None
+    speeds = [None if x is None else float(np.median(x)) for x in rates]
     ratios = [
       Measured(engine / base),
       Measured(simulate / base, model.targets[recipe]),
-      None if theirs is None else Measured(simulate / theirs, ">= 1"),
+      None if torch_rates is None else Measured(simulate / torch_rates, ">= 1"),
     ]
-    shown = slice(None if torch else -1)
+    columns = slice(None if torch else -1)
     row = f"{recipe}, {workers}, {name}"
-    table.row(row, *speeds[shown], *ratios[shown])
+    table.row(row, *speeds[columns], *ratios[columns])
 
 
 def _simulate_digits(workers: int, messages: int) -> None:
+  """Calls `asgd.simulate` as a user would."""
   recipe = asgd.asgd(_RATE, workers=workers)
-  how = {"messages": messages, "batch_size": MODELS[0].batch, "progress": False}
-  asgd.simulate(*MODELS[0].parts(), recipe, **how)
+  batch_size = MODELS[0].batch
+  asgd.simulate(
+    *(*MODELS[0].parts(), recipe),
+    messages=messages,
+    batch_size=batch_size,
+    progress=False,
+  )
 
 
-def _whole_calls(report):
+def _whole_calls(report: BenchReport) -> None:
   """Prints how long a second call takes, and what workers add to memory. It is
   the first of all: the peak of memory never falls."""
   few, title = MODELS[0].workers[0], f"calls of asgd.simulate, {MODELS[0].name}"
   table = report.table(title, "", {}, {"number": ".2f"}, width=46)
   for messages in (few, _MOST_WORKERS):
     call = functools.partial(_simulate_digits, few, messages)
-    (seconds,) = turns.take_turns({"": call}, _CALLS).values()
+    # The call before the first round compiles; the others find the programs.
+    (seconds,) = turns.take_turns({"": call}, _STARTUP_CALLS).values()
     name = f"s of a second call, of {messages:,} messages"
     table.row(name, Measured(seconds, "<= 1"))
+  # As many messages as below, so that only the workers differ.
   _simulate_digits(few, 2 * _MOST_WORKERS)
-  before = peak_bytes()
+  peak_before = peak_bytes()
   _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
   problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
-  copies = (peak_bytes() - before) / (_MOST_WORKERS - few) / nbytes
+  copies = (peak_bytes() - peak_before) / (_MOST_WORKERS - few) / nbytes
   table.row("copies of the parameters, for a worker more", Measured(copies))
 
 
 @contextlib.contextmanager
-def _torch(peer) -> Iterator[TorchProcess | None]:
+def _torch(peer: str | None) -> Iterator[TorchProcess | None]:
   """Yields PyTorch's process; None without torch."""
   python = turns.python_with_torch(peer)
   if python is None:

@@ -20,23 +20,24 @@ _Key = tuple[str, str, str, str]  # benchmark, table, row, column
 def _numbers(run: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[str, Any]]:
   """Returns the measured numbers of a run by their names, in order."""
   return {
-    (each["name"], row["table"], row["name"], column): number
-    for each in run
-    for row in each["rows"]
+    (result["name"], row["table"], row["name"], column): number
+    for result in run
+    for row in result["rows"]
     for column, number in row["measured"].items()
   }
 
 
 def _described(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   """Says where and how the runs were made."""
-  every = [each for run in runs for each in run]
-  failed = [each["name"] for each in every if "failed" in each]
+  # All runs together: the sentence holds for each of them.
+  all_results = [result for run in runs for result in run]
+  failed = [result["name"] for result in all_results if "failed" in result]
   if failed:
     raise ValueError(f"{', '.join(failed)} has failed: run it again")
-  devices = {f"{each['cores']} cores, {each['device']}" for each in every}
-  busiest = max(share for each in every for share in each["busy"])
-  minutes = [sum(each["seconds"] for each in run) / 60 for run in runs]
-  commands = ", ".join(f"`{each['command']}`" for each in runs[0])
+  devices = {f"{r['cores']} cores, {r['device']}" for r in all_results}
+  busiest = max(share for result in all_results for share in result["busy"])
+  minutes = [sum(result["seconds"] for result in run) / 60 for run in runs]
+  commands = ", ".join(f"`{result['command']}`" for result in runs[0])
   return (
     f"On {'; '.join(sorted(devices))}, while other programs used at most"
     f" {busiest:.0%} of the cores; minutes of each run:"
@@ -45,12 +46,13 @@ def _described(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def _number(value: float) -> str:
+  """Returns a number with three digits, or a large one without fractions."""
   return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _cell(key: _Key, numbers: Sequence[Mapping[_Key, dict[str, Any]]]) -> str:
   """Returns a number of all runs: its column, median, range and target."""
-  medians = [each[key]["median"] for each in numbers]
+  medians = [run_numbers[key]["median"] for run_numbers in numbers]
   if None in medians:
     raise ValueError(f"{' / '.join(key)} is not finite in one of the files")
   text = f"{key[-1]} **{_number(float(np.median(medians)))}**"
@@ -69,22 +71,25 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   Raises:
     ValueError: for runs that have not measured the same, or have failed.
   """
-  described = _described(runs)
-  first, *others = numbers = [_numbers(run) for run in runs]
-  for other in others:
-    if missing := sorted(first.keys() ^ other.keys()):
+  description = _described(runs)
+  # Numbers in the order of the first run; the others must have the same.
+  first, *other_runs = numbers = [_numbers(run) for run in runs]
+  for other_run in other_runs:
+    if missing := sorted(first.keys() ^ other_run.keys()):
       raise ValueError(
         f"{' / '.join(missing[0])} is in some of the files only: make all by"
         " the same command"
       )
   rows = []
+  # Rows of one table follow each other, so neighbours are grouped.
   tables = itertools.groupby(first, key=lambda key: key[:2])
   for (benchmark, title), keys in tables:
+    # A heading, without a number.
     rows.append((f"**{benchmark}**: {title}", ""))
     for name, of_row in itertools.groupby(keys, key=lambda key: key[2]):
       cells = (_cell(key, numbers) for key in of_row)
       rows.append((name, "; ".join(cells)))
-  return f"{described}\n\n{format_markdown(_HEADER, rows)}\n"
+  return f"{description}\n\n{format_markdown(_HEADER, rows)}\n"
 
 
 def show(paths: Sequence[Path], page: str | None) -> None:
@@ -95,13 +100,14 @@ def show(paths: Sequence[Path], page: str | None) -> None:
   """
   if not paths:
     raise ValueError("--table needs the FILEs that --json=FILE has written")
-  made = table([report.read(path) for path in paths])
+  new_table = table([report.read(path) for path in paths])
   if page is None:
-    print(made, end="")
+    print(new_table, end="")
     return
   text = Path(page).read_text()
+  # All text outside of the two marks stays as it is.
   before, begin, rest = text.partition(_BEGIN)
   _, end, after = rest.partition(_END)
   if not (begin and end):
     raise ValueError(f"{page} has no lines {_BEGIN.strip()}, {_END.strip()}")
-  safe_files.write(Path(page), f"{before}{begin}\n{made}\n{end}{after}")
+  safe_files.write(Path(page), f"{before}{begin}\n{new_table}\n{end}{after}")

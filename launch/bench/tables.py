@@ -10,11 +10,12 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import tables
 from asgd.experiment import cells, loop, ray_runtime
@@ -41,49 +42,58 @@ from .report import BenchReport, Measured
 from .server import CanonicalServer
 from .turns import Contestant
 
+# 256 kB of parameters a message, and as much of updates.
 ROWS, WIDTH = 1000, 64  # of a message
-_ALL = 100_000  # rows of the table
-_RATE = 0.01
-_DRAWN = 50  # lists of keys
+_TABLE_ROWS = 100_000  # rows of the table
+_RATE = 0.01  # learning rate of an update
+_KEY_LISTS = 50  # lists of keys
 _JOBS = 10  # that a contestant does in a turn
-_MANY = 10**6
+_NO_LIMIT = 10**6  # jobs: more than any turn does
 
 
 def _settings() -> tables.TableSettings:
+  """Returns the settings of one shard whose reads never wait."""
   return tables.table(_RATE, 1, consistency="asynchronous")
 
 
-def _first(rows: int) -> dict[str, np.ndarray]:
+def _initial_rows(rows: int) -> dict[str, npt.NDArray[np.float32]]:
+  """Returns the initial table, float32[rows, WIDTH]."""
   rng = np.random.default_rng(0)
   return {"w": rng.standard_normal((rows, WIDTH), np.float32)}
 
 
-def _shard(rows, folder, memory, inside: Inside):
-  def make():
-    first = _first(rows)
+def _shard(rows: int, folder: Path, memory: Path, inside: Inside) -> ShardHost:
+  """Returns the shard of a process, with all rows."""
+
+  def make() -> TableShard:
+    first = _initial_rows(rows)
     server = divide(first, 1).server(0, first, _settings(), 1)
     return TableShard(0, server)
 
   return ShardHost(inside, make, folder, memory, 0, every=1)
 
 
-def _worker(rows, folder, host, keys, clock) -> WorkerHost:
+def _worker(
+  rows: int, folder: Path, host: Any, keys: Sequence[Any], clock: Any
+) -> WorkerHost:
   """Returns a worker of this process, whose job costs one pass over rows."""
+  # The keys of a job; the batch, which is its keys; and (loss, updates).
   work = tables.Work(
     lambda worker, job: keys[job % len(keys)],
     lambda batch: {"w": batch},
     lambda values, *_: (0.0, {"w": np.float32(_RATE) * values["w"]}),
   )
-  division = divide(_first(rows), 1)
+  division = divide(_initial_rows(rows), 1)
 
-  def make(incarnation, work):
+  def make(incarnation: int, work: tables.Work) -> TableWorker:
     return TableWorker(
-      *(0, incarnation, _settings(), division, work), workers=1, jobs=_MANY
+      *(0, incarnation, _settings(), division, work), workers=1, jobs=_NO_LIMIT
     )
 
   def ignore(*_: Any) -> None:
     pass
 
+  # No faults and no messages: nothing is injected, and messages are dropped.
   inside = Inside(ignore, ignore, clock)
   return WorkerHost(
     inside,
@@ -95,46 +105,60 @@ def _worker(rows, folder, host, keys, clock) -> WorkerHost:
   )
 
 
-def _ours(rows, keys, stack, folder) -> Contestant:
+def _ours(
+  rows: int,
+  keys: Sequence[Any],
+  stack: contextlib.ExitStack,
+  folder: Path,
+) -> Contestant:
+  """Returns the jobs of a live worker of this process, on a shard of another
+  process; `stack` ends it."""
   folder.mkdir()
   memory = Path(
     stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
   )
-  setup = Setup(protocol.Rules(), 1, _MANY)
+  setup = Setup(protocol.Rules(), 1, _NO_LIMIT)
   site = Site(setup, str(folder), str(memory), time.monotonic())
   hosts = ActorHosts(site)
   stack.callback(hosts.close)
+  # The shard's process calls `make`.
   make = functools.partial(_shard, rows, folder, memory)
   host = hosts.start(SHARD, 0, make)
   hosts.made(SHARD, 0).result()
-  worker, done = _worker(rows, folder, host.near(), keys, site.clock), 0
+  worker, allowed_jobs = _worker(rows, folder, host.near(), keys, site.clock), 0
 
-  def once():
-    nonlocal done
-    done += _JOBS
-    host.call("allow", done).result()
-    worker.run(done)
+  def once() -> None:
+    """Does the jobs of a turn."""
+    nonlocal allowed_jobs
+    allowed_jobs += _JOBS
+    # The shard limits jobs, as a driver between two evaluations does.
+    host.call("allow", allowed_jobs).result()
+    worker.run(allowed_jobs)
 
   return once
 
 
-def _canonical(rows, keys, stack) -> Contestant:
-  """The loop of Ray's example: weights come with the answer to a gradient,
-  which is of all of them."""
+def _canonical(
+  rows: int, keys: Sequence[Any], stack: contextlib.ExitStack
+) -> Contestant:
+  """Returns the jobs of Ray's example: a gradient has all weights, and its
+  reply, too."""
   import ray
 
-  actor_class = ray.remote(CanonicalServer).options(num_cpus=0)
-  server = actor_class.remote(_first(rows))
+  actor_class: Any = ray.remote(CanonicalServer).options(num_cpus=0)
+  server = actor_class.remote(_initial_rows(rows))
   stack.callback(ray.kill, server)
-  weights = ray.get(server.get_weights.remote())
+  weights: Any = ray.get(server.get_weights.remote())
   job = 0
 
-  def once():
+  def once() -> None:
+    """Does the jobs of a turn."""
     nonlocal weights, job
     for _ in range(_JOBS):
-      mine = keys[job % len(keys)] % rows
+      row_indices = keys[job % len(keys)] % rows
+      # The example's gradient is dense, whichever rows the job has.
       gradient = {name: np.zeros_like(w) for name, w in weights.items()}
-      gradient["w"][mine] = np.float32(_RATE) * weights["w"][mine]
+      gradient["w"][row_indices] = np.float32(_RATE) * weights["w"][row_indices]
       weights = ray.get(server.apply_gradients.remote(gradient))
       job += 1
 
@@ -143,7 +167,7 @@ def _canonical(rows, keys, stack) -> Contestant:
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-  """Has Ray."""
+  """Starts Ray, and stops it at the end."""
   ray_runtime.start(None, memory=4 * 2**30)
   try:
     yield
@@ -153,13 +177,14 @@ def running() -> Iterator[None]:
 
 @contextlib.contextmanager
 def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
-  """Yields who does ten jobs, by name, each of which pulls and pushes 1,000
-  rows of 64 float32 of a table of `rows`; Ray is running."""
+  """Yields contestants by name. Each does ten jobs, and a job pulls and pushes
+  1,000 rows of 64 float32 of a table of `rows`. Ray is running."""
   rng = np.random.default_rng(1)
+  # Rows that are spread over the table, and as many that are contiguous.
   sparse = [
-    np.sort(rng.choice(rows, ROWS, replace=False)) for _ in range(_DRAWN)
+    np.sort(rng.choice(rows, ROWS, replace=False)) for _ in range(_KEY_LISTS)
   ]
-  starts = rng.integers(0, rows - ROWS + 1, _DRAWN).tolist()
+  starts = rng.integers(0, rows - ROWS + 1, _KEY_LISTS).tolist()
   dense = [np.arange(start, start + ROWS) for start in starts]
   with contextlib.ExitStack() as stack:
     run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -208,26 +233,32 @@ def ratings_per_second(
       )
     finally:
       machine.close()
-    place = Path(folder) / "cells" / cell.name
-    times = files.FILES.read_all(place, workers).time
-  late = times[len(times) // 2 :]
-  return batch_size * (len(late) - 1) / float(late[-1] - late[0])
+    cell_folder = Path(folder) / "cells" / cell.name
+    times = files.FILES.read_all(cell_folder, workers).time
+  # The first half compiles, and fills the caches.
+  second_half = times[len(times) // 2 :]
+  # N times span N - 1 intervals.
+  seconds = float(second_half[-1] - second_half[0])
+  return batch_size * (len(second_half) - 1) / seconds
 
 
 def run(report: BenchReport, rounds: int = 5) -> None:
+  # [1] Jobs of one worker.
   """Prints jobs of 1,000 rows against Ray's loop, then ratings by workers."""
   with running():
-    with contestants(_ALL) as each:
-      taken = turns.take_turns(each, rounds)
+    with contestants(_TABLE_ROWS) as contestants_by_name:
+      seconds_by_name = turns.take_turns(contestants_by_name, rounds)
     table = report.table(
-      f"pull and push of 1,000 rows of 64 float32, of {_ALL:,}",
+      f"pull and push of 1,000 rows of 64 float32, of {_TABLE_ROWS:,}",
       "contestant",
       {"ms": ".2f"},
       {"time of sparse": ".2f"},
     )
-    for name, seconds in taken.items():
-      ratio = Measured(seconds / taken["sparse"])
+    for name, seconds in seconds_by_name.items():
+      ratio = Measured(seconds / seconds_by_name["sparse"])
+      # Milliseconds of one of ten jobs.
       table.row(name, 100 * float(np.median(seconds)), ratio)
+    # [2] Ratings by number of workers, three times each in turns.
     table = report.table(
       "matrix factorisation by SSP, on two shards",
       "workers",

@@ -17,55 +17,61 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-_EXAMPLES, _CLASSES = 2048, 10
-_THREADS, _TRIED = (2, 1), 8  # threads, and updates that each is tried with
+_EXAMPLES, _CLASSES = 2048, 10  # as the simulator's
+_THREADS = 2, 1  # numbers of threads that are tried
+_TRIAL_UPDATES = 8  # with each
 
 
-def _mlp(widths, shape):
+def _mlp(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
   """As `asgd.models.mlp`: hidden layers of these widths."""
   sizes, layers = [math.prod(shape), *widths], [nn.Flatten()]
-  for before, after in zip(sizes, sizes[1:], strict=False):
-    layers += [nn.Linear(before, after), nn.ReLU()]
+  for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    layers += [nn.Linear(inputs, outputs), nn.ReLU()]
   return nn.Sequential(*layers, nn.Linear(sizes[-1], _CLASSES))
 
 
-def _cnn(widths, shape):
+def _cnn(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
   """As `asgd.models.cnn`: convolutions of all widths but the last, which is of
   the hidden layer; images are channels first, as PyTorch has them."""
-  (height, width, before), layers = shape, []
+  (height, width, channels), layers = shape, []
   for features in widths[:-1]:
-    layers += [nn.Conv2d(before, features, 3, padding=1), nn.ReLU()]
+    layers += [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
     layers.append(nn.MaxPool2d(2))
-    before, height, width = features, height // 2, width // 2
-  dense = _mlp(widths[-1:], (before, height, width))
+    # Pooling halves both sides.
+    channels, height, width = features, height // 2, width // 2
+  dense = _mlp(widths[-1:], (channels, height, width))
   return nn.Sequential(*layers, dense)
 
 
 class SnapshotLoop:
   """A model, the server's parameters, and a snapshot for each worker."""
 
-  def __init__(self, given):
-    """Draws parameters and examples; `given` is the first line."""
+  def __init__(self, settings: Mapping[str, Any]) -> None:
+    """Draws parameters and examples; `settings` are the first line."""
     torch.manual_seed(0)
-    shape, self.is_cnn = given["shape"], given["kind"] == "cnn"
-    self.model = (_cnn if self.is_cnn else _mlp)(given["widths"], shape)
-    order = [shape[-1], *shape[:-1]] if self.is_cnn else shape
+    shape, self.is_cnn = settings["shape"], settings["kind"] == "cnn"
+    self.model = (_cnn if self.is_cnn else _mlp)(settings["widths"], shape)
+    order = [shape[-1], *shape[:-1]] if self.is_cnn else shape  # channels first
     self.images = torch.randn(_EXAMPLES, *order)
     self.labels = torch.randint(0, _CLASSES, (_EXAMPLES,))
-    self.batch_size, self.rate = given["batch"], given["rate"]
-    self.order, self.done = given["order"], 0
+    self.batch_size, self.rate = settings["batch"], settings["rate"]
+    self.order, self.done = settings["order"], 0
     self.params = self._copy(self.model.state_dict())
-    self.snapshots = [self._copy(self.params) for _ in range(given["workers"])]
-    self.losses = []
+    workers = range(settings["workers"])
+    self.snapshots = [self._copy(self.params) for _ in workers]
+    self.losses: list[float] = []
 
-  def _copy(self, params):
+  def _copy(self, params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Returns a copy of parameters, which later updates do not change."""
     return {name: value.clone() for name, value in params.items()}
 
-  def _batch(self):
+  def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
     """The next examples of an epoch in random order."""
     start = self.done * self.batch_size % _EXAMPLES
     if start == 0:
@@ -73,12 +79,14 @@ class SnapshotLoop:
     index = self.shuffled[start : start + self.batch_size]
     return self.images[index], self.labels[index]
 
-  def run(self, updates):
+  def run(self, updates: int) -> float:
     """Receives so many messages; returns the seconds."""
     began = time.perf_counter()
     for _ in range(updates):
       worker = self.order[self.done % len(self.order)]
       images, labels = self._batch()
+      # [1] The worker's ticket. [2] Its gradient. [3] The server's update. [4]
+      # The next ticket.
       self.model.load_state_dict(self.snapshots[worker])
       self.model.zero_grad()
       loss = nn.functional.cross_entropy(self.model(images), labels)
@@ -91,26 +99,26 @@ class SnapshotLoop:
       self.done += 1
     return time.perf_counter() - began
 
-  def choose_threads(self):
+  def choose_threads(self) -> None:
     """Uses as many threads as are fastest: small models gain none by a second,
     and lose much while another program has its core."""
     seconds = {}
     for threads in _THREADS:
       torch.set_num_threads(threads)
-      self.run(1)
-      seconds[threads] = self.run(_TRIED)
-    torch.set_num_threads(min(seconds, key=seconds.get))
+      self.run(1)  # warms up
+      seconds[threads] = self.run(_TRIAL_UPDATES)
+    torch.set_num_threads(min(seconds, key=lambda count: seconds[count]))
 
 
 def main() -> None:
   """Executes the commands of standard input, one a line, until it ends."""
-  loop = None
+  loop: Any = None  # a SnapshotLoop, after the first line
   for line in sys.stdin:
-    given = json.loads(line)
-    if "updates" in given:
-      print(json.dumps({"seconds": loop.run(given["updates"])}), flush=True)
+    command = json.loads(line)
+    if "updates" in command:
+      print(json.dumps({"seconds": loop.run(command["updates"])}), flush=True)
     else:
-      loop = SnapshotLoop(given)
+      loop = SnapshotLoop(command)
       loop.choose_threads()
 
 

@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,10 +27,11 @@ from torch.distributed import pipelining
 STAGES = 2
 
 
-class TorchBlock(nn.Module):
+class TorchBlock(nn.Module):  # type: ignore[misc]
   """As `asgd.models.transformer.Block`: [B, T, C] -> the same."""
 
-  def __init__(self, width, heads):
+  def __init__(self, width: int, heads: int) -> None:
+    """Makes the layers of a block, with normalisation before each part."""
     super().__init__()
     self.heads = heads
     self.norm_attention = nn.LayerNorm(width)
@@ -38,10 +41,12 @@ class TorchBlock(nn.Module):
     self.up = nn.Linear(width, 4 * width)
     self.down = nn.Linear(4 * width, width)
 
-  def forward(self, x):
+  def forward(self, x: torch.Tensor) -> torch.Tensor:
     """Applies the block."""
     batch, length, width = x.shape
     shape = batch, length, self.heads, width // self.heads
+    # One product for queries, keys and values: [B, T, 3 C] -> 3 of [B, H, T,
+    # D].
     q, k, v = (
       part.view(shape).transpose(1, 2)
       for part in self.queries(self.norm_attention(x)).chunk(3, -1)
@@ -52,41 +57,44 @@ class TorchBlock(nn.Module):
     return x + self.down(h)
 
 
-def _blocks(sizes, depth):
+def _blocks(sizes: types.SimpleNamespace, depth: int) -> nn.Sequential:
+  """Returns the blocks of a stage, or of the whole model."""
   torch.manual_seed(0)
   blocks = (TorchBlock(sizes.width, sizes.heads) for _ in range(depth))
   return nn.Sequential(*blocks)
 
 
-def _loss(y, target):
+def _loss(y: torch.Tensor, target: Any) -> torch.Tensor:
+  """Returns the mean square of the output, as our pipeline's benchmark does."""
   del target
   return (y**2).mean()
 
 
-def _take_core(rank):
+def _take_core(rank: int) -> None:
+  """Keeps this process on one core, with one thread."""
   torch.set_num_threads(1)
   if hasattr(os, "sched_setaffinity"):
-    here = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {here[rank % len(here)]})
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
 
-def _times(once, rounds):
+def _times(once: Callable[[], None], rounds: int) -> list[float]:
   """Seconds of each round; the first is not counted."""
-  out = []
+  times = []
   for _ in range(rounds + 1):
     start = time.perf_counter()
     once()
-    out.append(time.perf_counter() - start)
-  return out[1:]
+    times.append(time.perf_counter() - start)
+  return times[1:]
 
 
-def _one_core(sizes):
+def _one_core(sizes: types.SimpleNamespace) -> list[float]:
   """Gradients of the microbatches, one after the other."""
   _take_core(0)
   model = _blocks(sizes, sizes.depth)
   x = torch.randn(sizes.batch, sizes.length, sizes.width)
 
-  def once():
+  def once() -> None:
     model.zero_grad()
     for _ in range(sizes.microbatches):
       (_loss(model(x), None) / sizes.microbatches).backward()
@@ -94,7 +102,7 @@ def _one_core(sizes):
   return _times(once, sizes.rounds)
 
 
-def _stage(sizes):
+def _stage(sizes: types.SimpleNamespace) -> dict[str, list[float]]:
   """One of the two processes; the first one prints."""
   _take_core(sizes.rank)
   os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sizes.port)}
@@ -103,8 +111,9 @@ def _stage(sizes):
   )
   module = _blocks(sizes, sizes.depth // STAGES)
   examples, device = sizes.microbatches * sizes.batch, torch.device("cpu")
-  whole = torch.randn(examples, sizes.length, sizes.width)
-  out = {}
+  # Every process draws the batch; only the first stage reads it.
+  batch = torch.randn(examples, sizes.length, sizes.width)
+  times_by_schedule = {}
   for name, kind in (
     ("GPipe", pipelining.ScheduleGPipe),
     ("1F1B", pipelining.Schedule1F1B),
@@ -112,47 +121,53 @@ def _stage(sizes):
     stage = pipelining.PipelineStage(module, sizes.rank, STAGES, device)
     schedule = kind(stage, sizes.microbatches, loss_fn=_loss)
 
-    def once(schedule=schedule):
+    def once(schedule: Any = schedule) -> None:
+      """Runs a batch; a default argument binds this loop's schedule."""
       module.zero_grad()
+      # Both barriers: the time is that of the slower stage.
       torch.distributed.barrier()
       if sizes.rank == 0:
-        schedule.step(whole)
+        schedule.step(batch)
       else:
-        schedule.step(target=whole)
+        schedule.step(target=batch)
       torch.distributed.barrier()
 
-    out[name] = _times(once, sizes.rounds)
+    times_by_schedule[name] = _times(once, sizes.rounds)
   torch.distributed.destroy_process_group()
-  return out
+  return times_by_schedule
 
 
-def _free_port():
+def _free_port() -> int:
+  """Returns a port that no program uses now."""
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
-    return free.getsockname()[1]
+    return int(free.getsockname()[1])
 
 
 def main() -> None:
   """Runs both, or is one of the processes."""
-  given = json.loads(sys.argv[1])
-  sizes = types.SimpleNamespace(**given)
-  if "rank" in given:
+  arguments = json.loads(sys.argv[1])
+  sizes = types.SimpleNamespace(**arguments)
+  if "rank" in arguments:
     seconds = _stage(sizes)
     if sizes.rank == 0:
       print(json.dumps(seconds))
     return
-  alone = _one_core(sizes)
+  # Before the stages start: they would use its core.
+  one_core = _one_core(sizes)
   if hasattr(os, "sched_setaffinity"):
-    os.sched_setaffinity(0, range(os.cpu_count()))
-  given["port"], stages = _free_port(), []
+    # The stages need both cores again.
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+  arguments["port"], stages = _free_port(), []
   for rank in range(STAGES):
-    command = [sys.executable, __file__, json.dumps({**given, "rank": rank})]
-    out = subprocess.PIPE if rank == 0 else None
-    stages.append(subprocess.Popen(command, stdout=out, text=True))
+    rank_arguments = json.dumps({**arguments, "rank": rank})
+    command = [sys.executable, __file__, rank_arguments]
+    output = subprocess.PIPE if rank == 0 else None
+    stages.append(subprocess.Popen(command, stdout=output, text=True))
   line, _ = stages[0].communicate()
   if any(stage.wait() for stage in stages):
     sys.exit("a stage has failed")
-  print(json.dumps({"one_core": alone, **json.loads(line)}))
+  print(json.dumps({"one_core": one_core, **json.loads(line)}))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import numpy.typing as npt
 import optax
 
 from asgd import data, models, problems
@@ -17,15 +18,16 @@ Contestant = Callable[[], object]  # does its work once, to the end
 Contestants = Mapping[str, Contestant]  # by name
 
 
-def alone(step: Callable, *args: Any) -> Contestant:
+def alone(step: Callable[..., Any], *args: Any) -> Contestant:
   """Returns a contestant that makes the same step each time."""
+  # JAX returns before the work is done; a time would miss it.
   return lambda: jax.block_until_ready(step(*args))
 
 
 def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
   """Returns a contestant that makes a step from the state that it left."""
 
-  def once():
+  def once() -> None:
     nonlocal state
     state = jax.block_until_ready(step(state))
 
@@ -37,7 +39,7 @@ def take_turns(
   rounds: int,
   calls: int = 1,
   clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, np.ndarray]:
+) -> dict[str, npt.NDArray[np.float64]]:
   """Has contestants work one after the other, round by round, so many calls
   each. In a round before the first one, programs are compiled.
 
@@ -51,15 +53,15 @@ def take_turns(
   Returns:
     float64[rounds], seconds of a call, for each.
   """
-  seconds = {name: [] for name in contestants}
+  seconds: dict[str, list[float]] = {name: [] for name in contestants}
   for turn in range(rounds + 1):
     for name, once in contestants.items():
       start = clock()
       for _ in range(calls):
         once()
-      if turn:
+      if turn:  # turn 0 compiles
         seconds[name].append((clock() - start) / calls)
-  return {name: np.array(each) for name, each in seconds.items()}
+  return {name: np.array(times) for name, times in seconds.items()}
 
 
 def against(
@@ -67,14 +69,15 @@ def against(
   contestants: Mapping[str, Callable[[], Contestant]],
   rounds: int,
   calls: int = 1,
-) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+) -> Iterator[tuple[str, npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
   """Has each contestant take turns with the baseline: what slows the machine
   down slows both. A contestant is made when its turns begin, and dropped before
   the next is made. Yields (name, seconds of the baseline, seconds of the
   contestant), as `take_turns` returns them."""
   for name, make in contestants.items():
     pair = {"baseline": baseline, "contestant": make()}
-    yield name, *take_turns(pair, rounds, calls).values()
+    base_seconds, seconds = take_turns(pair, rounds, calls).values()
+    yield name, base_seconds, seconds
 
 
 def image_problem(
@@ -84,8 +87,8 @@ def image_problem(
   rng = np.random.default_rng(0)
   x = rng.integers(0, 256, (images, 28, 28, 1), np.uint8)
   labels = rng.integers(0, 10, images, np.int32)
-  mean, std = np.float32([128]), np.float32([74])
-  dataset = data.Dataset(
+  mean, std = np.array([128], np.float32), np.array([74], np.float32)
+  dataset = data.Dataset(  # the test examples are not used
     "random", "drawn here", x, labels, x[:64], labels[:64], 10, mean, std
   )
   return problems.classification(dataset, layers, batch_size=batch_size)
@@ -102,11 +105,15 @@ def python_with_torch(peer: str | None) -> str | None:
 
 def plain_step(
   problem: problems.Problem, tx: optax.GradientTransformation
-) -> Callable:
+) -> Callable[..., Any]:
   """Returns (params, opt_state, batch, key) -> (params, opt_state, loss)."""
 
+  # Donated, as the simulator does: the step updates in place.
   @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, batch, key):
+  def step(
+    params: Any, opt_state: Any, batch: Any, key: jax.Array
+  ) -> tuple[Any, Any, jax.Array]:
+    """Returns (params, opt_state, loss) after an update."""
     gradient = jax.value_and_grad(problem.loss, has_aux=True)
     (loss, _), grads = gradient(params, batch, key)
     updates, opt_state = tx.update(grads, opt_state, params)
