@@ -1,9 +1,10 @@
 """Jobs of several batches, stacked on a leading axis, as local workers take
 them."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -91,7 +92,8 @@ def of_jobs(
   return stack([batches(worker, job) for worker, job in pairs])
 
 
-class NamedBatches(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class NamedBatches:
   """Batches of jobs, whose errors name the worker and the job."""
 
   batches: Batches

@@ -119,9 +119,10 @@ def _pack(
   index: dict[tuple[int, ...], int] = {}  # identity of parameters -> in `trees`
   rows = []
   for worker, kept_ticket in enumerate(simulation.kept):
-    tickets: dict[int | None, base.Ticket] = {**simulation.tickets[worker]}
+    tickets: dict[int | None, base.Ticket] = {}
     if kept_ticket is not None:
-      tickets = {None: kept_ticket, **tickets}  # it has no job yet
+      tickets[None] = kept_ticket  # it has no job yet
+    tickets.update(simulation.tickets[worker])
     for job, ticket in tickets.items():
       # Leaves are immutable, so equal identities are equal parameters.
       identity = tuple(map(id, jax.tree.leaves(ticket.params)))
