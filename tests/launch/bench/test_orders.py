@@ -9,7 +9,7 @@ from launch.bench.report import BenchReport
 def test_each_protocol_is_measured_by_workers(monkeypatch, capsys):
   monkeypatch.setattr(orders, "_WORKERS", (4, 8))
   monkeypatch.setattr(orders, "_MESSAGES", 40)
-  monkeypatch.setattr(orders, "_PLAYED", 20)
+  monkeypatch.setattr(orders, "_PLAYED_MESSAGES", 20)
   report = BenchReport()
   orders.run(report, rounds=2)
   names = [*orders._protocols(8, 1)]
