@@ -116,9 +116,11 @@ def ours(params: Any, seconds: float, log: int) -> Speed:
     while True:
       cluster.check()  # raises if a process has failed
       status = cluster.status()
-      # A worker that still compiles would be measured with the others.
-      lead = status[0] if status else {"workers": (), "received": 0}
-      # All have compiled, and have sent a few messages.
+      lead: Mapping[str, Any] = {"workers": (), "received": 0}
+      if status:
+        lead = status[0]
+      # All have compiled, and have sent a few messages: a worker that still
+      # compiles would be measured with the others.
       if len(lead["workers"]) == WORKERS and lead["received"] > 20:
         now = time.perf_counter(), lead["received"]
         usage = _usage(processes.pids(Path(site.memory)))

@@ -119,11 +119,11 @@ def _pack(
   index: dict[tuple[int, ...], int] = {}  # identity of parameters -> in `trees`
   rows = []
   for worker, kept_ticket in enumerate(simulation.kept):
-    tickets: dict[int | None, base.Ticket] = {}
+    tickets: list[tuple[int | None, base.Ticket]]
+    tickets = [*simulation.tickets[worker].items()]
     if kept_ticket is not None:
-      tickets[None] = kept_ticket  # it has no job yet
-    tickets.update(simulation.tickets[worker])
-    for job, ticket in tickets.items():
+      tickets.insert(0, (None, kept_ticket))  # it has no job yet
+    for job, ticket in tickets:
       # Leaves are immutable, so equal identities are equal parameters.
       identity = tuple(map(id, jax.tree.leaves(ticket.params)))
       if identity not in index:
