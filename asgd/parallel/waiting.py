@@ -36,7 +36,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
   if workers == 1 or not variation:
     return 1.0
   # Imported here: it takes a quarter of a command's start.
-  from scipy import integrate, special  # type: ignore[import-untyped]
+  from scipy import integrate, special
 
   shape = 1 / variation**2  # alpha of the gamma model, at a mean of 1
 
