@@ -22,7 +22,8 @@ class Blocks:
   def __init__(self, graph: Graph, weights: Sequence[float]):
     self.graph, self.weights = graph, weights
     self.block_of = list(range(len(graph.nodes)))
-    self.members = {i: (i,) for i in self.block_of}
+    # block -> its nodes
+    self.members: dict[int, tuple[int, ...]] = {i: (i,) for i in self.block_of}
     after, before = graph_lib.neighbours(graph)
     self.after, self.before = dict(enumerate(after)), dict(enumerate(before))
 
@@ -125,7 +126,7 @@ class Blocks:
     entries = np.ones(len(pairs)), (rows, columns)
     matrix = sparse.csr_array(entries, (size, size))
     _, component = csgraph.connected_components(matrix, connection="strong")
-    first_of = {}
+    first_of: dict[int, int] = {}  # component -> its first block
     for block in list(self.members):
       first_block = first_of.setdefault(component[block], block)
       if first_block != block:
@@ -243,8 +244,11 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
     while len(blocks) > length and idle < len(queue):
       center = queue.popleft()
       position = {b: n for n, b in enumerate(blocks.order())}
-      neighbours = side[center].difference(queue)
-      neighbours = sorted(neighbours, key=position.__getitem__, reverse=latest)
+      neighbours = sorted(
+        side[center].difference(queue),
+        key=position.__getitem__,
+        reverse=latest,
+      )
       idle = 0 if blocks.merge_first(center, neighbours) else idle + 1
       queue.append(blocks.block_of[center])
     centers = list(queue)

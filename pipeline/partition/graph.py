@@ -68,14 +68,14 @@ class Graph(NamedTuple):
 
 def make(
   nodes: Iterable[Node],
-  edges: Iterable[Edge | tuple] = (),
-  tied: Iterable[Tie | tuple] = (),
+  edges: Iterable[tuple[Any, ...]] = (),
+  tied: Iterable[tuple[Iterable[int | str], float]] = (),
 ) -> Graph:
   """Returns a graph, when it is one.
 
   Args:
     nodes: in an order in which they can run.
-    edges: (source, target), numbers or names of nodes; a third entry is the
+    edges: Edges or (source, target), numbers or names; a third entry is the
       bytes sent (None: all of the source's activation), a fourth whether the
       edge may be cut.
     tied: (nodes, bytes) for each group of nodes with common parameters.
@@ -99,7 +99,7 @@ def make(
     for field in Node._fields[1:-1]:
       checks.nonnegative(f"{field} of node {node.name!r}", getattr(node, field))
 
-  def find(end):
+  def find(end: int | str) -> int:
     if isinstance(end, str):
       if end not in index_of:
         raise ValueError(f"no node is called {end!r}")
@@ -110,7 +110,9 @@ def make(
 
   by_ends = {}
   for edge in edges:
-    first_node, second_node, size, cut = (*edge, *(None, True)[len(edge) - 2 :])
+    # A missing third or fourth entry is None or True.
+    missing: list[Any] = [None, True][len(edge) - 2 :]
+    first_node, second_node, size, cut = *edge, *missing
     source, target = find(first_node), find(second_node)
     between = f"{nodes[source].name!r} to {nodes[target].name!r}"
     if source >= target:
@@ -124,8 +126,8 @@ def make(
     checks.nonnegative(f"bytes from {between}", size)
     by_ends[source, target] = Edge(source, target, size, bool(cut))
   ties = []
-  for members, size in tied:
-    members = tuple(sorted({find(i) for i in members}))
+  for tied_nodes, size in tied:
+    members = tuple(sorted({find(i) for i in tied_nodes}))
     if len(members) < 2:
       raise ValueError(f"a tie needs two nodes or more, not {members}")
     checks.nonnegative(f"bytes of the tie {members}", size)
@@ -169,8 +171,9 @@ def sent(graph: Graph, stage: Sequence[int]) -> dict[tuple[int, int], float]:
   )
 
 
-def _largest(tensors):
-  sizes = {}
+def _largest(tensors: Iterable[tuple[Any, float]]) -> dict[Any, float]:
+  """Returns tensor -> the most bytes that it is listed with."""
+  sizes: dict[Any, float] = {}
   for tensor, size in tensors:
     sizes[tensor] = max(sizes.get(tensor, 0.0), size)
   return sizes
@@ -178,7 +181,8 @@ def _largest(tensors):
 
 def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
   """Returns the successors and the predecessors of each node."""
-  after, before = ([set() for _ in graph.nodes] for _ in range(2))
+  after: list[set[int]] = [set() for _ in graph.nodes]
+  before: list[set[int]] = [set() for _ in graph.nodes]
   for edge in graph.edges:
     after[edge.source].add(edge.target)
     before[edge.target].add(edge.source)
@@ -233,12 +237,12 @@ def profile(
   """
   checks.positive("flops", flops)
   checks.positive("bandwidth", bandwidth)
-  weights = base.weights_of(params)
+  weights: Any = base.weights_of(params)
   if len(weights) != len(layers):
     raise ValueError(
       f"{len(layers)} layers need a dict of parameters each, not {len(weights)}"
     )
-  stats = params.stats if isinstance(params, base.Variables) else None
+  stats: Any = params.stats if isinstance(params, base.Variables) else None
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
   if measure is None:
     x = jax.ShapeDtypeStruct(example.shape, dtype)
@@ -289,11 +293,13 @@ def profile(
   return chain(nodes)
 
 
-def _calls(layer: Any, index: int, key: jax.Array | None) -> tuple:
+def _calls(
+  layer: Any, index: int, key: jax.Array | None
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
   """Returns the forward of a layer, its vjp, and forward and backward."""
 
   def forward(weights, stats, x):
-    params = (weights,)
+    params: Any = (weights,)
     if stats is not None:
       params = base.Variables(params, (stats,))
     y, _ = models.apply((layer,), params, x, train=True, key=key, first=index)
@@ -312,7 +318,7 @@ def _calls(layer: Any, index: int, key: jax.Array | None) -> tuple:
   return forward, pull, both
 
 
-def _stash(pull: Callable, args: tuple) -> int:
+def _stash(pull: Callable[..., Any], args: tuple[Any, ...]) -> int:
   """Returns the bytes that the backward reads, save parameters."""
   backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
   program = backward(*args).jaxpr

@@ -95,7 +95,7 @@ def assign(
   count, descending = len(weights), order == "largest_first"
   sizes = [0.0] * count if sizes is None else sizes
   room = math.inf if memory is None else memory
-  failed = None
+  failed: int | None = None  # the first item without room
   # The second pass sorts by bytes: it may find room where the first did not.
   for keys in (weights, sizes):
     load, used_bytes, out = [0.0] * devices, [0.0] * devices, [0] * count
@@ -110,7 +110,7 @@ def assign(
     else:
       return tuple(out)
   raise ValueError(
-    f"no device of {devices} has room for item {failed} of {sizes[failed]}"
+    f"no device of {devices} has room for item {failed} of {sizes[failed or 0]}"
     f" bytes among {sum(sizes)}; a device has {memory}: give more memory or"
     " devices"
   )
@@ -181,11 +181,11 @@ def cost(
 ) -> tuple[float, float]:
   """Returns the objective, in seconds for a microbatch, and the bytes sent
   between devices; stages and weights are of nodes, devices of stages."""
-  work = collections.defaultdict(float)
+  work: dict[int, float] = collections.defaultdict(float)
   for i, s in enumerate(stage):
     work[devices[s]] += weights[i]
-  forward_bytes = collections.defaultdict(float)
-  backward_bytes = collections.defaultdict(float)
+  forward_bytes: dict[int, float] = collections.defaultdict(float)
+  backward_bytes: dict[int, float] = collections.defaultdict(float)
   total = 0.0
   for (source, target), size in graph_lib.sent(graph, stage).items():
     s = stage[source]
@@ -264,23 +264,23 @@ def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
     ValueError: for an option's value, or if blocks of no L fit in the memory.
   """
   check_positive(devices=devices)
-  options = MixedPipeOptions(**options)
-  placement.check_limit("bandwidth", options.bandwidth, "bytes a second")
-  placement.check_limit("memory", options.memory, "bytes")
-  checks.one_of("tied", options.tied, placement.TIED)
-  checks.one_of("order", options.order, ORDERS)
-  checks.one_of("recompute", options.recompute, RECOMPUTE)
-  if options.lengths is None:
+  settings = MixedPipeOptions(**options)
+  placement.check_limit("bandwidth", settings.bandwidth, "bytes a second")
+  placement.check_limit("memory", settings.memory, "bytes")
+  checks.one_of("tied", settings.tied, placement.TIED)
+  checks.one_of("order", settings.order, ORDERS)
+  checks.one_of("recompute", settings.recompute, RECOMPUTE)
+  if settings.lengths is None:
     max_length = len(graph.nodes)
     lengths = sorted({min(n * devices, max_length) for n in range(1, 9)})
-    options = options._replace(lengths=lengths)
-  if not options.lengths:
+    settings = settings._replace(lengths=lengths)
+  if not settings.lengths:
     raise ValueError("lengths must have one L or more, not none")
-  for length in options.lengths:
+  for length in settings.lengths:
     check_positive(**{"each L": length})
-  if options.recompute == "but_last":
-    return _settle(graph, devices, options)
-  return _sweep(graph, devices, options, frozenset())
+  if settings.recompute == "but_last":
+    return _settle(graph, devices, settings)
+  return _sweep(graph, devices, settings, frozenset())
 
 
 class _NoRoom(ValueError):
@@ -289,8 +289,8 @@ class _NoRoom(ValueError):
 
 def _settle(graph, devices, options):
   """Repeats a partition until the last stage is the one assumed."""
-  results = {}  # assumed -> the partition
-  spared = frozenset()
+  results: dict[frozenset[int], Mixed] = {}  # assumed -> the partition
+  spared: frozenset[int] = frozenset()
   while len(results) < _RUNS and spared not in results:
     results[spared] = best = _sweep(graph, devices, options, spared)
     if best.settled:
@@ -339,12 +339,14 @@ def _sweep(graph, devices, options, spared):
   partition = placement.make(
     graph, stages, devices_of, count=devices, recompute=recomputed
   )
-  stage_of = stage_of.tolist()
-  nodes = zip(graph.nodes, stage_of, strict=True)
+  stage_list = stage_of.tolist()
   # Recompute the objective: the last stage may differ from the assumed one.
-  weights = [node.work(stage in recomputed) for node, stage in nodes]
+  weights = [
+    node.work(stage in recomputed)
+    for node, stage in zip(graph.nodes, stage_list, strict=True)
+  ]
   bandwidth = options.bandwidth
-  value = float(cost(graph, stage_of, devices_of, weights, bandwidth)[0])
+  value = float(cost(graph, stage_list, devices_of, weights, bandwidth)[0])
   settled = recompute != "but_last" or spared == set(stages[-1])
   return Mixed(partition, value, length, tuple(tried), recomputed, settled)
 

@@ -115,7 +115,7 @@ def pipedream(
   """
   levels, settings = _levels(machines, bandwidth), PipeDreamOptions(**options)
   searches = {"paper": _Paper, "code": _Code}
-  checks.one_of("formula", settings.formula, searches)
+  checks.one_of("formula", settings.formula, list(searches))
   cuts = settings.cuts
   if cuts is None:
     cuts = "order" if settings.formula == "paper" else "released"
@@ -190,9 +190,14 @@ def _states(graph, cuts, groups):
   """Returns the sets of nodes that may lie before a cut, as bit masks."""
   count = len(graph.nodes)
   if cuts == "order":
-    sets = ((1 << i) - 1 for i in range(count + 1))
-    masks = [sum(1 << i for i in group) for group in groups]
-    return [s for s in sets if all(s & mask in (0, mask) for mask in masks)]
+    prefixes = ((1 << i) - 1 for i in range(count + 1))
+    together = [sum(1 << i for i in group) for group in groups]
+    # A cut may not part a group: all of its nodes are before it, or none.
+    return [
+      prefix
+      for prefix in prefixes
+      if all(prefix & mask in (0, mask) for mask in together)
+    ]
   successors, predecessors = graph_lib.neighbours(graph)
   successor_masks = [sum(1 << j for j in nodes) for nodes in successors]
   all_nodes, closures = (1 << count) - 1, _closures(predecessors, groups)
@@ -242,17 +247,16 @@ class _Search:
 
   `down` is the number of devices downstream of this pipeline, for each copy of
   the pipeline. The microbatches in flight depend on it; it is 0 where they do
-  not matter. Subclasses have the formulas: `stage` is the time of a stage on m
-  machines of which `end` end with it, and `send` is the transfer time (both
-  ways) of a last stage on m machines.
+  not matter. Subclasses have the formulas, `stage` and `send`.
   """
 
   counts_down = True
 
   def __init__(self, graph, states, levels, how):
     self.graph, self.states, self.levels, self.how = graph, states, levels, how
-    self.sums = functools.cache(self.sums)
-    self.best = functools.cache(self.best)
+    # The recursion asks for the same range again and again.
+    self.sums = functools.cache(self._sums)
+    self.best = functools.cache(self._best)
     self.border = [
       graph_lib.bytes_of(
         (edge.source, edge.bytes)
@@ -269,7 +273,19 @@ class _Search:
   def nodes(self, i, j):
     return tuple(_in(self.states[j] & ~self.states[i]))
 
-  def sums(self, i, j):
+  def stage(
+    self, k: int, i: int, j: int, m: int, end: int, down: Fraction
+  ) -> float:
+    """Returns the time of stage [i, j) on m machines of level k, of which `end`
+    end with it."""
+    raise NotImplementedError
+
+  def send(self, k: int, s: int, j: int, m: int) -> float:
+    """Returns the transfer time, both ways, of a last stage [s, j) on m
+    machines."""
+    raise NotImplementedError
+
+  def _sums(self, i: int, j: int) -> tuple[float, float, float, float]:
     """Returns time, parameters, stash and outputs of the nodes between."""
     numbers = self.nodes(i, j)
     nodes = [self.graph.nodes[n] for n in numbers]
@@ -286,11 +302,13 @@ class _Search:
     counts = range(1, most + 1) if self.how.fewer else (most,)
     return min((self.best(k, i, j, m, down)[0], m) for m in counts)
 
-  def best(self, k, i, j, m, down):
+  def _best(
+    self, k: int, i: int, j: int, m: int, down: Fraction
+  ) -> tuple[float, int | None, int]:
     """Returns A: its time, and state and machines of its last stage's cut."""
     may_be_single = m == 1 or not self.how.straight
     time = self.stage(k, i, j, m, m, down) if may_be_single else math.inf
-    best_so_far = time, None, m
+    best_so_far: tuple[float, int | None, int] = time, None, m
     for s in self.inside[j] if m > 1 else ():
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue

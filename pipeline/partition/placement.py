@@ -39,27 +39,26 @@ def make(
   them, or as many as are named. Stages of `recompute` run their forward again
   before the backward.
   """
-  stages = tuple(tuple(sorted(stage)) for stage in stages)
-  if devices is None:
-    devices = range(len(stages))
-  devices = tuple(
-    (d,) if isinstance(d, int | np.integer) else tuple(sorted(d))
-    for d in devices
+  stage_nodes = tuple(tuple(sorted(stage)) for stage in stages)
+  stage_devices = tuple(
+    tuple(sorted(d)) if isinstance(d, Collection) else (int(d),)
+    for d in (range(len(stage_nodes)) if devices is None else devices)
   )
-  n_named = 1 + max((d for stage in devices for d in stage), default=-1)
+  n_named = 1 + max((d for stage in stage_devices for d in stage), default=-1)
   count = n_named if count is None else count
   if n_named > count:
     raise ValueError(f"device {n_named - 1} is not one of {count} devices")
-  stage_of = _stage_of_nodes(graph, stages, devices)
+  stage_of = _stage_of_nodes(graph, stage_nodes, stage_devices)
   load = np.zeros(count)
-  for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
+  both = zip(stage_nodes, stage_devices, strict=True)
+  for s, (nodes, replicas) in enumerate(both):
     work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
-    for d in places:
-      load[d] += work / len(places)
+    for d in replicas:
+      load[d] += work / len(replicas)
   # Stages that share parameters must add up the gradients of these.
   owners = (sorted({stage_of[i] for i in tie.nodes}) for tie in graph.tied)
   shared = tuple(tuple(tied) for tied in owners if len(tied) > 1)
-  return Partition(stages, devices, load, shared)
+  return Partition(stage_nodes, stage_devices, load, shared)
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
@@ -115,10 +114,14 @@ def cuts(partition: Partition) -> tuple[int, ...]:
   return tuple(out)
 
 
-def _stage_of_nodes(graph, stages, devices) -> dict[int, int]:
+def _stage_of_nodes(
+  graph: Graph,
+  stages: Sequence[Sequence[int]],
+  devices: Sequence[Sequence[int]],
+) -> dict[int, int]:
   """Returns the stage of each node, if these are stages of the graph."""
   names = [node.name for node in graph.nodes]
-  stage_of = {}
+  stage_of: dict[int, int] = {}
   for s, stage in enumerate(stages):
     if not stage:
       raise ValueError(f"stage {s} has no nodes; leave it out")
@@ -138,11 +141,11 @@ def _stage_of_nodes(graph, stages, devices) -> dict[int, int]:
       raise ValueError(f"node {name!r} is in no stage: add it to one")
   if len(devices) != len(stages):
     raise ValueError(f"devices are of {len(devices)} stages, not {len(stages)}")
-  for s, places in enumerate(devices):
-    if not places or len(set(places)) != len(places) or min(places) < 0:
+  for s, replicas in enumerate(devices):
+    if not replicas or len(set(replicas)) != len(replicas) or min(replicas) < 0:
       raise ValueError(
         f"stage {s} of node {names[stages[s][0]]!r} needs a device or several"
-        f" different ones, not {tuple(places)}"
+        f" different ones, not {tuple(replicas)}"
       )
   for source, target, _, cut in graph.edges:
     source_stage, target_stage = stage_of[source], stage_of[target]
@@ -168,7 +171,9 @@ def check_limit(name: str, value: float | None, unit: str) -> None:
 
 def must_stay(graph: Graph, tied: str) -> list[tuple[int, ...]]:
   """Returns groups of nodes that no cut may part."""
-  groups = [(e.source, e.target) for e in graph.edges if not e.cut]
+  groups: list[tuple[int, ...]] = [
+    (e.source, e.target) for e in graph.edges if not e.cut
+  ]
   if tied == "together":
     groups += [tie.nodes for tie in graph.tied]
   return groups
