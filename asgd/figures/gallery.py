@@ -228,7 +228,7 @@ def _count(claims: Sequence[Mapping[str, Any]], verdict: str) -> int:
   return sum(claim["verdict"] == verdict for claim in claims)
 
 
-def _counts(claims) -> str:
+def _counts(claims: Sequence[Mapping[str, Any]]) -> str:
   """Returns the number of claims of each verdict as text: "8 PASS, 4 FAIL"."""
   counts = {verdict: _count(claims, verdict) for verdict in statistics.VERDICTS}
   return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())

@@ -278,7 +278,7 @@ def in_common(found: np.ndarray, known: np.ndarray) -> float:
     1.0
   """
   # The import takes a third of a second.
-  from scipy import optimize  # type: ignore[import-untyped]
+  from scipy import optimize
 
   both = np.minimum(found[:, None], known[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)
