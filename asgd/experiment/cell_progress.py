@@ -1,9 +1,10 @@
 """progress.json: the state of a cell while it trains, for `asgd watch`.
 
-The run loop writes this file for every engine, at most once a second and for at
-most 1 % of the time, from the progress that it has anyway. It replaces the file
-as a whole, so a reader never finds half of it. The file of a finished cell has
-the totals of all its records. `asgd.pages.panels` draws it in both cases.
+The run loop writes this file for every engine, from the progress that engines
+report anyway. It writes at most once a second, and for at most 1 % of the time.
+It replaces the file as a whole, so a reader never finds half of it. The file of
+a finished cell has the totals of all its records. `asgd.pages.panels` draws the
+file in both cases.
 """
 
 import collections

@@ -64,7 +64,7 @@ def rows(
   for group in cells_lib.groups(cells):
     first = group[0]
     messages = len(group) * experiment.plan(first).messages
-    minutes = None
+    minutes = None  # its seconds are a result, which no estimate replaces
     if not experiment.kind(first).timed:
       minutes = messages / _rate(experiment, first, machine) / 60
       # NaN: a cell takes less than a second.

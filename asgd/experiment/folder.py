@@ -52,7 +52,7 @@ VERSION = 3  # of the layout; folders of other versions are refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _OF_ANOTHER = "is of another experiment ({})"
-_NAMED = 3  # missing cells that an error names
+_NAMED = 3  # most missing cells that an error names
 _STARTED = {"config.json.tmp", ".lock"}  # files of a run killed at its start
 
 

@@ -42,8 +42,8 @@ def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
   The start is the mean of the first `least` messages (at least 8). The end is
   the mean of the last tenth. A run diverged if its end is more than a fifth
   above its start. It also diverged if the mean of `least` consecutive messages
-  was, and the end is no better than `guess`, the loss of guessing (NaN:
-  unknown): networks with dead units end so.
+  was that high, and the end is no better than `guess`, the loss of guessing
+  (NaN: unknown). A network with dead units ends so.
   """
   count = max(least, 8)
   if not np.isfinite(loss).all():
@@ -67,8 +67,8 @@ def finished(
   """Returns the result of a finished cell, else None.
 
   All processes call it. It removes files that a kill right after the cell's end
-  left. Raises ValueError for a finished cell whose files were changed, if its
-  engine cannot repeat it.
+  left. Raises ValueError if files of a finished cell were changed, and its
+  engine cannot repeat the cell.
   """
   path = workdir and workdir / "cells" / cell.name
   kind = experiment.kind(cell)

@@ -61,7 +61,7 @@ class Machine:
       self.show_line(line)
 
   def worked(self) -> None:
-    """Something was done in this process; see `Profile.worked`."""
+    """Counts work that was done in this process; see `Profile.worked`."""
     if self._tracing is None:
       self._tracing = Profile(self.profile)
     self._tracing.worked()

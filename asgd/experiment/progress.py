@@ -97,7 +97,7 @@ class ProgressBar:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Takes the block away."""
+    """Removes the block, if there is one."""
     if self._block is not None:
       self._block.close()
 

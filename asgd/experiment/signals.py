@@ -1,8 +1,8 @@
 """Signals that stop a run: the first saves, the second ends it at once.
 
 Python calls a handler between two steps of the main thread, which may wait in a
-library for ever. So a second thread counts signals too. It kills the process if
-that has not ended soon after the second signal.
+library for ever. So a second thread counts signals too. That thread kills the
+process if it has not ended soon after the second signal.
 """
 
 import contextlib
