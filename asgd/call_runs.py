@@ -146,7 +146,8 @@ def train(
     # [4] Collect its results.
     if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
-    if not results and cell_folder is not None:  # the cell had finished before
+    if not results and cell_folder is not None:
+      bar.line(f"{cell_folder} had finished already: its results are read")
       results += _read(cell_folder, experiment, cell)
     records, params, rows = results
     trace = _trace(plan, cell, cell_folder, kind)

@@ -15,8 +15,9 @@ import optax
 from asgd import algorithms, base, checks, compression, names, orders
 from asgd.call_options import FURTHER, RunOptions
 from asgd.experiment import protocol, schema
+from asgd.experiment.checks import MOST_COUNT
 from asgd.orders.protocol import Rules
-from asgd.problems import descriptions, own
+from asgd.problems import descriptions, own, streams
 
 # Modules that have, nearly, the name of a recipe -> the recipe.
 _RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
@@ -96,6 +97,11 @@ def _on_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
       "topology= is for a recipe of peers, such as asgd.d_psgd(0.01, workers="
       f"{recipe.workers}, topology=...): drop it, or use such a recipe"
     )
+  if "topology" in made.options:
+    raise ValueError(
+      f"topology={checks.shown(topology)}, but the recipe was built with"
+      f" topology={checks.shown(made.options['topology'])}: drop one of them"
+    )
   options = {**made.options, "topology": topology}
   return algorithms.build(
     made.name, made.learning_rate, recipe.workers, **options
@@ -129,9 +135,24 @@ def read_config(
         "trace must be the order of another run, such as result.trace, without"
         f" order=, not {checks.shown(trace)}; tables and meshes have no trace"
       )
+    count = int(trace.worker.max(initial=-1)) + 1
+    if count < workers:
+      raise ValueError(
+        f"the trace is of {count} workers, and the run has {workers}: use"
+        f" workers={count}, or the trace of another run"
+      )
     config["order"] = trace
   if "order" in config:
     given = config["order"]
+    # Rows, and workers in their order, have times already.
+    has_times = isinstance(given, Iterable) and not callable(given)
+    has_times = has_times and not isinstance(given, str | Mapping | Rules)
+    if has_times and "durations" in config:
+      what = "trace" if isinstance(given, base.Trace) else "order"
+      raise ValueError(
+        f"durations={checks.shown(config['durations'])} change nothing, because"
+        f" the {what} gives the time of each message: drop one of them"
+      )
     config["order"] = _read_order(given, workers, live=live)
     if config["order"] == {"name": schema.GIVEN}:
       objects["order"] = given
@@ -139,6 +160,7 @@ def read_config(
     if live:
       _read_slowdown(config, workers)
     elif _is_object(config["durations"]):
+      _check_function(config["durations"])
       objects["durations"] = config["durations"]
       config["durations"] = {"name": schema.GIVEN}
     else:
@@ -150,8 +172,15 @@ def read_config(
 def _read_order(given: Any, workers: int, *, live: bool) -> Any:
   """Returns an order as a section of a config; {"name": GIVEN} for an object
   that is used as it is."""
-  if isinstance(given, str | Mapping):
-    return {"name": given} if isinstance(given, str) else given
+  if isinstance(given, str):
+    return {"name": given}
+  if isinstance(given, Mapping):
+    if given and "name" not in given:
+      raise ValueError(
+        f"the order {checks.shown(given)} has no name: add one, as {{'name':"
+        " 'fixed_delay'}"
+      )
+    return given
   if live and callable(given) and orders.own.is_protocol(given):
     name = descriptions.name_of(given)
     given = orders.own.called(given, name, {}, workers=workers)
@@ -192,9 +221,37 @@ def _read_durations(given: Any, workers: int) -> Any:
       " give one for each worker"
     )
   rows = [np.atleast_1d(row) for row in given]
+  for worker, row in enumerate(rows):
+    if row.dtype.kind not in "iuf":
+      raise ValueError(
+        f"durations[{worker}] must be seconds, a number or a row of numbers,"
+        f" not {checks.shown(given[worker])}; a function (worker) -> seconds is"
+        " given without a list"
+      )
   with checks.below("durations", ("samples",)):
     orders.durations.measured(rows)
   return {"name": "measured", "samples": [row.tolist() for row in rows]}
+
+
+def _check_function(given: Any) -> None:
+  """Raises ValueError unless a function of durations takes a worker, and
+  returns something to iterate over."""
+  if isinstance(given, orders.durations.Durations):
+    return
+  name, remedy = descriptions.name_of(given), "; write a function (worker)"
+  remedy += " -> seconds of its jobs, as lambda worker: itertools.repeat(2.0)"
+  if not streams.accepts(given, 1):
+    raise ValueError(
+      f"durations is the function {name}, which takes"
+      f" {streams.arguments_of(given)}{remedy}"
+    )
+  with checks.user_code(f"durations(0) fails, of {name}", remedy):
+    seconds = given(0)
+  if not isinstance(seconds, Iterable) or isinstance(seconds, str):
+    raise ValueError(
+      f"durations(0) returned {checks.shown(seconds)}, which is one value and"
+      f" no sequence{remedy}"
+    )
 
 
 def _read_slowdown(config: dict[str, Any], workers: int) -> None:
@@ -242,7 +299,7 @@ def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
       "the call does not say how long to train: add messages=400, or epochs=2"
     )
   if "messages" in given:
-    checks.whole("messages", options.messages)
+    checks.whole("messages", options.messages, most=MOST_COUNT)
   elif given:
     checks.positive("epochs", options.epochs)
   checks.whole("seed", options.seed, 0, 2**32 - 1)
@@ -280,6 +337,11 @@ def count_messages(
       " messages="
     )
   count = round(options.epochs * given.per_epoch / given.recipe.steps)
+  if count > MOST_COUNT:
+    raise ValueError(
+      f"epochs={options.epochs:g} of {given.per_epoch} batches are {count:.3g}"
+      f" messages; at most {MOST_COUNT:.0e} are counted: use fewer epochs"
+    )
   return max(count // size, 1) * size
 
 

@@ -104,6 +104,9 @@ def whole(
     # optax.inject_hyperparams makes arrays of numbers.
     static_remedy = ": name it in static_args of optax.inject_hyperparams"
     remedy = static_remedy if isinstance(value, jax.Array) else ""
+    is_float = isinstance(value, float)
+    if is_float and float(value).is_integer() and value >= least:
+      remedy = f", which is a float: write {int(value)}"
     raise ValueError(
       f"{name} must be a {requirement}, not {shown(value)}{remedy}"
     )

@@ -53,7 +53,9 @@ def simulate(
       criterion(output, batch) -> scalar. The model is a flax module, functions
       (init, apply), such as Haiku's, or a function rngs -> nnx module. It is
       called on the first element of a batch that is a tuple, or on "x" of a
-      dict.
+      dict (or its only "image", "images", "input", "inputs" or "tokens"). An
+      argument `train` or `deterministic` of it is passed, with a key for
+      dropout.
     params: a tree of arrays, or a function of a random key that makes one. Of a
       model of Equinox the arrays of floats are trained, and the rest stays; an
       nnx module must have parameters only (nnx.split). With BatchNorm in plain

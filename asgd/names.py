@@ -1,6 +1,7 @@
 """Lookups by name; errors show the nearest valid name and all others."""
 
 import difflib
+import functools
 import importlib
 import inspect
 import re
@@ -209,6 +210,30 @@ def check_arguments(
   for key in named:
     if parameters[key].default is inspect.Parameter.empty and key not in given:
       raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
+
+
+def call_with(
+  kind: str,
+  name: str,
+  maker: Callable[..., Any],
+  first: Any,
+  kwargs: Mapping[str, Any],
+) -> Any:
+  """Calls maker(first, **kwargs), as `call` does. Any error of a user's
+  function, such as a builtin of other arguments, is a ValueError."""
+  make = functools.partial(maker, first)
+  if not is_import(name):
+    return call(kind, name, make, kwargs)
+  try:
+    inspect.signature(make)
+  except ValueError:  # of another number of arguments
+    raise ValueError(
+      f"{kind} {name!r} is called with {checks.shown(first)}, and takes no"
+      " argument: give a function of one, and of options"
+    ) from None
+  failure = f"{kind} {name!r} fails with {checks.shown(first)}"
+  with checks.user_code(failure, passes=(ValueError,)):
+    return call(kind, name, make, kwargs)
 
 
 def call(

@@ -34,6 +34,7 @@ class Usage(NamedTuple):
   flags: Mapping[str, Flag]
   words: int = 0  # most arguments that are no flags
   config: str = ""  # an example of --config, if the command takes a config
+  first: tuple[str, ...] = ()  # flags and keys of --help; (): it has them all
 
 
 # Flags that several commands share.
@@ -70,7 +71,7 @@ _TRAIN: dict[str, Flag] = {
   **TRAINING,
   "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
   "cells": (str, "1/1", "Share of the cells to train, I/N."),
-  "dry_run": (bool, False, "Print cells, messages and minutes; train nothing."),
+  "dry_run": (bool, False, "Print cells, messages and time; train nothing."),
   "fault": (list, [], _FAULT),
   "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
   "gpus_per_process": (float, 0.0, "GPUs that Ray reserves for a process."),
@@ -222,12 +223,18 @@ def _texts(helps: Mapping[str, str]) -> dict[str, Flag]:
   return {name: (str, None, text) for name, text in helps.items()}
 
 
+# Flags and keys on the first screen of a long --help.
+_FIRST = (
+  *("workdir", "engine", "jobs", "dry_run", "list", "quiet", "json"),
+  *("runs", "only", "workers", "seeds", "epochs", "batch_size"),
+  *("learning_rate", "evaluations"),
+)
 # The folder of one cell.
 _RUN = "WORKDIR/cells/NAME"
 COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
-  "train": Usage("CONFIG", _TRAIN, config="digits"),
+  "train": Usage("--config=CONFIG", _TRAIN, config="digits", first=_FIRST),
   "replay": Usage(_RUN, _REPLAY, words=1),
-  "chaos": Usage("CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "chaos": Usage("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
   "compare": Usage(
     f"{_RUN} | WORKDIR... | --config=CONFIG",
     _COMPARE,
@@ -239,7 +246,7 @@ COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "show": Usage("WORKDIR", {}, words=1),
   "new": Usage("DIR", {}, words=1),
   "watch": Usage("WORKDIR", WATCH, words=1),
-  "plan": Usage("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
     {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},

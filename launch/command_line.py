@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, OPTIONAL, Flag, Usage
+from .command_flags import COMMANDS, OF_CONFIG, OPTIONAL, Flag, Usage
 
 USAGE_ERROR = 2  # exit status
-HELP = "--help", "-h", "-help", "--helpfull", "--helpshort"
+HELP_ALL = "--help=all", "--helpfull"
+HELP = "--help", "-h", "-help", "--helpshort", *HELP_ALL
 _HERE = Path(__file__).parent
 # Columns of --help: longer lines are hard to read on a wide terminal.
 _WIDEST = 100
@@ -51,10 +52,11 @@ def catalogue() -> dict[str, Any]:
   return content
 
 
-def fail(text: str) -> NoReturn:
-  """Prints an error on one line, and exits with the status of wrong usage."""
+def fail(text: str, status: int = USAGE_ERROR) -> NoReturn:
+  """Prints an error on one line, and exits; the default is the status of wrong
+  usage."""
   print(f"error: {text}", file=sys.stderr)
-  sys.exit(USAGE_ERROR)
+  sys.exit(status)
 
 
 # --help.
@@ -114,11 +116,15 @@ def _key_text(kind: str, default: Any) -> str:
   return f"{kind}; default {shown}"
 
 
-def help_text(name: str) -> str:
-  """Returns the text of `asgd NAME --help`: usage, description, flags, and the
-  keys of a config if the command takes one."""
+def help_text(name: str, *, everything: bool = True) -> str:
+  """Returns the text of `asgd NAME --help=all`: usage, description, flags, and
+  the keys of a config if the command takes one. Without `everything` it is that
+  of --help, which of a long text has the first screen."""
   command = COMMANDS[name]
+  shown = () if everything else command.first
   head, _, rest = _docstring(name).partition("\n")
+  if shown:  # the examples alone
+    rest = "\n" + rest.strip("\n").partition("\n\n")[0]
   usage = f"usage: asgd {name} {command.arguments}"
   lines = [usage + " [--FLAG=VALUE ...]" * bool(command.flags), ""]
   lines += [head, rest.rstrip()]
@@ -126,18 +132,31 @@ def help_text(name: str) -> str:
     lines += ["", "flags:"]
   if command.config:
     text = "A file with get_config(), or the name of a config of asgd."
+    if name in OF_CONFIG:
+      text += f" asgd {name} CONFIG is the same."
     of_config = {
       "--config=FILE": text,
       "--config.KEY=VALUE": "Set a key.",
     }
     lines += _entries(of_config.items())
-  flags = sorted(command.flags.items())
+  flags = sorted(
+    (flag, row)
+    for flag, row in command.flags.items()
+    if not shown or flag in shown
+  )
   lines += _entries(_usage_of(*item) for item in flags)
   if command.config:
     keys = catalogue()["keys"].items()
+    keys = [row for row in keys if not shown or row[0] in shown]
     lines += ["", f"keys of a config (asgd {name} {command.config} ...):"]
     lines += _entries((key, _key_text(*row)) for key, row in keys)
     lines += ["", "asgd --list has the names of recipes, models and data."]
+  if shown:
+    more = len(command.flags) - len(flags)
+    more_keys = len(catalogue()["keys"]) - len(keys)
+    lines.append(
+      f"asgd {name} --help=all has {more} more flags and {more_keys} more keys."
+    )
   return "\n".join(lines)
 
 
@@ -226,7 +245,7 @@ def dispatch(name: str, words: Sequence[str]) -> None:
   # After "--" even --help is an argument.
   before = words[: words.index("--")] if "--" in words else words
   if any(word in HELP for word in before):
-    print(help_text(name))
+    print(help_text(name, everything=any(w in HELP_ALL for w in before)))
     sys.exit(0)
   if name == "train" and "--list" in before:
     print("\n".join(catalogue()["list"]))

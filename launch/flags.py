@@ -75,6 +75,9 @@ def _fail_of_flags(error: flags.Error | str) -> NoReturn:
   # absl says that the flag does not exist, which would mislead.
   if "flag 'config." in str(error) and "config" in flags.FLAGS:
     error = f"{error}: a config comes first, as --config=configs/digits.py"
+  if match := re.match(r"flag (--(\w+)=.*): .*Non-boolean", str(error)):
+    error = f"{match[1]}: {match[2]} is on or off; write --{match[2]}, or leave"
+    error += " it out"
   fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 

@@ -1,22 +1,24 @@
 """Makes a folder with a config, a model and a README, which trains at once.
 
   asgd new DIR
-  asgd train --config=DIR/config.py
+  asgd train --config=DIR/config.py --workdir=DIR/results
 
 The model is a flax module of your own, and the data are handwritten digits.
 Change them there; the README of the folder names the next steps.
 """
 
+import shlex
 from pathlib import Path
 
 from asgd import safe_files
 
 from . import command_line
 
-# The three files. `write` replaces {name} by the folder.
+# The three files. `write` replaces {name} by the folder, and {path} by its name
+# as a shell reads it.
 _CONFIG = '''"""Trains the model of model.py with several algorithms.
 
-  asgd train --config={name}/config.py
+  asgd train --config={path}/config.py --workdir={path}/results
 """
 
 import ml_collections
@@ -67,13 +69,16 @@ def make(classes, hidden=32):
 '''
 _README = """# {name}
 
-    asgd train --config={name}/config.py            # simulated, some seconds
-    asgd train --config={name}/config.py --dry_run  # what it would train
-    asgd train --config={name}/config.py --engine=threads
-    asgd show runs/config-001
+What it would train; the training, simulated, of some seconds; its results; and
+the same in real time:
+
+    asgd train --config={path}/config.py --dry_run
+    asgd train --config={path}/config.py --workdir={path}/results
+    asgd show {path}/results
+    asgd train --config={path}/config.py --workdir={path}/live --engine=threads
 
 - `config.py` has the runs, the number of workers and the learning rate.
-  `asgd train --help` lists all keys, and `asgd --list` all recipes.
+  `asgd train --help=all` lists all keys, and `asgd --list` all recipes.
 - `model.py` has the model. For your own data write a function there, and set
   `config.data = dict(name="model:FUNCTION")`.
 """
@@ -89,15 +94,22 @@ def write(folder: Path) -> str:
       f"the folder's name {str(folder)!r} has quotes, braces, backslashes or"
       " control characters, which its files could not quote: use another name"
     )
+  if folder.is_symlink() and not folder.exists():
+    raise ValueError(
+      f"{folder} is a symbolic link to {folder.readlink()}, which does not"
+      " exist: make that folder, or choose another one"
+    )
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f"{folder} is not empty: choose another folder")
   safe_files.make_folder(folder.resolve())
+  path = shlex.quote(str(folder))
   for name, text in _FILES.items():
     # `replace`, not `format`: the files have other braces.
-    safe_files.write(folder / name, text.replace("{name}", str(folder)))
+    text = text.replace("{name}", str(folder)).replace("{path}", path)
+    safe_files.write(folder / name, text)
   return (
     f"wrote {folder}/ with {', '.join(_FILES)}; train it with\n"
-    f"  asgd train --config={folder}/config.py"
+    f"  asgd train --config={path}/config.py --workdir={path}/results"
   )
 
 

@@ -7,9 +7,11 @@ best results, and where the report is. It reads files only: no library is
 imported, and nothing is run or written.
 """
 
+import contextlib
 import csv
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from asgd import output
 
 from . import command_line
 
+_WIDEST = 120  # most characters of another error
 _MOST = 8  # rows of results, and missing cells, that are shown
 # A finished cell has one of them: cells of old versions are not packed.
 _FINISHED = "cell.npz", "result.json"
@@ -61,12 +64,28 @@ def _best(row: Mapping[str, str]) -> tuple[float, float]:
   )
 
 
+class Damaged(ValueError):
+  """A file of a results folder cannot be read."""
+
+
+@contextlib.contextmanager
+def _damage(path: Path, remedy: str) -> Iterator[None]:
+  """Turns whatever a damaged file raises into one line with the remedy."""
+  try:
+    yield
+  except Exception as error:  # it may hold any bytes, or any JSON
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    raise Damaged(f"{path} is damaged ({text[:_WIDEST]}): {remedy}") from None
+
+
 def _results(path: Path) -> str:
   """Returns the best rows of results.csv as a table."""
-  with path.open(newline="") as file:
+  with path.open(newline="", encoding="utf-8") as file:
     rows = sorted(csv.DictReader(file), key=_best)
   # Columns that no row of this experiment has are left out.
   shown = {k: v for k, v in _SHOWN.items() if any(row.get(k) for row in rows)}
+  if not shown:
+    raise ValueError("it has no results")
   lines = []
   for row in rows[:_MOST]:
     line = []
@@ -74,8 +93,9 @@ def _results(path: Path) -> str:
       number = _number(row, key)
       scale = 100 if key == "test_accuracy" else 1  # percent
       text = row.get(key) or "-"
-      # A text, such as the name of a run, is printed as it is.
-      line.append(text if number is None else f"{scale * number:.4g}")
+      # A text, such as the name of a run, is printed as it is, on one line.
+      text = _printable(text) if number is None else f"{scale * number:.4g}"
+      line.append(text)
     lines.append(line)
   remainder = f"{len(rows) - _MOST} more rows are in {path}\n"
   table = output.table(list(shown.values()), lines)
@@ -83,8 +103,12 @@ def _results(path: Path) -> str:
 
 
 def describe(folder: Path) -> str:
-  """Returns the text of a results folder. Raises ValueError for a folder that
-  holds no experiment."""
+  """Returns the text of a results folder.
+
+  Raises:
+    Damaged: for a file that cannot be read; it names the remedy.
+    ValueError: for a folder that holds no experiment.
+  """
   path = folder / "config.json"
   if not path.is_file():
     raise ValueError(
@@ -92,36 +116,44 @@ def describe(folder: Path) -> str:
       " that asgd train made, such as runs/digits-001"
     )
   # The stored config is resolved: every key has a value.
-  try:
-    config = json.loads(path.read_text())["config"]
-    # Any of these errors means that asgd did not write the file.
-    names = _cells(config)
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
-    raise ValueError(f"{path} is damaged ({error!r})") from None
-  cells = folder / "cells"
-  finished = {
-    name
-    for name in names
-    if any((cells / name / file).is_file() for file in _FINISHED)
-  }
-  missing = [name for name in names if name not in finished]
-  model = config["problem"]["name"] or config["model"]["name"]
-  lines = [
-    f"folder    {folder}",
-    f"problem   {model} on {config['data']['name']}",
-    f"runs      {', '.join(config['runs'])}",
-    f"cells     {len(finished)} of {len(names)} finished",
-  ]
-  if missing:
-    more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
-    lines.append(f"to do     {', '.join(missing[:_MOST])}{more}")
+  with _damage(path, "restore it from a copy, or train in another folder"):
+    config = json.loads(path.read_text("utf-8"))["config"]
+    progress = map(_printable, _progress(folder / "cells", config))
+    lines = [f"folder    {folder}", *progress]
   report = folder / "report.html"
   lines.append(f"report    {report if report.is_file() else 'none yet'}")
   table = folder / "results.csv"
   # The table appears with the first finished cell.
   if table.is_file():
-    lines += ["", _results(table).rstrip()]
+    again = f"train again with --workdir={shlex.quote(str(folder))}"
+    with _damage(table, f"{again}, which writes it anew"):
+      lines += ["", *_results(table).rstrip().splitlines()]
   return "\n".join(lines)
+
+
+def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
+  """Yields lines of a config's problem, and of the cells that are finished and
+  those that are missing. `cells` is their folder."""
+  model = config["problem"]["name"] or config["model"]["name"]
+  yield f"problem   {model} on {config['data']['name']}"
+  yield f"runs      {', '.join(config['runs'])}"
+  names = _cells(config)
+  finished = {
+    name
+    for name in names
+    if any((cells / name / file).is_file() for file in _FINISHED)
+  }
+  yield f"cells     {len(finished)} of {len(names)} finished"
+  missing = [name for name in names if name not in finished]
+  if missing:
+    more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
+    yield f"to do     {', '.join(missing[:_MOST])}{more}"
+
+
+def _printable(line: str) -> str:
+  """Returns a line without control characters. A foreign file may hold them,
+  and they would change the terminal."""
+  return "".join(each if each.isprintable() else "?" for each in line)
 
 
 def main(*words: str) -> None:
@@ -132,7 +164,9 @@ def main(*words: str) -> None:
     )
   try:
     print(describe(Path(words[0])))
-  except (ValueError, OSError) as error:
+  except (Damaged, OSError) as error:
+    command_line.fail(str(error), status=1)
+  except ValueError as error:
     command_line.fail(str(error))
 
 

@@ -231,7 +231,7 @@ def _train(
   # cells.
   with naming, report.at_the_end(workdir, experiment, bar):
     try:
-      jobs.train_all(
+      finished = jobs.train_all(
         experiment,
         workdir,
         bar=bar,
@@ -242,6 +242,11 @@ def _train(
         data_dir=_F["data_dir"].value,
         crew=crew,
       )
+      if workdir is not None and len(finished) == len(cells):
+        print(
+          f"all {len(cells)} cells had finished already, and nothing was"
+          " trained: for a new run give another --workdir"
+        )
     finally:
       bar.close()
       machine.close()
@@ -264,7 +269,7 @@ def _publish(experiment: cells.Experiment, workdir: Path) -> None:
 
 
 def _dry_run(resolved: schema.Resolved) -> None:
-  """Prints the cells, messages and minutes of this command."""
+  """Prints the cells, messages and time of this command."""
   experiment = build(
     resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )

@@ -84,9 +84,38 @@ def whole(parts: Sequence[Any]) -> Any:
   return base.Variables(*(tuple(itertools.chain(*c)) for c in columns))
 
 
+class _SamePieces:
+  """Pieces that cannot be hashed, as those with a list in a module. They equal
+  themselves alone."""
+
+  def __init__(self, pieces: problems.Pieces):
+    self.pieces = pieces
+
+  def __hash__(self) -> int:
+    return id(self.pieces)
+
+  def __eq__(self, other: object) -> bool:
+    return isinstance(other, _SamePieces) and self.pieces is other.pieces
+
+
+def _stage_fn(
+  pieces: problems.Pieces, first: int, last: int
+) -> Callable[..., Any]:
+  """Returns `Part.fn` of layers[first:last]; the same function for the same
+  layers, because programs are compiled for a function."""
+  try:
+    hash(pieces)
+  except TypeError:
+    return _new_stage_fn(_SamePieces(pieces), first, last)
+  return _new_stage_fn(pieces, first, last)
+
+
 @functools.lru_cache(maxsize=256)
-def _stage_fn(pieces: Any, first: int, last: int) -> Callable[..., Any]:
-  """Returns `Part.fn` of layers[first:last]."""
+def _new_stage_fn(
+  key: problems.Pieces | _SamePieces, first: int, last: int
+) -> Callable[..., Any]:
+  """Returns a new function of layers[first:last]."""
+  pieces = key.pieces if isinstance(key, _SamePieces) else key
   is_last = last == len(pieces.layers)
 
   def fn(params, x, extra):

@@ -17,7 +17,8 @@ from asgd.problems import descriptions, own, streams
 
 
 class _Plain(nn.Module):
-  """A module that does the same in training."""
+  """A module that does the same in training, or a layer of flax whose mode was
+  left to its call, as `nn.BatchNorm()` and `nn.Dropout(0.1)` are."""
 
   inner: nn.Module
 
@@ -25,8 +26,13 @@ class _Plain(nn.Module):
     nn.share_scope(self, self.inner)  # its weights have the same names
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-    del train
-    output: jax.Array = self.inner(x)
+    modes = {"deterministic": not train, "use_running_average": not train}
+    left = {
+      name: value
+      for name, value in modes.items()
+      if getattr(self.inner, name, self) is None
+    }
+    output: jax.Array = self.inner(x, **left)
     return output
 
 
@@ -232,6 +238,7 @@ def train(
       evaluate=evaluate,
       pieces=pieces,
     )
+    models.own.check_layers(init, "or train with asgd.simulate")
     config = {"clip_norm": settings.pop("clip_norm", None)}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)

@@ -28,6 +28,10 @@ _REMEDY = (
 )
 
 
+class _CutError(ValueError):
+  """A module is no chain of submodules."""
+
+
 class SubmoduleCall(NamedTuple):
   """A call of a submodule."""
 
@@ -132,8 +136,8 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
   """
   what, calls = type(module).__name__, []
 
-  def refused(why: str) -> ValueError:
-    return ValueError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
+  def refused(why: str) -> _CutError:
+    return _CutError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
 
   def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Notes a call and its output."""
@@ -153,9 +157,19 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     return watched.init({"params": key, "dropout": key}, x, train=False)
 
   x = jnp.asarray(x)
-  with checks.user_code(f"{what} fails on a batch", passes=(ValueError,)):
+  with checks.user_code(
+    f"{what} fails on a batch", f": {_REMEDY}", passes=(_CutError,)
+  ):
     variables = jax.eval_shape(init, jax.random.key(0), x)
   names = {each.name for each in calls}
+  takes_train = "train" in inspect.signature(type(module).__call__).parameters
+  if "batch_stats" in variables and not takes_train:
+    raise ValueError(
+      f"pipeline.train cannot cut {what}: it has BatchNorm, but its __call__"
+      " takes no argument train, which selects the batch's or the running"
+      " statistics: add it, as nn.BatchNorm(use_running_average=not train,"
+      " momentum=0.0)"
+    )
   if own := {*variables.get("params", {})} - names:
     raise refused(f"{min(own)} is a parameter outside of its submodules")
   if len(calls) < 2:
@@ -200,8 +214,13 @@ def _reads_outside(segment: ModuleSegment, given: SubmoduleCall) -> bool:
   variables = jax.eval_shape(
     lambda key, x: segment.init(key, x, train=False), jax.random.key(0), x
   )
-  traced = jax.make_jaxpr(lambda v, x: segment.apply(v, x, train=False))
-  jaxpr = traced(variables, x).jaxpr
+
+  def apply(variables: Any, x: jax.Array) -> Any:
+    # A module without an argument `train` may drop out in any case.
+    rngs = {"dropout": jax.random.key(0)}
+    return segment.apply(variables, x, train=False, rngs=rngs)
+
+  jaxpr = jax.make_jaxpr(apply)(variables, x).jaxpr
   used, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return any(
     each.primitive.name == "name" and each.params["name"] == _OUTSIDE

@@ -38,6 +38,13 @@ def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
       " split, dataset['train']"
     )
   known = dataset.column_names
+  is_list = isinstance(names, Sequence) and not isinstance(names, str)
+  if names is not None and not (is_list and names):
+    example = [names] if isinstance(names, str) else known[:2]
+    raise ValueError(
+      f"names must be a list of columns, such as {checks.shown(example)}, or"
+      f" None for all of them, not {checks.shown(names)}"
+    )
   for name in names or ():
     if name not in known:
       raise ValueError(
@@ -47,7 +54,11 @@ def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
   wanted = list(known if names is None else names)
   table = dataset.with_format("numpy", columns=wanted)[:]
   found = {name: _array(name, table[name], wanted) for name in wanted}
-  return found if names is None else tuple(found.values())
+  if not found:
+    raise ValueError(
+      f"{checks.shown(dataset)} has no columns: give a data set with examples"
+    )
+  return found if names is None else tuple(found[name] for name in names)
 
 
 def _array(name: str, column: Any, wanted: Sequence[str]) -> np.ndarray:
@@ -56,6 +67,11 @@ def _array(name: str, column: Any, wanted: Sequence[str]) -> np.ndarray:
     array = np.asarray(column)
   except ValueError:  # rows of several shapes
     array = np.asarray(None)
+  if array.ndim and not array.size:
+    raise ValueError(
+      f"column {name!r} has the shape {array.shape}, without a number: give a"
+      " data set with examples, or leave the column out"
+    )
   if array.dtype.kind in "biuf" and array.ndim:
     return array
   others = [other for other in wanted if other != name]

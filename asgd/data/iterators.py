@@ -176,7 +176,8 @@ class WorkerIterator:
     """Returns the position as data for JSON, without a state if the iterator
     has none."""
     saved: dict[str, Any] = {"drawn": self.drawn, "epoch": self._epoch}
-    with checks.user_code("the state of an iterator cannot be saved"):
+    remedy = ": change it, or return an iterator without it, (x for x in ...)"
+    with checks.user_code("the state of an iterator cannot be saved", remedy):
       if _has(self._iterator, "get_state", "set_state"):
         saved["iterator"] = _plain(self._iterator.get_state())
       elif self.resumable:

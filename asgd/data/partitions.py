@@ -17,6 +17,7 @@ from asgd import checks
 SHARED, SHARDED, DIRICHLET = NAMES = "shared", "sharded", "dirichlet"
 Partition = str | Mapping[str, Any]
 
+_MOST_CONCENTRATION = 1e9  # of the Dirichlet distribution; then all are alike
 _BINS = 10  # of labels that are numbers, not classes
 _SKEW = 2**32  # no job has this number: keys of jobs are (seed, worker, job)
 
@@ -29,7 +30,13 @@ def _read(partition: Partition) -> tuple[str, float]:
   concentration = 1.0
   if name == DIRICHLET:
     concentration = options.pop("concentration", concentration)
-    checks.positive("partition.concentration", concentration)
+    checks.real(
+      "partition.concentration",
+      concentration,
+      lambda value: 0 < value <= _MOST_CONCENTRATION,
+      f"a positive number up to {_MOST_CONCENTRATION:.0e}",
+      ": for labels that are alike use partition 'sharded'",
+    )
   for key in options:
     raise ValueError(
       f"partition {name!r} has no option {checks.shown(key)}: leave it out"

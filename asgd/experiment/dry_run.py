@@ -1,4 +1,4 @@
-"""Lists the cells that a command would train, and estimates their minutes.
+"""Lists the cells that a command would train, and estimates their time.
 
 Nothing is written. A simulated cell of each run and number of workers trains
 for about a second, which gives its messages per second. Live runs, pipelines
@@ -68,7 +68,7 @@ def rows(
     if not experiment.kind(first).timed:
       minutes = messages / _rate(experiment, first, machine) / 60
       # NaN: a cell takes less than a second.
-      minutes = round(minutes, 3) if minutes == minutes else 0.0
+      minutes = round(minutes, 6) if minutes == minutes else 0.0
     engine = experiment.runs[first.label].engine
     values = first.label, engine, first.workers, len(group), messages, minutes
     table_rows.append(dict(zip(_HEADER, values, strict=True)))
@@ -78,18 +78,31 @@ def rows(
 def describe(table_rows: Sequence[dict[str, Any]], jobs: int) -> str:
   """Returns the rows as a table, with their sums for `jobs` cells at once."""
   lines = [
-    [str(value) if value is not None else "-" for value in row.values()]
+    [*map(str, list(row.values())[:-1]), _time_of(row["minutes"])]
     for row in table_rows
   ]
+  header = [*_HEADER[:-1], "time"]
   minutes = [row["minutes"] for row in table_rows if row["minutes"] is not None]
   cells = sum(row["cells"] for row in table_rows)
   messages = sum(row["messages"] for row in table_rows)
-  text = f"{output.table(_HEADER, lines)}\n{cells} cells, {messages:,} messages"
+  text = f"{output.table(header, lines)}\n{cells} cells, {messages:,} messages"
   if minutes:
     # A process trains whole groups of cells: more processes than groups idle.
     at_once = min(jobs, len(minutes))
-    text += f", about {sum(minutes) / at_once:.1f} minutes on {at_once} cores"
+    time_of_all = _time_of(sum(minutes) / at_once)
+    text += f", an estimated {time_of_all} on {at_once} cores"
     text += " without evaluations"
   if len(minutes) < len(table_rows):
     text += "; runs in real time (-) are not estimated"
   return f"{text}\nnothing was trained or written"
+
+
+def _time_of(minutes: float | None) -> str:
+  """Returns a time as text, in seconds below a minute; "-" for None."""
+  if minutes is None:
+    return "-"
+  if 60 * minutes < 1:
+    return "1 second or less"
+  if minutes < 1:
+    return f"{60 * minutes:.0f} seconds"
+  return f"{minutes:.1f} minutes"

@@ -94,7 +94,7 @@ def train_all(
   signals: Any = NoSignals,
   data_dir: str | None = None,
   crew: Any = None,
-) -> None:
+) -> list[Cell]:
   """Trains the cells that are not finished, each as `loop.train` does.
 
   Args:
@@ -108,6 +108,9 @@ def train_all(
     signals: as in `loop.train`.
     data_dir: as in `cells.build`, for other processes.
     crew: the processes to use; None: new ones.
+
+  Returns:
+    The cells that had finished before this call.
 
   Raises:
     Stopped: after a signal, when the state is saved.
@@ -159,6 +162,7 @@ def train_all(
   reason = processes.share(workdir and folder.incomplete(workdir, names))
   if reason:
     raise folder.Incomplete(reason)
+  return finished
 
 
 def _train_unless_in_use(

@@ -15,6 +15,7 @@ from asgd.experiment import build_cache, schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
 from asgd.problems import own as own_problem
+from asgd.problems import streams
 
 
 class ProblemSource(NamedTuple):
@@ -290,7 +291,7 @@ def _given(
         f"{name!r} returned {shown(problem)}; return an asgd.problems.Problem"
       )
     loss = problem.loss  # called with a key, whatever its signature says
-    problem = problem._replace(
+    problem = with_copies(problem)._replace(
       loss=losses.as_loss(lambda params, batch, key: loss(params, batch, key)),
       evaluate=_evaluating(problem.evaluate, name),
     )
@@ -310,6 +311,18 @@ def _given(
     _check_problem(problem)
   _check_size(jax.eval_shape(problem.init, jax.random.key(0)))
   return ProblemSource(name, name, problem.probe), problem
+
+
+def with_copies(problem: problems.Problem) -> problems.Problem:
+  """Returns a user's problem whose batches the user's loader cannot refill."""
+  batches, rebatch = problem.batches, problem.rebatch
+  if rebatch is not None:
+    problem = problem._replace(
+      rebatch=lambda size: with_copies(rebatch(size))
+    )
+  return problem._replace(
+    batches=lambda seed, workers: streams.copied(batches(seed, workers))
+  )
 
 
 def _evaluating(
@@ -438,7 +451,7 @@ def _check_fit(
     ) from error
   if names.is_import(model) and problem.pieces is not None:
     with _of_model(config):
-      own.check_layers(problem.init)
+      own.check_layers(problem.init, "or return one Module")
   _check_size(shapes, most)
 
 

@@ -20,7 +20,6 @@ equally many neighbours. For all makers here `workers` is n, at least 2, and
 averaging: the distance to the mean falls by that factor per round.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -462,15 +461,17 @@ def build(
     # `workers` comes from the run, so a config must not set it.
     options = dict(topology)
     name = options.pop("name", None)
+    if name is None:
+      given = checks.shown(topology)
+      raise ValueError(f"topology {given} lacks a name, as {{'name': 'ring'}}")
     maker = names.resolve("topology", name, TOPOLOGIES)
     if "workers" in options:
       raise ValueError(
         f"topology has workers {checks.shown(options['workers'])}, but always"
         f" is of all {workers} workers: leave workers out of the topology"
       )
-    make = functools.partial(maker, workers)
     with checks.below("topology", options):
-      topology = names.call("topology", name, make, options)
+      topology = names.call_with("topology", name, maker, workers, options)
   if isinstance(topology, list | tuple) or hasattr(topology, "__array__"):
     topology = matrix(workers, weights=topology)
   if not isinstance(topology, Topology):

@@ -226,16 +226,16 @@ def _to_linen(params: Any, example: Any) -> dict[str, Any]:
   return {"params": params}
 
 
-def check_layers(init: Callable[[jax.Array], Any]) -> None:
+def check_layers(init: Callable[[jax.Array], Any], other_way: str) -> None:
   """Raises ModelError if the layers of `init`, key -> parameters, average their
-  statistics: a message needs the batch's own."""
+  statistics: a message needs the batch's own. `other_way` ends the error."""
   momenta: set[float] = set()
   with nn.intercept_methods(_listing(momenta)):
     jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
   if momenta - {0.0}:
     raise ModelError(
       f"its layers have BatchNorm with momentum {max(momenta)}, but the server"
-      " averages: set momentum=0.0, or return one Module"
+      f" averages: set momentum=0.0, {other_way}"
     )
 
 

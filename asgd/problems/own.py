@@ -35,9 +35,15 @@ def input_of(batch: base.Batch) -> Any:
   """Returns the input of a model: the first element of a tuple, the input of a
   dict, or the only array."""
   if isinstance(batch, Mapping):
-    for key in _INPUTS:
-      if key in batch:
-        return batch[key]
+    known = [key for key in _INPUTS if key in batch]
+    if known[:1] == ["x"] or len(known) == 1:
+      return batch[known[0]]
+    if known:
+      raise ValueError(
+        f"a batch is a dict of {', '.join(batch)}, and {' and '.join(known)}"
+        f" may be the model's input: call it {_INPUTS[0]!r}, or give a loss"
+        " (params, batch)"
+      )
     raise ValueError(
       f"a batch is a dict of {', '.join(batch)}, none of which is known as a"
       f" model's input: call it {_INPUTS[0]!r}, or give a loss (params, batch)"
@@ -303,6 +309,11 @@ def check_loss(
   key = jax.random.key(0)
   with checks.user_code("params cannot be made", passes=(ValueError,)):
     shapes = jax.eval_shape(init, key)
+  if not jax.tree.leaves(shapes):
+    raise ValueError(
+      f"there is nothing to train: init returned {checks.shown(shapes)}, which"
+      " holds no array; return a tree of arrays (of Haiku, use hk.transform)"
+    )
   failure = f"the loss fails on the first batch, {streams.described(batch)}"
   plain = losses_lib.LossError, models.ModelError
   with checks.user_code(failure, passes=plain):

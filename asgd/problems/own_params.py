@@ -91,13 +91,6 @@ def is_model(given: Any) -> bool:
   return callable(given) and not is_partial and any(arrays)
 
 
-def _is_key(leaf: Any) -> bool:
-  """Whether a leaf is an array of keys, which NumPy does not have."""
-  return isinstance(leaf, jax.Array) and jnp.issubdtype(
-    leaf.dtype, jax.dtypes.prng_key
-  )
-
-
 def _is_constant(value: Any) -> bool:
   """Whether a value is a variable of Flax NNX but no parameter, such as the
   statistics of BatchNorm."""
@@ -122,7 +115,7 @@ def _as_arrays(given: Any) -> Any:
     if callable(leaf):
       raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
     try:
-      return jnp.asarray(leaf)
+      return jnp.array(leaf)  # a copy: the caller may change its array
     except (TypeError, ValueError) as error:
       why = "and parameters are arrays: drop it, or bind it to the loss with"
       raise _refused(path, leaf, f"{why} functools.partial") from error
@@ -157,13 +150,13 @@ def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
     is_array = isinstance(leaf, _ARRAYS)
     if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact):
       name = jax.tree_util.keystr(path).removeprefix(".")
-      trained[name] = jnp.asarray(leaf)
+      trained[name] = jnp.array(leaf)
       return _Trained(name)
     if isinstance(leaf, jax.core.Tracer):
       why = "a constant that is made from the key: give the model itself"
       raise _refused(path, leaf, f"{why} instead of a function of a key")
     # Only NumPy arrays travel to other processes; they have no keys.
-    return np.asarray(leaf) if is_array and not _is_key(leaf) else leaf
+    return np.asarray(leaf) if is_array and not streams.is_key(leaf) else leaf
 
   template = jax.tree_util.tree_map_with_path(replaced, given)
   if not trained:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, checks, data, stacking
@@ -113,10 +114,16 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   raise ValueError(f"data ({kind}) is of no known form: {_REMEDY}")
 
 
-def as_batch(value: Any, what: str) -> base.Batch:
+def as_batch(
+  value: Any, what: str, as_array: Callable[[Any], np.ndarray] = np.array
+) -> base.Batch:
   """Returns a batch as NumPy arrays. Raises ValueError, which names it as
-  `what`, for arrays that JAX cannot compute with."""
-  batch = jax.tree.map(np.asarray, value)
+  `what`, for arrays that JAX cannot compute with.
+
+  Arrays are copied. A loader may refill the arrays of its last batch, and JAX
+  on a CPU reads NumPy arrays in place, and later than it is called.
+  """
+  batch = jax.tree.map(as_array, value)
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if leaf.dtype.kind not in "biufcV":
       raise ValueError(
@@ -124,6 +131,26 @@ def as_batch(value: Any, what: str) -> base.Batch:
         " batch holds arrays of numbers: encode or drop it"
       )
   return batch
+
+
+def copied(batches: Batches) -> Batches:
+  """Returns the batches of a user's function as copies, see `as_batch`."""
+  if isinstance(batches, data.ExampleBatches | iterators.IteratorBatches):
+    return batches  # new arrays in each call
+  return lambda worker, job: jax.tree.map(_copy, batches(worker, job))
+
+
+def _copy(leaf: Any) -> Any:
+  """Returns a copy of an array; keys and numbers as they are."""
+  is_array = isinstance(leaf, np.ndarray | jax.Array)
+  return np.array(leaf) if is_array and not is_key(leaf) else leaf
+
+
+def is_key(leaf: Any) -> bool:
+  """Whether a leaf is an array of keys, which NumPy does not have."""
+  return isinstance(leaf, jax.Array) and jnp.issubdtype(
+    leaf.dtype, jax.dtypes.prng_key
+  )
 
 
 def _shapes(batch):
@@ -170,7 +197,8 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
 
 def _of_arrays(given, size):
   """Reads arrays with a leading axis of examples."""
-  arrays = as_batch(given, "data")
+  # Not copied: `take` copies the rows of each batch.
+  arrays = as_batch(given, "data", np.asarray)
   shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
   if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
     raise ValueError(
@@ -301,6 +329,7 @@ def _of_iterators(given, size):
       " position cannot be shared: make a new one in each call"
     )
   first = one.take()
+  one.save()  # raises now, and not by the first checkpoint
   source = source._replace(form=iterators.Form.of(first))
 
   def batches(seed, workers):

@@ -91,7 +91,7 @@ def sandblaster_lbfgs(
   idle worker gets the next ones. There is no learning rate.
 
   Args:
-    learning_rate: not used: the line search finds the step.
+    learning_rate: checked and not used: the line search finds the step.
     workers: N.
     history: m, pairs (s, y) that the shards keep.
     portions: number of portions, each one batch of the config's batch_size;
@@ -130,7 +130,8 @@ def sandblaster_lbfgs(
     >>> settings.jobs, list(settings.portions_of(2))
     (3, [8, 9])
   """
-  del learning_rate
+  if not callable(learning_rate):
+    checks.positive("learning_rate", learning_rate)
   count = checks.whole("workers", workers)
   if portions is not None:
     portions = checks.whole("portions", portions, most=_MOST_PORTIONS)

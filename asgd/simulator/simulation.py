@@ -52,11 +52,11 @@ class Simulator(NamedTuple):
   """An engine for a server and its workers.
 
   `init(params, workers)` starts a simulation of N workers. `follow(simulation,
-  trace, *, batch, root)` returns a TraceRun; `batch` is (worker, job) -> NumPy
-  arrays, `root` the key of the run. It consumes the simulation and may donate
-  its buffers. If jobs share a ticket, the workers are wrapped by `own_writes`;
-  ValueError if that is impossible. `run(simulation, trace, end, **data)`
-  replays up to a row and returns (simulation, Records).
+  trace, *, batch, root)` returns a TraceRun; `batch` is (worker, job) -> new
+  NumPy arrays, `root` the key of the run. It consumes the simulation and may
+  donate its buffers. If jobs share a ticket, the workers are wrapped by
+  `own_writes`; ValueError if that is impossible. `run(simulation, trace, end,
+  **data)` replays up to a row and returns (simulation, Records).
   """
 
   init: Callable[[Any, int], SimulationState]

@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # the commands, which have the list of engines
-from asgd.experiment import checks, schema  # noqa: E402
+from asgd.experiment import checks, protocol, schema  # noqa: E402
 from asgd.text_table import format_markdown  # noqa: E402
 from launch.flags import ENGINES  # noqa: E402
 
@@ -116,8 +116,8 @@ def _described(key: str, node: Any, meanings: Mapping[str, str]) -> Any:
     about["default"] = schema.default_of(node)
   if isinstance(node, schema.Setting):
     accepted = checks.schema_of(node.check)
-    if isinstance(about["default"], list):  # a single value stands for a list
-      accepted = {"anyOf": [accepted, {"type": ["number", "string"]}]}
+    if isinstance(about["default"], list):
+      accepted = {"anyOf": [accepted, *_alone(accepted)]}
     return accepted | about
   return about | {
     "type": "object",
@@ -130,6 +130,27 @@ def _described(key: str, node: Any, meanings: Mapping[str, str]) -> Any:
   }
 
 
+def _alone(accepted: Mapping[str, Any]) -> list[Any]:
+  """Returns what stands for a list: a single value of it, and for a list of
+  texts one text, with commas between them. For a list that a schema does not
+  describe it is any value."""
+  items = accepted.get("items")
+  if items is None:
+    return [{"type": ["number", "string"]}]
+  of_texts = "string" in _kinds(items)
+  return [items, {"type": "string"}] if of_texts else [items]
+
+
+def _kinds(of: Mapping[str, Any]) -> set[str]:
+  """Returns the types that a JSON schema accepts."""
+  if "anyOf" in of:
+    return set().union(*map(_kinds, of["anyOf"]))
+  if "enum" in of:
+    return {"string"} if any(isinstance(x, str) for x in of["enum"]) else set()
+  kind = of.get("type", "string")
+  return {kind} if isinstance(kind, str) else {*kind}
+
+
 def json_schema(text: str) -> dict[str, Any]:
   """Returns the JSON schema of a config, with the meanings of the page."""
   meanings = dict(_ROW.findall(text))
@@ -137,10 +158,14 @@ def json_schema(text: str) -> dict[str, Any]:
   of_a_run = (*schema.OF_A_RUN, "workers", *_names(_OF_ENGINES))
   run = {key: {"$ref": f"#/properties/{key}"} for key in of_a_run}
   name = {"type": "string", "minLength": 1}
-  run |= {"recipe": name, "title": name, "engine": {"enum": [*ENGINES]}}
+  # A user's own recipe is MODULE:FUNCTION.
+  named = {"enum": sorted(protocol.recipes())}
+  recipe = {"anyOf": [named, {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"}]}
+  run |= {"recipe": recipe, "title": name, "engine": {"enum": [*ENGINES]}}
   keys["engine"] |= {"enum": [*ENGINES]}
   keys["runs"] |= {
     "type": "object",
+    "minProperties": 1,
     # Others are options of the recipe, and settings of the engine.
     "additionalProperties": {"type": "object", "properties": run},
   }

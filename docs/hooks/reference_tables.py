@@ -1,15 +1,23 @@
+# ruff: noqa: E402 (imports follow the change of sys.path)
 """The tables of the reference, made from the code that they describe.
 
-A page has `<!-- table: NAME -->` where `TABLES[NAME]()` is to stand, and
-`<!-- api: NAME -->` for the docstrings of `NAMES[NAME]()`.
+  python docs/hooks/reference_tables.py
+
+A page has `<!-- table: NAME -->`, and below it `TABLES[NAME]()`, which this
+command writes there. `<!-- api: NAME -->` stands for the docstrings of
+`NAMES[NAME]()`, which only the built documentation has.
 """
 
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
 from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
 from asgd.experiment import problem, protocol
@@ -22,7 +30,8 @@ from asgd.text_table import format_markdown
 from launch import command_line, listing
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
-_TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
+_TABLE = re.compile(r"(<!-- table: (\w+) -->\n)(\n(?:\|.*\n)+)?")
+_API = re.compile(r"^<!-- api: (\w+) -->$", re.MULTILINE)
 
 
 def _code(words: Iterable[str]) -> str:
@@ -278,13 +287,35 @@ NAMES: dict[str, Callable[[], list[str]]] = {
 }
 
 
+def page(text: str) -> str:
+  """Returns a page with its tables as the code has them."""
+
+  def table(match: re.Match[str]) -> str:
+    return f"{match[1]}\n{TABLES[match[2]]().rstrip()}\n"
+
+  return _TABLE.sub(table, text)
+
+
 def fill(markdown: str) -> str:
-  """Puts tables and docstrings where a page asks for them."""
+  """Puts docstrings where a page asks for them."""
 
-  def made(match):
-    kind, name = match.groups()
-    if kind == "table":
-      return TABLES[name]()
-    return "\n\n".join(f"::: {path}" for path in NAMES[name]())
+  def docstrings(match: re.Match[str]) -> str:
+    return "\n\n".join(f"::: {path}" for path in NAMES[match[1]]())
 
-  return _TABLE.sub(made, markdown)
+  return _API.sub(docstrings, markdown)
+
+
+def pages() -> list[Path]:
+  """Returns the pages that have tables."""
+  found = sorted((ROOT / "docs").rglob("*.md"))
+  return [path for path in found if _TABLE.search(path.read_text())]
+
+
+def main() -> None:
+  """Writes the tables into all pages."""
+  for path in pages():
+    path.write_text(page(path.read_text()))
+
+
+if __name__ == "__main__":
+  main()

@@ -2,14 +2,17 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import kit
+import numpy as np
 import pytest
 
-from launch import new
+from asgd.experiment import dry_run
+from launch import command_line, new, show
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
@@ -26,8 +29,9 @@ COMMANDS = (
   ("--version", 0, "asgd 0."),
   ("--list", 0, "dana_zero"),
   ("train --list", 0, "one_f_one_b"),
-  ("train --help", 0, "learning_rate_schedule.warmup_epochs"),
-  ("train digits --help", 0, "usage: asgd train CONFIG"),
+  ("train -h", 0, "--help=all has 17 more flags and 79 more keys"),
+  ("train --help=all", 0, "learning_rate_schedule.warmup_epochs"),
+  ("train digits --help", 0, "usage: asgd train --config=CONFIG"),
   ("plan -h", 0, "--bandwidth=NUMBER"),
   ("bench", 0, "asgd bench server"),
   ("reproduce --list", 0, "delayed_edge"),
@@ -46,6 +50,7 @@ COMMANDS = (
   ("train digits --config.epochs=many", 2, "must be a number above 0"),
   ("train digits --jobs=0", 2, "--jobs must be auto, ray, or a number"),
   ("train", 2, "no --config; try --config=configs/digits.py"),
+  ("train digits --quiet=maybe", 2, "maybe: quiet is on or off; write --quiet"),
   ("train digits fashion", 2, "unexpected argument 'fashion'"),
   ("draw_schedule", 2, "give a table: either --schedule=NAME"),
   ("draw_schedule --schedule=one_f_one", 2, "did you mean 'one_f_one_b'?"),
@@ -61,8 +66,10 @@ COMMANDS = (
   ("plan --params=1e9 --devices=8 --bandwidth=25", 0, "data, ring"),
   ("show {run}", 0, "cells     2 of 2 finished"),
   ("train {tiny} --workdir={run}", 0, "report       {run}/report.html"),
+  ("train {tiny} --jobs=1 --workdir={run}", 0, "all 2 cells had finished"),
   ("train {tiny} --workdir={run} --quiet", 0, ""),
   ("train {tiny} --workdir={new} --dry_run", 0, "2 cells, 16 messages"),
+  ("train {tiny} --workdir={new} --jobs=1 --dry_run", 0, " on 1 cores"),
   ("train {tiny} --workdir={run} --config.batch_size=8", 2, "was 16, now 8"),
   ("replay {live}", 0, "bit"),
   ("timeline {live}", 0, "drop the file on https://ui.perfetto.dev"),
@@ -101,7 +108,7 @@ def test_a_command_line_gives_what_a_user_expects(folders, line, status, part):
 
 
 def test_there_are_as_many_as_were_asked_for():
-  assert len(COMMANDS) == len({line for line, *_ in COMMANDS}) == 45
+  assert len(COMMANDS) == len({line for line, *_ in COMMANDS}) == 49
 
 
 def test_json_is_one_object_on_stdout(folders):
@@ -124,13 +131,18 @@ def test_a_dry_run_as_json_has_minutes_of_each_run(folders):
   assert all(row["minutes"] >= 0 for row in rows)
 
 
-def test_a_new_folder_trains_at_once(tmp_path):
-  asgd("new", tmp_path / "mine", status=0)
-  config = f"--config={tmp_path / 'mine' / 'config.py'}:tiny"
-  words = config, "--jobs=1", f"--workdir={tmp_path / 'out'}"
-  asgd("train", *words, status=0)
-  shown = asgd("show", tmp_path / "out", status=0).stdout
+def test_a_new_folder_trains_at_once_with_the_printed_command(tmp_path):
+  folder = tmp_path / "my own"
+  said = asgd("new", folder, status=0).stdout.splitlines()[-1]
+  _, *words = shlex.split(said)
+  results = f"--workdir={folder}/results"
+  assert words[1:] == [f"--config={folder}/config.py", results]
+  words[1] += ":tiny"
+  asgd(*words, "--jobs=1", status=0)
+  shown = asgd("show", folder / "results", status=0).stdout
   assert "cells     2 of 2 finished" in shown
+  for name in ("README.md", "config.py"):
+    assert said.strip() in (folder / name).read_text()
   sys.modules.pop("model")
 
 
@@ -166,9 +178,96 @@ def test_the_first_lines_come_from_a_process_of_their_own(folders):
   assert "cells     2 of 2 finished" in shown.stdout
 
 
+def damaged(content, rng):
+  """Returns the bytes of a file after a random damage."""
+  start, end = sorted(rng.integers(0, len(content) + 1, 2))
+  noise = rng.integers(0, 256, 20, dtype=np.uint8).tobytes()
+  deep = b"[" * 10**5, b'{"a":' * 10**5
+  inserted = noise, *deep, b"\0", b"1e999", b"\x1b[2J"
+  kind = rng.integers(4)
+  if kind == 0:
+    return content[:start]
+  if kind == 1:
+    return content[:start] + content[end:]
+  if kind == 2:
+    return content[:start] + inserted[rng.integers(6)] + content[start:]
+  try:  # another value in the place of one of JSON
+    tree = json.loads(content)
+  except ValueError:
+    return noise
+  node = tree["config"]
+  while True:
+    key = [*node][rng.integers(len(node))]
+    inner = node[key]
+    if not (isinstance(inner, dict) and inner) or rng.integers(2):
+      break
+    node = inner
+  others = None, [], {}, "x\ud800", 1, [[[]]], {"\x1b[2J": {}}, [None]
+  node[key] = others[rng.integers(len(others))]
+  if rng.integers(3) == 0:
+    del node[key]
+  return json.dumps(tree).encode()
+
+
+def test_300_damages_of_a_folder_are_a_line_each(folders, tmp_path):
+  run, wrong = Path(folders["run"]), 0
+  for seed in range(300):
+    rng = np.random.default_rng(seed)
+    for name in ("config.json", "results.csv"):
+      (tmp_path / name).write_bytes((run / name).read_bytes())
+    name = ("config.json", "results.csv")[seed % 2]
+    content = damaged((run / name).read_bytes(), rng)
+    (tmp_path / name).write_bytes(content)
+    try:
+      said = show.describe(tmp_path)
+    except show.Damaged as error:
+      said, wrong = str(error), wrong + 1
+      assert said.isprintable() and len(said) < 500, (seed, said)
+      assert f"{tmp_path / name} is damaged (" in said
+      assert "train again" in said or "in another folder" in said
+    assert said.replace("\n", "").isprintable(), (seed, said)
+  assert 100 < wrong < 300
+
+
+def test_a_damaged_folder_is_no_wrong_usage(folders, tmp_path):
+  (tmp_path / "config.json").write_text("[" * 10**5)
+  result = asgd("show", tmp_path, status=1)
+  (said,) = result.stderr.splitlines()
+  assert said.startswith("error: ") and "RecursionError" in said
+
+
 @pytest.mark.parametrize("name", ['q"x', "back\\N", "{name}", "line\nend"])
 def test_a_name_that_no_file_can_quote_is_refused(name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   with pytest.raises(ValueError, match="use another name"):
     new.write(Path(name))
   assert not list(tmp_path.iterdir())
+
+
+def test_a_link_that_leads_nowhere_is_refused(tmp_path):
+  (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+  with pytest.raises(ValueError, match="elsewhere, which does not exist: make"):
+    new.write(tmp_path / "link")
+  assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_first_screen_of_help_is_short(capsys):
+  with pytest.raises(SystemExit):
+    command_line.dispatch("train", ["--help"])
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) <= 40 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+  ("minutes", "text"),
+  [
+    (None, "-"),
+    (0.0, "1 second or less"),
+    (0.2, "12 seconds"),
+    (1.25, "1.2 minutes"),
+  ],
+)
+def test_a_short_time_is_in_seconds(minutes, text):
+  row = dict.fromkeys(dry_run._HEADER, 1) | {"minutes": minutes}
+  said = dry_run.describe([row], 1)
+  assert text in said and ("0.0" not in said)

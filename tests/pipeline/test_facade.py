@@ -179,3 +179,80 @@ def test_functions_may_use_arrays_as_constants(layer):
   (read,) = read_layers((layer,))
   x = jnp.arange(4.0)
   kit.same(read.apply({}, x, train=True), layer(x))
+
+
+class Normal(nn.Module):
+  """A module with BatchNorm."""
+
+  momentum: float = 0.0
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    x = nn.Dense(4)(x)
+    norm = nn.BatchNorm(not train, momentum=self.momentum)
+    return nn.Dense(1)(norm(x))
+
+
+class NormalAlways(nn.Module):
+  """A module with BatchNorm that is always in training."""
+
+  @nn.compact
+  def __call__(self, x):
+    return nn.Dense(1)(nn.BatchNorm(False)(nn.Dense(4)(x)))
+
+
+class OfList(nn.Module):
+  """A module that cannot be hashed."""
+
+  sizes: list
+
+  @nn.compact
+  def __call__(self, x):
+    for size in self.sizes:
+      x = nn.Dense(size)(x)
+    return x
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "gpipe"])
+def test_a_sequential_of_a_list_trains_as_one_of_a_tuple(schedule):
+  recipe = asgd.asgd(0.02, workers=1)
+  options = {"messages": 16, "progress": False, "schedule": schedule}
+  layers = nn.Dense(4), nn.relu, nn.Dense(1)
+  of_list, of_tuple = (
+    pipeline.train(nn.Sequential(each), criterion, batch, recipe, **options)
+    for each in ([*layers], layers)
+  )
+  kit.same(of_list.params, of_tuple.params)
+
+
+@pytest.mark.parametrize(
+  "model",
+  [
+    OfList([4, 1]),
+    (nn.Dense(4), OfList([2, 1])),
+    (nn.Dense(4), nn.BatchNorm(momentum=0.0), nn.Dropout(0.1), nn.Dense(1)),
+    Normal(),
+    nn.Sequential([LAYERS[0], nn.Dropout(0.1, deterministic=False), LAYERS[2]]),
+  ],
+)
+def test_modes_and_lists_of_modules_are_trained(model):
+  recipe = asgd.asgd(0.02, workers=1)
+  options = {"messages": 16, "progress": False}
+  result = pipeline.train(model, criterion, batch, recipe, **options)
+  assert np.isfinite(result.records.loss).all()
+
+
+@pytest.mark.parametrize(
+  ("model", "words"),
+  [
+    (NormalAlways(), "takes no argument train.*: add it, as nn.BatchNorm"),
+    (Normal(momentum=0.9), "momentum 0.9, but .* averages: set momentum=0.0"),
+    ((nn.Dense(4), nn.BatchNorm(), nn.Dense(1)), "set momentum=0.0, or train"),
+    (nn.Sequential([LAYERS[0], nn.BatchNorm(), LAYERS[2]]), "as a tuple, each"),
+  ],
+)
+def test_batch_norm_that_cannot_be_trained_is_one_line(model, words):
+  recipe = asgd.asgd(0.02, workers=1)
+  with pytest.raises(ValueError, match=words) as info:
+    pipeline.train(model, criterion, batch, recipe, messages=16)
+  assert "\n" not in str(info.value)

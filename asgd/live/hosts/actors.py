@@ -244,7 +244,9 @@ class ActorHosts(Hosts):
       # Ray may only have lost the connection: the process could still hold the
       # lock of its files.
       self._ray.kill(self._hosts[kind, index].actor)
-    actor_class = self._ray.remote(HostActor)
+    # Ray writes the class into the title of the process, which `ps` shows.
+    title = f"{HostActor.__name__}-{kind}-{index}"
+    actor_class = self._ray.remote(type(title, (HostActor,), {}))
     # Three more calls: `serve`, `make` and `end`.
     options = {"max_concurrency": self._calls + 3, **self._place(kind)}
     if kind in LOCAL:  # other actors may look it up by name

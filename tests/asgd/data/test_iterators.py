@@ -3,6 +3,8 @@
 import functools
 import itertools
 import json
+import os
+from pathlib import Path
 
 import grain
 import jax
@@ -288,13 +290,25 @@ def test_without_a_state_a_run_cannot_resume(tmp_path):
 @pytest.mark.slow
 @pytest.mark.process
 def test_iterators_are_made_in_the_processes_of_ray(tmp_path):
+  titles = tmp_path / "titles"
+  titles.mkdir()
+
+  def data(worker):
+    """Notes the title that `ps` shows of the process."""
+    title = Path("/proc/self/cmdline").read_text()
+    (titles / f"{worker}-{os.getpid()}").write_text(title)
+    return of_grain(worker)
+
   result = asgd.train_live(
-    *(loss, np.zeros(3, np.float32), of_grain, recipe(2)),
+    *(loss, np.zeros(3, np.float32), data, recipe(2)),
     messages=40,
     runtime="ray",
-    folder=tmp_path,
+    folder=tmp_path / "run",
     **QUIET,
   )
+  seen = " ".join(path.read_text() for path in titles.iterdir())
+  for worker in range(2):
+    assert f"ray::HostActor-worker-{worker}." in seen
   assert result.records.loss[-8:].mean() < result.records.loss[:8].mean()
   assert len([*tmp_path.rglob("iterator-*.json")]) == 2
 
@@ -404,8 +418,10 @@ def test_runs_without_an_order_of_jobs_are_refused(name):
 
 def test_a_state_that_cannot_be_saved_is_one_line(tmp_path):
   train = functools.partial(simulate, Stateless, **SIZES)
+  # Before the first step, and not by the first checkpoint.
   with pytest.raises(ValueError, match="cannot be saved .*holds <object"):
-    interrupted(train, tmp_path)
+    train(folder=tmp_path / "run")
+  assert not (tmp_path / "run").exists()
 
 
 def test_an_iterable_alone_is_refused_with_the_function_that_makes_it():

@@ -63,6 +63,42 @@ def test_the_schema_accepts_what_the_check_accepts(node):
       assert valid(value) == accepted, value
 
 
+RUNS = {"mine": {"recipe": "dana_zero"}}
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    {"runs": {}},
+    {"runs": {"mine": {"recipe": "dana_zeros"}}},
+    {"runs": {"mine": {"recipe": "dana_zero", "workers": [0]}}},
+    {"runs": RUNS, "workers": -4},
+    {"runs": RUNS, "workers": "four"},
+    {"runs": RUNS, "seeds": [-1]},
+    {"runs": RUNS, "engine": "threats"},
+    {"runs": RUNS, "learning_rate": 0},
+    {"runs": RUNS, "evaluations": 0},
+  ],
+)
+def test_the_schema_refuses_what_asgd_refuses(config):
+  with pytest.raises(jsonschema.ValidationError):
+    jsonschema.validate(config, SCHEMA)
+  with pytest.raises(ValueError):
+    schema.resolve(config, reference.ENGINES)
+
+
+@pytest.mark.parametrize(
+  "config",
+  [
+    {"runs": RUNS, "workers": 4, "seeds": 0},
+    {"runs": RUNS, "only": "mine"},
+    {"runs": {"mine": {"recipe": "mine:recipe"}}, "workers": [4, 8]},
+  ],
+)
+def test_the_schema_accepts_single_values_and_functions(config):
+  jsonschema.validate(config, SCHEMA)
+
+
 @pytest.mark.parametrize("path", sorted(shipped.FOLDER.glob("*.py")))
 def test_shipped_configs_are_valid_by_the_schema(path):
   names = {}

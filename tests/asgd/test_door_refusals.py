@@ -1,0 +1,197 @@
+"""Arguments that a call must not accept silently: each is refused before
+anything runs, in one line with its value and the remedy."""
+
+import itertools
+
+import kit
+import numpy as np
+import pytest
+from flax import linen as nn
+
+import asgd
+from asgd.data import columns, partitions
+
+X = np.float32(kit.normal(48, 3))
+NAN = float("nan")
+
+
+def loss(params, batch):
+  x, y = batch
+  return ((x @ params - y) ** 2).mean()
+
+
+def simulate(workers=4, *, recipe=None, **options):
+  recipe = recipe or asgd.asgd(0.02, workers=workers)
+  if not {"epochs", "trace"} & {*options}:
+    options = {"messages": 12, **options}
+  parts = loss, np.zeros(3, np.float32), (X, X.sum(1)), recipe
+  return asgd.simulate(*parts, batch_size=8, progress=False, **options)
+
+
+def of_model(model, data, criterion=lambda y, batch: (y**2).mean()):
+  recipe = asgd.asgd(0.02, workers=2)
+  parts = (model, criterion), None, data, recipe
+  return asgd.simulate(*parts, messages=4, batch_size=8, progress=False)
+
+
+def peers(built=None, **options):
+  given = {} if built is None else {"topology": built}
+  return simulate(recipe=asgd.d_psgd(0.05, workers=4, **given), **options)
+
+
+class Table:
+  """A data set with columns, as those of `datasets`."""
+
+  def __init__(self, **arrays):
+    self.arrays, self.column_names = arrays, list(arrays)
+
+  def __len__(self):
+    return len(next(iter(self.arrays.values())))
+
+  def __getitem__(self, index):
+    return {name: array[index] for name, array in self.arrays.items()}
+
+  def with_format(self, form, columns):
+    return self
+
+
+class Haiku:
+  """A transformed function whose init returns a given value."""
+
+  def __init__(self, made):
+    self.init = lambda rng, x: made
+    self.apply = lambda params, rng, x: x
+
+
+TABLE = Table(image=np.zeros((4, 2)), label=np.arange(4))
+WEIGHTS = np.full((4, 4), 0.25)
+RINGS = {"name": "dirichlet", "concentration": 1e308}
+BOTH = {"image": X, "tokens": X}
+
+
+REFUSED = {
+  # Accepted before, and ignored or misread.
+  "a trace of fewer": (
+    lambda: simulate(4, trace=simulate(2).trace),
+    r"trace is of 2 workers, and the run has 4: use workers=2",
+  ),
+  "a trace and durations": (
+    lambda: simulate(trace=simulate().trace, durations=[1, 1, 1, 3]),
+    r"durations=\[1, 1, 1, 3\] change nothing, because the trace .*drop one",
+  ),
+  "an order and durations": (
+    lambda: simulate(order=[0, 1, 2, 3] * 3, durations=[1, 1, 1, 3]),
+    r"because the order gives the time of each message: drop one",
+  ),
+  "flags": (
+    lambda: simulate(durations=[True] * 4),
+    r"durations\[0\] must be seconds, a number .*, not True",
+  ),
+  "texts": (
+    lambda: simulate(durations=["1"] * 4),
+    r"durations\[0\] must be seconds, a number .*, not '1'",
+  ),
+  "no column": (
+    lambda: columns.arrays(TABLE, []),
+    r"such as \['image', 'label'\], or None for all of them, not \[\]",
+  ),
+  "a name": (
+    lambda: columns.arrays(TABLE, "image"),
+    r"such as \['image'\], or None for all of them, not 'image'",
+  ),
+  "an empty column": (
+    lambda: columns.arrays(Table(image=np.zeros((0, 2)))),
+    r"column 'image' has the shape \(0, 2\), .*give a data set with examples",
+  ),
+  "two topologies": (
+    lambda: peers("full", topology=WEIGHTS),
+    r"topology=array\(.*built with topology='full': drop one of them",
+  ),
+  "a rate": (
+    lambda: asgd.sandblaster_lbfgs(NAN, workers=2),
+    "learning_rate must be a positive finite number, not nan",
+  ),
+  "two inputs": (
+    lambda: of_model(nn.Dense(1), BOTH),
+    "image and tokens may be the model's input: call it 'x', or give a loss",
+  ),
+  "no input": (
+    lambda: of_model(nn.Dense(1), {"features": X}),
+    "a dict of features, none of which is known .*: call it 'x', or give",
+  ),
+  # Tracebacks and wrong remedies before.
+  "an init of None": (
+    lambda: of_model(Haiku(None), (X, X)),
+    "nothing to train: init returned None, which holds no array; return a tree",
+  ),
+  "a number of columns": (
+    lambda: columns.arrays(TABLE, 3),
+    "names must be a list of columns, .*, or None for all of them, not 3",
+  ),
+  "alike": (
+    lambda: partitions.shards(RINGS, np.arange(48) % 4, 4, 0),
+    r"concentration must be .* up to 1e\+09, not 1e\+308: .*'sharded'",
+  ),
+  "no name": (
+    lambda: simulate(order={"delay": 3}),
+    r"the order \{'delay': 3\} has no name: add one, as \{'name': 'fixed_de",
+  ),
+  "a topology without a name": (
+    lambda: peers(topology={"degree": 3}),
+    r"topology \{'degree': 3\} lacks a name, as \{'name': 'ring'\}",
+  ),
+  "a topology of no argument": (
+    lambda: peers(topology="os:getcwd"),
+    "'os:getcwd' is called with 4, and takes no argument: give a function",
+  ),
+  "a topology that fails": (
+    lambda: peers(topology="os.path:join"),
+    "'os.path:join' fails with 4 .TypeError: expected str",
+  ),
+  "a list of functions": (
+    lambda: simulate(durations=[itertools.count] * 4),
+    r"durations\[0\] .*, not <class 'itertools.count'>; .* without a list",
+  ),
+  "a function of nothing": (
+    lambda: simulate(durations=lambda: 1.0),
+    r"which takes \(\); write a function \(worker\) -> seconds of its jobs",
+  ),
+  "a function of a number": (
+    lambda: simulate(durations=lambda worker: 2.0),
+    r"durations\(0\) returned 2.0, which is one value .*itertools.repeat",
+  ),
+  "a float of messages": (
+    lambda: simulate(messages=12.0),
+    "messages must be a positive whole number, not 12.0, .*: write 12",
+  ),
+  "a large float": (
+    lambda: simulate(messages=1e18),
+    r"not 1e\+18, which is a float: write 1000000000000000000",
+  ),
+  "many messages": (
+    lambda: simulate(messages=10**18),
+    "messages must be at most 100000000, not 1000000000000000000",
+  ),
+  "many epochs": (
+    lambda: simulate(epochs=1e18),
+    r"epochs=1e\+18 of 6 batches are 6e\+18 messages; .*: use fewer epochs",
+  ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_one_line_with_the_remedy(name):
+  function, words = REFUSED[name]
+  with pytest.raises(ValueError, match=words) as info:
+    function()
+  line = str(info.value)
+  assert "\n" not in line and len(line) < 500, line
+
+
+def test_what_is_near_to_a_refusal_is_accepted():
+  assert len(simulate(trace=simulate().trace).records.loss) == 12
+  assert len(simulate(4, order=[0, 1] * 6).records.loss) == 12
+  assert [x.shape for x in columns.arrays(TABLE, ["label"] * 2)] == [(4,)] * 2
+  assert of_model(nn.Dense(1), {"x": X, "image": X}).params
+  of_function = peers(topology={"name": "asgd.gossip.topologies:ring"})
+  kit.same(of_function.params, peers(topology="ring").params)
