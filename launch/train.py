@@ -242,9 +242,9 @@ def _train(
         data_dir=_F["data_dir"].value,
         crew=crew,
       )
-      if workdir is not None and len(finished) == len(cells):
+      if workdir is not None and len(finished) == len(share):
         print(
-          f"all {len(cells)} cells had finished already, and nothing was"
+          f"all {len(share)} cells had finished already, and nothing was"
           " trained: for a new run give another --workdir"
         )
     finally:
