@@ -148,7 +148,7 @@ def test_tables_in_python(capsys):
 def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   names = {}
-  exec(block("howto/own_model.md", "asgd.simulate"), names)
+  exec(block("howto/own_model.md", "runs/own"), names)
   losses = ast.literal_eval(capsys.readouterr().out)
   assert len(losses) == 4
   assert losses[-1] < names["loss"](names["params"], names["data"]) / 2
