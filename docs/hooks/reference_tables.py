@@ -74,7 +74,7 @@ def recipes(
     link = f"[`{name}`]({page}#asgd.algorithms.{name})"
     options = _code(listing.options(maker, algorithms.options(name)))
     rows.append((link, _summary(maker), f"`{order}`", options))
-  return format_markdown(("recipe", "what it does", "order", "options"), rows)
+  return format_markdown(("recipe", "description", "order", "options"), rows)
 
 
 def transform_names() -> list[str]:
@@ -92,7 +92,7 @@ def transform_table() -> str:
     )
     for name in transform_names()
   )
-  return format_markdown(("transform", "what it does"), rows)
+  return format_markdown(("transform", "description"), rows)
 
 
 def schedule_table() -> str:
@@ -106,7 +106,7 @@ def schedule_table() -> str:
     options = _code(listing.options(maker, traits.options))
     rows.append((link, _summary(maker), flush, f"`{weights}`", options))
   return format_markdown(
-    ("schedule", "what it is", "flushes", "`weights`", "options"), rows
+    ("schedule", "description", "flushes", "`weights`", "options"), rows
   )
 
 
@@ -129,7 +129,7 @@ def engine_table() -> str:
 
 def protocol_table() -> str:
   """All protocols: their recipes, and the engines that run them."""
-  header = ("what a run has", "recipes", *(f"`{name}`" for name in ENGINES))
+  header = ("a run has", "recipes", *(f"`{name}`" for name in ENGINES))
   rows = (
     (
       each.what,
@@ -176,7 +176,7 @@ def _made(
     known = set(inspect.signature(maker).parameters) - set(derived)
     options = _code(listing.options(maker, known))
     rows.append((f"`{name}`", _summary(maker), options))
-  return format_markdown((header, "what it is", "options"), rows)
+  return format_markdown((header, "description", "options"), rows)
 
 
 def _functions(module: Any, names: Iterable[str]) -> dict[str, Callable]:
@@ -203,7 +203,7 @@ def command_table() -> str:
     (f"`asgd {name}`", command_line.summary(name))
     for name in command_line.COMMANDS
   )
-  return format_markdown(("command", "what it does"), rows)
+  return format_markdown(("command", "description"), rows)
 
 
 _COMPOSED = "error_feedback", "clip", "named"
@@ -225,7 +225,7 @@ def codec_table() -> str:
     feedback = _FEEDBACK[codec.feedback]
     rows.append((link, _summary(maker), unbiased, feedback, options))
   return format_markdown(
-    ("codec", "what it sends", "unbiased", "error feedback", "options"), rows
+    ("codec", "message", "unbiased", "error feedback", "options"), rows
   )
 
 
