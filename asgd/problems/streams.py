@@ -135,7 +135,8 @@ def as_batch(
 
 def copied(batches: Batches) -> Batches:
   """Returns the batches of a user's function as copies, see `as_batch`."""
-  if isinstance(batches, data.ExampleBatches | iterators.IteratorBatches):
+  drawn = data.ExampleBatches, iterators.IteratorBatches
+  if any(isinstance(batches, kind) for kind in drawn):
     return batches  # new arrays in each call
   return lambda worker, job: jax.tree.map(_copy, batches(worker, job))
 
