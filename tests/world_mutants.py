@@ -145,8 +145,8 @@ def _restore_rounds(self, tree, notes):
   self.rounds = notes["rounds"]
 
 
-def _left(*args):
-  return peer_files.Left(0, [])
+def _no_jobs(*args):
+  return peer_files.JobsAtExit(0, [])
 
 
 def _zero(*args):
@@ -231,7 +231,7 @@ FOUND = {
     Mutant("nothing passed on", 302, PeerCluster, _complete_broadcast=_nothing),
     Mutant(
       *("a frame is taken twice", 0, outbox.Inbox),
-      new=lambda self, sender, life, first, frames: frames,
+      take_new=lambda self, sender, life, first, frames: frames,
     ),
     Mutant("no frame again", 2, outbox.Outbox, batch=_confirmed_batch),
     Mutant(
@@ -239,12 +239,16 @@ FOUND = {
       present=_present_with_old,
     ),
     Mutant("no pause to join", 12, PeerCluster, _admit=_admit_at_once),
-    Mutant("no LEAVE", 10, peer_files, leave=_left, last_residual_lost=_zero),
+    Mutant(
+      *("no LEAVE", 10, peer_files),
+      write_leave=_no_jobs,
+      last_residual_lost=_zero,
+    ),
     Mutant("jobs by records", 20, peer_files, numbers_of=lambda events: []),
     Mutant("a lost number", 19, _COUNTER, release=_nothing),
     Mutant(
       *("two numbers", 179, _COUNTER),
-      take=lambda self, peer, life, ask: self._new(),
+      take=lambda self, peer, life, begun: self._next_number(),
     ),
     Mutant(
       *("a dead partner", 23, pairs.Pairs),

@@ -82,15 +82,26 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
   )
 
 
-# One row per message of a peer to itself: the columns of `base.Records`, and
-# float32[U], the sum of the RMS of changes by mixing since the row before.
-# `update` counts the peer's own updates, `staleness` how often it mixed during
-# the job; `bytes_up` are of the messages that it put since the row before, each
-# once, `bytes_down` of those that it took.
-PeerRecords = NamedTuple(  # noqa: UP014  of the fields of another
-  "PeerRecords",
-  [*base.Records.__annotations__.items(), ("mix_norm", npt.NDArray[Any])],
-)
+class PeerRecords(NamedTuple):
+  """One row per message of a peer to itself: the columns of `base.Records`, and
+  `mix_norm`."""
+
+  update: npt.NDArray[np.int32]  # [U], the peer's own updates
+  time: npt.NDArray[np.float64]  # [U]
+  worker: npt.NDArray[np.int32]  # [U], the peer
+  job: npt.NDArray[np.int32]  # [U]
+  staleness: npt.NDArray[np.int32]  # [U], the peer's mixes during the job
+  gap: npt.NDArray[np.float32]  # [U]
+  loss: npt.NDArray[np.float32]  # [U]
+  accepted: npt.NDArray[np.bool_]  # [U]
+  message_norm: npt.NDArray[np.float32]  # [U]
+  update_norm: npt.NDArray[np.float32]  # [U]
+  # [U], of the messages that the peer put since its row before, each once
+  bytes_up: npt.NDArray[np.int64]
+  bytes_down: npt.NDArray[np.int64]  # [U], of those that it took since then
+  residual_norm: npt.NDArray[np.float32]  # [U]
+  # [U], sum of the RMS of changes by mixing since the peer's row before
+  mix_norm: npt.NDArray[np.float32]
 
 
 def peer_records(

@@ -37,11 +37,11 @@ Image = tuple[Any, dict[str, Any]]  # of a peer: (tree of arrays, JSON)
 
 
 class PeerMaker(NamedTuple):
-  """Makes a peer in its host; the maker is sent to the peer's process."""
+  """The data from which a host makes its peer; sent to the peer's process."""
 
   make_duty: Callable[[], PeerDuty]
-  run: Path
-  seed: int
+  run: Path  # folder of the run
+  seed: int  # of the draws of partners
   faults: Sequence[faults_lib.Fault] = ()
   span: Callable[[int, Span], None] | None = None  # called with peers' spans
   # Whether to compile in the host, as a new process has compiled nothing.
@@ -49,23 +49,31 @@ class PeerMaker(NamedTuple):
   # (faults, folder of the run, Inside) -> the script of a host's faults
   make_script: Callable[..., faults_lib.Script] = faults_lib.script_of
 
-  def __call__(
+  def make(
     self, index: int, image: Image | None, counter: Host | None, inside: Inside
   ) -> LivePeer:
-    """Makes the next incarnation of a peer from its files, and from an image if
-    one is given."""
+    """Makes the next incarnation of a peer from its files.
+
+    Args:
+      index: of the peer.
+      image: from which it resumes; None: it begins with the first parameters.
+      counter: of the jobs of pairs; None: the peer works in rounds.
+      inside: of the host.
+    """
     duty = self.make_duty()
     if self.warm_up:
       duty.warm_up(index)
-    opened = files.open_files(self.run, index, inside.disk)
-    rows = PeerRows(index, duty, opened, inside.clock)
+    journal_and_records = files.open_files(self.run, index, inside.disk)
+    rows = PeerRows(index, duty, journal_and_records, inside.clock)
     script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
-    # Only pairs have a counter of jobs.
+    peer: LivePeer
     if counter is None:
-      peer: LivePeer = Rounds(inside, rows, **options)
+      peer = Rounds(inside, rows, **options)
     else:
+      # Keyed by incarnation too: a new one does not repeat the draws of the
+      # last.
       draw = np.random.default_rng((self.seed, index, rows.journal.incarnation))
       peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
     if image is not None:
@@ -79,7 +87,7 @@ class PeerCluster(Cluster):
 
   def __init__(
     self,
-    how: gossip.Gossip,
+    settings: gossip.Gossip,
     hosts: Hosts,
     maker: PeerMaker,
     *,
@@ -91,7 +99,7 @@ class PeerCluster(Cluster):
     """Prepares a cluster.
 
     Args:
-      how: recipe of the run.
+      settings: rule, topology and order of the run.
       hosts: of the peers.
       maker: of peers.
       messages: jobs of all peers together.
@@ -99,12 +107,13 @@ class PeerCluster(Cluster):
       refill: whether to replace peers that have exited.
       patience: least seconds of silence after which a peer is ended.
     """
-    self.gossip, self._maker, self._refill = how, maker, refill
+    self.gossip, self._maker, self._refill = settings, maker, refill
     self._messages = messages
-    peers = how.topology.workers
-    counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
+    peers = settings.topology.workers
+    counts = {PEER: peers, COUNTER: 1} if self._in_pairs else {PEER: peers}
     super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
-    self._limit = sys.maxsize if self._pairs else messages // peers
+    # Rounds of each peer. In pairs the counter ends the run, not a limit.
+    self._limit = sys.maxsize if self._in_pairs else messages // peers
     self.incarnations: dict[int, int] = {}  # of peers that have joined
     self._starting: dict[int, int] = {}  # incarnations of peers being made
     self._paused = True  # until `start`
@@ -112,29 +121,33 @@ class PeerCluster(Cluster):
     self.rounds = 0  # ended by all peers at the last `check`
 
   @property
-  def _pairs(self):
+  def _in_pairs(self) -> bool:
+    """Whether peers exchange in pairs, not in rounds."""
     return self.gossip.order == gossip.PAIRS
 
   # Starting.
 
   def start(self, images: dict[int, Image] | None = None) -> None:
-    """Starts all peers. With images it starts those of the images, and all
-    others as newcomers."""
-    if self._pairs:
+    """Starts all peers. With images, only the peers of the images continue the
+    run; the others join it as newcomers."""
+    # The counter first: each peer of pairs is made with a handle of it.
+    if self._in_pairs:
       self._start_counter()
     indices = range(self.gossip.topology.workers)
-    first = sorted(images) if images else list(indices)
+    members = sorted(images) if images else list(indices)
     parties = [
-      self._make(peer, images[peer] if images else None) for peer in first
+      self._start_peer(peer, images[peer] if images else None)
+      for peer in members
     ]
     self._supervisor.await_made(parties)
     for party in parties:
       self.incarnations[party.index] = self._starting.pop(party.index)
       party.run = party.host.call("run")
+    # No peer works before all know each other: `allow` of `resume` starts them.
     self._ask("meet", self._neighbours())
     self.resume()
-    for peer in set(indices) - set(first):
-      self._make(peer)
+    for peer in set(indices) - set(members):
+      self._start_peer(peer)  # `check` admits it once it is made
 
   def _start_counter(self) -> None:
     """Starts a counter of jobs. The taken numbers are read from the journals,
@@ -147,19 +160,20 @@ class PeerCluster(Cluster):
     party = self._supervisor.start(COUNTER, 0, make)
     self._supervisor.await_made([party])
 
-  def _make(self, peer: int, image: Image | None = None) -> Party:
-    """Starts the next incarnation of a peer."""
+  def _start_peer(self, peer: int, image: Image | None = None) -> Party:
+    """Starts the next incarnation of a peer, without waiting for it."""
     run = self._maker.run
     events = read_journal(journal_path(run, peer))
     self._starting[peer] = files.count_incarnations(events)
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
-    make = functools.partial(self._maker, peer, image, counter)
+    make = functools.partial(self._maker.make, peer, image, counter)
     party = self._supervisor.start(PEER, peer, make)
     party.proven = True  # it has compiled by the time that it is made
     return party
 
-  def _neighbours(self):
+  def _neighbours(self) -> dict[int, Neighbour]:
+    """Returns incarnation and host of each peer that has joined."""
     parties = self._supervisor.parties[PEER]
     return {
       peer: Neighbour(incarnation, parties[peer].host)
@@ -189,12 +203,13 @@ class PeerCluster(Cluster):
       WorkersDie: if peers exit again and again.
     """
     self._supervisor.progressed(messages)
-    rest = self._at_rest()
+    at_rest = self._at_rest()
     # A peer of pairs that is not paused is quiet once no job is left.
-    ended = not self._paused if self._pairs else self.rounds >= self._limit
-    self.finished = rest and ended
+    ended = not self._paused if self._in_pairs else self.rounds >= self._limit
+    self.finished = at_rest and ended
     if not self.finished:
       parties = self._supervisor.parties[PEER]
+      # A copy: `_admit` handles exits, which change `_starting`.
       for peer in [*self._starting]:
         if peer in self._starting and parties[peer].ready:
           self._admit(peer)
@@ -203,18 +218,18 @@ class PeerCluster(Cluster):
   def _at_rest(self) -> bool:
     """Handles exits; returns whether all other peers are quiet.
 
-    A quiet peer of pairs can become busy again, by an exchange with a peer that
-    has ended its job and was quiet when its status was asked. So the driver
-    asks twice.
+    In pairs the driver asks twice: a peer that has reported that it is quiet
+    becomes busy again if another peer then begins an exchange with it.
     """
     self._handle_exits()
-    return self._look() and (not self._pairs or self._look())
+    return self._all_quiet() and (not self._in_pairs or self._all_quiet())
 
-  def _look(self) -> bool:
+  def _all_quiet(self) -> bool:
     """Asks for the peers' status, and ends those that take too long for a job;
     returns whether all are alive and quiet."""
     statuses = self._ask("status")
     rounds = [status.rounds for status in statuses.values()]
+    # The minimum is 0 if no peer answers, but the count never decreases.
     self.rounds = max(self.rounds, min(rounds, default=0))
     for peer, status in statuses.items():
       party = self._supervisor.parties[PEER].get(peer)
@@ -230,24 +245,34 @@ class PeerCluster(Cluster):
   def _handle_exits(self) -> None:
     """Handles the peers, and the counter, that have exited."""
     supervisor = self._supervisor
-    for party in supervisor.lost(COUNTER) if self._pairs else ():
+    for party in supervisor.lost(COUNTER) if self._in_pairs else ():
       self._replace_counter(party)
     for party, how in supervisor.take_ended(PEER):
       self._handle_peer_exit(party.index, how)
 
   def _handle_peer_exit(self, peer: int, how: str) -> None:
-    """Records the exit of a peer, notifies the others, and replaces it."""
-    residual, clock = 0.0, self._supervisor.hosts.clock
+    """Records the exit of a peer, notifies the others, and replaces it.
+
+    Args:
+      peer: that has exited.
+      how: "died", "hung", or the result of its `run`.
+    """
+    residual = 0.0
     self._starting.pop(peer, None)  # it may not have joined yet
     if peer in self.incarnations:
       incarnation, run = self.incarnations.pop(peer), self._maker.run
-      disk = self._supervisor.hosts.disk
-      left = files.leave(run, peer, incarnation, clock(), disk)
+      # [1] LEAVE is written before its jobs are released: a new counter, which
+      # reads the journals, must assign the same jobs again.
+      clock, disk = self._supervisor.hosts.clock, self._supervisor.hosts.disk
+      jobs = files.write_leave(run, peer, incarnation, clock(), disk)
       residual = files.last_residual_lost(run, peer)
-      if self._pairs:
-        self._supervisor.ask(COUNTER, "release", peer, incarnation, *left)
+      if self._in_pairs:
+        self._supervisor.ask(COUNTER, "release", peer, incarnation, *jobs)
+      # [2] The last messages are forwarded before `peer_exited`: after it, a
+      # neighbour no longer waits for them.
       self._complete_broadcast(peer)
       self._ask("peer_exited", peer)
+    # [3] The exit is counted, reported to the user, and the peer replaced.
     self._supervisor.count_exit(PEER, peer, how)
     if how == REJECTED:
       self._supervisor.count_refusal(PEER, peer)
@@ -264,7 +289,7 @@ class PeerCluster(Cluster):
         raise NotFinite(f"the messages of all peers were not finite; {last}")
       raise AllDied(f"all peers have exited; {last}")
     if self._refill:
-      self._make(peer)
+      self._start_peer(peer)
 
   def _replace_counter(self, party: Party) -> None:
     """Starts another counter, which assigns no number that a peer has."""
@@ -272,26 +297,30 @@ class PeerCluster(Cluster):
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
     supervisor.news.append("the counter of jobs exited and is restarted")
+    # Peers first drop the numbers that they have not begun: the journals lack
+    # them, so the new counter assigns them again.
     self._ask("count_by", None)
     self._start_counter()
     self._ask("count_by", supervisor.parties[COUNTER][0].host)
 
   def _complete_broadcast(self, lost: int) -> None:
-    """Forwards a lost peer's last messages to every neighbour if at least one
-    has received them. So all neighbours mix the same messages."""
-    if self._pairs:
+    """Forwards each of a lost peer's last messages to all its receivers, if at
+    least one of them has it. So all receivers mix the same messages."""
+    # In pairs a message has one receiver.
+    if self._in_pairs:
       return
     topology = self.gossip.topology
+    # Peer -> numbers of the messages that it has received from the lost one.
     received = self._ask("received_from", lost)
-    for round in sorted({r for rounds in received.values() for r in rounds}):
-      links = topology.links[round % topology.period]
-      having = [peer for peer, rounds in received.items() if round in rounds]
-      lacking = [
-        peer
-        for peer, rounds in received.items()
-        if round not in rounds and links[peer, lost]
-      ]
-      answers = self._ask("message_of", lost, round, among=having)
+    for number in sorted(set().union(*received.values())):
+      links = topology.links[number % topology.period]
+      having, lacking = [], []
+      for peer, numbers in received.items():
+        if number in numbers:
+          having.append(peer)
+        elif links[peer, lost]:
+          lacking.append(peer)
+      answers = self._ask("message_of", lost, number, among=having)
       frames = [frame for frame in answers.values() if frame is not None]
       if frames and lacking:
         self._ask("take_over", frames[0], among=lacking)
@@ -310,7 +339,9 @@ class PeerCluster(Cluster):
     """
     self._paused = True
     limits = self._ask("halt")
-    if not self._pairs and limits:
+    # A peer that has begun a later round needs the messages of its neighbours
+    # to end it. So all peers continue to the latest round that has begun.
+    if not self._in_pairs and limits:
       self._ask("allow", max(limits.values()))
     return self._supervisor.rest(self._at_rest, seconds)
 
@@ -322,7 +353,7 @@ class PeerCluster(Cluster):
   def _lenders(self, peer: int) -> list[int]:
     """Returns the peers alive that lend to a newcomer: its senders, or only
     those with links in both directions if there are any."""
-    union = self.gossip.topology.union
+    union = self.gossip.topology.union  # bool[receiver, sender], of all rounds
     senders = [j for j in self.incarnations if union[peer, j]]
     return [j for j in senders if union[j, peer]] or senders
 
@@ -331,6 +362,8 @@ class PeerCluster(Cluster):
     parameters."""
     if not self._lenders(peer):
       return
+    # All peers end the same round, so that the newcomer's first round, and the
+    # first message that each neighbour takes of it, are the same for all.
     self.pause()
     # The newcomer or its lenders may have exited during the pause.
     if peer in self._starting and self._lenders(peer):
@@ -341,31 +374,31 @@ class PeerCluster(Cluster):
   def _introduce(self, peer: int) -> None:
     """Connects a newcomer with the peers alive, some of which lend to it."""
     parties, lenders = self._supervisor.parties, self._lenders(peer)
-    party = parties[PEER][peer]
-    others, among = self._neighbours(), list(self.incarnations)
+    party, others = parties[PEER][peer], self._neighbours()
     incarnation = self.incarnations[peer] = self._starting.pop(peer)
     party.run = party.host.call("run")
-    if self._pairs:  # the counter may have been replaced meanwhile
+    if self._in_pairs:  # the counter may have been replaced meanwhile
       self._ask("count_by", parties[COUNTER][0].host, among=[peer])
+    # `join` comes first: before it, the newcomer drops all frames, loans too.
     self._ask("join", others, self.rounds, lenders, among=[peer])
     newcomer = Neighbour(incarnation, party.host)
-    lending = [other for other in among if other in lenders]
-    self._ask("present", peer, newcomer, True, among=lending)
-    rest = [other for other in among if other not in lenders]
-    self._ask("present", peer, newcomer, False, among=rest)
+    self._ask("present", peer, newcomer, True, among=lenders)
+    not_lending = [other for other in others if other not in lenders]
+    self._ask("present", peer, newcomer, False, among=not_lending)
 
   def images(self) -> dict[int, Image]:
     """Returns an image of each peer of a paused run. Raises as `check`."""
     images: dict[int, Image] = {}
 
-    def take():
+    def take_images() -> bool:
       images.clear()
       images.update(self._ask("image"))
-      # A peer that exited has no image, but a LEAVE row in its journal.
+      # LEAVE of a peer that has exited is written here, before the caller
+      # counts the rows that belong to the checkpoint.
       self._handle_exits()
       return images.keys() == self.incarnations.keys()
 
-    self._supervisor.rest(take)
+    self._supervisor.rest(take_images)
     return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
@@ -377,6 +410,8 @@ class PeerCluster(Cluster):
     return {peer: view for peer, view in views.items() if view is not None}
 
 
-def _make_counter(messages, taken, inside: Inside) -> JobCounter:
+def _make_counter(
+  messages: int, taken: Sequence[int], inside: Inside
+) -> JobCounter:
   del inside
   return JobCounter(messages, taken)

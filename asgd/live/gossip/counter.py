@@ -12,9 +12,9 @@ class JobCounter:
 
   Example:
     >>> counter = JobCounter(3)
-    >>> counter.take(peer=0, incarnation=0, ask=0), counter.take(1, 0, 0)
+    >>> counter.take(peer=0, incarnation=0, begun=0), counter.take(1, 0, 0)
     (0, 1)
-    >>> counter.take(peer=0, incarnation=0, ask=0)  # the answer was lost
+    >>> counter.take(peer=0, incarnation=0, begun=0)  # the answer was lost
     0
     >>> counter.release(peer=1, incarnation=0, begun=0, lost=[])  # it had 1
     >>> counter.take(0, 0, 1), counter.take(0, 0, 2), counter.take(0, 0, 3)
@@ -23,30 +23,39 @@ class JobCounter:
 
   def __init__(self, jobs: int, taken: Collection[int] = ()):
     """Takes the number of jobs of the run, and the numbers already taken."""
+    # Numbers below `_next` are taken, or in the heap `_free`.
     self._jobs, self._next = jobs, max(taken, default=-1) + 1
     self._free = sorted(set(range(self._next)) - set(taken))
-    # Peer -> (incarnation, ask, number) of its last call of `take`.
-    self._given: dict[int, tuple[int, int, int | None]] = {}
+    # Peer -> (incarnation, begun, number) of its last successful `take`.
+    self._last_takes: dict[int, tuple[int, int, int | None]] = {}
 
-  def take(self, peer: int, incarnation: int, ask: int) -> int | None:
+  def take(self, peer: int, incarnation: int, begun: int) -> int | None:
     """Returns the least free number, or None if there is none.
 
     Args:
       peer: that asks.
       incarnation: of the peer.
-      ask: jobs that the incarnation has begun. A repeated call with the same
-        value gets the same answer.
+      begun: count of jobs that the incarnation has begun. A repeated call with
+        the same count gets the same answer.
     """
-    last = self._given.get(peer, (0, -1, None))
-    if (incarnation, ask) <= last[:2]:  # a repeated or a late call
-      return last[2] if (incarnation, ask) == last[:2] else None
-    number = self._new()
+    last_incarnation, last_begun, number = self._last_take(peer)
+    last_key, key = (last_incarnation, last_begun), (incarnation, begun)
+    if key == last_key:  # a repeated call
+      return number
+    if key < last_key:  # a late call
+      return None
+    number = self._next_number()
     # None is not stored: a number may be freed before the peer asks again.
     if number is not None:
-      self._given[peer] = incarnation, ask, number
+      self._last_takes[peer] = incarnation, begun, number
     return number
 
-  def _new(self) -> int | None:
+  def _last_take(self, peer: int) -> tuple[int, int, int | None]:
+    """Returns (incarnation, begun, number) of a peer's last take. A peer that
+    has taken none gets a value that is less than that of any call."""
+    return self._last_takes.get(peer, (0, -1, None))
+
+  def _next_number(self) -> int | None:
     """Returns a freed number, or else the next one; None if none is left."""
     if self._free:
       return heapq.heappop(self._free)
@@ -63,17 +72,23 @@ class JobCounter:
     Args:
       peer: that exited.
       incarnation: of the peer.
-      begun: jobs that the incarnation has begun; a number that was assigned and
-        not begun is freed, too.
+      begun: count of jobs that the incarnation has begun; a number that was
+        assigned and not begun is freed, too.
       lost: numbers of jobs that it began and did not end.
     """
-    last_incarnation, ask, number = self._given.get(peer, (0, -1, None))
+    last_incarnation, last_begun, last_number = self._last_take(peer)
     if last_incarnation > incarnation:  # a repeated call
       return
     # From now on late calls of this incarnation get no number.
-    self._given[peer] = incarnation + 1, -1, None
-    returned = set(lost)
-    if last_incarnation == incarnation and ask >= begun and number is not None:
-      returned.add(number)
-    for each in returned:
-      heapq.heappush(self._free, each)
+    self._last_takes[peer] = incarnation + 1, -1, None
+    freed = set(lost)
+    # The peer took the last number when it had begun `last_begun` jobs. If it
+    # has begun no more since, that number was never begun.
+    if (
+      last_incarnation == incarnation
+      and last_begun >= begun
+      and last_number is not None
+    ):
+      freed.add(last_number)
+    for number in freed:
+      heapq.heappush(self._free, number)

@@ -26,11 +26,11 @@ def lengths(
 ) -> list[Sequence[int]]:
   """Returns how many rows and records of each peer a checkpoint covers; see
   `WorkerFiles.lengths`."""
-  kept = {
+  image_lengths = {
     peer: (notes["rows"], notes["records"])
     for peer, (_, notes) in images.items()
   }
-  return FILES.lengths(run, peers, kept)
+  return FILES.lengths(run, peers, image_lengths)
 
 
 def read_trace(run: Path, peers: int) -> base.Trace:
@@ -51,7 +51,7 @@ def read_trace(run: Path, peers: int) -> base.Trace:
 
 
 def count_incarnations(events: Sequence[Event]) -> int:
-  """Returns the number of incarnations of a peer that have left."""
+  """Returns how many incarnations of a peer have left."""
   return sum(event.action == base.LEAVE for event in events)
 
 
@@ -68,6 +68,7 @@ def residuals_lost(
   lost, residual = [], 0.0
   for event in events:
     if event.action == base.RECEIVE:
+      # A peer that was killed after the row has no record of the job.
       residual = norm_of.get(event.job, residual)
     elif event.action == base.LEAVE:
       lost.append((event, residual))
@@ -82,53 +83,66 @@ def last_residual_lost(run: Path, index: int) -> float:
   return residual
 
 
-class Left(NamedTuple):
-  """An incarnation of a peer that has exited."""
+class JobsAtExit(NamedTuple):
+  """The jobs of an incarnation of a peer that has exited."""
 
-  begun: int  # jobs that it began
+  begun: int  # count of jobs that it began
   lost: list[int]  # numbers of the jobs that it began and did not receive
 
 
 def numbers_of(events: Sequence[Event]) -> list[int]:
-  """Returns the numbers of the jobs that a peer has begun. Jobs that others do
-  instead are left out: those that it lost, or was rejected for, before it
-  left."""
-  numbers: dict[int, None] = {}
-  refused: list[int] = []
+  """Returns the numbers of the jobs that a peer keeps: it has done them, or
+  they are open. Its lost jobs, and rejected ones once it has left, are done by
+  other peers."""
+  numbers: dict[int, None] = {}  # an ordered set
+  rejected: list[int] = []
   for event in events:
     if event.action in STARTS:
       numbers[event.job] = None
     elif event.action == base.REJECT:
-      refused.append(event.job)
+      rejected.append(event.job)
     elif event.action == base.LOST:
       numbers.pop(event.job, None)
     elif event.action == base.LEAVE:
-      # The peer left without them, so the counter assigns them again.
-      for number in refused:
+      # The driver frees rejected jobs when it writes LEAVE, not before: a
+      # number must not be freed twice.
+      for number in rejected:
         numbers.pop(number, None)
-      refused = []
+      rejected = []
   return list(numbers)
 
 
-def leave(
+def write_leave(
   run: Path, index: int, incarnation: int, now: float, disk: Any = os
-) -> Left:
+) -> JobsAtExit:
   """Writes LOST and LEAVE for an incarnation of a peer that has exited, if it
-  had joined and these rows are missing."""
+  had joined and these rows are missing.
+
+  Args:
+    run: the folder of the run.
+    index: of the peer.
+    incarnation: that has exited.
+    now: time of the rows in seconds, unless the journal has a later row.
+    disk: writes the rows.
+  """
   journal = FileJournal(journal_path(run, index), disk=disk)
-  incarnations, begun, joined = 0, 0, not incarnation
+  events = journal.events()
+  # Rows of the incarnation follow the LEAVE rows of all earlier ones. The first
+  # incarnation has no JOIN row.
+  left, begun, joined = 0, 0, not incarnation
   last, end = None, None  # the row that began its last job, and what ended it
-  for event in journal.events():
-    if incarnations == incarnation and event.action in STARTS:
+  for event in events:
+    if left == incarnation and event.action in STARTS:
       last, end, begun = event, None, begun + 1
-    elif incarnations == incarnation and event.action in ENDS:
+    elif left == incarnation and event.action in ENDS:
       end = event.action
-    elif incarnations == incarnation and event.action == base.JOIN:
+    elif left == incarnation and event.action == base.JOIN:
       joined = True
-    incarnations += event.action == base.LEAVE
-  if joined and incarnations == incarnation:
-    now = max([now, *(event.time for event in journal.events()[-1:])])
+    left += event.action == base.LEAVE
+  if joined and left == incarnation:
+    if events:  # times in a journal never decrease
+      now = max(now, events[-1].time)
     if last and end is None:  # its last job was open
       journal.append(Event(now, index, last.seq, last.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
-  return Left(begun, [last.job] if last and end != base.RECEIVE else [])
+  return JobsAtExit(begun, [last.job] if last and end != base.RECEIVE else [])

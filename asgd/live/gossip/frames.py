@@ -47,18 +47,23 @@ class Wire(NamedTuple):
 def array_wire(*, copies: bool) -> Wire:
   """Returns a wire that sends codes as arrays; with `copies`, as NumPy copies
   for other processes."""
+  # Threads may share a code, as JAX arrays are immutable.
   pack = jax.device_get if copies else lambda code: code
   return Wire(pack, lambda content: content, simulator.array_bytes)
 
 
 def packed_wire(peer: gossip.Peer, params: base.Params) -> Wire:
   """Returns a wire that sends codes as the bytes of `compression.packing`."""
+
+  def first_code(
+    params: base.Params, keep: jax.Array, key: jax.Array
+  ) -> base.Params:
+    return peer.put(peer.init(params), keep, key)[1]
+
+  # The layout needs shapes and dtypes only, so nothing is computed here.
   key = jax.eval_shape(jax.random.key, 0)
-
-  def put(params, key):
-    return peer.put(peer.init(params), np.float64(1), key)[1]
-
-  layout = packing.layout(jax.eval_shape(put, params, key))
+  code = jax.eval_shape(first_code, params, np.float64(1), key)
+  layout = packing.layout(code)
   return Wire(
     lambda code: packing.pack(layout, simulator.fetch(code)),
     lambda content: packing.unpack(layout, content),

@@ -32,8 +32,9 @@ class Outbox:
   def __init__(self, neighbour: Neighbour):
     self.incarnation, self.host = neighbour
     self.busy = False  # whether a call of `deliver` is open
-    self._first = 0  # number of the first frame in `_frames`
-    self._frames: list[PeerFrame] = []  # not acknowledged yet
+    # Frames are numbered from 0. Those below `_first` are acknowledged.
+    self._first = 0
+    self._frames: list[PeerFrame] = []  # `_first` and later ones
 
   def put(self, frame: PeerFrame) -> None:
     """Adds a frame."""
@@ -46,6 +47,7 @@ class Outbox:
   def confirm(self, number: int) -> None:
     """Drops the frames before `number`, which the neighbour has
     acknowledged."""
+    # Acknowledgments arrive in order, as only one call is open.
     del self._frames[: number - self._first]
     self._first = max(self._first, number)
 
@@ -54,16 +56,20 @@ class Inbox:
   """Counts the received frames of each incarnation of a neighbour."""
 
   def __init__(self):
-    self._next: dict[tuple[int, int], int] = {}  # (peer, incarnation) -> number
+    # (peer, incarnation) -> number of the next expected frame.
+    self._expected: dict[tuple[int, int], int] = {}
 
-  def new(
+  def take_new(
     self, sender: int, incarnation: int, first: int, frames: Sequence[PeerFrame]
   ) -> Sequence[PeerFrame]:
-    """Returns the frames of a batch that were not received before."""
-    have = self._next.get((sender, incarnation), 0)
-    self._next[sender, incarnation] = max(have, first + len(frames))
-    return frames[max(have - first, 0) :]
+    """Returns the frames of a batch that were not received before, and counts
+    them as received."""
+    expected = self.expected(sender, incarnation)
+    # A late call has only frames that a retry has delivered before.
+    self._expected[sender, incarnation] = max(expected, first + len(frames))
+    return frames[max(expected - first, 0) :]
 
-  def confirmed(self, sender: int, incarnation: int) -> int:
-    """Returns the number of the next expected frame."""
-    return self._next.get((sender, incarnation), 0)
+  def expected(self, sender: int, incarnation: int) -> int:
+    """Returns the number of the next expected frame, which acknowledges all
+    frames before it."""
+    return self._expected.get((sender, incarnation), 0)

@@ -44,10 +44,10 @@ class Pairs(LivePeer):
     super().__init__(*args, **options)
     self._counter: Host | None = counter
     self._draw = draw
-    self._asked = False  # whether a call of the counter is open
-    self._number: int | None = None  # of the next job, from the counter
+    self._asks_counter = False  # whether a call of the counter is open
+    self._next_job: int | None = None  # its number, from the counter
     self._partner: int | None = None  # of the exchange after the open job
-    self._granted: PeerFrame | None = None  # the partner's code
+    self._grant: PeerFrame | None = None  # of the partner, with its code
     # The initiator of the exchange that holds this peer's lock, and initiators
     # that wait for it. This peer's own index is among them if it initiates one.
     self._lock_owner: int | None = None
@@ -58,42 +58,47 @@ class Pairs(LivePeer):
     """Uses another counter from now on; None: no counter for now. A number that
     the old counter has assigned, and that was not begun, is dropped: the new
     counter assigns it again."""
-    self._counter, self._number = counter, None
+    self._counter, self._next_job = counter, None
 
   def numbered(self, counter: Host, call: Future[int | None]) -> None:
     """Handles the end of a call of a counter, or the loss of its
     connection."""
 
-    def take():
-      self._asked = False
+    def store_number() -> None:
+      self._asks_counter = False
       try:
         number = call.result()
       except HostExited:  # retry until the driver passes another counter
         if self._counter is not None:
-          self._ask_counter(wait=AGAIN)
+          self._ask_counter(self._counter, wait=AGAIN)
         return
+      # A number of an earlier counter is dropped, as by `count_by`.
       if counter is self._counter:
-        self._number, self._no_job_left = number, number is None
+        self._next_job, self._no_job_left = number, number is None
 
-    self._handle(take)
+    self._handle(store_number)
 
-  def _ask_counter(self, wait: float = 0.0) -> None:
-    """Asks the counter for a number, in another thread, after a wait."""
-    self._asked = True
-    counter, inside = self._counter, self._inside
-    asker = self.index, self.rows.journal.incarnation, self.rows.journal.begun
+  def _ask_counter(self, counter: Host, wait: float = 0.0) -> None:
+    """Asks a counter for a number, in another thread, after a wait in
+    seconds."""
+    self._asks_counter = True
+    inside, journal = self._inside, self.rows.journal
+    # The count of begun jobs makes the call idempotent: a retry gets the number
+    # of the call whose answer was lost.
+    asker = self.index, journal.incarnation, journal.begun
 
-    def ask():
+    def ask() -> int | None:
       if wait:
         inside.wait(wait)
-      return counter.call("take", *asker).result()
+      number: int | None = counter.call("take", *asker).result()
+      return number
 
     inside.later(ask, "numbered", counter)
 
   def halt(self) -> int:
     """Stops after the open job; returns the count of ended jobs at that
     time."""
-    self.limit = min(self.limit, self.rounds + (self._began is not None))
+    self.limit = min(self.limit, self.rounds + (self._job_start is not None))
     return self.limit
 
   @property
@@ -101,18 +106,21 @@ class Pairs(LivePeer):
     """Whether the peer is idle, and stays so until its limit is raised or
     another peer asks for an exchange."""
     done = self._no_job_left or self.rounds >= self.limit
-    idle = not self._asked and self._lock_owner is None
+    idle = not self._asks_counter and self._lock_owner is None
     return super().quiet and done and idle
 
   def peer_exited(self, peer: int) -> None:
     """Cancels or ends an exchange with the peer, too."""
     super().peer_exited(peer)
     self._no_job_left = False  # the counter assigns the peer's job again
+    # [1] The peer was the initiator.
     if peer in self._queue:
       self._queue.remove(peer)
     if self._lock_owner == peer:  # it had the lock, and did not ANSWER
       self._lock_owner = None
-    if self._partner == peer and self._granted is None:
+    # [2] The peer was the partner, and sent no GRANT: cancel the exchange. The
+    # next step draws another partner. With its GRANT the exchange completes.
+    if self._partner == peer and self._grant is None:
       self._partner = None
       if self.index in self._queue:
         self._queue.remove(self.index)
@@ -125,7 +133,8 @@ class Pairs(LivePeer):
       self._queue.append(frame.sender)
     elif frame.kind == frames.GRANT:
       if self._partner == frame.sender:
-        self._granted = frame
+        self._grant = frame
+        # The higher index gets its own lock last; see the module's table.
         if self.index > frame.sender:
           self._queue.append(self.index)
     elif self._lock_owner == frame.sender:  # ANSWER
@@ -139,48 +148,58 @@ class Pairs(LivePeer):
     if self._lock_owner is None and self._queue:
       self._lock(self._queue.popleft())
       return True
-    if self._lock_owner == self.index and self._granted:
-      self._exchange()
+    if self._lock_owner == self.index and self._grant:
+      self._complete_exchange(self._grant)
       return True
-    if self._lock_owner is not None:  # an exchange is under way
+    # An exchange is under way. A row of a job between its put and its mix would
+    # make it non-atomic.
+    if self._lock_owner is not None:
       return False
 
     # [2] Jobs: start one, or look for a partner once it is computed.
-    if self._began is None:
-      return self._start()
-    if self._work is not None and self._partner is None:
-      return self._meet()
+    if self._job_start is None:
+      return self._start_job()
+    if self._result is not None and self._partner is None:
+      self._initiate_exchange(self._result.finite)
+      return True
     return False
 
-  def _start(self) -> bool:
-    """Begins a job if its number is known, else asks the counter."""
+  def _start_job(self) -> bool:
+    """Begins a job if its number is known, else asks the counter. Returns
+    whether it has begun one."""
     if self._no_job_left or self.rounds >= self.limit:
       return False
-    if self._number is None:
-      if self._counter is not None and not self._asked:
-        self._ask_counter()
+    if self._next_job is None:
+      if self._counter is not None and not self._asks_counter:
+        self._ask_counter(self._counter)
       return False
-    number, self._number = self._number, None
-    self._begin(number)
-    self._compute()
+    number, self._next_job = self._next_job, None
+    self._begin_job(number)
+    self._compute_job()
     return True
 
-  def _meet(self) -> bool:
+  def _initiate_exchange(self, is_finite: bool) -> None:
     """Initiates an exchange with a random neighbour. The job ends without an
-    exchange if there is no neighbour, or if its message is not finite."""
-    near = np.flatnonzero(self.duty.gossip.topology.union[self.index]).tolist()
-    near = [peer for peer in near if peer in self.incarnations]
-    if not near or (self._work and not self._work.finite):
-      return self._end_job()
-    self._partner = near[int(self._draw.integers(len(near)))]
-    self._granted = None
-    if self.index < self._partner:  # the lower index is locked first
+    exchange if no neighbour is alive, or if its message is not finite."""
+    linked = self.duty.gossip.topology.union[self.index]
+    neighbours = [
+      peer
+      for peer in np.flatnonzero(linked).tolist()
+      if peer in self.incarnations
+    ]
+    if not neighbours or not is_finite:
+      self._count_job()
+      return
+    partner = neighbours[int(self._draw.integers(len(neighbours)))]
+    self._partner, self._grant = partner, None
+    if self.index < partner:  # the lower index is locked first
       self._queue.append(self.index)
     else:
-      self._ask()
-    return True
+      self._send_ask()
 
-  def _ask(self):
+  def _send_ask(self) -> None:
+    """Requests the exchange with the partner."""
+    assert self._partner is not None
     incarnation = self.rows.journal.incarnation
     self._send(self._partner, PeerFrame(frames.ASK, self.index, incarnation))
 
@@ -189,18 +208,21 @@ class Pairs(LivePeer):
     self._lock_owner = owner
     if owner != self.index:
       self._send(owner, self.rows.put(0, frames.GRANT))
-    elif self._granted is None:
-      self._ask()
+    # With a GRANT (the partner has the lower index) `_step` completes the
+    # exchange next.
+    elif self._grant is None:
+      self._send_ask()
 
-  def _exchange(self) -> None:
+  def _complete_exchange(self, grant: PeerFrame) -> None:
     """Completes the exchange that this peer has initiated, and ends its job."""
-    granted, partner = self._granted, self._partner
-    self._send(partner, self.rows.put(0, frames.ANSWER))
-    self.rows.mix(0, [granted])
-    self._partner = self._granted = self._lock_owner = None
-    self._end_job()
+    # Put before mix: the partner gets the parameters as they were when it put
+    # its own, so both mix the same two.
+    self._send(grant.sender, self.rows.put(0, frames.ANSWER))
+    self.rows.mix(0, [grant])
+    self._partner = self._grant = self._lock_owner = None
+    self._count_job()
 
-  def _end_job(self):
-    if self._receive():
+  def _count_job(self) -> None:
+    """Ends the open job, and counts it if its message was finite."""
+    if self._end_job():
       self.rounds += 1
-    return True

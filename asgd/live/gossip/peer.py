@@ -38,7 +38,11 @@ class PeerStatus(NamedTuple):
 
 @dataclasses.dataclass
 class Loans:
-  """The loans that a peer must adopt before its next step."""
+  """The loans that a peer must adopt before its next step.
+
+  A newcomer adopts a loan of each lender. If the rule has newcomers lend, too
+  (`rule.introduces`), each lender then adopts the newcomer's loan.
+  """
 
   is_new: bool  # whether the peer is a newcomer without an adopted loan
   lenders: list[int]  # in the order of adoption
@@ -80,9 +84,10 @@ class LivePeer:
     self._outboxes: dict[int, Outbox] = {}  # of the peers that are alive
     self._inbox = Inbox()
     self._loans = Loans(False, [], {})
-    self._work: ComputedJob | None = None  # result of the open job
-    self._began: float | None = None  # time when the open job began
-    self._free = inside.clock()  # when the last span ended
+    # A job is open from its SEND row to its RECEIVE or REJECT row.
+    self._job_start: float | None = None  # time; None: no job is open
+    self._result: ComputedJob | None = None  # None until it is computed
+    self._span_end = inside.clock()  # time when the last span ended
     self._ended: Future[str] = Future()  # result of `run`
 
   @property
@@ -120,36 +125,37 @@ class LivePeer:
       HostExited: if this peer has ended.
     """
 
-    def take():
-      for frame in self._inbox.new(sender, incarnation, first, batch):
+    def accept_new() -> int:
+      for frame in self._inbox.take_new(sender, incarnation, first, batch):
         self._accept(frame)
-      return self._inbox.confirmed(sender, incarnation)
+      return self._inbox.expected(sender, incarnation)
 
-    return self._handle(take)
+    return self._handle(accept_new)
 
   def delivered(self, outbox: Outbox, call: Future[int]) -> None:
     """Handles the end of a call of `deliver`, or the loss of its
     connection."""
 
-    def take():
+    def confirm_or_retry() -> None:
       outbox.busy = False
       try:
         outbox.confirm(call.result())
-      # Retry: the driver calls `peer_exited` if the neighbour has exited.
+      # The neighbour may be alive: only the driver knows. If it has exited, the
+      # driver calls `peer_exited`, which ends the retries.
       except HostExited:
         self._flush(outbox, wait=AGAIN)
       else:
         self._flush(outbox)
 
-    self._handle(take)
+    self._handle(confirm_or_retry)
 
-  def computed(self, work: Future[ComputedJob]) -> None:
+  def computed(self, result: Future[ComputedJob]) -> None:
     """Handles the end of a job's computation; an error of it ends the peer."""
 
-    def take():
-      self._work = work.result()
+    def store_result() -> None:
+      self._result = result.result()
 
-    self._handle(take)
+    self._handle(store_result)
 
   def _handle(self, call: Callable[[], Any]) -> Any:
     """Makes a call, then does all possible steps; an error ends the peer."""
@@ -161,6 +167,7 @@ class LivePeer:
     except Exception as error:
       error.add_note(f"in peer {self.index}")
       self._ended.set_exception(error)
+      # The caller may be a neighbour, which the error does not concern.
       raise HostExited(PEER, self.index) from error
     return answer
 
@@ -168,10 +175,14 @@ class LivePeer:
 
   def meet(self, others: Mapping[int, Neighbour]) -> None:
     """Sets the peers that are alive; all of them are before the same round."""
-    self._outboxes = {peer: self._open(other) for peer, other in others.items()}
-    self._outboxes.pop(self.index, None)
+    self._outboxes = {
+      peer: self._make_outbox(other)
+      for peer, other in others.items()
+      if peer != self.index
+    }
 
-  def _open(self, other):
+  def _make_outbox(self, other: Neighbour) -> Outbox:
+    """Returns an outbox for another peer, with the delays of the network."""
     return Outbox(other._replace(host=self._inside.link(other.host)))
 
   def join(
@@ -186,14 +197,15 @@ class LivePeer:
   def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Adds a newcomer before a round. With `lend` this peer lends to it, and
     adopts the newcomer's loan, if the rule has one, before its next step."""
-    self._outboxes[peer] = self._open(newcomer)
+    self._outboxes[peer] = self._make_outbox(newcomer)
     if lend:
       self._send(peer, self.rows.lend(peer))
-      if self._introduces:
+      if self._newcomers_lend:
         self._loans.lenders.append(peer)
 
   @property
-  def _introduces(self):
+  def _newcomers_lend(self) -> bool:
+    """Whether a newcomer lends to its lenders."""
     return self.duty.gossip.rule.introduces
 
   def peer_exited(self, peer: int) -> None:
@@ -207,14 +219,15 @@ class LivePeer:
   def status(self) -> PeerStatus:
     """Returns the status of the peer."""
     busy = None
-    if self._work is None and self._began is not None:
-      busy = self._inside.clock() - self._began
+    # A computed job may wait for neighbours, which is not this peer's delay.
+    if self._result is None and self._job_start is not None:
+      busy = self._inside.clock() - self._job_start
     return PeerStatus(self.quiet, self.rounds, busy)
 
   @property
   def quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised."""
-    return self._began is None and not self._loans.lenders
+    return self._job_start is None and not self._loans.lenders
 
   def view(self) -> View:
     """Returns the peer's present parameters."""
@@ -241,21 +254,21 @@ class LivePeer:
   def _flush(self, outbox: Outbox, wait: float = 0.0) -> None:
     """Sends the frames that a neighbour has not acknowledged, unless a call is
     open."""
-    # An outbox of an incarnation that has exited is no longer in use.
-    alive = any(outbox is each for each in self._outboxes.values())
+    # The outbox of an incarnation that has exited is no longer in the dict.
+    alive = any(outbox is other for other in self._outboxes.values())
     first, batch = outbox.batch()
     if outbox.busy or not batch or not alive:
       return
     outbox.busy = True
-    index, incarnation = self.index, self.rows.journal.incarnation
+    sender = self.index, self.rows.journal.incarnation
 
-    def send():
+    # Runs in another thread: it reads only the values captured above.
+    def deliver() -> int:
       if wait:
         self._inside.wait(wait)
-      call = outbox.host.call("deliver", index, incarnation, first, batch)
-      return call.result()
+      return outbox.host.call("deliver", *sender, first, batch).result()
 
-    self._inside.later(send, "delivered", outbox)
+    self._inside.later(deliver, "delivered", outbox)
 
   def _accept(self, frame: PeerFrame) -> None:
     """Processes a frame, unless its sender's incarnation has exited."""
@@ -286,61 +299,64 @@ class LivePeer:
     """Adopts all loans, in the order of lenders, once those of all lenders
     alive have arrived."""
     loans, alive = self._loans, self.incarnations
+    # [1] Wait for all loans; a lender that has exited may have sent its own.
     lenders = [j for j in loans.lenders if j in alive or j in loans.frames]
     if any(j not in loans.frames for j in lenders):
       return
     if loans.is_new and not lenders:
       self._ended.set_result(ALONE)
+    # [2] Adopt them. A newcomer's first loan replaces its parameters.
     for k, j in enumerate(lenders):
-      first = loans.is_new and not k
-      self.rows.adopt(loans.frames.pop(j), first=first)
-    if loans.is_new and self._introduces:
+      is_first = loans.is_new and not k
+      self.rows.adopt(loans.frames.pop(j), first=is_first)
+    # [3] A newcomer lends in turn, now that it has parameters of the run.
+    if loans.is_new and self._newcomers_lend:
       for j in lenders:
         self._send(j, self.rows.lend(j))
     loans.is_new, loans.lenders = False, []
 
   # Jobs.
 
-  def _begin(self, number: int) -> None:
+  def _begin_job(self, number: int) -> None:
     """Begins the job of a number, without computing it."""
     self.rows.send(number)
-    self._began = self._inside.clock()
+    self._job_start = self._inside.clock()
 
-  def _compute(self) -> None:
-    """Computes the open job in another thread, which sets `_work` at its
-    end."""
+  def _compute_job(self) -> None:
+    """Computes the open job in another thread; `computed` then stores the
+    result."""
     assert self.rows.job is not None
-    self._work = None
+    self._result = None
     seq, number, _ = self.rows.job
     faults, peer, inside = self._faults, self.index, self._inside
 
-    def compute():
+    def compute() -> ComputedJob:
       faults.before_work(peer, seq)
-      began = inside.clock()
-      self._span(Span("fetch", self._free, began, seq, number))
-      work = self.rows.work()
-      message = faults.message(peer, seq, work.message)
-      if message is not work.message:
-        work = work._replace(message=message, finite=False)
+      start = inside.clock()
+      self._span(Span("fetch", self._span_end, start, seq, number))
+      result = self.rows.work()
+      message = faults.message(peer, seq, result.message)
+      if message is not result.message:  # a fault has made it not finite
+        result = result._replace(message=message, finite=False)
       factor = pace.factor_of(self.duty.slowdown, peer)
-      pace.slow_down(factor, began, clock=inside.clock, wait=inside.wait)
-      self._free = inside.clock()
-      self._span(Span("compute", began, self._free, seq, number))
-      return work
+      pace.slow_down(factor, start, clock=inside.clock, wait=inside.wait)
+      self._span_end = inside.clock()
+      self._span(Span("compute", start, self._span_end, seq, number))
+      return result
 
     inside.later(compute, "computed")
 
-  def _receive(self) -> bool:
+  def _end_job(self) -> bool:
     """Ends the open job. Returns False, and ends the peer, if its message is
     not finite."""
-    assert self._work is not None and self.rows.job is not None
-    work, self._work, self._began = self._work, None, None
-    began, self._free = self._free, self._inside.clock()
+    assert self._result is not None and self.rows.job is not None
+    result, self._result, self._job_start = self._result, None, None
+    start, self._span_end = self._span_end, self._inside.clock()
     seq, number, _ = self.rows.job
-    self._span(Span("push", began, self._free, seq, number))
-    if not work.finite:
+    self._span(Span("push", start, self._span_end, seq, number))
+    if not result.finite:
       self.rows.reject()
       self._ended.set_result(REJECTED)
       return False
-    self.rows.receive(work)
+    self.rows.receive(result)
     return True

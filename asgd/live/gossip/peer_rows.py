@@ -28,10 +28,11 @@ class PeerDuty(NamedTuple):
   peer: gossip.Peer
   worker: base.Worker
   params: base.Params  # first parameters of all peers, NumPy arrays
-  batch: Callable[[int, int], base.Batch]
-  root: jax.Array  # key
+  batch: Callable[[int, int], base.Batch]  # (peer, job number) -> its batch
+  root: jax.Array  # key of the run, not consumed
   wire: Wire
-  keep_at: frozenset[int] = frozenset()  # rounds; their parameters are kept
+  # Counts of ended rounds, at which a peer keeps its parameters for evaluation.
+  keep_at: frozenset[int] = frozenset()
   slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
 
   @property
@@ -50,9 +51,12 @@ class PeerDuty(NamedTuple):
 
   def warm_up_all(self) -> None:
     """Compiles the functions of all peers, for peers that share a process."""
-    # A program depends on the number of senders, so one peer for each.
-    counts = enumerate(self.neighbour_counts)
-    for peer in {frozenset(each): peer for peer, each in counts}.values():
+    # A program depends on the number of senders alone: one peer stands for all
+    # that have the same numbers.
+    peers: dict[frozenset[int], int] = {}
+    for peer, counts in enumerate(self.neighbour_counts):
+      peers[frozenset(counts)] = peer
+    for peer in peers.values():
       self.warm_up(peer)
 
   def warm_up(self, index: int) -> None:
@@ -69,6 +73,7 @@ class PeerDuty(NamedTuple):
     state, _ = steps.receive(state, job, message, metrics.loss)
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
+    # `mix` gets codes as the wire delivers them: NumPy arrays or JAX arrays.
     code = self.wire.unpack(self.wire.pack(code))
     for count in self.neighbour_counts[index]:
       weights, slots = np.zeros(count), np.zeros(count, np.int32)
@@ -113,14 +118,16 @@ class PeerJournal(WorkerJournal):
     """Counts a row, which was read from the file or written."""
     super()._note(event)
     self.puts += event.action in PUTS
-    self.incarnation += event.action == base.LEAVE
     self.begun += event.action in STARTS
+    # The rows that follow LEAVE are those of the next incarnation.
     if event.action == base.LEAVE:
+      self.incarnation += 1
       self.begun = 0
 
   def record(self, row: simulator.PeerRow) -> None:
     """Appends the record of a received job."""
-    self._sink.append(simulator.peer_records(*([each] for each in row)))
+    message, observation, norms = row
+    self._sink.append(simulator.peer_records([message], [observation], [norms]))
 
 
 class PeerRows:
@@ -148,9 +155,11 @@ class PeerRows:
     self._peer = simulator.OnePeer(
       index, duty.gossip, duty.steps, duty.root, start
     )
-    self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
+    # (seq, number, job) of the open job.
+    self.job: tuple[int, int, gossip.Job] | None = None
 
-  # Jobs.
+  # Jobs. Each method writes its row before it changes the state: after a kill
+  # the journal has every step that another peer may have seen.
 
   def send(self, number: int) -> None:
     """Starts the job of a number."""
@@ -164,16 +173,18 @@ class PeerRows:
     assert self.job is not None
     _, number, job = self.job
     batch = self.duty.batch(self.index, number)
-    outcome = self._peer.work(job, batch, number)
-    return ComputedJob(*outcome, is_finite(*simulator.fetch(outcome[1:])))
+    state, message, loss = self._peer.work(job, batch, number)
+    finite = is_finite(*simulator.fetch((message, loss)))
+    return ComputedJob(state, message, loss, finite)
 
-  def receive(self, work: ComputedJob) -> None:
+  def receive(self, result: ComputedJob) -> None:
     """Ends the open job with its result."""
     assert self.job is not None
     seq, number, job = self.job
-    loss = float(work.loss)
+    loss = float(result.loss)
     event = self.journal.write(seq, number, base.RECEIVE, loss=loss)
-    self.journal.record(self._peer.receive(event, job, work[:-1]))
+    outcome = result.state, result.message, result.loss
+    self.journal.record(self._peer.receive(event, job, outcome))
     self.job = None
 
   def reject(self) -> None:
@@ -186,13 +197,14 @@ class PeerRows:
 
   def _frame(self, kind: str, event: Event, content: Any) -> PeerFrame:
     """Returns a frame with the content of a row, and counts its bytes."""
-    loan = kind == frames.LOAN
-    measure = simulator.array_bytes if loan else self.duty.wire.measure
+    is_loan = kind == frames.LOAN
+    # A loan is a tree of arrays, a code whatever the wire has packed.
+    measure = simulator.array_bytes if is_loan else self.duty.wire.measure
     size = measure(content)
-    self._peer.bytes_up += size
+    self._peer.bytes_up += size  # once, however many peers receive it
 
     sender = self.index, self.journal.incarnation
-    round = 0 if loan else event.job
+    round = 0 if is_loan else event.job
     return PeerFrame(kind, *sender, event.seq, round, content, size)
 
   def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
@@ -205,10 +217,12 @@ class PeerRows:
     """Takes messages and mixes them, in the given order."""
     taken = []
     for frame in messages:
-      size, code = frame.nbytes, self.duty.wire.unpack(frame.content)
-      self.journal.write(frame.seq, frame.sender, base.TAKE, message=size)
+      code = self.duty.wire.unpack(frame.content)
+      self.journal.write(
+        frame.seq, frame.sender, base.TAKE, message=frame.nbytes
+      )
       taken.append(simulator.Taken(frame.sender, frame.round, code))
-      self._peer.bytes_down += size
+      self._peer.bytes_down += frame.nbytes
     self.journal.write(NO_SEQ, round, base.MIX)
     self._peer.mix(taken)
 

@@ -27,17 +27,18 @@ class Rounds(LivePeer):
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, **options)
     self._phase = _IDLE
-    # (sender, number) -> received message, of this and the last rounds.
+    # (sender, number) -> received message, of this and the last rounds. Mixed
+    # messages stay here for a while, in case the driver has to forward them.
     self._messages: dict[tuple[int, int], PeerFrame] = {}
     # Sender -> number of its first message for this peer; absent: 0.
     self._first: dict[int, int] = {}
     # Lost senders: only forwarded messages of them still count.
     self._lost_senders: set[int] = set()
-    self.kept: dict[int, View] = {}  # by number of rounds ended
+    self._kept_views: dict[int, View] = {}  # by number of rounds ended
 
-  @property
-  def _senders(self):
-    return self.duty.gossip.topology.neighbours
+  def _senders(self, number: int) -> list[int]:
+    """Returns the peers whose message of a number this peer mixes."""
+    return self.duty.gossip.topology.neighbours(self.index, number)
 
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
@@ -58,13 +59,14 @@ class Rounds(LivePeer):
       public parameters: the messages would be added to those.
     """
     super().present(peer, newcomer, lend)
-    self._first[peer] = first = self._next_put
-    old = 0 if lend and self._introduces else first
+    self._first[peer] = next_put = self._next_put
+    others = self.incarnations.keys() - {peer}
+    # Messages of the predecessor below this number stay.
+    end = 0 if lend and self._newcomers_lend else next_put
     self._messages = {
       (sender, number): frame
       for (sender, number), frame in self._messages.items()
-      if number < (old if sender == peer else first)
-      or sender in self.incarnations.keys() - {peer}
+      if sender in others or number < (end if sender == peer else next_put)
     }
 
   def halt(self) -> int:
@@ -81,28 +83,31 @@ class Rounds(LivePeer):
       super().quiet
       and self._phase == _IDLE
       and self.rounds >= self.limit
-      and not any(map(self._missing, self._to_come))
+      and not any(map(self._is_missing, self._unmixed))
     )
 
   @property
   def _next_put(self) -> int:
     """The number of the next message to put; valid between two rounds."""
+    # ceil(rounds / every): message m is put in round m every.
     return -(-self.rounds // self.duty.gossip.every)
 
   @property
-  def _to_come(self) -> range:
+  def _unmixed(self) -> range:
     """The numbers of messages that were put and not mixed, between two
     rounds."""
+    # Message m is mixed at the end of round m every + every - 1, so this is
+    # empty or one number.
     return range(self.rounds // self.duty.gossip.every, self._next_put)
 
-  def _missing(self, number: int) -> bool:
-    """Whether the message of some neighbour alive has not arrived, for a
-    number."""
+  def _is_missing(self, number: int) -> bool:
+    """Returns whether a message of this number has not arrived from a neighbour
+    that is alive."""
     return any(
       peer in self.incarnations
       and number >= self._first.get(peer, 0)
       and (peer, number) not in self._messages
-      for peer in self._senders(self.index, number)
+      for peer in self._senders(number)
     )
 
   def peer_exited(self, peer: int) -> None:
@@ -110,41 +115,42 @@ class Rounds(LivePeer):
     super().peer_exited(peer)
     self._lost_senders.discard(peer)
 
-  def _receive_frame(self, frame):
+  def _receive_frame(self, frame: PeerFrame) -> None:
+    """Stores a message, unless the driver has already collected its sender's
+    messages: others will not get this one."""
     if frame.sender not in self._lost_senders:
       self.take_over(frame)
 
-  def _send_all(self) -> None:
+  def _broadcast(self) -> None:
     """Puts a message and sends it to all receivers, if the round has one."""
-    how = self.duty.gossip
-    number, rest = divmod(self.rounds, how.every)
-    if rest:
+    number, rounds_since_put = divmod(self.rounds, self.duty.gossip.every)
+    if rounds_since_put:
       return
-    frame, topology = self.rows.put(number), how.topology
-    links = topology.links[number % topology.period]
+    frame, topology = self.rows.put(number), self.duty.gossip.topology
+    links = topology.links[number % topology.period]  # bool[receiver, sender]
     for peer in self.incarnations:
       if links[peer, self.index]:
         self._send(peer, frame)
 
   def _step(self) -> bool:
     """Begins a round, ends its job, or ends the round."""
-    how = self.duty.gossip
+    settings = self.duty.gossip
     # [1] Begin a round: its job and, with `put_first`, its message.
     if self._phase == _IDLE:
       if self.rounds >= self.limit:
         return False
-      self._begin(self.rounds * how.topology.workers + self.index)
-      if how.put_first:
-        self._send_all()
-      self._compute()
+      self._begin_job(self.rounds * settings.topology.workers + self.index)
+      if settings.put_first:
+        self._broadcast()
+      self._compute_job()
       self._phase = _COMPUTING
     # [2] End the job, and put the message.
     elif self._phase == _COMPUTING:
-      if self._work is None:
+      if self._result is None:
         return False
-      if self._receive():
-        if not how.put_first:
-          self._send_all()
+      if self._end_job():
+        if not settings.put_first:
+          self._broadcast()
         self._phase = _WAITING
     # [3] Mix the messages of the round once they have arrived.
     else:
@@ -154,22 +160,22 @@ class Rounds(LivePeer):
   def _end_round(self) -> bool:
     """Ends a round, after mixing if messages are due. Returns False if a due
     message has not arrived."""
-    number, rest = divmod(self.rounds + 1, self.duty.gossip.every)
-    if not rest:
-      number -= 1
-      if self._missing(number):
+    number, rounds_since_mix = divmod(self.rounds + 1, self.duty.gossip.every)
+    if not rounds_since_mix:
+      number -= 1  # the message that was put `every` - 1 rounds ago
+      if self._is_missing(number):
         return False
-      peers = self._senders(self.index, number)
+      peers = self._senders(number)
       due = [self._messages.get((peer, number)) for peer in peers]
       self.rows.mix(number, [frame for frame in due if frame])
     self.rounds += 1
     self._phase = _IDLE
     if self.rounds in self.duty.keep_at:
-      self.kept[self.rounds] = self.view()
-    self._forget()
+      self._kept_views[self.rounds] = self.view()
+    self._drop_old_messages()
     return True
 
-  def _forget(self) -> None:
+  def _drop_old_messages(self) -> None:
     """Drops messages that no neighbour can lack any more, so that they need
     not be forwarded if their sender exits."""
     oldest = self.rounds // self.duty.gossip.every - 2
@@ -179,8 +185,11 @@ class Rounds(LivePeer):
   def take_kept(self, rounds: int) -> View | None:
     """Returns the view that was kept after `rounds` rounds, or None. Drops it
     and all earlier ones."""
-    view = self.kept.get(rounds)
-    self.kept = {k: v for k, v in self.kept.items() if k > rounds}
+    view = self._kept_views.get(rounds)
+    # The driver asks for rounds in increasing order.
+    self._kept_views = {
+      k: view for k, view in self._kept_views.items() if k > rounds
+    }
     return view
 
   # The driver forwards a lost peer's messages to all its receivers.
@@ -205,13 +214,14 @@ class Rounds(LivePeer):
     and not mixed."""
     tree, notes = super().image()
     unpack = self.duty.wire.unpack
-    waiting = {
+    # Keys are text, as `notes` is written as JSON.
+    unmixed = {
       f"{sender},{number}": frame
       for (sender, number), frame in self._messages.items()
-      if number in self._to_come
+      if number in self._unmixed
     }
-    tree["codes"] = {k: unpack(f.content) for k, f in waiting.items()}
-    notes["codes"] = {k: [f.seq, f.nbytes] for k, f in waiting.items()}
+    tree["codes"] = {k: unpack(f.content) for k, f in unmixed.items()}
+    notes["codes"] = {k: [f.seq, f.nbytes] for k, f in unmixed.items()}
     notes["first"] = list(self._first.items())
     return tree, notes
 
@@ -220,9 +230,15 @@ class Rounds(LivePeer):
     super().restore(tree, notes)
     self._first = dict(map(tuple, notes["first"]))
     pack = self.duty.wire.pack
-    for key, (seq, size) in notes["codes"].items():
+    for key, (seq, nbytes) in notes["codes"].items():
       sender, number = map(int, key.split(","))
-      content = pack(tree["codes"][key])
+      # Nothing reads the incarnation of a stored frame.
       self._messages[sender, number] = PeerFrame(
-        frames.MESSAGE, sender, 0, seq, number, content, size
+        frames.MESSAGE,
+        sender,
+        incarnation=0,
+        seq=seq,
+        round=number,
+        content=pack(tree["codes"][key]),
+        nbytes=nbytes,
       )

@@ -70,7 +70,7 @@ def test_a_refused_job_is_for_others_once_its_peer_has_left(tmp_path):
     *((base.SEND, 1, 7), (base.REJECT, 1, 7)),
   )
   assert files.numbers_of(out.events()) == [4, 7]
-  assert files.leave(tmp_path, 0, 0, now=9.0) == (2, [7])
+  assert files.write_leave(tmp_path, 0, 0, now=9.0) == (2, [7])
   events = read_journal(journal_path(tmp_path, 0))
   assert events[-1].action == base.LEAVE  # it was not lost as well
   assert len(events) == 5

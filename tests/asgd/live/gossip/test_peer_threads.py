@@ -272,9 +272,10 @@ def test_what_goes_wrong_in_a_peer_is_raised(tmp_path):
 def test_who_leaves_is_written_once(tmp_path):
   journal, _ = files.open_files(tmp_path, 0)
   journal.append(Event(1.0, 0, 0, 7, base.SEND))
-  assert files.leave(tmp_path, 0, 0, now=0.5) == (1, [7])
-  assert files.leave(tmp_path, 0, 0, now=2.0) == (1, [7])
-  assert files.leave(tmp_path, 0, 1, now=3.0) == (0, [])  # it had not joined
+  assert files.write_leave(tmp_path, 0, 0, now=0.5) == (1, [7])
+  assert files.write_leave(tmp_path, 0, 0, now=2.0) == (1, [7])
+  # The next incarnation had not joined.
+  assert files.write_leave(tmp_path, 0, 1, now=3.0) == (0, [])
   rows = [event.format() for event in files.read_journal(
     files.journal_path(tmp_path, 0))]
   assert rows == ["1.0,0,0,7,send", "1.0,0,0,7,lost", "1.0,0,-1,0,leave"]
@@ -306,6 +307,6 @@ def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
   peers._ask = lambda name: {
     peer: PeerStatus(False, 3, seconds) for peer, seconds in busy.items()
   }
-  peers._look()
+  peers._all_quiet()
   assert hosts.exited() == [(PEER, 2)]
   peers.close()
