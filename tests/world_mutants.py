@@ -56,28 +56,28 @@ def _push_without_log(self, request, data):
   if request.kind == "push":
     self._shard.apply(request)
   else:
-    _do(self, request, data)
+    _execute(self, request, data)
 
 
-_do = table_shard.ShardHost._do
+_execute = table_shard.ShardHost._execute
 
 
 def _wait_for_all(self):
-  for shard, data in self._asks.items():
-    if shard not in self._asked:
-      self._asked[shard] = self._shards[shard].call("handle", data)
+  for shard, data in self._requests.items():
+    if shard not in self._calls:
+      self._calls[shard] = self._shards[shard].call("handle", data)
   gone = None
-  for call in self._asked.values():
+  for call in self._calls.values():
     try:
       call.result()
     except HostExited as error:
       gone = error
   if gone is not None:
     raise gone
-  return _answer(self)
+  return _await_replies(self)
 
 
-_answer = table_worker.WorkerHost._answer
+_await_replies = table_worker.WorkerHost._await_replies
 
 # Sandblaster.
 
@@ -184,21 +184,21 @@ NO_MESSAGE = Mutant("no last message", 59, files.LastMessage, write=_nothing)
 FOUND = {
   "tables": [
     Mutant("an image has its log", 14, live_store.Log, replace=_nothing),
-    Mutant("memory of later", 5, _SHARD, _forget_memory=_nothing),
+    Mutant("memory of later", 5, _SHARD, _remove_memory=_nothing),
     Mutant("a pause has no end", 23, _TABLES, resume=_nothing),
     Mutant(
       *("a request is done twice", 10, TableShard),
       is_done=lambda self, request: False,
     ),
-    Mutant("row before request", 49, _SHARD, _do=_row_before_request),
-    Mutant("answered, not logged", 0, _SHARD, _do=_push_without_log),
+    Mutant("row before request", 49, _SHARD, _execute=_row_before_request),
+    Mutant("answered, not logged", 0, _SHARD, _execute=_push_without_log),
     NO_MESSAGE,
-    Mutant("waits for a restart", 7, _TABLES, _call_again=_nothing),
-    Mutant("jobs of the dead are open", 1, files, leave=_nothing),
-    Mutant("nobody is woken", 2, _SHARD, _wake=_nothing),
+    Mutant("waits for a restart", 7, _TABLES, _retry_run=_nothing),
+    Mutant("jobs of the dead are open", 1, files, write_leave=_nothing),
+    Mutant("nobody is woken", 2, _SHARD, _answer_waiting=_nothing),
     Mutant(
       *("a lost shard is left for later", 9049, table_worker.WorkerHost),
-      _answer=_wait_for_all,
+      _await_replies=_wait_for_all,
     ),
     Mutant("rows of a predecessor", 4698, replay, _deliver_rows=_nothing),
   ],

@@ -333,7 +333,7 @@ class LiveTableEngine(live_engine.LiveEngine):
       **columns,
       "seconds": float(records.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
-      "done_again": files.done_again(self._folder, plan.workers),
+      "done_again": files.count_repeated_jobs(self._folder, plan.workers),
       "missed": self.total - len(records.loss),
       "took_part": len(np.unique(records.worker)),
     }

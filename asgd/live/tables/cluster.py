@@ -51,16 +51,16 @@ class Makers(NamedTuple):
   worker: Callable[[int, Mapping[int, Host], bytes | None], Make]
 
 
-class _Standing(NamedTuple):
+class _WorkerState(NamedTuple):
   """The state of a worker: at work, or the result of its last call of `run`."""
 
-  how: str = _WORKS
+  result: str = _WORKS
   shard: int = 0  # if LOST: the shard that the worker could not reach
 
   @property
   def idle(self) -> bool:
     """Whether the worker does nothing until it is called."""
-    return self.how in (ENDED, HALTED, RESTS)
+    return self.result in (ENDED, HALTED, RESTS)
 
 
 class TableCluster(Cluster):
@@ -93,7 +93,8 @@ class TableCluster(Cluster):
     self._makers, self._run, self._refill = makers, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
     super().__init__(Supervisor(hosts, self._counts, ladder))
-    self._standing: dict[int, _Standing] = {}  # of each worker alive
+    self._states: dict[int, _WorkerState] = {}  # of each worker alive
+    # Jobs after which each worker halts for a pause; None: no pause.
     self._limit: int | None = None
 
   # A run.
@@ -107,12 +108,12 @@ class TableCluster(Cluster):
       shards.append(self._supervisor.start(SHARD, index, make))
     self._supervisor.await_made(shards)
     for worker in range(self._counts[WORKER]):
-      packed = images.workers.get(worker) if images else None
-      if images and packed is None and not self._refill:
+      worker_image = images.workers.get(worker) if images else None
+      if images and worker_image is None and not self._refill:
         continue  # the worker had left before the images were made
-      self._add(worker, packed and packed[2])
+      self._start_worker(worker, worker_image and worker_image[2])
 
-  def _add(self, worker: int, image: bytes | None = None) -> None:
+  def _start_worker(self, worker: int, image: bytes | None = None) -> None:
     """Starts a worker, and calls its `run`."""
     shards = self._supervisor.parties[SHARD].items()
     hosts = {index: party.host for index, party in shards}
@@ -128,16 +129,17 @@ class TableCluster(Cluster):
     """Calls a worker's `run`, with the hosts of shards that were restarted, and
     with the new ranges if the worker rests."""
     party.run = party.host.call("run", self._limit, dict(restarted), ranges)
-    self._standing[party.index] = _Standing()
+    self._states[party.index] = _WorkerState()
 
   @property
   def finished(self) -> bool:
     """Whether all jobs of the workers alive are done."""
     return self._all_are(ENDED)
 
-  def _all_are(self, how: str) -> bool:
-    standings = self._standing.values()
-    return bool(standings) and all(each.how == how for each in standings)
+  def _all_are(self, result: str) -> bool:
+    """Whether `run` of each worker alive has returned this result."""
+    results = {state.result for state in self._states.values()}
+    return results == {result}
 
   def check(self, received: int) -> list[str]:
     """Restarts shards and workers that have exited, ends workers that hang, and
@@ -151,11 +153,11 @@ class TableCluster(Cluster):
       NotFinite, WorkersDie, ShardsDie: if replacing processes would not help.
     """
     self._supervisor.progressed(received)
-    self._look()
+    self._handle_events()
     return self._supervisor.take_news()
 
-  def _look(self) -> None:
-    """Handles exits and results of shards and workers, as `check`."""
+  def _handle_events(self) -> None:
+    """Handles exits and results of shards and workers. Raises as `check`."""
     supervisor = self._supervisor
 
     # [1] Shards first: workers cannot continue without them.
@@ -168,11 +170,11 @@ class TableCluster(Cluster):
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():
         answer, party.run = answer_of(party.run), None
-        self._ended(party, answer)
+        self._handle_return(party, answer)
       elif party in lost:
         self._handle_exit(party, "died")
-      elif self._standing[party.index].how == LOST:
-        self._call_again(party)
+      elif self._states[party.index].result == LOST:
+        self._retry_run(party)
 
     # [3] Workers that hang; then ranges, once all workers rest.
     self._end_hanging()
@@ -191,26 +193,28 @@ class TableCluster(Cluster):
     if self._limit is not None and not index:
       self._ask("allow", self._limit, among=[0])
 
-  def _ended(
+  def _handle_return(
     self, party: Party, answer: tuple[tuple[str, int]] | None
   ) -> None:
-    """Handles the end of a worker's `run`; without an answer the worker has
+    """Handles the return of a worker's `run`; without an answer the worker has
     exited."""
-    standing = _Standing(*answer[0]) if answer else _Standing("died")
-    if standing.how == LOST:
-      self._standing[party.index] = standing
-      self._call_again(party)
-    elif standing.idle:
-      self._standing[party.index] = standing
-      if self._limit is None and standing.how == HALTED:
+    state = _WorkerState(*answer[0]) if answer else _WorkerState("died")
+    if state.result == LOST:
+      self._states[party.index] = state
+      self._retry_run(party)
+    elif state.idle:
+      self._states[party.index] = state
+      if self._limit is None and state.result == HALTED:
         self._call_run(party)  # the pause has ended meanwhile
     else:
-      self._handle_exit(party, standing.how)
+      self._handle_exit(party, state.result)
 
-  def _call_again(self, party: Party) -> None:
-    """Calls `run` of a worker that had lost a shard, if the shard is alive. It
-    may not have been restarted: the connection alone may have failed."""
-    shard = self._standing[party.index].shard
+  def _retry_run(self, party: Party) -> None:
+    """Calls `run` of a worker that had lost a shard, if the shard is alive. The
+    connection alone may have failed, without a restart of the shard."""
+    shard = self._states[party.index].shard
+    # A shard that has exited is restarted by the next `check`, which then tries
+    # this worker, too.
     if any(lost.index == shard for lost in self._supervisor.lost(SHARD)):
       return
     host = self._supervisor.parties[SHARD][shard].host
@@ -221,9 +225,10 @@ class TableCluster(Cluster):
     replaces the worker, or removes it from the shards."""
     supervisor, worker = self._supervisor, party.index
     hosts = supervisor.hosts
+    # Dropped first: an ended process writes no row after its LEAVE.
     supervisor.drop(party)
-    del self._standing[worker]
-    files.leave(self._run, worker, hosts.clock(), hosts.disk)
+    del self._states[worker]
+    files.write_leave(self._run, worker, hosts.clock(), hosts.disk)
     if how == REJECTED:
       supervisor.count_refusal(WORKER, worker)
     # An expelled worker hung for so long that its next incarnation has joined.
@@ -232,12 +237,12 @@ class TableCluster(Cluster):
     supervisor.count_exit(WORKER, worker, how)
     if self._refill:
       supervisor.news.append(f"worker {worker} {how} and is replaced")
-      self._add(worker)
+      self._start_worker(worker)
       return
     supervisor.news.append(
       f"worker {worker} {how}; the run continues without it"
     )
-    if not self._standing:
+    if not self._states:
       raise AllDied(f"all workers have exited; the last was worker {worker}")
     self._ask("leave", worker)
 
@@ -256,7 +261,7 @@ class TableCluster(Cluster):
     statuses = self._ask("status")
     waiting = set().union(*(status.waiting for status in statuses))
     for worker, party in self._supervisor.parties[WORKER].items():
-      # A worker that waits for others at a shard does not hang.
+      # A worker whose request waits at a shard for other workers does not hang.
       idle = party.run is None or worker in waiting
       done = None if idle else statuses[0].done[worker]
       self._supervisor.watch(party, done)
@@ -282,15 +287,16 @@ class TableCluster(Cluster):
     # [1] New cuts from the loads. [2] Each shard gives the rows that move.
     loads = self._ask("load")
     cuts = division.by_load([load for _, load in loads])
-    given = self._ask("give", cuts)
+    handovers = self._ask("give", cuts)
+    # The version makes `move` idempotent: a shard that has it ignores a repeat.
     version = loads[0][0] + 1
     # [3] Each shard takes its ranges. [4] The workers take the cuts.
     for shard in range(self._counts[SHARD]):
-      parts = [each.parts[shard] for each in given if shard in each.parts]
+      parts = [h.parts[shard] for h in handovers if shard in h.parts]
       data = requests.dump_move(version, cuts, parts)
       self._ask("move", data, among=[shard])
     for worker, party in self._supervisor.parties[WORKER].items():
-      rows = [each.rows[worker] for each in given]
+      rows = [handover.rows[worker] for handover in handovers]
       self._call_run(party, ranges=Moved(cuts, rows))
 
   # Pause and checkpoints.
@@ -305,20 +311,22 @@ class TableCluster(Cluster):
     Returns:
       Whether all workers have halted.
     """
+    # Shard 0 alone sets the limit: two shards could set two.
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
     return self._supervisor.rest(self._at_rest, seconds)
 
   def _at_rest(self) -> bool:
-    self._look()  # a shard may exit while the workers halt
-    return all(standing.idle for standing in self._standing.values())
+    """Handles exits; returns whether all workers alive are idle."""
+    self._handle_events()  # a shard may exit while the workers halt
+    return all(state.idle for state in self._states.values())
 
   def resume(self) -> None:
     """Ends a pause."""
     self._limit = None
     self._ask("allow", None, among=[0])
-    for worker, standing in self._standing.items():
-      if standing.how == HALTED:
+    for worker, state in self._states.items():
+      if state.result == HALTED:
         self._call_run(self._supervisor.parties[WORKER][worker])
 
   def images(self) -> Images:
@@ -327,8 +335,10 @@ class TableCluster(Cluster):
     while True:
       shards = self._ask("image")
       workers = self._supervisor.ask(WORKER, "image")
-      if workers.keys() == self._standing.keys():
+      if workers.keys() == self._states.keys():
         return Images(shards, workers)
+      # A worker has exited. Its replacement may send requests before it halts,
+      # so the shards' images are taken again, too.
       self.pause()
 
   def rows(self) -> list[dict[str, np.ndarray]]:
@@ -338,10 +348,11 @@ class TableCluster(Cluster):
   def held(self) -> tuple[int, int]:
     """Returns counts of rows: (held back by filters, dropped by filters), over
     the workers that have finished and are alive."""
-    standings = self._standing.items()
-    ended = [worker for worker, each in standings if each.how == ENDED]
-    both = self._supervisor.ask(WORKER, "held", among=ended).values()
-    return sum(back for back, _ in both), sum(dropped for _, dropped in both)
+    states = self._states.items()
+    ended = [worker for worker, state in states if state.result == ENDED]
+    counts = self._supervisor.ask(WORKER, "held", among=ended).values()
+    held_back = sum(back for back, _ in counts)
+    return held_back, sum(dropped for _, dropped in counts)
 
   def counts(self) -> list[tuple[int, int]]:
     """Returns (messages applied, the slowest clock) of each shard."""

@@ -1,4 +1,4 @@
-"""Files of a run of tables; the room's docstring lists them."""
+"""Files of a run of tables; the docstring of the package lists them."""
 
 import contextlib
 import hashlib
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base
 from asgd.live import store
@@ -37,13 +38,23 @@ _MESSAGE = struct.Struct("<qd")  # before a message: seq and time of its row
 _IMAGE = struct.Struct("<q")  # before an image: rows of the trace
 
 
-class TableRecords(
-  NamedTuple(  # noqa: UP014  fields of base.Records, and one more
-    "TableRecords",
-    [*base.Records.__annotations__.items(), ("reads", np.ndarray)],
-  )
-):
-  """Records of jobs, as columns; `reads` is int[m, BINS]."""
+class TableRecords(NamedTuple):
+  """Records of U jobs: the columns of `base.Records`, and `reads`."""
+
+  update: npt.NDArray[np.int32]  # [U], messages that the first shard applied
+  time: npt.NDArray[np.float64]  # [U]
+  worker: npt.NDArray[np.int32]  # [U]
+  job: npt.NDArray[np.int32]  # [U]
+  staleness: npt.NDArray[np.int32]  # [U], clocks that the oldest row lacked
+  gap: npt.NDArray[np.float32]  # [U], NaN
+  loss: npt.NDArray[np.float32]  # [U]
+  accepted: npt.NDArray[np.bool_]  # [U]
+  message_norm: npt.NDArray[np.float32]  # [U]
+  update_norm: npt.NDArray[np.float32]  # [U]
+  bytes_up: npt.NDArray[np.int64]  # [U]
+  bytes_down: npt.NDArray[np.int64]  # [U]
+  residual_norm: npt.NDArray[np.float32]  # [U]
+  reads: npt.NDArray[np.int64]  # [U, BINS], rows read, by clock differential
 
   @property
   def plain(self) -> base.Records:
@@ -73,11 +84,12 @@ def order_path(run: Path, index: int) -> Path:
 
 def read_divisions(run: Path, first: Division) -> list[Division]:
   """Returns all divisions of the tables of a run, beginning with `first`."""
-  out = [first]
+  divisions = [first]
+  # Every shard has a MOVE row for each division; those of shard 0 suffice.
   for event in read_journal(order_path(run, 0)):
     if event.action == base.MOVE:
-      out.append(out[-1].next(first.cuts_of(event.totals)))
-  return out
+      divisions.append(divisions[-1].next(first.cuts_of(event.totals)))
+  return divisions
 
 
 def rest_seconds(run: Path, workers: int, jobs: int) -> float:
@@ -94,13 +106,14 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
   """
   total = 0.0
   for worker in range(workers):
-    ended: dict[int, float] = {}  # jobs done -> when
+    end_times: dict[int, float] = {}  # jobs done -> time of the last one's end
     for event in read_journal(journal_path(run, worker)):
+      # Job j of the run is of worker j % N, which has done j // N before it.
       done = event.job // workers
       if event.action == base.RECEIVE:
-        ended[done + 1] = event.time
-      elif event.action in STARTS and done % jobs == 0 and done in ended:
-        total += event.time - ended.pop(done)
+        end_times[done + 1] = event.time
+      elif event.action in STARTS and done % jobs == 0 and done in end_times:
+        total += event.time - end_times.pop(done)
   return total / workers
 
 
@@ -112,7 +125,7 @@ def digest(path: Path, rows: int) -> str:
   """
   with path.open("rb") as file:
     if path.suffix == ".csv":
-      data = b"".join(itertools.islice(file, rows + 1))
+      data = b"".join(itertools.islice(file, rows + 1))  # 1 for the header
     else:
       data = file.read(rows * JOB_RECORD.itemsize)
   return hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -167,9 +180,9 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
   return list(begun.values())
 
 
-def done_again(run: Path, workers: int) -> int:
-  """Returns how many jobs were computed more than once: the lost jobs without a
-  saved message (a row that resumes a saved message has no `totals`)."""
+def count_repeated_jobs(run: Path, workers: int) -> int:
+  """Returns how many jobs were computed more than once: the lost and rejected
+  jobs, less those whose saved message was sent again."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):
@@ -179,12 +192,20 @@ def done_again(run: Path, workers: int) -> int:
   return count
 
 
-def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
-  """Writes LOST for each open job of a worker that has exited, and LEAVE."""
+def write_leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
+  """Writes LOST for each open job of a worker that has exited, and LEAVE.
+
+  Args:
+    run: folder of the run.
+    worker: its index.
+    now: time of the rows in seconds, unless the journal has a later row.
+    disk: writes the rows.
+  """
   journal = FileJournal(journal_path(run, worker), disk=disk)
   events = journal.events()
   # The worker's clock may have been ahead; times of rows do not decrease.
-  now = max([now, *(event.time for event in events[-1:])])
+  if events:
+    now = max(now, events[-1].time)
   for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
   incarnation = count_incarnations(events) - 1
@@ -208,8 +229,8 @@ class LastMessage:
   def _path(self, incarnation: int) -> Path:
     return self._folder / f"{self._name}{incarnation}.message"
 
-  def _saved(self) -> list[int]:
-    """Returns the incarnations that have saved a message."""
+  def _saved_incarnations(self) -> list[int]:
+    """Returns the incarnations that have saved a message, ascending."""
     paths = self._folder.glob(f"{self._name}*.message")
     numbers = (path.stem.removeprefix(self._name) for path in paths)
     return sorted(int(number) for number in numbers if number.isdecimal())
@@ -224,7 +245,9 @@ class LastMessage:
       store.write_body(
         self._path(self._incarnation), head + dump_message(message), self._disk
       )
-      for incarnation in self._saved():
+      # Only now: a kill before this incarnation's first message leaves that of
+      # an earlier one.
+      for incarnation in self._saved_incarnations():
         if incarnation < self._incarnation:
           self._path(incarnation).unlink()
 
@@ -238,7 +261,11 @@ class LastMessage:
     Returns:
       None if there is no message, or if it is damaged or of another run.
     """
-    earlier = [each for each in self._saved() if each < self._incarnation]
+    earlier = [
+      incarnation
+      for incarnation in self._saved_incarnations()
+      if incarnation < self._incarnation
+    ]
     if not earlier:
       return None
     try:
@@ -249,9 +276,10 @@ class LastMessage:
     for event in reversed(events):
       if event.action in STARTS and event.seq == seq:
         # The message may be of an earlier run in this folder, or of this run
-        # before it was rolled back.
-        same = event.time == time
-        return (event, load_message(body[_MESSAGE.size :])) if same else None
+        # before it was rolled back: then its row has another time.
+        if event.time != time:
+          return None
+        return event, load_message(body[_MESSAGE.size :])
     return None
 
 

@@ -40,22 +40,26 @@ class JobJournal(WorkerJournal):
         that is killed is lost.
     """
     self._inside, self._span = inside, span or (lambda *_: None)
-    self._open: list[tuple[int, int]] = []  # (seq, job) begun, not received
-    self._row: Event | None = None  # the row that began the last job
-    opened = files.FILES.open(run, index, inside.disk)
-    super().__init__(index, opened, inside.clock)
-    joined = files.count_incarnations(self._journal.events())
-    self.incarnation = joined - resumes
-    self._last = None
+    # (seq, job) of jobs that have begun, and were not received. With several
+    # jobs in a clock, all of them are received at its end.
+    self._open_jobs: list[tuple[int, int]] = []
+    self._last_start: Event | None = None  # the row that began the last job
+    journal_and_records = files.FILES.open(run, index, inside.disk)
+    super().__init__(index, journal_and_records, inside.clock)
+    # Incarnations count from 0, so this is the next one. The files of a worker
+    # that resumes from an image have its own JOIN row already.
+    incarnations = files.count_incarnations(self._journal.events())
+    self.incarnation = incarnations - resumes
+    self._last_message: files.LastMessage | None = None
     if memory:
-      self._last = files.LastMessage(
+      self._last_message = files.LastMessage(
         memory, index, self.incarnation, inside.disk
       )
 
   @property
   def seq(self) -> int:
     """Sequence number of the job that began last."""
-    return self._open[-1][0]
+    return self._open_jobs[-1][0]
 
   def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
     """Writes a row, as the base class does. A killed worker writes no more."""
@@ -68,24 +72,26 @@ class JobJournal(WorkerJournal):
 
   def begin(self, job: int, action: int, **fields: Any) -> None:
     """Writes the row that begins a job."""
-    self._row = self.write(self.seqs, job, action, **fields)
-    self._open.append((self._row.seq, job))
+    self._last_start = self.write(self.seqs, job, action, **fields)
+    self._open_jobs.append((self._last_start.seq, job))
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
     """Writes the row and record of the first open job, which all shards have
     received. Returns (seq, time)."""
-    seq, job = self._open.pop(0)
+    seq, job = self._open_jobs.pop(0)
     row = self.write(seq, job, base.RECEIVE, loss=record.loss)
+    # The row first: after a kill in between, readers allow a received job
+    # without a record, but no record without a row.
     self._sink.append(files.columns([(row.time, record)]))
     return seq, row.time
 
   def reject(self) -> None:
     """Writes REJECT for the last open job, because its update was not finite,
     and LOST for the others."""
-    for seq, job in self._open:
-      last = (seq, job) == self._open[-1]
-      self.write(seq, job, base.REJECT if last else base.LOST)
-    self._open = []
+    for seq, job in self._open_jobs:
+      is_last = (seq, job) == self._open_jobs[-1]
+      self.write(seq, job, base.REJECT if is_last else base.LOST)
+    self._open_jobs = []
 
   def span(
     self, name: str, start: float, end: float, seq: int, job: int
@@ -97,8 +103,8 @@ class JobJournal(WorkerJournal):
 
   def keep(self, message: ClockMessage) -> None:
     """Saves a message that is about to be sent, if the run has a memory."""
-    if self._last:
-      self._last.write(self._row, message)
+    if self._last_message and self._last_start:
+      self._last_message.write(self._last_start, message)
 
   def saved(self, done: int) -> ClockMessage | None:
     """Returns the saved message of an earlier incarnation.
@@ -111,14 +117,18 @@ class JobJournal(WorkerJournal):
       there is no such message, or all its jobs were received.
     """
     events = self._journal.events()
-    saved = self._last.read(events) if self._last else None
-    if saved is None or saved[1].done != done:
+    if self._last_message is None:
       return None
-    row, message = saved
+    row_and_message = self._last_message.read(events)
+    if row_and_message is None:
+      return None
+    row, message = row_and_message
+    if message.done != done:
+      return None
     received = {e.job for e in events if e.action == base.RECEIVE}
     records = [r for r in message.records if r.job not in received]
     if not records:
       return None
     # Saved again as this incarnation's message, in case it is killed, too.
-    self._last.write(row, message)
+    self._last_message.write(row, message)
     return message._replace(records=records)

@@ -28,12 +28,12 @@ _LEAST_LOG = 2**20  # bytes of the log, below which no image is made
 Rows = list[tuple[int, bytes]]
 
 
-class _Waiting(NamedTuple):
+class _WaitingRequest(NamedTuple):
   """A request that waits for other workers."""
 
   request: Request
-  data: bytes
-  answer: Future[Reply]
+  data: bytes  # the request as it was received, for the log
+  answer: Future[Reply]  # the result of the worker's open call
 
 
 class Status(NamedTuple):
@@ -43,7 +43,7 @@ class Status(NamedTuple):
   waiting: set[int]  # workers with a request that waits for other workers
 
 
-class Given(NamedTuple):
+class Handover(NamedTuple):
   """The rows that a shard gives away when ranges move."""
 
   parts: dict[int, bytes]  # by shard that gets them
@@ -87,14 +87,15 @@ class ShardHost:
     events = self._journal.events()
     self._rows = len(events)
     self._time = events[-1].time if events else 0.0
-    # A run that begins or resumes has no use for an earlier run's memory.
+    # A run that begins, or resumes from a checkpoint, must not read the memory
+    # of an earlier run.
     if image is not None or not events:
-      self._forget_memory()
+      self._remove_memory()
     if image is not None:
       files.write_image(self._folder, image, self._rows, inside.disk)
     self._shard = make()
     self._recover(events)
-    self._waiting: dict[int, _Waiting] = {}  # by worker
+    self._waiting: dict[int, _WaitingRequest] = {}  # by worker
     self._listening: dict[int, Future[Rows]] = {}  # open calls, by worker
     # Worker -> number of rows that were sent to its latest incarnation.
     self._sent: dict[int, int] = {}
@@ -102,7 +103,8 @@ class ShardHost:
 
   # Files that outlive the process.
 
-  def _forget_memory(self):
+  def _remove_memory(self) -> None:
+    """Removes the log and the image, also one that a kill left half written."""
     for name in ("messages", "snapshots", "snapshots.tmp"):
       (self._folder / name).unlink(missing_ok=True)
 
@@ -112,12 +114,15 @@ class ShardHost:
     A logged request without a trace row was never answered: it is ignored, and
     its worker sends it again.
     """
+    # [1] The image, which covers the first `rows` rows of the trace.
     image = files.read_image(self._folder)
     rows, self._image_size = 0, 0
     if image is not None:
-      rows, data = image
-      self._shard.unpack(wire.load(data))
-      self._image_size = len(data)
+      rows, image_data = image
+      self._shard.unpack(wire.load(image_data))
+      self._image_size = len(image_data)
+    # [2] One logged request for each later row, LEAVE rows excepted: the driver
+    # makes those, not a worker.
     path = self._folder / "messages"
     self._log = Log(path, self._inside.disk)
     logged = iter(self._log.bodies)
@@ -132,6 +137,8 @@ class ShardHost:
           " of the run was changed; start again in another folder (--workdir)"
         )
       self._shard.apply(requests.load_request(data))
+    # [3] A new image and an empty log: after a kill the log may have requests
+    # that the image covers, or a last one without a row.
     if self._log.bodies:
       self._save()
 
@@ -149,32 +156,36 @@ class ShardHost:
     reply if the request must wait."""
     request = requests.load_request(data)
     worker, shard = request.worker, self._shard
+    # [1] An expelled worker exits. A new incarnation expels the one before.
     if shard.is_old(request):
       return EXPELLED
     if request.kind == JOIN and not shard.is_done(request):
       self._expel(worker)
+    # [2] A repeated request, whose answer was lost, is only answered again.
     if shard.is_done(request):
       return self._reply(request)
-    # A worker that lost its connection sends a waiting request again.
-    before = self._waiting.pop(worker, None)
+    # [3] A request may have to wait. A worker that lost its connection sends a
+    # waiting request again; its earlier call gets the same answer.
+    earlier = self._waiting.pop(worker, None)
     if self._must_wait(request):
-      answer = before.answer if before else Future()
-      self._waiting[worker] = _Waiting(request, data, answer)
-      self._wake()  # a push shows that its worker has read its reply
+      answer = earlier.answer if earlier else Future()
+      self._waiting[worker] = _WaitingRequest(request, data, answer)
+      self._answer_waiting()  # a push shows that its worker has read its reply
       return answer
-    self._do(request, data)
+    # [4] Apply the request and reply. Requests that waited for it follow.
+    self._execute(request, data)
     reply = self._reply(request)
-    if before:
-      before.answer.set_result(reply)
-    self._wake()
+    if earlier:
+      earlier.answer.set_result(reply)
+    self._answer_waiting()
     return reply
 
   def _must_wait(self, request: Request) -> bool:
     """Whether a pull or push must wait for other workers."""
     arrived = {
       worker
-      for worker, each in self._waiting.items()
-      if each.request.kind == requests.PUSH
+      for worker, waiting in self._waiting.items()
+      if waiting.request.kind == requests.PUSH
     }
     return self._shard.waits(request) or self._shard.defers(request, arrived)
 
@@ -187,11 +198,15 @@ class ShardHost:
     if listening := self._listening.pop(worker, None):
       listening.set_result([])
 
-  def _do(self, request: Request, data: bytes) -> None:
+  def _execute(self, request: Request, data: bytes) -> None:
     """Logs a request, writes its trace row, and applies it."""
+    # In this order: a restarted shard ignores a request without a row, but
+    # cannot apply a row without its request.
     self._log.append(data)
     self._write(self._shard.event(request, self._now()))
     self._shard.apply(request)
+    # The log is at most as long as the image, so the time for images is at most
+    # proportional to that for the log.
     if self._log.size > max(self._image_size, _LEAST_LOG):
       self._save()
 
@@ -200,7 +215,8 @@ class ShardHost:
     self._time = max(self._inside.clock(), self._time)
     return self._time
 
-  def _write(self, event: Event):
+  def _write(self, event: Event) -> None:
+    """Writes a row of the trace."""
     self._journal.append(event)
     self._rows += 1
 
@@ -215,34 +231,34 @@ class ShardHost:
     return reply._replace(limit=self._limit)
 
   def _note_sent(self, worker: int, rows: Rows) -> None:
+    """Records that a worker was sent rows, the last of which is the newest."""
     if rows:
       self._sent[worker] = rows[-1][0] + 1
 
-  def _wake(self) -> None:
+  def _answer_waiting(self) -> None:
     """Answers requests that need not wait any more, and calls of `listen` for
     which there are rows."""
-    before = -1
-    while len(self._waiting) != before:  # applying one may free others
-      before = len(self._waiting)
+    count = -1
+    while len(self._waiting) != count:  # applying one may free others
+      count = len(self._waiting)
       for worker, (request, data, answer) in [*self._waiting.items()]:
         if not self._must_wait(request):
           del self._waiting[worker]
-          self._do(request, data)
+          self._execute(request, data)
           answer.set_result(self._reply(request))
-    for worker, answer in [*self._listening.items()]:
-      if rows := self._unsent(worker):
+    for worker, listening in [*self._listening.items()]:
+      if rows := self._take_unsent(worker):
         del self._listening[worker]
-        answer.set_result(rows)
+        listening.set_result(rows)
 
-  def _unsent(self, worker: int, taken: int = 0) -> Rows:
+  def _take_unsent(self, worker: int) -> Rows:
     """Returns the rows for a worker that were not sent, and marks them sent."""
-    start = max(self._sent.get(worker, 0), taken)
-    rows = self._shard.unsent(worker, start)
+    rows = self._shard.unsent(worker, self._sent.get(worker, 0))
     self._note_sent(worker, rows)
     return rows
 
   def listen(
-    self, worker: int, incarnation: int, have: int
+    self, worker: int, incarnation: int, expected: int
   ) -> Rows | Future[Rows]:
     """Long poll: returns rows that were not sent to a worker, once there are
     some.
@@ -250,16 +266,17 @@ class ShardHost:
     Args:
       worker: its index.
       incarnation: of the worker; an earlier one gets no rows.
-      have: the worker has received all rows before this number.
+      expected: number of the next row; the worker has all earlier ones.
     """
     if incarnation != self._shard.incarnation(worker):
       return []
     # A worker that calls again may have missed the rows of the last answer.
-    self._sent[worker] = have
-    if rows := self._unsent(worker):
+    self._sent[worker] = expected
+    if rows := self._take_unsent(worker):
       return rows
-    if before := self._listening.pop(worker, None):
-      before.set_result([])
+    # One open call for each worker: the earlier one lost its connection.
+    if earlier := self._listening.pop(worker, None):
+      earlier.set_result([])
     answer: Future[Rows] = Future()
     self._listening[worker] = answer
     return answer
@@ -270,8 +287,9 @@ class ShardHost:
     """Makes all workers halt after the same clock; returns the number of jobs
     that each has done then."""
     if self._limit is None:
-      most = max(self._shard.done().values(), default=0)
-      self._limit = (most // self._every + 1) * self._every
+      # The end of the clock that the fastest worker is in.
+      most_done = max(self._shard.done().values(), default=0)
+      self._limit = (most_done // self._every + 1) * self._every
     return self._limit
 
   def allow(self, limit: int | None) -> None:
@@ -288,7 +306,7 @@ class ShardHost:
     incarnation = max(self._shard.incarnation(worker), 0)
     self._write(Event(self._now(), worker, NO_SEQ, incarnation, base.LEAVE))
     self._shard.leave(worker)
-    self._wake()
+    self._answer_waiting()  # some may have waited for this worker
 
   # Moving ranges, while all workers rest after the same clock.
 
@@ -296,18 +314,19 @@ class ShardHost:
     """Returns (version of the division, load of each row by table)."""
     return self._shard.version, self._shard.load()
 
-  def give(self, cuts: Cuts) -> Given:
+  def give(self, cuts: Cuts) -> Handover:
     """Returns the rows that others get if tables are cut at `cuts`."""
+    # All unread rows, sent or not: an answer with rows may have been lost.
     workers = {
       worker: self._shard.unsent(worker, 0) for worker in self._shard.done()
     }
-    return Given(self._shard.give(cuts), workers)
+    return Handover(self._shard.give(cuts), workers)
 
   def move(self, data: bytes) -> None:
     """Takes the ranges of a new division, unless the shard has them already."""
     request = requests.load_request(data)
     if not self._shard.is_done(request):
-      self._do(request, data)
+      self._execute(request, data)
 
   # State for the driver.
 

@@ -68,16 +68,18 @@ class WorkerHost:
     self._slowdown, self._work = slowdown, work
     work_with_faults = work._replace(gradient=self._gradient)
     self._worker = make(journal.incarnation, work_with_faults)
-    self._steps: Any = None  # of the join or job that is under way
-    self._asks: dict[int, bytes] = {}  # requests without a reply, by shard
-    self._asked: dict[int, Call] = {}  # the calls with these, by shard
+    self._steps: Steps | None = None  # of the join or job that is under way
+    self._requests: dict[int, bytes] = {}  # without a reply, by shard
+    self._calls: dict[int, Call] = {}  # open calls with requests, by shard
     self._polls: dict[int, Call] = {}  # open long polls (`listen`), by shard
-    self._limit: int | None = None
-    self._free = self._inside.clock()  # when the last span ended
+    self._limit: int | None = None  # jobs after which the worker halts
+    self._span_end = self._inside.clock()  # time when the last span ended
     if image is None:
       journal.join()
       self._resume(
-        self._worker.join(journal.saved, self._begun_resent, self._received)
+        self._worker.join(
+          journal.saved, self._write_resent_start, self._write_receive
+        )
       )
     else:
       self._worker.unpack(wire.load(image))
@@ -104,7 +106,8 @@ class WorkerHost:
     self._limit = limit
     for shard, host in (restarted or {}).items():
       self._shards[shard] = self._inside.link(host)
-      self._asked.pop(shard, None)
+      # The calls of the earlier host get no reply: they are made again.
+      self._calls.pop(shard, None)
       self._polls.pop(shard, None)
     # The driver has collected the rows that shards had not sent to the worker.
     if ranges is not None:
@@ -125,7 +128,7 @@ class WorkerHost:
       # [1] Continue a join or job that waits for replies. After a return with
       # LOST, the replies of the other shards are still stored.
       if self._steps is not None:
-        if not self._answer():
+        if not self._await_replies():
           return EXPELLED
         self._resume(self._steps)
         continue
@@ -138,10 +141,13 @@ class WorkerHost:
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       # [3] Start the next job on the rows that have arrived.
-      self._take()
+      self._take_rows()
       self._resume(
         worker.job(
-          self._begun, self._received, self._spoil, self._journal.keep
+          self._write_start,
+          self._write_receive,
+          self._inject_faults,
+          self._journal.keep,
         )
       )
 
@@ -158,61 +164,69 @@ class WorkerHost:
 
   def _resume(self, steps: Steps) -> None:
     """Runs to the next requests, or to the end of the join or job."""
-    asks = next(steps, None)
-    self._steps = None if asks is None else steps
-    self._asks = dict(asks or {})
+    new_requests = next(steps, None)
+    self._steps = None if new_requests is None else steps
+    self._requests = dict(new_requests or {})
 
-  def _answer(self) -> bool:
+  def _await_replies(self) -> bool:
     """Sends the requests and waits for the replies. Returns False if a later
     incarnation of the worker has joined."""
-    for shard, data in self._asks.items():
-      if shard not in self._asked:
-        self._asked[shard] = self._shards[shard].call("handle", data)
-    # All requests are sent before the first reply is awaited, also after a
+    # [1] All requests are sent before the first reply is awaited, also after a
     # shard was lost. A shard may delay the reply to a push until other workers
     # have pushed to it. If one worker awaited shard 0 before it sent to shard
     # 1, and another one did the reverse, they would deadlock.
-    for shard in [*self._asks]:
-      reply = self._asked.pop(shard).result()
+    for shard, data in self._requests.items():
+      if shard not in self._calls:
+        self._calls[shard] = self._shards[shard].call("handle", data)
+    # [2] A lost shard raises HostExited at once: the calls to later shards stay
+    # open, and the next `run` awaits them.
+    for shard in [*self._requests]:
+      reply = self._calls.pop(shard).result()
       if reply.number < 0:
         return False
       self._worker.sessions.receive(shard, reply)
-      del self._asks[shard]
-      if shard == 0:
+      del self._requests[shard]
+      if shard == 0:  # the shard that sets the limit of a pause
         self._limit = reply.limit
+    # [3] A reply may refer to rows that an answer to `listen` had, which may be
+    # lost or on its way.
     for shard in self._shards:
       while self._worker.sessions.lacks_rows(shard):
         self._listen(shard)
-        self._hear_rows(shard)
+        self._receive_rows(shard)
     return True
 
   def _listen(self, shard: int) -> None:
     """Opens a long poll at a shard, if none is open."""
     if shard not in self._polls:
-      have = self._worker.sessions.available(shard)
-      asked = self._journal.index, self._worker.sessions.incarnation, have
-      self._polls[shard] = self._shards[shard].call("listen", *asked)
+      sessions = self._worker.sessions
+      expected = sessions.available(shard)
+      self._polls[shard] = self._shards[shard].call(
+        "listen", self._journal.index, sessions.incarnation, expected
+      )
 
-  def _hear_rows(self, shard: int) -> None:
+  def _receive_rows(self, shard: int) -> None:
     """Waits for the open long poll at a shard, and receives its rows."""
     call = self._polls.pop(shard)
     self._worker.sessions.receive_rows(shard, call.result())
 
-  def _take(self) -> None:
+  def _take_rows(self) -> None:
     """Takes the rows that have arrived, and keeps the long polls open."""
     for shard in self._shards:
       if self._worker.listens:
         if shard in self._polls and self._polls[shard].done():
-          self._hear_rows(shard)
+          self._receive_rows(shard)
         self._listen(shard)
       self._worker.take(shard, self._worker.sessions.available(shard))
 
   # A job.
 
-  def _begun(self, action: int) -> None:
+  def _write_start(self, action: int) -> None:
     """Writes the row of a job that begins, with the rows taken by then."""
+    job = self._worker.next
+    assert job is not None
     taken = tuple(map(float, self._worker.sessions.taken))
-    self._journal.begin(self._worker.next, action, totals=taken)
+    self._journal.begin(job, action, totals=taken)
 
   def _gradient(
     self,
@@ -223,28 +237,30 @@ class WorkerHost:
     job: int,
   ) -> tuple[float, Any]:
     """Computes a job as `Work.gradient`, with spans, faults and slowdown."""
+    clock, wait = self._inside.clock, self._inside.wait
     seq = self._journal.seq
     self._script.before_work(worker, seq)
-    began = self._inside.clock()
-    self._journal.span("fetch", self._free, began, seq, job)
-    out = self._work.gradient(rows, batch, keys, worker, job)
-    clock, wait = self._inside.clock, self._inside.wait
-    pace.slow_down(self._slowdown, began, clock=clock, wait=wait)
+    start = clock()
+    self._journal.span("fetch", self._span_end, start, seq, job)
+    loss, gradient = self._work.gradient(rows, batch, keys, worker, job)
+    pace.slow_down(self._slowdown, start, clock=clock, wait=wait)
     wait(0.0)  # a worker that was killed meanwhile sends nothing
-    self._free = clock()
-    self._journal.span("compute", began, self._free, seq, job)
-    return out
+    self._span_end = clock()
+    self._journal.span("compute", start, self._span_end, seq, job)
+    return loss, gradient
 
-  def _spoil(self, gradient: Any) -> Any:
+  def _inject_faults(self, gradient: Any) -> Any:
     """Returns a gradient with the injected faults of its job."""
     journal = self._journal
     return self._script.message(journal.index, journal.seq, gradient)
 
-  def _begun_resent(self, record: JobRecord):
+  def _write_resent_start(self, record: JobRecord) -> None:
+    """Writes the row of a job whose saved message is sent again. Without
+    `totals`: the job is not computed again."""
     self._journal.begin(record.job, base.SEND)
 
-  def _received(self, record: JobRecord) -> None:
+  def _write_receive(self, record: JobRecord) -> None:
     """Writes the row and record of a job that all shards have."""
     seq, time = self._journal.receive(record)
-    began, self._free = self._free, time
-    self._journal.span("push", began, time, seq, record.job)
+    start, self._span_end = self._span_end, time
+    self._journal.span("push", start, time, seq, record.job)
