@@ -84,14 +84,14 @@ _await_replies = table_worker.WorkerHost._await_replies
 
 def _resume_from_unfit(self, *args, **options):
   _init(self, *args, **options)
-  self._unfit = _nothing
+  self._on_unusable = _nothing
 
 
 _init = shards.LiveShards.__init__
 
 
 def _begin_anew(self, evaluation, number):
-  self._sent = self.read("trial")
+  self._params = self.read("trial")
   self._slots = {}
   self.forget(number)
 
@@ -207,15 +207,15 @@ FOUND = {
       *("a command is obeyed twice", 13, VectorShard),
       _answer_again=lambda self, command: self._apply(self._alive(), command),
     ),
-    Mutant("answered, not written", 13, _STORE, add=_nothing),
-    Mutant("pushed, not written", 7, _STORE, put=_nothing),
+    Mutant("answered, not written", 13, _STORE, append_command=_nothing),
+    Mutant("pushed, not written", 7, _STORE, write_message=_nothing),
     Mutant("jobs of the dead", 9, PortionJobs, lose=_nothing),
     Mutant("unfit files", 1, shards.LiveShards, __init__=_resume_from_unfit),
     Mutant("times go back", 6, batch_workers, last_time=_before_all),
     Mutant("evaluated anew", 0, _LIVE, begin=_begin_anew),
     Mutant("checkpoint in a repeat", 1101, _LIVE, image_at=_image_of_any),
-    Mutant("damaged twice", 1811, batch_worker, _TRIES=1),
-    Mutant("does not come up", 1804, batch_workers, _STARTS=1),
+    Mutant("damaged twice", 1811, batch_worker, _RETRIES=1),
+    Mutant("does not come up", 1804, batch_workers, _MAX_LATE_STARTS=1),
     Mutant(
       *("nobody asks why a job failed", 1, batch_driver.Driver),
       _end_call=_hear_worker_alone,

@@ -12,7 +12,7 @@ from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.sandblaster.batch_driver import BatchWorker, BatchWorkers
 
-_STARTS = 3  # failed starts in a row after which the run ends
+_MAX_LATE_STARTS = 3  # in a row; the last one ends the run
 
 
 class LiveJob(NamedTuple):
@@ -22,7 +22,7 @@ class LiveJob(NamedTuple):
   job: int
   seq: int
   fresh: bool  # whether the worker fetches parameters for the job
-  began: float  # time of the first call for the job
+  start: float  # time of the first call for the job
   call: Call
   shards: Sequence[Host]  # hosts that the worker was given with the call
   loss: float = math.nan  # set if a copy of the job has ended
@@ -35,8 +35,8 @@ class LiveBatchWorker(BatchWorker):
     super().__init__()
     self.party: Party | None = None  # the process; None: there is none
     self.joined = False  # whether the process has started
-    self.waited = 0.0  # seconds that it has been starting
-    self.late = 0  # incarnations in a row that took too long to start
+    self.start_seconds = 0.0  # that the process has been starting so far
+    self.late_starts = 0  # incarnations in a row that took too long to start
 
   @property
   def idle(self) -> bool:
@@ -78,7 +78,8 @@ class LiveBatchWorkers(BatchWorkers):
     """
     self._supervisor, self._make = supervisor, make
 
-    def clock():
+    def clock() -> float:
+      # An earlier driver's clock may have been ahead: times never decrease.
       return max(supervisor.hosts.clock(), last_time(run_log.rows))
 
     states = [LiveBatchWorker() for _ in range(count)]
@@ -95,29 +96,33 @@ class LiveBatchWorkers(BatchWorkers):
 
   def calls(self) -> dict[int, Call]:
     """Returns the calls that the driver waits for, by worker."""
-    calls = {worker: state.call for worker, state in enumerate(self.all)}
-    return {k: call for k, call in calls.items() if call is not None}
+    calls = enumerate(state.call for state in self.all)
+    return {worker: call for worker, call in calls if call is not None}
 
   def resume(self) -> None:
     """Restores the workers' states from the trace of an earlier driver, and
     writes LOST and LEAVE for its workers, which have all exited."""
-    begun, ledger = bool(self._run_log.rows), follow(self._run_log.rows)
-    leaves = [e.worker for e in self._run_log.rows if e.action == base.LEAVE]
+    rows = self._run_log.rows
+    begun, ledger = bool(rows), follow(rows)
+    leaves = [row.worker for row in rows if row.action == base.LEAVE]
     for worker, state in enumerate(self.all):
       state.seq = ledger.next_seq.get(worker, 0)
+      # A new run has no JOIN rows: all workers count as alive from the start.
       state.incarnation, state.alive = leaves.count(worker), not begun
-      for row in ledger.open[worker].values():
-        lost = Event(ledger.time, worker, row.seq, row.job, base.LOST)
+      for start in ledger.open[worker].values():
+        lost = Event(ledger.time, worker, start.seq, start.job, base.LOST)
         self._run_log.write(lost)
+      # A worker without a row counts as alive, too.
       if begun and (worker in ledger.present or worker not in ledger.ended):
-        left = Event(ledger.time, worker, NO_SEQ, state.incarnation, base.LEAVE)
-        self._run_log.write(left)
+        self._run_log.write(
+          Event(ledger.time, worker, NO_SEQ, state.incarnation, base.LEAVE)
+        )
         state.incarnation += 1
 
   def start(self, worker: int) -> None:
     """Starts the next incarnation of a worker, without waiting for it."""
     party = self._supervisor.start(WORKER, worker, self._make(worker))
-    self.all[worker].party, self.all[worker].waited = party, 0.0
+    self.all[worker].party, self.all[worker].start_seconds = party, 0.0
 
   def join(self, worker: int) -> None:
     """Records that a worker has started. Raises `HostExited` if its process
@@ -125,7 +130,7 @@ class LiveBatchWorkers(BatchWorkers):
     state = self.all[worker]
     assert state.party is not None
     state.party.made.result()
-    state.joined, state.late = True, 0
+    state.joined, state.late_starts = True, 0
     super().join(worker)
 
   def end_late(self, passed: float, limit: float) -> None:
@@ -136,23 +141,24 @@ class LiveBatchWorkers(BatchWorkers):
       limit: seconds that a start may take.
 
     Raises:
-      ValueError: if a worker was late `_STARTS` times in a row.
+      ValueError: if a worker was late `_MAX_LATE_STARTS` times in a row.
     """
     for worker in self.starting:
       state = self.all[worker]
-      state.waited += passed
-      if state.party is None or state.waited <= limit:
+      state.start_seconds += passed
+      if state.party is None or state.start_seconds <= limit:
         continue
-      state.late += 1
+      state.late_starts += 1
       text = (
         f"worker {worker} took more than {limit:g} seconds to start: give it"
         " more with config.live.start_seconds"
       )
-      if state.late == _STARTS:
+      if state.late_starts == _MAX_LATE_STARTS:
         raise ValueError(text)
       self._supervisor.hosts.show(text)
       self._supervisor.end(state.party)
-      state.waited = 0.0  # do not end it again before its exit is noticed
+      # Do not end it again before its exit is noticed.
+      state.start_seconds = 0.0
 
   def leave(self, worker: int) -> LiveJob | None:
     """Writes the rows of the base class, and drops the process."""

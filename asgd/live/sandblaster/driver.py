@@ -34,7 +34,7 @@ from asgd.sandblaster.settings import COORDINATOR, SHARD, PlannedKill
 _LOOK = 0.05  # seconds between two checks of deadlines
 # Seconds between two checks that count at most: more means that the driver
 # itself was stopped, which is not the workers' delay.
-_MOST = 1.0
+_MAX_COUNTED = 1.0
 
 
 class SavedRun(NamedTuple):
@@ -63,12 +63,19 @@ class HostMakers(NamedTuple):
     self, evaluation: int, index: int, image: Image, from_image: bool
   ) -> Make:
     """Returns the factory of a shard; arguments as of LiveShard."""
-    folder = self.memory / f"shard-{index}"
-    options = {"folder": folder, "image": image, "evaluation": evaluation}
-    return functools.partial(LiveShard, from_image=from_image, **options)
+    return functools.partial(
+      LiveShard,
+      folder=self.memory / f"shard-{index}",
+      image=image,
+      evaluation=evaluation,
+      from_image=from_image,
+    )
 
 
-def _first_images(plan: Any, params: base.Params) -> list[Image]:
+def _first_images(
+  plan: sharding.ShardPlan, params: base.Params
+) -> list[Image]:
+  """Returns the shards' images before the first command: the iterate alone."""
   return [
     Image(0, {"point": jax.tree.map(np.array, part)})
     for part in sharding.split(plan, params)
@@ -77,6 +84,10 @@ def _first_images(plan: Any, params: base.Params) -> list[Image]:
 
 class Driver(BatchDriver, Cluster):
   """A live run of Sandblaster."""
+
+  run_log: LiveRunLog
+  _shards: LiveShards
+  _workers: LiveBatchWorkers
 
   def __init__(
     self,
@@ -115,20 +126,21 @@ class Driver(BatchDriver, Cluster):
       patience=DEAD * options.ladder.start,
     )
     Cluster.__init__(self, supervisor)
-    self._workers: LiveBatchWorkers = LiveBatchWorkers(
+    self._workers = LiveBatchWorkers(
       workers, settings.jobs, supervisor, makers.worker, run_log
     )
+    # Planned kills that have not happened, in the order of their times.
     failures = sorted(settings.failures)
     self._failures = failures[notes.get("failed", 0) :]
     if saved is not None:
-      run_log.iterates = [Iterate(*each) for each in notes["iterates"]]
+      run_log.iterates = [Iterate(*fields) for fields in notes["iterates"]]
     # Images lack the messages that the coordinator has not requested, so these
     # jobs are computed again; the shards' files have them.
     if saved is not None and saved.images is None:
       self._losses = dict(notes.get("losses", ()))
     if isinstance(self.request, Await):  # in the middle of an evaluation
       self._jobs.begin(self.request.job, self._losses)
-    elif self.request is None:
+    elif self.request is None:  # the coordinator has ended: no job is left
       self._jobs.begin(settings.jobs)
     plan = sharding.make_plan(params, settings.shards)
     images = saved and saved.images
@@ -139,7 +151,7 @@ class Driver(BatchDriver, Cluster):
       images or _first_images(plan, params),
       from_images=saved is None or images is not None,
       number=notes.get("number", 0),
-      unfit=lambda: note_down(None),
+      on_unusable=lambda: note_down(None),
     )
 
   # State.
@@ -147,10 +159,11 @@ class Driver(BatchDriver, Cluster):
   @property
   def now(self) -> float:
     """Seconds since the first job began."""
-    began = self.run_log.began
-    return 0.0 if math.isnan(began) else self._clock() - began
+    start = self.run_log.first_start
+    return 0.0 if math.isnan(start) else self._clock() - start
 
-  def _clock(self):
+  def _clock(self) -> float:
+    """Returns the seconds since the run began."""
     return self._supervisor.hosts.clock()
 
   # Running.
@@ -162,8 +175,10 @@ class Driver(BatchDriver, Cluster):
     self._workers.resume()
     for worker in range(len(self._workers.all)):
       self._workers.start(worker)
+    # A resumed evaluation may start jobs meanwhile. Their messages wait, as
+    # `until` is the count of received ones.
     while self._options.together and self._workers.starting:
-      self._listen(_LOOK, self.received)
+      self._handle_events(_LOOK, self.received)
 
   def advance(self, until: int, seconds: float) -> int:
     """Runs until `until` messages are received, the coordinator ends, or the
@@ -175,49 +190,51 @@ class Driver(BatchDriver, Cluster):
     """
     end = self._clock() + seconds
 
-    def wait():
+    def wait() -> bool:
       remaining = end - self._clock()
       if remaining > 0:
-        self._listen(min(_LOOK, remaining), until)
+        self._handle_events(min(_LOOK, remaining), until)
       return remaining > 0
 
     received = self._run(until, wait)
     self.run_log.news += self._supervisor.take_news()
     return received
 
-  def _prepare(self, evaluation):
+  def _prepare(self, evaluation: int) -> None:
+    """Saves the state, then makes the shards begin an evaluation."""
+    # In this order: after `begin` the shards have dropped the answers of
+    # earlier commands, which older notes would make a driver repeat.
     self._shards.flush()
     self._begun = self._notes()
     self._note_down(self._begun)
     self._shards.begin(evaluation)
 
-  def _ticket(self, worker, job, fresh):
-    return self._call(
-      worker, self._current, job, self._workers[worker].seq, fresh
-    )
+  def _ticket(self, worker: int, job: int, fresh: bool) -> LiveJob:
+    """Starts a job of the present evaluation on a worker."""
+    seq = self._workers[worker].seq
+    return self._call(worker, self._current, job, seq, fresh)
 
   def _call(
     self, worker: int, evaluation: int, job: int, seq: int, fresh: bool
   ) -> LiveJob:
     """Calls a worker to do a job, with the present hosts of the shards."""
     party, shards = self._workers[worker].party, self._shards.hosts
-    call = party.host.call(
-      "work", evaluation, job, seq, shards, self._jobs.peek(worker)
-    )
-    party.since = began = self._clock()
-    return LiveJob(evaluation, job, seq, fresh, began, call, shards)
+    next_job = self._jobs.peek(worker)
+    call = party.host.call("work", evaluation, job, seq, shards, next_job)
+    party.since = start = self._clock()
+    return LiveJob(evaluation, job, seq, fresh, start, call, shards)
 
   # Events.
 
-  def _listen(self, seconds: float, until: float = math.inf) -> None:
+  def _handle_events(self, seconds: float, until: float = math.inf) -> None:
     """Waits for events, at most `seconds`, and handles them. Once `until`
     messages are received, further ones wait."""
     # [1] Planned kills.
-    if not math.isnan(self.run_log.began):
+    if not math.isnan(self.run_log.first_start):
       while self._failures and self._failures[0].time <= self.now:
-        self._fail(self._failures.pop(0))
-    waiting = self._workers.calls()
-    if not waiting and not self._supervisor.parties[WORKER]:
+        self._kill(self._failures.pop(0))
+    calls = self._workers.calls()
+    if not calls and not self._supervisor.parties[WORKER]:
       raise WorkersDie(
         "all workers have exited, and none is replaced: set"
         " config.live.refill=True"
@@ -225,12 +242,13 @@ class Driver(BatchDriver, Cluster):
 
     # [2] Calls of workers that have ended.
     hosts = self._supervisor.hosts
-    began = self._clock()
-    ended = hosts.wait(list(waiting.values()), seconds)
-    passed = min(max(self._clock() - began, 0.0), _MOST)
-    for worker, call in waiting.items():
+    start = self._clock()
+    ended = hosts.wait(list(calls.values()), seconds)
+    passed = min(max(self._clock() - start, 0.0), _MAX_COUNTED)
+    for worker, call in calls.items():
       if call not in ended:
         continue
+      # Only the end of a job is a message; the end of a start is none.
       if not self._workers[worker].joined or self.received < until:
         self._end_call(worker)
 
@@ -239,8 +257,9 @@ class Driver(BatchDriver, Cluster):
     self._workers.end_late(passed, DEAD * self._options.ladder.start)
     self._end_hanging()
 
-  def _fail(self, failure: PlannedKill) -> None:
+  def _kill(self, failure: PlannedKill) -> None:
     """Kills the process of a planned failure."""
+    # The coordinator is an object of this process: only its state is lost.
     if failure.what == COORDINATOR:
       self._lose_coordinator()
     elif party := self._supervisor.parties[failure.what].get(failure.index):
@@ -265,10 +284,10 @@ class Driver(BatchDriver, Cluster):
       else:  # a shard exited: the worker pushes its message again
         job = state.ticket
         self._shards.replace(error.index, job.shards[error.index])
-        retry = self._call(worker, *job[:4])
-        state.ticket = retry._replace(began=job.began, loss=job.loss)
+        retry = self._call(worker, job.evaluation, job.job, job.seq, job.fresh)
+        state.ticket = retry._replace(start=job.start, loss=job.loss)
       return
-    if self._current >= 0:
+    if self._current >= 0:  # an evaluation has begun
       self._start(worker)
 
   def _end_job(self, worker: int, outcome: PortionResult) -> None:
@@ -276,17 +295,19 @@ class Driver(BatchDriver, Cluster):
     state = self._workers[worker]
     job = state.ticket
 
-    def result(accepted):
+    def result(accepted: bool) -> tuple[float, float]:
+      # A late worker has computed nothing; a copy of the job may have ended.
       loss = job.loss if outcome.late else outcome.loss
       return loss, outcome.norm if accepted else 0.0
 
-    self._supervisor.job_ended(state.party, self._clock() - job.began)
+    self._supervisor.job_ended(state.party, self._clock() - job.start)
     self._receive(worker, result)
     self._supervisor.progressed(self.received)
 
   # Exits.
 
   def _handle_idle_exits(self) -> None:
+    """Handles the exits of workers without a call, which could report it."""
     for party in self._supervisor.lost(WORKER):
       if self._workers[party.index].idle:
         self._handle_exit(party.index)
@@ -320,12 +341,12 @@ class Driver(BatchDriver, Cluster):
     """Returns the notes of the base class, and those of a live run."""
     losses: dict[int, float] = {}  # of messages that are not yet summed
     if isinstance(self.request, Await):
-      first = self.request.job
-      losses = {job: x for job, x in self._losses.items() if job >= first}
+      awaited = self.request.job
+      losses = {job: x for job, x in self._losses.items() if job >= awaited}
     return {
       **super()._notes(),
       "losses": list(losses.items()),
-      "iterates": [list(each) for each in self.run_log.iterates],
+      "iterates": [list(iterate) for iterate in self.run_log.iterates],
       "failed": len(self._settings.failures) - len(self._failures),
       "lengths": list(self.run_log.lengths),
     }

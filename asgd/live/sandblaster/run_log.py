@@ -1,10 +1,9 @@
 """The log of a live run, which is also written to files: a trace and
 records."""
 
+import math
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from asgd import base
 from asgd.live.append_only import check_rows
@@ -53,15 +52,15 @@ class LiveRunLog(RunLog):
     self.rows = self._journal.events()
     self.messages = read_records(path).rows()
     # Time of the first job's start; NaN before it.
-    jobs = (row.time for row in self.rows if row.action == base.SEND)
-    self.began = next(jobs, np.nan)
+    starts = (row.time for row in self.rows if row.action == base.SEND)
+    self.first_start = next(starts, math.nan)
 
   def write(self, row: Event) -> None:
     """Adds a row of the trace."""
     super().write(row)
     self._journal.append(row)
-    if row.action == base.SEND and np.isnan(self.began):
-      self.began = row.time
+    if row.action == base.SEND and math.isnan(self.first_start):
+      self.first_start = row.time
 
   def receive(self, *message: float) -> None:
     """Adds a message, in the order of base.Records."""

@@ -50,17 +50,21 @@ class LiveShard(VectorShard):
     self._store = ShardStore(folder, like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
-    self._sent = image.vectors.get("trial")  # rows that workers fetch
+    # The shard's rows of the evaluation's parameters, which workers fetch. Kept
+    # apart: commands replace `trial` before the next evaluation begins.
+    self._params = image.vectors.get("trial")
     # Jobs of this evaluation with a message that was summed and discarded.
-    self._dropped: set[int] = set()
+    self._discarded_jobs: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)
+    # [1] Start from the given image.
     if stored is None:
       super().__init__(like, image)
       self.image()
       return
+    # [2] Or resume: the stored image, the commands since, and the messages.
     super().__init__(like, Image(stored.number, stored.vectors))
-    self._evaluation, self._sent = stored.evaluation, stored.sent
+    self._evaluation, self._params = stored.evaluation, stored.params
     self._journal = stored.journal
     # Without a journal, the next command is the one after the image.
     self._first = self.number - len(self._journal)
@@ -73,7 +77,7 @@ class LiveShard(VectorShard):
 
   # Methods that the driver calls.
 
-  def obey_all(self, commands: Sequence[Command]) -> list[float | None]:
+  def execute_all(self, commands: Sequence[Command]) -> list[float | None]:
     """Executes commands one after the other; returns their answers."""
     return [self.execute(command) for command in commands]
 
@@ -82,12 +86,12 @@ class LiveShard(VectorShard):
     the answers of commands below `number`, which no driver will repeat."""
     if evaluation <= self._evaluation:
       return
-    sent = self.read("trial")
-    self._evaluation, self._sent, self._slots = evaluation, sent, {}
-    self._dropped.clear()
-    self.forget(number)
+    params = self.read("trial")
+    self._evaluation, self._params, self._slots = evaluation, params, {}
+    self._discarded_jobs.clear()
+    self.forget(number)  # which saves an image: the log may then be replaced
     self._store.start_journal(self._journal)
-    self._store.keep(evaluation)
+    self._store.keep_messages_of(evaluation)
 
   def image_at(self, number: int) -> Image | None:
     """Returns the vectors as they were just before a command. None if the shard
@@ -103,25 +107,27 @@ class LiveShard(VectorShard):
   def fetch(self, evaluation: int) -> Rows | None:
     """Returns the shard's rows of an evaluation's parameters; None if the
     evaluation has ended."""
-    return self._sent if evaluation == self._evaluation else None
+    return self._params if evaluation == self._evaluation else None
 
   def push(self, evaluation: int, job: int, rows: Rows) -> None:
     """Stores the message of a job. Later messages of the job, and those of
     ended evaluations, are dropped."""
     name = message_name(evaluation, job)
-    if evaluation != self._evaluation or job in self._dropped:
+    if evaluation != self._evaluation or job in self._discarded_jobs:
       return
-    if name in self._slots:
+    if name in self._slots:  # a repeated push, or that of a copy of the job
       return
-    self._store.put(evaluation, job, rows)
+    self._store.write_message(evaluation, job, rows)
     # Copied, as the host may reuse the memory of the call's arguments.
     self.put(name, jax.tree.map(np.array, rows))
 
   # Files.
 
-  def _note(self, command, answer):
+  def _note(self, command: Command, answer: float | None) -> None:
+    """Adds a command and its answer to the journal, in memory and in its
+    file."""
     super()._note(command, answer)
-    self._store.add(command, answer)
+    self._store.append_command(command, answer)
     self._note_discard(command)
 
   def _note_discard(self, command: Command) -> None:
@@ -130,16 +136,19 @@ class LiveShard(VectorShard):
     if command.operation == "discard":
       evaluation, job = _of_message(command.target)
       if evaluation == self._evaluation:
-        self._dropped.add(job)
+        self._discarded_jobs.add(job)
 
   def image(self) -> Image:
     """Saves and returns an image, and frees the discarded slots."""
     self._alive()  # after a restart this executes the journal
-    used = set(self._used)
+    discarded = set(self._used)  # the call of `super` clears it
     image = super().image()
-    self._store.image(*image, self._evaluation, self._sent)
-    for name in used:
-      self._store.drop(*_of_message(name))
+    self._store.write_image(
+      image.number, image.vectors, self._evaluation, self._params
+    )
+    # Only now: a restart from the image before would need these messages.
+    for name in discarded:
+      self._store.remove_message(*_of_message(name))
     return image
 
   def close(self) -> None:

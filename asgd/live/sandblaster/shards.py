@@ -1,7 +1,7 @@
 """All shards of a run for its driver, which restarts those that exit."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from asgd import base, sharding
@@ -28,7 +28,7 @@ class LiveShards:
     *,
     from_images: bool,
     number: int = 0,
-    unfit: Callable[[], None] = lambda: None,
+    on_unusable: Callable[[], None] = lambda: None,
   ):
     """Prepares the shards; `start` starts them.
 
@@ -39,12 +39,13 @@ class LiveShards:
       images: by shard.
       from_images: whether shards start from the images, or from their files.
       number: of the next command.
-      unfit: called before an error about the files of a shard is raised, from
-        which no driver can resume.
+      on_unusable: called before an error about the files of a shard is raised,
+        from which no driver can resume.
     """
     self.plan, self._supervisor, self._make = plan, supervisor, make
-    self.number, self._unfit = number, unfit
-    # Commands without an answer, sent together with the next `dot`.
+    self.number, self._on_unusable = number, on_unusable
+    # Commands without an answer are sent together with the next `dot`: one call
+    # for each answer that the coordinator needs, not one for each command.
     self._pending: list[Command] = []
     self._images = list(images)
     self._from_images = from_images  # True until all shards are made
@@ -68,11 +69,15 @@ class LiveShards:
     one cannot be made."""
     parties = list(self._supervisor.parties[SHARD].values())
     while parties:
-      with self._reporting_unfit():
+      with self._reporting_unusable():
         exited = self._supervisor.await_made(parties)
-      parties = [self._restart(party.index) for party in exited]
+      for party in exited:
+        self._restart(party.index)
+      restarted = self._supervisor.parties[SHARD]
+      parties = [restarted[party.index] for party in exited]
 
-  def _start(self, shard):
+  def _start(self, shard: int) -> Party:
+    """Starts a shard, without waiting for it."""
     make = self._make(shard, self._images[shard], self._from_images)
     return self._supervisor.start(SHARD, shard, make)
 
@@ -96,59 +101,62 @@ class LiveShards:
     self.number = max(self.number, command.number + 1)
     if command.operation != "dot":
       return None
-    return float(sharding.add_up([each[-1] for each in self.flush()]))
+    # The last answer of each shard is that of the `dot`.
+    parts = [answers[-1] for answers in self.flush()]
+    return float(sharding.add_up(parts))
 
   def flush(self) -> list[list[float | None]]:
     """Sends the pending commands to every shard; returns each shard's
     answers."""
     commands, self._pending = self._pending, []
-    return self._of_all("obey_all", commands) if commands else []
+    return self._ask_all("execute_all", commands) if commands else []
 
   def begin(self, evaluation: int) -> None:
     """Begins an evaluation at every shard: workers may fetch `trial`."""
     self.flush()
-    self._of_all("begin", evaluation, self.number)
+    self._ask_all("begin", evaluation, self.number)
 
   def read(self, name: str) -> base.Params:
     """Returns a complete vector."""
     self.flush()
-    return sharding.join(self.plan, self._of_all("read", name))
+    return sharding.join(self.plan, self._ask_all("read", name))
 
   def images(self) -> list[Image] | None:
     """Returns an image of each shard, all before the same command; None while
     the shards have executed commands that this driver has not sent yet."""
     self.flush()
-    images = self._of_all("image_at", self.number)
+    images = self._ask_all("image_at", self.number)
     return None if any(image is None for image in images) else images
 
-  def _of_all(self, method: str, *args: Any) -> list[Any]:
-    with self._reporting_unfit():
+  def _ask_all(self, method: str, *args: Any) -> list[Any]:
+    """Calls a method of every shard, restarting those that exit; returns the
+    answers."""
+    with self._reporting_unusable():
       return self._supervisor.ask_until_answered(
         SHARD, method, *args, restart=self._restart
       )
 
   @contextlib.contextmanager
-  def _reporting_unfit(self):
-    """Calls `unfit` before it passes on an error about the files of a shard."""
+  def _reporting_unusable(self) -> Iterator[None]:
+    """Calls `on_unusable` before it passes on an error about the files of a
+    shard."""
     try:
       yield
-    except ShardsDie:
+    except ShardsDie:  # a ValueError, too, but the files are usable
       raise
     except ValueError:
-      self._unfit()
+      self._on_unusable()
       raise
 
   # Exits.
 
-  def _restart(self, shard: int) -> Party:
+  def _restart(self, shard: int) -> None:
     """Restarts a shard that has exited, without waiting for it."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, shard, "died")
-    supervisor.excuse(WORKER)
+    supervisor.excuse(WORKER)  # workers wait for the shard, and do not hang
     supervisor.news.append(f"shard {shard} exited and is restarted")
-    party = self._start(shard)
-    self._starting.append(party)
-    return party
+    self._starting.append(self._start(shard))
 
   def replace(self, shard: int, host: Host) -> None:
     """Restarts a shard that a worker could not reach, unless it was restarted
@@ -161,11 +169,14 @@ class LiveShards:
     Raises:
       ShardsDie: if shards exit again and again.
     """
+    # Several workers may report the same exit.
     if self._supervisor.parties[SHARD][shard].host is host:
       self._restart(shard)
 
   def are_made(self) -> bool:
     """Returns whether all restarted shards are made, so that no worker
     waits."""
-    self._starting = [p for p in self._starting if not p.made.done()]
+    self._starting = [
+      party for party in self._starting if not party.made.done()
+    ]
     return not self._starting

@@ -20,7 +20,7 @@ from asgd.live import store
 from asgd.sandblaster import Command
 
 _VECTOR, _MESSAGE = "vector-", "message-"
-Rows = Any
+Rows = Any  # a tree of arrays: a shard's part of a vector
 Entry = tuple[Command, float | None]  # a command, and its answer
 
 
@@ -30,7 +30,7 @@ class Stored(NamedTuple):
   number: int  # of the next command, when the image was taken
   vectors: dict[str, Rows]
   evaluation: int
-  sent: Rows  # parameters that workers fetch
+  params: Rows  # those that workers fetch; None before the first evaluation
   journal: list[Entry]
   messages: dict[tuple[int, int], Rows]  # (evaluation, job) -> rows
 
@@ -57,8 +57,10 @@ class ShardStore:
         path.unlink()
     self._disk = disk
     self._folder, self._layout = folder, wire.layout(like)
-    self._in_image: list[tuple[Rows, int]] = []  # (vector, number of its file)
-    self._next = 0  # number of the next vector file
+    # (vector, number of its file) of the last image. The list keeps the vectors
+    # alive, so that their ids are not used again.
+    self._image_files: list[tuple[Rows, int]] = []
+    self._next_file = 0  # number of the next vector file
     self._commands = store.Log(self._folder / "commands", disk)
 
   def close(self) -> None:
@@ -67,65 +69,68 @@ class ShardStore:
 
   # Writing.
 
-  def add(self, command: Command, answer: float | None) -> None:
-    """Adds an executed command and its answer."""
+  def append_command(self, command: Command, answer: float | None) -> None:
+    """Adds an executed command and its answer to the log."""
     self._commands.append(_body(command, answer))
 
   def start_journal(self, entries: Iterable[Entry]) -> None:
     """Replaces all commands of the log."""
     self._commands.replace(_body(*entry) for entry in entries)
 
-  def put(self, evaluation: int, job: int, rows: Rows) -> None:
-    """Writes a message."""
+  def write_message(self, evaluation: int, job: int, rows: Rows) -> None:
+    """Writes the message of a job."""
     self._write(f"{_MESSAGE}{evaluation}-{job}", rows)
 
-  def drop(self, evaluation: int, job: int) -> None:
-    """Removes a message."""
+  def remove_message(self, evaluation: int, job: int) -> None:
+    """Removes the message of a job."""
     path = self._folder / f"{_MESSAGE}{evaluation}-{job}"
     path.unlink(missing_ok=True)
 
-  def keep(self, evaluation: int) -> None:
+  def keep_messages_of(self, evaluation: int) -> None:
     """Removes the messages of all evaluations but one."""
     for path in self._folder.glob(f"{_MESSAGE}*"):
       if not path.name.startswith(f"{_MESSAGE}{evaluation}-"):
         path.unlink()
 
-  def image(
+  def write_image(
     self,
     number: int,
     vectors: Mapping[str, Rows],
     evaluation: int,
-    sent: Rows,
+    params: Rows,
   ) -> None:
     """Writes an image; vectors that the last image had are not written
     again."""
-    files = {id(rows): file for rows, file in self._in_image}
-    in_image = []
+    # No command changes a vector in place, so the same object has the same
+    # values.
+    files = {id(rows): file for rows, file in self._image_files}
+    image_files = []
 
-    def file_of(rows):
+    def file_of(rows: Rows) -> int:
       if id(rows) not in files:
-        files[id(rows)] = self._next
-        self._write(f"{_VECTOR}{self._next}", rows)
-        self._next += 1
-      in_image.append((rows, files[id(rows)]))
+        files[id(rows)] = self._next_file
+        self._write(f"{_VECTOR}{self._next_file}", rows)
+        self._next_file += 1
+      image_files.append((rows, files[id(rows)]))
       return files[id(rows)]
 
     image = {
       "number": number,
       "evaluation": evaluation,
       "vectors": {name: file_of(rows) for name, rows in vectors.items()},
-      "sent": None if sent is None else file_of(sent),
+      "sent": None if params is None else file_of(params),
     }
     path = self._folder / "image"
     store.write_body(path, json.dumps(image).encode(), self._disk)
     # Old vectors are removed only after the image that drops them is written.
-    used = {file for _, file in in_image}
-    for _, file in self._in_image:
+    used = {file for _, file in image_files}
+    for _, file in self._image_files:
       if file not in used:
         (self._folder / f"{_VECTOR}{file}").unlink(missing_ok=True)
-    self._in_image = in_image
+    self._image_files = image_files
 
-  def _write(self, name, rows):
+  def _write(self, name: str, rows: Rows) -> None:
+    """Writes rows to a file, with a checksum."""
     data = bytearray(self._layout.nbytes)
     wire.write(self._layout, rows, data)
     store.write_body(self._folder / name, data, self._disk)
@@ -146,18 +151,19 @@ class ShardStore:
     for path in self._folder.glob(f"{_VECTOR}*"):
       if path.suffix or int(path.name.removeprefix(_VECTOR)) not in trees:
         path.unlink()  # of an image that a kill kept from being written
-    self._in_image = [(rows, n) for n, rows in trees.items()]
-    self._next = max(trees, default=-1) + 1
+    self._image_files = [(rows, n) for n, rows in trees.items()]
+    self._next_file = max(trees, default=-1) + 1
     return Stored(
-      image["number"],
-      {name: trees[n] for name, n in image["vectors"].items()},
-      image["evaluation"],
-      trees.get(image["sent"]),
-      list(map(_entry, self._commands.bodies)),
-      dict(self._read_messages(image["evaluation"])),
+      number=image["number"],
+      vectors={name: trees[n] for name, n in image["vectors"].items()},
+      evaluation=image["evaluation"],
+      params=trees.get(image["sent"]),
+      journal=list(map(_entry, self._commands.bodies)),
+      messages=dict(self._read_messages(image["evaluation"])),
     )
 
-  def _read(self, name):
+  def _read(self, name: str) -> Rows:
+    """Reads rows from a file."""
     body = store.read_body(self._folder / name)
     if len(body) != self._layout.nbytes:  # of a run with other settings
       raise store.Changed(self._folder / name)
@@ -169,12 +175,13 @@ class ShardStore:
     """Yields ((evaluation, job), rows) of an evaluation's messages, and removes
     all other message files."""
     for path in self._folder.glob(f"{_MESSAGE}*"):
-      if path.suffix:
+      if path.suffix:  # a file that a kill left half written
         path.unlink()
         continue
-      number, job = map(int, path.name.removeprefix(_MESSAGE).split("-"))
-      if number == evaluation:
-        yield (number, job), self._read(path.name)
+      numbers = path.name.removeprefix(_MESSAGE).split("-")
+      message_evaluation, job = map(int, numbers)
+      if message_evaluation == evaluation:
+        yield (evaluation, job), self._read(path.name)
       else:
         path.unlink()
 
@@ -184,5 +191,6 @@ def _body(command: Command, answer: float | None) -> bytes:
 
 
 def _entry(body: bytes) -> Entry:
+  """Returns the command and the answer of a body in the log."""
   command, _, answer = body.decode().partition(";")
   return Command.parse(command), json.loads(answer)

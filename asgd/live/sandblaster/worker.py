@@ -22,7 +22,7 @@ from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
 from asgd.sandblaster import Settings, Work, make_sums, message_norm
 
-_TRIES = 3  # retries for a gradient that is not finite though its loss is
+_RETRIES = 3  # for a gradient that is not finite though its loss is
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
@@ -48,13 +48,13 @@ class PortionResult(NamedTuple):
 class PortionLoader:
   """A cache of batches, which are made ahead; the oldest are dropped."""
 
-  def __init__(self, batch: Batch, most: int, pool: Executor):
-    """Caches at most `most` batches, which `pool` makes."""
-    self._batch, self._most = batch, most
+  def __init__(self, batch: Batch, capacity: int, pool: Executor):
+    """Caches at most `capacity` batches, which `pool` makes."""
+    self._batch, self._capacity, self._pool = batch, capacity, pool
+    # Portion -> its batch, the least recently used first.
     self._batches: collections.OrderedDict[int, Future[Any]] = (
       collections.OrderedDict()
     )
-    self._pool = pool
 
   def load(self, portion: int) -> Future[Any]:
     """Starts to make a batch, unless it is cached."""
@@ -63,7 +63,7 @@ class PortionLoader:
       return self._batches[portion]
     future = self._pool.submit(self._batch, 0, portion)
     self._batches[portion] = future
-    while len(self._batches) > self._most:
+    while len(self._batches) > self._capacity:
       self._batches.popitem(last=False)
     return future
 
@@ -112,13 +112,14 @@ class LiveWorker:
     )
     self._plan = sharding.make_plan(task.params, task.settings.shards)
     self._loader = PortionLoader(task.batch, task.keep, inside.pool())
-    self._sums = make_sums(task.work(self._loader))
-    self._fetched = -1  # the evaluation of its parameters
+    self._sum_portions = make_sums(task.work(self._loader))
+    self._params_evaluation = -1  # the evaluation of `_params`
     self._params = jax.tree.map(jnp.asarray, task.params)
     # ((evaluation, job), message, result) until all shards have the message.
-    self._ready: tuple[tuple[int, int], Any, PortionResult] | None = None
-    self._free = inside.clock()  # when the last span ended
-    self._sums(self._params, (0, 0))  # two portions: compiles the sum, too
+    self._unpushed: tuple[tuple[int, int], Any, PortionResult] | None = None
+    self._span_end = inside.clock()  # time when the last span ended
+    # Two portions: this compiles the sum, too.
+    self._sum_portions(self._params, (0, 0))
 
   def work(
     self,
@@ -126,7 +127,7 @@ class LiveWorker:
     job: int,
     seq: int,
     shards: Sequence[Host],
-    coming: int | None,
+    next_job: int | None,
   ) -> PortionResult:
     """Does a job.
 
@@ -135,19 +136,22 @@ class LiveWorker:
       job: its index in the evaluation.
       seq: count of earlier jobs of this worker index.
       shards: hosts, by shard.
-      coming: a job that may come next; the worker loads its data.
+      next_job: a job that the driver may assign next; the worker loads its
+        data. None: none is left.
 
     Raises:
       HostExited: if a shard has exited. When called again for the job, the
         worker only pushes the message that it has computed.
     """
-    if self._ready is None or self._ready[0] != (evaluation, job):
-      outcome = self._compute(evaluation, job, seq, shards, coming)
+    # [1] Compute, unless only the push of this job has failed.
+    if self._unpushed is None or self._unpushed[0] != (evaluation, job):
+      outcome = self._compute(evaluation, job, seq, shards, next_job)
       if outcome is None:
         return PortionResult(float("nan"), float("nan"), late=True)
-      self._ready = (evaluation, job), *outcome
-    _, message, result = self._ready
-    began = self._inside.clock()
+      self._unpushed = (evaluation, job), *outcome
+    # [2] Push to all shards. A shard that has the message ignores a repeat.
+    _, message, result = self._unpushed
+    start = self._inside.clock()
     parts = sharding.split(self._plan, message)
     calls = [
       shard.call("push", evaluation, job, rows)
@@ -155,8 +159,8 @@ class LiveWorker:
     ]
     for call in calls:
       call.result()
-    self._ready, self._free = None, self._inside.clock()
-    self._report_span("push", began, self._free, seq, evaluation, job)
+    self._unpushed, self._span_end = None, self._inside.clock()
+    self._report_span("push", start, self._span_end, seq, evaluation, job)
     return result
 
   def _compute(
@@ -165,43 +169,56 @@ class LiveWorker:
     job: int,
     seq: int,
     shards: Sequence[Host],
-    coming: int | None,
+    next_job: int | None,
   ) -> tuple[base.Params, PortionResult] | None:
     """Returns (message, result); None if the evaluation has ended."""
     clock, settings = self._inside.clock, self._task.settings
     self._faults.before_work(self._index, seq)
-    if evaluation != self._fetched:
+    # [1] Parameters, once for each evaluation.
+    if evaluation != self._params_evaluation:
       calls = [shard.call("fetch", evaluation) for shard in shards]
       parts = [call.result() for call in calls]
       if any(part is None for part in parts):
         return None
       params = sharding.join(self._plan, parts)
       self._params = jax.tree.map(jnp.asarray, params)
-      self._fetched = evaluation
+      self._params_evaluation = evaluation
+    # [2] Data: the pool loads the next job's while this one is computed.
     portions = settings.portions_of(job)
     for portion in portions:
       self._loader.load(portion)
-    if settings.prefetch and coming is not None:
-      for portion in settings.portions_of(coming):
+    if settings.prefetch and next_job is not None:
+      for portion in settings.portions_of(next_job):
         self._loader.load(portion)
-    began = clock()
-    self._report_span("fetch", self._free, began, seq, evaluation, job)
-    loss, message = self._sums(self._params, portions)
+    # [3] The sum of the portions' gradients.
+    start = clock()
+    self._report_span("fetch", self._span_end, start, seq, evaluation, job)
+    loss, message = self._sum_portions(self._params, portions)
     message = self._faults.message(self._index, seq, message)
-    tries = 0
+    retries = 0
     while not _is_finite(message):
       # With a finite loss the message was probably damaged, and a retry helps.
       # With another loss the gradient is not finite: one retry confirms it.
-      if tries == (_TRIES if math.isfinite(loss) else 1):
+      if retries == (_RETRIES if math.isfinite(loss) else 1):
         break
-      loss, message = self._sums(self._params, portions)
-      tries += 1
+      loss, message = self._sum_portions(self._params, portions)
+      retries += 1
     factor = pace.factor_of(self._task.slowdown, self._index)
-    pace.slow_down(factor, began, clock=clock, wait=self._inside.wait)
-    self._report_span("compute", began, clock(), seq, evaluation, job)
+    pace.slow_down(factor, start, clock=clock, wait=self._inside.wait)
+    self._report_span("compute", start, clock(), seq, evaluation, job)
     return message, PortionResult(loss, message_norm(message, len(portions)))
 
-  def _report_span(self, name, start, end, seq, evaluation, job):
+  def _report_span(
+    self,
+    name: str,
+    start: float,
+    end: float,
+    seq: int,
+    evaluation: int,
+    job: int,
+  ) -> None:
+    """Reports a span of the worker's time, with the number of the job in the
+    run."""
     number = evaluation * self._task.settings.jobs + job
     self._span(Span(name, start, end, seq, number))
 
@@ -210,5 +227,5 @@ class LiveWorker:
     self._loader.close()
 
 
-def _is_finite(tree) -> bool:
+def _is_finite(tree: Any) -> bool:
   return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))

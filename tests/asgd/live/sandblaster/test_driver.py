@@ -157,19 +157,20 @@ def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
 def test_a_driver_that_is_stopped_while_workers_start_ends_none(
   tmp_path, monkeypatch
 ):
-  run, looks, listen = Run(tmp_path), [], Driver._listen
+  run, looks = Run(tmp_path), []
+  handle_events = Driver._handle_events
   may_start = threading.Event()
   run.before_start = lambda index: may_start.wait()
 
   def look(self, *args):
-    listen(self, *args)
+    handle_events(self, *args)
     looks.append(args)
     if len(looks) == 1:
       run.passed += 1000.0
     if len(looks) == 3:
       may_start.set()
 
-  monkeypatch.setattr(Driver, "_listen", look)
+  monkeypatch.setattr(Driver, "_handle_events", look)
   for driver in run.drive():
     finish(driver)
     check(driver)

@@ -70,8 +70,8 @@ def test_it_is_what_it_was_after_every_death(tmp_path):
           plain.put(message_name(count, job), rows)
         continue
       answer = plain.execute(command)
-      assert live.obey_all([command]) == [answer]
-      assert live.obey_all([command]) == [answer]  # once only
+      assert live.execute_all([command]) == [answer]
+      assert live.execute_all([command]) == [answer]  # once only
       number = command.number + 1
     # A late copy of a message is dropped.
     live.push(count, 0, MESSAGES[0])
