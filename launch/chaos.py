@@ -160,9 +160,9 @@ def _simulate() -> None:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
   protocol = _F["protocol"].value
   # The seed draws the faults, too, so --faults can name them by index.
-  drawn = explore.drawn(first, protocol)
+  scenario = explore.scenario_of(first, protocol)
   if fault_indices is not None:
-    fault_count = len(drawn.faults)
+    fault_count = len(scenario.faults)
     if count != 1:
       raise ValueError("--faults selects faults of one seed: add --simulate=1")
     # Indices of faults are those of the one seed that --seed names.
@@ -175,16 +175,16 @@ def _simulate() -> None:
   seeds, tally = range(first, first + count), explore.Tally(protocol)
   options = {"jobs": jobs, "keep": kept_faults, "protocol": protocol}
   try:
-    # Outcomes arrive in the order in which processes end, not of the seeds.
+    # Outcomes arrive in the order of the seeds, whichever process ends first.
     for outcome in explore.run_seeds(seeds, **options):
       tally.add(outcome)
       if outcome.error:
         print(explore.explain(outcome, kept_faults, protocol), flush=True)
       elif count == 1:
         shown_faults = (
-          range(len(drawn.faults)) if kept_faults is None else kept_faults
+          range(len(scenario.faults)) if kept_faults is None else kept_faults
         )
-        print(f"{drawn.describe(shown_faults)}\n")
+        print(f"{scenario.describe(shown_faults)}\n")
       # No line at the end: the table follows.
       if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < count:
         failed = len(tally.failed)

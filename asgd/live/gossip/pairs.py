@@ -83,8 +83,8 @@ class Pairs(LivePeer):
     seconds."""
     self._asks_counter = True
     inside, journal = self._inside, self.rows.journal
-    # The count of begun jobs makes the call idempotent: a retry gets the number
-    # of the call whose answer was lost.
+    # The count of begun jobs makes the call idempotent: if an answer is lost,
+    # the retry gets the same number.
     asker = self.index, journal.incarnation, journal.begun
 
     def ask() -> int | None:

@@ -37,7 +37,7 @@ class Rounds(LivePeer):
     self._kept_views: dict[int, View] = {}  # by number of rounds ended
 
   def _senders(self, number: int) -> list[int]:
-    """Returns the peers whose message of a number this peer mixes."""
+    """Returns the peers that send message `number` to this peer."""
     return self.duty.gossip.topology.neighbours(self.index, number)
 
   def join(

@@ -101,8 +101,7 @@ class ShardStore:
   ) -> None:
     """Writes an image; vectors that the last image had are not written
     again."""
-    # No command changes a vector in place, so the same object has the same
-    # values.
+    # No command changes a vector in place: an object keeps its values.
     files = {id(rows): file for rows, file in self._image_files}
     image_files = []
 

@@ -261,7 +261,7 @@ class TableCluster(Cluster):
     statuses = self._ask("status")
     waiting = set().union(*(status.waiting for status in statuses))
     for worker, party in self._supervisor.parties[WORKER].items():
-      # A worker whose request waits at a shard for other workers does not hang.
+      # A worker that waits for others at a shard does not hang.
       idle = party.run is None or worker in waiting
       done = None if idle else statuses[0].done[worker]
       self._supervisor.watch(party, done)

@@ -182,7 +182,7 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
 
 def count_repeated_jobs(run: Path, workers: int) -> int:
   """Returns how many jobs were computed more than once: the lost and rejected
-  jobs, less those whose saved message was sent again."""
+  jobs, without those that have a saved message, which was sent again."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):

@@ -161,7 +161,7 @@ class ShardHost:
       return EXPELLED
     if request.kind == JOIN and not shard.is_done(request):
       self._expel(worker)
-    # [2] A repeated request, whose answer was lost, is only answered again.
+    # [2] The answer to this request was lost: it is only answered again.
     if shard.is_done(request):
       return self._reply(request)
     # [3] A request may have to wait. A worker that lost its connection sends a

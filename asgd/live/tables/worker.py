@@ -255,8 +255,8 @@ class WorkerHost:
     return self._script.message(journal.index, journal.seq, gradient)
 
   def _write_resent_start(self, record: JobRecord) -> None:
-    """Writes the row of a job whose saved message is sent again. Without
-    `totals`: the job is not computed again."""
+    """Writes the row that begins a job of a saved message. The row has no
+    `totals`, as the job is not computed again."""
     self._journal.begin(record.job, base.SEND)
 
   def _write_receive(self, record: JobRecord) -> None:

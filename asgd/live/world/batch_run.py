@@ -61,24 +61,27 @@ CASES = (
 )
 
 
-_draw = np.random.default_rng(0).standard_normal
-DATA = _draw((PORTIONS, 5, 4)).astype(np.float32)
+_normal = np.random.default_rng(0).standard_normal
+DATA = _normal((PORTIONS, 5, 4)).astype(np.float32)  # five examples a portion
 PARAMS = {
-  "v": _draw(3).astype(np.float32),
-  "w": _draw((4, 3)).astype(np.float32),
+  "v": _normal(3).astype(np.float32),
+  "w": _normal((4, 3)).astype(np.float32),
 }
 
 
 @jax.jit
-def _gradient(params, x):
+def _gradient(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+  """Returns the loss and gradient of a small network on x, float32[5, 4]."""
+
   def loss(params):
-    guess = jax.numpy.tanh(x @ params["w"]) @ params["v"]
-    return ((guess - x[:, 0]) ** 2).mean()
+    prediction = jax.numpy.tanh(x @ params["w"]) @ params["v"]
+    return ((prediction - x[:, 0]) ** 2).mean()
 
   return jax.value_and_grad(loss)(params)
 
 
-def _work(params, portion):
+def _work(params: Any, portion: int) -> tuple[jax.Array, Any]:
+  """Returns the loss and gradient of a portion."""
   return _gradient(params, DATA[portion])
 
 
@@ -88,14 +91,15 @@ class BatchRun(WorldRun):
   INVARIANTS, SAVES = INVARIANTS, 4
   INJECT = {**COMMON, "remove memory": WorldRun.remove_memory}  # noqa: RUF012
 
-  def __init__(self, drawn: Scenario, folder: Path):
-    super().__init__(drawn, folder)
-    self._settings = drawn.case.settings
-    self._driver: Driver | None = None
+  _driver: Driver  # of the present command
+
+  def __init__(self, scenario: Scenario, folder: Path):
+    super().__init__(scenario, folder)
+    self._settings = scenario.case.settings
     # The driver's notes on the present evaluation, kept in the run's memory.
     self._notes: dict[str, Any] | None = None
     self._saved: SavedRun | None = None  # the last checkpoint
-    self._begun = 0  # jobs that workers have begun
+    self._portions_begun = 0  # by all workers
     self._params: Any = None  # at the end of the run
 
   @staticmethod
@@ -106,9 +110,11 @@ class BatchRun(WorldRun):
   # Makers of the objects in hosts.
 
   def _make_worker(self, index: int) -> Callable[..., worker.LiveWorker]:
-    def work(params, portion):
-      self._begun += 1
-      self.work(self._begun)
+    """Returns the maker of a worker."""
+
+    def work(params: Any, portion: int) -> tuple[jax.Array, Any]:
+      self._portions_begun += 1
+      self.work(self._portions_begun)
       loss, gradient = _work(params, portion)
       return loss, self.world.spoil(gradient)
 
@@ -140,6 +146,8 @@ class BatchRun(WorldRun):
 
   def _note_down(self, notes: dict[str, Any] | None) -> None:
     """Stores the driver's notes; None: they are no longer usable."""
+    # The driver may be killed before, but not during the write: a real driver
+    # replaces a file.
     self.scheduler.touch()
     self._notes = copy.deepcopy(notes)
 
@@ -161,15 +169,15 @@ class BatchRun(WorldRun):
     driver.start()
     until = EVALUATIONS * self._settings.jobs
 
-    def look():
+    def advance() -> bool:
       return driver.advance(until, self.LOOK) >= until or driver.ended
 
-    def save():
+    def save() -> None:
       # A driver that repeats an evaluation makes no checkpoint.
       self._saved = copy.deepcopy(driver.save()) or self._saved
 
-    # `advance` waits, so no rest is needed between two looks.
-    self.drive(look, save, rest=lambda seconds: None)
+    # `advance` waits itself, so nothing waits between two steps.
+    self.drive(advance, save, wait=lambda seconds: None)
     self._params = driver.params()
     self.finished = True
 
@@ -181,11 +189,12 @@ class BatchRun(WorldRun):
     records = driver.run_log.records()
     rows = [(event.action, event.job) for event in driver.run_log.rows]
     jobs, twice = count_jobs(rows, records.accepted.tolist())
-    replayed = recompute(self._settings, PARAMS, _work, jobs)
-    same = driver.state == replayed.state
-    same &= bits(self._params) == bits(replayed.params)
+    # Without hosts or faults, until as many jobs are done.
+    undisturbed = recompute(self._settings, PARAMS, _work, jobs)
+    are_equal = driver.state == undisturbed.state
+    are_equal &= bits(self._params) == bits(undisturbed.params)
     result = driver.state, self._params
-    require(same, INVARIANTS[0], result, "and not", tuple(replayed))
+    require(are_equal, INVARIANTS[0], result, "and not", tuple(undisturbed))
     require(not twice, INVARIANTS[1], records.job.tolist())
     with refused(INVARIANTS[2]):
       orders.check(from_events(driver.run_log.rows))

@@ -35,7 +35,7 @@ PROTOCOLS: dict[str, type[WorldRun]] = {
 }
 
 
-def drawn(seed: int, protocol: str = "server") -> Scenario:
+def scenario_of(seed: int, protocol: str = "server") -> Scenario:
   """Returns the scenario of a seed."""
   return draw(seed, PROTOCOLS[protocol].menu())
 
@@ -61,7 +61,7 @@ def _run(
 ) -> tuple[SeedResult, Any]:
   """Returns the outcome of a run and the result of `read` on the ended run,
   called before its folder is removed."""
-  scenario = drawn(seed, protocol)
+  scenario = scenario_of(seed, protocol)
   if keep is None:
     keep = range(len(scenario.faults))
   memory = _MEMORY if os.path.isdir(_MEMORY) else None
@@ -73,7 +73,8 @@ def _run(
 def shrink(seed: int, protocol: str = "server") -> list[int]:
   """Returns indices of faults with which a failing seed still fails, after
   trying once to leave out each of them."""
-  keep = list(range(len(drawn(seed, protocol).faults)))
+  keep = list(range(len(scenario_of(seed, protocol).faults)))
+  # One pass: a run of all subsets would take 2^6 runs instead of 6.
   for index in list(keep):
     fewer = [i for i in keep if i != index]
     if run_seed(seed, fewer, protocol).error:
@@ -98,21 +99,25 @@ def first_difference(seed: int, keep: Sequence[int], protocol: str) -> str:
   _, failing = _run(seed, keep, protocol, _logs)
   # A late fault first: the runs are then equal up to a late time.
   for index in reversed(keep):
-    fewer = [each for each in keep if each != index]
+    fewer = [i for i in keep if i != index]
     outcome, passing = _run(seed, fewer, protocol, _logs)
     if not outcome.error:
       break
   else:
     return "  the run also fails without any one of these faults"
-  rows = []
+  # (False for turns, time, text) of the first difference in each log: sorting
+  # puts the turns first, then the earliest row.
+  differences = []
   for name, log in failing.items():
     pairs = itertools.zip_longest(log, passing.get(name, ()), fillvalue="")
-    for line, (here, there) in enumerate(pairs, 1):
-      if here != there:
-        text = f"    {name}, line {line}: {here or 'none'}; {there or 'none'}"
-        rows.append((name != _TURNS, _time_of(here or there), text))
+    for line, (failed, passed) in enumerate(pairs, 1):
+      if failed != passed:
+        rows = f"{failed or 'none'}; {passed or 'none'}"
+        text = f"    {name}, line {line}: {rows}"
+        time = _time_of(failed or passed)
+        differences.append((name != _TURNS, time, text))
         break
-  texts = [text for _, _, text in sorted(rows)]
+  texts = [text for _, _, text in sorted(differences)]
   title = f"  without fault {index} the run passes; first differences:"
   return "\n".join([title, *texts[:2]])
 
@@ -127,10 +132,12 @@ def _time_of(line: str) -> float:
 
 def _prepare() -> None:
   """Configures a process of the pool: JAX computes in the calling thread."""
+  # One simulated process runs at a time, so a second thread is of no use.
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _run_many(protocol: str, seeds: Sequence[int]) -> list[SeedResult]:
+  """Runs seeds in a process of the pool."""
   return [run_seed(seed, protocol=protocol) for seed in seeds]
 
 
@@ -149,6 +156,7 @@ def run_seeds(
     return
   size = _SEEDS_PER_TASK
   tasks = [seeds[i : i + size] for i in range(0, len(seeds), size)]
+  # A forked child would inherit JAX's threads in an undefined state.
   context = multiprocessing.get_context("spawn")
   with context.Pool(jobs, _prepare) as pool:
     for outcomes in pool.imap(functools.partial(_run_many, protocol), tasks):
@@ -162,14 +170,18 @@ def explain(
 ) -> str:
   """Returns a text on a seed that fails: its fewest faults, the error, the
   first difference to a run that passes, and the command that repeats it."""
-  fewest = shrink(outcome.seed, protocol) if keep is None else list(keep)
-  text = drawn(outcome.seed, protocol).describe(fewest)
+  seed = outcome.seed
+  fewest = shrink(seed, protocol) if keep is None else list(keep)
   faults = f" --faults={','.join(map(str, fewest))}" if fewest else ""
-  command = f"asgd chaos --simulate=1 --seed={outcome.seed}{faults}"
+  command = f"asgd chaos --simulate=1 --seed={seed}{faults}"
   if protocol != "server":
     command += f" --protocol={protocol}"
-  differs = first_difference(outcome.seed, fewest, protocol) if fewest else ""
-  lines = text, f"  {outcome.error.strip()}", differs, f"  repeat: {command}"
+  lines = [
+    scenario_of(seed, protocol).describe(fewest),
+    f"  {outcome.error.strip()}",
+    first_difference(seed, fewest, protocol) if fewest else "",
+    f"  repeat: {command}",
+  ]
   return "\n".join(filter(None, lines))
 
 
@@ -188,7 +200,7 @@ class Tally:
     """Counts an outcome."""
     self.runs += 1
     self.steps += outcome.steps
-    self.restarts += outcome.restarts - 1
+    self.restarts += outcome.restarts - 1  # the first start is none
     self.seconds += outcome.seconds
     self.injected.update(outcome.injected)
     texts = (_DETAILS.sub("#", text)[:60] for text in outcome.refused)
@@ -211,6 +223,6 @@ class Tally:
     checked = self.runs - len(self.failed)
     lines += [f"{name:{width}}  {checked:8,}" for name in invariants]
     if self.failed:
-      some = ", ".join(map(str, self.failed[:20]))
-      lines += ["", f"FAILED: {len(self.failed)} seeds ({some})"]
+      first_seeds = ", ".join(map(str, self.failed[:20]))
+      lines += ["", f"FAILED: {len(self.failed)} seeds ({first_seeds})"]
     return "\n".join(lines)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -38,6 +38,8 @@ from asgd.live.world.storage import Disk
 # methods of a shard are retried too, but at once.
 _RETRIED = {(PEER, "deliver"), (COUNTER, "take")}
 _LATE = 0.1  # delay of a call, as a part of a fault's seconds
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 class World(NamedTuple):
@@ -59,24 +61,27 @@ class World(NamedTuple):
     if not self.faults.take("nan", "worker"):
       return message
 
-    def nan(x):
+    def to_nan(x: Any) -> Any:
+      # Integers of a packed code have no NaN.
       return x if np.dtype(x.dtype).kind in "iub" else x * float("nan")
 
-    return jax.tree.map(nan, message)
+    return jax.tree.map(to_nan, message)
 
 
-class _Inline(Executor):
+class _InlinePool(Executor):
   """A pool that makes each call at once, because the scheduler gives no turns
   to threads of a pool."""
 
-  def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
+  def submit(
+    self, call: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
+  ) -> Future[_T]:
     """See the base."""
-    future: Future[Any] = Future()
-    future.set_result(call(*args))
+    future: Future[_T] = Future()
+    future.set_result(call(*args, **kwargs))
     return future
 
 
-class _Fenced:
+class _FencedDisk:
   """The disk of an object; it writes nothing after the object's host ended."""
 
   def __init__(self, host: "WorldHost", scheduler: Scheduler, disk: Disk):
@@ -133,15 +138,19 @@ class WorldHost(Host):
     self.kind, self.index, self._hosts = kind, index, hosts
     self._scheduler = scheduler = hosts.world.scheduler
     # Calls that were received and not made yet: (call, method, arguments).
-    self._box: list[tuple[WorldCall, str, Sequence[Any]]] = []
+    self._inbox: list[tuple[WorldCall, str, Sequence[Any]]] = []
     self.ended = False  # the driver has given it up; its answers are ignored
-    self.open: list[WorldCall] = []  # without an answer
+    self.open_calls: list[WorldCall] = []  # without an answer
     self.made = self._new_call()
-    disk = _Fenced(self, scheduler, hosts.disk)
     self._inside = Inside(
-      *(self._die, self._wait, hosts.clock, disk, _Inline, self._later)
+      kill=self._die,
+      wait=self._wait,
+      clock=hosts.clock,
+      disk=_FencedDisk(self, scheduler, hosts.disk),
+      pool=_InlinePool,
+      later=self._later,
     )
-    self._object: Any = None
+    self.made_object: Any = None  # None: `make` has not returned
     self.process: Process = scheduler.start(
       f"{kind} {index}", lambda: self._run(make)
     )
@@ -162,11 +171,13 @@ class WorldHost(Host):
     call, faults = self._new_call(), self._hosts.world.faults
     self._scheduler.touch()
     may_be_late = (self.kind, method) in _RETRIED
-    retried = may_be_late or self.kind == SHARD
-    if retried and (double := faults.take("double", self.kind)):
+    is_retried = may_be_late or self.kind == SHARD
+    # [1] A second call, as if the caller had repeated the first one.
+    if is_retried and (double := faults.take("double", self.kind)):
       repeated = WorldCall(self._scheduler, self)  # no caller waits for it
       seconds = double.seconds * _LATE * may_be_late
       self._post(repeated, method, args, seconds)
+    # [2] The call itself, which may be delayed.
     delay = faults.take("delay", self.kind)
     self._post(call, method, args, delay.seconds * _LATE if delay else 0.0)
     return call
@@ -178,12 +189,12 @@ class WorldHost(Host):
     args: Sequence[Any],
     seconds: float = 0.0,
   ) -> None:
-    """Puts a call into the host's box, after some simulated seconds."""
+    """Puts a call into the host's inbox, after some simulated seconds."""
 
-    def post():
+    def post() -> None:
       if seconds:
         self._scheduler.sleep(seconds)
-      self._box.append((call, method, args))
+      self._inbox.append((call, method, args))
 
     if seconds:
       self._scheduler.start(f"late call of {self.kind} {self.index}", post)
@@ -192,101 +203,105 @@ class WorldHost(Host):
 
   def lose(self, call: WorldCall) -> None:
     """Drops a call that the host has not begun to execute."""
-    self._box = [each for each in self._box if each[0] is not call]
+    self._inbox = [entry for entry in self._inbox if entry[0] is not call]
 
-  def _later(self, do: Callable[[], Any], method: str, *args: Any) -> None:
-    """Runs `do` in a helper process; see `Inside.later`."""
+  def _later(self, call: Callable[[], Any], method: str, *args: Any) -> None:
+    """Runs `call` in a helper process; see `Inside.later`."""
     future: Future[Any] = Future()
 
-    def run():
+    def run() -> None:
       try:
-        future.set_result(do())
+        future.set_result(call())
       except Exception as error:
         future.set_exception(error)
       self._post(WorldCall(self._scheduler, self), method, (*args, future))
 
-    self.helpers = [each for each in self.helpers if each.alive]
+    self.helpers = [helper for helper in self.helpers if helper.alive]
     name = f"call beside {self.kind} {self.index}"
     helper = self._scheduler.start(name, run)
     self.helpers.append(helper)
 
-    def end_all():
+    def end_process() -> None:
       # Only a killed helper takes its process along; one that finished ends
       # alone.
       if helper.doomed:
         self._scheduler.kill(self.process)
 
     if self._ends_helpers:
-      helper.at_end.append(end_all)
+      helper.at_end.append(end_process)
 
-  def _end_helpers(self):
+  def _end_helpers(self) -> None:
     for helper in self.helpers:
       self._scheduler.kill(helper)
 
   def drain(self) -> bool:
     """Calls the object's `drain`; returns whether it has such a method."""
-    if drains := hasattr(self._object, "drain"):
-      self._object.drain()
+    if drains := hasattr(self.made_object, "drain"):
+      self.made_object.drain()
     return drains
 
   def interrupt(self) -> None:
     """Calls the object's `interrupt`, if it has such a method."""
-    if hasattr(self._object, "interrupt"):
-      self._object.interrupt()
+    if hasattr(self.made_object, "interrupt"):
+      self.made_object.interrupt()
 
   def _new_call(self) -> WorldCall:
-    """Returns a new call, listed in `open`."""
-    call = WorldCall(self._scheduler, self)
-    self.open = [each for each in self.open if not each.done()]
-    self.open.append(call)
-    return call
+    """Returns a new call, listed in `open_calls`."""
+    self.open_calls = [call for call in self.open_calls if not call.done()]
+    new_call = WorldCall(self._scheduler, self)
+    self.open_calls.append(new_call)
+    return new_call
 
   def _die(self) -> None:
     """Kills this host from within."""
     scheduler = self._scheduler
     scheduler.kill(self.process)
-    scheduler.kill(scheduler.current)  # the caller may be a helper
+    scheduler.kill(scheduler.calling)  # the caller may be a helper
     scheduler.point()
 
   def _wait(self, seconds: float) -> None:
+    """Sleeps; ends the process if the driver has given its host up."""
     self._scheduler.sleep(seconds)
     if self.ended:
       raise Killed
 
   def _run(self, make: Make) -> None:
     """Makes the object, then executes the calls of its methods."""
-    self._execute(self.made, lambda: make(self._inside), keeps=True)
+
+    def make_object() -> None:
+      self.made_object = make(self._inside)
+
+    self._execute(self.made, make_object)
+    made = self.made.answer
+    assert made is not None
     while True:
-      self._scheduler.wait(lambda: self.ended or bool(self._box), None)
+      self._scheduler.wait(lambda: self.ended or bool(self._inbox), None)
       if self.ended:
         return
-      call, method, args = self._box.pop(self._next())
-      if self.made.answer.exception():  # there is no object
-        call.take(self.made.answer)
+      call, method, args = self._inbox.pop(self._next_index())
+      if made.exception():  # there is no object
+        call.take(made)
         continue
       self._execute(
         call,
-        lambda: getattr(self._object, method)(*args),  # noqa: B023
+        lambda: getattr(self.made_object, method)(*args),  # noqa: B023
       )
 
-  def _next(self) -> int:
+  def _next_index(self) -> int:
     """Returns the index of the waiting call that is executed next."""
-    order, waiting = self._hosts.order, len(self._box)
+    order, count = self._hosts.order, len(self._inbox)
     if order is not None:
-      return order.randrange(waiting)
-    last = waiting > 1 and self._hosts.world.faults.take("reorder", self.kind)
-    return -1 if last else 0
+      return order.randrange(count)
+    newest = count > 1 and self._hosts.world.faults.take("reorder", self.kind)
+    return -1 if newest else 0
 
-  def _execute(
-    self, call: WorldCall, do: Callable[[], Any], keeps: bool = False
-  ) -> None:
-    """Answers a call with the value of `do`, or with its error. Killed is no
-    answer: it ends the process. `keeps`: the value is the host's object."""
+  def _execute(self, call: WorldCall, compute: Callable[[], Any]) -> None:
+    """Answers a call with the value of `compute`, or with its error. Killed is
+    no answer: it ends the process."""
     answer: Future[Any] = Future()
     try:
-      value = do()
-      if keeps:
-        self._object, value = value, None
+      value = compute()
+      # A method that returns a Future answers later (`Host.call`).
       if isinstance(value, Future):
         answer = value
       else:
@@ -345,6 +360,7 @@ class WorldHosts(Hosts):
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""
+    # The dict has the last host of each kind and index only.
     return [key for key, host in self.hosts.items() if not host.alive]
 
   def kill(self, kind: str, index: int) -> None:
@@ -377,7 +393,7 @@ class WorldHosts(Hosts):
     calls = [
       call
       for host in self.hosts.values()
-      for call in host.open
+      for call in host.open_calls
       if not call.done() and call is not host.made
     ]
     if not calls:

@@ -9,13 +9,13 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-_MOST_FAULTS = 6
-_STEPS = 4000  # the largest step at which a fault is injected
+_MAX_FAULTS = 6
+_MAX_STEP = 4000  # the largest step at which a fault is injected
 _FEW_KINDS = 0.5  # probability that a scenario has a few kinds of faults only
 _LATE = 0.2  # probability that a fault waits for one of the last jobs
 # Probability that a fault soon follows the one before, and within how many
 # steps.
-_SOON, _NEAR = 0.4, 100
+_SOON, _SOON_STEPS = 0.4, 100
 
 
 class Injection(NamedTuple):
@@ -59,21 +59,24 @@ class Scenario(NamedTuple):
 
 def draw(seed: int, menu: Menu) -> Scenario:
   """Returns the scenario of a seed."""
+  # Each draw below belongs to the meaning of a seed: a draw more or less, or in
+  # another order, makes all seeds draw other scenarios.
   rng = random.Random(seed)
   case, kinds = rng.choice(menu.cases), menu.kinds
   if rng.random() < _FEW_KINDS:
     kinds = rng.sample(menu.kinds, rng.randint(1, 4))
   faults: list[Injection] = []
-  for _ in range(rng.randint(0, _MOST_FAULTS)):
-    job, step = 0, int(_STEPS ** rng.uniform(0.4, 1.0))
+  for _ in range(rng.randint(0, _MAX_FAULTS)):
+    # Uniform in log(step): the start of a run is short and has many phases.
+    job, step = 0, int(_MAX_STEP ** rng.uniform(0.4, 1.0))
     # Two times at which recovery is difficult: near the end, when a loss may
     # be noticed too late, and before the run has recovered from a fault.
     if rng.random() < _LATE:
       job = menu.jobs - rng.randint(1, menu.workers)
-      step = int(_STEPS ** rng.random())
+      step = int(_MAX_STEP ** rng.random())
     elif faults and rng.random() < _SOON:
       job = faults[-1].job
-      step = faults[-1].step + int(_NEAR ** rng.random())
+      step = faults[-1].step + int(_SOON_STEPS ** rng.random())
     kind, which = rng.choice(kinds), rng.random()
     seconds = rng.choice((0.05, 0.5, 2.0, 8.0))
     faults.append(Injection(job, step, kind, which, seconds))
@@ -105,12 +108,13 @@ class Faults:
     fault = self.next(kind)
     if fault is not None:
       self._armed[kind].popleft()
-      self.happened(kind, party)
+      self.count(kind, party)
     return fault
 
-  def happened(self, kind: str, party: str) -> None:
+  def count(self, kind: str, party: str) -> None:
     """Counts an injected fault. The party is the name of a process ("shard 0",
     "call beside shard 0") or of a part of the world ("disk")."""
     self.injected[kind] += 1
+    # A fault of a helper is one of its host; the index does not matter.
     party = party.removeprefix("call beside ")
     self.parties[kind, party.partition(" ")[0]] += 1

@@ -39,17 +39,23 @@ def check(
   run's shards after their last message."""
   folder, count = world.folder, training.setup.shards
   journals = [read_journal(journal_path(folder, i)) for i in range(count)]
+  # [1] Journals: jobs and order.
   _check_jobs(journals, training, case)
   _check_order(journals, training, case)
+  # [2] Records, against values that the journals imply.
   every, gated = max(case.rules.round, 1), bool(case.rules.backup)
-  rows, recorded = [], []
+  shard_records, matches = [], []
   for index, events in enumerate(journals):
     with refused(NAMES[3], f"shard {index}: "):
       expected = trace_checks.received(events, every=every, gated=gated)
-    rows.append(records.read_records(records.records_path(folder, index)))
-    recorded.append(_match(index, events, rows[-1], expected))
-    _check_records(index, rows[-1], [expected[i] for i in recorded[-1]])
-  _check_replay(training, journals, (rows, recorded), shards)
+    record = records.read_records(records.records_path(folder, index))
+    match = _match(index, events, record, expected)
+    _check_records(index, record, [expected[i] for i in match])
+    shard_records.append(record)
+    matches.append(match)
+  # [3] The replay, which also has what rows do not: parameters and norms.
+  _check_replay(training, journals, (shard_records, matches), shards)
+  # [4] The shared memory.
   for shard in shards:
     _check_slots(shard)
 
@@ -65,9 +71,10 @@ def _check_order(
     depth = math.inf if unlimited else case.rules.depth
     with refused(NAMES[2], f"shard {index}: "):
       orders.check(events, depth=depth)
-      if not index:
-        jobs = {"jobs": training.setup.jobs, "owned": case.owned}
-        trace_checks.check_protocol(events, case.rules, **jobs)
+      if not index:  # the lead alone decides which jobs start
+        trace_checks.check_protocol(
+          events, case.rules, jobs=training.setup.jobs, owned=case.owned
+        )
 
 
 def _check_jobs(
@@ -79,17 +86,18 @@ def _check_jobs(
     for events in journals
   ]
   # A job that a rollback undid counts, too: it is not computed again.
-  lead = sorted(event.job for event in received[0])
+  lead_jobs = sorted(event.job for event in received[0])
   jobs = list(range(training.setup.jobs))
-  require(lead == jobs, NAMES[0], f"the lead received jobs {lead}")
-  names = [event.key for event in received[0]]
-  for index, others in enumerate(received[1:], 1):
-    keys = [event.key for event in others]
+  require(lead_jobs == jobs, NAMES[0], f"the lead received jobs {lead_jobs}")
+  lead_keys = [event.key for event in received[0]]  # (worker, seq)
+  for index, follower_events in enumerate(received[1:], 1):
+    keys = [event.key for event in follower_events]
     text = f"shard {index} received {keys}"
     if case.consistent:
-      require(keys == names, NAMES[1], text, "and not", names)
+      require(keys == lead_keys, NAMES[1], text, "and not", lead_keys)
     require(len(set(keys)) == len(keys), NAMES[0], text)
-    missing = set(names) - set(keys)
+    # A follower may have more: a message of a ticket that the lead lost.
+    missing = set(lead_keys) - set(keys)
     require(not missing, NAMES[1], f"shard {index} lacks {sorted(missing)}")
 
 
@@ -105,18 +113,21 @@ def _match(
   record, unless a rollback undid the message.
   """
   columns = record.time.tolist(), record.worker.tolist(), record.job.tolist()
-  record_keys, out = list(zip(*columns, strict=True)), []
-  kept = set(trace.follow(events).received)
+  record_keys = list(zip(*columns, strict=True))
+  positions: list[int] = []
+  # Rows of messages that no later ROLLBACK undid.
+  applied_rows = set(trace.follow(events).received)
   for position, (row, event, *_) in enumerate(expected):
     key = event.time, event.worker, event.job
-    if len(out) < len(record_keys) and record_keys[len(out)] == key:
-      out.append(position)
+    next_key = record_keys[len(positions) : len(positions) + 1]
+    if next_key == [key]:
+      positions.append(position)
     else:
       text = f"shard {index} has no record of"
-      require(row not in kept, NAMES[3], text, event)
+      require(row not in applied_rows, NAMES[3], text, event)
   text = f"shard {index} recorded {record_keys}"
-  require(len(out) == len(record_keys), NAMES[3], text)
-  return out
+  require(len(positions) == len(record_keys), NAMES[3], text)
+  return positions
 
 
 def _check_records(
@@ -131,9 +142,9 @@ def _check_records(
   }
   for name, column in columns.items():
     recorded = getattr(record, name)
-    same = np.array_equal(recorded, column)
+    are_equal = np.array_equal(recorded, column)
     text = f"{name} {recorded.tolist()}, not {list(map(float, column))}"
-    require(same, NAMES[3], f"shard {index} recorded {text}")
+    require(are_equal, NAMES[3], f"shard {index} recorded {text}")
 
 
 def _check_replay(
@@ -144,17 +155,20 @@ def _check_replay(
 ) -> None:
   """Replays the journals, and compares states and records with the run's.
   `recorded` has each shard's records and the indices of their messages."""
+  # [1] Replay with the simulator: one server, or one for each shard.
   traces = [trace.from_events(events) for events in journals]
   server, worker, wire = training.server, training.worker, training.wire
   common = dict(batch=training.batch, root=training.duty.root)
+  states: Sequence[base.ServerState]
+  replayed: Sequence[base.Records]
   if training.plan is None:
-    options = {"wire": wire, "keeps_messages": True}
-    host = simulator.make_host(server, worker, **options)
+    host = simulator.make_host(server, worker, wire=wire, keeps_messages=True)
     simulation, record = simulator.run_whole(
       host, training.params, WORKERS, traces[0], **common
     )
     states, replayed = [simulation.server], [record]
   else:
+    # Totals over all shards, such as norms: the rows of each shard have them.
     totals = [[event.totals for event in events] for events in journals]
     states, replayed = simulator.run_sharded(
       *(server, worker, training.params, traces),
@@ -164,15 +178,20 @@ def _check_replay(
       wire=wire,
       **common,
     )
+  # [2] Compare states, then records. The replay has records of undone messages,
+  # too, so the indices select those that the run has kept.
   for index, (shard, state) in enumerate(zip(shards, states, strict=True)):
-    same = bits(shard.state.server) == bits(state)
-    require(same, NAMES[4], f"shard {index}: the state differs")
+    are_equal = bits(shard.state.server) == bits(state)
+    require(are_equal, NAMES[4], f"shard {index}: the state differs")
   parts = zip(*recorded, replayed, strict=True)
   for index, (live, messages, expected) in enumerate(parts):
-    for name, column, other in zip(live._fields, live, expected, strict=True):
-      nan = column.dtype.kind == "f"
-      same = np.array_equal(column, other[messages], equal_nan=nan)
-      require(same, NAMES[4], f"shard {index}: the records' {name} differ")
+    for name in live._fields:
+      column, replayed_column = getattr(live, name), getattr(expected, name)
+      are_equal = np.array_equal(
+        *(column, replayed_column[messages]),
+        equal_nan=column.dtype.kind == "f",
+      )
+      require(are_equal, NAMES[4], f"shard {index}: the records' {name} differ")
 
 
 def _check_slots(shard: Shard) -> None:
@@ -180,10 +199,11 @@ def _check_slots(shard: Shard) -> None:
   state = shard.state
   slots, tickets = state.slots, state.tickets.values()
   counts = slots.counts
+  # A message's slot is free, in the log, of a lost ticket, or of an open one.
   messages = [
     *slots.free_messages,
     *slots.logged,
-    *(slot for dead in slots.lost.values() for slot in dead),
+    *(slot for lost_slots in slots.lost.values() for slot in lost_slots),
     *(ticket.message for ticket in tickets),
   ]
   name = f"shard {shard.index}"
@@ -192,6 +212,7 @@ def _check_slots(shard: Shard) -> None:
     NAMES[5],
     f"{name}: message slots {sorted(messages)} of {counts.messages}",
   )
+  # Several tickets may share a slot of parameters: those of one version.
   used = {slot for slot, uses in slots.uses.items() if uses > 0}
   params = sorted([*slots.free_params, *used])
   require(

@@ -61,9 +61,12 @@ class Socket:
   @property
   def writable(self) -> bool:
     """Whether `send` would accept at least a byte, or raise."""
-    return self.at_end or len(self.peer.data) < _BUFFER
+    if self.at_end or self.peer is None:
+      return True
+    return len(self.peer.data) < _BUFFER
 
-  def _check(self):
+  def _check(self) -> None:
+    """Raises OSError if this end is closed, or its connection was cut."""
     if self.closed or self.broken:
       raise OSError(errno.ECONNRESET, "cut")
 
@@ -78,14 +81,15 @@ class Socket:
     part = bytes(data[: _BUFFER - len(self.peer.data)])
     self.peer.data += self.network.tampered(self, part)
     self.network.changes += 1
+    # The sent bytes, also if a fault has dropped or doubled a frame.
     return len(part)
 
   def sendall(self, data: bytes) -> None:
     """Sends all bytes; waits while the reader's buffer is full."""
-    rest = bytes(data)
-    while rest:
+    unsent = bytes(data)
+    while unsent:
       try:
-        rest = rest[self.send(rest) :]
+        unsent = unsent[self.send(unsent) :]
       except BlockingIOError:
         self.network.scheduler.wait(lambda: self.writable, None)
 
@@ -120,12 +124,13 @@ class Selector:
   def __init__(self, network: "SimulatedNetwork"):
     self._network = network
     self._keys: dict[Socket, selectors.SelectorKey] = {}
-    self._idle = -1  # the network's changes when none was ready
+    # `SimulatedNetwork.changes` when no socket was ready; -1: not known.
+    self._idle_at = -1
 
   def register(self, sock: Socket, events: int, data: Any = None) -> None:
     """Watches a socket."""
     self._keys[sock] = selectors.SelectorKey(sock, 0, events, data)
-    self._idle = -1
+    self._idle_at = -1
 
   modify = register
 
@@ -146,22 +151,23 @@ class Selector:
     the answer "none" is kept until the network changes: this saves a third of a
     run's time."""
     changes = self._network.changes
-    if self._idle != changes and not self._events():
-      self._idle = changes
-    return self._idle != changes
+    if self._idle_at != changes and not self._ready_keys():
+      self._idle_at = changes
+    return self._idle_at != changes
 
-  def _events(self) -> list[tuple[Any, int]]:
+  def _ready_keys(self) -> list[tuple[selectors.SelectorKey, int]]:
     """Returns (key, ready events) of the sockets that are ready now."""
-    out = []
+    keys = []
     for sock, key in self._keys.items():
-      ready = 0
+      events = 0
       if key.events & selectors.EVENT_READ and sock.readable:
-        ready = selectors.EVENT_READ
+        events = selectors.EVENT_READ
+      # A listener has no peer, and is never written to.
       if key.events & selectors.EVENT_WRITE and sock.peer and sock.writable:
-        ready |= selectors.EVENT_WRITE
-      if ready:
-        out.append((key, ready))
-    return out
+        events |= selectors.EVENT_WRITE
+      if events:
+        keys.append((key, events))
+    return keys
 
   def select(self, seconds: float | None = None) -> list[tuple[Any, int]]:
     """Waits until a socket is ready; returns (key, events) of ready ones."""
@@ -170,7 +176,7 @@ class Selector:
       scheduler.wait(self._is_ready, seconds)
     else:
       scheduler.touch()
-    return self._events()
+    return self._ready_keys()
 
 
 class SimulatedNetwork:
@@ -180,7 +186,7 @@ class SimulatedNetwork:
     self.scheduler, self._faults = scheduler, faults
     self._listeners: dict[str, Socket] = {}
     self.sockets: list[Socket] = []  # both ends of each connection, in pairs
-    self._late: dict[Socket, bytes] = {}  # frames that are held back
+    self._held_back: dict[Socket, bytes] = {}  # at most a frame, by sender
     self.changes = 0  # count of changes to readable or writable bytes
     self.sleep = scheduler.sleep
 
@@ -205,10 +211,13 @@ class SimulatedNetwork:
     """See `sockets.UnixNetwork`."""
     return self._pair(self.scheduler.current)
 
-  def _pair(self, owner):
-    one, other = Socket(self, self.scheduler.current), Socket(self, owner)
-    one.peer, other.peer = other, one
-    return one, other
+  def _pair(self, owner: Process | None) -> tuple[Socket, Socket]:
+    """Returns the ends of a new connection: the caller's, and that of another
+    process, which closes it when it ends."""
+    near_end = Socket(self, self.scheduler.current)
+    far_end = Socket(self, owner)
+    near_end.peer, far_end.peer = far_end, near_end
+    return near_end, far_end
 
   def selector(self) -> Selector:
     """See `sockets.UnixNetwork`."""
@@ -216,27 +225,29 @@ class SimulatedNetwork:
 
   def connections(self) -> list[Socket]:
     """Returns one end of each open connection."""
+    # If one end was closed, the other is at its end: both leave the list, which
+    # stays a list of pairs.
     self.sockets = [s for s in self.sockets if not s.closed and not s.at_end]
     return self.sockets[::2] or self.sockets
 
   def cut(self, sock: Socket) -> None:
     """Breaks a connection; bytes that were not read yet are lost."""
-    for end in (sock, sock.peer):
+    for end in filter(None, (sock, sock.peer)):
       end.broken = True
       end.data.clear()
     self.changes += 1
 
   def tampered(self, sock: Socket, data: bytes) -> bytes:
     """Returns the bytes that arrive when `data` is sent, after a fault."""
-    late = self._late.pop(sock, b"")
+    held_back = self._held_back.pop(sock, b"")
     # Faults apply to frames, so only to complete ones.
     fault = None if len(data) % frames.SIZE else self._fault(data)
     first, rest = data[: frames.SIZE], data[frames.SIZE :]
     if fault == "double":
-      return first + data + late
+      return first + data + held_back
     if fault == "reorder":
-      self._late[sock] = first
-    return data + late if fault is None else rest + late
+      self._held_back[sock] = first
+    return data + held_back if fault is None else rest + held_back
 
   def _fault(self, data: bytes) -> str | None:
     """Returns the kind of fault that applies to the first frame of `data`."""
@@ -244,6 +255,6 @@ class SimulatedNetwork:
       if not self._faults.next(fault):
         continue
       if frames.unpack(data[: frames.SIZE]).kind in kinds:
-        self._faults.take(fault, self.scheduler.current.name)
+        self._faults.take(fault, self.scheduler.calling.name)
         return fault
     return None

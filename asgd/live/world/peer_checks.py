@@ -23,16 +23,16 @@ RECORDS = "records agree with the replay"
 ONCE = "every job of pairs is received once"
 ROUNDS = "each live peer ended all rounds"
 ADOPTS = "a peer that joins adopts parameters first"
-ALL = "a message reaches all neighbours or none"
-TWO = "both peers take part in an exchange"
+BROADCAST = "a message reaches all neighbours or none"
+EXCHANGE = "both peers take part in an exchange"
 COPIES = "copies equal the neighbour's public parameters"
-SAME = "peers that share all updates are equal"
+SHARED = "peers that share all updates are equal"
 ROWS = "written rows of a journal do not change"
 ENDS = "it ends in bounded time"
 NO_ERROR = "no error without a reason"
 NAMES = (
-  *(JOURNALS, REPLAY, RECORDS, ONCE, ROUNDS, ADOPTS, ALL, TWO, COPIES, SAME),
-  *(ROWS, ENDS, NO_ERROR),
+  *(JOURNALS, REPLAY, RECORDS, ONCE, ROUNDS, ADOPTS, BROADCAST, EXCHANGE),
+  *(COPIES, SHARED, ROWS, ENDS, NO_ERROR),
 )
 # Tolerance between peers that add the same updates in different orders.
 _CLOSE = 1e-5
@@ -42,8 +42,8 @@ class Incarnation(NamedTuple):
   """The journal rows of one incarnation of a peer."""
 
   peer: int
-  index: int  # 0: the first incarnation of the peer
-  rows: list[Event]  # from JOIN, which index 0 lacks, to LEAVE
+  number: int  # 0: the first incarnation of the peer
+  rows: list[Event]  # from JOIN, which number 0 lacks, to LEAVE
   left: bool  # the incarnation exited before the end of the run
   received: list[int]  # its jobs
 
@@ -59,11 +59,11 @@ def _incarnations(peer: int, rows: list[Event]) -> Iterator[Incarnation]:
     parts[-1].append(row)
     if row.action == base.LEAVE:
       parts.append([])
-  for index, part in enumerate(parts):
+  for number, part in enumerate(parts):
     received = [row.job for row in part if row.action == base.RECEIVE]
-    if part:
-      left = index < len(parts) - 1
-      yield Incarnation(peer, index, part, left, received)
+    if part:  # the last part is empty if the last row is LEAVE
+      left = number < len(parts) - 1
+      yield Incarnation(peer, number, part, left, received)
 
 
 class _Checks:
@@ -79,9 +79,9 @@ class _Checks:
       for peer in range(duty.gossip.topology.workers)
     ]
     self._incarnations = [
-      each
+      incarnation
       for peer, rows in enumerate(self._journals)
-      for each in _incarnations(peer, rows)
+      for incarnation in _incarnations(peer, rows)
     ]
 
   def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
@@ -101,8 +101,8 @@ class _Checks:
       state = peers.states[peer]
       weight = float(self._duty.peer.weight(state))
       expected = View(state.server.params, weight, int(state.server.version))
-      same = peer in peers.present and bits(view) == bits(expected)
-      require(same, REPLAY, "peer", peer, "is", view, "and not", expected)
+      is_equal = peer in peers.present and bits(view) == bits(expected)
+      require(is_equal, REPLAY, "peer", peer, "is", view, "and not", expected)
     return peers, records
 
   def records(self, replayed: simulator.PeerRecords) -> None:
@@ -117,122 +117,141 @@ class _Checks:
       # A job may be done twice, by two incarnations at two times.
       ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]
       keys = zip(written.job.tolist(), written.time.tolist(), strict=True)
-      jobs_written = [ends.index(key) for key in keys if key in ends]
-      rows = np.flatnonzero(replayed.worker == peer)[jobs_written]
+      positions = [ends.index(key) for key in keys if key in ends]
+      rows = np.flatnonzero(replayed.worker == peer)[positions]
       # The merge of the journals into one trace may change times.
       for name in set(written._fields) - {"time"}:
         column, expected = getattr(written, name), getattr(replayed, name)[rows]
-        same = column.tobytes() == expected.tobytes()
-        require(same, RECORDS, "peer", peer, name, column, "and not", expected)
+        is_equal = column.tobytes() == expected.tobytes()
+        text = "peer", peer, name, column, "and not", expected
+        require(is_equal, RECORDS, *text)
 
   def jobs(self) -> None:
     """Checks that the peers received all jobs: in pairs once each, in rounds
     each incarnation without gaps."""
     if self._gossip.order == gossip.PAIRS:
-      jobs = sorted(job for each in self._incarnations for job in each.received)
+      jobs = sorted(
+        job
+        for incarnation in self._incarnations
+        for job in incarnation.received
+      )
       require(jobs == list(range(self._messages)), ONCE, jobs)
       return
+    # In round k, peer i of n does job k n + i.
     n = len(self._journals)
-    for peer, index, _, left, received in self._incarnations:
-      begin = received[0] if received and index else peer
+    for peer, number, _, left, received in self._incarnations:
+      begin = received[0] if received and number else peer
       end = received[-1] if received else begin - n
       # A peer that is alive ends the last round, unless it joined after it.
-      if peer in self._views and not left and (received or not index):
+      if peer in self._views and not left and (received or not number):
         end = self._messages - n + peer
-      ended = received == list(range(begin, end + 1, n)) and begin % n == peer
-      require(ended, ROUNDS, "peer", peer, "received", received)
+      has_ended = (
+        received == list(range(begin, end + 1, n)) and begin % n == peer
+      )
+      require(has_ended, ROUNDS, "peer", peer, "received", received)
 
   def newcomers(self) -> None:
     """Checks that later incarnations begin with JOIN and then ADOPT, unless
     they started no job."""
-    for each in self._incarnations:
-      actions = [row.action for row in each.rows]
-      begins = actions[0] == base.JOIN and (
+    for incarnation in self._incarnations:
+      actions = [row.action for row in incarnation.rows]
+      adopts_first = actions[0] == base.JOIN and (
         base.SEND not in actions or actions[1] == base.ADOPT
       )
       names = [base.ACTIONS[action] for action in actions]
-      require(begins or not each.index, ADOPTS, "peer", each.peer, names)
+      is_allowed = adopts_first or not incarnation.number
+      require(is_allowed, ADOPTS, "peer", incarnation.peer, names)
 
   def messages(self) -> None:
     """In rounds: checks that the peers alive at the end took the same messages
     of a peer that exited, and all messages of a peer that did not."""
     for sender in self._incarnations:
       for put in sender.of(base.PUT):
+        # Receiver -> whether it took the message. A TAKE row has the sender as
+        # its job, and the sender's seq.
         taken = {
-          each.peer: any(
-            (take.job, take.seq) == put.key for take in each.of(base.TAKE)
+          receiver.peer: any(
+            (take.job, take.seq) == put.key for take in receiver.of(base.TAKE)
           )
-          for each in self._incarnations
-          if self._is_for(put, each)
+          for receiver in self._incarnations
+          if self._is_for(put, receiver)
         }
         answers = set(taken.values())
         missed = answers == {False} and not sender.left
-        require(len(answers) < 2 and not missed, ALL, put, taken)
+        require(len(answers) < 2 and not missed, BROADCAST, put, taken)
 
-  def _is_for(self, put: Event, each: Incarnation) -> bool:
+  def _is_for(self, put: Event, receiver: Incarnation) -> bool:
     """Whether an incarnation, alive at the end, had to mix a sent message."""
-    links, mixing = self._gossip.topology.links, put.job
-    first = 0  # index of the first mixing that the incarnation takes part in
-    if each.index and each.received:
-      round_index = each.received[0] // len(self._journals)
+    links, message = self._gossip.topology.links, put.job
+    first = 0  # number of the first message that the incarnation takes
+    if receiver.number and receiver.received:
+      round_index = receiver.received[0] // len(self._journals)
+      # Message m is put in round m every.
       first = -(-round_index // self._gossip.every)
     return (
-      not each.left
-      and each.peer != put.worker
-      and bool(links[mixing % len(links), each.peer, put.worker])
-      and mixing >= first
-      and any(mix.job == mixing for mix in each.of(base.MIX))
+      not receiver.left
+      and receiver.peer != put.worker
+      and bool(links[message % len(links), receiver.peer, put.worker])
+      and message >= first
+      and any(mix.job == message for mix in receiver.of(base.MIX))
     )
 
   def exchanges(self) -> None:
     """In pairs: checks that a peer that puts takes and mixes at once, and that
     two peers took each other's messages equally often. A put alone is allowed
     once for each peer that exited."""
-    alive = [each for each in self._incarnations if not each.left]
+    alive = [
+      incarnation for incarnation in self._incarnations if not incarnation.left
+    ]
     exits = len(self._incarnations) - len(alive)
-    for each in alive:
+    for incarnation in alive:
+      actions = [row.action for row in incarnation.rows]
       alone = sum(
-        put.action == base.PUT
-        and [row.action for row in each.rows[at + 1 : at + 3]]
-        != [base.TAKE, base.MIX]
-        for at, put in enumerate(each.rows)
+        action == base.PUT
+        and actions[i + 1 : i + 3] != [base.TAKE, base.MIX]
+        for i, action in enumerate(actions)
       )
       text = "put without an answer; times:"
-      require(alone <= exits, TWO, "peer", each.peer, text, alone)
-    first = [each for each in alive if not each.index]
-    for one, two in itertools.combinations(first, 2):
+      require(alone <= exits, EXCHANGE, "peer", incarnation.peer, text, alone)
+    # An exit of one of the two may cut an exchange short.
+    never_replaced = [
+      incarnation for incarnation in alive if not incarnation.number
+    ]
+    for pair in itertools.combinations(never_replaced, 2):
       takes = [
-        sum(take.job == other.peer for take in each.of(base.TAKE))
-        for each, other in ((one, two), (two, one))
+        sum(take.job == sender.peer for take in receiver.of(base.TAKE))
+        for receiver, sender in (pair, pair[::-1])
       ]
-      same = takes[0] == takes[1]
-      require(same, TWO, "peers", one.peer, two.peer, "took", takes)
+      peers = [incarnation.peer for incarnation in pair]
+      require(takes[0] == takes[1], EXCHANGE, "peers", *peers, "took", takes)
 
   def copies(self, peers: simulator.Peers) -> None:
     """With `choco`: checks each peer's copy of its neighbour's public
     parameters."""
     topology, states = self._gossip.topology, peers.states
     for peer, other in itertools.permutations(self._views, 2):
-      own = states[peer].own
-      if isinstance(own, Choco) and topology.union[peer, other]:
+      rule_state = states[peer].own
+      if isinstance(rule_state, Choco) and topology.union[peer, other]:
         public = states[other].own.public
         slot = topology.slot(peer, other)
-        copy = {name: copies[slot] for name, copies in own.copies.items()}
+        copy = jax.tree.map(lambda x, i=slot: x[i], rule_state.copies)
         text = "peer", peer, "has", copy, "of peer", other, "which has"
-        require(_close(copy, public), COPIES, *text, public)
+        require(_are_close(copy, public), COPIES, *text, public)
 
   def shared(self, peers: simulator.Peers) -> None:
     """With `share`: checks that all peers have the same parameters."""
     states = [peers.states[peer] for peer in self._views]
-    params = [s.server.params for s in states if isinstance(s.own, Share)]
-    same = all(_close(each, params[0]) for each in params)
-    require(same, SAME, params)
+    all_params = [s.server.params for s in states if isinstance(s.own, Share)]
+    are_equal = all(_are_close(params, all_params[0]) for params in all_params)
+    require(are_equal, SHARED, all_params)
 
 
-def _close(one: base.Params, two: base.Params) -> bool:
+def _are_close(params: base.Params, other: base.Params) -> bool:
   """Returns whether two trees of parameters are equal but for rounding."""
-  close = jax.tree.map(lambda x, y: np.allclose(x, y, atol=_CLOSE), one, two)
-  return all(jax.tree.leaves(close))
+  leaves_close = jax.tree.map(
+    lambda x, y: np.allclose(x, y, atol=_CLOSE), params, other
+  )
+  return all(jax.tree.leaves(leaves_close))
 
 
 def check(

@@ -18,7 +18,8 @@ from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path
 from asgd.live.records import records_path
-from asgd.live.world import peer_checks, scenario
+from asgd.live.world import peer_checks
+from asgd.live.world import scenario as server_scenario
 from asgd.live.world.broken import Broken
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.injections import Injection, Menu, Scenario
@@ -76,32 +77,42 @@ def _duty(case: PeerCase) -> PeerDuty:
   """Returns the duty of a case's peers, compiled once for all scenarios."""
   options = dict(case.options)
   recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
-  recipe = recipe._replace(gossip=recipe.gossip._replace(every=case.every))
-  params, batch = scenario.first_params(), scenario.batch
-  peer, wire = recipe.peer(), array_wire(copies=case.kills)
-  if recipe.gossip.compressed:
+  assert recipe.gossip is not None
+  settings = recipe.gossip._replace(every=case.every)
+  recipe = recipe._replace(gossip=settings)
+  params, peer = server_scenario.first_params(), recipe.peer()
+  # Threads share arrays; a process gets copies.
+  wire = array_wire(copies=case.kills)
+  if settings.compressed:
     wire = packed_wire(peer, params)
-  worker = recipe.make_worker(scenario.loss)
-  root = scenario.ROOT
-  return PeerDuty(recipe.gossip, peer, worker, params, batch, root, wire)
+  return PeerDuty(
+    gossip=settings,
+    peer=peer,
+    worker=recipe.make_worker(server_scenario.loss),
+    params=params,
+    batch=server_scenario.batch,
+    root=server_scenario.ROOT,
+    wire=wire,
+  )
 
 
 class PeersRun(WorldRun):
   """One scenario of live peers."""
 
   INVARIANTS, LOOK = peer_checks.NAMES, 0.05
+  _cluster: PeerCluster  # of the present command
 
-  def __init__(self, drawn: Scenario, folder: Path):
-    super().__init__(drawn, folder)
-    self._case: PeerCase = drawn.case
+  def __init__(self, scenario: Scenario, folder: Path):
+    super().__init__(scenario, folder)
+    self._case: PeerCase = scenario.case
     self._duty = _duty(self._case)
     # The last checkpoint: images, and counts (rows, records) of each peer.
-    self._saved: tuple[dict[int, Image], list[tuple[int, int]]] | None = None
-    self._cluster: PeerCluster | None = None
+    self._saved: tuple[dict[int, Image], list[Sequence[int]]] | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
     self._flips: list[Flip] = []  # changes that were not undone
     self._stops: list[float] = []  # seconds to save, for each "term"
-    self._rows: dict[Path, bytes] = {}  # journals at the last look
+    # Complete rows of each journal at the last check, by path.
+    self._checked_rows: dict[Path, bytes] = {}
 
   @staticmethod
   def menu() -> Menu:
@@ -127,7 +138,9 @@ class PeersRun(WorldRun):
       make_script=lambda *args: WorldScript(self.world),
     )
     self._cluster = PeerCluster(
-      *(self._duty.gossip, self.make_hosts(), maker),
+      self._duty.gossip,
+      self.make_hosts(),
+      maker,
       messages=case.messages,
       ladder=LADDER,
       refill=case.refill,
@@ -136,29 +149,27 @@ class PeersRun(WorldRun):
     return functools.partial(self._drive, resumed)
 
   def _batch(self, peer: int, job: int) -> Any:
+    """Returns the batch of a job, after the time that the job takes."""
     self.work(job)
-    return scenario.batch(peer, job)
+    return server_scenario.batch(peer, job)
 
   def _drive(self, resumed: bool) -> None:
     """Runs a command's driver."""
     if resumed:
       self._cut_back()
     try:
-      self._train()
+      self._cluster.start(self._saved and self._saved[0])
+      self.drive(self._step, self._pause_and_save)
     except (AllDied, NotFinite) as error:
       # The command ended early; the next one resumes from the checkpoint.
       self._check_died(error)
 
-  def _train(self):
-    cluster = self._cluster
-    cluster.start(self._saved and self._saved[0])
-    self.drive(self._look, self._pause_and_save)
-
-  def _look(self) -> bool:
+  def _step(self) -> bool:
     """Drives the peers one step; returns whether the command has ended."""
     cluster = self._cluster
     cluster.check(self._received())
-    self._look_at_rows()
+    self._check_rows()
+    # The last peers may exit after their last job: then there is no view.
     if cluster.finished and (views := cluster.views()):
       self._views, self.finished = views, True
       return True
@@ -168,12 +179,13 @@ class PeersRun(WorldRun):
       return True
     return False
 
-  def _pause_and_save(self):
+  def _pause_and_save(self) -> None:
     self._cluster.pause()
     self._save()
     self._cluster.resume()
 
-  def _received(self):
+  def _received(self) -> int:
+    """Returns the count of messages that have a record."""
     peers = range(self._case.peers)
     return sum(
       len(files.read_peer_records(self.folder, peer).loss) for peer in peers
@@ -182,6 +194,7 @@ class PeersRun(WorldRun):
   def _save(self) -> None:
     """Makes a checkpoint while the peers are paused."""
     cluster, peers = self._cluster, self._case.peers
+    # Notes go through JSON, as those of a real checkpoint: keys become text.
     images = {
       peer: (tree, json.loads(json.dumps(notes)))
       for peer, (tree, notes) in cluster.images().items()
@@ -191,29 +204,34 @@ class PeersRun(WorldRun):
   def _cut_back(self) -> None:
     """Restores changed files that the last command refused, as its error asks.
     Then cuts all files back to the last checkpoint, or to nothing."""
-    for each in reversed(self._flips):
-      if self.outcome.refused and each.path.name in self.outcome.refused[-1]:
-        each.restore()
-    cuts = self._saved[1] if self._saved else [(0, 0)] * self._case.peers
-    files.cut_back(self.folder, cuts)
-    self._flips = [each for each in self._flips if each.original()]
-    self._rows = {}
+    for change in reversed(self._flips):
+      if self.outcome.refused and change.path.name in self.outcome.refused[-1]:
+        change.restore()
+    lengths: list[Sequence[int]] = [(0, 0)] * self._case.peers
+    if self._saved:
+      _, lengths = self._saved
+    files.cut_back(self.folder, lengths)
+    # A flip in the part that was cut off is undone.
+    self._flips = [change for change in self._flips if change.original()]
+    self._checked_rows = {}
 
   # Checks.
 
-  def _look_at_rows(self) -> None:
-    """Raises Broken if a journal has lost or changed a row since the last look.
-    Bytes that a fault changed are compared as they were before."""
+  def _check_rows(self) -> None:
+    """Raises Broken if a journal has lost or changed a row since the last
+    check. Bytes that a fault changed are compared as they were before."""
     for peer in range(self._case.peers):
       path = journal_path(self.folder, peer)
       data = path.read_bytes() if path.exists() else b""
-      for each in reversed(self._flips):
-        if each.path == path and data.startswith(each.before[:-1]):
-          data = each.before + data[len(each.before) :]
+      for change in reversed(self._flips):
+        if change.path == path and data.startswith(change.before[:-1]):
+          data = change.before + data[len(change.before) :]
+      # Without the last row if a kill has torn it: the next incarnation of the
+      # peer removes it.
       data = data[: data.rfind(b"\n") + 1]
-      if not data.startswith(self._rows.get(path, b"")):
+      if not data.startswith(self._checked_rows.get(path, b"")):
         raise Broken(f"{peer_checks.ROWS}: {path.name} at {self.scheduler.now}")
-      self._rows[path] = data
+      self._checked_rows[path] = data
 
   def _check_died(self, error: Exception) -> None:
     """Raises Broken if all peers exited with fewer faults than peers. A jump of
@@ -224,8 +242,8 @@ class PeersRun(WorldRun):
 
   def check(self) -> None:
     """See the base."""
-    for each in reversed(self._flips):
-      each.restore()
+    for change in reversed(self._flips):
+      change.restore()
     peer_checks.check(
       self.folder, self._duty, self._case.messages, self._views
     )
@@ -238,18 +256,18 @@ class PeersRun(WorldRun):
     fraction = fault.which * self._case.peers - peer
     path_of = journal_path if fraction < 0.5 else records_path
     path = path_of(self.folder, peer)
-    flipped = flip(path, fault.seconds / 8) if path.exists() else None
-    if flipped is None:
+    new_change = flip(path, fault.seconds / 8) if path.exists() else None
+    if new_change is None:
       return ()
     undone = [
-      each
-      for each in self._flips
-      if each.path == path and each.after == flipped.before
+      change
+      for change in self._flips
+      if change.path == path and change.after == new_change.before
     ]
     if undone:  # the same bit was flipped before, so the byte is original now
       self._flips.remove(undone[-1])
     else:
-      self._flips.append(flipped)
+      self._flips.append(new_change)
     for process in self.processes(f"peer {peer}"):
       self.scheduler.kill(process)
     return (f"peer {peer}",)

@@ -32,7 +32,7 @@ _SECONDS, _TURNS = 600.0, 200_000  # limits of one command
 _RESTARTS = 12  # of the same command, at most
 _REASONS = {"fill", "remove memory", "flip"}  # faults that may end a command
 # Time that processes work on without a driver, as a part of a fault's seconds.
-_ORPHANS = 0.1
+_WITHOUT_DRIVER = 0.1
 _JOB = 0.03  # mean seconds of a job
 
 
@@ -75,26 +75,37 @@ class WorldRun(abc.ABC):
   # Patterns of files in the run's memory that "flip" may change.
   FLIPPED: ClassVar[tuple[str, ...]] = ("shard-*/*",)
   HOSTS: ClassVar[type[WorldHosts]] = WorldHosts
-  LOOK = 0.1  # seconds between two looks of the driver
-  SAVES = 3  # looks between two checkpoints
+  LOOK = 0.1  # seconds between two steps of the driver
+  SAVES = 3  # steps between two checkpoints
 
-  def __init__(self, drawn: Scenario, folder: Path):
-    self.scenario, self.folder = drawn, folder
+  def __init__(self, scenario: Scenario, folder: Path):
+    self.scenario, self.folder = scenario, folder
     self.memory = folder / "memory"
-    self.scheduler = scheduler = Scheduler(drawn.seed)
-    armed = Faults()
+    self.scheduler = scheduler = Scheduler(scenario.seed)
+    armed_faults = Faults()
     self.world = World(
-      *(scheduler, armed, SimulatedNetwork(scheduler, armed)),
-      *(Disk(scheduler, armed), folder, [0.0]),
+      scheduler=scheduler,
+      faults=armed_faults,
+      network=SimulatedNetwork(scheduler, armed_faults),
+      disk=Disk(scheduler, armed_faults),
+      folder=folder,
+      skew=[0.0],
     )
-    self.outcome = SeedResult(drawn.seed, armed.injected, armed.parties)
-    self.rng = random.Random(drawn.seed + 1)
+    self.outcome = SeedResult(
+      scenario.seed, armed_faults.injected, armed_faults.parties
+    )
+    # Apart from the scheduler's generator, so that the lengths of jobs do not
+    # depend on the count of turns.
+    self.rng = random.Random(scenario.seed + 1)
     self.finished = False
-    self._orphans = 0.0  # seconds that processes work on without a driver
-    # The last error of a command, and the faults that were injected before.
-    self._refused = "", 0
+    # Seconds that processes work on without a driver, once it was killed.
+    self._driverless_seconds = 0.0
+    # The last error of a command, and the count of faults injected before it.
+    self._last_refusal = "", 0
     # Faults that wait until a job has begun, by job.
-    self._of_jobs: dict[int, list[Injection]] = collections.defaultdict(list)
+    self._waiting_faults: dict[int, list[Injection]] = (
+      collections.defaultdict(list)
+    )
 
   @staticmethod
   @abc.abstractmethod
@@ -117,28 +128,28 @@ class WorldRun(abc.ABC):
 
   def drive(
     self,
-    look: Callable[[], bool],
+    step: Callable[[], bool],
     save: Callable[[], Any],
-    rest: Callable[[float], Any] | None = None,
+    wait: Callable[[float], Any] | None = None,
   ) -> None:
     """Drives a run until it has ended.
 
     Args:
-      look: one step of the driver; returns whether the run has ended.
+      step: one step of the driver; returns whether the run has ended.
       save: makes a checkpoint; called after every SAVES steps.
-      rest: waits the given seconds between two steps.
+      wait: waits the given seconds between two steps; None: sleeps.
     """
-    looks, rest = 0, rest or self.scheduler.sleep
-    while not look():
-      looks += 1
-      if looks % self.SAVES == 0:
+    steps, wait = 0, wait or self.scheduler.sleep
+    while not step():
+      steps += 1
+      if steps % self.SAVES == 0:
         save()
-      rest(self.LOOK)
+      wait(self.LOOK)
 
   def work(self, job: int, factor: float = 1.0) -> None:
     """Waits as long as a job takes (`factor` slows its worker down), and
     schedules the faults that waited for this job."""
-    for fault in self._of_jobs.pop(job, ()):
+    for fault in self._waiting_faults.pop(job, ()):
       self._plan(fault, self.scheduler.steps)
     self.scheduler.sleep(factor * self.rng.expovariate(1 / _JOB))
 
@@ -149,24 +160,26 @@ class WorldRun(abc.ABC):
 
   def _inject(self, fault: Injection) -> None:
     """Injects a fault now, and counts it if it reached anything."""
-    if self.finished:
+    if self.finished:  # the checks read what the run has left
       return
     parties = self.INJECT[fault.kind](self, fault)
     if parties:
-      self.world.faults.happened(fault.kind, parties[0])
+      self.world.faults.count(fault.kind, parties[0])
 
   def run(self, keep: Sequence[int]) -> SeedResult:
     """Runs the scenario with the faults of the indices in `keep`."""
     outcome, scheduler = self.outcome, self.scheduler
+    # [1] Plan the faults.
     for index in keep:
       fault = self.scenario.faults[index]
       if fault.job:
-        self._of_jobs[fault.job].append(fault)
+        self._waiting_faults[fault.job].append(fault)
       else:
         self._plan(fault, 0)
+    # [2] One command after the other until one finishes; then the checks.
     try:
       while not self.finished:
-        self._start(resumed=outcome.restarts > 0)
+        self._run_command(resumed=outcome.restarts > 0)
         # This includes errors of workers that the driver has given up.
         for error in scheduler.errors:
           if isinstance(error, Broken):
@@ -178,7 +191,8 @@ class WorldRun(abc.ABC):
     except (Broken, Stuck) as error:
       outcome.error = f"{type(error).__name__}: {error}"
     except Exception:
-      outcome.error = self._shown(traceback.format_exc())
+      outcome.error = self._without_folder(traceback.format_exc())
+    # [3] All processes end, whatever has happened.
     finally:
       scheduler.close()
       self._close_files()
@@ -195,34 +209,40 @@ class WorldRun(abc.ABC):
         if target.startswith(f"{self.folder}/") and target.endswith(self.OPEN):
           os.close(int(name))
 
-  def _shown(self, text: object) -> str:
+  def _without_folder(self, text: object) -> str:
+    """Returns a text that is the same in each repetition of the seed."""
     return str(text).replace(str(self.folder), "FOLDER")
 
-  def _start(self, resumed: bool) -> None:
+  def _run_command(self, resumed: bool) -> None:
     """Runs one command until it ends or is killed."""
     scheduler = self.scheduler
     driver = scheduler.start("driver", self.command(resumed))
-    self._orphans = 0.0
+    self._driverless_seconds = 0.0
     scheduler.run(lambda: not driver.alive, _SECONDS, _TURNS)
-    if self._orphans:
+    if self._driverless_seconds:
       # The time is over, or all wait for a driver: both are expected.
       with contextlib.suppress(Stuck):
-        scheduler.run(lambda: False, self._orphans, _TURNS)
+        scheduler.run(lambda: False, self._driverless_seconds, _TURNS)
     scheduler.close()
-    self.world.disk.full = False
+    self.world.disk.full = False  # the user makes room before the next command
     if driver.error is not None:
-      if not isinstance(driver.error, ValueError):
-        raise driver.error
-      text = self._shown(driver.error)
-      count = self.outcome.injected.total()
-      # An error names a remedy, so the same error must not follow it unless
-      # another fault was injected.
-      if (text, count) == self._refused:
-        raise Broken(f"refused again without another fault: {text}")
-      self._refused = text, count
-      self.outcome.refused.append(text)
-      if not self.outcome.injected.keys() & _REASONS:
-        raise Broken(f"refused without a reason: {text}")
+      self._check_refusal(driver.error)
+
+  def _check_refusal(self, error: BaseException) -> None:
+    """Records that a command was refused with a ValueError. Raises Broken if no
+    fault gives a reason, and any other error of the driver."""
+    if not isinstance(error, ValueError):
+      raise error
+    text = self._without_folder(error)
+    count = self.outcome.injected.total()
+    # An error names a remedy, so the same error must not follow it unless
+    # another fault was injected.
+    if (text, count) == self._last_refusal:
+      raise Broken(f"refused again without another fault: {text}")
+    self._last_refusal = text, count
+    self.outcome.refused.append(text)
+    if not self.outcome.injected.keys() & _REASONS:
+      raise Broken(f"refused without a reason: {text}")
 
   # Faults.
 
@@ -253,7 +273,7 @@ class WorldRun(abc.ABC):
 
   def kill_driver(self, fault: Injection) -> Sequence[str]:
     """Kills the driver. The other processes work on until they notice."""
-    self._orphans = fault.seconds * _ORPHANS
+    self._driverless_seconds = fault.seconds * _WITHOUT_DRIVER
     return self.kill("driver", fault)
 
   def stop(self, kind: str, fault: Injection) -> Sequence[str]:
@@ -263,8 +283,8 @@ class WorldRun(abc.ABC):
       return ()
     until = self.scheduler.now + fault.seconds
     host = self.hosts.of(process)
-    for each in (process, *(host.helpers if host else ())):
-      each.sleeps_until = until
+    for stopped in (process, *(host.helpers if host else ())):
+      stopped.sleeps_until = until
     return (process.name,)
 
   def arm(self, fault: Injection) -> Sequence[str]:
@@ -304,7 +324,9 @@ class WorldRun(abc.ABC):
     if not paths:
       return ()
     path = paths[int(fault.which * len(paths))]
-    flip(path, fault.seconds / 8)
+    flip(path, fault.seconds / 8)  # 8 is the largest number of seconds drawn
+    # "shard-1/snapshot" is of process "shard 1", "worker-2-0.message" of
+    # "worker 2".
     name = path.name if path.parent == self.memory else path.parent.name
     name = " ".join(name.split("-")[:2])
     for process in self.processes(name):

@@ -110,16 +110,17 @@ CASES = (
   ServerCase("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
 )
 # Options that give recipes jobs of two batches.
-_OPTIONS = {
+_OPTIONS: dict[str, dict[str, Any]] = {
   "easgd": {"steps": 2, "momentum": 0.9},
   "downpour": {"push_every": 2, "fetch_every": 4},
 }
 
 
 def loss(
-  params: dict[str, jax.Array], batch: jax.Array, key: jax.Array
+  params: Any, batch: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, losses_lib.Aux]:
-  """Returns the mean squared error of a small network."""
+  """Returns the mean squared error of a small network with the parameters
+  `first_params`."""
   del key
   hidden = jnp.tanh(batch @ params["into"])
   error = hidden @ params["out"] - batch[:, 0]
@@ -141,18 +142,30 @@ def first_params() -> dict[str, np.ndarray]:
   }
 
 
+class CompiledRecipe(NamedTuple):
+  """A recipe for a small network, compiled once for all scenarios."""
+
+  server: base.Server
+  worker: base.Worker
+  steps: simulator.Steps
+  plan: sharding.ShardPlan | None  # None: one shard
+  params: dict[str, np.ndarray]  # before the first message
+  batch: Callable[[int, int], Any]  # (worker, job) -> batches of a job
+  wire: str | None  # dtype in which parameters and messages travel
+
+
 class Training(NamedTuple):
-  """A recipe, compiled once for all scenarios, with the settings of a case."""
+  """A compiled recipe (its fields), with the settings of a case."""
 
   server: base.Server
   worker: base.Worker
   steps: simulator.Steps
   plan: sharding.ShardPlan | None
-  params: dict[str, np.ndarray]  # before the first message
+  params: dict[str, np.ndarray]
   batch: Callable[[int, int], Any]  # as the duty's, but without its pause
-  wire: str | None  # dtype in which parameters and messages travel
-  setup: Setup | None = None
-  duty: Duty | None = None
+  wire: str | None
+  setup: Setup
+  duty: Duty
 
 
 @functools.cache
@@ -161,33 +174,39 @@ def _codec(tau: float) -> compression.Codec:
 
 
 @functools.cache
-def recipe(case: ServerCase) -> Training:
-  """Returns the recipe of a case for a small network, without setup or duty."""
+def compile_recipe(case: ServerCase) -> CompiledRecipe:
+  """Returns the recipe of a case for a small network."""
   rules, tau, down = case.rules, case.tau, case.down
   options = _OPTIONS.get(case.recipe, {})
-  made = algorithms.build(case.recipe, 0.05, WORKERS, **options)
+  recipe = algorithms.build(case.recipe, 0.05, WORKERS, **options)
+  # [1] The algorithm at the server.
   for norm in (0.5, 0.3) if case.clip else ():  # each needs one total
     clipping = sharding.clip_by_global_norm(norm)
-    algorithm = transforms.precede(made.algorithm, clipping)
-    made = made._replace(algorithm=algorithm)
+    algorithm = transforms.precede(recipe.algorithm, clipping)
+    recipe = recipe._replace(algorithm=algorithm)
   if down is not None:
-    algorithm = compression.compressed_updates(made.algorithm, _codec(down))
-    made = made._replace(algorithm=algorithm)
-  made = made._replace(every=max(rules.round, 1))
+    algorithm = compression.compressed_updates(recipe.algorithm, _codec(down))
+    recipe = recipe._replace(algorithm=algorithm)
+  recipe = recipe._replace(every=max(rules.round, 1))
+  # [2] Server and worker, with a codec of messages between them.
   gate = max_staleness(0) if rules.backup else accept_all
-  server, worker = made.server(gate=gate), made.make_worker(loss)
+  server, worker = recipe.server(gate=gate), recipe.make_worker(loss)
   params = first_params()
   plan = sharding.make_plan(params, case.shards) if case.shards > 1 else None
   if tau is not None:
     codec = _codec(tau)
     server = compression.decoding(server, codec)
     worker = compression.compressed(worker, codec, plan)
-  if rules.cache:
+  if rules.cache:  # after the codec: a worker applies what the server decodes
     worker = own_writes.own_writes(worker, server, plan)
-  options = {"wire": case.wire, "keeps_messages": True}
-  steps = simulator.compile_steps(server, worker, **options)
-  batches = stacking.job_batches(batch, made.steps)
-  return Training(server, worker, steps, plan, params, batches, case.wire)
+  # [3] The compiled functions.
+  steps = simulator.compile_steps(
+    server, worker, wire=case.wire, keeps_messages=True
+  )
+  batches = stacking.job_batches(batch, recipe.steps)
+  return CompiledRecipe(
+    server, worker, steps, plan, params, batches, case.wire
+  )
 
 
 def training(
@@ -198,9 +217,10 @@ def training(
   rules = case.rules
   keeps = rules.cache or rules.fetch_every > 1
   # Without a codec the compiled steps do not depend on the number of shards,
-  # so cases with one and with two shards share them.
+  # so cases with one and with two shards share them. Nor do they depend on the
+  # fields that are left out here.
   shards = case.shards if case.tau is not None else 1
-  compiled = recipe(
+  compiled = compile_recipe(
     ServerCase(
       case.recipe,
       Rules(round=rules.round, backup=rules.backup, cache=keeps),
@@ -214,6 +234,8 @@ def training(
   if case.shards > shards:
     plan = sharding.make_plan(compiled.params, case.shards)
     compiled = compiled._replace(plan=plan)
+  work = compiled.steps.work
+  assert work is not None
   setup = Setup(
     *(case.rules, WORKERS, JOBS, case.shards, case.consistent),
     totals=case.clip,
@@ -224,12 +246,12 @@ def training(
     together=True,
   )
 
-  def batch_after_pause(worker, job):
-    pause(job, (case.computing[worker : worker + 1] or (1.0,))[0])
+  def batch_after_pause(worker: int, job: int) -> Any:
+    pause(job, case.computing[worker] if case.computing else 1.0)
     return compiled.batch(worker, job)
 
   duty = Duty(
-    *(compiled.steps.work, compiled.worker.init, batch_after_pause, ROOT),
+    *(work, compiled.worker.init, batch_after_pause, ROOT),
     *(compiled.params, compiled.plan),
     consistent=case.consistent,
     depth=case.rules.depth,
@@ -237,4 +259,4 @@ def training(
     codec=compiled.server.codec,
     codec_down=None if case.down is None else _codec(case.down),
   )
-  return compiled._replace(setup=setup, duty=duty)
+  return Training(*compiled, setup, duty)

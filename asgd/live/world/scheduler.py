@@ -14,7 +14,7 @@ from typing import Any
 
 from asgd.live.faults import Killed
 
-_STAYS = 0.6  # probability that a process keeps its turn at a touch
+_KEEPS_TURN = 0.6  # probability that a process keeps its turn at a touch
 _SPELL = 60  # turns for which one process, or none, is starved
 _SELDOM = 0.05  # probability that a starved process is eligible in a turn
 _STEP = 2e-4  # seconds between two turns, on average
@@ -81,7 +81,8 @@ class _Thread:
     self._scheduler = scheduler
     threading.Thread(target=self._run, daemon=True).start()
 
-  def _run(self):
+  def _run(self) -> None:
+    """Runs processes until the scheduler closes."""
     while self.process is not None:
       self.process.thread = self
       self.process.run()
@@ -105,13 +106,21 @@ class Scheduler:
     self.errors: list[BaseException] = []  # that have ended processes
     self.turns: list[tuple[float, str]] = []  # (time, name of the process)
     # Returns the process of the next turn; None gives the turn back to the
-    # caller of `run` or `close`, which waits at the gate `_back`.
+    # caller of `run` or `close`, which waits at `_caller_gate`.
     self._draw: Callable[[], Process | None] = lambda: None
     self._failure: BaseException | None = None  # raised to that caller
-    self._back = _closed_gate()
+    self._caller_gate = _closed_gate()
+    # Threads without a process. A run starts thousands of short processes, so
+    # their threads are used again.
     self._idle: list[_Thread] = []
     self._spell = 0  # turns left until another process is starved
     self._starved: Process | None = None
+
+  @property
+  def calling(self) -> Process:
+    """The process that calls this: the one that has the turn."""
+    assert self.current is not None
+    return self.current
 
   def start(self, name: str, call: Callable[[], Any]) -> Process:
     """Starts a process."""
@@ -139,10 +148,10 @@ class Scheduler:
   def touch(self) -> None:
     """Is a fault point (`point`), at which the turn may also end."""
     self.point()
-    if self.current is None:
+    if self.current is None:  # no process calls this: there is no turn
       return
-    stays = self._rng.random() < _STAYS
-    if not stays or self.now < self.current.sleeps_until:
+    keeps_turn = self._rng.random() < _KEEPS_TURN
+    if not keeps_turn or self.now < self.current.sleeps_until:
       self.wait(lambda: True, 0.0)
 
   def sleep(self, seconds: float) -> None:
@@ -153,13 +162,15 @@ class Scheduler:
     """Ends the turn until `ready()` holds or `seconds` (None: no timeout) have
     passed."""
     self.point()
-    process = self.current
+    process = self.calling
+    assert process.thread is not None
     process.ready = ready
     process.wakes = None if seconds is None else self.now + seconds
     successor = self._next_turn()
     if successor is not process:
       self._hand_over(successor)
       process.thread.gate.acquire()
+    # It may have been killed while it waited.
     if process.doomed:
       raise Killed
 
@@ -169,51 +180,56 @@ class Scheduler:
     Raises Stuck if no process is runnable, or after `seconds` of simulated time
     or `turns` turns.
     """
-    end, remaining = self.now + seconds, iter(range(turns))
+    end, turns_left = self.now + seconds, iter(range(turns))
 
-    def draw():
-      if next(remaining, None) is None:
+    def draw() -> Process | None:
+      if next(turns_left, None) is None:
         raise Stuck(f"still running after {turns} turns")
       if until():
         return None
       if self.now > end:
         raise Stuck(f"still running after {seconds:g} s")
-      return self._drawn()
+      return self._draw_runnable()
 
     self._give_turns(draw)
 
-  def _drawn(self) -> Process:
+  def _draw_runnable(self) -> Process:
     """Advances the time and returns the process of the next turn."""
+    # A seed stands for one order of draws: another order makes another run.
     now = self.now
-    ready = [p for p in self.processes if p.runnable(now)]
-    while not ready:  # skip the time until a timeout or the end of a stop
-      times = [
-        max(process.wakes, process.sleeps_until)
-        if not process.ready()
-        else process.sleeps_until
-        for process in self.processes
-        if process.wakes is not None or process.ready()
-      ]
+    runnable = [p for p in self.processes if p.runnable(now)]
+    while not runnable:  # skip the time until a timeout or the end of a stop
+      times = []
+      for process in self.processes:
+        if process.ready():
+          times.append(process.sleeps_until)
+        elif process.wakes is not None:
+          times.append(max(process.wakes, process.sleeps_until))
       if not times:
         names = ", ".join(process.name for process in self.processes)
         raise Stuck(f"all wait for each other: {names}")
       self.now = max(self.now, min(times)) + _STEP * self._rng.random()
-      ready = [p for p in self.processes if p.runnable(self.now)]
+      runnable = [p for p in self.processes if p.runnable(self.now)]
     self.now += self._rng.expovariate(1 / _STEP)
-    return self._choose(ready)
+    return self._choose(runnable)
 
-  def _choose(self, ready: list[Process]) -> Process:
+  def _choose(self, runnable: list[Process]) -> Process:
     """Returns one of the processes. One is starved for a while, so that the
     others come far ahead of it."""
     self._spell -= 1
     if self._spell < 0:
       self._spell = _SPELL
-      slow = self._rng.random() < 0.5
-      self._starved = self._rng.choice(self.processes) if slow else None
-    has_rival = len(ready) > 1 and self._starved in ready
-    if has_rival and self._rng.random() > _SELDOM:
-      ready.remove(self._starved)
-    return self._rng.choice(ready)
+      starves = self._rng.random() < 0.5
+      self._starved = self._rng.choice(self.processes) if starves else None
+    starved = self._starved
+    if (
+      starved is not None
+      and len(runnable) > 1
+      and starved in runnable
+      and self._rng.random() > _SELDOM
+    ):
+      runnable.remove(starved)
+    return self._rng.choice(runnable)
 
   def _give_turns(self, draw: Callable[[], Process | None]) -> None:
     """Gives turns to the processes that `draw` returns, until it returns None.
@@ -223,11 +239,11 @@ class Scheduler:
     if successor is not None:
       self._hand_over(successor)
       try:
-        self._back.acquire()
+        self._caller_gate.acquire()
       except KeyboardInterrupt:
         # Wait for the end of the turn; otherwise two threads would run.
         self._draw = lambda: None
-        self._back.acquire()
+        self._caller_gate.acquire()
         raise
     if self._failure is not None:
       raise self._failure
@@ -238,9 +254,11 @@ class Scheduler:
     self.current = process = None
     try:
       if ended:
-        self._bury(ended)
+        self._remove(ended)
       process = self._draw()
     except BaseException as error:
+      # Raised to the caller of `run`: the thread of a process, which is here,
+      # would lose it.
       self._failure = error
     if process is not None:
       self.current = process
@@ -250,7 +268,7 @@ class Scheduler:
   def _hand_over(self, process: Process | None) -> None:
     """Wakes the thread of the process that has the turn."""
     if process is None:
-      self._back.release()
+      self._caller_gate.release()
     elif process.thread is not None:
       process.thread.gate.release()
     elif self._idle:
@@ -271,7 +289,8 @@ class Scheduler:
     thread.gate.acquire()
     return thread.process
 
-  def _bury(self, process: Process) -> None:
+  def _remove(self, process: Process) -> None:
+    """Removes a process that has ended, and does the kernel's work."""
     self.processes.remove(process)
     if process.error:
       self.errors.append(process.error)

@@ -49,26 +49,30 @@ class WorldSite:
   def shard(self, index: int) -> Shard | None:
     """Returns a shard; None if its process has ended or has not made it."""
     host = self._hosts.hosts.get((SHARD, index))
-    made = host._object if host is not None and host.alive else None
-    return made and made.server.shard
+    if host is None or not host.alive or host.made_object is None:
+      return None
+    shard: Shard = host.made_object.server.shard
+    return shard
 
 
 def make(
   world: World,
-  hosts: WorldHosts,
+  site: WorldSite,
   training: Training,
   images: Sequence[Any] | None = None,
 ) -> ServerMakers:
   """Returns the makers of a run's shards and workers. `images` are those of a
   checkpoint; None: the run starts new."""
-  parts = [training.params]
+  parts: list[Any] = [training.params]
   if training.plan is not None:
     parts = sharding.split(training.plan, training.params)
+  # These have the methods of a `Site` and a `UnixNetwork` that makers use.
+  world_site: Any = site
+  network: Any = world.network
   return ServerMakers(
-    WorldSite(world, hosts, training),
-    *(lambda: training.server, parts),
+    *(world_site, lambda: training.server, parts),
     steps=training.steps,
-    network=world.network,
+    network=network,
     images=images,
     make_script=lambda *args: WorldScript(world),
   )

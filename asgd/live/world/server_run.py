@@ -10,11 +10,12 @@ from asgd.live.links.base import Disconnected
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
 from asgd.live.shard.recovery import agree
-from asgd.live.world import invariants, scenario, server_makers
+from asgd.live.world import invariants, server_makers
+from asgd.live.world import scenario as scenario_lib
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.injections import Injection, Menu, Scenario
 from asgd.live.world.run import COMMON, WorldRun
-from asgd.live.world.scenario import JOBS, WORKERS, Training
+from asgd.live.world.scenario import JOBS, WORKERS
 from asgd.live.world.scheduler import Stuck
 
 
@@ -38,45 +39,47 @@ class ServerRun(WorldRun):
   OPEN = ".csv", ".bin"
   FLIPPED = ("shard-*/snapshot",)
 
-  def __init__(self, drawn: Scenario, folder: Path):
-    super().__init__(drawn, folder)
-    self._training: Training = scenario.training(drawn.case, self.work)
-    self._shards: list[Shard | None] = []
+  def __init__(self, scenario: Scenario, folder: Path):
+    super().__init__(scenario, folder)
+    self._training = scenario_lib.training(scenario.case, self.work)
+    self._shards: list[Shard] = []  # at the end of the run
     self._images: list[Any] | None = None  # the last checkpoint
 
   @staticmethod
   def menu() -> Menu:
     """See the base."""
-    return Menu(scenario.CASES, scenario.KINDS, WORKERS, JOBS)
+    return Menu(scenario_lib.CASES, scenario_lib.KINDS, WORKERS, JOBS)
 
   def command(self, resumed: bool) -> Callable[[], None]:
     """See the base."""
     training, hosts = self._training, self.make_hosts()
-    parts = self.world, hosts, training, self._images
-    makers = server_makers.make(*parts)
+    site = server_makers.WorldSite(self.world, hosts, training)
+    makers = server_makers.make(self.world, site, training, self._images)
     cluster = ServerCluster(
       *(training.setup, training.plan, hosts, makers, lambda: training.duty),
       resumed=resumed,
     )
 
-    def look():
+    def step() -> bool:
       cluster.check()
       if not (cluster.status() and cluster.finished):
         return False
-      shards = range(training.setup.shards)
-      self._shards = [makers.site.shard(index) for index in shards]
+      count = training.setup.shards
+      shards = [site.shard(index) for index in range(count)]
+      self._shards = [shard for shard in shards if shard is not None]
       # A shard may have exited after its last job; then the driver restarts it.
-      return None not in self._shards
+      return len(self._shards) == count
 
-    def save():
+    def save() -> None:
       with contextlib.suppress(Disconnected):
+        # None: there are no images of one row yet.
         self._images = cluster.images() or self._images
 
-    def drive():
+    def drive() -> None:
       if resumed:
         agree(training.setup, self.folder, self.memory)
       cluster.start()
-      self.drive(look, save)
+      self.drive(step, save)
       self.finished = True
 
     return drive

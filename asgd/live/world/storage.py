@@ -28,7 +28,8 @@ class Disk:
   def __init__(self, scheduler: Scheduler, faults: Faults):
     self._scheduler, self.faults = scheduler, faults
     self.full = False
-    self._passed = 0  # writes since a fault was armed that tears a later write
+    # Writes that passed since a fault was armed that tears a later write.
+    self._writes_passed = 0
 
   def write(self, file: int, data: Any) -> int:
     """See `os.write`."""
@@ -63,14 +64,14 @@ class Disk:
     text = _TORN[fault.seconds]
     if text not in data:
       return
-    if not text and self._passed < int(fault.which * _TEARS):
-      self._passed += 1
+    if not text and self._writes_passed < int(fault.which * _TEARS):
+      self._writes_passed += 1
       return
-    self._passed = 0
+    self._writes_passed = 0
     self.faults.take("tear", process.name)
     write_part()
     self._scheduler.kill(process)
-    self._scheduler.point()
+    self._scheduler.point()  # raises Killed
 
 
 class Memory(SharedMemory):
@@ -94,10 +95,11 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
-    packed, faults = not self._formats[kind].fixed, self._disk.faults
-    if packed and length and (fault := faults.take("spoil", "message")):
-      at = int(fault.which * (length - 1))
-      self._slots[kind][slot][at] ^= 0x10
+    # Only a packed message has a checksum, by which its reader detects this.
+    is_packed, faults = not self._formats[kind].fixed, self._disk.faults
+    if is_packed and length and (fault := faults.take("spoil", "message")):
+      position = int(fault.which * (length - 1))
+      self._slots[kind][slot][position] ^= 0x10
     self._scheduler.point()
 
   def _check_owner(self, shard: Shard, slot: int, stamp: int) -> None:
@@ -111,11 +113,11 @@ class Memory(SharedMemory):
       for key, ticket in shard.state.tickets.items()
       if ticket.message == slot and message_stamp(*key) != stamp
     ]
-    free = slot in slots.free_messages or slot in slots.logged
-    if others or free:
+    is_free = slot in slots.free_messages or slot in slots.logged
+    if others or is_free:
       raise self._broken(
         f"no slot is leaked, or used twice: slot {slot} of shard {shard.index}"
-        f" is {'free' if free else others}, and is written for {stamp:x}"
+        f" is {'free' if is_free else others}, and is written for {stamp:x}"
       )
 
   def _broken(self, text: str) -> BaseException:
@@ -134,11 +136,14 @@ class Memory(SharedMemory):
       )
     return tree
 
-  def _save_image(self, tree):
+  # A snapshot is an image, then its description: the process may be killed
+  # between the two, and before the description is written.
+
+  def _save_image(self, tree: Any) -> None:
     super()._save_image(tree)
     self._scheduler.touch()
 
-  def _save_meta(self, meta):
+  def _save_meta(self, meta: Any) -> None:
     self._disk.tear(lambda: None)
     super()._save_meta(meta)
     self._scheduler.touch()
@@ -175,8 +180,8 @@ def flip(path: Path, position: float) -> Flip | None:
   data = bytearray(path.read_bytes())
   if not data:
     return None
-  at = int(position * (len(data) - 1))
-  before = bytes(data[: at + 1])
-  data[at] ^= 0x01
+  index = int(position * (len(data) - 1))
+  before = bytes(data[: index + 1])
+  data[index] ^= 0x01
   path.write_bytes(data)
   return Flip(path, before)

@@ -37,8 +37,10 @@ def received(
     ValueError: a row has another version than the rows before it imply.
   """
   count = 0  # accepted messages in the shard's state
-  counts, versions, out = [], {}, []  # counts by row; versions by ticket
+  counts = []  # the count before each row, to which a ROLLBACK returns
+  versions: dict[tuple[int, int], int] = {}  # of open jobs' tickets, by key
   latest: dict[int, int] = {}  # version of the latest ticket, by worker
+  messages = []
   for row, event in enumerate(events):
     counts.append(count)
     version = count // every
@@ -59,8 +61,9 @@ def received(
       staleness = max(version - versions.pop(event.key), 0)
       accepted = not gated or staleness == 0
       count += accepted
-      out.append(Received(row, event, staleness, accepted, count // every))
-  return out
+      update = count // every
+      messages.append(Received(row, event, staleness, accepted, update))
+  return messages
 
 
 class _RuleChecker:
@@ -72,7 +75,7 @@ class _RuleChecker:
     self._clocks = collections.Counter[int]()  # jobs ended, by worker
     # By worker: seq of an open job -> index of the round it was started in.
     self._open: dict[int, dict[int, int]] = collections.defaultdict(dict)
-    self._begun: set[int] = set()  # jobs
+    self._started: set[int] = set()  # jobs
     self._lost: set[tuple[int, int]] = set()  # (job, its owner)
     self._on_ticket = collections.Counter[int]()  # jobs on the latest ticket
     # By worker: clock of the slowest when its latest ticket was sent.
@@ -89,7 +92,7 @@ class _RuleChecker:
     owner = self._owner(worker)
     return bool(
       self._open[worker]
-      or len(self._begun) < self._jobs
+      or len(self._started) < self._jobs
       or any(owner_of_lost == owner for _, owner_of_lost in self._lost)
     )
 
@@ -116,10 +119,10 @@ class _RuleChecker:
       return f"{due} was due after {on_ticket} jobs on the ticket"
     # [3] A job starts once, and again only where it was lost to its owner.
     owned_job = job, self._owner(worker)
-    if job in self._begun and owned_job not in self._lost:
+    if job in self._started and owned_job not in self._lost:
       return f"job {job} is another worker's, or done"
     self._lost.discard(owned_job)
-    self._begun.add(job)
+    self._started.add(job)
     if event.action == base.SEND:
       self._on_ticket[worker] = 0
       self._slowest_at_send[worker] = self._slowest()
@@ -146,14 +149,15 @@ class _RuleChecker:
     elif action == base.RECEIVE:
       self._clocks[worker] += 1
       # A backup worker's message of an earlier round does not fill this one.
-      started = self._open[worker].pop(event.seq)
-      self._received_in_round += started == self._round_index
+      round_index = self._open[worker].pop(event.seq)
+      self._received_in_round += round_index == self._round_index
       if self._received_in_round == self._rules.round:
         self._round_index += 1
         self._received_in_round = self._started_in_round = 0
     elif action in (base.LOST, base.REJECT):
-      started = self._open[worker].pop(event.seq)
-      self._started_in_round -= started == self._round_index
+      # The job is started again, in this round if that has not ended.
+      round_index = self._open[worker].pop(event.seq)
+      self._started_in_round -= round_index == self._round_index
       self._lost.add((event.job, self._owner(worker)))
     return ""
 

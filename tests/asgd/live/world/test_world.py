@@ -94,12 +94,12 @@ def test_results_of_seeds_agree_with_their_traces(protocol):
 @pytest.mark.parametrize("protocol", explore.PROTOCOLS)
 def test_a_seed_repeats_its_run_to_the_bit(protocol, tmp_path):
   """The bytes of all written files are equal."""
-  drawn = explore.drawn(11, protocol)
+  scene = explore.scenario_of(11, protocol)
   runs, folders = [], (tmp_path / "first", tmp_path / "again")
   for folder in folders:
     folder.mkdir()
-    scene = explore.PROTOCOLS[protocol](drawn, folder)
-    runs.append(scene.run(range(len(drawn.faults))))
+    scene_run = explore.PROTOCOLS[protocol](scene, folder)
+    runs.append(scene_run.run(range(len(scene.faults))))
   assert runs[0] == runs[1]
   assert runs[0].steps > 100
   first, again = (
@@ -231,8 +231,8 @@ def counts_one_update_less(patch):
 
   original = server._delay
   patch.setattr(server, "_delay", less)
-  recompiled = functools.cache(scenario.recipe.__wrapped__)
-  patch.setattr(scenario, "recipe", recompiled)
+  recompiled = functools.cache(scenario.compile_recipe.__wrapped__)
+  patch.setattr(scenario, "compile_recipe", recompiled)
 
 
 def waits_for_no_worker(patch):
