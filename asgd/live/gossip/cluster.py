@@ -284,10 +284,12 @@ class PeerCluster(Cluster):
       news += f"; the update that its codec kept is lost (RMS {residual:.3g})"
     self._supervisor.news.append(news)
     if not self.incarnations:
-      last = f"the last was peer {peer}"
+      last_peer = f"the last was peer {peer}"
       if how == REJECTED:
-        raise NotFinite(f"the messages of all peers were not finite; {last}")
-      raise AllDied(f"all peers have exited; {last}")
+        raise NotFinite(
+          f"the messages of all peers were not finite; {last_peer}"
+        )
+      raise AllDied(f"all peers have exited; {last_peer}")
     if self._refill:
       self._start_peer(peer)
 

@@ -129,20 +129,22 @@ def write_leave(
   events = journal.events()
   # Rows of the incarnation follow the LEAVE rows of all earlier ones. The first
   # incarnation has no JOIN row.
-  left, begun, joined = 0, 0, not incarnation
-  last, end = None, None  # the row that began its last job, and what ended it
+  leaves, begun, joined = 0, 0, not incarnation
+  # The row that began its last job, and the action of the row that ended it.
+  start, end = None, None
   for event in events:
-    if left == incarnation and event.action in STARTS:
-      last, end, begun = event, None, begun + 1
-    elif left == incarnation and event.action in ENDS:
+    if leaves == incarnation and event.action in STARTS:
+      start, end, begun = event, None, begun + 1
+    elif leaves == incarnation and event.action in ENDS:
       end = event.action
-    elif left == incarnation and event.action == base.JOIN:
+    elif leaves == incarnation and event.action == base.JOIN:
       joined = True
-    left += event.action == base.LEAVE
-  if joined and left == incarnation:
+    leaves += event.action == base.LEAVE
+  if joined and leaves == incarnation:
     if events:  # times in a journal never decrease
       now = max(now, events[-1].time)
-    if last and end is None:  # its last job was open
-      journal.append(Event(now, index, last.seq, last.job, base.LOST))
+    if start and end is None:  # its last job was open
+      journal.append(Event(now, index, start.seq, start.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
-  return JobsAtExit(begun, [last.job] if last and end != base.RECEIVE else [])
+  lost = [start.job] if start and end != base.RECEIVE else []
+  return JobsAtExit(begun, lost)

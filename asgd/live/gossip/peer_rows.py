@@ -215,16 +215,16 @@ class PeerRows:
 
   def mix(self, round: int, messages: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in the given order."""
-    taken = []
+    messages_taken = []
     for frame in messages:
       code = self.duty.wire.unpack(frame.content)
       self.journal.write(
         frame.seq, frame.sender, base.TAKE, message=frame.nbytes
       )
-      taken.append(simulator.Taken(frame.sender, frame.round, code))
+      messages_taken.append(simulator.Taken(frame.sender, frame.round, code))
       self._peer.bytes_down += frame.nbytes
     self.journal.write(NO_SEQ, round, base.MIX)
-    self._peer.mix(taken)
+    self._peer.mix(messages_taken)
 
   def join(self) -> None:
     """Writes the JOIN row of a new incarnation."""

@@ -220,7 +220,7 @@ class TableCluster(Cluster):
     host = self._supervisor.parties[SHARD][shard].host
     self._call_run(party, {shard: host})
 
-  def _handle_exit(self, party: Party, how: str):
+  def _handle_exit(self, party: Party, how: str) -> None:
     """Records that a worker exited before it had finished its jobs. Then
     replaces the worker, or removes it from the shards."""
     supervisor, worker = self._supervisor, party.index

@@ -225,8 +225,8 @@ class WorkerHost:
     """Writes the row of a job that begins, with the rows taken by then."""
     job = self._worker.next
     assert job is not None
-    taken = tuple(map(float, self._worker.sessions.taken))
-    self._journal.begin(job, action, totals=taken)
+    rows_taken = tuple(map(float, self._worker.sessions.taken))
+    self._journal.begin(job, action, totals=rows_taken)
 
   def _gradient(
     self,

@@ -272,15 +272,15 @@ class WorldHost(Host):
       self.made_object = make(self._inside)
 
     self._execute(self.made, make_object)
-    made = self.made.answer
-    assert made is not None
+    make_answer = self.made.answer
+    assert make_answer is not None
     while True:
       self._scheduler.wait(lambda: self.ended or bool(self._inbox), None)
       if self.ended:
         return
       call, method, args = self._inbox.pop(self._next_index())
-      if made.exception():  # there is no object
-        call.take(made)
+      if make_answer.exception():  # there is no object
+        call.take(make_answer)
         continue
       self._execute(
         call,

@@ -242,12 +242,12 @@ class SimulatedNetwork:
     held_back = self._held_back.pop(sock, b"")
     # Faults apply to frames, so only to complete ones.
     fault = None if len(data) % frames.SIZE else self._fault(data)
-    first, rest = data[: frames.SIZE], data[frames.SIZE :]
+    first_frame, later = data[: frames.SIZE], data[frames.SIZE :]
     if fault == "double":
-      return first + data + held_back
+      return first_frame + data + held_back
     if fault == "reorder":
-      self._held_back[sock] = first
-    return data + held_back if fault is None else rest + held_back
+      self._held_back[sock] = first_frame
+    return (data if fault is None else later) + held_back
 
   def _fault(self, data: bytes) -> str | None:
     """Returns the kind of fault that applies to the first frame of `data`."""

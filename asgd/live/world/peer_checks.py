@@ -183,16 +183,16 @@ class _Checks:
   def _is_for(self, put: Event, receiver: Incarnation) -> bool:
     """Whether an incarnation, alive at the end, had to mix a sent message."""
     links, message = self._gossip.topology.links, put.job
-    first = 0  # number of the first message that the incarnation takes
+    first_message = 0  # number of the first one that the incarnation takes
     if receiver.number and receiver.received:
       round_index = receiver.received[0] // len(self._journals)
       # Message m is put in round m every.
-      first = -(-round_index // self._gossip.every)
+      first_message = -(-round_index // self._gossip.every)
     return (
       not receiver.left
       and receiver.peer != put.worker
       and bool(links[message % len(links), receiver.peer, put.worker])
-      and message >= first
+      and message >= first_message
       and any(mix.job == message for mix in receiver.of(base.MIX))
     )
 
