@@ -211,8 +211,7 @@ class PeerMeshEngine(peers.PeerEngine):
     up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
     # One record for each peer, in their order.
     peer = np.arange(n, dtype=np.int32)
-    make: Any = simulator.PeerRecords  # its fields are made at run time
-    return make(
+    return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
       *(accepted.astype(bool), message_norm, update_norm),

@@ -274,7 +274,7 @@ def summary(
   """Returns columns of some records, and the consensus distance of peers."""
   # Weighted by the peers' push-sum weights, which are 1 otherwise.
   mean = simulator.mean_params(states, weights)
-  rows: Any = part  # its fields are made from those of `base.Records`
+  rows: Any = part  # it has the columns of `base.Records`, which are summed up
   return {
     **server_results.summary(rows),
     "mix_norm": float(rows.mix_norm.mean()),
