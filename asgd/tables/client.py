@@ -122,19 +122,19 @@ class Client:
     """Returns int[n], the clock of each copy; -1 where the client has no
     copy."""
     rows, out = self._rows[name], np.full(len(keys), _NEVER)
-    has = rows.has(keys)
-    out[has] = rows.read(keys[has], "clock")
+    is_copied = rows.has(keys)
+    out[is_copied] = rows.read(keys[is_copied], "clock")
     return out
 
   def stale(self, keys: Mapping[str, Keys], clock: int) -> dict[str, Keys]:
     """Returns the keys that must be pulled before a read at `clock`, by table;
     a table without stale keys is left out."""
-    need, out = self.rules.need(clock), {}
-    for name, wanted in keys.items():
+    oldest_allowed, out = self.rules.need(clock), {}
+    for name, table_keys in keys.items():
       if not self.rules.pulls_all:
-        wanted = wanted[self.clocks(name, wanted) < need]
-      if wanted.size:
-        out[name] = wanted
+        table_keys = table_keys[self.clocks(name, table_keys) < oldest_allowed]
+      if table_keys.size:
+        out[name] = table_keys
     return out
 
   def take(self, message: Rows) -> None:
@@ -147,12 +147,12 @@ class Client:
       return
     # A server push at a clock: every copy that is not late is of this clock.
     for name, rows in self._rows.items():
-      old = message.late.get(name)
+      late_keys = message.late.get(name)
       clock = rows.columns["clock"]
-      known = clock != _NEVER
-      if old is not None:
-        known[rows.positions(old)] = False
-      clock[known] = message.clock
+      is_current = clock != _NEVER
+      if late_keys is not None:
+        is_current[rows.positions(late_keys)] = False
+      clock[is_current] = message.clock
 
   def take_behind(self, message: Rows) -> None:
     """Stores rows that the server sent before it had this worker's last
@@ -160,17 +160,18 @@ class Client:
     self.take(message)
     for name, (keys, _) in message.tables.items():
       sent, changes = self.in_flight.get(name, (keys[:0], None))
-      mine = np.isin(sent, keys)
-      if mine.any():
-        self._rows[name].add(sent[mine], "copy", changes[mine])
+      is_sent = np.isin(sent, keys)
+      if is_sent.any():
+        self._rows[name].add(sent[is_sent], "copy", changes[is_sent])
 
   def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
     """Returns rows with the client's own updates; no row may be stale."""
     out = {}
-    for name, wanted in keys.items():
+    for name, table_keys in keys.items():
       rows = self._rows[name]
-      copy, own = (rows.read(wanted, each) for each in ("copy", "own"))
-      out[name] = copy + copy.dtype.type(self.factor) * own
+      copy = rows.read(table_keys, "copy")
+      updates = rows.read(table_keys, "own")
+      out[name] = copy + copy.dtype.type(self.factor) * updates
     return out
 
   # Writing.
@@ -181,16 +182,17 @@ class Client:
     Raises:
       RowNotFinite: for a row that is not finite; nothing is written then.
     """
-    for name, (keys, more) in values.items():
-      bad = ~np.isfinite(np.asarray(more)).reshape(len(keys), -1).all(1)
-      if bad.any():
+    for name, (keys, updates) in values.items():
+      finite = np.isfinite(np.asarray(updates)).reshape(len(keys), -1)
+      not_finite = ~finite.all(1)
+      if not_finite.any():
         raise RowNotFinite(
-          f"{name}: the update of key {keys[np.argmax(bad)]} is not finite"
-          f" ({int(bad.sum())} of {len(keys)} rows)"
+          f"{name}: the update of key {keys[np.argmax(not_finite)]} is not"
+          f" finite ({int(not_finite.sum())} of {len(keys)} rows)"
         )
-    for name, (keys, more) in values.items():
+    for name, (keys, updates) in values.items():
       rows = self._insert(name, keys)
-      rows.add(keys, "own", np.asarray(more))
+      rows.add(keys, "own", np.asarray(updates))
       rows.write(keys, "written", True)
 
   def flush(self, clock: int, *, everything: bool = False) -> Push:
@@ -221,25 +223,25 @@ class Client:
     the rules allow the worker to hold back."""
     excess = self._beyond(rows.read(keys, "own"))
     urgent, keys = keys[excess], keys[~excess]
-    for each in self._filters:
+    for passes in self._filters:
       if not keys.size:
         break
-      copy, own = (rows.read(keys, name) for name in ("copy", "own"))
-      verdict = each(copy, own, rng)
+      copy, updates = (rows.read(keys, name) for name in ("copy", "own"))
+      verdict = passes(copy, updates, rng)
       dropped = 0
       if verdict.drop is not None and verdict.drop.any():
         unneeded, dropped = keys[verdict.drop], int(verdict.drop.sum())
         rows.write(unneeded, "own", 0)
         rows.write(unneeded, "written", False)
       held_back = int((~verdict.send).sum()) - dropped
-      back, dropped_before = self.held
-      self.held = Held(back + held_back, dropped_before + dropped)
+      held_before, dropped_before = self.held
+      self.held = Held(held_before + held_back, dropped_before + dropped)
       keys = keys[verdict.send]
     return np.sort(np.concatenate([keys, urgent]))
 
-  def _beyond(self, own: np.ndarray) -> np.ndarray:
+  def _beyond(self, updates: np.ndarray) -> np.ndarray:
     """Returns bool[n], whether own updates exceed what may be held back."""
-    change = np.abs(own.reshape(len(own), -1)).max(1, initial=0)
+    change = np.abs(updates.reshape(len(updates), -1)).max(1, initial=0)
     return abs(self.factor) * change > self.rules.hold
 
   def _send(self, name: str, keys: Keys, table: int) -> RowValues:
@@ -252,20 +254,21 @@ class Client:
       table: index of the table; the codec draws differently for each.
     """
     rows = self._rows[name]
-    own = values = rows.read(keys, "own")
+    updates = values = rows.read(keys, "own")
     if self._codec is not None:
       key = jax.random.fold_in(self._key, self.flushes)
-      packet = self._codec.pack(own, jax.random.fold_in(key, table))
-      sent = self._codec.unpack(packet, len(keys), own.shape[1:], own.dtype)
+      packet = self._codec.pack(updates, jax.random.fold_in(key, table))
+      shape, dtype = updates.shape[1:], updates.dtype
+      sent = self._codec.unpack(packet, len(keys), shape, dtype)
       values = packet
-      if self._beyond(own - sent).any():
-        sent = values = own  # the codec would hold back too much
+      if self._beyond(updates - sent).any():
+        sent = values = updates  # the codec would hold back too much
     else:
-      sent = own
+      sent = updates
     # The codec may send an approximation: the difference stays, to be sent
     # later, and the copy gets exactly what the server will apply.
-    rows.write(keys, "own", own - sent)
-    has_rest = (own != sent).reshape(len(keys), -1).any(1)
+    rows.write(keys, "own", updates - sent)
+    has_rest = (updates != sent).reshape(len(keys), -1).any(1)
     rows.write(keys, "written", has_rest)
     change = sent.dtype.type(self.factor) * sent
     rows.add(keys, "copy", change)

@@ -160,12 +160,12 @@ def rules(
   """
   if not isinstance(consistency, Consistency):
     consistency = names.lookup("consistency", consistency, CONSISTENCIES)
-  given = {"bound": bound, "threshold": threshold, "budget": budget}
-  for key, value in given.items():
-    wanted = key in consistency.numbers
-    if wanted and value is None:
+  numbers = {"bound": bound, "threshold": threshold, "budget": budget}
+  for key, value in numbers.items():
+    is_used = key in consistency.numbers
+    if is_used and value is None:
       raise ValueError(f"consistency {consistency.name!r} needs {key}")
-    if not wanted and value is not None:
+    if not is_used and value is not None:
       raise ValueError(
         f"consistency {consistency.name!r} has no {key}, which is"
         f" {checks.shown(value)}; drop it"

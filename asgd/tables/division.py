@@ -42,13 +42,13 @@ class Division(NamedTuple):
     """Splits the keys of a message by shard. Tables of which a shard has no key
     are left out of its part."""
     out: list[Parts] = [{} for _ in range(self.shards)]
-    for name, wanted in keys.items():
-      wanted = np.asarray(wanted, np.int64)
-      owners = self.ranges[name].shard_of(wanted)
+    for name, table_keys in keys.items():
+      table_keys = np.asarray(table_keys, np.int64)
+      owners = self.ranges[name].shard_of(table_keys)
       for shard, part in enumerate(out):
-        (at,) = (owners == shard).nonzero()
-        if at.size:
-          part[name] = at, wanted[at]
+        (positions,) = (owners == shard).nonzero()
+        if positions.size:
+          part[name] = positions, table_keys[positions]
     return out
 
   def of_shard(self, shard: int) -> dict[str, TableSpec]:
@@ -94,16 +94,16 @@ class Division(NamedTuple):
       cuts[name] = [int(n) for n in itertools.islice(flat, ranges.shards + 1)]
     return cuts
 
-  def moves_to(self, other: "Division") -> int:
+  def moves_to(self, later: "Division") -> int:
     """Returns the number of ranges that move to another shard."""
-    pairs = [(self.ranges[name], other.ranges[name]) for name in self.ranges]
+    pairs = [(self.ranges[name], later.ranges[name]) for name in self.ranges]
     return sum(len(ranges_lib.moves(*pair)) for pair in pairs)
 
   def next(self, cuts: Cuts) -> "Division":
     """Returns the next division of the run, with other cuts."""
     ranges = {
-      name: ranges_lib.Ranges(tuple(map(int, mine)))
-      for name, mine in cuts.items()
+      name: ranges_lib.Ranges(tuple(map(int, edges)))
+      for name, edges in cuts.items()
     }
     return self._replace(ranges=ranges, version=self.version + 1)
 

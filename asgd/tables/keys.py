@@ -65,11 +65,11 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     raise ValueError(f"key {array.max()} does not fit into 64 bits")
   array = array.astype(np.int64, copy=False)
   # Lists and arrays are checked key by key.
-  bad = array < start
+  out_of_range = array < start
   if stop is not None:
-    bad |= array >= stop
-  if bad.any():
-    raise _out_of_range(array[np.argmax(bad)], start, stop)
+    out_of_range |= array >= stop
+  if out_of_range.any():
+    raise _out_of_range(array[np.argmax(out_of_range)], start, stop)
   _check_doubled(array)
   return array
 

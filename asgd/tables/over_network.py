@@ -165,11 +165,11 @@ class OverNetwork(TableRun):
     worker = message.worker
     client, state = self._clients[worker], self._workers[worker]
     # The shards sent these rows before they had the worker's last push.
-    behind = message.applied < client.flushes
+    is_behind = message.applied < client.flushes
     for data in message.data:
       rows = Rows(*wire.load(data))
       state.heard = max(state.heard, rows.clock)
-      (client.take_behind if behind else client.take)(rows)
+      (client.take_behind if is_behind else client.take)(rows)
     if message.kind == REPLY:
       keys, clock, _ = self._wants(worker)
       self._begin_job(worker, keys, clock)

@@ -69,12 +69,12 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   cuts = [0]
   for shard in range(1, shards):
     target = ends[-1] * shard / shards
-    at = int(np.searchsorted(ends, target))
+    end = int(np.searchsorted(ends, target))
     # The key before may end nearer to the target.
-    at -= bool(at and target - ends[at - 1] <= ends[at] - target)
+    end -= bool(end and target - ends[end - 1] <= ends[end] - target)
     # Each range has at least one key, even if one key has most of the load.
-    cuts.append(min(max(at, cuts[-1] + 1), len(load) - (shards - shard)))
-  return Ranges(tuple(start + at for at in (*cuts, len(load))))
+    cuts.append(min(max(end, cuts[-1] + 1), len(load) - (shards - shard)))
+  return Ranges(tuple(start + end for end in (*cuts, len(load))))
 
 
 class Move(NamedTuple):
@@ -133,12 +133,12 @@ class RangeClocks:
     """Splits the range that contains `key` there, if needed; returns the index
     of the range that starts at `key`."""
     starts = self._starts
-    at = int(np.searchsorted(starts, key))
-    if key < self._stop and (at == len(starts) or starts[at] != key):
-      starts.insert(at, key)
+    index = int(np.searchsorted(starts, key))
+    if key < self._stop and (index == len(starts) or starts[index] != key):
+      starts.insert(index, key)
       for clocks in self._clocks.values():
-        clocks.insert(at, clocks[at - 1])
-    return at
+        clocks.insert(index, clocks[index - 1])
+    return index
 
   def advance(
     self, worker: int, clock: int, start: int | None = None,
@@ -159,8 +159,8 @@ class RangeClocks:
   def least(self, keys: Any) -> np.ndarray:
     """Returns int[n], the least of all workers' clocks for each key."""
     least = np.min(list(self._clocks.values()), axis=0)
-    at = np.searchsorted(self._starts, np.asarray(keys), side="right") - 1
-    return least[at]
+    index = np.searchsorted(self._starts, np.asarray(keys), side="right") - 1
+    return least[index]
 
   @property
   def slowest(self) -> int:

@@ -262,9 +262,9 @@ def _move(
   if event.job != shards[0].version + 1 or not all(x.rests for x in joined):
     return False
   cuts = division.cuts_of(event.totals)
-  given = [shard.give(cuts) for shard in shards]
+  pieces = [shard.give(cuts) for shard in shards]
   for s, shard in enumerate(shards):
-    parts = [each[s] for each in given if s in each]
+    parts = [piece[s] for piece in pieces if s in piece]
     data = requests.dump_move(event.job, cuts, parts)
     shard.apply(requests.load_request(data))
   for incarnation in joined:
@@ -314,15 +314,15 @@ def replay(
       )
       incarnations[w, number] = _Incarnation(worker, rows, [*before])
       before.append(incarnations[w, number])
-  at = [0 for _ in shards]  # index of each shard's next row
+  next_rows = [0 for _ in shards]  # index of each shard's next row
   progress = True
   while progress:
     progress = False
     for s, events in enumerate(orders.shards):
-      while at[s] < len(events) and _replay_row(
-        shards, s, events[at[s]], incarnations
+      while next_rows[s] < len(events) and _replay_row(
+        shards, s, events[next_rows[s]], incarnations
       ):
-        at[s] += 1
+        next_rows[s] += 1
         progress = True
     for incarnation in incarnations.values():
       while incarnation.advance(shards):
@@ -330,13 +330,14 @@ def replay(
     if not progress:  # all shards may be at a MOVE row
       rows = [
         events[i] if i < len(events) else None
-        for i, events in zip(at, orders.shards, strict=True)
+        for i, events in zip(next_rows, orders.shards, strict=True)
       ]
       if progress := _move(shards, rows, incarnations, division):
-        at = [i + (row is not None) for i, row in zip(at, rows, strict=True)]
+        pairs = zip(next_rows, rows, strict=True)
+        next_rows = [i + (row is not None) for i, row in pairs]
   for s, events in enumerate(orders.shards):
-    if at[s] < len(events):
-      row = f"row {at[s]} of shard {s} ({events[at[s]].format()})"
+    if next_rows[s] < len(events):
+      row = f"row {next_rows[s]} of shard {s} ({events[next_rows[s]].format()})"
       raise _inconsistent(f"{row} cannot be replayed")
   # All shards have finished, so each RECEIVE row must have been matched.
   for (w, number), incarnation in incarnations.items():

@@ -224,10 +224,10 @@ class RowCopies:
       change: [n, ...].
     """
     for worker, copies in self._copies.items():
-      has = copies[name].has(keys)
-      if worker != sender and has.any():
-        copies[name].add(keys[has], "lacks", change[has])
-        copies[name].write(keys[has], "changed", True)
+      is_copied = copies[name].has(keys)
+      if worker != sender and is_copied.any():
+        copies[name].add(keys[is_copied], "lacks", change[is_copied])
+        copies[name].write(keys[is_copied], "changed", True)
 
   def part(self, name: str, start: int, stop: int) -> list[list[Any]]:
     """Returns (worker, copies) of the rows start <= key < stop of a table, as

@@ -93,10 +93,10 @@ class TableServer:
     """Returns requested rows for a worker, and records the worker's copies if
     the rules require it."""
     out = {}
-    for name, wanted in keys.items():
-      out[name] = wanted, np.asarray(self.tables[name].pull(wanted))
+    for name, table_keys in keys.items():
+      out[name] = table_keys, np.asarray(self.tables[name].pull(table_keys))
       if self.rules.registers:  # server push needs to know the copies
-        self._copies.register(worker, name, wanted)
+        self._copies.register(worker, name, table_keys)
     return Rows(self.slowest, out)
 
   # Writing.
@@ -160,8 +160,9 @@ class TableServer:
       change = self._change(name, keys, push.tables[name].values)
       for worker in others:
         copies = self._copies.of(worker)[name]
-        has, limit = copies.has(keys), self.rules.limit(self._reading[worker])
-        lacks = copies.read(keys[has], "lacks") + change[has]
+        is_copied = copies.has(keys)
+        limit = self.rules.limit(self._reading[worker])
+        lacks = copies.read(keys[is_copied], "lacks") + change[is_copied]
         if not (np.abs(lacks) <= limit).all():  # True for NaN, too
           return True
     return False
@@ -209,8 +210,10 @@ class TableServer:
     try:
       for name, sent in push.tables.items():
         if name not in self.tables:
-          known = ", ".join(self.tables)
-          raise ValueError(f"there is no table {name!r}; the tables: {known}")
+          table_names = ", ".join(self.tables)
+          raise ValueError(
+            f"there is no table {name!r}; the tables: {table_names}"
+          )
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
         values = _decoded(self._codec, table, keys, sent.values)

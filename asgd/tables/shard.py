@@ -113,7 +113,7 @@ class TableShard:
     if kind == MOVE:
       fields = NO_SEQ, number
       cuts = request.tables["cuts"].values()
-      totals = tuple(float(cut) for mine in cuts for cut in mine)
+      totals = tuple(float(cut) for table_cuts in cuts for cut in table_cuts)
     row = *fields, ACTIONS[kind], self.server.version
     return Event(time, worker, *row, totals=totals)
 
@@ -217,8 +217,8 @@ class TableShard:
     trees = list(map(wire.load, request.tables["parts"]))
     for name in self.server.tables:
       start, stop = cuts[name][self.index : self.index + 2]
-      mine = [tree[name] for tree in trees if name in tree]
-      self.server.set_range(name, start, stop, mine)
+      parts = [tree[name] for tree in trees if name in tree]
+      self.server.set_range(name, start, stop, parts)
     self._division = request.number, cuts
 
   # Replies.

@@ -159,15 +159,15 @@ class Table:
     """Yields (rows of a shard, positions of its keys in `keys`) for each shard
     with keys. A sparse table makes missing rows."""
     shards = self.ranges.shard_of(keys)
-    for number, rows in enumerate(self.shard_rows):
-      (mine,) = (shards == number).nonzero()
-      if mine.size:
+    for shard, rows in enumerate(self.shard_rows):
+      (positions,) = (shards == shard).nonzero()
+      if positions.size:
         if self.stop is None:
           rows.insert(
-            keys[mine],
+            keys[positions],
             lambda new: self._columns(np.asarray(self._init(new), self.dtype)),
           )
-        yield rows, mine
+        yield rows, positions
 
   def pull(self, keys: Any) -> Any:
     """Returns rows [n, ...], in the order of the keys.
@@ -179,22 +179,22 @@ class Table:
       ValueError: for a key out of range, or a key that occurs twice.
     """
     keys = self.read_keys(keys)
-    for rows, mine in self._routed(keys):
-      rows.add(keys[mine], _LOAD, 1.0)
+    for rows, positions in self._routed(keys):
+      rows.add(keys[positions], _LOAD, 1.0)
     return self.peek(keys)
 
   def peek(self, keys: Keys) -> Any:
     """Returns rows as `pull` does, without checking keys or counting load."""
-    parts, positions = [], []
-    for rows, at in self._routed(keys):
-      parts.append(rows.read(keys[at], _VALUES))
-      positions.append(at)
+    parts, all_positions = [], []
+    for rows, positions in self._routed(keys):
+      parts.append(rows.read(keys[positions], _VALUES))
+      all_positions.append(positions)
     if len(parts) == 1:
       return parts[0]
     if not parts:
       return np.zeros((0, *self.shape), self.dtype)
     # The parts are by shard: restore the order of the keys.
-    order = np.argsort(np.concatenate(positions))
+    order = np.argsort(np.concatenate(all_positions))
     xp = jnp if isinstance(parts[0], jax.Array) else np
     return xp.concatenate(parts)[order]
 
@@ -208,13 +208,13 @@ class Table:
     """
     keys, values = self.read_keys(keys), self._read_values(values)
     self.check_values(keys, values)
-    for rows, mine in self._routed(keys):
-      part = keys[mine]
+    for rows, positions in self._routed(keys):
+      part = keys[positions]
       rows.add(part, _LOAD, 1.0)
       if self.function.additive:  # without states, and without compiling
-        rows.add(part, _VALUES, values[mine])
+        rows.add(part, _VALUES, values[positions])
       else:
-        self._apply(rows, part, values[mine])
+        self._apply(rows, part, values[positions])
 
   def _read_values(self, values: Any) -> Any:
     """Returns values as an array of the table's dtype."""
@@ -242,23 +242,24 @@ class Table:
         f" {(len(keys), *self.shape)}, not {np.shape(values)}"
       )
     finite = np.isfinite(np.asarray(values, np.float64))
-    bad = ~finite.all(tuple(range(1, finite.ndim)))
-    if bad.any():
-      key = int(keys[np.argmax(bad)])
+    not_finite = ~finite.all(tuple(range(1, finite.ndim)))
+    if not_finite.any():
+      key = int(keys[np.argmax(not_finite)])
       raise ValueError(
         f"{self.name}: the value for key {key} is not finite"
-        f" ({int(bad.sum())} of {len(keys)} rows); nothing of the message was"
-        " applied"
+        f" ({int(not_finite.sum())} of {len(keys)} rows); nothing of the"
+        " message was applied"
       )
 
   def _apply(self, rows: KeyedRows, keys: Keys, values: Any) -> None:
     """Applies a function that is not additive to rows and their states."""
-    at = rows.positions(keys)
+    positions = rows.positions(keys)
     names = [name for name in rows.columns if name not in (_VALUES, _LOAD)]
     state = jax.tree.unflatten(
-      self._structure, [rows.columns[name][at] for name in names]
+      self._structure, [rows.columns[name][positions] for name in names]
     )
-    new, state = self.function.apply(rows.columns[_VALUES][at], state, values)
+    current = rows.columns[_VALUES][positions]
+    new, state = self.function.apply(current, state, values)
     rows.write(keys, _VALUES, new)
     for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
       rows.write(keys, name, leaf)

@@ -61,14 +61,14 @@ def dump(tree: Any) -> bytes:
 def load(data: bytes) -> Any:
   """Returns the tree that `dump` wrote; it shares no memory with the bytes."""
   size = int.from_bytes(data[:_ALIGN], "little")
-  at = _ALIGN + size
-  head = data[_ALIGN:at]
+  offset = _ALIGN + size
+  head = data[_ALIGN:offset]
   tree, like = json.loads(head)
   arrays = []
   # Copies, as arrays on the buffer would be read-only and keep it alive.
   for name, shape in like:
-    arrays.append(np.ndarray(shape, np.dtype(name), data, at).copy())
-    at += arrays[-1].nbytes + _padding(arrays[-1].nbytes)
+    arrays.append(np.ndarray(shape, np.dtype(name), data, offset).copy())
+    offset += arrays[-1].nbytes + _padding(arrays[-1].nbytes)
 
   def restored(node):
     if len(node) != 1:

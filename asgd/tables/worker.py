@@ -347,8 +347,8 @@ class TableWorker:
     for client, part in zip(self._clients, parts, strict=True):
       client.write(
         {
-          name: (part_keys, written[name][1][at])
-          for name, (at, part_keys) in part.items()
+          name: (part_keys, written[name][1][positions])
+          for name, (positions, part_keys) in part.items()
         }
       )
     return rms(gradient.values())
