@@ -489,7 +489,7 @@ def audit(shard):
   slots = state.slots
   uses = collections.Counter(slots.pinned)
   uses.update(opened.params for opened in state.tickets.values())
-  uses.update(opened.params for opened in state.kept.values())
+  uses.update(opened.params for opened in state.reusable.values())
   if slots.published:
     uses[slots.published[1]] += 1
   assert uses == +slots.uses
@@ -508,7 +508,7 @@ def describe(shard):
   state = shard.state
   tickets = {
     (kind, key): (*opened[1:], bits(opened.ticket))
-    for kind, table in (("open", state.tickets), ("kept", state.kept))
+    for kind, table in (("open", state.tickets), ("kept", state.reusable))
     for key, opened in table.items()
   }
   return {

@@ -30,7 +30,7 @@ from asgd.live import records
 from asgd.live.journal import read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.setup import slot_counts
-from asgd.live.shard.recovery import agree
+from asgd.live.shard.recovery import align_journals
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events
 
@@ -151,7 +151,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     )
     # If one shard has lost its memory, all roll back to one checkpoint.
     if self._resumed:
-      agree(setup, self._folder, live.memory)
+      align_journals(setup, self._folder, live.memory)
     cluster = live_clusters.make_cluster(
       *(self._run, live, hosts, machine), images=saved, resumed=self._resumed
     )

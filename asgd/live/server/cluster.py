@@ -283,7 +283,7 @@ class ServerCluster(Cluster):
     if not self.setup.consistent or self.setup.shards == 1:
       return self._ask(Shard.image)
     row = self._image_row
-    kept = self._ask(methodcaller("kept_image", row))
+    kept = self._ask(methodcaller("requested_image", row))
     rows, images = zip(*kept, strict=True)
     if None not in images:
       self._image_row = -1
@@ -294,7 +294,7 @@ class ServerCluster(Cluster):
         return images
     if row < 0 or max(rows) > row + _ROWS_AHEAD:  # or one has lost it
       self._image_row = max(rows) + _ROWS_AHEAD
-      self._ask(methodcaller("keep_image", self._image_row))
+      self._ask(methodcaller("request_image", self._image_row))
     return None
 
   # Waiting.

@@ -22,7 +22,8 @@ class Follower(Role):
   def __init__(self, *args: Any) -> None:
     super().__init__(*args)
     self._lead: SendFrame | None = None
-    self._ordered: collections.deque[Event] = collections.deque()
+    # Rows received from the lead and not applied yet.
+    self._rows: collections.deque[Event] = collections.deque()
     # Message -> index -> total, as received from the lead (TOTAL).
     self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
     self._question: Frame | None = None  # the lead's ASK, not answered yet
@@ -30,7 +31,8 @@ class Follower(Role):
   def follow(self, send: SendFrame) -> None:
     """Asks the lead for missing rows, and reports messages to it."""
     self._lead = send
-    self._ordered.clear()
+    # The lead sends these rows again.
+    self._rows.clear()
     send(Frame(frames.FOLLOW, self.index, version=self.state.rows))
     for key in self.state.pushed:
       self._report_prepared(key)
@@ -43,32 +45,33 @@ class Follower(Role):
     self._apply_rows()
 
   def _report_prepared(self, key: Key) -> None:
+    """Reports to the lead that this shard has a message, or refuses it."""
     if self._lead:
       refused = int(not self.state.pushed[key].flag)
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
-  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
+  def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of the lead, by the connection that was opened last."""
     if send != self._lead:
       return
     key = frame.worker, frame.seq
-    if frame.kind == frames.TOTAL:
+    if frame.kind == frames.TOTAL:  # its ROW or ASK follows
       self._totals[key][frame.version] = frame.value
       return
     if frame.kind == frames.ASK:
       self._question = frame
     # The lead sends rows twice if it received FOLLOW twice.
-    rows = self.state.rows + len(self._ordered)
-    if frame.kind == frames.ROW and frame.version == rows:
+    next_row = self.state.rows + len(self._rows)
+    if frame.kind == frames.ROW and frame.version == next_row:
       event = Event(frame.value, *key, frame.job, frame.flag, loss=frame.loss)
-      self._ordered.append(event)
+      self._rows.append(event)
     self._apply_rows()
 
   def _apply_rows(self) -> None:
     """Commits the rows received from the lead, and answers its open ASK."""
     state = self.state
-    while self._ordered:
-      event = self._ordered.popleft()
+    while self._rows:
+      event = self._rows.popleft()
       key = event.key
       if event.action in (base.LOST, base.REJECT, base.DROP):
         self._totals.pop(key, None)
@@ -82,9 +85,9 @@ class Follower(Role):
         event = event._replace(message=slot, totals=totals)
       self.commit(event)
     if self._question and self._lead:
-      self._answer(self._question)
+      self._answer(self._question, self._lead)
 
-  def _answer(self, question: Frame) -> None:
+  def _answer(self, question: Frame, send: SendFrame) -> None:
     """Sends this shard's operand to the lead, once this shard has the message.
 
     All rows before the ASK are applied by then, so both compute with the same
@@ -94,10 +97,10 @@ class Follower(Role):
     if key not in state.pushed:
       return
     totals = [self._totals[key][i] for i in range(question.version)]
-    out = state.stage(key, state.pushed[key].value, totals)
+    stage = state.stage(key, state.pushed[key].value, totals)
     self._question = None
     asked = Frame(frames.ASKED, *key, self.index, question.version)
-    self._lead(asked._replace(value=float(out.operand)))
+    send(asked._replace(value=float(stage.operand)))
 
 
 class Independent(Role):
@@ -109,13 +112,13 @@ class Independent(Role):
   def outdated(self, worker: int, number: int) -> bool:
     """Returns whether the messages of an incarnation of a worker are lost: its
     tickets were ended here, even if no later incarnation joined."""
-    lost = number <= self.died.get(worker, -1)
+    lost = number <= self.ended.get(worker, -1)
     return lost or super().outdated(worker, number)
 
   def join(self, worker: int, number: int) -> None:
     """Writes the JOIN of a new incarnation; the lead assigned its index."""
     super().join(worker, number)
-    self._decide(worker, NO_SEQ, number, base.JOIN)
+    self._commit_row((worker, NO_SEQ), number, base.JOIN)
 
   def leave(self, worker: int) -> None:
     """Ends the tickets of the present incarnation of a worker."""
@@ -123,12 +126,12 @@ class Independent(Role):
     number = self.incarnations.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
     if number is not None and keys:
-      self.died[worker] = number
+      self.ended[worker] = number
     for key in keys:
       job, slot = state.tickets[key].job, state.lost_slot(key)
-      self._decide(*key, job, base.LOST, message=slot)
+      self._commit_row(key, job, base.LOST, message=slot)
     if keys or number is not None:
-      self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
+      self._commit_row((worker, NO_SEQ), number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
     """Opens this shard's slice of a ticket, or sends an open one again.
@@ -148,8 +151,8 @@ class Independent(Role):
       self._check_new(frame)
       # The ticket that the worker would keep may be lost with an earlier
       # process of this shard: then it is sent in full.
-      keeps = frame.flag and worker in state.kept
-      self._decide(*key, frame.job, base.KEEP if keeps else base.SEND)
+      keeps = frame.flag and worker in state.reusable
+      self._commit_row(key, frame.job, base.KEEP if keeps else base.SEND)
 
   def _check_new(self, frame: Frame) -> None:
     """Raises BadFrame if the rules allow no such ticket beside the open ones.
@@ -168,6 +171,7 @@ class Independent(Role):
     if (
       frame.job in jobs
       or len(jobs) >= most
+      # A snapshot frees the slots of the log; the tickets need the others.
       or taken >= slot_counts(setup).messages - setup.log
       or ahead > setup.jobs + most * MOST_AHEAD
     ):
@@ -182,16 +186,20 @@ class Independent(Role):
     state.pushed[key] = frame
     if not frame.flag:
       job = state.tickets[key].job
-      self._decide(*key, job, base.REJECT, loss=frame.value)
+      self._commit_row(key, job, base.REJECT, loss=frame.value)
       self.leave(frame.worker)
       self.expel(frame.worker)
       return
+    # A worker fetches its tickets in the order of its jobs.
     for key in [key for key in state.tickets if key[0] == frame.worker]:
       if key not in state.pushed:
         break
       ticket, loss = state.tickets[key], state.pushed[key].value
-      row = {"message": ticket.message, "loss": loss}
-      self._decide(*key, ticket.job, base.RECEIVE, **row)
+      message = ticket.message
+      self._commit_row(
+        key, ticket.job, base.RECEIVE, message=message, loss=loss
+      )
 
-  def _decide(self, *event: int, **fields: Any) -> None:
-    self.commit(Event(self.time, *event, **fields))
+  def _commit_row(self, key: Key, job: int, action: int, **fields: Any) -> None:
+    """Commits a row of now; `fields` are those of an `Event`."""
+    self.commit(Event(self.time, *key, job, action, **fields))

@@ -1,4 +1,9 @@
-"""Saves a shard's state as a snapshot or a checkpoint, and restores it."""
+"""Saves a shard's state as a snapshot or a checkpoint, and restores it.
+
+An *image* is a pair: the server's state, as a tree of arrays, and the result of
+`describe`, as JSON. A snapshot is an image in shared memory, a checkpoint one
+on disk.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,11 +15,14 @@ from asgd import base
 from asgd.live.shard.state import ShardState
 from asgd.orders.trace import Event, Ledger
 
+Image = tuple[Any, Any]  # (the server's state, the result of `describe`)
+
 
 def snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory; the log before it is then free."""
+  # `describe` counts the records, so they are written first.
   state.messages.flush()
-  tickets = *state.tickets.values(), *state.kept.values()
+  tickets = *state.tickets.values(), *state.reusable.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
   memory, first = state.slots.memory, state.slots.counts.messages
   if state.updates.are_sent:
@@ -41,6 +49,8 @@ def describe(state: ShardState) -> dict[str, Any]:
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
     "lost": sorted(slots.lost.items()),
+    # The slot of the latest parameters that were sent, and whether the server
+    # still has them: then the next SEND shares the slot.
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
     **updates,
@@ -58,8 +68,9 @@ def _open_tickets(
   Unless `intact`, and for the tickets in `without_params`, the parameters are
   not read from the slots.
   """
-  without_params = set(map(tuple, without_params))
+  lost_params = set(map(tuple, without_params))
   state.rows = ledger.rows
+  # Messages whose updates were undone were received, too.
   state.messages.count = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
   state.joined = dict(ledger.incarnations)
@@ -67,19 +78,26 @@ def _open_tickets(
     event.key: state.read_ticket(
       event,
       event.action == base.SEND,
-      intact and event.key not in without_params,
+      intact and event.key not in lost_params,
     )
     for tickets in ledger.open.values()
     for event in tickets.values()
   }
-  kept = ledger.latest if state.keeps else {}
-  state.kept = {w: state.read_ticket(e, False, intact) for w, e in kept.items()}
+  latest = ledger.latest if state.keeps else {}
+  state.reusable = {
+    worker: state.read_ticket(event, False, intact)
+    for worker, event in latest.items()
+  }
 
 
 def restore(
-  state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
+  state: ShardState, image: Image, ledger: Ledger[Event], intact: bool
 ) -> None:
   """Restores a state from an image.
+
+  [1] The server's state, the open tickets and the counts of messages. [2] The
+  updates that open tickets carry. [3] The uses of slots, as they were when the
+  image was made.
 
   Args:
     state: a state before the first row; it is changed.
@@ -89,30 +107,37 @@ def restore(
   """
   tree, meta = image
   slots = state.slots
+  # [1]
   state.server = jax.tree.map(jnp.array, tree)
   _open_tickets(state, ledger, intact, meta["without_params"])
+  # [2]
   if state.updates.are_sent:
     state.updates.load(meta, slots.memory, slots.counts.messages)
-    for worker, seq, after in meta["bases"]:
-      ticket = state.tickets[worker, seq]._replace(base=after)
+    for worker, seq, base_version in meta["bases"]:
+      ticket = state.tickets[worker, seq]._replace(base=base_version)
       state.tickets[worker, seq] = ticket
+  # [3]
   for worker, messages in meta["lost"]:
     for slot in messages:
       slots.keep_lost(worker, slots.take_message(slot))
   for ticket in state.tickets.values():
     slots.take_message(ticket.message)
-  for ticket in (*state.tickets.values(), *state.kept.values()):
+  for ticket in (*state.tickets.values(), *state.reusable.values()):
     slots.use(ticket.params)
     slots.use(ticket.params)  # a second use, of the snapshot
     slots.pinned.append(ticket.params)
   if meta["published"] >= 0:
+    # `publish` compares objects: None equals no parameters of the server.
     current = state.server.params if meta["current"] else None
     slots.published = current, meta["published"]
     slots.use(meta["published"])
 
 
 def reopen(
-  state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
+  state: ShardState,
+  events: Sequence[Event],
+  ledger: Ledger[Event],
+  intact: bool,
 ) -> bool:
   """Opens the tickets that are open at the end of a journal, but does not apply
   the messages received since the image: these are lost.
@@ -126,14 +151,15 @@ def reopen(
   Returns:
     Whether any message was received since the image.
   """
-  before, tickets = state.messages.count, state.tickets
+  received_before, image_tickets = state.messages.count, state.tickets
   _open_tickets(state, ledger, intact)
-  for key in tickets.keys() & state.tickets.keys():
-    ticket = state.tickets[key]._replace(base=tickets[key].base)
-    state.tickets[key] = ticket
+  for key in image_tickets.keys() & state.tickets.keys():
+    base_version = image_tickets[key].base
+    state.tickets[key] = state.tickets[key]._replace(base=base_version)
   for event in events:
     key = event.key
     if event.action == base.JOIN:
+      # Not `free_lost`: `recount` finds the free slots at the end.
       state.slots.lost.pop(event.worker, None)
       state.updates.join(event.worker)
     elif event.action == base.SEND and key in state.tickets:
@@ -143,7 +169,7 @@ def reopen(
       if event.message >= 0:
         state.slots.keep_lost(event.worker, event.message)
   state.slots.recount(
-    [t.params for t in (*state.tickets.values(), *state.kept.values())],
+    [t.params for t in (*state.tickets.values(), *state.reusable.values())],
     [t.message for t in state.tickets.values()],
   )
-  return state.messages.count > before
+  return state.messages.count > received_before

@@ -1,8 +1,13 @@
 """The lead (shard 0): decides which worker starts and which message is
-received."""
+received.
+
+`protocol.Dispatcher` makes the decisions, in simulations too; it reports each
+of them to `Lead._commit_decision`.
+"""
 
 import collections
 import math
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +32,13 @@ class Lead(Role):
     super().__init__(*args)
     setup = self.setup
     self.dispatcher = protocol.Dispatcher(
-      setup.rules, jobs=setup.jobs, owned=setup.owned, log=self._decided
+      setup.rules, jobs=setup.jobs, owned=setup.owned, log=self._commit_decision
     )
     self.watch = WorkerWatch(setup.ladder, self.time)
     self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
-    self._unfinite = 0  # count of consecutive messages with NaN or infinity
-    self._tries = collections.Counter[int]()  # count of such messages, by job
+    # Counts of messages with NaN or infinity: consecutive ones, and by job.
+    self._consecutive_refusals = 0
+    self._job_refusals = collections.Counter[int]()
     # Message -> followers that have their part of it, in a consistent run.
     self._prepared: dict[Key, set[int]] = {}
 
@@ -40,7 +46,25 @@ class Lead(Role):
   def refused(self) -> int:
     """Count of messages with NaN or infinity: consecutive, or of one job,
     whichever is larger."""
-    return max(self._unfinite, *self._tries.values(), 0)
+    return max(self._consecutive_refusals, *self._job_refusals.values(), 0)
+
+  @property
+  def late(self) -> Collection[int]:
+    """The workers between T and 3 T of the ladder; see `deadlines`."""
+    return self.watch.late
+
+  @property
+  def finished(self) -> bool:
+    """Whether all jobs are received."""
+    return self.dispatcher.finished
+
+  def replay(self, events: list[Event]) -> None:
+    """Restores the dispatcher's jobs and tickets."""
+    self.dispatcher.replay(events)
+
+  def learn_durations(self, events: Iterable[Event]) -> None:
+    """See the base; the deadlines of workers follow from them."""
+    self.watch.learn(events)
 
   def outdated(self, worker: int, number: int) -> bool:
     """Returns True. The lead ends an incarnation's tickets before it admits the
@@ -65,38 +89,44 @@ class Lead(Role):
     """Starts no new job at a worker."""
     self.dispatcher.pause(worker)
 
+  def pause_all(self) -> None:
+    """Starts no new job at any worker."""
+    for worker in self.dispatcher.workers:
+      self.pause(worker)
+
   def push(self, frame: Frame) -> None:
     """Takes a PUSH: the message of an open ticket lies in its slot."""
     key = frame.worker, frame.seq
-    started = self.dispatcher.open(frame.worker)[frame.seq]
+    start = self.dispatcher.open(frame.worker)[frame.seq]  # its SEND or KEEP
     if not frame.flag:
       self._refuse(key)
       return
-    self._unfinite = 0
-    self._tries.pop(started.job, None)
+    self._consecutive_refusals = 0
+    self._job_refusals.pop(start.job, None)
     self.state.pushed[key] = frame
-    self.watch.ended(started.time, self.time)
-    self._consider(key)
+    self.watch.ended(start.time, self.time)
+    self._report_arrival(key)
 
   def _refuse(self, key: Key) -> None:
     """Drops a message and expels its worker, which joins again as a new
     incarnation: its state may have NaN, too."""
     worker, seq = key
-    self._unfinite += 1
-    self._tries[self.dispatcher.open(worker)[seq].job] += 1
+    self._consecutive_refusals += 1
+    self._job_refusals[self.dispatcher.open(worker)[seq].job] += 1
     self.dispatcher.reject(*key, self.time)
     self.expel(worker)
 
-  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
+  def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of a follower, by the connection that was opened last."""
     key = frame.worker, frame.seq
     if frame.kind == frames.FOLLOW:
       self.followers[frame.worker] = send
+      # The follower has the rows before `version`; it lacks the others.
       events = self.journal.events()
       for row in range(frame.version, len(events)):
         for row_frame in row_frames(row, events[row]):
           send(row_frame)
-      if self._totals:
+      if self._totals:  # its predecessor may not have answered the last ASK
         self._totals.ask(send)
     elif self.followers.get(frame.job) != send or key not in self.state.tickets:
       return  # from a replaced connection, or about a ticket that has ended
@@ -104,14 +134,16 @@ class Lead(Role):
       self._refuse(key)
     elif frame.kind == frames.PREPARED:
       self._prepared.setdefault(key, set()).add(frame.job)
-      self._consider(key)
+      self._report_arrival(key)
     elif self._totals:
       self._totals.answer(frame)
 
-  def _consider(self, key: Key) -> None:
+  def _report_arrival(self, key: Key) -> None:
     """Reports a message as arrived once every shard has its part."""
-    others = self.setup.shards - 1 if self.setup.consistent else 0
-    prepared = len(self._prepared.get(key, ())) >= others
+    # Independent shards acknowledge their parts to the worker, which sends the
+    # lead's PUSH last.
+    followers = self.setup.shards - 1 if self.setup.consistent else 0
+    prepared = len(self._prepared.get(key, ())) >= followers
     if not prepared or key not in self.state.pushed:
       return
     if self._totals:
@@ -146,7 +178,7 @@ class Lead(Role):
       and self.time - self.watch.started < setup.ladder.start
     )
 
-  def _decided(self, event: Event) -> None:
+  def _commit_decision(self, event: Event) -> None:
     """Commits a decision of the dispatcher, with its slot, loss and totals."""
     state, key = self.state, event.key
     if event.action in ENDS:
@@ -166,23 +198,24 @@ class Lead(Role):
     if not self.state.seqs or self.setup.rules.late < math.inf:
       self.time = max(now, self.time)
       self.advance()  # a timeout of the rules may allow new jobs
-    begun = {
+    # A worker is not late with a message that waits for other shards.
+    start_times = {
       worker: [
-        ticket.time
-        for seq, ticket in self.dispatcher.open(worker).items()
+        start.time
+        for seq, start in self.dispatcher.open(worker).items()
         if (worker, seq) not in self.state.pushed
       ]
       for worker in self.dispatcher.workers
     }
-    return self.watch.overdue(begun, self.peers, now)
+    return self.watch.overdue(start_times, self.peers, now)
 
 
-class _Asking(NamedTuple):
+class _PendingSum(NamedTuple):
   """The message whose totals the lead is summing."""
 
   key: Key
-  totals: list[float]  # those that are complete
-  operands: dict[int, Any]  # of the next total, by shard
+  totals: list[float]  # the complete ones
+  operands: dict[int, Any]  # shard -> its operand of the next total
 
 
 class LeadTotals:
@@ -196,7 +229,8 @@ class LeadTotals:
   def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
     self._lead, self._dispatcher = lead, dispatcher
     self._queue: list[Key] = []  # messages whose parts all shards have
-    self._asking: _Asking | None = None
+    self._pending: _PendingSum | None = None
+    # Totals of messages that can be received, until their rows are written.
     self._complete: dict[Key, tuple[float, ...]] = {}
 
   def add(self, key: Key) -> None:
@@ -208,54 +242,60 @@ class LeadTotals:
   def propose(self) -> None:
     """Starts to sum for the next message, unless a sum is under way."""
     pushed = self._lead.state.pushed
-    if self._asking and self._asking.key not in pushed:
-      self._asking = None  # the worker was lost, and its tickets with it
+    if self._pending and self._pending.key not in pushed:
+      self._pending = None  # the worker was lost, and its tickets with it
     self._queue = [key for key in self._queue if key in pushed]
+    if self._pending:
+      return
     for worker, seq in self._queue:
       # Messages of one worker are received in the order of its jobs.
       first = next(iter(self._dispatcher.open(worker)))
-      if self._asking is None and seq == first:
-        self._asking = _Asking((worker, seq), [], {})
-        self._next_stage()
+      if seq == first:
+        self._pending = _PendingSum((worker, seq), [], {})
+        self._next_stage(self._pending)
         return
 
-  def _next_stage(self) -> None:
+  def _next_stage(self, pending: _PendingSum) -> None:
     """Asks for the operands of the next total, or reports the message as
     arrived if it needs no further total."""
-    key, totals, operands = self._asking
+    key, totals, operands = pending
     state = self._lead.state
-    out = state.stage(key, state.pushed[key].value, totals)
-    if isinstance(out, sharding.Ask):
-      operands[0] = out.operand
+    stage = state.stage(key, state.pushed[key].value, totals)
+    if isinstance(stage, sharding.Ask):
+      operands[0] = stage.operand
       for send in self._lead.followers.values():
         self.ask(send)
       return
-    self._asking = None
+    self._pending = None
     self._queue.remove(key)
     self._complete[key] = tuple(totals)
     self._dispatcher.arrive(*key)
 
   def ask(self, send: SendFrame) -> None:
     """Asks a follower for its operand, if one is needed."""
-    if self._asking:
-      key, totals, _ = self._asking
+    if self._pending:
+      key, totals, _ = self._pending
+      # A follower that lost the earlier totals in a kill needs them, too.
       for frame in total_frames(key, totals):
         send(frame)
       send(Frame(frames.ASK, *key, version=len(totals)))
 
   def answer(self, frame: Frame) -> None:
     """Takes a follower's operand (ASKED)."""
-    asking, key = self._asking, (frame.worker, frame.seq)
-    if not asking or (asking.key, len(asking.totals)) != (key, frame.version):
+    pending, key = self._pending, (frame.worker, frame.seq)
+    if not pending:
       return
+    if (pending.key, len(pending.totals)) != (key, frame.version):
+      return  # the answer to an ASK that was repeated
     # A frame carries a double; the sum is computed in the operands' dtype.
-    dtype = np.asarray(asking.operands[0]).dtype
-    asking.operands[frame.job] = dtype.type(frame.value)
-    if len(asking.operands) == self._lead.setup.shards:
-      operands = [operand for _, operand in sorted(asking.operands.items())]
-      asking.totals.append(float(sharding.add_up(operands)))
-      asking.operands.clear()
-      self._next_stage()
+    dtype = np.asarray(pending.operands[0]).dtype
+    pending.operands[frame.job] = dtype.type(frame.value)
+    if len(pending.operands) == self._lead.setup.shards:
+      # In the order of shards: a sum of floats depends on the order.
+      operands = [operand for _, operand in sorted(pending.operands.items())]
+      pending.totals.append(float(sharding.add_up(operands)))
+      pending.operands.clear()
+      self._next_stage(pending)
 
   def take(self, key: Key) -> tuple[float, ...]:
     """Returns a message's totals, and forgets them."""

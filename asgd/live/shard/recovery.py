@@ -7,6 +7,9 @@ Without a log, or if the shared memory is lost, the shard rolls back to the last
 snapshot or checkpoint. Later updates are lost, though they were acknowledged. A
 ROLLBACK row in the trace records the loss; its `job` is the row that the shard
 rolled back to.
+
+`recover` brings one shard to the end of its journal; begin reading there.
+`align_journals` runs before it, for all shards of a consistent run.
 """
 
 from pathlib import Path
@@ -18,6 +21,7 @@ from asgd.live.append_only import ANEW, GO_ON, writing
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 from asgd.live.shard import images
+from asgd.live.shard.images import Image
 from asgd.live.shard.role import Role
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import DamagedSnapshot, WrongSlot
@@ -25,8 +29,9 @@ from asgd.orders import trace
 from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
-def agree(setup: Setup, run: Path, memory: Path) -> bool:
-  """Returns False if all shards of a run must roll back to a checkpoint.
+def align_journals(setup: Setup, run: Path, memory: Path) -> bool:
+  """Returns False if all shards of a run must roll back to a checkpoint, after
+  it has prepared their journals and memories for that.
 
   All shards of a consistent run follow one order. If one shard has lost its
   memory, or the snapshot in it, every shard rolls back to its image in one
@@ -43,6 +48,8 @@ def agree(setup: Setup, run: Path, memory: Path) -> bool:
   counts = [len(read_journal(path)) for path in paths]
   if all(map(slots.is_usable, folders, counts)):
     return True
+  # A kill between these writes is harmless: without the mark of `adopt`, the
+  # next call overwrites the journals again.
   for folder in folders:
     slots.disown(folder)
   content = paths[0].read_bytes() if paths[0].exists() else b""
@@ -66,10 +73,15 @@ class Rollback(NamedTuple):
 class _StartingPoint(NamedTuple):
   """The image that a recovery starts from."""
 
-  image: tuple[Any, Any] | None  # (state, meta); None: before the first row
+  image: Image | None  # None: before the first row
   memory_intact: bool  # the shared memory belongs to the journal
   from_checkpoint: bool  # the image is not the snapshot in shared memory
   why: str = ""  # see `Rollback.why`
+
+  @property
+  def rows(self) -> int:
+    """Count of the journal's rows before the image."""
+    return self.image[1]["rows"] if self.image else 0
 
 
 class _MismatchedFiles(Exception):
@@ -77,22 +89,65 @@ class _MismatchedFiles(Exception):
 
 
 def recover(
-  role: Role, image: tuple[Any, Any] | None, *, resumed: bool
+  role: Role, image: Image | None, *, resumed: bool
 ) -> Rollback | None:
-  """Brings a shard from before the first row to the end of its journal; see
-  `Shard`, also for the errors."""
-  state, events = role.state, role.journal.events()
+  """Brings a shard from before the first row to the end of its journal.
+
+  [1] Choose an image: the snapshot in shared memory, or the checkpoint.
+  [2] Restore it. The ledger of the rows before it names the open tickets.
+  [3] With a log, apply the rows after it again; else drop their updates.
+  [4] If updates are dropped, write a ROLLBACK row.
+  [5] Restore the incarnations that may connect again. In a resumed run they
+      have exited, so their tickets end.
+
+  Args:
+    role: of a shard before its first row; it is changed.
+    image: of a checkpoint, used if the shared memory is lost.
+    resumed: no worker and no other shard is alive.
+
+  Returns:
+    The position that the shard rolled back to, or None if no update is lost.
+
+  Raises:
+    ValueError: if the journal, the image and the memory do not fit together.
+  """
+  events = role.journal.events()
   if not events:
     return None
-  name, memory = role.journal.name, state.slots.memory
+  start, ledger, lost_updates = _replay(role, events, image, resumed)
+  # [4]
+  rollback = None
+  if lost_updates:
+    rollback = _commit_rollback(role, ledger, start, events[-1].time)
+  # [5]
+  _restore_incarnations(role, ledger)
+  if resumed:
+    for worker in sorted(role.incarnations):
+      role.leave(worker)
+  else:
+    role.learn_durations(role.journal.events())
+  if start.from_checkpoint:  # the next recovery must not use the old snapshot
+    images.snapshot(role.state)
+  return rollback
+
+
+def _replay(
+  role: Role, events: list[Event], image: Image | None, resumed: bool
+) -> tuple[_StartingPoint, Ledger[Event], bool]:
+  """Performs steps [1] to [3], and turns their errors into ValueErrors. Returns
+  the image used, the ledger of all rows, and whether updates are lost."""
+  state, name = role.state, role.journal.name
+  memory = state.slots.memory
   try:
-    start = _choose(state, name, events, image, resumed)
-    ledger, lost_updates = _replay(role, events, start)
+    start = _choose_image(state, name, events, image, resumed)  # [1]
+    ledger = _restore_image(role, events, start)  # [2]
+    lost_updates = _replay_later_rows(role, events, ledger, start)  # [3]
   except _MismatchedFiles as error:
     raise ValueError(str(error)) from error
   except WrongSlot as error:
     memory.disown()  # so that the next command does not need the memory
     raise ValueError(str(error)) from error
+  # A changed file may break any assumption of the replay.
   except (LookupError, StopIteration, TypeError, ValueError) as error:
     raise ValueError(
       f"{name} cannot be replayed (after row {state.rows},"
@@ -100,81 +155,86 @@ def recover(
       f" {memory.name}, was changed. Put them back as they were; or remove"
       f" {memory.name} and {GO_ON} from the last checkpoint"
     ) from error
-  rollback = None
-  if lost_updates:
-    meta = start.image[1] if start.image else {"rows": 0, "received": 0}
-    rows, received = meta["rows"], meta["received"]
-    # The shards of a consistent run all write the same row, so its time must
-    # not depend on the clock of one shard.
-    now = events[-1].time
-    if not state.setup.consistent:
-      now = max(role.time, now)
-    row = Event(now, 0, NO_SEQ, rows, base.ROLLBACK)
-    before = ledger.undone
-    ledger.apply(row)
-    rollback = Rollback(rows, received, ledger.undone - before, start.why)
-    role.commit(row)
-  # Workers that may connect again: the journal has a JOIN but no LEAVE of them.
-  present = sorted(ledger.present)
-  known = ledger.incarnations
-  role.incarnations |= {w: known[w] for w in present if w in known}
-  # The shard may have been killed after a worker's tickets ended, but before
-  # the LEAVE was written: it is written now.
-  ended = [w for w in present if w in ledger.ended]
-  alive = set(present).difference(ended)
-  role.died = {w: n for w, n in ledger.incarnations.items() if w not in alive}
-  for worker in ended if role.decides else ():
-    role.leave(worker)
-  if resumed:
-    for worker in sorted(role.incarnations):
-      role.leave(worker)
-  elif not role.index:
-    role.watch.learn(role.journal.events())
-  if start.from_checkpoint:  # the next recovery must not use the old snapshot
-    images.snapshot(state)
-  return rollback
+  return start, ledger, lost_updates
 
 
-def _replay(
+def _restore_image(
   role: Role, events: list[Event], start: _StartingPoint
-) -> tuple[Ledger, bool]:
-  """Restores the image and replays the rows after it. Returns the ledger of all
-  rows, and whether updates are lost."""
-  state, rows, ledger = role.state, 0, Ledger()
+) -> Ledger[Event]:
+  """Restores the image. Returns the ledger of the rows before it."""
+  ledger: Ledger[Event] = Ledger()
   if start.image:
-    rows = start.image[1]["rows"]
-    trace.follow(events[:rows], ledger)
-    _check_image(state, role.journal.name, ledger, start)
-    images.restore(state, start.image, ledger, start.memory_intact)
-  trace.follow(events[rows:], ledger)
-  if not role.index:
-    role.dispatcher.replay(events)
+    trace.follow(events[: start.rows], ledger)
+    _check_image(role.state, role.journal.name, ledger, start, start.image[1])
+    images.restore(role.state, start.image, ledger, start.memory_intact)
+  return ledger
+
+
+def _replay_later_rows(
+  role: Role, events: list[Event], ledger: Ledger[Event], start: _StartingPoint
+) -> bool:
+  """Applies the rows after the image again if their messages still lie in the
+  log, otherwise drops their updates. Returns whether updates are lost."""
+  state, later_rows = role.state, events[start.rows :]
+  sink = state.messages.sink
+  trace.follow(later_rows, ledger)
+  role.replay(events)
   if state.setup.log and not start.from_checkpoint:
     # The records may be ahead of the journal after a loss of power. The sink
     # skips the records that it has when the rows are applied again.
-    before = start.image[1]["records"] if start.image else 0
-    received = sum(event.action == base.RECEIVE for event in events[rows:])
-    state.messages.sink.truncate(before + received)
-    state.messages.recorded = state.messages.sink.count - before
-    for event in events[rows:]:
+    records = start.image[1]["records"] if start.image else 0
+    received = sum(event.action == base.RECEIVE for event in later_rows)
+    sink.truncate(records + received)
+    state.messages.recorded = sink.count - records
+    for event in later_rows:
       state.apply(event)
-    return ledger, False
-  later = events[rows:]
-  lost_updates = images.reopen(state, later, ledger, start.memory_intact)
+    return False
+  lost_updates = images.reopen(state, later_rows, ledger, start.memory_intact)
   # The records may be ahead of a trace that was cut short.
-  state.messages.sink.truncate(state.messages.count)
-  return ledger, lost_updates
+  sink.truncate(state.messages.count)
+  return lost_updates
 
 
-def _choose(
+def _commit_rollback(
+  role: Role, ledger: Ledger[Event], start: _StartingPoint, last_time: float
+) -> Rollback:
+  """Commits the ROLLBACK row; `last_time` is the time of the last row."""
+  received = start.image[1]["received"] if start.image else 0
+  # The shards of a consistent run all write the same row, so its time must not
+  # depend on the clock of one shard.
+  consistent = role.state.setup.consistent
+  time = last_time if consistent else max(role.time, last_time)
+  row = Event(time, 0, NO_SEQ, start.rows, base.ROLLBACK)
+  undone_before = ledger.undone
+  ledger.apply(row)
+  undone = ledger.undone - undone_before
+  role.commit(row)
+  return Rollback(start.rows, received, undone, start.why)
+
+
+def _restore_incarnations(role: Role, ledger: Ledger[Event]) -> None:
+  """Sets the incarnations that may connect again, and those that may not."""
+  # The journal has a JOIN but no LEAVE of a present worker.
+  present, joined = sorted(ledger.present), ledger.incarnations
+  role.incarnations |= {w: joined[w] for w in present if w in joined}
+  # The shard may have been killed after a worker's tickets ended, but before
+  # the LEAVE was written: it is written now.
+  without_leave = [worker for worker in present if worker in ledger.ended]
+  alive = set(present).difference(without_leave)
+  role.ended = {w: n for w, n in joined.items() if w not in alive}
+  for worker in without_leave if role.decides else ():
+    role.leave(worker)
+
+
+def _choose_image(
   state: ShardState,
   name: str,
   events: list[Event],
-  image: tuple[Any, Any] | None,
+  checkpoint: Image | None,
   resumed: bool,
 ) -> _StartingPoint:
-  """Chooses the snapshot in shared memory if it is usable, otherwise `image`,
-  which is a checkpoint's. Raises _MismatchedFiles if neither is usable."""
+  """Chooses the snapshot in shared memory if it is usable, otherwise the
+  checkpoint. Raises _MismatchedFiles if neither is usable."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
   if not intact and not resumed:  # workers still map the removed memory
@@ -184,15 +244,16 @@ def _choose(
     )
   if intact:
     try:
-      saved = memory.load()
-      rows = saved[1]["rows"] if saved else 0
-      unsaved = _has_unsaved_rollback(state, saved, events[rows:])
+      snapshot = memory.load()
+      rows = snapshot[1]["rows"] if snapshot else 0
+      unsaved = _has_unsaved_rollback(state, snapshot, events[rows:])
       if rows <= len(events) and not unsaved:
-        return _StartingPoint(saved, True, False)
+        return _StartingPoint(snapshot, True, False)
       if rows > len(events):
         why = _cut_trace_error(name, events, "snapshot", rows)
         if not resumed:
           raise _MismatchedFiles(why)
+        # Slots that were written after the cut trace do not belong to it.
         intact = False
     except DamagedSnapshot as error:
       # The memory still counts as intact: the parameters of open tickets lie
@@ -206,34 +267,36 @@ def _choose(
       " checkpoint"
     )
   memory.forget()
-  if image and image[1]["rows"] > len(events):
-    raise _MismatchedFiles(
-      _cut_trace_error(name, events, "checkpoint", image[1]["rows"])
-    )
-  if image and _is_undone(events, image[1]["rows"]):
-    image = None
+  if checkpoint:
+    rows = checkpoint[1]["rows"]
+    if rows > len(events):
+      raise _MismatchedFiles(_cut_trace_error(name, events, "checkpoint", rows))
+    if _is_undone(events, rows):
+      checkpoint = None
   # In a resumed run all open tickets end, so no worker reads their slots.
-  return _StartingPoint(image, intact and not resumed, True, why)
+  return _StartingPoint(checkpoint, intact and not resumed, True, why)
 
 
 def _has_unsaved_rollback(
-  state: ShardState, saved: tuple[Any, Any] | None, later: list[Event]
+  state: ShardState, snapshot: Image | None, later_rows: list[Event]
 ) -> bool:
-  """Returns whether the shard was killed after a rollback to a checkpoint, and
-  before the snapshot that follows it. `later` are the rows since `saved`.
-
-  Without a log, a rollback to row 0 saves no snapshot, so it does not count.
-  """
-  targets = [event.job for event in later if event.action == base.ROLLBACK]
+  """Returns whether the shard was killed between a rollback to a checkpoint and
+  the snapshot that follows it: the snapshot in memory is then from before the
+  rollback. `later_rows` are the rows since that snapshot."""
+  targets = [row.job for row in later_rows if row.action == base.ROLLBACK]
   if state.setup.log:
     return bool(targets)
-  return not saved and bool(targets) and targets[-1] > 0
+  # Without a log, a rollback to row 0 saves no snapshot, so it does not count.
+  return not snapshot and bool(targets) and targets[-1] > 0
 
 
 def _is_undone(events: list[Event], rows: int) -> bool:
   """Returns whether the shard rolled back to before row `rows` later on."""
-  later = events[rows:]
-  return any(e.action == base.ROLLBACK and e.job < rows for e in later)
+  # The `job` of a ROLLBACK is the row that the shard rolled back to.
+  return any(
+    event.action == base.ROLLBACK and event.job < rows
+    for event in events[rows:]
+  )
 
 
 def _cut_trace_error(
@@ -247,18 +310,24 @@ def _cut_trace_error(
 
 
 def _check_image(
-  state: ShardState, name: str, ledger: Ledger, start: _StartingPoint
+  state: ShardState,
+  name: str,
+  ledger: Ledger[Event],
+  start: _StartingPoint,
+  meta: dict[str, Any],
 ) -> None:
   """Raises _MismatchedFiles unless the image was made of this journal, and the
-  sink has all records before it."""
-  meta, memory, sink = start.image[1], state.slots.memory, state.messages.sink
+  sink has all records before it. `meta` is that of the image."""
+  memory, sink = state.slots.memory, state.messages.sink
   tickets = sorted(
     [*event.key, event.job]
     for tickets in ledger.open.values()
     for event in tickets.values()
   )
-  counts = len(ledger.received) + ledger.undone, tickets
-  if counts != (meta["received"], list(map(list, meta["tickets"]))):
+  # JSON has lists where `describe` wrote tuples.
+  image_tickets = list(map(list, meta["tickets"]))
+  received = len(ledger.received) + ledger.undone
+  if (received, tickets) != (meta["received"], image_tickets):
     image = (
       "checkpoint" if start.from_checkpoint else f"snapshot in {memory.name}"
     )

@@ -1,7 +1,10 @@
 """The base class of all shards, which commits rows of the journal and sends
-them to workers and other shards."""
+them to workers and other shards.
 
-from collections.abc import Callable, Iterable
+`Role.commit` is the only way in which a shard changes its state in a run.
+"""
+
+from collections.abc import Callable, Collection, Iterable
 
 from asgd import base
 from asgd.live import frames
@@ -23,12 +26,12 @@ class Role:
   """A shard's state, journal, connections and time.
 
   Subclasses override the hooks, from `outdated` on. The hooks of this class are
-  those of a shard that decides nothing.
+  those of a shard that decides nothing. `frames.check` refuses the frames of a
+  hook that a subclass does not override.
   """
 
   decides = False  # this shard writes rows that the lead has not written
   stopped = False  # every job is received, as far as this shard decides that
-  refused = 0  # count of messages with NaN or infinity: consecutive, or one job
 
   def __init__(
     self, index: int, state: ShardState, journal: FileJournal, now: float
@@ -42,7 +45,7 @@ class Role:
     self.peers: dict[int, SendFrame] = {}  # worker -> its connection
     self.incarnations: dict[int, int] = {}  # worker -> its present incarnation
     # Worker -> the latest incarnation whose tickets were ended at this shard.
-    self.died: dict[int, int] = {}
+    self.ended: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
     self.restarts: dict[int, int] = {}
     # At the lead: shard -> its connection.
@@ -51,19 +54,25 @@ class Role:
     self.committed: Callable[[int], None] = lambda rows: None
 
   def commit(self, event: Event) -> None:
-    """Applies a new row, writes it to the journal, then sends it to peers."""
+    """Commits a new row.
+
+    [1] The state applies it. [2] The journal gets it. [3] Followers and the
+    worker of the row receive frames of it.
+    """
     state, key = self.state, event.key
     starts = event.action in STARTS
     # A snapshot frees the message slots of the log, one of which is needed.
     if starts and state.log_is_full:
       images.snapshot(state)
+    # [1] It chooses the slots of a ticket, which the row then names.
     state.apply(event)
     if starts:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
-    # A row that a peer knows must survive a kill, so it is written first.
+    # [2] A row that a peer knows must survive a kill, so it is written first.
     self.journal.append(event)
+    # [3]
     for send in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
         send(frame)
@@ -84,6 +93,21 @@ class Role:
     self.send(worker, Frame(frames.EXPEL, worker))
     self.peers.pop(worker, None)
 
+  @property
+  def refused(self) -> int:
+    """Count of messages with NaN or infinity: consecutive, or of one job."""
+    return 0
+
+  @property
+  def late(self) -> Collection[int]:
+    """The workers that are late, and do not count as dead."""
+    return ()
+
+  @property
+  def finished(self) -> bool:
+    """Whether the journal has the end of the last job."""
+    return False
+
   def outdated(self, worker: int, number: int) -> bool:
     """Whether incarnation `number` was replaced by a later one."""
     return number < self.incarnations.get(worker, -1)
@@ -100,14 +124,36 @@ class Role:
   def push(self, frame: Frame) -> None:
     """Takes a PUSH: the message of an open ticket lies in its slot."""
 
-  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
+  def fetch(self, frame: Frame) -> None:
+    """Takes a FETCH: a worker asks for this shard's slice of a ticket."""
+
+  def pause(self, worker: int) -> None:
+    """Starts no new job at a worker."""
+
+  def pause_all(self) -> None:
+    """Starts no new job at any worker."""
+
+  def follow(self, send: SendFrame) -> None:
+    """Takes a new connection to the lead."""
+
+  def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of another shard (`frames.OF_SHARDS`)."""
 
   def mark_alive(self, worker: int) -> None:
     """Notes that a worker is alive now."""
 
+  def overdue(self, now: float) -> list[int]:
+    """Returns the workers that count as dead."""
+    return []
+
   def advance(self) -> None:
     """Commits the rows that the frames so far allow."""
+
+  def replay(self, events: list[Event]) -> None:
+    """Restores what the rows of the journal decided, in a recovery."""
+
+  def learn_durations(self, events: Iterable[Event]) -> None:
+    """Takes the durations of the jobs in a journal."""
 
 
 def total_frames(key: Key, totals: Iterable[float]) -> list[Frame]:

@@ -25,8 +25,9 @@ from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
+from asgd.live.shard.images import Image
 from asgd.live.shard.lead import Lead
-from asgd.live.shard.role import MOST_AHEAD, SendFrame
+from asgd.live.shard.role import MOST_AHEAD, Role, SendFrame
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
@@ -39,7 +40,7 @@ class ShardStorage(NamedTuple):
   journal: FileJournal
   sink: FileSink
   # (state, meta) of a checkpoint, used if the memory is lost.
-  image: tuple[Any, Any] | None = None
+  image: Image | None = None
 
   @classmethod
   def open(
@@ -47,7 +48,7 @@ class ShardStorage(NamedTuple):
     run: Path,
     index: int,
     memory: SharedMemory,
-    image: tuple[Any, Any] | None = None,
+    image: Image | None = None,
     **options: Any,
   ) -> "ShardStorage":
     """Opens a shard's files in the folder of a run; options are those of an
@@ -81,21 +82,24 @@ class Shard:
     self.index, self.setup = index, setup
     slots = SlotTable(store.memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, store.sink)
-    roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](index, self.state, store.journal, now)
-    self._saved = now  # when the last snapshot was due
+    role_class: type[Role] = Lead
+    if index:
+      role_class = Follower if setup.consistent else Independent
+    self.role = role_class(index, self.state, store.journal, now)
+    self._last_snapshot = now  # when the last snapshot was due
     self._paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to print
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
     self.state.messages.lost.clear()  # reported before the restart
+    # Not before: until it is adopted, the next shard takes the memory for new.
     store.memory.adopt()
-    self.role.committed = self._committed
-    # Image to keep for a checkpoint: (row, the image once that row is applied).
-    self._kept: tuple[int, tuple[Any, Any] | None] | None = None
+    self.role.committed = self._after_commit
+    # Image for a checkpoint: (row, the image once that row is applied).
+    self._requested_image: tuple[int, Image | None] | None = None
     # Workers that received STOP send no further frames, so a lead that
     # recovers after the last job is stopped from the start.
-    self.role.stopped = not index and self.role.dispatcher.finished
+    self.role.stopped = self.role.finished
 
   def handle(self, frame: Frame, send: SendFrame, now: float) -> None:
     """Takes one frame of a peer; `send` sends a frame back to that peer. Raises
@@ -104,10 +108,10 @@ class Shard:
     frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
-      role.handle_frame(frame, send)
+      role.handle_shard_frame(frame, send)
     elif kind == frames.HELLO:
       self._hello(frame, send)
-    elif role.peers.get(worker) != send:
+    elif role.peers.get(worker) != send:  # not the present incarnation
       send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
     elif kind == frames.PUSH:
       self._push(frame)
@@ -122,6 +126,7 @@ class Shard:
           " sent it: it restarts with the complete parameters"
         )
       self._leave(worker)
+    # Any frame may complete what a decision waits for.
     role.advance()
 
   def _hello(self, frame: Frame, send: SendFrame) -> None:
@@ -132,18 +137,18 @@ class Shard:
     send WELCOME and the open tickets.
     """
     role, worker, number = self.role, frame.worker, frame.job
-    # [1]
-    if not self.index and self._is_past(frame):
+    # [1] The lead checks it before the worker connects to another shard.
+    if not self.index and self._is_replaced_loop(frame):
       send(Frame(frames.EXPEL, worker, flag=1))
       return
-    same = role.peers.get(worker) == send
-    if same and frame.flag:
+    same_connection = role.peers.get(worker) == send
+    if same_connection and frame.flag:
       role.mark_alive(worker)
     # A new worker repeats its HELLO if the answer takes long.
     registered = role.incarnations.get(worker, -1)
-    present = same if number < 0 else number == registered
+    is_present = same_connection if number < 0 else number == registered
     # [2]
-    if not present:
+    if not is_present:
       if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
         raise frames.BadFrame(
           f"incarnation {number} of worker {worker} sends {frame} to shard"
@@ -157,23 +162,26 @@ class Shard:
       self._leave(worker)
     # [3]
     role.peers[worker] = send
-    if not present:
+    if not is_present:
       role.join(worker, number)
       if self._paused:
         role.pause(worker)
     number, attempt = role.incarnations[worker], frame.version
     send(Frame(frames.WELCOME, worker, job=number, version=attempt))
+    # An incarnation that connects again may have missed its TICKETs.
     for key in self.state.tickets:
       if key[0] == worker and key not in self.state.pushed:
         send(self.state.ticket_frame(key))
     if role.stopped:
       send(Frame(frames.STOP, worker))
 
-  def _is_past(self, frame: Frame) -> bool:
+  def _is_replaced_loop(self, frame: Frame) -> bool:
     """Whether the HELLO comes from a loop that was replaced. To accept it would
     take the slots from the later loop."""
     role, worker = self.role, frame.worker
     latest = role.restarts.get(worker, 0)
+    # The journal has an incarnation of each loop, but for those that never
+    # connected: MOST_AHEAD bounds these.
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
       raise frames.BadFrame(
         f"{frame} is too far ahead of loop {latest}, the latest of its worker"
@@ -190,14 +198,15 @@ class Shard:
     if key in state.tickets:
       if frame.flag:
         state.check_written(key)
-        if complaint := state.complaint(key):
-          self._news.append(complaint)
+        if error := state.unpack_error(key):
+          self._news.append(error)
+          # From here on it is refused like a message with NaN.
           frame = frame._replace(flag=0)
       self.role.push(frame)
     else:  # a retry of a committed message, whose ACK may be lost
       self.role.send(frame.worker, Frame(frames.ACK, *key))
 
-  def _leave(self, worker):
+  def _leave(self, worker: int) -> None:
     self.role.peers.pop(worker, None)
     self.role.leave(worker)
 
@@ -223,47 +232,52 @@ class Shard:
   def end_open_tickets(self) -> None:
     """Ends the open tickets of an independent shard, after the lead has
     received all jobs: their workers may have exited without a message."""
-    workers = {worker for worker, _ in self.state.tickets}
-    for worker in sorted(workers) if self.index and self.role.decides else ():
-      self._leave(worker)
+    if self.index and self.role.decides:
+      for worker in sorted({worker for worker, _ in self.state.tickets}):
+        self._leave(worker)
 
   def pause(self) -> None:
     """Stops starting jobs, also at workers that join later."""
-    self._paused = not self.index  # the lead alone starts jobs
-    for worker in () if self.index else self.role.dispatcher.workers:
-      self.role.pause(worker)
+    self._paused = True
+    self.role.pause_all()
 
   def tick(self, now: float) -> None:
     """Writes records, takes a due snapshot and expels late workers. The host
     calls this periodically."""
     self.state.messages.flush()
-    if not self.setup.log and now - self._saved > self.setup.snapshot_seconds:
+    since_snapshot = now - self._last_snapshot
+    # With a log, a full log makes the snapshots due (`Role.commit`).
+    if not self.setup.log and since_snapshot > self.setup.snapshot_seconds:
       images.snapshot(self.state)
-      self._saved = now
-    for worker in () if self.index else self.role.overdue(now):
+      self._last_snapshot = now
+    for worker in self.role.overdue(now):
       self.expel(worker, now)
 
-  def image(self) -> tuple[Any, Any]:
+  def image(self) -> Image:
     """Returns (state, meta) for a checkpoint, as plain data, when the journal
     and records before it are safe from a loss of power."""
     self.state.messages.flush()
     self.role.journal.sync()
     self.state.messages.sink.sync()
+    # Copies: the next update reuses the memory of the server's state.
     state = jax.tree.map(np.array, self.state.server)
     return state, images.describe(self.state)
 
-  def keep_image(self, rows: int) -> None:
+  def request_image(self, rows: int) -> None:
     """Asks the shard to keep its image after `rows` rows."""
-    self._kept = rows, None
+    self._requested_image = rows, None
 
-  def _committed(self, rows):
-    if self._kept and self._kept[0] == rows:
-      self._kept = rows, self.image()
+  def _after_commit(self, rows: int) -> None:
+    """Makes the requested image, if the row just committed is its row."""
+    if self._requested_image and self._requested_image[0] == rows:
+      self._requested_image = rows, self.image()
 
-  def kept_image(self, rows: int) -> tuple[int, tuple[Any, Any] | None]:
+  def requested_image(self, rows: int) -> tuple[int, Image | None]:
     """Returns (current count of rows, image after `rows` rows or None)."""
-    kept = self._kept[1] if self._kept and self._kept[0] == rows else None
-    return self.state.rows, kept
+    image = None
+    if self._requested_image and self._requested_image[0] == rows:
+      image = self._requested_image[1]
+    return self.state.rows, image
 
   def status(self) -> dict[str, Any]:
     """Returns the progress, as plain data. Each expelled worker and each line
@@ -271,14 +285,14 @@ class Shard:
     messages = self.state.messages
     messages.flush()
     expelled, self._expelled = self._expelled, []
-    news, self._news = [*self._news, *self._losses()], []
+    news, self._news = [*self._news, *self._lost_residuals()], []
     return {
       "received": messages.count,
       "rows": self.state.rows,
       "stopped": self.stopped,
       "busy": bool(self.state.tickets),
       "workers": list(self.workers),
-      "late": [] if self.index else sorted(self.role.watch.late),
+      "late": sorted(self.role.late),
       "expelled": expelled,
       "news": news,
       "refused": self.role.refused,
@@ -286,10 +300,11 @@ class Shard:
       "kept_params": sorted(messages.kept_params),
     }
 
-  def _losses(self) -> Iterator[str]:
+  def _lost_residuals(self) -> Iterator[str]:
     """Yields a line for each residual lost with a worker, at the lead."""
     messages = self.state.messages
     lost, messages.lost = messages.lost, []
+    # A worker has a residual at each shard; one line for all is enough.
     for worker, norm in () if self.index else lost:
       yield (
         f"worker {worker} has left, and the residual that its codec had kept to"

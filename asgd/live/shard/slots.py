@@ -17,10 +17,11 @@ class SlotTable:
 
   def __init__(self, memory: Any, counts: SlotCounts):
     self.memory, self.counts = memory, counts
-    self.uses: collections.Counter[int] = collections.Counter()  # params slots
+    self.uses = collections.Counter[int]()  # params slot -> count of its uses
     self.published: tuple[Any, int] | None = None  # (params, their slot)
     self.pinned: list[int] = []  # params slots that the snapshot refers to
     self.logged: list[int] = []  # message slots since the snapshot
+    # Stacks, whose last slot is taken first.
     self.free_params = list(range(counts.params))[::-1]
     self.free_messages = list(range(counts.messages))[::-1]
     # Worker -> message slots of its lost tickets. A worker that does not know
@@ -37,7 +38,7 @@ class SlotTable:
       stamp: identifies the content of the slot; unique in the run.
       slot: in a recovery, the slot in which the parameters lie already.
     """
-    if self.published and self.published[0] is params:
+    if self.published and self.published[0] is params:  # no update since then
       slot = self.published[1]
       self.uses[slot] += 1
       return slot
@@ -88,6 +89,8 @@ class SlotTable:
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []
+    # The uses of the new snapshot are counted before those of the previous one
+    # end, so that a slot of both never becomes free.
     for slot in params:
       self.uses[slot] += 1
     for slot in self.pinned:
@@ -102,5 +105,6 @@ class SlotTable:
     self.uses.update(params)
     self.uses.update(self.pinned)
     taken, counts = set(messages).union(*self.lost.values()), self.counts
+    # Nothing of the log is needed: its messages are lost.
     self.free_params = [s for s in range(counts.params) if not self.uses[s]]
     self.free_messages = [s for s in range(counts.messages) if s not in taken]

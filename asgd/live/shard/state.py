@@ -40,7 +40,8 @@ class ReceivedMessages:
     # Count of the next messages whose records are in the sink already.
     self.recorded = 0
     self.kept_params: dict[int, Any] = {}  # by count of messages
-    self._unwritten: tuple[list, list] = [], []  # messages, observations
+    # Records that are not in the sink: their messages and their observations.
+    self._unwritten: tuple[list[simulator.ReceivedMessage], list[Any]] = [], []
     # Worker -> RMS of its codec's residual (the part to send later).
     self._residuals: dict[int, float] = {}
     # (worker, RMS) of residuals lost with workers before the last job.
@@ -51,7 +52,7 @@ class ReceivedMessages:
   ) -> None:
     """Counts a message. `row` is its Observation; `params` are the parameters
     after its update."""
-    if self.recorded:
+    if self.recorded:  # a recovery, whose sink has this record already
       self.recorded -= 1
     else:
       messages, observations = self._unwritten
@@ -64,9 +65,10 @@ class ReceivedMessages:
 
   def leave(self, worker: int) -> None:
     """Counts the residual of a worker as lost."""
-    lost = self._residuals.pop(worker, 0.0)
-    if lost and self.count < self._setup.jobs:
-      self.lost.append((worker, lost))
+    norm = self._residuals.pop(worker, 0.0)
+    # After the last job every worker leaves, and no residual is needed.
+    if norm and self.count < self._setup.jobs:
+      self.lost.append((worker, norm))
 
   def flush(self) -> None:
     """Writes the records so far to the sink."""
@@ -94,11 +96,12 @@ class ShardState:
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.updates = slots, Updates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
+    # int32[] of each worker index, made once: a ticket has one.
     self._indices = [jnp.int32(w) for w in range(setup.workers)]
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
     self.tickets: dict[Key, OpenTicket] = {}
-    self.kept: dict[int, OpenTicket] = {}  # worker -> the ticket for a KEEP
+    self.reusable: dict[int, OpenTicket] = {}  # worker -> the ticket for a KEEP
     self.seqs: dict[int, int] = {}  # worker -> count of all jobs it started
     self.joined: dict[int, int] = {}  # worker -> its latest incarnation
     self.pushed: dict[Key, Frame] = {}  # PUSHes of messages not yet received
@@ -113,13 +116,15 @@ class ShardState:
     elif action == base.RECEIVE:
       self._receive(event)
     elif action in (base.LOST, base.REJECT, base.DROP):
-      self._lose(event)
+      self._close_ticket(event)
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:
+        # The earlier incarnation has ended and writes to no slot any more.
         self.slots.free_lost(worker)
         self.joined[worker] = event.job
         self.updates.join(worker)
-      self._drop_kept(worker)
+      # A new incarnation has neither the cached ticket nor the residual.
+      self._drop_reusable(worker)
       self.messages.leave(worker)
     elif action == base.ROLLBACK:
       # Recovery has restored the image already. Workers hold parameters of
@@ -134,8 +139,8 @@ class ShardState:
     """Opens a ticket (SEND, or KEEP of the worker's latest one)."""
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
-      kept = self.kept[worker]
-      ticket, slot = self.steps.keep(kept.ticket), kept.params
+      reused = self.reusable[worker]
+      ticket, slot = self.steps.keep(reused.ticket), reused.params
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._indices[worker])
@@ -148,28 +153,35 @@ class ShardState:
     self.seqs[worker] = event.seq + 1
     if self.keeps:
       if event.action == base.SEND:
-        self._drop_kept(worker)
+        self._drop_reusable(worker)
         slots.use(slot)  # a second use: it outlives the ticket
       ticket = ticket._replace(fresh=np.False_)
-      self.kept[worker] = open_ticket._replace(ticket=ticket)
+      self.reusable[worker] = open_ticket._replace(ticket=ticket)
 
   def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
     """Returns the ticket of a SEND with its packed updates. For an event from
     the journal the updates lie in their slot already."""
     memory, params = self.slots.memory, ticket.ticket.params
-    after = self.updates.write(
+    # The decision of a run names no slot yet; a row of the journal does.
+    base_version = self.updates.write(
       memory, ticket.message, event.key, params, new=event.message < 0
     )
-    return ticket._replace(base=after)
+    return ticket._replace(base=base_version)
 
   def _receive(self, event: Event) -> None:
-    """Applies a message to the server's state and closes its ticket."""
+    """Applies a message to the server's state and closes its ticket.
+
+    [1] Take the record's columns while the ticket is open. [2] Apply the
+    message. [3] Free the slots of the ticket, and count the message.
+    """
     key, slots = event.key, self.slots
-    received, version = self._received(event), 0
+    # [1]
+    received, version = self._received_message(event), 0
     # If each message makes one update, the version is counted here: to read it
     # from the device would wait for the update.
     if self.steps.alone:
       version = self.version_of(self.server)
+    # [2]
     if self.setup.totals:
       self.server, row = self.stage(key, event.loss, event.totals).result
     else:
@@ -177,9 +189,10 @@ class ShardState:
     self.updates.update(self.server)
     if self.steps.alone:
       self._version = self.server.version, version + 1
+    # [3]
     open_ticket = self.tickets.pop(key)
     slots.release(open_ticket.params)
-    if self.setup.log:
+    if self.setup.log:  # a recovery needs the message until the next snapshot
       slots.logged.append(open_ticket.message)
     else:
       jax.block_until_ready(row)  # the update reads the slot
@@ -197,9 +210,10 @@ class ShardState:
       self._version = counted.version, int(counted.version)
     return self._version[1]
 
-  def _received(self, event: Event) -> simulator.ReceivedMessage:
+  def _received_message(self, event: Event) -> simulator.ReceivedMessage:
     """Returns the columns of a record that need no computation."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
+    # Bytes that were sent up and down for the job.
     up, norm = memory.length(MESSAGES, open_ticket.message), 0.0
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
@@ -211,7 +225,7 @@ class ShardState:
     self.pushed.pop(key, None)
     self._codes.pop(key, None)
 
-  def _lose(self, event: Event) -> None:
+  def _close_ticket(self, event: Event) -> None:
     """Closes a ticket without an update (LOST, REJECT or DROP)."""
     open_ticket = self.tickets.pop(event.key)
     self.updates.lose(*event.key)
@@ -222,15 +236,15 @@ class ShardState:
       self.slots.keep_lost(event.worker, open_ticket.message)
     self._forget(event.key)
 
-  def _drop_kept(self, worker: int) -> None:
-    if ticket := self.kept.pop(worker, None):
+  def _drop_reusable(self, worker: int) -> None:
+    if ticket := self.reusable.pop(worker, None):
       self.slots.release(ticket.params)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
     """Processes a message as far as the totals allow. Returns a
     `sharding.Ask` for the next total, or a result; changes no state."""
-    totals = simulator.as_totals(totals)
-    return self.steps.stage(totals, *self._arguments(key, loss))
+    arrays = simulator.as_totals(totals)
+    return self.steps.stage(arrays, *self._arguments(key, loss))
 
   def _arguments(self, key: Key, loss: float) -> tuple[Any, ...]:
     ticket, message = self.tickets[key].ticket, self.unpack(key)
@@ -247,7 +261,7 @@ class ShardState:
       self._codes[key] = message  # its arrays are no views of the slot
     return message
 
-  def complaint(self, key: Key) -> str:
+  def unpack_error(self, key: Key) -> str:
     """Returns the error of a packed message that cannot be unpacked, or ""."""
     if self.steps.codec is None:
       return ""
@@ -263,8 +277,9 @@ class ShardState:
     If the memory is not intact, its parameters are lost: the ticket has none.
     Its worker is not connected then, so none are needed.
     """
-    params = None
+    params: Any = None
     if intact:
+      # A copy: the slot is written again once the ticket ends.
       params = self.slots.memory.read_copy(PARAMS, event.params)
     worker, version = self._indices[event.worker], jnp.int32(event.version)
     ticket = base.Ticket(worker, version, params, np.bool_(fresh))
@@ -272,12 +287,12 @@ class ShardState:
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns the TICKET frame of an open ticket."""
-    ticket, job, params, message, after = self.tickets[key]
+    ticket, job, params, message, base_version = self.tickets[key]
     form, value = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
     if not ticket.fresh:
       form = frames.KEPT
-    elif after != WHOLE:
-      form, value = frames.UPDATES, after
+    elif base_version != WHOLE:
+      form, value = frames.UPDATES, base_version
     frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), form)
     return frame._replace(params=params, message=message, value=float(value))
 
@@ -293,7 +308,7 @@ class ShardState:
     slot, ValueError if another process replaced the memory."""
     slot, memory = self.tickets[key].message, self.slots.memory
     if memory.stamp(MESSAGES, slot) != message_stamp(*key):
-      memory.adopt()
+      memory.adopt()  # raises ValueError if the memory was replaced
       raise frames.BadFrame(
         f"worker {key[0]} submits message {key[1]}, which does not lie in slot"
         f" {slot} of {memory.name}"

@@ -39,6 +39,7 @@ class Updates(simulator.Traffic):
     """Keeps a packet, and drops the oldest ones that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
+    # A ticket that would need so many bytes carries the parameters instead.
     while self._nbytes >= self.dense:
       self._nbytes -= len(self._packets.popleft())
 
@@ -57,8 +58,14 @@ class Updates(simulator.Traffic):
     *,
     new: bool,
   ) -> int:
-    """Writes the updates of a ticket of the present parameters to a slot; not
-    unless `new`, as in a recovery they lie there already.
+    """Writes the updates that a ticket carries to its slot.
+
+    Args:
+      memory: of the shard.
+      slot: updates slot of the ticket, with the index of its message slot.
+      key: (worker, seq) of the ticket.
+      params: the server's parameters, which the ticket is a version of.
+      new: False in a recovery, where the updates lie in the slot already.
 
     Returns:
       The version that the updates are added to, or WHOLE if the ticket carries
@@ -73,23 +80,27 @@ class Updates(simulator.Traffic):
       packets.insert(0, self._packets[-1 - len(packets)])
       nbytes -= len(packets[0])
     if new:
-      data = [np.frombuffer(packet, np.uint8) for packet in packets]
+      pieces = [np.frombuffer(packet, np.uint8) for packet in packets]
       if packets and self.stats.nbytes:
-        data.append(np.zeros(self.stats.nbytes, np.uint8))
+        # Updates do not move statistics (BatchNorm), so their values follow.
+        pieces.append(np.zeros(self.stats.nbytes, np.uint8))
         stats = jax.tree.map(np.asarray, params.stats)
-        wire.write(self.stats, stats, data[-1])
-      content = np.concatenate([np.empty(0, np.uint8), *data])
+        wire.write(self.stats, stats, pieces[-1])
+      # The empty array: `concatenate` refuses a list of none.
+      content = np.concatenate([np.empty(0, np.uint8), *pieces])
       memory.write(UPDATES, slot, content, message_stamp(*key))
+    # A packet is one update, which raised the version by 1.
     return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
     """Sets the bytes of each open ticket to those of its updates in memory, or
     of the parameters; `slots` gives the message slots of tickets."""
     for key in self.sent.tickets.keys() & slots.keys():
-      slot, size = slots[key], self.dense
+      slot, nbytes = slots[key], self.dense
+      # A ticket that carries the parameters left an older stamp there.
       if memory.stamp(UPDATES, slot) == message_stamp(*key):
-        size = memory.length(UPDATES, slot)
-      self.sent.tickets[key] = size
+        nbytes = memory.length(UPDATES, slot)
+      self.sent.tickets[key] = nbytes
 
   def describe(self) -> dict[str, Any]:
     """Returns the counts of sent bytes, as JSON."""
@@ -104,7 +115,7 @@ class Updates(simulator.Traffic):
     # previous snapshot, which is still the valid one.
     slot, self._turn = first + self._turn, 1 - self._turn
     data = np.frombuffer(b"".join(self._packets), np.uint8)
-    memory.write(UPDATES, slot, data, rows + 1)
+    memory.write(UPDATES, slot, data, rows + 1)  # 0 is the stamp of a new slot
     return {"slot": slot, "lengths": list(map(len, self._packets))}
 
   def load(self, meta: dict[str, Any], memory: Any, first: int) -> None:

@@ -9,7 +9,7 @@ from asgd.live.hosts.base import SHARD
 from asgd.live.links.base import Disconnected
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
-from asgd.live.shard.recovery import agree
+from asgd.live.shard.recovery import align_journals
 from asgd.live.world import invariants, server_makers
 from asgd.live.world import scenario as scenario_lib
 from asgd.live.world.hosts import WorldHosts
@@ -77,7 +77,7 @@ class ServerRun(WorldRun):
 
     def drive() -> None:
       if resumed:
-        agree(training.setup, self.folder, self.memory)
+        align_journals(training.setup, self.folder, self.memory)
       cluster.start()
       self.drive(step, save)
       self.finished = True

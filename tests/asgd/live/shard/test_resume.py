@@ -6,7 +6,7 @@ import pytest
 from asgd import base
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.setup import Setup
-from asgd.live.shard.recovery import agree
+from asgd.live.shard.recovery import align_journals
 from asgd.live.slots import SharedMemory, SlotCounts
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import NO_SEQ, Event
@@ -43,7 +43,7 @@ def test_shards_whose_memory_is_whole_go_on_from_it(tmp_path):
   shard(tmp_path, 0, rows=3, saved=2)
   shard(tmp_path, 1, rows=2, saved=1)  # it is behind, and will hear of the rest
   before = journals(tmp_path)
-  assert agree(SETUP, tmp_path, tmp_path)
+  assert align_journals(SETUP, tmp_path, tmp_path)
   assert fresh(tmp_path) == [False, False]
   assert journals(tmp_path) == before
 
@@ -58,9 +58,9 @@ def test_if_one_cannot_none_does(tmp_path, how):
   elif how == "damaged":
     data = snapshot.read_bytes()
     snapshot.write_bytes(data.replace(b'"rows": 1', b'"rows": 2'))
-  assert not agree(SETUP, tmp_path, tmp_path)
+  assert not align_journals(SETUP, tmp_path, tmp_path)
   assert fresh(tmp_path) == [True, True]
   lead, follower = journals(tmp_path)
   assert follower == lead
   independent = SETUP._replace(consistent=False)
-  assert agree(independent, tmp_path, tmp_path)  # each for itself
+  assert align_journals(independent, tmp_path, tmp_path)  # each for itself
