@@ -14,18 +14,22 @@ class Disconnected(Exception):
 
 
 class WorkerLink(Protocol):
-  """The way of one worker to all shards."""
+  """The connections of one worker to all shards."""
 
   def send(self, shard: int, frame: Frame) -> None:
     """Sends a frame. Raises Disconnected."""
 
   def receive(self, seconds: float | None) -> tuple[int, Frame] | None:
-    """Returns the next (shard, frame), None if none comes in that time (None:
-    forever), or if `wake` was called. Raises Disconnected."""
+    """Returns the next (shard, frame).
 
+    Returns None if no frame arrives in `seconds` (None: no limit), or if `wake`
+    was called. Raises Disconnected.
+    """
+
+  # A loop calls it until it returns True: a shard may be starting or replaced.
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew; waits a moment, and is False, if the shard
-    is not there."""
+    """Opens a new connection to a shard. Returns False, after a moment, if the
+    shard cannot be reached."""
 
   def wake(self) -> None:
     """Ends a `receive` that is waiting; may be called from a signal handler."""

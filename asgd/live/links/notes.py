@@ -1,13 +1,13 @@
 """Spans and faults of a worker on another machine: the lead writes them.
 
-The files of a run are on the driver's machine, as is the lead, and its times
-are by the lead's clock. A worker elsewhere has another clock: it asks for the
-lead's now and then, and sends spans in the lead's time. One offset moves all
-spans of a job, so durations are exact. Their starts are exact to half of the
-quickest question, half a millisecond where a call of Ray takes one.
+The files of a run are on the driver's machine, as is the lead, and times in
+them are by the lead's clock. The worker's machine has another clock. The worker
+asks for the lead's time now and then, and converts its spans. One offset moves
+all spans of a job, so durations are exact. The error of a start is at most half
+the time of the quickest question: half a millisecond if a call of Ray takes 1.
 
 Spans that a lead has not acknowledged go to its successor, so a lead that exits
-loses none; those that it wrote last are then in the file twice.
+loses none. If the lead wrote them before it exited, they are in the file twice.
 """
 
 import time
@@ -18,47 +18,52 @@ from typing import Any
 from asgd.live.faults import Fault
 from asgd.live.spans import Span
 
-_FIRST = 5  # questions for the lead's clock before the first note
-_ASK = 5.0  # seconds between two questions after that
+_FIRST = 5  # questions for the lead's clock before the first spans
+_ASK_SECONDS = 5.0  # between two questions after that
 _PAUSE = 0.2  # seconds between two tries
-_SECONDS = 60.0  # for an answer
+_ANSWER_SECONDS = 60.0  # until a call counts as failed
 _LEAVE = 10.0  # seconds, at the end, for spans that the lead does not have
 _DRIFT = 1e-4  # seconds that two clocks drift apart in a second, at most
 
 
 class ClockOffset:
-  """The offset of another machine's clock from ours, within bounds.
+  """The offset of another machine's clock from the local one, within bounds.
 
   A monotonic clock counts from another moment on each machine. The other clock
-  was read after the question left and before the answer came:
+  was read after the question left and before the answer arrived:
 
-    ours     asked ------------------ answered
-    theirs             there                       there - answered
-                                                     <= offset <= there - asked
+    local clock     asked ------------------ answered
+    other clock               other_time
 
-  The bounds of several questions hold together: the quickest answer counts
-  most. They widen by the drift of usual clocks. If answers contradict each
-  other, a clock stood still or drifted more: then the last one alone counts.
+    other_time - answered <= offset <= other_time - asked
+
+  The offset satisfies the bounds of all questions: the quickest answer counts
+  most. Older bounds widen by the drift of usual clocks. If answers contradict
+  each other, a clock stood still or drifted more. Then only the last counts.
   """
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._low, self._high = float("-inf"), float("inf")
-    self._learned = 0.0  # by our clock
+    self._last_answer = 0.0  # by the local clock
 
-  def learn(self, asked: float, there: float, answered: float) -> None:
-    """Takes the time of the other clock, and ours at the question and at the
-    answer; in seconds."""
-    drift = _DRIFT * max(answered - self._learned, 0.0)
-    low, high = there - answered, there - asked
+  def learn(self, asked: float, other_time: float, answered: float) -> None:
+    """Takes an answer, in seconds: the other clock's time, and the local times
+    of the question and of the answer."""
+    # [1] Older bounds may be wrong by the drift since then.
+    drift = _DRIFT * max(answered - self._last_answer, 0.0)
+    low, high = other_time - answered, other_time - asked
+    # [2] Intersect them with the bounds of this answer.
     self._low = max(self._low - drift, low)
     self._high = min(self._high + drift, high)
+    # [3] An empty intersection: one of the clocks jumped.
     if self._low > self._high:
       self._low, self._high = low, high
-    self._learned = answered
+    self._last_answer = answered
 
   @property
   def seconds(self) -> float:
-    """The middle of the bounds; NaN before the first answer."""
+    """Other clock minus local clock: the middle of the bounds; NaN before the
+    first answer."""
     return (self._low + self._high) / 2
 
   @property
@@ -81,24 +86,27 @@ class FarNotes:
   ):
     """`find_lead` returns the actor of the lead, and raises ValueError while
     there is none; `clock` is that of the worker's spans, in seconds."""
-    import ray
+    import ray  # workers on the driver's machine run without it
 
     self._ray, self._worker, self._find_lead = ray, worker, find_lead
-    self._clock, self._wait, self._lead = clock, wait, None
-    self._offset, self._asked = ClockOffset(), float("-inf")
-    self._job: list[Span] = []  # by the worker's clock
+    self._clock, self._wait = clock, wait
+    self._lead: Any = None  # its actor; None: to be looked up
+    self._offset = ClockOffset()
+    self._last_asked = float("-inf")  # by the worker's clock
+    self._job_spans: list[Span] = []  # of the present job, by its clock
+    # One thread: the spans of jobs are sent in their order.
     self._pool = futures.ThreadPoolExecutor(1, "notes")
-    self._sent: list[futures.Future[None]] = []
-    self._over = False
+    self._calls: list[futures.Future[None]] = []  # not ended yet
+    self._closed = False
 
   def span(self, span: Span) -> None:
     """Takes a span of the worker; a push ends a job, and its spans are sent
     while the worker continues. Raises the lead's error about earlier ones."""
-    self._job.append(span)
+    self._job_spans.append(span)
     if span.name == "push":
-      self._sent = [call for call in self._sent if not _has_ended(call)]
-      self._sent.append(self._pool.submit(self._send, self._job))
-      self._job = []
+      self._drop_ended_calls()
+      self._calls.append(self._pool.submit(self._send, self._job_spans))
+      self._job_spans = []
 
   def fault(self, fault: Fault) -> None:
     """Returns when the lead has written a fault, which may end this process."""
@@ -106,40 +114,45 @@ class FarNotes:
 
   def close(self) -> None:
     """Waits a moment until the lead has written all spans."""
-    futures.wait(self._sent, _LEAVE)
-    self._sent = [call for call in self._sent if not _has_ended(call)]
-    self._over = True
+    futures.wait(self._calls, _LEAVE)
+    self._drop_ended_calls()
+    # Ends the tries of a call to a lead that has no successor.
+    self._closed = True
     self._pool.shutdown(wait=False, cancel_futures=True)
 
-  def _send(self, job):
-    """Has the lead write the spans of a job, in its time."""
-    if self._clock() - self._asked > _ASK:
+  def _drop_ended_calls(self) -> None:
+    """Forgets the calls that ended, and raises the error of one that failed."""
+    ended = [call for call in self._calls if call.done()]
+    for call in ended:
+      call.result()
+    self._calls = [call for call in self._calls if call not in ended]
+
+  def _send(self, job_spans: list[Span]) -> None:
+    """Makes the lead write the spans of a job, in the lead's time."""
+    if self._clock() - self._last_asked > _ASK_SECONDS:
       for _ in range(1 if self._offset.error < float("inf") else _FIRST):
         asked = self._clock()
-        there = self._call("clock")
-        self._offset.learn(asked, there, self._clock())
-      self._asked = self._clock()
+        lead_time = self._call("clock")
+        self._offset.learn(asked, lead_time, self._clock())
+      self._last_asked = self._clock()
     offset = self._offset.seconds
     spans = [
       span._replace(start=span.start + offset, end=span.end + offset)
-      for span in job
+      for span in job_spans
     ]
     self._call("write_spans", self._worker, spans)
 
-  def _call(self, name, *args):
+  def _call(self, name: str, *args: Any) -> Any:
     """Returns the answer of the lead, or of its successor if it exits."""
-    while not self._over:
+    while not self._closed:
       try:
         self._lead = self._lead or self._find_lead()
         ref = self._lead.call.remote(name, args)
-        return self._ray.get(ref, timeout=_SECONDS)
+        return self._ray.get(ref, timeout=_ANSWER_SECONDS)
       except self._ray.exceptions.RayTaskError:
-        raise  # such as a full disk, which another lead has as well
+        raise  # such as a full disk, which the successor would have as well
       except (ValueError, self._ray.exceptions.RayError):
+        # There is no lead now: the supervisor starts its successor.
         self._lead = None
         self._wait(_PAUSE)
     raise futures.CancelledError
-
-
-def _has_ended(call):
-  return call.done() and call.result() is None

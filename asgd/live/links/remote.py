@@ -1,10 +1,16 @@
 """Frames between machines: Ray calls that carry arrays with them.
 
-A worker that is not on its shards' machine opens a session with each shard's
-actor (`asgd.live.server.hosted_shard`). A PUSH brings its message along and a
-TICKET its parameters, as NumPy arrays in Ray's own serialization; a message
-of a codec, or updates, travel as packed bytes. That costs about a millisecond a
-frame; all else is as on one machine.
+A worker on another machine than its shards opens a session with each shard's
+actor (`asgd.live.server.hosted_shard`). A PUSH carries its message and a TICKET
+its parameters, as NumPy arrays in Ray's own serialization. Messages of a codec
+and updates travel as packed bytes. A frame costs about a millisecond.
+
+  worker                                  shard's actor
+  RayLink.send     -- deliver(frame) -->  Session.identify, Shard.handle
+  RayLink.receive  -- listen() -------->  Session.listen: the call stays open
+                   <-- frames ----------  until Session.send has a frame for it
+
+`RayLink` is the worker's end, `Session` the shard's end.
 """
 
 import contextlib
@@ -24,49 +30,57 @@ from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 
-_LISTEN = 1.0  # seconds between two looks at a shard that does not answer
+_LOOK = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
-_SECONDS = 60.0  # to fetch a slot's content
+_FETCH_SECONDS = 60.0  # to fetch a result that is ready
 Token = tuple[int, int, str]  # worker, restarts, a random text: names a session
+# (packed frame, its parameters or updates, if it carries any)
+Packet = tuple[bytes, Any]
 
 
 class Session:
   """A shard's end: frames for one worker. The thread that serves the shard
   makes all calls."""
 
-  def __init__(self, memory: Any, defer: Callable[[Callable], Any]):
-    """`defer` makes a call after the present one has ended."""
-    self.worker = -1  # not known yet
+  def __init__(
+    self, memory: Any, defer: Callable[[Callable[[Any], None]], Any]
+  ):
+    """`memory` has the shard's slots; `defer` makes a call with the shard after
+    the present one has ended."""
+    self.worker = -1  # -1 until the first frame
     self._speaker: tuple[str, int] | None = None
     self._memory, self._defer = memory, defer
-    self._out: list[tuple[bytes, Any]] = []
-    self._listener: Future[list] | None = None  # takes the next frames sent
+    self._out: list[Packet] = []  # for the next listener
+    self._listener: Future[list[Packet]] | None = None
 
   def identify(self, frame: Frame) -> None:
-    """Takes note of a frame of the worker; raises BadFrame if it is not of a
-    worker, or of another."""
+    """Notes the sender of a frame. Raises BadFrame if that is not a worker, or
+    not the worker of the earlier frames."""
     if frame.kind in frames.OF_SHARDS:
-      raise frames.BadFrame(f"no worker says {frame}")
+      raise frames.BadFrame(f"no worker sends {frame}")
     self._speaker = frames.speaker(frame, self._speaker)
     self.worker = frame.worker
 
   def send(self, frame: Frame) -> None:
     """Sends a frame, and the parameters or updates that it names, when the
     worker listens: an answer is often two frames."""
-    memory, params = self._memory, None
+    memory, content = self._memory, None
     if frame.kind == frames.TICKET:
+      # The content is read now: its slot may be written again later.
       if frame.flag == frames.UPDATES:
         stamp = message_stamp(frame.worker, frame.seq)
-        params = memory.read(UPDATES, frame.message, stamp)
+        content = memory.read(UPDATES, frame.message, stamp)
+      # A worker that is sent updates has the parameters of a KEPT ticket.
       elif frame.flag == frames.WHOLE or not memory.sends_updates:
-        params = memory.read_copy(PARAMS, frame.params)
-    self._out.append((frames.pack(frame), params))
+        content = memory.read_copy(PARAMS, frame.params)
+    self._out.append((frames.pack(frame), content))
+    # Deferred, so that one answer takes all frames of the present call.
     if self._listener is not None and len(self._out) == 1:
       self._defer(lambda shard: self._flush())
 
-  def listen(self, answer: Future[list]) -> None:
-    """Answers with the next frames, once there are some; a listener before this
-    one is released."""
+  def listen(self, answer: Future[list[Packet]]) -> None:
+    """Answers with the next frames, once there are some. The earlier listener
+    is released."""
     self.release()
     self._listener = answer
     if self._out:
@@ -77,32 +91,38 @@ class Session:
     if self._listener is not None:
       self._flush()
 
-  def _flush(self):
+  def _flush(self) -> None:
+    """Answers the listener with the frames so far."""
     listener, self._listener = self._listener, None
     if listener is not None:
-      out, self._out = self._out, []
-      listener.set_result(out)
+      packets, self._out = self._out, []
+      listener.set_result(packets)
 
 
-class _FarMemory:
-  """Slots of references to the contents that a worker received or will send;
-  codes are packed."""
+class _LocalSlots:
+  """The slots of a shard as its worker on another machine has them: references
+  to the contents that the worker received or will send.
+
+  It has those methods of `slots.SharedMemory` that a worker calls.
+  """
 
   def __init__(self, messages: Any):
-    """Starts with nothing; messages are of a `packing.CodeLayout`, or as they
-    are."""
+    """All slots are empty. `messages` is a `packing.CodeLayout`, by which
+    messages are packed, or anything else for dense messages."""
     packs = isinstance(messages, packing.CodeLayout)
     self._packing = messages if packs else None
+    # (kind, slot) -> (content, stamp)
     self._slots: dict[tuple[int, int], tuple[Any, int]] = {}
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
     if kind == MESSAGES and self._packing is not None:
-      tree = np.frombuffer(packing.pack(self._packing, tree), np.uint8)
+      code: Any = packing.pack(self._packing, tree)
+      tree = np.frombuffer(code, np.uint8)
     self._slots[kind, slot] = tree, stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    tree, written = self._slots[kind, slot]
-    if written != stamp:
+    tree, actual_stamp = self._slots[kind, slot]
+    if actual_stamp != stamp:
       raise WrongSlot("what the shard sent", kind, slot)
     return tree
 
@@ -113,49 +133,57 @@ class _FarMemory:
 
 
 class RayLink:
-  """A worker's way to shards on another machine; see `base.WorkerLink`."""
+  """The sessions of a worker with shards on another machine; see
+  `base.WorkerLink`.
+
+  Each replacement of a shard is an actor with the next generation in its name.
+  """
 
   def __init__(
     self, site: Any, worker: int, restarts: int, messages: Sequence[Any] = ()
   ):
     """Connects to no shard of a `Site` yet. `messages` are the formats of each
     shard's messages as in `slots.SharedMemory`, dense by default."""
-    import ray
+    import ray  # workers on the driver's machine run without it
 
     shards = site.setup.shards
     self._ray, self._site, self._owner = ray, site, (worker, restarts)
+    # By shard; None without a session.
     self._actors: list[Any] = [None] * shards
-    self._generations = [0] * shards  # of the actor that replaces one it is 1
-    self._tokens: list[Any] = [None] * shards  # of its sessions
-    self._listening: list[Any] = [None] * shards  # pending calls of `listen`
+    self._generations = [0] * shards  # count of the replacements of its actor
+    self._tokens: list[Any] = [None] * shards  # of its present session
+    self._listening: list[Any] = [None] * shards  # open calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
     messages = messages or [None] * shards
-    self.memories = [_FarMemory(like) for like in messages]
+    self.memories = [_LocalSlots(like) for like in messages]
 
   def send(self, shard: int, frame: Frame) -> None:
-    """See `base.WorkerLink`; a PUSH takes its message along."""
+    """See `base.WorkerLink`; a PUSH carries its message."""
     message = None
     if frame.kind == frames.PUSH:
       stamp = message_stamp(frame.worker, frame.seq)
       message = self.memories[shard].read(MESSAGES, frame.message, stamp)
+      # Only NumPy crosses the border of a process.
       message = jax.tree.map(np.asarray, message)
     actor = self._actors[shard]
     if actor is None:
       raise Disconnected(shard)
     args = self._tokens[shard], frames.pack(frame), message
     delivered = actor.call.remote("deliver", args)
+    # `ladder.start` covers compiling, which a shard may still have to do.
     patience = deadlines.DEAD * self._site.setup.ladder.start
     end = time.monotonic() + patience
-    while not self._ray.wait([delivered], timeout=_LISTEN)[0]:
-      if self._successor(shard) or time.monotonic() > end:
+    while not self._ray.wait([delivered], timeout=_LOOK)[0]:
+      if self._has_successor(shard) or time.monotonic() > end:
         self._actors[shard] = None
         raise Disconnected(shard)
     self._fetch(shard, delivered)
 
-  def _fetch(self, shard, ref):
+  def _fetch(self, shard: int, ref: Any) -> Any:
+    """Returns the result of a call that has ended; raises Disconnected."""
     try:
-      return self._ray.get(ref, timeout=_SECONDS)
+      return self._ray.get(ref, timeout=_FETCH_SECONDS)
     except self._ray.exceptions.RayError as error:
       self._actors[shard] = None
       raise Disconnected(shard) from error
@@ -164,9 +192,10 @@ class RayLink:
     """See `base.WorkerLink`."""
     end = time.monotonic() + (1e9 if seconds is None else seconds)
     while not self._inbox:
-      if None in self._actors:  # `send` noticed it, and may not have raised
+      if None in self._actors:  # the caller of `send` may ignore its error
         raise Disconnected(self._actors.index(None))
-      pause = min(end - time.monotonic(), _LISTEN / 2)
+      # Ray cannot be woken, so `wake` ends the wait after half a second.
+      pause = min(end - time.monotonic(), _LOOK / 2)
       done, _ = self._ray.wait(self._listening, timeout=max(pause, 0.0))
       for ref in done:
         self._take(self._listening.index(ref), ref)
@@ -175,25 +204,29 @@ class RayLink:
         return None
     return self._inbox.pop(0)
 
-  def _take(self, shard, ref):
-    said = self._fetch(shard, ref)
+  def _take(self, shard: int, ref: Any) -> None:
+    """Takes the frames that a call of `listen` returned, and calls it again."""
+    packets = self._fetch(shard, ref)
     self._listen(shard)
-    for data, params in said:
+    for data, content in packets:
       frame = frames.unpack(data)
       memory = self.memories[shard]
-      if params is not None and frame.flag == frames.UPDATES:
+      # The contents get the stamps that they have at the shard.
+      if content is not None and frame.flag == frames.UPDATES:
         stamp = message_stamp(frame.worker, frame.seq)
-        memory.write(UPDATES, frame.message, params, stamp)
-      elif params is not None:
-        memory.write(PARAMS, frame.params, params, int(frame.value))
+        memory.write(UPDATES, frame.message, content, stamp)
+      elif content is not None:
+        memory.write(PARAMS, frame.params, content, int(frame.value))
       self._inbox.append((shard, frame))
 
-  def _listen(self, shard):
+  def _listen(self, shard: int) -> None:
+    """Asks a shard for its next frames: a long poll."""
     actor = self._actors[shard]
     args = (self._tokens[shard],)
     self._listening[shard] = actor.call.remote("listen", args)
 
-  def _find(self, shard, generation):
+  def _find(self, shard: int, generation: int) -> Any:
+    """Returns the actor of a shard; raises ValueError if there is none."""
     name = self._site.actor_name("shard", shard, generation)
     return self._ray.get_actor(name)
 
@@ -205,25 +238,28 @@ class RayLink:
       return self._find(0, generation + 1)
     return self._find(0, generation)
 
-  def _successor(self, shard):
-    """Whether another actor has replaced that of a shard."""
+  def _has_successor(self, shard: int) -> bool:
+    """Whether another actor has replaced the present one of a shard."""
     with contextlib.suppress(ValueError):
       return bool(self._find(shard, self._generations[shard] + 1))
     return False
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; see `base.WorkerLink`."""
+    # The random text: frames of an earlier session are not taken for its own.
     token = (*self._owner, uuid.uuid4().hex)
     try:
       actor = self._find(shard, self._generations[shard])
-      # It may be starting, which takes longer than a worker may be silent.
+      # The actor may be starting, which takes longer than the silence that the
+      # lead allows a worker. So the caller gets a turn after each try.
       opened = actor.call.remote("open", (token,))
-      self._ray.get(opened, timeout=_LISTEN)
+      self._ray.get(opened, timeout=_LOOK)
     except (ValueError, self._ray.exceptions.RayError):
-      self._generations[shard] += self._successor(shard)
+      self._generations[shard] += self._has_successor(shard)
       time.sleep(_PAUSE)
       return False
     self._actors[shard], self._tokens[shard] = actor, token
+    # Frames of the session before do not count any more.
     self._inbox = [item for item in self._inbox if item[0] != shard]
     self._listen(shard)
     return True

@@ -5,6 +5,9 @@ network. Frames have one size and are data only. When a process is killed the
 kernel closes its sockets, so the other side notices at once. A peer that sends
 an impossible frame, or reads nothing, loses its connection, and no other peer
 does.
+
+`SocketLink` is a worker's end, `ShardServer` a shard's end. A simulated world
+replaces `UnixNetwork`.
 """
 
 import contextlib
@@ -14,7 +17,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ _PAUSE = 0.05  # seconds between two tries to connect
 _TICK = 0.1  # seconds between two looks at the deadlines
 _PATIENCE = 60.0  # seconds for a shard to read a worker's frames
 _MOST_UNREAD = 2**20  # bytes that a peer may leave unread
+# Errors of `accept` that end when other connections are closed.
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
@@ -40,7 +44,7 @@ class UnixNetwork:
 
   def listen(self, path: Path) -> socket.socket:
     """Returns a listening socket. Raises OSError."""
-    path.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)  # a killed predecessor leaves it behind
     with _closed_on_error() as listener:
       listener.bind(str(path))
       listener.listen(1024)
@@ -55,7 +59,8 @@ class UnixNetwork:
 
 
 @contextlib.contextmanager
-def _closed_on_error():
+def _closed_on_error() -> Iterator[socket.socket]:
+  """Opens a socket, and closes it if the block raises OSError."""
   sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
   try:
     yield sock
@@ -68,15 +73,15 @@ UNIX = UnixNetwork()
 
 
 class _Connection:
-  """A socket, and the beginning of a frame that is not whole yet."""
+  """A socket, and the beginning of a frame that is not complete yet."""
 
   def __init__(self, sock: Any):
     self.sock = sock
-    self._rest = b""
+    self._rest = b""  # a stream socket may cut a frame anywhere
 
   def read(self) -> list[Frame]:
-    """Returns the frames that have come. Raises EOFError at the end, ValueError
-    for other bytes."""
+    """Returns the frames that have arrived. Raises EOFError if the connection
+    is closed, ValueError for bytes that are no frame."""
     try:
       data = self.sock.recv(64 * frames.SIZE)
     except BlockingIOError:
@@ -86,16 +91,16 @@ class _Connection:
     if not data:
       raise EOFError
     data = self._rest + data
-    whole = len(data) - len(data) % frames.SIZE
-    self._rest = data[whole:]
+    end = len(data) - len(data) % frames.SIZE  # of the last complete frame
+    self._rest = data[end:]
     return [
       frames.unpack(data[i : i + frames.SIZE])
-      for i in range(0, whole, frames.SIZE)
+      for i in range(0, end, frames.SIZE)
     ]
 
 
 class _Waker:
-  """Ends a `select` that is waiting; may be called from a signal handler."""
+  """Ends a `select` that is waiting: a byte in a pair of sockets."""
 
   def __init__(self, network: UnixNetwork, selector: Any):
     self._read, self._write = network.pair()
@@ -104,10 +109,12 @@ class _Waker:
     selector.register(self._read, selectors.EVENT_READ, self)
 
   def wake(self) -> None:
-    with contextlib.suppress(OSError):
+    """Ends the `select`, or the next one; a signal handler may call it."""
+    with contextlib.suppress(OSError):  # closed, or full: then it is awake
       self._write.send(b"x")
 
   def clear(self) -> None:
+    """Takes the bytes of earlier calls of `wake`."""
     with contextlib.suppress(OSError):
       self._read.recv(64)
 
@@ -117,12 +124,13 @@ class _Waker:
 
 
 class SocketLink:
-  """A worker's way to the shards; see `base.WorkerLink`."""
+  """The connections of a worker to the shards; see `base.WorkerLink`."""
 
   def __init__(self, paths: list[Path], network: UnixNetwork = UNIX):
-    """Connects to no shard yet: `connect` does."""
+    """Connects to no shard yet: `connect` does. `paths` are the sockets of
+    shards 0, 1, ..."""
     self._paths, self._network = paths, network
-    self._ways: list[_Connection | None] = [None] * len(paths)
+    self._connections: list[_Connection | None] = [None] * len(paths)
     self._selector = network.selector()
     self._inbox: list[tuple[int, Frame]] = []
     self._waker = _Waker(network, self._selector)
@@ -130,11 +138,11 @@ class SocketLink:
 
   def send(self, shard: int, frame: Frame) -> None:
     """See `base.WorkerLink`."""
-    way = self._ways[shard]
-    if way is None:
+    connection = self._connections[shard]
+    if connection is None:
       raise Disconnected(shard)
     try:
-      way.sock.sendall(frames.pack(frame))
+      connection.sock.sendall(frames.pack(frame))
     except OSError as error:
       self._drop(shard)
       raise Disconnected(shard) from error
@@ -143,15 +151,16 @@ class SocketLink:
     """See `base.WorkerLink`."""
     if self._inbox:
       return self._inbox.pop(0)
-    if None in self._ways:  # `send` noticed it, and may not have raised
-      raise Disconnected(self._ways.index(None))
+    if None in self._connections:
+      # The caller of `send` may have ignored its error.
+      raise Disconnected(self._connections.index(None))
     for key, _ in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()
         continue
-      shard = key.data
+      shard, connection = key.data
       try:
-        self._inbox += [(shard, frame) for frame in self._ways[shard].read()]
+        self._inbox += [(shard, frame) for frame in connection.read()]
       except (EOFError, ValueError):
         self._drop(shard)
         raise Disconnected(shard) from None
@@ -165,23 +174,25 @@ class SocketLink:
     except OSError:
       self._network.sleep(_PAUSE)
       return False
-    self._ways[shard] = _Connection(sock)
-    self._selector.register(sock, selectors.EVENT_READ, shard)
+    self._connections[shard] = connection = _Connection(sock)
+    self._selector.register(sock, selectors.EVENT_READ, (shard, connection))
     return True
 
   def close(self) -> None:
     """Closes all connections: the worker has left all shards."""
-    for shard in range(len(self._ways)):
+    for shard in range(len(self._connections)):
       self._drop(shard)
     self._waker.close()
     self._selector.close()
 
-  def _drop(self, shard):
-    way = self._ways[shard]
-    if way is not None:
-      self._selector.unregister(way.sock)
-      way.sock.close()
-      self._ways[shard] = None
+  def _drop(self, shard: int) -> None:
+    """Closes the connection to a shard, if there is one."""
+    connection = self._connections[shard]
+    if connection is not None:
+      self._selector.unregister(connection.sock)
+      connection.sock.close()
+      self._connections[shard] = None
+    # The shard sends what still counts again, over the next connection.
     self._inbox = [item for item in self._inbox if item[0] != shard]
 
 
@@ -190,11 +201,13 @@ class _Peer(_Connection):
 
   def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
+    # The serving thread must never wait for one peer.
     sock.setblocking(False)
-    self.speaker: tuple[str, int] | None = None  # its sender, after a frame
-    self._waiting = waiting  # peers that have something to be sent
-    self._out = bytearray()
-    self.reads = True  # it reads the bytes sent to it
+    # ("worker" or "shard", index), known from the first frame on.
+    self.speaker: tuple[str, int] | None = None
+    self._waiting = waiting  # peers with unsent frames; shared by all peers
+    self._out = bytearray()  # bytes that the socket has not taken
+    self.has_room = True  # the socket took all bytes of the last `flush`
 
   def send(self, frame: Frame) -> None:
     """Sends a frame with the next `flush`: an answer is often two frames.
@@ -205,14 +218,13 @@ class _Peer(_Connection):
     self._waiting[self] = None
 
   def flush(self) -> bool:
-    """Sends the frames so far; False if the peer must read before there is
-    room. A closed connection is noticed elsewhere. Raises EOFError if it reads
-    nothing."""
+    """Sends the frames so far. Returns False if the peer must read before there
+    is room for the rest. Raises EOFError if the peer leaves too much unread."""
     try:
       sent = self.sock.send(self._out)
     except BlockingIOError:
       sent = 0
-    except OSError:
+    except OSError:  # `read` notices the closed connection, and reports it
       sent = len(self._out)
     del self._out[:sent]
     if len(self._out) > _MOST_UNREAD:
@@ -220,12 +232,18 @@ class _Peer(_Connection):
     return not self._out
 
 
+# (call, the Future of its result)
 Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]]
 
 
 class ShardServer:
   """Feeds a Shard with calls, and with frames from its sockets, all in the
-  thread of `serve`."""
+  thread of `serve`.
+
+  Each round of `serve`: [1] connect to the lead, if this is a follower. [2]
+  Handle the frames that arrived. [3] Make the calls of other threads. [4] Tick,
+  ten times a second. [5] Send the answers.
+  """
 
   def __init__(
     self,
@@ -242,7 +260,7 @@ class ShardServer:
     self.shard, self._clock, self._lead_path = shard, clock, lead
     self._calls: Calls = queue.SimpleQueue()
     self.ended = threading.Event()  # `serve` has ended
-    self._over = False  # `serve` is to return
+    self._must_end = False  # `serve` is to return
     self._network, self._selector = network, network.selector()
     self._waker = _Waker(network, self._selector)
     try:
@@ -253,11 +271,12 @@ class ShardServer:
         " characters: use a folder with a shorter path"
       ) from error
     self._listener.setblocking(False)
-    self._listens = False  # for connections, as far as there is room for them
+    self._listens = False  # False while there is no room for a connection
     self._listen()
     self._lead: _Peer | None = None
     self._followers: dict[int, _Peer] = {}  # by shard
-    self._waiting: dict[_Peer, None] = {}  # in their order
+    # Peers with unsent frames, as an ordered set.
+    self._waiting: dict[_Peer, None] = {}
 
   def submit(self, call: Callable[[Shard], Any]) -> Future[Any]:
     """Calls something with the shard, in the serving thread. The future raises
@@ -265,13 +284,14 @@ class ShardServer:
     answer: Future[Any] = Future()
     self._calls.put((call, answer))
     self._waker.wake()
+    # Asked after the `put`: `serve` may have emptied the queue in between.
     if self.ended.is_set():
       self._refuse_calls()
     return answer
 
   def end(self) -> None:
     """Makes `serve` return; may be called by any thread."""
-    self._over = True
+    self._must_end = True
     self._waker.wake()
 
   def serve(self) -> None:
@@ -283,97 +303,111 @@ class ShardServer:
       self._refuse_calls()
       self._close()
 
-  def _serve(self):
-    ticked = self._clock()
-    while not self._over:
-      self._follow_lead()
-      self._receive_frames(_TICK)
-      while not self._calls.empty():
-        self._make(*self._calls.get())
+  def _serve(self) -> None:
+    """Repeats the steps [1] to [5] of the class."""
+    last_tick = self._clock()
+    while not self._must_end:
+      self._follow_lead()  # [1]
+      self._receive_frames(_TICK)  # [2]
+      while not self._calls.empty():  # [3]
+        self._make_call(*self._calls.get())
       now = self._clock()
-      if now - ticked >= _TICK:
-        ticked = now
+      if now - last_tick >= _TICK:  # [4]
+        last_tick = now
         self._listen()
         self.shard.tick(now)
-      self._flush()
+      self._flush()  # [5]
 
-  def _make(self, call, answer):
-    """Makes a call; its error is the caller's."""
+  def _make_call(
+    self, call: Callable[[Any], Any], answer: Future[Any]
+  ) -> None:
+    """Makes a call; its caller gets its error."""
     try:
       answer.set_result(call(self.shard))
     except Exception as error:
       answer.set_exception(error)
-    except BaseException:
+    except BaseException:  # a kill of this thread, which ends the shard, too
       answer.set_exception(Disconnected(self.shard.index))
       raise
 
-  def _refuse_calls(self):
+  def _refuse_calls(self) -> None:
+    """Raises Disconnected in all calls that wait."""
     with contextlib.suppress(queue.Empty):
       while True:
         _, answer = self._calls.get_nowait()
         answer.set_exception(Disconnected(self.shard.index))
 
-  def _close(self):
+  def _close(self) -> None:
+    """Closes all sockets: workers and other shards notice at once."""
     for key in list(self._selector.get_map().values()):
-      if key.data is not self._waker:
-        key.fileobj.close()
+      if isinstance(key.data, _Peer):
+        key.data.sock.close()
     self._listener.close()
     self._waker.close()
     self._selector.close()
 
-  def _follow_lead(self):
+  def _follow_lead(self) -> None:
+    """Connects a follower to the lead, unless it is connected."""
     if self._lead_path and self._lead is None:
-      # While it is being replaced, the next round tries again.
+      # While the lead is being replaced, the next round tries again.
       with contextlib.suppress(OSError):
         self._lead = self._add_peer(self._network.connect(self._lead_path))
         self.shard.role.follow(self._lead.send)
 
-  def _receive_frames(self, seconds):
+  def _receive_frames(self, seconds: float) -> None:
     """Waits for frames, not longer than that, and handles them."""
+    # `data` of a key: the waker, this server for its listener, or a peer.
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()
       elif key.data is self:
         self._accept()
       else:
-        if events & selectors.EVENT_WRITE:
+        if events & selectors.EVENT_WRITE:  # there is room again
           self._waiting[key.data] = None
         if events & selectors.EVENT_READ:
           self._read(key.data)
 
-  def _listen(self):
+  def _listen(self) -> None:
+    """Accepts connections again, after there was no room for one."""
     if not self._listens:
       self._selector.register(self._listener, selectors.EVENT_READ, self)
     self._listens = True
 
-  def _accept(self):
+  def _accept(self) -> None:
+    """Accepts a connection, or stops listening until the next tick."""
     try:
       sock, _ = self._listener.accept()
     except OSError as error:
-      if error.errno in _NO_ROOM:  # until the next tick
+      # The listener stays ready to be read: to select it would be a busy loop.
+      if error.errno in _NO_ROOM:
         self._selector.unregister(self._listener)
         self._listens = False
-      return  # or the peer has disconnected again
+      return  # without an error of room, the peer has disconnected again
     self._add_peer(sock)
 
-  def _add_peer(self, sock):
+  def _add_peer(self, sock: Any) -> _Peer:
     peer = _Peer(sock, self._waiting)
     self._selector.register(sock, selectors.EVENT_READ, peer)
     return peer
 
-  def _read(self, peer):
+  def _read(self, peer: _Peer) -> None:
+    """Handles the frames of a peer; a bad one ends its connection."""
     try:
       for frame in peer.read():
-        if peer is not self._lead:
+        if peer is not self._lead:  # the lead sends frames about workers
           self._identify(peer, frame)
         self.shard.handle(frame, peer.send, self._clock())
     except (EOFError, frames.BadFrame):
       self._drop(peer)
 
-  def _identify(self, peer, frame):
-    """One connection speaks for one worker or follower. For a follower no other
-    does while its own is open: one that was cut off tries again until this end
-    has read that."""
+  def _identify(self, peer: _Peer, frame: Frame) -> None:
+    """Raises BadFrame if a connection sends frames of two workers or followers,
+    or if the follower has another connection.
+
+    A follower that lost its connection tries again until this shard has noticed
+    the loss.
+    """
     peer.speaker = frames.speaker(frame, peer.speaker)
     if (
       frame.kind == frames.FOLLOW
@@ -381,30 +415,32 @@ class ShardServer:
     ):
       raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
-  def _flush(self):
+  def _flush(self) -> None:
     """Sends waiting frames, and the rest once their peer reads."""
     while self._waiting:
       peer, _ = self._waiting.popitem()
       if peer.sock.fileno() < 0:  # it was dropped
         continue
       try:
-        done = peer.flush()
+        has_room = peer.flush()
       except EOFError:
         self._drop(peer)
         continue
-      if done != peer.reads:
-        peer.reads = done
-        events = selectors.EVENT_READ | (0 if done else selectors.EVENT_WRITE)
-        self._selector.modify(peer.sock, events, peer)
+      if has_room != peer.has_room:  # `modify` is a system call: only on change
+        peer.has_room = has_room
+        write = 0 if has_room else selectors.EVENT_WRITE
+        self._selector.modify(peer.sock, selectors.EVENT_READ | write, peer)
 
-  def _drop(self, peer):
+  def _drop(self, peer: _Peer) -> None:
+    """Closes a peer's connection. Of a worker, the shard ends its tickets."""
     self._selector.unregister(peer.sock)
     peer.sock.close()
-    kind, number = peer.speaker or ("", -1)
+    kind, index = peer.speaker or ("", -1)
     if peer is self._lead:
       self._lead = None
-      self._network.sleep(_PAUSE)  # it may refuse another for a moment
+      # The lead refuses a second connection until it has noticed the loss.
+      self._network.sleep(_PAUSE)
     elif kind == "worker":
-      self.shard.disconnect(number, self._clock(), peer.send)
-    elif self._followers.get(number) is peer:
-      del self._followers[number]
+      self.shard.disconnect(index, self._clock(), peer.send)
+    elif self._followers.get(index) is peer:
+      del self._followers[index]

@@ -1,9 +1,12 @@
 """Links of threads that take the time of a network.
 
-Threads of one process share the slots of memory, which takes no time. Over a
-network a frame arrives when it, and the bytes in its slot, would have come: the
-real size of a message, dense or packed. Its lines are those of a simulation
-(`asgd.orders.network`), by a real clock.
+Threads of one process share the slots of memory, which takes no time. Here a
+frame is delivered when a network would have delivered it and the bytes in its
+slot, by the real size of the message, dense or packed. The network has the
+links of a simulation (`asgd.orders.network`), with a real clock.
+
+`Throttle` delays deliveries. `ThrottledNetwork` gives it the frames of sockets,
+`throttled_hosts` the calls of hosts.
 """
 
 import collections
@@ -17,24 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live import frames
+from asgd.live.frames import Frame
 from asgd.live.links.sockets import UnixNetwork
 from asgd.live.slots import MESSAGES, PARAMS
 from asgd.orders.network import Links, MessagePart, Network
 
 
 class _Parcel:
-  """A frame on its way."""
+  """A frame or a call under way."""
 
   def __init__(self, deliver: Callable[[], Any]):
-    self.deliver, self.there = deliver, False
+    self.deliver, self.arrived = deliver, False
 
 
 class Throttle:
   """All links between the workers and the shards of a run.
 
-  `up` and `down` may be called by any thread; frames are delivered by one of
-  these or by the thread of `start`: delivering must not block. Between one
-  worker and one shard nothing overtakes.
+  Any thread may call `up` and `down`. Such a thread, or the thread of `start`,
+  calls `deliver`, which must not block. Parcels of one worker, shard and
+  direction are delivered in the order in which they were sent.
   """
 
   def __init__(
@@ -45,10 +49,12 @@ class Throttle:
   ):
     """The clock counts seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
-    self.time = 0.0  # when the content under delivery arrives
-    self._heap: list[tuple[float, int, MessagePart | None, Any]] = []
-    self._count = 0
-    self._orders: dict[Any, collections.deque[_Parcel]] = (
+    self.time = 0.0  # when the parcel under delivery arrived
+    # Events of the network: (time, tie-breaker, part, line of `Links`).
+    self._heap: list[tuple[float, int, MessagePart, Any]] = []
+    self._event_count = 0
+    # (direction, worker, shard) -> its parcels, in the order of sending
+    self._queues: dict[Any, collections.deque[_Parcel]] = (
       collections.defaultdict(collections.deque)
     )
     self._changed = threading.Condition()
@@ -60,7 +66,7 @@ class Throttle:
     self._thread.start()
 
   def close(self) -> None:
-    """Ends: frames on their way are lost."""
+    """Ends the deliveries: frames under way are lost."""
     with self._changed:
       self._ended = True
       self._changed.notify()
@@ -70,24 +76,33 @@ class Throttle:
   def up(
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
-    """Carries so many bytes from a worker to a shard."""
+    """Carries `nbytes` bytes from a worker to a shard, then calls `deliver`."""
     self._carry(self._links.up, worker, shard, nbytes, deliver)
 
   def down(
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
-    """Carries so many bytes from a shard to a worker."""
+    """Carries `nbytes` bytes from a shard to a worker, then calls `deliver`."""
     self._carry(self._links.down, worker, shard, nbytes, deliver)
 
-  def _carry(self, way, worker, shard, nbytes, deliver):
+  def _carry(
+    self,
+    make_part: Callable[..., MessagePart],
+    worker: int,
+    shard: int,
+    nbytes: int,
+    deliver: Callable[[], Any],
+  ) -> None:
+    """Sends a parcel; `make_part` is `Links.up` or `Links.down`."""
     parcel = _Parcel(deliver)
     with self._changed:
-      order = self._orders[way.__name__, worker, shard]
+      parcels = self._queues[make_part.__name__, worker, shard]
       now = self._clock()
+      # The state of the links must be that of now before a part is added.
       self._deliver_due(now)
-      order.append(parcel)
-      key = order, parcel
-      self._move(now, way(key, worker, shard, nbytes), None)
+      parcels.append(parcel)
+      key = parcels, parcel
+      self._advance(now, make_part(key, worker, shard, nbytes), None)
       self._changed.notify()
 
   def deliver_due(self) -> float | None:
@@ -96,29 +111,38 @@ class Throttle:
       self._deliver_due(self._clock())
       return self._heap[0][0] if self._heap else None
 
-  def _deliver_due(self, now):
+  def _deliver_due(self, now: float) -> None:
+    """Processes the events up to `now`, in their order."""
     while self._heap and self._heap[0][0] <= now:
       due, _, part, line = heapq.heappop(self._heap)
-      self._move(due, part, line)
+      self._advance(due, part, line)
 
-  def _move(self, now, part, line):
+  def _advance(self, now: float, part: MessagePart, line: Any) -> None:
+    """Processes one event: a part arrives, or moves on in the network."""
     if line is None and part.arrived:
-      order, parcel = part.key
-      parcel.there, self.time = True, now
-      while order and order[0].there:
-        order.popleft().deliver()
+      parcels, parcel = part.key
+      parcel.arrived, self.time = True, now
+      # A parcel that arrived before an earlier one waits for that.
+      while parcels and parcels[0].arrived:
+        parcels.popleft().deliver()
       return
-    for when, following, on in self._links.advance(now, part, line):
-      self._count += 1
-      heapq.heappush(self._heap, (when, self._count, following, on))
+    for time_due, next_part, next_line in self._links.advance(now, part, line):
+      self._event_count += 1
+      event = time_due, self._event_count, next_part, next_line
+      heapq.heappush(self._heap, event)
 
-  def _run(self):
+  def _run(self) -> None:
+    """Delivers until `close`; sleeps until the next event is due."""
     with self._changed:
       while not self._ended:
         now = self._clock()
         self._deliver_due(now)
         due = self._heap[0][0] if self._heap else None
         self._changed.wait(None if due is None else max(due - now, 0.0))
+
+
+# (frame, the call that delivers it)
+CarryFrame = Callable[[Frame, Callable[[], None]], None]
 
 
 class ThrottledNetwork(UnixNetwork):
@@ -130,7 +154,7 @@ class ThrottledNetwork(UnixNetwork):
     self._memory = functools.cache(open_memory)
 
   def connect(self, path: Path) -> Any:
-    """See the base."""
+    """See the base. The name of a shard's socket is the shard's index."""
     carry = functools.partial(self._carry, self._throttle.up, int(path.stem))
     return _ThrottledSocket(super().connect(path), carry)
 
@@ -139,40 +163,49 @@ class ThrottledNetwork(UnixNetwork):
     carry = functools.partial(self._carry, self._throttle.down, int(path.stem))
     return _ThrottledSocket(super().listen(path), carry)
 
-  def _carry(self, way, shard, frame, deliver):
-    nbytes = 0
+  def _carry(
+    self,
+    direction: Callable[..., None],
+    shard: int,
+    frame: Frame,
+    deliver: Callable[[], None],
+  ) -> None:
+    """Carries a frame `Throttle.up` or `Throttle.down`."""
+    nbytes = 0  # a frame without content takes the latency alone
     if frame.kind in frames.OF_SHARDS:
       deliver()
       return
     if frame.kind == frames.PUSH:
       nbytes = self._memory(shard).length(MESSAGES, frame.message)
-    elif frame.kind == frames.TICKET and not frame.flag:
+    elif frame.kind == frames.TICKET and frame.flag == frames.WHOLE:
       nbytes = self._memory(shard).length(PARAMS, frame.params)
-    way(frame.worker, shard, nbytes, deliver)
+    direction(frame.worker, shard, nbytes, deliver)
 
 
 class _ThrottledSocket:
-  """A socket of which each frame is carried before it is sent, or a
-  listener."""
+  """A socket each frame of which is carried before it is sent, or a listener
+  for such sockets."""
 
-  def __init__(self, sock: Any, carry: Callable[..., None]):
+  def __init__(self, sock: Any, carry: CarryFrame):
     self._sock, self._carry = sock, carry
+    # Bytes that were received have been carried by the other end.
     self.fileno, self.recv, self.close = sock.fileno, sock.recv, sock.close
     self.setblocking = sock.setblocking
 
-  def accept(self):
+  def accept(self) -> tuple["_ThrottledSocket", Any]:
     sock, address = self._sock.accept()
     return _ThrottledSocket(sock, self._carry), address
 
   def send(self, data: bytes) -> int:
+    # Links send complete frames only, so `data` divides into them.
     for start in range(0, len(data), frames.SIZE):
-      part = bytes(data[start : start + frames.SIZE])
-      deliver = functools.partial(self._deliver, part)
-      self._carry(frames.unpack(part), deliver)
+      packed = bytes(data[start : start + frames.SIZE])
+      deliver = functools.partial(self._deliver, packed)
+      self._carry(frames.unpack(packed), deliver)
     return len(data)
 
   sendall = send
 
-  def _deliver(self, data):
-    with contextlib.suppress(OSError):  # it was closed on the way
-      self._sock.sendall(data)
+  def _deliver(self, packed: bytes) -> None:
+    with contextlib.suppress(OSError):  # the receiver closed it meanwhile
+      self._sock.sendall(packed)

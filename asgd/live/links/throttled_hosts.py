@@ -1,15 +1,15 @@
 """Hosts in threads; each call takes the time that a network would take.
 
-A call of a shard or of a peer is a message from its caller, of so many bytes as
-its arguments have; its answer goes the other way. Calls of the driver take no
-time. A message passes its caller's link up and the port of whom it calls, as in
+A call of a shard or of a peer is a message of the bytes of its arguments; its
+result is a message in the other direction. Calls of the driver take no time. A
+message passes the link up of its caller and the port of the called host, as in
 `asgd.orders.network`; with peers, that port is the receiver's link down.
 """
 
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
-from asgd.live.hosts.base import Call, Host, Make
+from asgd.live.hosts.base import Host, Inside, Make
 from asgd.live.hosts.threads import ThreadHost, ThreadHosts
 from asgd.live.links.throttled import Throttle
 from asgd.orders.network import Network
@@ -33,29 +33,47 @@ def nbytes(content: Any) -> int:
   return sum(map(nbytes, content)) if isinstance(content, list | tuple) else 0
 
 
+class LocalHost(Protocol):
+  """A host of this process: its calls are futures."""
+
+  kind: str
+  index: int
+
+  def call(self, method: str, *args: Any) -> Future[Any]:
+    """See `Host`."""
+
+
 class ThrottledHost(Host):
   """A handle of another host, whose calls pass a network."""
 
-  def __init__(self, throttle: Throttle, caller: int, host: Host):
+  def __init__(self, throttle: Throttle, caller: int, host: LocalHost):
     """The caller is a worker's or a peer's index."""
     self.kind, self.index = host.kind, host.index
     self._throttle, self._caller, self._host = throttle, caller, host
 
-  def call(self, method: str, *args: Any) -> Call:
-    """See the base; the host makes calls in the order in which they arrive."""
+  def call(self, method: str, *args: Any) -> Future[Any]:
+    """See the base; the host makes calls in the order in which they arrive.
+
+    [1] The arguments travel up. [2] The host runs the call. [3] The result
+    travels down.
+    """
     answer: Future[Any] = Future()
 
-    def arrive():
+    def arrive() -> None:  # [2]
       self._host.call(method, *args).add_done_callback(reply)
 
-    def reply(done):
-      if error := done.exception():
+    def reply(call: Future[Any]) -> None:  # [3]
+      # An error takes no time: a broken connection is noticed at once.
+      if error := call.exception():
         answer.set_exception(error)
         return
-      value = done.result()
-      way = self._caller, self.index, nbytes(value)
-      self._throttle.down(*way, lambda: answer.set_result(value))
+      result = call.result()
+      ends = self._caller, self.index
+      self._throttle.down(
+        *ends, nbytes(result), lambda: answer.set_result(result)
+      )
 
+    # [1]
     self._throttle.up(self._caller, self.index, nbytes(args), arrive)
     return answer
 
@@ -71,19 +89,19 @@ class ThrottledHosts(ThreadHosts):
     self.throttle.start()
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base."""
+    """See the base. The object calls other hosts by throttled handles."""
 
-    def link(host):
+    def link(host: Any) -> Host:
       return ThrottledHost(self.throttle, index, host)
 
-    def make_linked(inside):
+    def make_linked(inside: Inside) -> Any:
       return make(inside._replace(link=link))
 
     return super().start(kind, index, make_linked)
 
   def close(self) -> None:
     """See the base; calls under way arrive before."""
-    super().close()
+    super().close()  # it waits for the calls that the throttle still delivers
     self.throttle.close()
 
 

@@ -126,7 +126,7 @@ def test_spans_are_written_in_the_time_of_the_lead(world):
 def test_the_clock_is_asked_again_as_time_goes_by(world):
   told = made_notes(world)
   do(told, AHEAD, 0)
-  futures.wait(told._sent)
+  futures.wait(told._calls)
   world.now += 10.0
   do(told, AHEAD + 20.0, 1)
   told.close()
