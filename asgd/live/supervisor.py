@@ -1,10 +1,9 @@
 """One supervisor for the parties of a run: shards, workers, peers.
 
 It starts each party in a host, asks all of them at once, ends those that are
-silent or hang, counts exits, and raises when exits follow each other without a
-message in between. A protocol's cluster has a supervisor, and decides what
-follows from a lost party: which one to replace, which one to admit, and when
-all are at rest.
+silent or hang, counts exits, and raises an error if parties exit over and over
+while no message is received. A protocol's cluster has a supervisor, and decides
+the rest: which parties to replace, which to admit, and when all are at rest.
 
 The supervisor reads time from its hosts alone. In a simulated world it meets
 the same faults as the parties do.
@@ -22,8 +21,9 @@ from asgd.live.hosts.base import LOCAL
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _ANSWER_LOOK = 0.5  # seconds between two looks at calls
 _SOON = 2.0  # seconds after which a line names the party that is waited for
-TRIES = 3  # refused messages, for each party, before a run ends
-_DEATHS = 5  # exits, for each party of a kind, before another message comes
+# Bounds for each party of a kind: the sum over a kind may be on one party.
+TRIES = 3  # refused messages in a row before a run ends
+_MOST_EXITS = 5  # exits between two received messages before a run ends
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
 _REASON = 5.0  # seconds for a party that has failed to report why
 _POLL = 0.5  # seconds to wait for the answers to a poll
@@ -35,17 +35,18 @@ class Party:
   def __init__(self, kind: str, index: int, host: Host, made: Call):
     self.kind, self.index, self.host, self.made = kind, index, host, made
     self.run: Call | None = None  # its long call, until it ends or rests
-    self.proven = False  # it has done a job, for which it had to compile
+    self.has_done_job = False  # so it has compiled
     self.hung = False  # the supervisor ended it, as it took too long
-    self.done = 0  # jobs, as the supervisor saw last
-    self.since: float | None = None  # when it saw that; None: it was idle
-    self.poll: Call | None = None  # that is not answered; see `poll`
+    self.done = 0  # count of its jobs when the supervisor last looked
+    # When the supervisor first saw that count; None: the party was idle.
+    self.job_start: float | None = None
+    self.poll: Call | None = None  # the open call of `Supervisor.poll`
     self.polled = 0.0  # when that call was made
 
   @property
   def ready(self) -> bool:
-    """Whether its object is made, and it has not exited. Raises what kept it
-    from that."""
+    """Whether its object is made, and it has not exited. Raises the error of
+    making it."""
     return self.made.done() and answer_of(self.made) is not None
 
 
@@ -73,16 +74,17 @@ class Supervisor:
     self.deadlines, self._start_seconds = Deadlines(ladder), ladder.start
     self._patience = patience
     self.parties: dict[str, dict[int, Party]] = {kind: {} for kind in counts}
-    self.replaced = dict.fromkeys(counts, 0)
-    self._started: set[tuple[str, int]] = set()
-    self._received = self._refused = 0
-    self._deaths = dict.fromkeys(counts, 0)
+    self.replaced = dict.fromkeys(counts, 0)  # kind -> count of replacements
+    self._started: set[tuple[str, int]] = set()  # (kind, index) of any time
+    self._received = 0  # count of messages, when the supervisor last looked
+    self._refused = 0  # count of refused messages since then
+    self._exits = dict.fromkeys(counts, 0)  # kind -> count of exits since then
     self.news: list[str] = []  # lines for the user
 
   # Starting and ending.
 
   def start(self, kind: str, index: int, make: Make) -> Party:
-    """Begins to make a party, which takes the index of the one before."""
+    """Begins to make a party, in place of an earlier one with its index."""
     self.replaced[kind] += (kind, index) in self._started
     self._started.add((kind, index))
     host = self.hosts.start(kind, index, make)
@@ -92,15 +94,15 @@ class Supervisor:
     return party
 
   def await_made(self, parties: Sequence[Party]) -> list[Party]:
-    """Waits until the objects of some parties are made; ends those that take
-    too long. Returns those that have exited. Raises what kept one from being
-    made."""
+    """Waits until the objects of some parties are made, and ends the parties
+    that take too long. Returns the parties that exited. Raises the error of
+    making one."""
     calls = {(party.kind, party.index): party.made for party in parties}
-    self._await(calls, max(DEAD * self._start_seconds, self._patience))
+    self._end_unanswered(calls, max(DEAD * self._start_seconds, self._patience))
     return [party for party in parties if answer_of(party.made) is None]
 
   def end(self, party: Party) -> None:
-    """Ends a party, whatever it does; `lost` then reports it."""
+    """Ends a party, even in a call; `exited` then reports it."""
     self.hosts.kill(party.kind, party.index)
 
   def drop(self, party: Party) -> None:
@@ -108,13 +110,14 @@ class Supervisor:
     no more."""
     if self.parties[party.kind].get(party.index) is party:
       del self.parties[party.kind][party.index]
+    # A party that only lost its connection would write beside its successor.
     self.hosts.kill(party.kind, party.index)
 
-  def lost(self, kind: str) -> list[Party]:
+  def exited(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
-    mine = self.parties[kind]
-    exited = [index for kind_, index in self.hosts.exited() if kind_ == kind]
-    return [mine[index] for index in exited if index in mine]
+    parties = self.parties[kind]
+    exits = [index for kind_, index in self.hosts.exited() if kind_ == kind]
+    return [parties[index] for index in exits if index in parties]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.
@@ -122,16 +125,18 @@ class Supervisor:
     Yields each with "died", "hung", or the result of its `run`. Raises the
     error that kept a party from being made, or that ended its `run`.
     """
-    ended = {party.index: party for party in self.lost(kind)}
+    ended = {party.index: party for party in self.exited(kind)}
     for index, party in self.parties[kind].items():
       if party.run is not None and party.run.done():
         ended[index] = party
     for _, party in sorted(ended.items()):
-      answer_of(party.made)
-      over = party.run is not None and party.run.done()
-      how = answer_of(party.run) if over else None
+      answer_of(party.made)  # raises the error that kept it from being made
+      result = None
+      if party.run is not None and party.run.done():
+        result = answer_of(party.run)
       self.drop(party)
-      yield party, "hung" if party.hung else how[0] if how else "died"
+      # A party that the supervisor ended has no result either.
+      yield party, "hung" if party.hung else result[0] if result else "died"
 
   # Asking.
 
@@ -148,29 +153,32 @@ class Supervisor:
       among: indices; None asks all of the kind.
 
     Returns:
-      What each of them answers, but for those that have exited, are silent for
-      too long, or have lost their connection.
+      index -> answer, without the parties that have exited, are silent for too
+      long, or have lost their connection.
     """
-    mine = self.parties[kind]
-    indices = list(mine) if among is None else [i for i in among if i in mine]
+    parties = self.parties[kind]
+    indices = parties if among is None else [i for i in among if i in parties]
+    # [1] Call all, and wait for the answers.
     calls = {
-      (kind, index): mine[index].host.call(method, *args) for index in indices
+      (kind, index): parties[index].host.call(method, *args)
+      for index in indices
     }
     limit = self._patience
     if kind not in LOCAL:  # it may be at a job
       limit = max(limit, self.deadlines.dead)
-    silent = self._await(calls, limit)
-    found = {index: answer_of(call) for (_, index), call in calls.items()}
-    lost = [mine[index] for index, answer in found.items() if answer is None]
-    # A party that has failed reports the reason as the error of its `run`, if
-    # it is not ended before.
+    silent = self._end_unanswered(calls, limit)
+    answers = {index: answer_of(call) for (_, index), call in calls.items()}
+    lost = [parties[index] for index, answer in answers.items() if not answer]
+    # [2] A party that has failed reports the reason as the error of its `run`,
+    # if it is not ended before.
     runs = {(kind, party.index): party.run for party in lost if party.run}
     for key in silent:
       runs.pop(key, None)
-    self.silent(runs, min(_REASON, self._patience))
+    self.unanswered(runs, min(_REASON, self._patience))
+    # [3] End the parties without an answer.
     for party in lost:
       self.end(party)
-    return {index: value[0] for index, value in found.items() if value}
+    return {index: answer[0] for index, answer in answers.items() if answer}
 
   def poll(
     self, kind: str, method: str, *args: Any, among: Iterable[int]
@@ -181,25 +189,26 @@ class Supervisor:
     not wait for it; the next poll looks for the same answer. A party that is
     silent for longer than `patience` is ended. Returns index -> answer of the
     other parties."""
-    mine, now = self.parties[kind], self.hosts.clock()
-    asked = [mine[index] for index in among]
-    for party in asked:
+    now, answers = self.hosts.clock(), {}
+    calls: dict[tuple[str, int], Call] = {}
+    for index in among:
+      party = self.parties[kind][index]
       if party.poll is None:
         party.poll, party.polled = party.host.call(method, *args), now
-    calls = {(kind, party.index): party.poll for party in asked}
-    silent, found = self.silent(calls, _POLL), {}
-    for party in asked:
-      answer = None
-      if (kind, party.index) in silent:
+      calls[kind, index] = party.poll
+    silent = self.unanswered(calls, _POLL)
+    for key, call in calls.items():
+      party, answer = self.parties[kind][key[1]], None
+      if key in silent:
         if self.hosts.clock() - party.polled <= self._patience:
-          continue
+          continue  # the next poll looks for this answer
       else:
-        answer, party.poll = answer_of(party.poll), None
-      if answer is None:
+        answer, party.poll = answer_of(call), None
+      if answer is None:  # it has exited, or its patience is over
         self.end(party)
       else:
-        found[party.index] = answer[0]
-    return found
+        answers[party.index] = answer[0]
+    return answers
 
   def ask_until_answered(
     self,
@@ -220,52 +229,56 @@ class Supervisor:
       restart: starts the party of an index again, or raises.
 
     Returns:
-      What each of them answers, in the order of the indices.
+      The answers, in the order of the indices.
     """
     indices = list(self.parties[kind] if among is None else among)
-    found: dict[int, Any] = {}
-    while left := [index for index in indices if index not in found]:
-      found.update(self.ask(kind, method, *args, among=left))
-      for index in left:
-        if index not in found:
+    answers: dict[int, Any] = {}
+    # `restart` ends the loop by an error if parties exit over and over.
+    while missing := [index for index in indices if index not in answers]:
+      answers.update(self.ask(kind, method, *args, among=missing))
+      for index in missing:
+        if index not in answers:
           restart(index)
-    return [found[index] for index in indices]
+    return [answers[index] for index in indices]
 
-  def silent(
+  def unanswered(
     self,
     calls: Mapping[tuple[str, int], Call],
     limit: float,
     *,
     show: Callable[[str], None] = lambda text: None,
   ) -> list[tuple[str, int]]:
-    """Waits for calls, all at once: a silent party takes no time from others.
+    """Waits for calls, all at once, so that one limit holds for all of them.
 
     Args:
-      calls: (kind, index) of a party -> what was asked of it.
+      calls: (kind, index) of a party -> a call of it.
       limit: seconds to wait, at most.
-      show: is given a line after 2 seconds, which names who is waited for.
+      show: called after 2 seconds, with a line that names the silent parties.
 
     Returns:
       The keys of the calls that have not ended by then.
     """
     clock = self.hosts.clock
-    began, told, left = clock(), False, dict(calls)
-    while left:
-      ended = self.hosts.wait(list(left.values()), _ANSWER_LOOK)
-      left = {key: call for key, call in left.items() if call not in ended}
-      passed = clock() - began
-      if left and passed > _SOON and not told:
-        told = True
-        names = ", ".join(f"{kind} {index}" for kind, index in left)
+    start, shown, open_calls = clock(), False, dict(calls)
+    while open_calls:
+      ended = self.hosts.wait(list(open_calls.values()), _ANSWER_LOOK)
+      open_calls = {
+        key: call for key, call in open_calls.items() if call not in ended
+      }
+      passed = clock() - start
+      if open_calls and passed > _SOON and not shown:
+        shown = True
+        names = ", ".join(f"{kind} {index}" for kind, index in open_calls)
         show(f"waiting for {names}, which has not answered for {passed:.0f} s")
       if passed > limit:
         break
-    return list(left)
+    return list(open_calls)
 
-  def _await(self, calls, limit):
-    """Waits for calls, by (kind, index), and ends the silent parties; returns
-    their keys."""
-    silent = self.silent(calls, limit, show=self.hosts.show)
+  def _end_unanswered(
+    self, calls: Mapping[tuple[str, int], Call], limit: float
+  ) -> list[tuple[str, int]]:
+    """Waits for calls, and ends the silent parties; returns their keys."""
+    silent = self.unanswered(calls, limit, show=self.hosts.show)
     for kind, index in silent:
       self.hosts.kill(kind, index)
     return silent
@@ -273,34 +286,34 @@ class Supervisor:
   # Exits.
 
   def progressed(self, received: int) -> None:
-    """Messages were received in all: exits before the last one do not count
-    together with those after it."""
+    """Takes the count of received messages; a further one sets the counts of
+    exits and refused messages to 0."""
     if received > self._received:
       self._received, self._refused = received, 0
-      self._deaths = dict.fromkeys(self._deaths, 0)
+      self._exits = dict.fromkeys(self._exits, 0)
 
   def count_exit(self, kind: str, index: int, how: str) -> None:
-    """Counts a party that has exited. Raises WorkersDie or ShardsDie when one
-    after the other does."""
-    self._deaths[kind] += 1
-    deaths = self._deaths[kind]
-    if deaths <= _DEATHS * self._counts[kind]:
+    """Counts a party that has exited. Raises WorkersDie or ShardsDie if parties
+    exit over and over."""
+    self._exits[kind] += 1
+    exits = self._exits[kind]
+    if exits <= _MOST_EXITS * self._counts[kind]:
       return
     if kind in LOCAL:
       raise ShardsDie(
-        f"{kind}s ended {deaths} times before a message was received, the last"
+        f"{kind}s ended {exits} times before a message was received, the last"
         f" was {kind} {index}: look for what ends them in the memory of the"
         " machine"
       )
     raise WorkersDie(
-      f"{deaths} {kind}s ended, one after the other, before a message was"
+      f"{exits} {kind}s ended, one after the other, before a message was"
       f" received (the last: {kind} {index} {how}): look for what ends them in"
       " the data, in the loss, and in the memory of the machine"
     )
 
   def count_refusal(self, kind: str, index: int) -> None:
-    """Counts a message that was not finite. Raises NotFinite when there are too
-    many in a row."""
+    """Counts a message that was not finite. Raises NotFinite for too many of
+    them in a row."""
     self._refused += 1
     if self._refused > TRIES * self._counts[kind]:
       raise NotFinite(
@@ -311,66 +324,66 @@ class Supervisor:
   # Jobs that take too long.
 
   def job_ended(self, party: Party, seconds: float) -> None:
-    """A party has done a job in so many seconds."""
+    """Takes the seconds of a party's job; the deadlines follow from them."""
     self.deadlines.ended(seconds)
-    party.proven = True
+    party.has_done_job = True
 
   def watch(
     self, party: Party, done: int | None, *, busy: float | None = None
   ) -> None:
-    """Learns how long jobs take, and ends a party that is at one for too long.
+    """Measures the jobs of a party, and ends it if a job takes too long.
 
     Args:
-      party: which is watched.
-      done: jobs or clocks that it has done; None: it is idle.
-      busy: seconds that it says it is at its job; None: since the supervisor
-        saw that it had done another.
+      party: the party.
+      done: count of the jobs or clocks that it has done; None: it is idle.
+      busy: seconds since the start of its job, as it reports them; None: the
+        supervisor measures them.
     """
     now = self.hosts.clock()
     if done is None:
-      party.since = None
+      party.job_start = None
       return
-    if party.since is None:
-      party.done, party.since = done, now
+    if party.job_start is None:
+      party.done, party.job_start = done, now
     elif done > party.done:
-      self.job_ended(party, now - party.since)
-      party.done, party.since = done, now
+      self.job_ended(party, now - party.job_start)
+      party.done, party.job_start = done, now
     self.end_overdue(party, busy)
 
   def excuse(self, kind: str) -> None:
     """Counts no time of the parties of a kind until they are watched again:
     they have waited for a lost party."""
     for party in self.parties[kind].values():
-      party.since = None
+      party.job_start = None
 
   def end_overdue(self, party: Party, seconds: float | None = None) -> None:
-    """Ends a party that is at a job for longer than jobs take. A party that has
-    not done one has to start and to compile.
+    """Ends a party whose job takes too long. The first job of a party may take
+    `ladder.start` seconds, in which it starts and compiles.
 
     Args:
-      party: which is at a job.
-      seconds: that it has taken; None: since `party.since`, or from now on if
-        that is None, too.
+      party: a party at a job.
+      seconds: since the start of the job; None: since `party.job_start`, or 0
+        if that is None, too.
     """
     now = self.hosts.clock()
-    if party.since is None:
-      party.since = now
+    if party.job_start is None:
+      party.job_start = now
     if seconds is None:
-      seconds = now - party.since
+      seconds = now - party.job_start
     limit = self.deadlines.dead
-    if not party.proven:
+    if not party.has_done_job:
       limit = max(limit, self._start_seconds)
     if seconds > limit:
-      party.hung, party.since = True, None
+      party.hung, party.job_start = True, None
       self.end(party)
 
   # Rest.
 
-  def rest(
+  def wait_for_rest(
     self, at_rest: Callable[[], bool], seconds: float = math.inf
   ) -> bool:
-    """Looks again and again whether all parties are at rest, so many seconds
-    at most; returns whether they are."""
+    """Waits until `at_rest` returns True, for `seconds` at most. Returns
+    whether it did."""
     end = self.hosts.clock() + seconds
     while not at_rest():
       if self.hosts.clock() > end:
@@ -390,7 +403,7 @@ class Supervisor:
 
 def answer_of(call: Call) -> tuple[Any] | None:
   """Returns (answer,) of a call that has ended; None if its party has exited.
-  Raises what the method raised."""
+  Raises the error of the method."""
   try:
     return (call.result(),)
   except HostExited:

@@ -169,7 +169,7 @@ class PeerCluster(Cluster):
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker.make, peer, image, counter)
     party = self._supervisor.start(PEER, peer, make)
-    party.proven = True  # it has compiled by the time that it is made
+    party.has_done_job = True  # it has compiled by the time that it is made
     return party
 
   def _neighbours(self) -> dict[int, Neighbour]:
@@ -245,7 +245,7 @@ class PeerCluster(Cluster):
   def _handle_exits(self) -> None:
     """Handles the peers, and the counter, that have exited."""
     supervisor = self._supervisor
-    for party in supervisor.lost(COUNTER) if self._in_pairs else ():
+    for party in supervisor.exited(COUNTER) if self._in_pairs else ():
       self._replace_counter(party)
     for party, how in supervisor.take_ended(PEER):
       self._handle_peer_exit(party.index, how)
@@ -345,7 +345,7 @@ class PeerCluster(Cluster):
     # to end it. So all peers continue to the latest round that has begun.
     if not self._in_pairs and limits:
       self._ask("allow", max(limits.values()))
-    return self._supervisor.rest(self._at_rest, seconds)
+    return self._supervisor.wait_for_rest(self._at_rest, seconds)
 
   def resume(self) -> None:
     """Ends a pause."""
@@ -400,7 +400,7 @@ class PeerCluster(Cluster):
       self._handle_exits()
       return images.keys() == self.incarnations.keys()
 
-    self._supervisor.rest(take_images)
+    self._supervisor.wait_for_rest(take_images)
     return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:

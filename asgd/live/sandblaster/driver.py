@@ -221,7 +221,7 @@ class Driver(BatchDriver, Cluster):
     party, shards = self._workers[worker].party, self._shards.hosts
     next_job = self._jobs.peek(worker)
     call = party.host.call("work", evaluation, job, seq, shards, next_job)
-    party.since = start = self._clock()
+    party.job_start = start = self._clock()
     return LiveJob(evaluation, job, seq, fresh, start, call, shards)
 
   # Events.
@@ -308,7 +308,7 @@ class Driver(BatchDriver, Cluster):
 
   def _handle_idle_exits(self) -> None:
     """Handles the exits of workers without a call, which could report it."""
-    for party in self._supervisor.lost(WORKER):
+    for party in self._supervisor.exited(WORKER):
       if self._workers[party.index].idle:
         self._handle_exit(party.index)
 

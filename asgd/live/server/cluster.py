@@ -1,16 +1,16 @@
 """The driver of a dense parameter server: it watches its shards and workers.
 
 The driver is no part of the training: it sees no message. Its supervisor
-starts, asks and counts parties. This module adds the dense server's part:
-replacing workers that the lead has expelled, images of one row, and tickets
-that stay open when all messages are received.
+starts, asks and counts parties. `ServerCluster` adds what only a dense server
+needs: it replaces workers that the lead has expelled, collects images of one
+row, and ends tickets that stay open when all messages are received.
 """
 
 import collections
 import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any
 
@@ -28,27 +28,34 @@ from asgd.live.shard import Shard
 from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
-_ROWS_AHEAD = 20  # rows until an image, for the request to reach all shards
+# Rows between a request for images and their row: the request must reach all
+# shards before.
+_ROWS_AHEAD = 20
 _END_SECONDS = 5.0  # for shards to write pending rows
 _LOOK = 0.1  # seconds between two looks
-_LEAVE_SECONDS = 2.0  # for workers to leave, once all is done
+_LEAVE_SECONDS = 2.0  # for workers to leave, after the last job
 
 
-def _finished(status):
-  if not status or not status[0]["stopped"]:
+def _are_finished(statuses: Sequence[Status] | None) -> bool:
+  """Whether the lead has received every job, and no shard has an open ticket;
+  `statuses` begin with the lead's."""
+  if not statuses or not statuses[0]["stopped"]:
     return False
-  return not any(shard["busy"] for shard in status)
+  return not any(shard["busy"] for shard in statuses)
 
 
-def _take_params(received, shard):  # of a module, to travel by its name
+# A function of a module: it travels to the process of a shard by its name.
+def _take_params(received: int | None, shard: Shard) -> Any:
+  """Returns a shard's parameters now, or takes those that it has kept after so
+  many messages."""
   if received is None:
     return shard.state.server.params
   return shard.state.messages.kept_params.pop(received, None)
 
 
 class ServerCluster(Cluster):
-  """Shards and workers of a run: `start` begins, and `check` and `status` are
-  to be called again and again until it is `finished`."""
+  """Shards and workers of a run. After `start`, the driver calls `check` and
+  `status` again and again until the cluster is `finished`."""
 
   def __init__(
     self,
@@ -65,14 +72,14 @@ class ServerCluster(Cluster):
     """Prepares.
 
     Args:
-      setup: of the run.
-      plan: how its shards share the parameters; None: there is one shard.
-      hosts: which run shards and workers.
-      makers: of both.
-      make_duty: what workers do; called where they run.
-      refill: replace a worker that exits.
-      resumed: the journals of shards hold the beginning.
-      leave_seconds: that workers get to write their files after the last job.
+      setup: settings of the run.
+      plan: division of the parameters among shards; None: there is one shard.
+      hosts: they run the shards and workers.
+      makers: they make the shards and workers.
+      make_duty: makes the work of workers, in their hosts.
+      refill: whether a worker that exits is replaced.
+      resumed: whether the journals of shards have rows of earlier commands.
+      leave_seconds: time for workers to write their files after the last job.
     """
     self.setup, self._plan, self._makers = setup, plan, makers
     self._make_duty, self._resumed = make_duty, resumed
@@ -80,50 +87,55 @@ class ServerCluster(Cluster):
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
     self._starts = collections.Counter[int]()  # incarnations of each worker
-    self._image_row = -1  # at which shards keep an image
-    # Workers that were replaced since the lead last reported whom it has given
-    # up: it may mean the one before, which is one exit.
+    self._image_row = -1  # the row of the requested images; -1: none
+    # Workers that were replaced since the last report of the lead. It may have
+    # expelled the incarnation before: that is one exit, not two.
     self._refilled: set[int] = set()
-    self._absent: dict[int, float] = {}  # workers that have not joined, since
+    # Worker -> since when it has not been registered at the lead.
+    self._absent: dict[int, float] = {}
     self._stopped = False  # all jobs are received, as the lead reported
-    self.statuses: list[Status] | None = None  # that were asked for last
+    # The result of the last `status`, None if a shard did not answer.
+    self.statuses: list[Status] | None = None
 
   @property
   def finished(self) -> bool:
-    """Whether every job was received, by all shards, as `statuses` say."""
-    return _finished(self.statuses)
+    """Whether all shards received every job, by the last `status`."""
+    return _are_finished(self.statuses)
 
   @property
-  def _patience(self):
+  def _patience(self) -> float:
     """Seconds after which a worker that has not joined is replaced."""
     return DEAD * self.setup.ladder.start
 
   # Starting.
 
   def measure(self, jobs: int) -> list[float]:
-    """Returns the seconds that a job takes each worker, of so many jobs that
-    all do at the same time; to be called before `start`. The same workers then
-    train: what was measured are the machines they are on."""
+    """Returns the seconds that a job takes each worker.
+
+    Call it before `start`. All workers do `jobs` jobs at the same time. The
+    same hosts then train: the seconds are those of their machines.
+    """
     for worker in range(self.setup.workers):
       self._make_worker(worker)
-    self._of_all_workers("prepare", self._make_duty)
-    return self._of_all_workers("measure", jobs)
+    self._call_all_workers("prepare", self._make_duty)
+    return self._call_all_workers("measure", jobs)
 
-  def _of_all_workers(self, method, *args):
-    """Returns what all workers answer; raises what one of them raises."""
+  def _call_all_workers(self, method: str, *args: Any) -> list[Any]:
+    """Returns the answers of all workers. Raises the error of one of them, and
+    ValueError if a worker exits or takes too long."""
     calls = {
       (WORKER, worker): party.host.call(method, *args)
       for worker, party in sorted(self._supervisor.parties[WORKER].items())
     }
     # No line names the silent worker: an answer may take as long as a job.
-    silent = self._supervisor.silent(calls, self._patience)
+    silent = self._supervisor.unanswered(calls, self._patience)
     if silent:
       raise ValueError(
         f"{len(silent)} workers took more than {self._patience:g} seconds to"
         " compile or to do the jobs that are timed: give them more with"
         " config.live.start_seconds, or fewer with config.allocation.jobs"
       )
-    found = []
+    answers = []
     for (_, worker), call in calls.items():
       answer = answer_of(call)
       if answer is None:
@@ -131,12 +143,12 @@ class ServerCluster(Cluster):
           f"worker {worker} died while it was measured; run the same command"
           " again, or give sizes instead (config.allocation)"
         )
-      found.append(answer[0])
-    return found
+      answers.append(answer[0])
+    return answers
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """Gives workers something else to do than what the cluster was made with;
-    to be called before `start`."""
+    """Replaces the work of workers, before `start`: an allocation by speed is
+    known only after `measure`."""
     self._make_duty = make_duty
 
   def start(self) -> None:
@@ -144,10 +156,11 @@ class ServerCluster(Cluster):
     for index in range(self.setup.shards):
       self._start_shard(index, self._resumed)
     for worker in range(self.setup.workers):
-      measured = self._supervisor.parties[WORKER].get(worker)
-      self._run_worker(measured or self._make_worker(worker))
+      measured_worker = self._supervisor.parties[WORKER].get(worker)
+      self._run_worker(measured_worker or self._make_worker(worker))
 
-  def _start_shard(self, index, resumed=False):
+  def _start_shard(self, index: int, resumed: bool = False) -> None:
+    # A successor in the same command is not `resumed`: other parties are alive.
     make = self._makers.shard(index, resumed)
     party = self._supervisor.start(SHARD, index, make)
     party.run = party.host.call("run")
@@ -156,22 +169,21 @@ class ServerCluster(Cluster):
     """Starts the next incarnation of a worker."""
     self._run_worker(self._make_worker(worker))
 
-  def _make_worker(self, worker) -> Party:
+  def _make_worker(self, worker: int) -> Party:
     make = self._makers.worker(worker, self._starts[worker])
     self._starts[worker] += 1
     self._absent.pop(worker, None)
     return self._supervisor.start(WORKER, worker, make)
 
-  def _run_worker(self, party):
+  def _run_worker(self, party: Party) -> None:
     party.run = party.host.call("run", self._make_duty)
 
   # Watching.
 
   def check(self, received: int = 0) -> list[str]:
     """Replaces workers and shards that have exited; returns lines for the user.
-    Raises what made one of them exit, if it would end the next one, too. The
-    lead itself reports how many messages were `received`."""
-    del received
+    Raises the error of a party if its successor would raise it, too."""
+    del received  # the lead itself reports this count
     supervisor = self._supervisor
     for party, how in supervisor.take_ended(SHARD):
       supervisor.count_exit(SHARD, party.index, how)
@@ -181,12 +193,12 @@ class ServerCluster(Cluster):
       self._worker_ended(party.index, how)
     return supervisor.take_news()
 
-  def _worker_ended(self, worker, how):
-    """Handles a worker that was dropped."""
+  def _worker_ended(self, worker: int, how: str) -> None:
+    """Replaces a worker that was dropped, and tells the shards of its exit."""
     news, restarts = self._supervisor.news, self._starts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
-    if how == "stopped":
+    if how == "stopped":  # after the last job
       return
     if not self._refill:
       news.append(f"worker {worker} {how}")
@@ -198,15 +210,17 @@ class ServerCluster(Cluster):
 
   def status(self) -> list[Status] | None:
     """Returns each `Shard.status`, None while a shard is being replaced.
-    Workers that the lead has given up are replaced. Raises NotFinite for more
-    refused messages, in a row or of one job, than three for each worker."""
-    found = self._supervisor.poll(
+
+    It also replaces the workers that the lead has expelled, and ends tickets
+    that stay open after the last job. Raises NotFinite for more refused
+    messages, in a row or of one job, than three for each worker.
+    """
+    answers = self._supervisor.poll(
       SHARD, "ask", Shard.status, among=self._made_shards()
     )
-    found = {index: value[0] for index, value in found.items() if value}
-    statuses = [found.get(index) for index in range(self.setup.shards)]
-    lead, *others = statuses
-    if lead:
+    # A shard answers (status,), or None if its server has ended.
+    by_shard = {index: value[0] for index, value in answers.items() if value}
+    if lead := by_shard.get(0):
       if lead["refused"] > TRIES * self.setup.workers:
         raise NotFinite(
           f"{lead['refused']} messages, in a row or of one job, were not"
@@ -216,15 +230,17 @@ class ServerCluster(Cluster):
       self._stopped = lead["stopped"]
       self._replace_lost_workers(lead)
       self._refilled.clear()
-      there = [shard for shard in others if shard]
-      if _finished([lead]) and any(shard["busy"] for shard in there):
-        self._answers(Shard.end_open_tickets)
-    self.statuses = statuses if all(statuses) else None
+      # The lead has no open ticket, so those of the others cannot end.
+      if _are_finished([lead]) and any(s["busy"] for s in by_shard.values()):
+        self._call_shards(Shard.end_open_tickets)
+    self.statuses = None
+    if len(by_shard) == self.setup.shards:
+      self.statuses = [by_shard[i] for i in range(self.setup.shards)]
     return self.statuses
 
-  def _replace_lost_workers(self, lead):
-    """Replaces workers that the lead has given up, and those that never
-    join."""
+  def _replace_lost_workers(self, lead: Status) -> None:
+    """Replaces the workers that the lead has expelled, and workers that are not
+    registered there for too long."""
     now = self._supervisor.hosts.clock()
     lost = set(lead["expelled"]) - self._refilled
     workers = self._supervisor.parties[WORKER]
@@ -242,70 +258,81 @@ class ServerCluster(Cluster):
   # Asking shards.
 
   def _made_shards(self) -> list[int]:
-    """Returns the shards whose objects are made; `check` raises what kept one
-    from that."""
+    """Returns the shards whose objects are made."""
     made = []
     for index, party in self._supervisor.parties[SHARD].items():
-      with contextlib.suppress(Exception):
+      with contextlib.suppress(Exception):  # `check` raises it
         made += [index] if party.ready else []
     return made
 
-  def _answers(self, call) -> dict[int, Any]:
-    """Calls something with all shards; returns what those that serve answer."""
-    found = self._supervisor.ask(SHARD, "ask", call)
-    return {index: value[0] for index, value in found.items() if value}
+  def _call_shards(self, call: Callable[[Shard], Any]) -> dict[int, Any]:
+    """Makes a call with all shards. Returns shard -> answer, without the shards
+    that have ended."""
+    answers = self._supervisor.ask(SHARD, "ask", call)
+    return {index: value[0] for index, value in answers.items() if value}
 
-  def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
-    """Calls something with each shard. Raises Disconnected if one has exited,
-    or does not answer polls."""
+  def _call_all_shards(self, call: Callable[[Shard], Any]) -> list[Any]:
+    """Makes a call with each shard; returns the answers. Raises Disconnected if
+    a shard has exited, or does not answer polls."""
     for index, party in self._supervisor.parties[SHARD].items():
       if party.poll is not None:
         raise Disconnected(index)
-    found = self._answers(call)
+    answers = self._call_shards(call)
     for index in range(self.setup.shards):
-      if index not in found:
+      if index not in answers:
         raise Disconnected(index)
-    return [found[index] for index in range(self.setup.shards)]
+    return [answers[index] for index in range(self.setup.shards)]
 
   def params(self, received: int | None = None) -> Any:
-    """Returns the whole parameters: now, or as kept after so many messages.
-    Raises Disconnected if a shard that has them has exited."""
-    parts = self._ask(functools.partial(_take_params, received))
+    """Returns the parameters of all shards: now, or as kept after `received`
+    messages. Raises Disconnected if a shard that has them has exited."""
+    parts = self._call_all_shards(functools.partial(_take_params, received))
     for index, part in enumerate(parts):
-      if part is None:
+      if part is None:  # a successor of the shard has not kept them
         raise Disconnected(index)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]] | None:
-    """Returns each `Shard.image`; in a consistent run they are of one row, and
-    None says that there are none yet: call again later. Raises Disconnected if
-    a shard has exited."""
+    """Returns each `Shard.image`, or None if there are none yet: call again.
+
+    In a consistent run the images are of one row. [1] Take the images of the
+    row requested earlier. [2] If all shards have the same row, take images now.
+    [3] Request images of a row in the future. Raises Disconnected if a shard
+    has exited.
+    """
     if not self.setup.consistent or self.setup.shards == 1:
-      return self._ask(Shard.image)
+      return self._call_all_shards(Shard.image)
+    # [1]
     row = self._image_row
-    kept = self._ask(methodcaller("requested_image", row))
-    rows, images = zip(*kept, strict=True)
-    if None not in images:
+    requested = self._call_all_shards(methodcaller("requested_image", row))
+    images = [image for _, image in requested if image is not None]
+    if len(images) == self.setup.shards:
       self._image_row = -1
-      return list(images)
-    if len(set(rows)) == 1:  # nothing is under way
-      images = self._ask(Shard.image)
+      return images
+    # [2]
+    rows = [shard_rows for shard_rows, _ in requested]
+    if len(set(rows)) == 1:
+      images = self._call_all_shards(Shard.image)
+      # Further rows may have arrived between the two calls.
       if len({meta["rows"] for _, meta in images}) == 1:
         return images
-    if row < 0 or max(rows) > row + _ROWS_AHEAD:  # or one has lost it
+    # [3] A shard may have passed the row without an image: a successor of the
+    # shard that was asked does not know the request.
+    if row < 0 or max(rows) > row + _ROWS_AHEAD:
       self._image_row = max(rows) + _ROWS_AHEAD
-      self._ask(methodcaller("request_image", self._image_row))
+      self._call_all_shards(methodcaller("request_image", self._image_row))
     return None
 
   # Waiting.
 
   def insist(self, question: Callable[[], Any]) -> Any:
-    """Returns what shards answer to a question, which is asked again if one of
-    them has to be replaced first."""
+    """Returns the result of a call that raises Disconnected while a shard is
+    replaced: the call is repeated until it returns."""
     while True:
       try:
         return question()
       except Disconnected:
+        # These two replace the shard; in `check`, its error ends the loop.
         self.check()
         self.status()
         self._supervisor.hosts.sleep(_LOOK)
@@ -318,15 +345,15 @@ class ServerCluster(Cluster):
     return images
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes workers start nothing new, and waits until they have handed in what
-    they have begun, so many seconds at most; returns whether they have."""
-    self.insist(lambda: self._ask(Shard.pause))
+    """Makes shards start no new job, and waits for the messages of open jobs,
+    for `seconds` at most. Returns whether all have arrived."""
+    self.insist(lambda: self._call_all_shards(Shard.pause))
 
-    def at_rest():
-      status = self.status()
-      return bool(status) and not any(shard["busy"] for shard in status)
+    def at_rest() -> bool:
+      statuses = self.status()
+      return statuses is not None and not any(s["busy"] for s in statuses)
 
-    return self._supervisor.rest(at_rest, seconds)
+    return self._supervisor.wait_for_rest(at_rest, seconds)
 
   # The end.
 
@@ -336,13 +363,13 @@ class ServerCluster(Cluster):
     try:
       if self._stopped:  # then workers end by themselves
         workers = supervisor.parties[WORKER].items()
-        runs = {(WORKER, worker): party.run for worker, party in workers}
-        supervisor.silent(runs, self._leave_seconds)
+        runs = {(WORKER, w): party.run for w, party in workers if party.run}
+        supervisor.unanswered(runs, self._leave_seconds)
       shards = supervisor.parties[SHARD]
       ends = {
         (SHARD, shard): shards[shard].host.call("end")
         for shard in self._made_shards()
       }
-      supervisor.silent(ends, _END_SECONDS)
+      supervisor.unanswered(ends, _END_SECONDS)
     finally:
       supervisor.close()

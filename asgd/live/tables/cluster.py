@@ -161,12 +161,12 @@ class TableCluster(Cluster):
     supervisor = self._supervisor
 
     # [1] Shards first: workers cannot continue without them.
-    for party in supervisor.lost(SHARD):
+    for party in supervisor.exited(SHARD):
       self._restart(party.index)
 
     # [2] Workers that have returned from `run`, that have exited, or that had
     # lost a shard which is alive again.
-    lost = supervisor.lost(WORKER)
+    lost = supervisor.exited(WORKER)
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():
         answer, party.run = answer_of(party.run), None
@@ -215,7 +215,7 @@ class TableCluster(Cluster):
     shard = self._states[party.index].shard
     # A shard that has exited is restarted by the next `check`, which then tries
     # this worker, too.
-    if any(lost.index == shard for lost in self._supervisor.lost(SHARD)):
+    if any(lost.index == shard for lost in self._supervisor.exited(SHARD)):
       return
     host = self._supervisor.parties[SHARD][shard].host
     self._call_run(party, {shard: host})
@@ -314,7 +314,7 @@ class TableCluster(Cluster):
     # Shard 0 alone sets the limit: two shards could set two.
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
-    return self._supervisor.rest(self._at_rest, seconds)
+    return self._supervisor.wait_for_rest(self._at_rest, seconds)
 
   def _at_rest(self) -> bool:
     """Handles exits; returns whether all workers alive are idle."""

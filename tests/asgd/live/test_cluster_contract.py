@@ -162,13 +162,13 @@ class Gates:
     self._run, self._gates = run, dict(case.gates)
     self._hosts, self._closed = [], None  # threads; a gate
     self.failures = []
-    rest = Supervisor.rest
+    rest = Supervisor.wait_for_rest
 
     def open_and_rest(supervisor, at_rest, seconds=math.inf):
       self._open()
       return rest(supervisor, at_rest, seconds)
 
-    monkeypatch.setattr(Supervisor, "rest", open_and_rest)
+    monkeypatch.setattr(Supervisor, "wait_for_rest", open_and_rest)
     monkeypatch.setattr(throttled_hosts, "ThreadHosts", self._make_hosts)
 
   def _make_hosts(self, **options):

@@ -55,11 +55,11 @@ def test_a_party_that_does_not_answer_is_left_out_and_ended(supervisor):
   parties = [supervisor.start("shard", i, counter(2 + i)) for i in range(2)]
   assert supervisor.await_made(parties) == []
   assert supervisor.ask("shard", "add", 5) == {0: 7}
-  (lost,) = supervisor.lost("shard")
+  (lost,) = supervisor.exited("shard")
   assert lost is supervisor.parties["shard"][1]
   assert not supervisor.ask(lost.kind, "add", 5, among=[lost.index])
   supervisor.drop(lost)
-  assert supervisor.lost("shard") == []
+  assert supervisor.exited("shard") == []
 
 
 def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
@@ -145,10 +145,10 @@ def test_a_party_that_stands_still_holds_up_no_poll(supervisor):
   assert poll() == {0: 4, 1: 14}
   still.free.clear()
   assert poll() == {1: 18}
-  assert not supervisor.lost("shard")
+  assert not supervisor.exited("shard")
   later[0] = 60.0
   assert poll() == {1: 22}
-  assert [party.index for party in supervisor.lost("shard")] == [0]
+  assert [party.index for party in supervisor.exited("shard")] == [0]
   still.free.set()
 
 
@@ -164,7 +164,7 @@ def test_a_job_that_takes_too_long_ends_its_party(supervisor, clock):
   for second in range(7):  # worker 0 does a job a second, worker 1 is idle
     assert not watch(second, second, None)
   assert supervisor.deadlines.dead == 3 * DEAD  # the median is 1
-  assert workers[0].proven and not workers[1].proven
+  assert workers[0].has_done_job and not workers[1].has_done_job
   assert not watch(15.0, 6, 0)
   assert watch(15.1, 6, 0) == [0]
   assert not watch(25.0, None, 0)[1:]  # it has time to start
@@ -172,7 +172,7 @@ def test_a_job_that_takes_too_long_ends_its_party(supervisor, clock):
   assert not watch(35.0, None, 0)[1:]
   assert not watch(45.0, None, 0)[1:]
   assert watch(45.1, None, 0)[1:] == [1]
-  assert len(supervisor.lost("worker")) == 2
+  assert len(supervisor.exited("worker")) == 2
 
 
 def test_exits_count_until_a_message_is_received(supervisor):

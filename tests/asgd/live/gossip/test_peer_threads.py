@@ -300,7 +300,7 @@ def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
   peers = run.cluster(hosts=hosts)
   supervisor = peers._supervisor
   for peer in range(PEERS):
-    supervisor.start(PEER, peer, lambda inside: None).proven = True
+    supervisor.start(PEER, peer, lambda inside: None).has_done_job = True
   hosts.clock = lambda: 1e6
   dead = supervisor.deadlines.dead
   busy = {0: 0.1, 1: None, 2: dead + 1, 3: dead - 1}
