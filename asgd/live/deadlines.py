@@ -1,15 +1,17 @@
 """Deadlines of workers: one ladder.
 
-  T = median + k MAD of the durations of the last jobs, at least `floor`
+  T = median + k MAD of the durations of the last jobs,
+      at least 3 medians, at least `floor` seconds
 
-  up to T       waiting
-  T to 3 T      late: the worker is only reported; its machine may be slow
-  beyond 3 T    dead: its ticket is lost, its job goes to another worker, and
-                the cluster replaces it
+  job takes up to T    waiting
+  T to 3 T             late: the worker is only reported; it may be slow
+  more than 3 T        dead: its ticket is lost, its job goes to another worker,
+                       and the cluster replaces it
 
-The durations are those of all workers: in a cluster of fast and slow machines
-the MAD grows with the difference. Before five jobs have ended, T is `start`
-seconds, which must cover compiling.
+MAD is the median of the absolute deviations from the median. The durations are
+those of all workers: in a cluster of fast and slow machines the MAD grows with
+the difference. Before five jobs have ended, T is `start` seconds, which must
+cover compiling.
 """
 
 import collections
@@ -27,15 +29,16 @@ _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
 class Ladder(NamedTuple):
-  """Settings; a config has the first three."""
+  """Settings of the deadlines; a config has the first three."""
 
   k: float = 10.0  # in MADs, scaled to standard deviations
-  floor: float = 2.0  # seconds
-  start: float = 120.0  # seconds
+  floor: float = 2.0  # least T, in seconds
+  start: float = 120.0  # T before five jobs have ended, in seconds
   window: int = 128  # count of the latest jobs whose durations are used
 
 
 MOST_SECONDS = 1e9  # seconds that a clock can count
+# Field of `Ladder` -> key of a config, for errors.
 _KEYS = {"k": "late_mads", "floor": "late_seconds", "start": "start_seconds"}
 
 
@@ -53,8 +56,11 @@ class Deadlines:
           f" not {value!r}"
         )
     self._ladder = ladder
-    self._times = collections.deque(maxlen=ladder.window)
-    self._late: float | None = None
+    # Seconds of the latest jobs.
+    self._times: collections.deque[float] = collections.deque(
+      maxlen=ladder.window
+    )
+    self._late: float | None = None  # T; None: to be computed again
 
   def ended(self, seconds: float) -> None:
     """Takes the duration of a job."""
@@ -70,6 +76,7 @@ class Deadlines:
       median = statistics.median(self._times)
       mad = statistics.median(abs(x - median) for x in self._times)
       seconds = median + self._ladder.k * _SIGMA * mad
+      # Of nearly equal durations the MAD is near 0.
       self._late = max(seconds, 3 * median, self._ladder.floor)
     return self._late
 
@@ -87,51 +94,54 @@ class WorkerWatch:
     # When the shard started: no worker could send it a message or join before.
     self.started = now
     # Worker -> since when it has no connection.
-    self._missing: dict[int, float] = {}
+    self._missing_since: dict[int, float] = {}
     self.last_alive: dict[int, float] = {}  # worker -> its last sign of life
     self.late: set[int] = set()  # workers between T and 3 T
 
   def ended(self, began: float, now: float) -> None:
-    """Takes the start and the end of a job."""
+    """Takes the start and the end of a job, in seconds of the run."""
+    # A job may have been started by a predecessor of the shard.
     self._deadlines.ended(now - max(began, self.started))
 
   def learn(self, events: Iterable[Event]) -> None:
     """Takes the durations of a journal's jobs, after a restart: in a run that
     hangs, few further jobs end."""
-    began = {}
+    start_times = {}
     for event in events:
       if event.action in STARTS:
-        began[event.key] = event.time
+        start_times[event.key] = event.time
       elif event.action == base.RECEIVE:
-        self._deadlines.ended(event.time - began[event.key])
+        self._deadlines.ended(event.time - start_times[event.key])
 
   def overdue(
     self,
-    begun: Mapping[int, Sequence[float]],
+    start_times: Mapping[int, Sequence[float]],
     present: Collection[int],
     now: float,
   ) -> list[int]:
     """Returns the workers that count as dead, and updates `late`.
 
     Args:
-      begun: worker -> times at which its open tickets were sent.
+      start_times: worker -> times at which its open tickets were sent.
       present: workers with a connection.
       now: seconds since the run began.
     """
     late, dead = self._deadlines.late, self._deadlines.dead
-    ages = {}
-    for worker, times in begun.items():
+    silences = {}  # worker -> seconds without a sign of life, for each ticket
+    for worker, times in start_times.items():
       # A worker computes its open tickets one after the other, so the time is
       # divided by their count.
       alive = self.last_alive.get(worker, self.started)
-      age = (now - max(min(times, default=now), alive)) / max(len(times), 1)
+      silent_since = max(min(times, default=now), alive)
+      silence = (now - silent_since) / max(len(times), 1)
       if worker in present:
-        self._missing.pop(worker, None)
+        self._missing_since.pop(worker, None)
       else:
-        age = max(age, now - self._missing.setdefault(worker, now))
-      ages[worker] = age
-    lost = [worker for worker, age in ages.items() if age > dead]
-    for worker in lost:
-      self._missing.pop(worker, None)
-    self.late = {worker for worker, age in ages.items() if late < age <= dead}
+        missing_since = self._missing_since.setdefault(worker, now)
+        silence = max(silence, now - missing_since)
+      silences[worker] = silence
+    lost = [worker for worker, silence in silences.items() if silence > dead]
+    for worker in lost:  # the time of its successor counts anew
+      self._missing_since.pop(worker, None)
+    self.late = {w for w, silence in silences.items() if late < silence <= dead}
     return lost

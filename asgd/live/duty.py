@@ -1,4 +1,8 @@
-"""The work of a live worker, in any kind of host."""
+"""The work of a live worker, in any kind of host.
+
+A `Duty` is what all workers of a run share: the compiled function that does a
+job, the batches, the division of the parameters, and the speed of each worker.
+"""
 
 import contextlib
 import math
@@ -15,24 +19,26 @@ from asgd import base, compression, sharding
 from asgd.live import pace, slot_formats
 from asgd.live.held import HeldParams
 
-_MEASURED = 1.0  # seconds that jobs take, to be timed
+_MEASURE_SECONDS = 1.0  # sum of the measured jobs, at least
 
 
 class Duty(NamedTuple):
   """The work of each worker of a run."""
 
-  work: Callable  # of `simulator.compile_steps`
+  # (state, ticket, batch, root, job) -> (state, message, metrics), as `work` of
+  # `simulator.compile_steps`
+  work: Callable[..., tuple[Any, Any, Any]]
   init: Callable[[Any], Any]  # parameters (shapes) -> the worker's state
-  batch: Callable[[int, int], base.Batch]
-  root: jax.Array  # key
+  batch: Callable[[int, int], base.Batch]  # (worker, job) -> batch
+  root: jax.Array  # key, from which `work` derives a key of each job
   params: Any  # shapes and dtypes of all parameters
-  plan: sharding.ShardPlan | None  # how they are split; None: one shard
-  consistent: bool = False
-  depth: int = 1
+  plan: sharding.ShardPlan | None  # division of `params`; None: one shard
+  consistent: bool = False  # all shards follow the lead's order
+  depth: int = 1  # most open tickets of a worker
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
-  devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
-  codec: compression.Codec | None = None  # that the work ends with
-  # Packs the updates sent to the worker; None: it is sent parameters.
+  devices: tuple[jax.Device, ...] = ()  # of the workers; (): JAX's default
+  codec: compression.Codec | None = None  # packs messages, as a part of `work`
+  # Packs the updates that shards send; None: they send parameters.
   codec_down: compression.Codec | None = None
   overlap: bool = False  # compute and write messages in separate threads
 
@@ -43,8 +49,8 @@ class Duty(NamedTuple):
     return sharding.split(self.plan, self.params)
 
   def shares(self) -> list[tuple[Any, ...]]:
-    """Returns the contents of each shard's slots: (params, messages), and
-    updates if they are sent, as `slots.SharedMemory` takes them."""
+    """Returns the contents of each shard's slots: (params, messages), or with
+    updates (params, messages, updates), as `slots.SharedMemory` takes them."""
     updates = self.codec_down is not None
     return [
       slot_formats.contents(self.codec, part, updates=updates)
@@ -58,14 +64,18 @@ class Duty(NamedTuple):
       return None
     return [HeldParams(self.codec_down, part) for part in self.parts()]
 
-  def on_device(self, worker: int) -> contextlib.AbstractContextManager:
-    """Makes this thread compute on a worker's device: of n, i mod n."""
+  def on_device(
+    self, worker: int
+  ) -> contextlib.AbstractContextManager[object]:
+    """Makes this thread compute on device `worker` mod the count of devices."""
     if not self.devices:
       return contextlib.nullcontext()
     return jax.default_device(self.devices[worker % len(self.devices)])
 
   def example(self, worker: int) -> base.Batch:
-    """Returns a batch in the form of a worker's."""
+    """Returns a batch with the shapes of a worker's batches."""
+    # Job 0 may be another worker's: a stream of data would then be read out of
+    # order, so some batch functions make an example.
     example = getattr(self.batch, "example", None)
     return example(worker) if example else self.batch(worker, 0)
 
@@ -78,50 +88,59 @@ class Duty(NamedTuple):
     """Compiles the work, for a batch like a worker's first by default, and
     drops its result."""
     batch = self.example(worker) if batch is None else batch
-    self._try(worker, self._first(worker), batch)
-    for held in self.hold() or ():
-      held.warm_up()
+    self._try_job(worker, self._start_of(worker), batch)
+    for held_params in self.hold() or ():
+      held_params.warm_up()
 
-  def _first(self, worker):
-    """The state of a worker that was sent zeros, and its ticket."""
+  def _start_of(self, worker: int) -> tuple[Any, base.Ticket]:
+    """Returns the first state and a ticket of a worker, with parameters 0."""
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
-    ticket = base.Ticket(np.int32(worker), np.int32(0), params, np.True_)
+    # NumPy scalars, as in a run: a jax array would lie on one device.
+    index: Any = np.int32(worker)
+    version: Any = np.int32(0)
+    ticket = base.Ticket(index, version, params, np.True_)
     with self.on_device(worker):
       return self.init(params), ticket
 
-  def _try(self, worker, first, batch):
+  def _try_job(
+    self, worker: int, start: tuple[Any, base.Ticket], batch: base.Batch
+  ) -> None:
     """Does a job and drops its result."""
     with self.on_device(worker):
-      out = self.work(*first, batch, self.root, np.int32(0))
-    jax.block_until_ready(out)
+      result = self.work(*start, batch, self.root, np.int32(0))
+    jax.block_until_ready(result)
 
   def warm_up_all(self, workers: int) -> None:
-    """Compiles the work of each of N workers."""
-    done = []
+    """Compiles the work of each of N workers, each program once."""
+    programs = []
     for worker in range(workers):
       batch = self.example(worker)
       device = worker % max(len(self.devices), 1)
+      # JAX compiles once for a device and the shapes of a batch.
       program = device, [leaf.shape for leaf in jax.tree.leaves(batch)]
-      if program not in done:
-        done.append(program)
+      if program not in programs:
+        programs.append(program)
         self.warm_up(worker, batch)
 
   def measure(
     self, worker: int, jobs: int, wait: Callable[[float], None]
   ) -> float:
-    """Returns the seconds that a job takes a worker: the median of so many
-    jobs, or of more until they took a second. Their results are dropped.
-    `warm_up` has compiled them; the other workers are measured at the same
-    time."""
-    times, first = [], self._first(worker)
-    while len(times) < jobs or math.fsum(times) < _MEASURED:
+    """Returns the median of the seconds that jobs take a worker.
+
+    It does at least `jobs` jobs, for at least a second, and drops their
+    results. Call `warm_up` before. The cluster measures all workers at the same
+    time, because they share the machine in training, too.
+    """
+    times: list[float] = []
+    start = self._start_of(worker)
+    while len(times) < jobs or math.fsum(times) < _MEASURE_SECONDS:
       began = time.perf_counter()
-      self._try(worker, first, self.batch(worker, len(times)))
+      self._try_job(worker, start, self.batch(worker, len(times)))
       factor, clock = self.factor(worker), time.perf_counter
       pace.slow_down(factor, began, clock=clock, wait=wait)
       times.append(time.perf_counter() - began)
     return statistics.median(times)
 
   def factor(self, worker: int) -> float:
-    """The factor on the time of a worker's jobs, 1 without a slowdown."""
+    """Returns the factor on the time of a worker's jobs, 1 by default."""
     return pace.factor_of(self.slowdown, worker)

@@ -1,13 +1,17 @@
 """Memory that a shard and its workers share, in numbered slots.
 
 There are slots of sent parameters, of messages, and two of snapshots of the
-shard. If workers are sent updates, those of a ticket lie in the updates slot
-with the index of its message slot. All slots are mapped files in the kernel's
-memory (/dev/shm). These outlive a killed process, so they are a shard's log.
+shard. If workers are sent updates, the updates of a ticket lie in the updates
+slot with the index of its message slot. All slots are mapped files in the
+kernel's memory (/dev/shm). These outlive a killed process, so they are a
+shard's log.
 
-Each slot ends with the length of its content and a stamp. The writer sets the
-stamp after the content, and the reader compares it: so it refuses the content
-of a replaced file or of another message.
+  a slot     content ........ unused ........ | length | stamp |   whole pages
+  written    [2] content             [1] stamp 0, [3] length, [4] stamp
+
+The reader compares the stamp: so it refuses the content of a replaced file, of
+another message, or of a write that a kill cut short. `SharedMemory` is the
+memory; `slot_formats` defines the contents.
 """
 
 import contextlib
@@ -52,22 +56,24 @@ class SlotCounts(NamedTuple):
 
   @property
   def of_kinds(self) -> tuple[int, int, int]:
-    """Those of each kind: of updates one for each message, and two for the
-    snapshots."""
+    """Numbers of slots by kind: params, messages, updates. There are two more
+    updates slots than messages, for the packets of the two snapshots."""
     return self.params, self.messages, self.messages + 2
 
 
-_ADOPTED, _SNAPSHOT = "adopted", "snapshot"  # files
+# Files beside the slots: a mark that a journal refers to the memory, and the
+# index and description of the valid snapshot.
+_ADOPTED, _SNAPSHOT = "adopted", "snapshot"
 _TRAILER = np.dtype([("length", np.int64), ("stamp", np.int64)])
 
 
 def message_stamp(worker: int, seq: int) -> int:
   """Returns the stamp of a message, unique in a run."""
-  return (worker + 1) << 40 | seq
+  return (worker + 1) << 40 | seq  # + 1: a new slot has the stamp 0
 
 
 def _stride(nbytes: int) -> int:
-  """Bytes of a slot with what ends it, in whole pages."""
+  """Returns the bytes of a slot and its trailer, in whole pages."""
   return -(-(nbytes + _TRAILER.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -77,12 +83,12 @@ def slots_nbytes(
   """Returns the bytes of a shard's slots without the snapshots; `like` are the
   contents of slots of params, messages and updates, as of `SharedMemory`."""
   strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
-  each = zip(counts.of_kinds, strides, strict=False)
-  return sum(n * stride for n, stride in each)
+  kinds = zip(counts.of_kinds, strides, strict=False)  # perhaps no updates
+  return sum(count * stride for count, stride in kinds)
 
 
 def check_room(folder: Path | str, nbytes: int) -> None:
-  """Raises ValueError unless a folder's disk has room for so many bytes."""
+  """Raises ValueError unless a folder's disk has room for `nbytes` bytes."""
   disk = os.statvfs(folder)
   free = disk.f_bavail * disk.f_frsize
   if nbytes > free:
@@ -94,22 +100,25 @@ def check_room(folder: Path | str, nbytes: int) -> None:
 
 
 def _on_device(view: np.ndarray) -> Any:
-  """A jax array in the memory of a view; the view itself where JAX would copy
-  it."""
+  """Returns a jax array in the memory of a view, or the view itself if JAX
+  would copy it."""
   array = jax.device_put(view)
   if array.devices() and next(iter(array.devices())).platform != "cpu":
     return view
-  there = array.unsafe_buffer_pointer() == view.ctypes.data
-  return array if there and array.dtype == view.dtype else view
+  shares_memory = array.unsafe_buffer_pointer() == view.ctypes.data
+  # JAX may also change the dtype, for example to 32 bits.
+  return array if shares_memory and array.dtype == view.dtype else view
 
 
 def _read_snapshot(folder: Path) -> dict[str, Any] | None:
-  """Returns what was saved beside the last image, None if there is none."""
+  """Returns {"image": index of its slot, "meta": its description} of the last
+  snapshot, None if there is none."""
   path = folder / _SNAPSHOT
   if not path.exists():
     return None
   try:
-    return json.loads(store.read_body(path))
+    saved: dict[str, Any] = json.loads(store.read_body(path))
+    return saved
   except (store.Changed, ValueError) as error:
     raise DamagedSnapshot(f"{path} is damaged and is not used") from error
 
@@ -152,11 +161,11 @@ class SharedMemory:
     Args:
       folder: of the shard, best in memory (/dev/shm/NAME), readable by its
         owner alone.
-      counts: of slots.
-      like: contents of slots of params, of messages and, if they are sent, of
-        updates, as of `slot_format`; and, the last, a snapshot, or None for the
-        memory of a worker.
-      compress: of the contents, as in `wire.layout`.
+      counts: numbers of slots.
+      like: contents of slots of params, of messages and, if shards send
+        updates, of updates, as `slot_format` takes them. The last element is a
+        snapshot, or None for the memory of a worker.
+      compress: how numbers are stored in slots, as in `wire.layout`.
 
     Raises:
       ValueError: if there is no room, or the files hold something else.
@@ -165,38 +174,46 @@ class SharedMemory:
     self.name = str(self._folder.parent)  # of all shards
     # Whether the memory is new: no journal refers to it.
     self.fresh = not _is_adopted(self._folder)
-    *kinds, snapshot = like
+    *contents, snapshot = like
     if snapshot is not None:
       safe_files.make_private(self._folder)
-    self._files: dict[Path, int] = {}  # their numbers on the disk
-    self._formats = [slot_format(x, compress=compress) for x in kinds]
+    self._files: dict[Path, int] = {}  # mapped file -> its inode
+    self._formats = [slot_format(x, compress=compress) for x in contents]
+    # None in a worker, which neither makes files nor reads snapshots.
     self._image = None if snapshot is None else wire.layout(snapshot)
     kinds = zip(_NAMES, self._formats, counts.of_kinds, strict=False)
-    rows = [self._map(name, x.nbytes, count) for name, x, count in kinds]
-    self._slots = [slots for slots, _ in rows]
-    self._open: dict[tuple[int, int], Slot] = {}  # by kind and number
-    self._device_views: dict[tuple[int, int], Any] = {}
-    self._lengths = [trailers["length"] for _, trailers in rows]
-    self._stamps = [trailers["stamp"] for _, trailers in rows]
-    self._images = None
+    maps = [self._map(name, x.nbytes, count) for name, x, count in kinds]
+    # By kind, then by slot.
+    self._slots = [slots for slots, _ in maps]
+    self._lengths = [trailers["length"] for _, trailers in maps]
+    self._stamps = [trailers["stamp"] for _, trailers in maps]
+    self._open: dict[tuple[int, int], Slot] = {}  # by kind and slot
+    self._device_views: dict[tuple[int, int], Any] = {}  # by kind and slot
+    self._images: list[np.ndarray] = []  # the two images; []: not mapped yet
     self._turn = 0  # the image to be written next
 
-  def _map(self, name, nbytes, count):
+  def _map(
+    self, name: str, nbytes: int, count: int
+  ) -> tuple[list[np.ndarray], np.ndarray]:
+    """Maps the file of `count` slots of `nbytes` bytes. Returns the bytes of
+    each slot, uint8[nbytes], and the trailers, _TRAILER[count]."""
     stride = _stride(nbytes)
     path, size = self._folder / name, stride * count
     try:
-      if self._image is not None:  # or it is a worker's: a shard makes them
+      if self._image is not None:
         path.touch(0o600)
       with path.open("r+b") as file:
         self._files[path] = os.fstat(file.fileno()).st_ino
-        nbytes_there = os.fstat(file.fileno()).st_size
-        if nbytes_there not in (0, size):
+        actual_size = os.fstat(file.fileno()).st_size
+        if actual_size not in (0, size):
           raise ValueError(
-            f"{path} has {nbytes_there} bytes where {size} are needed: it was"
+            f"{path} has {actual_size} bytes where {size} are needed: it was"
             f" made by a run with other settings. Remove {self._folder.parent}"
             f" and {GO_ON} from the last checkpoint"
           )
-        if not nbytes_there:
+        if not actual_size:
+          # Memory is reserved now: a mapped page that the kernel cannot supply
+          # later would kill the process (SIGBUS).
           try:
             check_room(self._folder, size)
             os.posix_fallocate(file.fileno(), 0, size)
@@ -223,22 +240,26 @@ class SharedMemory:
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
     """Copies a tree into a slot, and sets its stamp; a packed slot takes a
     code, packed (uint8[length]) or not."""
+    # A kill during the copy leaves stamp 0, which no reader expects.
     self._stamps[kind][slot] = 0
     self._lengths[kind][slot] = self._slot(kind, slot).write(tree)
     self._stamps[kind][slot] = stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns views of a slot, valid until the slot is given away, or the code
-    that is packed in it. Raises WrongSlot for another stamp, BadCode for bytes
-    that do not unpack."""
+    """Returns views of a slot, valid until the slot is written again, or the
+    unpacked code of a packed slot. Raises WrongSlot for another stamp, BadCode
+    for bytes that do not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
     return self._slot(kind, slot).read(self.length(kind, slot))
 
   def device_view(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns what `read` returns, for a compiled program. Views are jax arrays
-    where those of this thread's device can share the memory of a slot: they are
-    made once, where NumPy arrays are converted at each call."""
+    """Returns the content of a slot for a compiled program; see `read`.
+
+    The views are jax arrays if arrays of this thread's device can share the
+    memory of a slot. They are made once; JAX would convert NumPy arrays at each
+    call.
+    """
     tree = self.read(kind, slot, stamp)
     if not self._formats[kind].shared:
       return tree
@@ -246,7 +267,8 @@ class SharedMemory:
       self._device_views[kind, slot] = jax.tree.map(_on_device, tree)
     return self._device_views[kind, slot]
 
-  def _slot(self, kind, slot):
+  def _slot(self, kind: int, slot: int) -> Slot:
+    """Returns the functions that write and read a slot, made once."""
     if (kind, slot) not in self._open:
       data = self._slots[kind][slot]
       self._open[kind, slot] = self._formats[kind].open(data)
@@ -266,17 +288,21 @@ class SharedMemory:
     return jax.tree.map(np.array, self.read(kind, slot, stamp))
 
   def save(self, tree: Any, meta: Any) -> None:
-    """Saves a snapshot; a kill meanwhile leaves the previous one valid."""
+    """Saves a snapshot; a kill meanwhile leaves the previous one valid.
+
+    [1] Write the tree to the image that is not valid. [2] Replace the file that
+    names the valid image.
+    """
     self._save_image(tree)
     self._save_meta(meta)
 
-  def _save_image(self, tree):
-    if self._images is None:
-      with contextlib.suppress(DamagedSnapshot):
+  def _save_image(self, tree: Any) -> None:
+    if not self._images:
+      with contextlib.suppress(DamagedSnapshot):  # it is replaced now
         self._open_images()
-    wire.write(self._image, tree, self._images[self._turn])
+    wire.write(self._layout, tree, self._images[self._turn])
 
-  def _save_meta(self, meta):
+  def _save_meta(self, meta: Any) -> None:
     text = json.dumps({"image": self._turn, "meta": meta})
     try:
       store.write_body(self._folder / _SNAPSHOT, text.encode())
@@ -284,10 +310,16 @@ class SharedMemory:
       raise self._memory_lost() from error
     self._turn = 1 - self._turn
 
-  def _open_images(self):
-    """Returns what was saved beside the last image, if any; see `load`."""
-    if self._images is None:
-      self._images, _ = self._map("snapshots", self._image.nbytes, 2)
+  @property
+  def _layout(self) -> wire.Layout:
+    """The layout of an image, at a shard."""
+    assert self._image is not None
+    return self._image
+
+  def _open_images(self) -> dict[str, Any] | None:
+    """Maps the images; returns the result of `_read_snapshot`."""
+    if not self._images:
+      self._images, _ = self._map("snapshots", self._layout.nbytes, 2)
     saved = _read_snapshot(self._folder)
     if saved is not None:
       self._turn = 1 - saved["image"]
@@ -297,15 +329,17 @@ class SharedMemory:
     """Marks it as the memory of the shard's journal. Raises ValueError if
     another process removed or replaced its files."""
     try:
-      for path, number in self._files.items():
-        if path.stat().st_ino != number:
+      # Workers would map a replaced file, this shard still maps the old one.
+      for path, inode in self._files.items():
+        if path.stat().st_ino != inode:
           raise self._memory_lost()
       (self._folder / _ADOPTED).touch(0o600)
     except FileNotFoundError as error:
       raise self._memory_lost() from error
     self.fresh = False
 
-  def _memory_lost(self):
+  def _memory_lost(self) -> ValueError:
+    """Returns the error to raise for missing or replaced files."""
     return ValueError(
       f"the shared memory {self._folder} is missing: it was removed while the"
       f" run used it; {GO_ON} from the last checkpoint"
@@ -318,13 +352,16 @@ class SharedMemory:
   def forget(self) -> None:
     """Drops the snapshot, on which the log builds. No journal refers to the
     memory until it is adopted again."""
+    # First, or a kill between the two would leave a log without its snapshot.
     self.disown()
     (self._folder / _SNAPSHOT).unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:
-    """Returns (tree, meta) of the last, or None. Raises DamagedSnapshot."""
+    """Returns (tree, meta) of the last snapshot, or None. Raises
+    DamagedSnapshot."""
     saved = self._open_images()
     if saved is None:
       return None
-    tree = wire.read(self._image, self._images[saved["image"]])
+    tree = wire.read(self._layout, self._images[saved["image"]])
+    # Copied: a later snapshot is written to the same image.
     return jax.tree.map(np.array, tree), saved["meta"]

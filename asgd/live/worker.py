@@ -1,15 +1,19 @@
 """A live worker: receives tickets, computes jobs, sends messages.
 
-The loop is the same in a thread and in a process; a `WorkerLink` carries its
-frames. With more than one ticket (`Rules.depth`), the worker starts the next
-job before it sends the message of the previous one. With `Duty.overlap` the
-loop fetches, and two threads compute and write messages (`asgd.live.overlap`).
+  TICKETs of all shards -> _begin: read the parameters, start the computation
+  job computed          -> _write_message: write the message to its slots
+                        -> _submit: send a PUSH to each shard, keep it until ACK
+
+The loop (`WorkerLoop.run`) is the same in a thread and in a process; a
+`WorkerLink` carries its frames. With more than one ticket (`Rules.depth`), the
+worker starts the next job before it sends the message of the previous one. With
+`Duty.overlap` the loop fetches, and two threads compute and write messages
+(`asgd.live.overlap`).
 """
 
-import collections
 import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +25,8 @@ from asgd.live import frames, pace
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
-from asgd.live.held import HeldParams, OutOfStep
+from asgd.live.held import OutOfStep
+from asgd.live.incarnation import Incarnation, Lease, OpenJob
 from asgd.live.links.base import Disconnected, WorkerLink
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
@@ -62,92 +67,30 @@ class Reach(NamedTuple):
   close: Callable[[], None]  # writes pending output, and disconnects
 
 
-class _OpenJob:
-  """A job whose tickets have begun to arrive and that is not finished."""
-
-  def __init__(self, frame: Frame, now: float):
-    self.seq, self.job = frame.seq, frame.job
-    self.kept = int(frame.flag == frames.KEPT)
-    self.tickets: dict[int, Frame] = {}  # shard -> its TICKET
-    self.began = self.started = now
-    self.computed: float | None = None
-    self.result = None
-
-  def fetch_frame(self, worker: int) -> Frame:
-    """Returns the FETCH that asks a shard for its part of the ticket."""
-    return Frame(frames.FETCH, worker, self.seq, self.job, flag=self.kept)
-
-  def slots(self, memories: Sequence[Any]) -> Iterator[tuple[Any, Frame]]:
-    """Returns (memory, TICKET) of each shard."""
-    tickets = (self.tickets[shard] for shard in range(len(memories)))
-    return zip(memories, tickets, strict=True)
-
-
-class _Tenure:
-  """The state of one incarnation of a worker. An expelled loop starts the next
-  incarnation with a new one."""
-
-  def __init__(self, shards: int, held: Any, attempt: int = 0):
-    self.attempt = attempt  # earlier incarnations of this loop
-    # Each shard's parameters; None: each ticket carries the parameters.
-    self.held: list[HeldParams] | None = held
-    self.number = -1  # the incarnation; -1 until the lead assigns it
-    self.state = None  # of the worker's transform
-    self.jobs: dict[int, _OpenJob] = {}  # seq -> job that is not started
-    self.started: set[int] = set()  # seqs
-    self.running: collections.deque[_OpenJob] = collections.deque()
-    # For each shard: seq -> PUSH that the shard has not acknowledged.
-    self.unacked: list[dict[int, Frame]] = [{} for _ in range(shards)]
-    # Seq -> PUSH for the lead, sent once all other shards acknowledged theirs.
-    self.for_lead: dict[int, Frame] = {}
-
-  @property
-  def unsettled(self) -> bool:
-    """Whether some shard has not acknowledged a message."""
-    return bool(self.for_lead) or any(self.unacked)
-
-
-class Lease:
-  """The right of a worker loop to write to the slots of its worker index."""
-
-  def __init__(self):
-    self.revoked = False  # another loop has the worker index
-    self._lock = threading.Lock()  # locked during a write
-
-  def revoke(self) -> None:
-    """Ends the lease: when this returns, no write is under way, and none
-    follows."""
-    with self._lock:
-      self.revoked = True
-
-  def use(self, write: Callable[[], None]) -> bool:
-    """Calls `write` and returns True; after `revoke` only returns False."""
-    with self._lock:
-      if not self.revoked:
-        write()
-      return not self.revoked
-
-
 class WorkerLoop:
   """One loop of a worker: an incarnation, and its successors after an EXPEL."""
 
   def __init__(
-    self, worker: int, duty: Duty, reach: Reach, *, restarts: int = 0,
-    patience: float = 5.0
+    self,
+    worker: int,
+    duty: Duty,
+    reach: Reach,
+    *,
+    restarts: int = 0,
+    patience: float = 5.0,
   ):
-    """Args:
-      restarts: count of the earlier loops with this worker index.
-      patience: seconds without an answer after which frames are sent again.
-    """
+    """Opens the slots of all shards, which are connected. `restarts` counts the
+    earlier loops with this worker index. The loop sends frames again after
+    `patience` seconds without an answer."""
     self._worker, self._duty, self._restarts = worker, duty, restarts
     self._reach, self._patience = reach, patience
-    self._memories = list(reach.memories())
+    self._memories = list(reach.memories())  # of each shard
     self._shards = range(len(self._memories))
     self._lease = Lease()
-    self._tenure = _Tenure(len(self._memories), duty.hold())
+    self._incarnation = Incarnation(len(self._memories), duty.hold())
     self._stages: Stages | None = None  # with `Duty.overlap`
-    self.draining = False
-    self._drain_sent = False
+    self.draining = False  # the loop is to end after its open jobs
+    self._drain_sent = False  # the lead starts no further job here
 
   def drain(self) -> None:
     """Asks the loop to end after the jobs that it has started."""
@@ -173,18 +116,18 @@ class WorkerLoop:
       return self._run()
 
   def _run(self) -> str:
-    self._say(0, self._hello())
+    self._send(0, self._hello())
     while not self._lease.revoked:
       # [1] Ask the lead for no further jobs, if the loop is to drain.
       if self.draining and not self._drain_sent:
         self._drain_sent = True
-        self._say(0, Frame(frames.DRAIN, self._worker))
+        self._send(0, Frame(frames.DRAIN, self._worker))
       # [2] Start jobs whose tickets are complete, or leave if none remain.
       self._start_ready_jobs()
-      running = self._tenure.running
-      if self._drain_sent and not running and not self._tenure.unsettled:
+      running = self._incarnation.running
+      if self._drain_sent and not running and not self._incarnation.unsettled:
         for shard in self._shards:
-          self._say(shard, Frame(frames.BYE, self._worker))
+          self._send(shard, Frame(frames.BYE, self._worker))
         return "left"
       # [3] Receive a frame; do not wait for it if a job can be finished.
       received = None
@@ -202,14 +145,17 @@ class WorkerLoop:
           return "replaced"
         self._handle(shard, frame)
       elif ready:
-        self._finish()
+        self._submit_next()
+      # Nothing arrived within `patience`, or `wake` was called: a drain sends
+      # its frame first.
       elif not running and (not self.draining or self._drain_sent):
-        self._repeat(self._shards)
+        self._send_again(self._shards)
     return "replaced"
 
   # Frames.
 
-  def _say(self, shard: int, frame: Frame) -> None:
+  def _send(self, shard: int, frame: Frame) -> None:
+    """Sends a frame to a shard; reconnects if it is being replaced."""
     if self._lease.revoked:
       return  # another loop sends the frames of this worker index
     try:
@@ -227,53 +173,52 @@ class WorkerLoop:
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
           link.send(0, self._hello(flag=1))
-    self._repeat((shard,))
+    self._send_again((shard,))
 
   def _hello(self, flag: int = 0) -> Frame:
-    number, attempt = self._tenure.number, self._tenure.attempt
+    """Returns the HELLO of the present incarnation; see `frames.Frame`."""
+    number, attempt = self._incarnation.number, self._incarnation.attempt
     worker, restarts = self._worker, self._restarts
     return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
-  def _repeat(self, shards: Iterable[int]) -> None:
+  def _send_again(self, shards: Iterable[int]) -> None:
     """Sends shards the frames again that they have not answered. A shard
     ignores a frame that it has already applied."""
-    tenure, link = self._tenure, self._reach.link
+    incarnation, link = self._incarnation, self._reach.link
     for shard in () if self._lease.revoked else shards:
-      if shard and tenure.number < 0:
+      if shard and incarnation.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
+        # The frames in the order in which the worker first sent them.
         link.send(shard, self._hello())
         if shard and not self._duty.consistent:
-          for job in tenure.jobs.values():
+          for job in incarnation.jobs.values():
             if shard not in job.tickets and 0 in job.tickets:
               link.send(shard, job.fetch_frame(self._worker))
-        for frame in list(tenure.unacked[shard].values()):
+        for frame in list(incarnation.unacked[shard].values()):
           link.send(shard, frame)
       except Disconnected:
         return  # the next `receive` raises it again, and the loop reconnects
 
-
   def _handle(self, shard: int, frame: Frame) -> None:
     """Applies a frame of a shard, other than STOP."""
-    tenure = self._tenure
+    incarnation = self._incarnation
     if frame.kind == frames.WELCOME and not shard:
       # A WELCOME that answers a HELLO before the latest EXPEL is meant for the
-      # earlier incarnation.
-      if frame.version == tenure.attempt and frame.job != tenure.number:
-        tenure.number = frame.job
-        tenure.state = self._duty.init(self._duty.params)
+      # earlier incarnation. A repeated one has the number that is known.
+      is_current = frame.version == incarnation.attempt
+      if is_current and frame.job != incarnation.number:
+        incarnation.number = frame.job
+        incarnation.state = self._duty.init(self._duty.params)
         for other in self._shards[1:]:
-          self._say(other, self._hello())
+          self._send(other, self._hello())
     elif frame.kind == frames.TICKET:
-      self._ticket(shard, frame)
+      self._take_ticket(shard, frame)
     elif frame.kind == frames.ACK:
-      tenure.unacked[shard].pop(frame.seq, None)
-      if frame.seq in tenure.for_lead and not any(
-        frame.seq in unacked for unacked in tenure.unacked
-      ):
-        self._push(0, tenure.for_lead.pop(frame.seq))
+      if push := incarnation.acknowledge(shard, frame.seq):
+        self._push(0, push)
     elif frame.kind == frames.EXPEL:
-      if tenure.number < 0:
+      if incarnation.number < 0:
         return  # meant for the earlier incarnation; our HELLO is on its way
       if shard:
         # The lead does not know that this shard lost the tickets.
@@ -293,79 +238,78 @@ class WorkerLoop:
   def _start_next_incarnation(self) -> None:
     """Asks the lead for a new incarnation, which starts without the state and
     jobs of this one."""
-    attempt = self._tenure.attempt + 1
-    tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
+    attempt = self._incarnation.attempt + 1
+    incarnation = Incarnation(len(self._shards), self._duty.hold(), attempt)
 
-    def change():
-      self._tenure = tenure
+    def change() -> None:
+      self._incarnation = incarnation
 
     # Under the lease, so that no thread is writing to a slot meanwhile.
     self._lease.use(change)
-    self._say(0, self._hello())
+    self._send(0, self._hello())
 
-  def _ticket(self, shard: int, frame: Frame) -> None:
-    tenure = self._tenure
-    if tenure.number < 0 or frame.seq in tenure.started:
+  def _take_ticket(self, shard: int, frame: Frame) -> None:
+    """Notes a shard's part of a ticket. After the lead's part, the worker
+    fetches those of independent shards."""
+    incarnation = self._incarnation
+    # A ticket of the earlier incarnation, or one that a shard sent again.
+    if incarnation.number < 0 or frame.seq in incarnation.started:
       return
-    job = tenure.jobs.get(frame.seq)
+    job = incarnation.jobs.get(frame.seq)
     if job is None:
-      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._reach.clock())
+      job = incarnation.jobs[frame.seq] = OpenJob(frame, self._reach.clock())
       if shard == 0 and not self._duty.consistent:
         for other in self._shards[1:]:
-          self._say(other, job.fetch_frame(self._worker))
+          self._send(other, job.fetch_frame(self._worker))
     job.tickets[shard] = frame
 
   # Work.
 
   def _start_ready_jobs(self) -> None:
     """Starts jobs that have all tickets, in order, as the depth allows."""
-    tenure = self._tenure
-    for seq, job in sorted(tenure.jobs.items()):
-      if 0 not in job.tickets:
-        continue  # a shard sent a ticket that the lead has ended already
-      complete = len(job.tickets) == len(self._shards)
-      if not complete or len(tenure.running) >= self._duty.depth:
-        return
-      del tenure.jobs[seq]
-      tenure.started.add(seq)
+    incarnation = self._incarnation
+    while job := incarnation.take_ready_job(self._duty.depth):
       self._begin(job)
-      if self._tenure is not tenure:  # `_begin` started the next incarnation
+      if self._incarnation is not incarnation:  # `_begin` started the next
         return
 
-  def _begin(self, job: _OpenJob) -> None:
+  def _begin(self, job: OpenJob) -> None:
     """Reads a job's parameters, and computes it or passes it to the thread."""
-    tenure, duty = self._tenure, self._duty
+    incarnation, duty = self._incarnation, self._duty
     self._reach.script.before_work(self._worker, job.seq)
-    job.started = self._reach.clock()
-    self._span("fetch", job.began, job.started, job)
-    parts = self._parts(job)
+    job.compute_start = self._reach.clock()
+    self._report_span("fetch", job.first_ticket, job.compute_start, job)
+    parts = self._read_params(job)
     if parts is None:
       return
     params, *_ = parts
     if duty.plan is not None:
       params = sharding.join(duty.plan, parts)
-    worker, version = np.int32(self._worker), np.int32(job.tickets[0].version)
-    ticket = base.Ticket(worker, version, params, np.bool_(not job.kept))
+    ticket = job.ticket(self._worker, params)
     batch = duty.batch(self._worker, job.job)
-    tenure.running.append(job)
+    incarnation.running.append(job)
     if self._stages:
-      self._stages.begin((tenure, job, ticket, batch))
+      self._stages.begin((incarnation, job, ticket, batch))
     else:
-      self._work(tenure, job, ticket, batch)
+      self._work(incarnation, job, ticket, batch)
 
   def _work(
-    self, tenure: _Tenure, job: _OpenJob, ticket: base.Ticket, batch: Any
+    self,
+    incarnation: Incarnation,
+    job: OpenJob,
+    ticket: base.Ticket,
+    batch: Any,
   ) -> None:
     """Computes a job; the result may be an array that JAX still computes."""
     duty = self._duty
-    tenure.state, message, metrics = duty.work(
-      tenure.state, ticket, batch, duty.root, np.int32(job.job)
+    incarnation.state, message, metrics = duty.work(
+      incarnation.state, ticket, batch, duty.root, np.int32(job.job)
     )
     job.result = message, metrics.loss
 
-  def _parts(self, job: _OpenJob) -> list[Any] | None:
+  def _read_params(self, job: OpenJob) -> list[Any] | None:
     """Returns each shard's part of a ticket, None if one cannot be read."""
-    held, parts = self._tenure.held, []
+    held, parts = self._incarnation.held, []
     for shard, (memory, ticket) in enumerate(job.slots(self._memories)):
       try:
         if held is not None:
@@ -384,63 +328,60 @@ class WorkerLoop:
         return None
     return parts
 
-  def _compute(self, task: tuple) -> None:
-    """Computes a job: the second of the three stages, in a thread."""
+  def _compute(self, task: tuple[Any, ...]) -> None:
+    """Computes a job: the second of the three stages, in a thread. `task` has
+    the arguments of `_work`."""
     _, job, _, _ = task
-    job.started = self._reach.clock()
+    job.compute_start = self._reach.clock()
     with self._duty.on_device(self._worker):
       self._work(*task)
     jax.block_until_ready(job.result)
     self._slow_down(job)
 
-  def _slow_down(self, job: _OpenJob) -> None:
+  def _slow_down(self, job: OpenJob) -> None:
     """Waits until the job took as long as on a slow worker."""
     clock, wait = self._reach.clock, self._reach.wait
     factor = self._duty.factor(self._worker)
-    pace.slow_down(factor, job.started, clock=clock, wait=wait)
-    job.computed = clock()
+    pace.slow_down(factor, job.compute_start, clock=clock, wait=wait)
+    job.compute_end = clock()
 
-  def _finish(self) -> None:
-    """Submits the message of the next job."""
-    tenure = self._tenure
+  def _submit_next(self) -> None:
+    """Submits the message of the oldest running job."""
+    incarnation = self._incarnation
     if self._stages:
-      (started_by, job, *_), push = self._stages.take()
-      if started_by is not tenure:
-        return  # a job of an earlier incarnation
-      tenure.running.remove(job)
+      (job_incarnation, job, *_), push = self._stages.take()
+      if job_incarnation is not incarnation:
+        return  # its tickets are lost
+      incarnation.running.remove(job)
     else:
-      job = tenure.running.popleft()
-      push = self._write_message((tenure, job))
-    self._span("compute", job.started, job.computed, job)
+      job = incarnation.running.popleft()
+      push = self._write_message((incarnation, job))
+    self._report_span("compute", job.compute_start, job.compute_end, job)
     if push:
       self._submit(job, push)
 
-  def _span(self, name: str, start: float, end: float, job: _OpenJob) -> None:
+  def _report_span(
+    self, name: str, start: float, end: float, job: OpenJob
+  ) -> None:
     if self._reach.span:
       self._reach.span(Span(name, start, end, job.seq, job.job))
 
-  def _write_message(self, task: tuple) -> Frame | None:
-    """Waits for a job's message and writes it to its slots: the third stage.
-    Returns the PUSH, or None if the job's tickets are lost."""
-    tenure, job, *_ = task
+  def _write_message(self, task: tuple[Any, ...]) -> Frame | None:
+    """Waits for the message of `task`, (incarnation, job, ...), and writes it
+    to its slots: the third stage. Returns the PUSH, None for a lost ticket."""
+    incarnation, job, *_ = task
     message, loss = job.result
     message = self._reach.script.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
-    if job.computed is None:
+    if job.compute_end == math.inf:  # not by `_compute`
       self._slow_down(job)
-    # The work may have read the parameters in their slot until now. If the
-    # slot has another content, the ticket was lost, and the result is wrong.
-    if tenure.held is None and any(
-      memory.stamp(PARAMS, ticket.params) != int(ticket.value)
-      for memory, ticket in job.slots(self._memories)
-    ):
+    # With updates, the parameters are the worker's, and not in a slot.
+    if incarnation.held is None and not job.has_its_params(self._memories):
       return None
-    finite = is_finite(message, loss)
-    push = Frame(frames.PUSH, self._worker, job.seq, job.job)
-    push = push._replace(flag=int(finite), value=float(loss))
-    return push if self._write(tenure, job, message) else None
+    push = job.push_frame(self._worker, is_finite(message, loss), float(loss))
+    return push if self._write(incarnation, job, message) else None
 
-  def _submit(self, job: _OpenJob, push: Frame) -> None:
+  def _submit(self, job: OpenJob, push: Frame) -> None:
     """Sends a PUSH to all shards, to the lead last: it must not count a job as
     received that another shard lacks. A consistent lead checks that (PREPARED);
     another gets the PUSH once all other shards have acknowledged theirs."""
@@ -451,19 +392,20 @@ class WorkerLoop:
       if shard or not waits:
         self._push(shard, frame)
       else:
-        self._tenure.for_lead[job.seq] = frame
-    self._span("push", job.computed, self._reach.clock(), job)
+        self._incarnation.for_lead[job.seq] = frame
+    self._report_span("push", job.compute_end, self._reach.clock(), job)
 
-
-  def _write(self, tenure: _Tenure, job: _OpenJob, message: Any) -> bool:
+  def _write(
+    self, incarnation: Incarnation, job: OpenJob, message: Any
+  ) -> bool:
     """Writes a message to its slots; False if the lease was revoked."""
     plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
     parts = compression.split(plan, message)
 
-    def write():
+    def write() -> None:
       # After `_start_next_incarnation` another ticket may have the slots.
       for shard, memory in enumerate(self._memories):
-        if tenure is self._tenure:
+        if incarnation is self._incarnation:
           slot = job.tickets[shard].message
           memory.write(MESSAGES, slot, parts[shard], stamp)
 
@@ -471,7 +413,8 @@ class WorkerLoop:
 
   def _push(self, shard: int, frame: Frame) -> None:
     """Sends a PUSH to a shard, and keeps it until the shard's ACK."""
-    self._tenure.unacked[shard][frame.seq] = frame
+    self._incarnation.unacked[shard][frame.seq] = frame
     script = self._reach.script
+    # Scripted faults concern the PUSH to the lead: it is the last one sent.
     for push in [frame] if shard else script.frames(self._worker, frame):
-      self._say(shard, push)
+      self._send(shard, push)

@@ -52,25 +52,26 @@ class HostActor:
       processes.write_pid(Path(site.memory), kind, index)
     else:
       self._clock = lambda: time.time() - began
-    self._there, self._over = threading.Event(), threading.Event()
+    # `_host` exists; `serve` may return.
+    self._started, self._ended = threading.Event(), threading.Event()
     if kind not in LOCAL:
       with contextlib.suppress(ValueError):  # not the main thread
-        self._before = signal.signal(signal.SIGTERM, self._drain)
+        self._former_handler = signal.signal(signal.SIGTERM, self._drain)
 
-  def _drain(self, number, stack):
+  def _drain(self, number: int, stack: Any) -> None:
     """Handles SIGTERM: drains the object, or ends the process if the object has
     no `drain`."""
-    if self._there.is_set() and self._host.drain():
+    if self._started.is_set() and self._host.drain():
       return
-    if callable(self._before):
-      self._before(number, stack)
+    if callable(self._former_handler):  # Ray's
+      self._former_handler(number, stack)
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
   def make(self, make: Make) -> None:
     """Makes the object."""
 
-    def kill():
+    def kill() -> None:
       os.kill(os.getpid(), signal.SIGKILL)
 
     if self._kind in LOCAL:  # the predecessor may still write its files
@@ -80,32 +81,32 @@ class HostActor:
     self._host = ThreadHost(self._kind, self._index, make, self._clock, kill)
     with contextlib.suppress(OSError):  # without a socket Ray carries all calls
       self._server = HostServer(self._host, self._path)
-    self._there.set()
+    self._started.set()
     self._host.made.result()
 
   def call(self, method: str, args: Sequence[Any]) -> Any:
     """Calls a method of the object."""
-    self._there.wait()
+    self._started.wait()
     return self._host.call(method, *args).result()
 
   def serve(self) -> None:
     """Returns when the host has ended. The driver keeps this call open: its
     end is the end of the host."""
-    self._over.wait()
+    self._ended.wait()
 
   def end(self) -> None:
     """Closes the object and ends the host."""
-    if self._there.is_set():
+    if self._started.is_set():
       self._host.end()
       self._host.thread.join()
-    self._over.set()
+    self._ended.set()
 
 
 class ActorCall(Call):
   """A call of an actor."""
 
-  def __init__(self, ref: Any, kind: str, index: int, what: str = "failed"):
-    self.ref, self._who, self._what = ref, (kind, index), what
+  def __init__(self, ref: Any, kind: str, index: int, failure: str = "failed"):
+    self.ref, self._party, self._failure = ref, (kind, index), failure
 
   def done(self) -> bool:
     """See the base."""
@@ -123,13 +124,13 @@ class ActorCall(Call):
     except ray.exceptions.RayTaskError as error:
       if isinstance(error.cause, HostExited):
         raise error.cause from None
-      text = "{} {} {}".format(*self._who, self._what)
+      text = "{} {} {}".format(*self._party, self._failure)
       raise process_failure(text, error) from error
     except ray.exceptions.RayError as error:
       if getattr(error, "actor_init_failed", False):
-        text = "{} {} cannot start".format(*self._who)
+        text = "{} {} cannot start".format(*self._party)
         raise process_failure(text, error) from error
-      raise HostExited(*self._who) from error
+      raise HostExited(*self._party) from error
 
 
 def host_of(kind: str, index: int, actor: Any, path: Path) -> Host:
@@ -198,36 +199,39 @@ class ActorHosts(Hosts):
     safe_files.make_private(memory)
     processes.end_all(memory)
 
-  def _check_resources(self):
+  def _check_resources(self) -> None:
     """Raises ValueError for resources that Ray lacks, for which it would wait
     silently; waits `cluster_seconds` for a cluster that grows."""
-    workers, asked = self.site.setup.workers, self._resources
-    each = dict(asked.get("resources") or {})
-    each |= {name: asked.get(f"num_{name.lower()}s") for name in ("CPU", "GPU")}
-    if asked.get("accelerator_type"):
-      each[f"accelerator_type:{asked['accelerator_type']}"] = 0.001
-    each = {name: amount for name, amount in each.items() if amount}
+    workers, options = self.site.setup.workers, self._resources
+    # Resource -> amount for each worker, by the names that Ray's nodes use.
+    amounts = dict(options.get("resources") or {})
+    for name in ("CPU", "GPU"):
+      amounts[name] = options.get(f"num_{name.lower()}s")
+    if options.get("accelerator_type"):
+      # A node has 1 of its type, for any number of workers.
+      amounts[f"accelerator_type:{options['accelerator_type']}"] = 0.001
+    amounts = {name: amount for name, amount in amounts.items() if amount}
     end = time.monotonic() + self.site.cluster_seconds
-    while lacking := self._lacking(each):
+    while lacking := self._lacking(amounts):
       if time.monotonic() > end:
-        name, there = lacking
+        name, available = lacking
         raise ValueError(
-          f"{workers} workers ask Ray for {workers * each[name]:g} {name}, and"
-          f" it has {there:g}: ask for less for each, use fewer, or wait for a"
-          " cluster that grows with config.live.cluster_seconds"
+          f"{workers} workers ask Ray for {workers * amounts[name]:g} {name},"
+          f" and it has {available:g}: ask for less for each, use fewer, or"
+          " wait for a cluster that grows with config.live.cluster_seconds"
         )
       from ray.autoscaler import sdk
 
-      sdk.request_resources(bundles=[each] * workers)
+      sdk.request_resources(bundles=[amounts] * workers)
       time.sleep(_LOOK)
 
-  def _lacking(self, each):
-    """Returns (resource, amount that Ray has) of one that Ray lacks, or None.
-    """
-    there = self._ray.cluster_resources()
-    for name, amount in each.items():
-      if self.site.setup.workers * amount > there.get(name, 0):
-        return name, there.get(name, 0)
+  def _lacking(self, amounts: Mapping[str, float]) -> tuple[str, float] | None:
+    """Returns (resource, amount that Ray has) of a resource that Ray lacks for
+    all workers together, or None."""
+    available = self._ray.cluster_resources()
+    for name, amount in amounts.items():
+      if self.site.setup.workers * amount > available.get(name, 0):
+        return name, available.get(name, 0)
     return None
 
   def clock(self) -> float:
@@ -246,7 +250,7 @@ class ActorHosts(Hosts):
       self._ray.kill(self._hosts[kind, index].actor)
     # Ray writes the class into the title of the process, which `ps` shows.
     title = f"{HostActor.__name__}-{kind}-{index}"
-    actor_class = self._ray.remote(type(title, (HostActor,), {}))
+    actor_class: Any = self._ray.remote(type(title, (HostActor,), {}))
     # Three more calls: `serve`, `make` and `end`.
     options = {"max_concurrency": self._calls + 3, **self._place(kind)}
     if kind in LOCAL:  # other actors may look it up by name
@@ -259,6 +263,7 @@ class ActorHosts(Hosts):
     actor = actor_class.options(**options).remote(
       kind, index, self.site, began, path
     )
+    # Ray starts the process in the background; these calls wait for it.
     self._serves[kind, index] = actor.serve.remote()
     self._made[kind, index] = ActorCall(
       actor.make.remote(make), kind, index, "cannot start"
@@ -266,7 +271,8 @@ class ActorHosts(Hosts):
     self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
 
-  def _place(self, kind):
+  def _place(self, kind: str) -> Mapping[str, Any]:
+    """Returns the options of Ray that choose the machine of a host."""
     if kind not in LOCAL:
       return self._resources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -280,11 +286,12 @@ class ActorHosts(Hosts):
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base. Raises RayDied if Ray has failed."""
-    refs = [call.ref for call in calls]
+    actor_calls = [call for call in calls if isinstance(call, ActorCall)]
+    refs = [call.ref for call in actor_calls]
     done, _ = ray_waits.wait(refs, count=1, timeout=seconds)
     # Other calls may have ended by now.
     more, _ = ray_waits.wait(refs, timeout=0) if done else ([], [])
-    return [call for call in calls if call.ref in (*done, *more)]
+    return [call for call in actor_calls if call.ref in (*done, *more)]
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""

@@ -42,12 +42,18 @@ class Inside(NamedTuple):
   link: Callable[["Host"], "Host"] = lambda host: host
 
 
-# Makes the object, in its host. The host calls three methods if the object has
-# them. When the host ends, and its process was not killed, it calls `interrupt`
-# at once from another thread, so that a waiting method returns, and `close`
-# when no method runs. When the process of a worker or a peer receives SIGTERM,
-# it calls `drain` from another thread.
-Make = Callable[[Inside], Any]
+class Make(Protocol):
+  """Makes the object, in its host.
+
+  The host calls three methods if the object has them. When the host ends, and
+  its process was not killed, it calls `interrupt` at once from another thread,
+  so that a waiting method returns, and `close` when no method runs. When the
+  process of a worker or a peer receives SIGTERM, it calls `drain` from another
+  thread.
+  """
+
+  def __call__(self, inside: Inside, /) -> Any:
+    """Returns the object."""
 
 
 class Call(Protocol):

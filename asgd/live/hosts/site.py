@@ -110,13 +110,14 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   if server.codec is not None or any(x.size > UNDIVIDED for x in leaves):
     return False
 
-  def receive(params: Any, message: Any) -> Any:
+  def receive(params: Any, message: Any, worker: jax.Array) -> Any:
     state = server.init(params)
-    ticket = server.send(state, np.int32(0))
+    ticket = server.send(state, worker)
     return server.receive(state, ticket, message)
 
   try:
-    program = jax.make_jaxpr(receive)(params, params).jaxpr
+    # Tracing computes nothing, so XLA has not read its options afterwards.
+    program = jax.make_jaxpr(receive)(params, params, np.int32(0)).jaxpr
   except jax.errors.ConcretizationTypeError:  # an `init` that reads numbers
     return False
   if _largest(program) > UNDIVIDED:
@@ -133,7 +134,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
 
 
 def _largest(jaxpr: Any) -> int:
-  """The number of elements of the largest array in a program."""
+  """Returns the number of elements of the largest array in a program."""
   arrays = (
     array
     for equation in internals.equations(jaxpr)

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,27 @@ class HostServer:
     self._host, self._path = host, path
     path.unlink(missing_ok=True)
     self._listener = Listener(str(path), "AF_UNIX", backlog=_WAITING)
-    self._over = threading.Event()
-    self._open: set[Connection] = set()
+    self._closed = threading.Event()
+    self._connections: set[Connection] = set()
     name = f"{path.name}-accept"
     self._thread = threading.Thread(target=self._accept, name=name, daemon=True)
     self._thread.start()
 
-  def _accept(self):
-    while not self._over.is_set():
+  def _accept(self) -> None:
+    """Starts a thread for each connection."""
+    while not self._closed.is_set():
       try:
         connection = self._listener.accept()
       except OSError:  # the caller has left, or no descriptor is free
-        self._over.wait(_RETRY_SECONDS)
+        self._closed.wait(_RETRY_SECONDS)
         continue
-      self._open.add(connection)
+      self._connections.add(connection)
       threading.Thread(
         target=self._serve, args=(connection,), daemon=True
       ).start()
 
-  def _serve(self, connection):
+  def _serve(self, connection: Connection) -> None:
+    """Answers the calls of one connection until it is closed."""
     # Bytes that are no call end their connection and disturb no other one.
     with contextlib.suppress(Exception, Killed), connection:
       while True:
@@ -65,9 +68,9 @@ class HostServer:
           raise
         except Exception as error:  # it cannot be pickled
           connection.send((None, f"{type(error).__name__}: {error}"))
-    self._open.discard(connection)
+    self._connections.discard(connection)
 
-  def _answer(self, method, args):
+  def _answer(self, method: str, args: Sequence[Any]) -> tuple[Any, Any]:
     """Calls the method; returns (result, None) or (None, error)."""
     try:
       return self._host.do(method, *args), None
@@ -78,10 +81,10 @@ class HostServer:
 
   def close(self) -> None:
     """Ends all connections; waiting callers raise HostExited."""
-    if self._over.is_set():
+    if self._closed.is_set():
       self._thread.join(_SECONDS)  # another thread may be closing the server
       return
-    self._over.set()
+    self._closed.set()
     with contextlib.suppress(OSError):  # this connection wakes `_accept`
       Client(str(self._path), "AF_UNIX").close()
       # If the file belongs to another server by now, `_accept` waits until the
@@ -89,7 +92,8 @@ class HostServer:
       self._thread.join(_SECONDS)
     with contextlib.suppress(OSError):  # the file was removed
       self._listener.close()
-    for connection in [*self._open]:
+    # `shutdown` ends a `recv` of another thread; `close` would not.
+    for connection in [*self._connections]:
       with (
         contextlib.suppress(OSError),
         socket.socket(fileno=os.dup(connection.fileno())) as sock,

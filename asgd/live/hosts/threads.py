@@ -7,6 +7,7 @@ returns. An object that waits by other means has a method `interrupt`.
 
 import concurrent.futures
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -67,12 +68,13 @@ class ThreadHost(Host):
   ):
     """`kill` ends the host from inside; None: the thread ends."""
     self.kind, self.index = kind, index
-    self._box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    # (Future of the result, method, arguments); None ends the thread.
+    self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._end = threading.Event()
-    self._lock = threading.Lock()
-    self._open: set[Future[Any]] = set()  # calls without a result
+    self._lock = threading.Lock()  # of `_open_calls`
+    self._open_calls: set[Future[Any]] = set()  # calls without a result
     self._turn = threading.Lock()  # held by the thread that calls the object
-    self._held: Any = None  # the object
+    self._object: Any = None  # None until `make` has returned
     # Whether to name this host in errors; the caller of a process names it.
     self._names_itself = kill is None
     self._fence = threading.Lock()  # held while the disk is written
@@ -94,11 +96,11 @@ class ThreadHost(Host):
     """Whether the host answers calls."""
     return not self._end.is_set()
 
-  def call(self, method: str, *args: Any) -> Call:
+  def call(self, method: str, *args: Any) -> Future[Any]:
     """See the base."""
     call = self._new_call()
     if not call.done():
-      self._box.put((call, method, args))
+      self._calls.put((call, method, args))
     return call
 
   def do(self, method: str, *args: Any) -> Any:
@@ -108,76 +110,88 @@ class ThreadHost(Host):
     with self._turn:
       if not self.alive:
         raise HostExited(self.kind, self.index)
-      value = getattr(self._held, method)(*args)
+      value = getattr(self._object, method)(*args)
     return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
     """Ends the thread; each open call raises HostExited."""
     with self._fence, self._lock:
       self._end.set()
-      waiting, self._open = self._open, set()
+      waiting, self._open_calls = self._open_calls, set()
     for call in waiting:
       call.set_exception(HostExited(self.kind, self.index))
-    self._box.put(None)
-    if hasattr(self._held, "interrupt"):
-      self._held.interrupt()
+    self._calls.put(None)
+    if hasattr(self._object, "interrupt"):
+      self._object.interrupt()
 
   def drain(self) -> bool:
     """Calls `drain` of the object in the caller's thread; returns whether the
     object has that method."""
-    if drains := hasattr(self._held, "drain"):
-      self._held.drain()
+    if drains := hasattr(self._object, "drain"):
+      self._object.drain()
     return drains
 
-  def _new_call(self):
+  def _new_call(self) -> Future[Any]:
+    """Returns an open call, or one that raises HostExited."""
     call: Future[Any] = Future()
     with self._lock:
       if self.alive:
-        self._open.add(call)
+        self._open_calls.add(call)
         return call
     call.set_exception(HostExited(self.kind, self.index))
     return call
 
-  def _die(self):
+  def _die(self) -> None:
     raise Killed
 
-  def _wait(self, seconds):
+  def _wait(self, seconds: float) -> None:
+    """Blocks the object; a kill of the host ends the wait."""
     if self._end.wait(seconds):
       raise Killed
 
-  def _later(self, call, method, *args):
+  def _later(
+    self, call: Callable[[], Any], method: str, *args: Any
+  ) -> None:
+    """See `Inside.later`."""
     if self._pool is None:
       name = f"{self.kind}-{self.index}-call"
       self._pool = ThreadPoolExecutor(_POOL, name)
 
-    def post(future):
+    def post(future: Future[Any]) -> None:
       self.call(method, *args, future)
 
     self._pool.submit(call).add_done_callback(post)
 
-  def _answer(self, call, value=None, error=None):
+  def _answer(
+    self,
+    call: Future[Any],
+    value: Any = None,
+    error: BaseException | None = None,
+  ) -> None:
+    """Sets the result or the error of an open call."""
     with self._lock:
-      if call not in self._open:  # the host was killed meanwhile
+      if call not in self._open_calls:  # the host was killed meanwhile
         return
-      self._open.remove(call)
+      self._open_calls.remove(call)
     if error is None:
       call.set_result(value)
     else:
       call.set_exception(error)
 
-  def _run(self, make):
+  def _run(self, make: Make) -> None:
+    """Makes the object, then runs calls one after the other until the end."""
     try:
-      self._held = self._do(self.made, lambda: make(self._inside))
+      self._object = self._do(self.made, lambda: make(self._inside))
       self._answer(self.made)
       failure = self.made.exception()
-      while self.alive and (item := self._box.get()) is not None:
+      while self.alive and (item := self._calls.get()) is not None:
         call, method, args = item
-        if failure is not None:
+        if failure is not None:  # there is no object
           self._answer(call, error=failure)
           continue
         value = self._do(call, lambda: self._call(method, args))  # noqa: B023
-        if isinstance(value, Future):
-          value.add_done_callback(lambda f, call=call: self._copy(call, f))
+        if isinstance(value, Future):  # the next call need not wait for it
+          value.add_done_callback(functools.partial(self._copy, call))
         else:
           self._answer(call, value)
     except Killed:
@@ -186,14 +200,15 @@ class ThreadHost(Host):
       self.end()
       if self._pool is not None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-      if hasattr(self._held, "close"):
-        self._held.close()
+      if hasattr(self._object, "close"):
+        self._object.close()
 
-  def _call(self, method, args):
+  def _call(self, method: str, args: Sequence[Any]) -> Any:
+    # `do` calls the object from other threads.
     with self._turn:
-      return getattr(self._held, method)(*args)
+      return getattr(self._object, method)(*args)
 
-  def _do(self, call, do):
+  def _do(self, call: Future[Any], do: Callable[[], Any]) -> Any:
     """Calls `do` and returns its result. An error, except Killed, becomes the
     result of `call`."""
     try:
@@ -204,7 +219,9 @@ class ThreadHost(Host):
       self._answer(call, error=error)
       return None
 
-  def _copy(self, call, future):
+  def _copy(self, call: Future[Any], future: Future[Any]) -> None:
+    """Answers a call with the result of a future that has ended."""
+    # A cancelled future: the host has ended, and its calls have an error.
     with contextlib.suppress(concurrent.futures.CancelledError):
       error = future.exception()
       value = None if error else future.result()
@@ -231,11 +248,11 @@ class ThreadHosts(Hosts):
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
     """See the base. A host of a local kind starts when its predecessor's method
     has ended, because both write to the same files."""
-    before = self._hosts.get((kind, index))
-    if before is not None:
-      before.end()
+    predecessor = self._hosts.get((kind, index))
+    if predecessor is not None:
+      predecessor.end()
       if kind in LOCAL:
-        before.thread.join()
+        predecessor.thread.join()
     host = ThreadHost(kind, index, make, self.clock)
     self._hosts[kind, index] = host
     self._threads.append(host.thread)
@@ -248,8 +265,10 @@ class ThreadHosts(Hosts):
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
     first = concurrent.futures.FIRST_COMPLETED
-    done, _ = concurrent.futures.wait(calls, seconds, first)
-    return [call for call in calls if call in done]
+    # All calls of threads are futures.
+    futures = [call for call in calls if isinstance(call, Future)]
+    done, _ = concurrent.futures.wait(futures, seconds, first)
+    return [call for call in futures if call in done]
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""

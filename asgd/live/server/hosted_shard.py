@@ -1,10 +1,12 @@
 """A shard as an object in a host: it serves beside the calls of its methods.
 
-Workers on its machine reach it by its sockets. A worker on another one sees
-neither these nor its memory: it opens a session by a call (`links.remote`),
-sends frames in calls, and waits for the answers. The files of a run are on the
-driver's machine, so the lead writes the spans and faults of these workers, too
-(`links.notes`).
+Workers on the shard's machine reach it by its socket. A worker on another
+machine opens a session by a call (`links.remote`), sends frames in calls, and
+waits for the answers. The files of a run are on the driver's machine, so the
+lead writes the spans and faults of such workers, too (`links.notes`).
+
+The host runs the methods of `HostedShard` in its thread. One more thread serves
+the shard, and it alone touches the shard: `server.submit` passes calls to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,63 +24,67 @@ from asgd.live import faults, frames, slot_formats, spans
 from asgd.live.hosts import Inside
 from asgd.live.hosts.site import Site, receive_in_one_thread
 from asgd.live.links.base import Disconnected
-from asgd.live.links.remote import Session, Token
+from asgd.live.links.remote import Packet, Session, Token
 from asgd.live.links.sockets import ShardServer, UnixNetwork
 from asgd.live.shard import Shard, ShardStorage
+from asgd.live.shard.images import Image
 from asgd.live.slots import MESSAGES, message_stamp
 
-ENDED = "ended"  # how a shard ends that was asked to
+ENDED = "ended"  # the result of `run` if the shard was asked to end
 
 
 class HostedShard:
   """One incarnation of a shard, which is served from the start."""
 
   def __init__(self, inside: Inside, server: ShardServer, run: Path):
-    """`inside` is of its host, `run` the folder of the run."""
+    """`inside` is the host's, `run` the folder of the run."""
     self.server, self._ended = server, Future[str]()
     self.clock = inside.clock  # the seconds since the run began
-    self._far: set[tuple[int, int]] = set()  # (worker, restarts) with sessions
+    # (worker, restarts) that opened a session at any time.
+    self._remote: set[tuple[int, int]] = set()
     self._sessions: dict[Token, Session] = {}
     self._run, self._write_span = run, spans.SpanWriter(run)
+    # `serve` takes a thread until the end; the host then calls `served`.
     inside.later(server.serve, "served")
 
   def served(self, call: Future[None]) -> None:
-    """The server has ended, or raises what ended it."""
+    """Ends `run`, with the error of the server if it has one."""
     if error := call.exception():
       self._ended.set_exception(error)
     else:
       self._ended.set_result(ENDED)
 
   def run(self) -> Future[str]:
-    """Returns ENDED once it was asked to end, or raises what ended it."""
+    """Returns ENDED once it was asked to end, or raises the server's error."""
     return self._ended
 
   def ask(self, call: Callable[[Shard], Any]) -> Future[tuple[Any] | None]:
-    """Calls something with the shard, in the serving thread.
+    """Makes a call with the shard, in the serving thread.
 
     Returns:
       (answer,), with NumPy arrays; None if the server has ended: `run` raises
-      what ended it.
+      its error.
     """
     answer: Future[tuple[Any] | None] = Future()
 
-    def finish(done):
-      error = done.exception()
+    def finish(served_call: Future[Any]) -> None:
+      error = served_call.exception()
       if isinstance(error, Disconnected):
         answer.set_result(None)
       elif error is not None:
         answer.set_exception(error)
       else:
-        answer.set_result((done.result(),))
+        answer.set_result((served_call.result(),))
 
-    asked = self.server.submit(lambda shard: jax.device_get(call(shard)))
-    asked.add_done_callback(finish)
+    # Only NumPy crosses the border of a process.
+    pending = self.server.submit(lambda shard: jax.device_get(call(shard)))
+    pending.add_done_callback(finish)
     return answer
 
   def end(self) -> Future[tuple[None] | None]:
     """Writes pending output, and ends."""
     answer = self.ask(_flush)
-    answer.add_done_callback(lambda done: self.server.end())
+    answer.add_done_callback(lambda flushed: self.server.end())
     return answer
 
   def interrupt(self) -> None:
@@ -86,7 +92,7 @@ class HostedShard:
     self.server.end()
 
   def close(self) -> None:
-    """Returns when nothing is served any more, and its files are closed."""
+    """Ends the server, waits for its thread, and closes the shard's files."""
     self.server.end()
     self.server.ended.wait()
     self.server.shard.close()
@@ -94,45 +100,47 @@ class HostedShard:
   # Workers on other machines.
 
   def open(self, token: Token) -> Future[None]:
-    """Opens a session for a worker, which listens to none before any more."""
-    self._far.add(token[:2])
+    """Opens a session for a worker; it listens to its earlier ones no more."""
+    self._remote.add(token[:2])
 
-    def make(shard):
-      for each, session in self._sessions.items():
-        if each[:2] == token[:2]:
+    def make_session(shard: Shard) -> None:
+      for other, session in self._sessions.items():
+        if other[:2] == token[:2]:
           session.release()
       memory = shard.state.slots.memory
       self._sessions[token] = Session(memory, self.server.submit)
 
-    return self.server.submit(make)
+    return self.server.submit(make_session)
 
   def deliver(self, token: Token, data: bytes, message: Any) -> Future[None]:
     """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
     the session, as it would a connection."""
     frame = frames.unpack(data)
 
-    def take(shard):
+    def take(shard: Shard) -> None:
       session = self._sessions[token]
       try:
         session.identify(frame)
-        holds = shard.role.peers.get(frame.worker) == session.send
-        if message is not None and holds and shard.state.accepts(frame):
+        is_peer = shard.role.peers.get(frame.worker) == session.send
+        # A worker on the shard's machine writes its slot itself. Here the shard
+        # does, so a late PUSH must not reach the slot of another ticket.
+        if message is not None and is_peer and shard.state.accepts(frame):
           memory = shard.state.slots.memory
           stamp = message_stamp(frame.worker, frame.seq)
           memory.write(MESSAGES, frame.message, message, stamp)
         shard.handle(frame, session.send, self.clock())
       except (BadCode, frames.BadFrame):
-        self._end(shard, token)
+        self._end_session(shard, token)
         raise
 
     return self.server.submit(take)
 
-  def listen(self, token: Token) -> Future[list[tuple[bytes, Any]]]:
+  def listen(self, token: Token) -> Future[list[Packet]]:
     """Returns the next frames of a session, once there are some. Raises
     KeyError if the session has ended."""
-    answer: Future[list] = Future()
+    answer: Future[list[Packet]] = Future()
 
-    def fail(call):
+    def fail(call: Future[Any]) -> None:
       if (error := call.exception()) is not None:
         answer.set_exception(error)
 
@@ -143,26 +151,28 @@ class HostedShard:
     return answer
 
   def worker_exited(self, worker: int, restarts: int) -> None:
-    """Takes note that an incarnation of a worker has exited: a connection has
-    reported that already, a session has not."""
+    """Ends the sessions of a worker that has exited. A socket needs no such
+    call: the kernel closes it."""
 
-    def drop(shard):
+    def drop(shard: Shard) -> None:
       for token in list(self._sessions):
         if token[:2] == (worker, restarts):
-          self._end(shard, token)
+          self._end_session(shard, token)
 
-    if (worker, restarts) in self._far:
+    if (worker, restarts) in self._remote:
       self.server.submit(drop)
 
-  def _end(self, shard, token):
+  def _end_session(self, shard: Shard, token: Token) -> None:
+    """Ends a session and the tickets of its worker, as if it were a connection
+    that broke."""
     if session := self._sessions.pop(token, None):
       session.release()
       shard.disconnect(session.worker, self.clock(), session.send)
 
-  def write_spans(self, worker: int, times: Sequence[spans.Span]) -> None:
+  def write_spans(self, worker: int, job_spans: Sequence[spans.Span]) -> None:
     """Writes spans of a worker, in times of `clock`; the last is the push that
     ends a job."""
-    for span in times:
+    for span in job_spans:
       self._write_span(worker, span)
 
   def write_fault(self, fault: faults.Fault) -> None:
@@ -170,7 +180,7 @@ class HostedShard:
     faults.append_fault(self._run, fault)
 
 
-def _flush(shard):
+def _flush(shard: Shard) -> None:
   shard.state.messages.flush()
 
 
@@ -181,31 +191,37 @@ class ShardMaker(NamedTuple):
   network: UnixNetwork
   make_server: Callable[[], base.Server]
   steps: simulator.Steps | None  # compiled in this process; None: not yet
-  index: int
+  shard: int  # index
   params: Any  # the shard's part, before the first message
-  image: tuple[Any, Any] | None  # of a checkpoint, for when memory is lost
+  image: Image | None  # of a checkpoint, for when memory is lost
   resumed: bool
 
   def __call__(self, inside: Inside) -> HostedShard:
-    """Compiles, opens the files, and listens."""
-    site, index, setup = self.site, self.index, self.site.setup
+    """Makes a shard, in its host.
+
+    [1] Compile. [2] Open the memory and the files. [3] Recover, and listen.
+    """
+    site, index, setup = self.site, self.shard, self.site.setup
+    # [1]
     server = self.make_server()
     if self.steps is None:  # in a separate process
       receive_in_one_thread(server, self.params)
     steps = self.steps or simulator.compile_steps(
       server, None, wire=site.compress, keeps_messages=True
     )
-    if not setup.totals:  # compiles before the first message comes
+    if not setup.totals:  # with totals, `steps.stage` is used instead
       state = simulator.start(server, self.params)
       ticket = steps.send(state, jnp.int32(0))
       message = compression.blank(server.codec, self.params)
       received = steps.receive(state, ticket, message, np.float32(0.0))
       jax.block_until_ready(received)
+    # [2] A new state: `receive` has donated the first one.
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
     memory, run = site.open_memory(index, *like, state), Path(site.run)
     store = ShardStorage.open(run, index, memory, self.image, disk=inside.disk)
+    # [3]
     shard = Shard(
       *(index, setup, steps, state, store),
       now=inside.clock(),

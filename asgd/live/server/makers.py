@@ -5,6 +5,8 @@ shared memory (`links.sockets`, `slots`): a Ray call takes 0.5 ms, a frame a
 twentieth of that. Shards run on the driver's machine. Workers on other machines
 call the hosts of shards (`links.remote`), and the lead writes their spans and
 faults (`links.notes`).
+
+A simulated world and the tests replace the network and the faults.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +19,7 @@ from asgd.live.hosts.site import Site
 from asgd.live.links.sockets import UNIX, UnixNetwork
 from asgd.live.server.hosted_shard import ShardMaker
 from asgd.live.server.hosted_worker import MakeScript, WorkerMaker
+from asgd.live.shard.images import Image
 
 
 class ServerMakers:
@@ -31,18 +34,18 @@ class ServerMakers:
     steps: simulator.Steps | None = None,
     network: UnixNetwork = UNIX,
     faults: Sequence[faults_lib.Fault] = (),
-    images: Sequence[tuple[Any, Any]] | None = None,
+    images: Sequence[Image] | None = None,
     make_script: MakeScript = faults_lib.script_of,
   ):
     """Prepares.
 
     Args:
-      site: of the hosts.
-      make_server: called in the hosts of shards.
+      site: folders and settings of the run.
+      make_server: makes the server; called in the hosts of shards.
       parts: parameters of each shard, before the first message.
-      steps: of the server, in threads, where workers have compiled, too; None:
-        each party compiles in its separate process.
-      network: of the sockets of shards.
+      steps: compiled steps of the server, which threads share; None: each party
+        compiles in its separate process.
+      network: makes the sockets of shards and workers.
       faults: to inject, each once.
       images: checkpoints of each shard, for when the memory is lost.
       make_script: makes the faults of a worker.
@@ -50,11 +53,11 @@ class ServerMakers:
     self.site, self._network, self._parts = site, network, parts
     self._make_server, self._steps = make_server, steps
     self._faults, self._make_script = faults, make_script
-    self._images = images or [None] * len(parts)
+    self._images: Sequence[Image | None] = images or [None] * len(parts)
 
   def shard(self, index: int, resumed: bool) -> Make:
-    """Returns what makes a shard; of a run that is resumed its journal holds
-    the beginning, and no other party is alive."""
+    """Returns the maker of a shard. If `resumed`, its journal has rows of
+    earlier commands, and no other party is alive."""
     part, image = self._parts[index], self._images[index]
     return ShardMaker(
       *(self.site, self._network, self._make_server, self._steps),
@@ -62,9 +65,11 @@ class ServerMakers:
     )
 
   def worker(self, worker: int, restarts: int) -> Make:
-    """Returns what makes a worker, which had so many incarnations before."""
+    """Returns the maker of a worker, of which `restarts` hosts were started
+    before."""
     return WorkerMaker(
       *(self.site, self._network, worker, restarts),
       *(self._faults, self._make_script),
+      # Workers in threads share programs that are compiled already.
       warm_up=self._steps is None,
     )

@@ -122,10 +122,10 @@ class Run:
     return self.journal(0)
 
   def shard(self, index):
-    return self.hosts._hosts["shard", index]._held.server.shard
+    return self.hosts._hosts["shard", index]._object.server.shard
 
   def flush(self, index):
-    party = self.hosts._hosts["shard", index]._held
+    party = self.hosts._hosts["shard", index]._object
     party.ask(lambda shard: shard.state.messages.flush()).result()
 
   def check(self):

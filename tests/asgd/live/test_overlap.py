@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from asgd.live import frames
-from asgd.live import worker as worker_lib
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
+from asgd.live.incarnation import OpenJob
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS
 from asgd.live.worker import Reach, WorkerLoop
@@ -139,13 +139,13 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   params = memory[PARAMS, 0][0]
   duty = Duty(None, lambda params: 0, None, None, params, None, overlap=True)
   loop = make_loop(duty, link, memory)
-  job = worker_lib._OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
+  job = OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
-  before = loop._tenure
+  before = loop._incarnation
   loop._start_next_incarnation()
   loop._write(before, job, params)
   assert (MESSAGES, 1) not in memory
-  loop._write(loop._tenure, job, params)
+  loop._write(loop._incarnation, job, params)
   assert (MESSAGES, 1) in memory
 
 

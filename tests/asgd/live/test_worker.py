@@ -110,12 +110,12 @@ def test_an_answer_to_the_holder_before_is_passed_over():
   made, link, _ = loop([WELCOME, expel, WELCOME, ticket(), third, STOP])
   numbers = []
   hear = link.receive
-  link.receive = lambda seconds: numbers.append(made._tenure.number) or hear(0)
+  link.receive = lambda seconds: numbers.append(made._incarnation.number) or hear(0)
   assert made.run() == "stopped"
   assert numbers == [-1, 1, -1, -1, -1, 3]
   said = [frame.version for _, frame in link.said]
   assert said == [0, 1]
-  assert not made._tenure.started  # the ticket was the other holder's, too
+  assert not made._incarnation.started  # the ticket was the other holder's, too
 
 
 def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():

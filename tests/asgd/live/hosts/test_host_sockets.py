@@ -196,8 +196,8 @@ def test_a_listener_without_free_descriptors_waits_before_it_accepts_again(
 
   server._listener.accept = refuse
   waits = []
-  wait = server._over.wait
-  server._over.wait = lambda seconds: (waits.append(seconds), wait(0.0))[1]
+  wait = server._closed.wait
+  server._closed.wait = lambda seconds: (waits.append(seconds), wait(0.0))[1]
   calls = [
     sockets.SocketHost("shard", 0, tmp_path / "a.sock").call("index", 1)
     for _ in range(2)

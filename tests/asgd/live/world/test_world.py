@@ -12,9 +12,10 @@ import pytest
 import world_mutants
 
 from asgd import server
+from asgd.live.incarnation import Lease
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
-from asgd.live.worker import Lease, WorkerLoop
+from asgd.live.worker import WorkerLoop
 from asgd.live.world import explore, run, scenario, table_run
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Rules
@@ -209,7 +210,7 @@ def sends_to_the_lead_first(patch):
   """A message that the lead has received is lost with another shard."""
 
   def push(self, shard, frame):
-    if shard and frame.seq not in self._tenure.for_lead:
+    if shard and frame.seq not in self._incarnation.for_lead:
       original(self, 0, frame._replace(message=-1))
     original(self, shard, frame)
 
@@ -252,12 +253,12 @@ def keeps_the_state_of_another_incarnation(patch):
 
   def begin(self, job):
     original(self, job)
-    states[id(self)] = self._tenure.state
+    states[id(self)] = self._incarnation.state
 
   def welcome(self, shard, frame):
     handle(self, shard, frame)
-    if self._tenure.state is not None and not self._tenure.started:
-      self._tenure.state = states.get(id(self), self._tenure.state)
+    if self._incarnation.state is not None and not self._incarnation.started:
+      self._incarnation.state = states.get(id(self), self._incarnation.state)
 
   states = {}
   original, handle = WorkerLoop._begin, WorkerLoop._handle

@@ -1,0 +1,136 @@
+"""The state of one incarnation of a worker: its open jobs, the messages that
+shards have not acknowledged, and the right to write to slots.
+
+`asgd.live.worker` has the loop that uses them.
+"""
+
+import collections
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from asgd import base
+from asgd.live import frames
+from asgd.live.frames import Frame
+from asgd.live.held import HeldParams
+from asgd.live.slots import PARAMS
+
+
+class OpenJob:
+  """A job whose tickets have begun to arrive and that is not finished."""
+
+  def __init__(self, frame: Frame, now: float):
+    self.seq, self.job = frame.seq, frame.job
+    # The lead sent KEPT: the worker has the parameters of its latest ticket.
+    self.reuses_params = int(frame.flag == frames.KEPT)
+    self.tickets: dict[int, Frame] = {}  # shard -> its TICKET
+    self.first_ticket = self.compute_start = now
+    self.compute_end = math.inf  # infinite until the job is computed
+    self.result: Any = None  # (message, loss)
+
+  def fetch_frame(self, worker: int) -> Frame:
+    """Returns the FETCH that asks a shard for its part of the ticket."""
+    kept = self.reuses_params
+    return Frame(frames.FETCH, worker, self.seq, self.job, flag=kept)
+
+  def push_frame(self, worker: int, finite: bool, loss: float) -> Frame:
+    """Returns the PUSH of the message, without the slot of a shard."""
+    push = Frame(frames.PUSH, worker, self.seq, self.job, flag=int(finite))
+    return push._replace(value=loss)
+
+  def ticket(self, worker: int, params: Any) -> base.Ticket:
+    """Returns the ticket of the job, with the parameters of all shards."""
+    # NumPy scalars: to make jax arrays would take a dispatch each.
+    index: Any = np.int32(worker)
+    version: Any = np.int32(self.tickets[0].version)
+    return base.Ticket(index, version, params, np.bool_(not self.reuses_params))
+
+  def slots(self, memories: Sequence[Any]) -> Iterator[tuple[Any, Frame]]:
+    """Returns (memory, TICKET) of each shard."""
+    tickets = (self.tickets[shard] for shard in range(len(memories)))
+    return zip(memories, tickets, strict=True)
+
+  def has_its_params(self, memories: Sequence[Any]) -> bool:
+    """Whether the slots of the parameters still have their content. The work
+    may read them until it ends. If not, the ticket was lost, and the result is
+    wrong."""
+    return all(
+      memory.stamp(PARAMS, ticket.params) == int(ticket.value)
+      for memory, ticket in self.slots(memories)
+    )
+
+
+class Incarnation:
+  """The state of one incarnation of a worker. An expelled loop starts the next
+  incarnation with an empty state."""
+
+  def __init__(
+    self, shards: int, held: list[HeldParams] | None, attempt: int = 0
+  ):
+    self.attempt = attempt  # earlier incarnations of this loop
+    # Each shard's parameters; None: each ticket carries the parameters.
+    self.held = held
+    self.number = -1  # the incarnation; -1 until the lead assigns it
+    self.state: Any = None  # of the worker's transform
+    self.jobs: dict[int, OpenJob] = {}  # seq -> job that is not started
+    self.started: set[int] = set()  # seqs
+    # Jobs in computation, in their order; at most `Duty.depth`.
+    self.running: collections.deque[OpenJob] = collections.deque()
+    # For each shard: seq -> PUSH that the shard has not acknowledged.
+    self.unacked: list[dict[int, Frame]] = [{} for _ in range(shards)]
+    # Seq -> PUSH for the lead, sent once all other shards acknowledged theirs.
+    self.for_lead: dict[int, Frame] = {}
+
+  def take_ready_job(self, depth: int) -> OpenJob | None:
+    """Takes the next job that has all tickets, in order, as the depth
+    allows."""
+    for seq, job in sorted(self.jobs.items()):
+      if 0 not in job.tickets:
+        continue  # a shard sent a ticket that the lead has ended already
+      complete = len(job.tickets) == len(self.unacked)
+      if not complete or len(self.running) >= depth:
+        return None
+      self.started.add(seq)
+      return self.jobs.pop(seq)
+    return None
+
+  def acknowledge(self, shard: int, seq: int) -> Frame | None:
+    """Notes an ACK. Returns the PUSH for the lead, if it waited for this ACK
+    alone."""
+    self.unacked[shard].pop(seq, None)
+    if any(seq in unacked for unacked in self.unacked):
+      return None
+    return self.for_lead.pop(seq, None)
+
+  @property
+  def unsettled(self) -> bool:
+    """Whether some shard has not acknowledged a message."""
+    return bool(self.for_lead) or any(self.unacked)
+
+
+class Lease:
+  """The right of a worker loop to write to the slots of its worker index.
+
+  A thread that hung cannot be killed: it may wake when its successor has the
+  slots.
+  """
+
+  def __init__(self) -> None:
+    self.revoked = False  # another loop has the worker index
+    self._lock = threading.Lock()  # locked during a write
+
+  def revoke(self) -> None:
+    """Ends the lease: when this returns, no write is under way, and none
+    follows."""
+    with self._lock:
+      self.revoked = True
+
+  def use(self, write: Callable[[], None]) -> bool:
+    """Calls `write` and returns True; after `revoke` only returns False."""
+    with self._lock:
+      if not self.revoked:
+        write()
+      return not self.revoked
