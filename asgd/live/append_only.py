@@ -1,8 +1,8 @@
-"""Files to which whole rows are only ever added.
+"""Files to which complete rows are only ever added.
 
-A kill of the process leaves whole rows and at most one that is cut short, which
-is dropped when the file is opened again. A row that the disk does not take is
-taken back.
+A kill of the process leaves complete rows and at most one that is cut short.
+The subclass drops that when it opens the file again. If the disk is full in the
+middle of a row, the beginning of the row is removed.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 
 from asgd import safe_files
 
-# Remedies, in messages.
+# Remedies, for error messages.
 GO_ON = "run the same command again to resume"
 ANEW = "or start anew in another folder (--workdir)"
 PUT_BACK = f"Put the file back as the run wrote it, {ANEW}"
@@ -41,18 +41,18 @@ def writing(path: Path | str) -> Iterator[None]:
     ) from error
 
 
-def check_rows(path: Path, there: int, least: int) -> None:
+def check_rows(path: Path, rows: int, least: int) -> None:
   """Raises ValueError for a file with fewer rows than the run resumes from."""
-  if there < least:
-    has = f"has {there} rows" if path.exists() else "is missing"
+  if rows < least:
+    state = f"has {rows} rows" if path.exists() else "is missing"
     raise ValueError(
-      f"{path} {has} where the run resumes from {least}: it was cut short or"
+      f"{path} {state} where the run resumes from {least}: it was cut short or"
       f" removed. {PUT_BACK}"
     )
 
 
 class AppendOnlyFile:
-  """A file of one writer."""
+  """A file with one writer. A subclass defines the form of its rows."""
 
   def __init__(self, path: Path, disk: Any = os):
     """`disk` writes as `os` does; a simulation has another."""
@@ -62,9 +62,9 @@ class AppendOnlyFile:
     self._size = os.fstat(self._file).st_size
 
   def _add(self, data: bytes) -> None:
-    """Adds all of it, or nothing and raises ValueError."""
+    """Adds all of `data`, or nothing and raises ValueError."""
     status = os.fstat(self._file)
-    if not status.st_nlink:
+    if not status.st_nlink:  # the name is gone, and the open file lives on
       raise FileGone(self.name)
     if status.st_size != self._size:
       raise ValueError(
@@ -77,6 +77,7 @@ class AppendOnlyFile:
       while rest:
         rest = rest[self._disk.write(self._file, rest) :]
     except OSError:
+      # If this fails, too, the next command drops the rest of the row.
       with contextlib.suppress(OSError):
         os.ftruncate(self._file, self._size)
       with writing(self.name):  # entered here alone: rows are many
@@ -84,6 +85,7 @@ class AppendOnlyFile:
     self._size += len(data)
 
   def _cut(self, size: int) -> None:
+    """Drops all but the first `size` bytes."""
     os.ftruncate(self._file, size)
     self._size = size
 

@@ -1,4 +1,4 @@
-"""Errors that end a live run."""
+"""Errors that end a live run. The driver raises them, not a participant."""
 
 
 class AllDied(RuntimeError):
@@ -10,18 +10,20 @@ class NotFinite(ValueError):
 
 
 class WorkersDie(ValueError):
-  """Workers exit one after the other, and no message comes."""
+  """Workers exit one after the other, and no message is received."""
 
 
 class ShardsDie(ValueError):
-  """Shards exit one after the other, and no message comes."""
+  """Shards exit one after the other, and no message is received."""
 
 
-def process_failure(what: str, error: Exception) -> Exception:
-  """Returns the error to raise where a process has failed: one line if the user
-  can mend it, otherwise all details."""
-  last = str(error).strip().splitlines()[-1]
-  kind, _, text = last.partition(": ")
+def process_failure(failure: str, error: Exception) -> Exception:
+  """Returns the error to raise for the failure of a process: one line if the
+  user can mend it, otherwise the traceback. `error` has the traceback as its
+  text; `failure` is, for example, "worker 0 failed"."""
+  # The last line of a traceback: "ValueError: the message".
+  last_line = str(error).strip().splitlines()[-1]
+  kind, _, message = last_line.partition(": ")
   if kind in ("ValueError", "OSError", "FileNotFoundError"):
-    return ValueError(f"{what}: {text}")
-  return RuntimeError(f"{what}: {error}")
+    return ValueError(f"{failure}: {message}")
+  return RuntimeError(f"{failure}: {error}")

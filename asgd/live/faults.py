@@ -17,8 +17,8 @@ from asgd import safe_files
 from asgd.live.frames import Frame
 
 KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
-MOST_SECONDS = 1e6  # that a slow job may be given: twelve days
-OF_LINKS = "lose", "double", "reorder"  # of messages to and from a server
+MOST_SECONDS = 1e6  # of a slow job: twelve days
+OF_LINKS = "lose", "double", "reorder"  # faults of frames to a server
 
 
 class Fault(NamedTuple):
@@ -40,7 +40,7 @@ def parse(text: str) -> Fault:
   kind, *numbers = text.split(":")
   try:
     if kind not in KINDS or len(numbers) != 2 + (kind == "slow"):
-      raise ValueError
+      raise ValueError  # replaced below, as are those of `int` and `float`
     worker, seq, *seconds = numbers
     fault = Fault(int(worker), int(seq), kind, *map(float, seconds))
   except ValueError:
@@ -52,7 +52,9 @@ def parse(text: str) -> Fault:
   return fault
 
 
-def _check_numbers(fault, text):
+def _check_numbers(fault: Fault, text: str) -> None:
+  """Raises ValueError for a number out of its range; `text` is the fault as a
+  user writes it."""
   worker, seq, _, seconds = fault
   for name, value in (("worker", worker), ("seq", seq)):
     if value < 0:
@@ -67,9 +69,9 @@ def _check_numbers(fault, text):
 def check(
   faults: Sequence[Fault], workers: int, jobs: int | None = None
 ) -> None:
-  """Raises ValueError for a fault that cannot happen with so many workers and
-  jobs (None: not known), or that is given twice."""
-  seen = set()
+  """Raises ValueError for a fault that cannot happen with these counts of
+  workers and jobs (None: not known), or that is given twice."""
+  seen = set()  # (worker, seq, kind)
   for fault in faults:
     text = f"{fault.kind}:{fault.worker}:{fault.seq}"  # as `parse` reads it
     text += f":{fault.seconds:g}" if fault.kind == "slow" else ""
@@ -108,22 +110,25 @@ class Script:
   ):
     """`kill` ends this worker, and does not return; `wait` blocks for some
     seconds; `record` is called with each fault before it happens."""
-    self._waiting = {fault[:3]: fault for fault in faults}
+    # (worker, seq, kind) -> fault that has not happened yet.
+    self._pending = {fault[:3]: fault for fault in faults}
     self._kill, self._wait, self._record = kill, wait, record
-    self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
-    self._lock = threading.Lock()
+    self._delayed: dict[int, Frame] = {}  # worker -> a frame to be overtaken
+    self._lock = threading.Lock()  # with overlap, two threads take faults
     self.injected: list[Fault] = []
 
-  def _take(self, worker, seq, kind):
+  def _take(self, worker: int, seq: int, kind: str) -> Fault | None:
+    """Takes a fault, once, and records it."""
     with self._lock:
-      fault = self._waiting.pop((worker, seq, kind), None)
+      fault = self._pending.pop((worker, seq, kind), None)
       if fault:
         self.injected.append(fault)
+        # Before it happens: a killed process can write nothing.
         self._record(fault)
     return fault
 
   def before_work(self, worker: int, seq: int) -> None:
-    """Kills, hangs or slows down."""
+    """Kills, hangs or slows down the worker."""
     if self._take(worker, seq, "kill"):
       self._kill()
     if self._take(worker, seq, "hang"):
@@ -137,11 +142,11 @@ class Script:
     if not self._take(worker, seq, "nan"):
       return message
 
-    def spoil(x):
-      whole = x.dtype.kind in "iub"  # of a code
-      return x if whole else np.full(x.shape, np.nan, x.dtype)
+    def with_nan(x: Any) -> Any:
+      is_integer = x.dtype.kind in "iub"  # as in codes
+      return x if is_integer else np.full(x.shape, np.nan, x.dtype)
 
-    return jax.tree.map(spoil, message)
+    return jax.tree.map(with_nan, message)
 
   def frames(self, worker: int, frame: Frame) -> list[Frame]:
     """Drops a frame, doubles it, or delays it until after the next one."""
@@ -150,14 +155,14 @@ class Script:
     if self._take(worker, frame.seq, "double"):
       return [frame, frame]
     if self._take(worker, frame.seq, "reorder"):
-      self._late[worker] = frame
+      self._delayed[worker] = frame
       return []
-    late = self._late.pop(worker, None)
-    return [frame, late] if late else [frame]
+    delayed = self._delayed.pop(worker, None)
+    return [frame, delayed] if delayed else [frame]
 
 
 def script_of(faults: Sequence[Fault], run: Path, inside: Any) -> Script:
-  """Returns the faults of the worker in a host, which writes each of them to
-  the folder of a run before it happens; `inside` is that of the host."""
+  """Returns the script of a worker in a host. It writes each fault to the
+  folder of the run before it happens; `inside` is the host's."""
   record = functools.partial(append_fault, run)
   return Script(faults, kill=inside.kill, wait=inside.wait, record=record)

@@ -6,11 +6,11 @@ connection to every shard. The lead (shard 0) decides which worker starts which
 job.
 
   worker -> shard                      shard -> worker
-  HELLO   I am worker `worker`         WELCOME  you are its incarnation `job`
-  FETCH   my part for (seq, job)       TICKET   for (seq, job): read the params
-  PUSH    (seq) lies in its slot                slot, write to the message slot
-  DRAIN   nothing new for me           ACK      (seq) is committed
-  BYE     I leave                      EXPEL    I take you for dead
+  HELLO  asks to be registered         WELCOME  is incarnation `job` of `worker`
+  FETCH  asks for a part of a ticket   TICKET   (seq, job): slots of parameters
+  PUSH   message (seq) is in its slot           and of the message
+  DRAIN  asks for no further job       ACK      message (seq) is committed
+  BYE    leaves                        EXPEL    its tickets are ended
                                        STOP     all jobs are received
 
 A message is identified by (worker, seq). The seq counts the jobs of the worker
@@ -38,7 +38,7 @@ WHOLE, KEPT, UPDATES = range(3)
 class Frame(NamedTuple):
   """One frame; the meaning of a field depends on the kind."""
 
-  kind: int
+  kind: int  # one of the constants above
   worker: int = 0  # worker index; FOLLOW: index of the follower
   # HELLO: count of the loops with this worker index that were started earlier
   seq: int = 0
@@ -71,45 +71,53 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
   this shard of a run with this `Setup`."""
   kind, sender, seq, job = frame[:4]
   workers, shards, jobs = setup.workers, setup.shards, setup.jobs
-  fits = all(-1 <= number <= _MOST for number in frame[1:8])
+  valid = all(-1 <= number <= _MOST for number in frame[1:8])
+  # [1] A shard of this kind receives such frames.
   if kind in OF_SHARDS:
-    of_follower = FOLLOW, PREPARED, ASKED
-    fits &= setup.consistent and (kind in of_follower) == (shard == 0)
+    from_follower = kind in (FOLLOW, PREPARED, ASKED)
+    valid &= setup.consistent and from_follower == (shard == 0)
   else:
-    of_one = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
-    fits &= kind in (HELLO, PUSH, BYE, of_one)
+    # Besides HELLO, PUSH and BYE, a shard of each kind receives one more.
+    further = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
+    valid &= kind in (HELLO, PUSH, BYE, further)
+  # [2] The integers are those of a worker, shard or job of the run.
   if kind == FOLLOW:
-    fits &= 0 < sender < shards and frame.version >= 0
+    valid &= 0 < sender < shards and frame.version >= 0
   elif kind not in OF_SHARDS or shard == 0:  # followers trust the lead's frames
-    fits &= 0 <= sender < workers and seq >= 0
+    valid &= 0 <= sender < workers and seq >= 0
     # -1: the lead, and only the lead, is to assign an incarnation.
     if kind == HELLO:
-      fits &= job >= (0 if shard else -1)
+      valid &= job >= (0 if shard else -1)
     else:
-      fits &= 0 < job < shards if kind in OF_SHARDS else 0 <= job < jobs
+      valid &= 0 < job < shards if kind in OF_SHARDS else 0 <= job < jobs
     if kind == PUSH:
-      fits &= frame.flag == 0 or frame.flag == 1 and math.isfinite(frame.value)
-  if not fits:
+      valid &= frame.flag == 0 or frame.flag == 1 and math.isfinite(frame.value)
+  if not valid:
     raise BadFrame(
       f"shard {shard} of {shards} has no use for {frame}, of a run with"
       f" {workers} workers and {jobs} jobs"
     )
 
 
-def speaker(frame: Frame, before: tuple | None = None) -> tuple[str, int]:
-  """Returns the sender (a worker or a follower) that owns the connection of a
-  frame. Raises BadFrame if it was another `before`."""
+def speaker(
+  frame: Frame, known_sender: tuple[str, int] | None = None
+) -> tuple[str, int]:
+  """Returns the sender of a frame: ("worker" or "shard", index). Raises
+  BadFrame if the connection belongs to another `known_sender`."""
   sender = "worker", frame.worker
   if frame.kind in OF_SHARDS:
     index = frame.worker if frame.kind == FOLLOW else frame.job
     sender = "shard", index
-  if before not in (None, sender):
-    raise BadFrame(f"one connection sends frames of {before} and of {sender}")
+  if known_sender not in (None, sender):
+    raise BadFrame(
+      f"one connection sends frames of {known_sender} and of {sender}"
+    )
   return sender
 
 
+# Magic, kind, three bytes of padding, then the other fields of a Frame.
 _FORMAT = struct.Struct("<4sBxxxiqqqqiidd")
-_MAGIC = b"asg1"
+_MAGIC = b"asg1"  # the version of the format
 SIZE = _FORMAT.size  # bytes of a packed frame
 
 

@@ -1,4 +1,7 @@
-"""A shard's journal: the rows of its trace, with all columns of an Event."""
+"""A shard's journal: the rows of its trace, with all columns of an Event.
+
+`FileJournal` writes one; the functions read, cut and check the files.
+"""
 
 import itertools
 import math
@@ -13,7 +16,7 @@ from asgd.orders.trace import Event
 
 
 def journal_path(run: Path, index: int) -> Path:
-  """The file of a shard's journal."""
+  """Returns the path of a shard's journal."""
   return Path(run) / f"trace-{index}.csv"
 
 
@@ -24,6 +27,7 @@ class FileJournal(AppendOnlyFile):
     """Opens or makes the file. Raises ValueError if it is no journal."""
     self._events = read_journal(path)
     super().__init__(path, **options)
+    # A kill may have left the beginning of a row.
     self._cut(Path(path).read_bytes().rfind(b"\n") + 1)
     if not self._size:
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())
@@ -51,8 +55,8 @@ def read_journal(path: Path) -> list[Event]:
 
 
 def read_begun(run: Path, path: Path) -> list[Event]:
-  """Reads a journal with at least one row; ValueError if it has none, or as
-  `read_journal`."""
+  """Reads a journal with at least one row. Raises ValueError for an empty or
+  missing one, and as `read_journal` does."""
   events = read_journal(path)
   if events:
     return events
@@ -68,13 +72,13 @@ def cut_journal(path: Path, rows: int) -> None:
   """Drops all but the first rows of a journal, which may have no file."""
   if path.exists():
     with path.open("rb") as file:
-      kept = b"".join(itertools.islice(file, rows + 1))
-    safe_files.truncate(path, len(kept))
+      lines = b"".join(itertools.islice(file, rows + 1))  # 1: the header
+    safe_files.truncate(path, len(lines))
 
 
 def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
   """Checks a trace made of all journals of a run, as `orders.check` does.
-  Raises ValueError naming the run."""
+  Raises ValueError with the folder of the run."""
   try:
     orders.check(joined, **options)
   except trace.TraceError as error:
@@ -85,9 +89,10 @@ def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
-  """Checks that a shard could have written a journal. Raises ValueError naming
-  the file, the first wrong line, and why."""
+  """Checks that a shard could have written a journal. Raises ValueError with
+  the file, the first wrong line, and the reason."""
   try:
+    # A journal does not tell the depth that its run had.
     orders.check(events, depth=math.inf, path=path)
   except ValueError as error:
     raise ValueError(

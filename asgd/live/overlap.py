@@ -7,7 +7,7 @@
 They are the three weakly synchronised threads of Dean et al., "Large scale
 distributed deep networks", NIPS 2012. Jobs pass the stages in their order. A
 ticket that is fetched ahead (`Rules.depth`) has the version that it was sent
-with, so the staleness that this costs is counted.
+with, so its staleness counts the updates during the earlier jobs.
 """
 
 import collections
@@ -46,20 +46,22 @@ class Stages:
       ThreadPoolExecutor(1, thread_name_prefix=name)
       for name in ("compute", "push")
     ]
-    self._jobs: collections.deque[tuple[Any, Future]] = collections.deque()
+    # (job, its push), in the order in which the jobs began.
+    self._jobs: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
 
   def begin(self, job: Any) -> None:
-    """Computes and pushes a job after those before it."""
-    computing, pushing = self._threads
-    computed = computing.submit(self._compute, job)
+    """Computes and pushes a job after the earlier jobs."""
+    compute_thread, push_thread = self._threads
+    computation = compute_thread.submit(self._compute, job)
 
-    def push():
-      computed.result()
+    def push() -> Any:
+      computation.result()  # raises its error
       return self._push(job)
 
-    pushed = pushing.submit(push)
-    self._jobs.append((job, pushed))
-    pushed.add_done_callback(lambda pushed: self._wake())
+    future = push_thread.submit(push)
+    self._jobs.append((job, future))
+    # Only now: a call of `wake` promises that `ready` is True.
+    future.add_done_callback(lambda future: self._wake())
 
   @property
   def ready(self) -> bool:
@@ -69,8 +71,8 @@ class Stages:
   def take(self) -> tuple[Any, Any]:
     """Returns the next (job, result of its push); raises the error of either
     thread."""
-    job, pushed = self._jobs.popleft()
-    return job, pushed.result()
+    job, push = self._jobs.popleft()
+    return job, push.result()
 
   def __enter__(self) -> "Stages":
     return self

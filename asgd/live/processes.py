@@ -1,4 +1,8 @@
-"""The processes of a run: their locks and numbers, and how to end them."""
+"""The processes of a run: their locks and process ids, and how to end them.
+
+A process id alone may be another process's by now. A `.pid` file has the start
+time, too, so that no foreign process is killed.
+"""
 
 import collections
 import contextlib
@@ -12,15 +16,18 @@ from pathlib import Path
 
 from asgd import safe_files
 
-_FILES = 2**16  # that a process may have open, where the system allows it
+_MOST_FILES = 2**16  # open files of a process, if the system allows so many
 # Folders that only the children of this process use.
 FOLDERS: set[str] = set()
 
 
 def lock(path: Path, seconds: float, name: Path | None = None) -> int:
-  """Holds a file until this process ends; waits so many seconds for the process
-  before to end. Raises ValueError, with the path or another name of it, if it
-  does not, or for a symbolic link."""
+  """Locks a file until this process ends, and returns its descriptor.
+
+  It waits `seconds` for another process to end. Raises ValueError if that has
+  not ended by then, or for a symbolic link; `name` is the path in the error.
+  """
+  # The kernel unlocks the file when a process exits, also after a kill.
   descriptor = safe_files.descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
   end = time.monotonic() + seconds
   while True:
@@ -37,18 +44,18 @@ def lock(path: Path, seconds: float, name: Path | None = None) -> int:
 
 
 def allow_open_files() -> None:
-  """Raises the limit of files that this process may have open, as far as it
-  may: threads have both ends of all sockets of a run."""
+  """Raises the limit of files that this process may have open, as far as the
+  system allows: threads have both ends of all sockets of a run."""
   limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-  limit = max(limit, min(most, _FILES))
+  limit = max(limit, min(most, _MOST_FILES))
   resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def stat(pid: int) -> tuple[str, str]:
-  """Returns (state, start time) of a process, as the kernel writes them; the
-  number alone may be another process's by now. Raises OSError if there is none.
-  """
+  """Returns (state, start time) of a process, as the kernel writes them. Raises
+  OSError if there is no such process."""
   text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+  # The name before ")" may itself have spaces and parentheses.
   fields = text[text.rindex(")") + 1 :].split()
   return fields[0], fields[19]
 
@@ -56,6 +63,7 @@ def stat(pid: int) -> tuple[str, str]:
 def write_pid(folder: Path, kind: str, index: int) -> None:
   """Writes, for `pids`, that this process is a party, such as worker 0."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
+  # Replaced at once: a reader never sees half of it.
   temporary = path.with_suffix(f".{pid}")
   temporary.write_text(f"{pid} {stat(pid)[1]}")
   os.replace(temporary, path)
@@ -63,16 +71,16 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
   """Returns the live processes of a run from its memory folder: kind -> index
-  -> number."""
+  -> process id."""
   alive: dict[str, dict[int, int]] = collections.defaultdict(dict)
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")
     try:
-      pid, started = path.read_text().split()
-      state, now = stat(int(pid))
+      pid, start_time = path.read_text().split()
+      state, actual_start_time = stat(int(pid))
     except (OSError, ValueError):
       continue
-    if now == started and state not in "ZX":
+    if actual_start_time == start_time and state not in "ZX":  # zombie, dead
       alive[kind][int(index)] = int(pid)
   return alive
 
@@ -86,20 +94,21 @@ def end_all(folder: Path) -> None:
 
 def children(of: int | None = None) -> list[int]:
   """Returns the descendants of a process, of this one by default."""
-  parents = {}
+  parents = {}  # process id -> that of its parent
   for path in Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(OSError):
       text = path.read_text(errors="replace")
       fields = text[text.rindex(")") + 1 :].split()
       parents[int(path.parent.name)] = int(fields[1])
-  found = [os.getpid() if of is None else of]
-  for one in found:  # which grows
-    found += [pid for pid, parent in parents.items() if parent == one]
-  return found[1:]
+  family = [os.getpid() if of is None else of]
+  for ancestor in family:  # the list grows in the loop
+    family += [pid for pid, parent in parents.items() if parent == ancestor]
+  return family[1:]
 
 
 def end_children(of: int | None = None) -> None:
-  """Kills them all, and removes this process's FOLDERS."""
+  """Kills the descendants of a process. By default it is this process, and
+  FOLDERS are removed, too."""
   for pid in children(of):
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)

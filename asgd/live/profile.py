@@ -1,6 +1,6 @@
 """A trace of one process by JAX's profiler, over the first seconds of work.
 
-TensorBoard's profile plugin shows it, and Perfetto: DIR has
+TensorBoard's profile plugin and Perfetto show it. The folder has
 plugins/profile/TIME/HOST.trace.json.gz and HOST.xplane.pb.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import jax
 
-SECONDS = 5.0  # that are traced; a trace of a minute is hard to look at
+SECONDS = 5.0  # length of the trace: one of a minute is hard to look at
 
 
 class Profile:
@@ -30,23 +30,23 @@ class Profile:
     self._stopping: threading.Thread | None = None
 
   def worked(self) -> None:
-    """A job is done, so programs are compiled: begins the trace, or ends it
-    after its seconds. Raises RuntimeError if this process is traced already."""
+    """Takes the end of a job: begins the trace, or ends it after its seconds.
+    Raises RuntimeError if this process is traced already."""
     if self._folder is None or self._stopping:
       return
-    if self._began is None:
+    if self._began is None:  # the first job has compiled the programs
       self._began = self._clock()
       jax.profiler.start_trace(str(self._folder))
     elif self._clock() - self._began >= self._seconds:
       self._stop()
 
-  def _stop(self):
-    # It takes seconds, in which a worker would be taken for dead.
+  def _stop(self) -> None:
+    # To write the trace takes seconds, in which the lead would expel a worker.
     self._stopping = threading.Thread(target=jax.profiler.stop_trace)
     self._stopping.start()
 
   def close(self) -> None:
-    """Ends the trace, and returns when it is written."""
+    """Ends the trace, and waits until it is written."""
     if self._began is not None and not self._stopping:
       self._stop()
     if self._stopping:

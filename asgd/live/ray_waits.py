@@ -1,9 +1,9 @@
-"""Waiting for Ray's answers, and for Ray itself.
+"""Waiting for Ray's answers.
 
-A call of an actor that has died ends with an error. If Ray's own processes are
-killed, however, its calls wait for a minute, and then end this process with
-paragraphs. So all waits for Ray are here, where every second a look finds out
-whether its processes are alive.
+A call of an actor that has exited ends with an error. If Ray's own processes
+are killed, however, its calls wait for a minute, and then end this process with
+pages of text. So this module has all waits for Ray: it checks every second
+whether Ray's processes are alive.
 """
 
 from collections.abc import Sequence
@@ -12,17 +12,19 @@ from typing import Any
 from asgd.live import processes, ray_internals
 
 _LOOK = 1.0  # seconds between two looks
-_KINDS = {"raylet": "raylet", "gcs_server": "GCS"}  # Ray does nothing without
+# Processes that Ray needs to answer any call -> their names in errors.
+_KINDS = {"raylet": "raylet", "gcs_server": "GCS"}
 
 
 class RayDied(ValueError):
-  """Ray itself has died, with all processes that it had started."""
+  """Ray itself has exited, with all processes that it had started."""
 
 
 def dead_processes() -> list[str]:
-  """Returns those of Ray's processes, started by this one, that have died."""
+  """Returns the names of Ray's processes that this process started and that
+  have exited."""
   node = ray_internals.node()
-  if node is None:
+  if node is None:  # a cluster that others started
     return []
   ended = [kind for kind, _ in node.dead_processes()]
   return [name for kind, name in _KINDS.items() if kind in ended]
@@ -47,14 +49,14 @@ def check() -> None:
 def wait(
   refs: Sequence[Any], *, count: int | None = None, timeout: float = _LOOK
 ) -> tuple[list[Any], list[Any]]:
-  """Waits for `count` of refs, None all of them, as `ray.wait` does, but not
-  for longer than a second by default. Raises RayDied."""
+  """Waits for `count` of `refs` (None: all), for `timeout` seconds at most.
+  Returns (ended, open), as `ray.wait` does. Raises RayDied."""
   import ray
 
   check()
   if not refs:
     return [], []
   count = len(refs) if count is None else count
-  done, left = ray.wait(list(refs), num_returns=count, timeout=timeout)
-  check()  # before the caller reads errors that this caused
-  return done, left
+  ended, pending = ray.wait(list(refs), num_returns=count, timeout=timeout)
+  check()  # before the caller reads the errors that an exit of Ray caused
+  return ended, pending

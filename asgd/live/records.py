@@ -1,4 +1,8 @@
-"""A shard's records: one row for each message that it received."""
+"""A shard's records: one row for each message that it received.
+
+`FileSink` writes them; the functions read and check the files. Each row ends
+with its CRC-32.
+"""
 
 import zlib
 from collections.abc import Sequence
@@ -24,34 +28,36 @@ RECORD = np.dtype(
 
 
 def _checksums(rows: npt.NDArray[Any]) -> list[int]:
-  """The CRC-32 of each row, but for its last column, which it is."""
+  """Returns the CRC-32 of each row without its last column."""
   data, size = memoryview(rows.tobytes()), rows.itemsize
   end = size - rows.dtype["crc32"].itemsize
   return [zlib.crc32(data[i : i + end]) for i in range(0, len(data), size)]
 
 
 def records_path(run: Path, index: int) -> Path:
-  """The file of a shard's records."""
+  """Returns the path of a shard's records."""
   return Path(run) / f"records-{index}.bin"
 
 
 class FileSink(AppendOnlyFile):
-  """A shard's records: rows of RECORD, or of those of a peer (`dtype`)."""
+  """A file of records: rows of RECORD, or of the `dtype` of a peer's."""
 
   def __init__(
     self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
   ):
+    """Opens or makes the file; options are those of an `AppendOnlyFile`."""
     super().__init__(path, **options)
     self._dtype = dtype
-    self._cut(self.count * dtype.itemsize)
+    self._cut(self.count * dtype.itemsize)  # a row that a kill cut short
 
   @property
   def count(self) -> int:
-    """How many there are."""
+    """The count of complete records."""
     return self._size // self._dtype.itemsize
 
   def append(self, records: Any) -> None:
-    """Adds all records (columns), or none and raises ValueError."""
+    """Adds records, given as columns: all of them, or none with a
+    ValueError."""
     rows = np.empty(len(records.loss), self._dtype)
     for name, column in records._asdict().items():
       rows[name] = column
@@ -108,9 +114,10 @@ def by_time(parts: Sequence[Any]) -> Any:
 def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
-  """Checks that a file has a record of each message of a shard's journal; until
-  the run has ended (`whole`) some are still to come. Raises ValueError for too
-  many, or for fewer than rollbacks explain."""
+  """Checks that a file has a record of each message of a shard's journal. If
+  the run has not ended (`whole`), it may lack any. Raises ValueError for too
+  many records, or for fewer than rollbacks explain."""
+  # The records of messages that a rollback undid may be lost.
   lost = trace.follow(events).undone if whole else len(events)
   check_count(path, count, events, lost)
 
@@ -123,7 +130,7 @@ def check_count(
   what: str = "messages",
 ) -> None:
   """Checks that a file has a record of each message of a journal, or up to
-  `lost` fewer. Raises ValueError naming it, and the messages as `what`."""
+  `lost` fewer. Raises ValueError, in which `what` names the messages."""
   received = sum(event.action == base.RECEIVE for event in events)
   if not received - lost <= count <= received:
     raise ValueError(

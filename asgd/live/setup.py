@@ -30,8 +30,8 @@ class Setup(NamedTuple):
     A synchronous round has one job for each worker. With fewer workers, the
     first ones to join would get several jobs of one round.
     """
-    of_round = self.rules.round + self.rules.backup
-    return self.workers if self.together else min(self.workers, of_round)
+    round_workers = self.rules.round + self.rules.backup  # 0 without rounds
+    return self.workers if self.together else min(self.workers, round_workers)
 
 
 def slot_counts(setup: Setup) -> SlotCounts:
@@ -41,5 +41,8 @@ def slot_counts(setup: Setup) -> SlotCounts:
   kept. Messages: for those being written and those in the log.
   """
   rules = setup.rules
+  # A worker has up to `depth` open tickets, and may keep one more.
   tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
+  # Twice: the tickets of now, and those of the last snapshot. Two more: the
+  # latest parameters that were sent, and those that replace them.
   return SlotCounts(2 * tickets + 2, tickets + setup.log)

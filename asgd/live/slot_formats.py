@@ -1,4 +1,8 @@
-"""Formats of slots: a tree as its bytes, a packed code, or bytes."""
+"""Formats of slots: a tree as its bytes, a packed code, or bytes.
+
+`slots.SharedMemory` opens a slot of a format once, and then writes and reads it
+without looking at the layout again.
+"""
 
 import functools
 from collections.abc import Callable
@@ -16,29 +20,35 @@ class Slot(NamedTuple):
   # Content -> how many bytes it took. Raises BadCode for a packed code that is
   # longer than a slot.
   write: Callable[[Any], int]
-  # Bytes of a content -> views for a tree, otherwise new arrays. Raises
-  # BadCode.
+  # Count of bytes of the content -> views for a tree, otherwise new arrays.
+  # Raises BadCode.
   read: Callable[[int], Any]
 
 
 class SlotFormat(NamedTuple):
-  """How a content lies in a slot."""
+  """The form of the contents of slots."""
 
   nbytes: int  # of a slot
   open: Callable[[np.ndarray], Slot]  # of its bytes, uint8[nbytes]
   fixed: bool = False  # each content has `nbytes`
   shared: bool = False  # `read` returns views of the slot
 
-  def length(self, written: int) -> int:
-    """Returns the bytes of a content, of which its slot claims so many: not
-    more than a slot has."""
-    return self.nbytes if self.fixed else min(max(written, 0), self.nbytes)
+  def length(self, stored_length: int) -> int:
+    """Returns the bytes of a content by the length in its slot, at most those
+    of a slot: another process may have written any number there."""
+    if self.fixed:
+      return self.nbytes
+    return min(max(stored_length, 0), self.nbytes)
 
 
 def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
-  """Returns the format for trees like one of shapes and dtypes, with numbers
-  stored as `compress` of `wire.layout` says; for codes, packed or not, of a
-  `packing.CodeLayout`; or for at most so many bytes, uint8[n], of an int."""
+  """Returns the format of the slots for one kind of content.
+
+  Args:
+    like: a tree of shapes and dtypes; a `packing.CodeLayout`, for codes, packed
+      or not; or an int n, for up to n bytes, uint8[n].
+    compress: how a tree's numbers are stored, as in `wire.layout`.
+  """
   if isinstance(like, packing.CodeLayout):
     write = functools.partial(_write_code, like)
     return _packed(like.most, write, functools.partial(packing.unpack, like))
@@ -46,23 +56,28 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
     return _packed(like, _write_bytes, np.copy)
   layout = wire.layout(like, compress=compress)
 
-  def open_tree(data):
+  def open_tree(data: np.ndarray) -> Slot:
     write, read = wire.opened(layout, data)
 
-    def write_tree(tree):
+    def write_tree(tree: Any) -> int:
       write(tree)
       return layout.nbytes
 
     return Slot(write_tree, lambda length: read())
 
+  # Numbers that are stored compressed are converted, so they are no views.
   shared = all(field.stored == field.dtype for field in layout.fields)
   return SlotFormat(layout.nbytes, open_tree, fixed=True, shared=shared)
 
 
-def _packed(nbytes, write, read):
-  """The format of contents of any length up to `nbytes`."""
+def _packed(
+  nbytes: int,
+  write: Callable[[Any, np.ndarray], Any],
+  read: Callable[[np.ndarray], Any],
+) -> SlotFormat:
+  """Returns the format of contents of any length up to `nbytes`."""
 
-  def open_bytes(data):
+  def open_bytes(data: np.ndarray) -> Slot:
     return Slot(
       lambda content: write(content, data), lambda length: read(data[:length])
     )
@@ -70,7 +85,10 @@ def _packed(nbytes, write, read):
   return SlotFormat(nbytes, open_bytes)
 
 
-def _write_code(layout, code, slot):
+def _write_code(
+  layout: packing.CodeLayout, code: Any, slot: np.ndarray
+) -> Any:
+  """Writes a code, packed (uint8[n]) or not; returns its bytes."""
   if not isinstance(code, np.ndarray):
     return packing.pack(layout, code, slot)
   if code.size > len(slot):
@@ -81,7 +99,7 @@ def _write_code(layout, code, slot):
   return _write_bytes(code, slot)
 
 
-def _write_bytes(data, slot):
+def _write_bytes(data: np.ndarray, slot: np.ndarray) -> int:
   slot[: data.size] = data
   return data.size
 
@@ -89,8 +107,9 @@ def _write_bytes(data, slot):
 def contents(
   codec: compression.Codec | None, params: Any, *, updates: bool
 ) -> tuple[Any, ...]:
-  """Returns the contents of a shard's slots of params, messages and, if workers
-  are sent these, updates, as `slots.SharedMemory` takes them; shapes and dtypes
-  of the shard's parameters are enough."""
+  """Returns the contents of a shard's slots of params, messages and, if
+  `updates` are sent to workers, updates, as `slots.SharedMemory` takes them.
+  `params` may have only shapes and dtypes."""
   like = params, compression.layout(codec, params)
+  # A ticket carries the parameters if its updates have more bytes than these.
   return (*like, wire.layout(params).nbytes) if updates else like

@@ -1,6 +1,6 @@
-"""Spans: stretches of a worker's time, a file for each worker.
+"""Spans: intervals of a worker's time, a file for each worker.
 
-A line is a span and, as in a journal, its checksum.
+  name,start,end,seq,job,checksum      a line, with the checksum of a journal
 """
 
 import collections
@@ -14,7 +14,7 @@ _NAMES = ("fetch", "compute", "push")
 
 
 class Span(NamedTuple):
-  """A stretch of a worker's time."""
+  """An interval of a worker's time."""
 
   name: str  # fetch, compute or push
   start: float  # seconds since the run began
@@ -40,6 +40,7 @@ class SpanWriter:
     lines = self._lines[worker]
     line = f"{name},{start:.6f},{end:.6f},{seq},{job}"
     lines.append(f"{line},{checksum(line)}\n")
+    # One write for the three spans of a job.
     if name == "push":
       with safe_files.appending(path) as file:
         file.write("".join(lines).encode())
@@ -47,13 +48,14 @@ class SpanWriter:
 
 
 def spans_path(folder: Path, worker: int) -> Path:
-  """The file of a worker's spans."""
+  """Returns the path of a worker's spans."""
   return folder / f"spans-{worker}.csv"
 
 
 def read_spans(path: Path) -> list[Span]:
-  """Reads a worker's spans, but for a last line that a kill cut short. Raises
-  ValueError naming the file and the line that is no span."""
+  """Reads a worker's spans, without a last line that a kill cut short. Raises
+  ValueError with the file and the line that is no span."""
+  # The last element is empty, or the beginning of a line.
   *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []
   for number, line in enumerate(lines, 1):
@@ -61,11 +63,11 @@ def read_spans(path: Path) -> list[Span]:
       text, _, crc = line.rpartition(",")
       name, start, end, seq, job = text.split(",")
       span = Span(name, float(start), float(end), int(seq), int(job))
-      known = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
-      known = known and crc == checksum(text)
+      valid = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
+      valid = valid and crc == checksum(text)
     except ValueError:
-      known = False
-    if not known:
+      valid = False
+    if not valid:
       raise ValueError(
         f"{path}, line {number} is no span: {line[:60]!r}. It must be"
         f" {','.join(Span._fields)} and their checksum, with a name of"

@@ -3,14 +3,14 @@
 A *body* is bytes that only their writer understands: a request, a command, an
 image, a message. There are two kinds of files:
 
-  a file of one body, which is replaced whole        body, CRC-32
+  a file of one body, which is replaced at once      body, CRC-32
   a log, to which bodies are added one by one        length, CRC-32 of the body,
                                                      CRC-32 of these two, body
 
-A kill leaves the old body or the new one, and in a log whole bodies and at most
-one that is cut short, which is dropped. Anything else is `Changed`. Rows of
-journals and records are in `journal` and `records`, bodies of one size that
-are read while they are written in `slots`.
+A kill leaves the old body or the new one. In a log it leaves complete bodies
+and at most one that is cut short, which is dropped. Any other content raises
+`Changed`. Other modules store rows (`journal`, `records`), and bodies of one
+size that are read while they are written (`slots`).
 """
 
 import os
@@ -24,7 +24,9 @@ from asgd import safe_files
 from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
-_HEAD = struct.Struct("<III")  # length, CRC-32 of the body, of the two before
+# Length, CRC-32 of the body, CRC-32 of these two. The latter tells a body that
+# was cut short from a changed length.
+_HEAD = struct.Struct("<III")
 
 
 class Changed(ValueError):
@@ -38,7 +40,7 @@ class Changed(ValueError):
 
 
 def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
-  """Writes a file of one body, in place of the one before.
+  """Writes a file of one body, in place of an earlier one.
 
   Args:
     path: of the file.
@@ -46,8 +48,8 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
     disk: writes and replaces as `os` does; a simulation has another.
 
   Raises:
-    Changed: if its folder was removed.
-    ValueError: if the disk does not take it.
+    Changed: if the folder was removed.
+    ValueError: if the disk does not take the body.
 
   Example:
     >>> path = getfixture("tmp_path") / "image"
@@ -96,13 +98,14 @@ class Log(AppendOnlyFile):
   def __init__(self, path: Path, disk: Any = os):
     """Opens or makes the file; see `AppendOnlyFile`. Raises Changed."""
     data = Path(path).read_bytes() if Path(path).exists() else b""
-    self.bodies, size = _split(path, data)  # those of before
+    # Bodies of the file when it was opened; `append` does not add to them.
+    self.bodies, size = _split(path, data)
     super().__init__(path, disk)
     self._cut(size)
 
   @property
   def size(self) -> int:
-    """In bytes."""
+    """The size of the file in bytes."""
     return self._size
 
   def append(self, body: bytes) -> None:
@@ -119,29 +122,31 @@ class Log(AppendOnlyFile):
       return
     with writing(self.name):
       safe_files.write(Path(self.name), data, self._disk)
+    # The open file is the one that was replaced.
     self.close()
     super().__init__(Path(self.name), self._disk)
 
 
-def _frame(body):
-  lengths = len(body), zlib.crc32(body)
-  crc32 = zlib.crc32(_HEAD.pack(*lengths, 0))
-  return _HEAD.pack(*lengths, crc32) + body
+def _frame(body: bytes) -> bytes:
+  """Returns a body with its head."""
+  fields = len(body), zlib.crc32(body)
+  head_crc = zlib.crc32(_HEAD.pack(*fields, 0))
+  return _HEAD.pack(*fields, head_crc) + body
 
 
-def _split(path, data):
+def _split(path: Path, data: bytes) -> tuple[list[bytes], int]:
   """Returns the bodies of a log, and how many bytes they take."""
-  bodies, at = [], 0
-  while at + _HEAD.size <= len(data):
-    length, of_body, of_head = _HEAD.unpack_from(data, at)
-    if zlib.crc32(_HEAD.pack(length, of_body, 0)) != of_head:
+  bodies, start = [], 0
+  while start + _HEAD.size <= len(data):
+    length, body_crc, head_crc = _HEAD.unpack_from(data, start)
+    if zlib.crc32(_HEAD.pack(length, body_crc, 0)) != head_crc:
       raise Changed(path)
-    end = at + _HEAD.size + length
-    if end > len(data):
+    end = start + _HEAD.size + length
+    if end > len(data):  # a kill cut the last body short
       break
-    body = data[at + _HEAD.size : end]
-    if zlib.crc32(body) != of_body:
+    body = data[start + _HEAD.size : end]
+    if zlib.crc32(body) != body_crc:
       raise Changed(path)
     bodies.append(body)
-    at = end
-  return bodies, at
+    start = end
+  return bodies, start

@@ -109,14 +109,16 @@ class WorkerFiles:
       ValueError: if a file has fewer rows than the checkpoint; nothing is cut.
     """
     dropped, journals = 0, [*others]
+    # [1] Check all files before any of them is cut.
     for index, (rows, records) in enumerate(kept):
       journals.append((journal_path(run, index), rows))
-      there = len(self.read(run, index).loss)
-      check_rows(records_path(run, index), there, records)
+      actual_records = len(self.read(run, index).loss)
+      check_rows(records_path(run, index), actual_records, records)
     for path, rows in journals:
-      there = len(read_journal(path))
-      check_rows(path, there, rows)
-      dropped += there - rows
+      actual_rows = len(read_journal(path))
+      check_rows(path, actual_rows, rows)
+      dropped += actual_rows - rows
+    # [2] A kill between two cuts is harmless: the next command cuts again.
     for path, rows in journals:
       cut_journal(path, rows)
     for index, (_, records) in enumerate(kept):
@@ -139,7 +141,7 @@ class WorkerJournal:
     self.index, self._clock = index, clock
     self._journal, self._sink = files
     self._time = 0.0  # of the last row
-    self.seqs = 0  # jobs started, earlier incarnations included
+    self.seqs = 0  # count of started jobs, earlier incarnations included
     for event in self._journal.events():
       self._note(event)
 
@@ -148,10 +150,11 @@ class WorkerJournal:
     self._time = max(self._time, event.time)
     self.seqs += event.action in STARTS
 
-  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
-    """Appends a row and returns it. Times never decrease."""
+  def write(self, seq: int, job: int, action: int, **fields: Any) -> Event:
+    """Appends a row and returns it; `fields` are further ones of an Event."""
+    # Times never decrease, though the clock may after a restart.
     time = max(self._clock(), self._time)
-    event = Event(time, self.index, seq, job, action, **more)
+    event = Event(time, self.index, seq, job, action, **fields)
     self._journal.append(event)
     self._note(event)
     return event

@@ -110,7 +110,12 @@ def test_an_answer_to_the_holder_before_is_passed_over():
   made, link, _ = loop([WELCOME, expel, WELCOME, ticket(), third, STOP])
   numbers = []
   hear = link.receive
-  link.receive = lambda seconds: numbers.append(made._incarnation.number) or hear(0)
+
+  def note_number(seconds):
+    numbers.append(made._incarnation.number)
+    return hear(0)
+
+  link.receive = note_number
   assert made.run() == "stopped"
   assert numbers == [-1, 1, -1, -1, -1, 3]
   said = [frame.version for _, frame in link.said]
