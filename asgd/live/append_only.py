@@ -64,7 +64,7 @@ class AppendOnlyFile:
   def _add(self, data: bytes) -> None:
     """Adds all of `data`, or nothing and raises ValueError."""
     status = os.fstat(self._file)
-    if not status.st_nlink:  # the name is gone, and the open file lives on
+    if not status.st_nlink:  # its name was removed; the open file remains
       raise FileGone(self.name)
     if status.st_size != self._size:
       raise ValueError(

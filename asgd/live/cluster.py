@@ -5,7 +5,7 @@ Each protocol has a subclass. After `start` the driver calls `check` again and
 again until the cluster is `finished`. `check` replaces lost parties and returns
 lines for the user. It raises the error of a party if the successor would raise
 it, too. For a checkpoint the driver calls `pause`, which returns whether all
-parties came to rest in time, and then `resume`.
+parties were at rest in time, and then `resume`.
 """
 
 from typing import Any

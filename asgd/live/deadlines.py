@@ -76,7 +76,7 @@ class Deadlines:
       median = statistics.median(self._times)
       mad = statistics.median(abs(x - median) for x in self._times)
       seconds = median + self._ladder.k * _SIGMA * mad
-      # Of nearly equal durations the MAD is near 0.
+      # If durations are nearly equal, the MAD is near 0.
       self._late = max(seconds, 3 * median, self._ladder.floor)
     return self._late
 

@@ -92,7 +92,7 @@ def check_journal(path: Path | str, events: Sequence[Event]) -> None:
   """Checks that a shard could have written a journal. Raises ValueError with
   the file, the first wrong line, and the reason."""
   try:
-    # A journal does not tell the depth that its run had.
+    # A journal does not have the depth of its run.
     orders.check(events, depth=math.inf, path=path)
   except ValueError as error:
     raise ValueError(

@@ -24,8 +24,8 @@ from asgd import safe_files
 from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
-# Length, CRC-32 of the body, CRC-32 of these two. The latter tells a body that
-# was cut short from a changed length.
+# Length, CRC-32 of the body, CRC-32 of these two. By the latter a changed
+# length differs from the length of a body that was cut short.
 _HEAD = struct.Struct("<III")
 
 

@@ -126,7 +126,7 @@ class Shard:
           " sent it: it restarts with the complete parameters"
         )
       self._leave(worker)
-    # Any frame may complete what a decision waits for.
+    # Any frame may allow a decision that was not possible before.
     role.advance()
 
   def _hello(self, frame: Frame, send: SendFrame) -> None:
