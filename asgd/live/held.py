@@ -97,8 +97,8 @@ class HeldParams:
           f"{data.size} bytes of updates are too few: the statistics at their"
           f" end have {self._stats.nbytes}"
         )
-      there = wire.read(self._stats, data[end:].copy())
-      stats = jax.tree.map(np.array, there)
+      views = wire.read(self._stats, data[end:].copy())  # aligned by the copy
+      stats = jax.tree.map(np.array, views)
     start = 0
     while start < end:
       size = packing.first_length(data[start:end])

@@ -146,8 +146,7 @@ class WorkerLoop:
         self._handle(shard, frame)
       elif ready:
         self._submit_next()
-      # Nothing arrived within `patience`, or `wake` was called: a drain sends
-      # its frame first.
+      # After `patience`, or a `wake`; a drain first sends its frame.
       elif not running and (not self.draining or self._drain_sent):
         self._send_again(self._shards)
     return "replaced"

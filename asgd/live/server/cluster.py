@@ -259,11 +259,11 @@ class ServerCluster(Cluster):
 
   def _made_shards(self) -> list[int]:
     """Returns the shards whose objects are made."""
-    made = []
+    indices = []
     for index, party in self._supervisor.parties[SHARD].items():
       with contextlib.suppress(Exception):  # `check` raises it
-        made += [index] if party.ready else []
-    return made
+        indices += [index] if party.ready else []
+    return indices
 
   def _call_shards(self, call: Callable[[Shard], Any]) -> dict[int, Any]:
     """Makes a call with all shards. Returns shard -> answer, without the shards
