@@ -6,7 +6,7 @@ import pytest
 
 from asgd import compression
 from asgd.compression import packing
-from asgd.live.links.remote import _FarMemory
+from asgd.live.links.remote import _LocalSlots
 from asgd.live.slots import MESSAGES, PARAMS, SharedMemory, SlotCounts
 
 PART = {"w": np.arange(6, dtype=np.float32)}
@@ -50,11 +50,11 @@ def test_what_does_not_unpack_is_a_bad_code(tmp_path):
 
 
 def test_a_worker_elsewhere_keeps_its_messages_packed():
-  memory = _FarMemory(LAYOUT)
+  memory = _LocalSlots(LAYOUT)
   memory.write(MESSAGES, 0, CODE, 7)
   data = memory.read(MESSAGES, 0, 7)
   assert data.dtype == np.uint8
   assert data.tobytes() == packing.pack(LAYOUT, CODE)
-  dense = _FarMemory(PART)
+  dense = _LocalSlots(PART)
   dense.write(MESSAGES, 0, PART, 7)
   assert dense.read(MESSAGES, 0, 7) is PART

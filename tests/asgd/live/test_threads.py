@@ -184,7 +184,7 @@ class Live:
 
   def server(self, index):
     """The server of a shard, None until it is made."""
-    party = self.hosts._hosts["shard", index]._held
+    party = self.hosts._hosts["shard", index]._object
     return party and party.server
 
   def servers(self):

@@ -83,7 +83,7 @@ def test_of_a_shard_that_is_ended_nothing_is_served_once_its_thread_ends(
   hosts.kill("shard", 0)
   host.thread.join()
   assert host.call("ask", Shard.status).exception() is not None
-  assert host._held.server.ended.is_set()
+  assert host._object.server.ended.is_set()
 
 
 class NoShards:
