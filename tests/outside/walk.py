@@ -209,7 +209,7 @@ class WalkCluster(Cluster):
     if self._call is None:
       row = self._write(worker, job, base.SEND)
       self._call = party.host.call("step", self.params, job, row.seq)
-      party.since = row.time
+      party.job_start = row.time
     if not self._at_rest(live_engine.LOOK):
       self._supervisor.end_overdue(party)
       return False
@@ -217,7 +217,7 @@ class WalkCluster(Cluster):
     row = self._write(worker, job, base.RECEIVE if answer else base.LOST)
     self._seqs[worker] = row.seq + 1
     if answer:
-      self._supervisor.job_ended(party, row.time - party.since)
+      self._supervisor.job_ended(party, row.time - party.job_start)
       self.params, rest = answer[0]
       self._book.receive(job + 1, row.time, worker, job, 0, 0.0, *rest)
     else:
@@ -249,7 +249,7 @@ class WalkCluster(Cluster):
 
   def pause(self, seconds=math.inf):
     self._paused = True
-    return self._supervisor.rest(
+    return self._supervisor.wait_for_rest(
       lambda: self.check(0) is not None and self._call is None, seconds
     )
 

@@ -194,7 +194,7 @@ class ServerCluster(Cluster):
     return supervisor.take_news()
 
   def _worker_ended(self, worker: int, how: str) -> None:
-    """Replaces a worker that was dropped, and reports its exit to the shards."""
+    """Reports the exit of a dropped worker to shards, and replaces it."""
     news, restarts = self._supervisor.news, self._starts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
