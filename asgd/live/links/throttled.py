@@ -90,7 +90,7 @@ class Throttle:
     make_part: Callable[..., MessagePart],
     worker: int,
     shard: int,
-    nbytes: int,
+    nbytes: float,
     deliver: Callable[[], Any],
   ) -> None:
     """Sends a parcel; `make_part` is `Links.up` or `Links.down`."""
