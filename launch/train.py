@@ -200,6 +200,23 @@ def _open(
   return experiment, workdir, machine
 
 
+def _announce(runs: Mapping[str, schema.Run]) -> None:
+  """Prints what is trained, and where, before data are read and compiled for.
+  `_open` prints the exact folder, which depends on the data."""
+  count = sum(
+    len(flags.ENGINES[run.engine].workers(run)) * len(run.config["seeds"])
+    for run in runs.values()
+  )
+  engines = ", ".join(dict.fromkeys(run.engine for run in runs.values()))
+  name, share = flags.config_name(), _F["cells"].value
+  part = "" if share == "1/1" else f", of which this command trains {share},"
+  place = _F["workdir"].value or f"runs/{name}-NNN"
+  print(
+    f"training {name}: {count} cell{'s' * (count != 1)} of {len(runs)}"
+    f" run{'s' * (len(runs) != 1)} on {engines}{part} in {place}"
+  )
+
+
 def _train(
   resolved: schema.Resolved, crew: jobs.Crew | None = None
 ) -> None:
@@ -313,6 +330,9 @@ def main() -> None:
   # Before any array is made: JAX keeps the precision of its first arrays.
   _start_float64(runs)
   _keep_off_accelerators(runs)
+  elsewhere = role.supervises or role.auto or role.process_id
+  if not _F["dry_run"].value and not elsewhere:
+    _announce(runs)
   # [2] Find the role of this process in a mesh.
   devices = None
   if role.count != 1:

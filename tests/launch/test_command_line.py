@@ -146,6 +146,56 @@ def test_help_and_mistakes_import_no_library():
     assert ended.stdout.splitlines()[-2:] == [str(status), "set()"]
 
 
+# Stands for stdout: ends the process at its first line, and prints that line
+# and what has been imported and started by then.
+_AT_FIRST_LINE = """
+import io, os, runpy, sys
+
+class Stdout(io.StringIO):
+  def write(self, text):
+    from asgd import internals
+    heavy = {"matplotlib", "pandas", "PIL", "ray", "scipy", "sklearn"}
+    heavy |= {"tensorboardX", "tokenizers", "torch", "wandb"}
+    told = text, heavy & set(sys.modules), internals.has_devices()
+    print(*told, sep="|", file=sys.__stdout__, flush=True)
+    os._exit(0)
+
+  def reconfigure(self, **options):
+    pass
+
+sys.stdout = Stdout()
+runpy.run_module("launch", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ("words", "line"),
+  [
+    (  # 3 numbers of workers, 3 seeds
+      ["digits", "--config.only=asgd,dana_zero"],
+      "training digits: 18 cells of 2 runs on simulate in runs/digits-",
+    ),
+    (
+      ["digits:tiny", "--engine=ray", "--config.only=asgd", "--workdir=x"],
+      "training digits: 1 cell of 1 run on ray in x",
+    ),
+    (
+      ["pipeline_digits:tiny", "--cells=1/2"],
+      "on pipeline, of which this command trains 1/2, in runs/pipeline_digits-",
+    ),
+  ],
+)
+def test_a_run_prints_its_first_line_before_heavy_work(words, line):
+  ended = subprocess.run(
+    [sys.executable, "-c", _AT_FIRST_LINE, "train", *words],
+    cwd=kit.ROOT, capture_output=True, text=True, check=True,
+  )
+  text, imported, has_devices = ended.stdout.rstrip().split("|")
+  assert line in text
+  assert (imported, has_devices) == ("set()", "False")
+
+
 @pytest.mark.parametrize(
   ("device", "setting", "plugins", "platform"),
   [
