@@ -159,6 +159,16 @@ PLAN: dict[str, Flag] = {
   "vocabulary": (int, None, "Size of the vocabulary (51200)."),
   "compile": (str, None, _COMPILE),
 }
+ADVISE: dict[str, Flag] = {
+  "data_dir": TRAINING["data_dir"],
+  "machines": (int, None, "Most workers. Default: the config's most, or 8."),
+  "bandwidth": (float, 1.25, "GB/s of a machine's link, in each direction."),
+  "latency": (float, 50.0, "Microseconds of a message."),
+  "service": (float, 1.5, "Milliseconds of the server for a message."),
+  "memory": (float, None, "GB of a machine. Default: that of this one."),
+  "start": (float, 14.0, "Seconds until the workers of a live run train."),
+  "json": _JSON,
+}
 _WEIGHTS_HELP = (
   f"Which weights are read: {', '.join(WEIGHTS)}. Default: latest with a flush;"
   " otherwise those of the schedule's paper, or stash."
@@ -246,6 +256,7 @@ COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "show": Usage("WORKDIR", {}, words=1),
   "new": Usage("DIR", {}, words=1),
   "watch": Usage("WORKDIR", WATCH, words=1),
+  "advise": Usage("--config=CONFIG", ADVISE, config="digits"),
   "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",

@@ -185,14 +185,23 @@ def has_config() -> bool:
   return flags.FLAGS["config"].value is not None
 
 
+def config_words() -> list[str]:
+  """Returns --config and its overrides, as they were given; [] without."""
+  if not has_config():
+    return []
+  filename = config_flags.get_config_filename(flags.FLAGS["config"])
+  overrides = _overrides().items()
+  return [
+    f"--config={filename}",
+    *(f"--config.{key}={text}" for key, text in overrides),
+  ]
+
+
 def training_command(suffix: str) -> tuple[Path, list[str]]:
   """Returns (folder, command line of asgd train with this command's flags).
 
   The folder is --workdir, or the next free runs/CONFIG-SUFFIX-NNN."""
-  filename = config_flags.get_config_filename(flags.FLAGS["config"])
-  command = [sys.executable, "-m", f"{__package__}.train"]
-  command += [f"--config={filename}"]
-  command += [f"--config.{key}={text}" for key, text in _overrides().items()]
+  command = [sys.executable, "-m", f"{__package__}.train", *config_words()]
   # Defaults and given values alike, as one or several words of a command line.
   for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from asgd.parallel import costs, memory, meshes, waiting
 from asgd.parallel.workloads import TrainingOptions, Workload
 
+ONE = "one device"  # name of a strategy
 _MOST_HYBRIDS = 3  # strategies of several axes that `find` returns
 _BACKWARD = 2 / 3  # of a step's computing, while which gradients can be sent
 
@@ -353,7 +354,7 @@ def find(
   """Returns the strategies that batch, heads and layers allow, those that do
   not fit into memory among them."""
   plan = _Planner(work, hardware, options)
-  candidates = [plan.make("one device")]
+  candidates = [plan.make(ONE)]
   if hardware.devices > 1:
     candidates += [*_data(plan), *_model(plan), *_hybrids(plan)]
     candidates += _asynchronous(plan)

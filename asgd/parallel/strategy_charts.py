@@ -8,7 +8,7 @@ from typing import Any
 from asgd import output, safe_files
 from asgd.parallel import memory
 from asgd.parallel import strategies as strategies_lib
-from asgd.parallel.strategies import Strategy
+from asgd.parallel.strategies import ONE, Strategy
 
 
 def tabulate(strategies: Sequence[Strategy]) -> str:
@@ -45,7 +45,24 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
         f"{title}: {best.name}, {best.bytes / memory.GB:.3g} GB a device and"
         f" {best.seconds:.3g} s a step"
       )
-  return lines
+  return lines + _one_device(strategies)
+
+
+def _one_device(strategies: Sequence[Strategy]) -> list[str]:
+  """Returns a line on one device alone, if others are compared with it."""
+  alone = next((one for one in strategies if one.name == ONE), None)
+  others = [one for one in strategies if one is not alone]
+  fastest = strategies_lib.best(others, stale=False)
+  if alone is None or fastest is None:
+    return []
+  times = alone.seconds / fastest.seconds
+  if not alone.fits:
+    why = f"does not fit: it needs {alone.bytes / memory.GB:.3g} GB"
+  elif times > 1:
+    why = f"is {times:.3g} times slower than {fastest.name}"
+  else:
+    why = "is the fastest: do not distribute"
+  return [f"{ONE} alone, {alone.seconds:.3g} s a step, {why}"]
 
 
 def bars(

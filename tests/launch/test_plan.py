@@ -47,12 +47,32 @@ def test_it_says_what_fits_and_draws_it(tmp_path, capsys):
   )
   assert table[chosen][-1] == table[fastest][-1]
   assert "pipeline: 20 layers are fewer than 64 devices" in said
+  assert "one device alone, " in said and "does not fit: it needs 36 GB" in said
   # A bar for each, marked where it does not fit.
   bars = said[said.index("memory, | is 16 GB") :].splitlines()[1:]
   name_width = max(map(len, table))
   for name, line in zip(table, bars, strict=False):
     assert line.startswith(name) and "#" in line
     assert line[name_width:].startswith(" x ") == (name not in fits)
+
+
+@pytest.mark.parametrize(
+  ("bandwidth", "line"),
+  [
+    (
+      0.01,
+      "one device alone, 1.47 s a step, is the fastest: do not distribute",
+    ),
+    (
+      50.0,
+      "one device alone, 1.47 s a step, is 6.86 times slower than data,"
+      " bidirectional ring",
+    ),
+  ],
+)
+def test_it_says_whether_to_distribute_at_all(capsys, bandwidth, line):
+  plan.main(params="1e8", devices=8, bandwidth=bandwidth, memory=80.0)
+  assert line in capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""Advises whether to train a config on several machines, and how.
+
+  asgd advise digits
+  asgd advise --config=configs/fashion.py --machines=16 --bandwidth=0.125
+  asgd advise --config=my_config.py --config.only=baseline \\
+    --config.durations.name=heterogeneous --json
+
+measures on this machine the time of a step, the bytes of a message, and the
+curvature of the loss. With these it plays ways of training on --machines that
+are like this one, in the proportions of config.durations: one machine, rounds
+on a mesh, asynchronous workers of a server, the same with a codec, and local
+steps. It prints the way to choose, with recipe, number of workers, learning
+rate, memory and speed-up, the number that each follows from, and the command.
+The config's run of one worker counts, or else its first; --config.only chooses
+another.
+
+Nothing is written. Bandwidths are 10^9 bytes a second in each direction. Live
+runs take 1 to 2 ms for a message (--service), and start in 14 s (--start).
+"""
+
+import os
+import shutil
+import textwrap
+from typing import Any
+
+from asgd import output
+from asgd.experiment import advice as advice_lib
+from asgd.experiment import problem as problem_lib
+from asgd.experiment import schema
+from asgd.experiment import ways as ways_lib
+from asgd.experiment.engines import learning_rates
+from asgd.orders.network import Network
+from asgd.parallel.memory import GB
+
+from . import flags
+from .command_flags import ADVISE
+
+_MOST_MACHINES = 256
+_DEFAULT_MACHINES = 8  # for a config of one worker
+_WIDEST = 100  # columns of the sentences
+
+
+def _positive(flag: str, value: float, *, or_zero: bool = False) -> float:
+  """Returns a flag's value; ValueError if it is out of its range."""
+  if not (0 < value < 1e15 or (or_zero and value == 0)):
+    least = "0 or more" if or_zero else "above 0"
+    raise ValueError(f"--{flag} must be {least}, not {value!r}")
+  return value
+
+
+def _cluster(given: dict[str, Any], config: Any) -> ways_lib.Machines:
+  """Returns the machines and links that the flags and the config describe."""
+  machines = given["machines"]
+  if machines is None:
+    most = max(config["workers"])
+    machines = most if most > 1 else _DEFAULT_MACHINES
+  elif not 1 <= machines <= _MOST_MACHINES:
+    raise ValueError(
+      f"--machines must be from 1 to {_MOST_MACHINES}, not {machines}"
+    )
+  bandwidth = _positive("bandwidth", given["bandwidth"]) * 1e9
+  network = Network(
+    latency=_positive("latency", given["latency"], or_zero=True) * 1e-6,
+    service=_positive("service", given["service"], or_zero=True) * 1e-3,
+    up=bandwidth,
+    down=bandwidth,
+    port=bandwidth,
+  )
+  memory = given["memory"]
+  if memory is None:
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
+  return ways_lib.Machines(
+    machines,
+    network,
+    _positive("memory", memory) * GB,
+    _positive("start", given["start"], or_zero=True),
+    ways_lib.slowness(config["durations"], machines),
+  )
+
+
+def _show(name: str, measured: Any, training: Any, advice: Any) -> None:
+  """Prints measurements, ways and advice."""
+  columns = min(shutil.get_terminal_size().columns, _WIDEST)
+  print(f"measured on this machine, for {name}")
+  lines = advice_lib.describe(measured, training)
+  topics = {**lines, **advice.reasons}
+  width = max(map(len, topics)) + 2
+
+  def show(topic: str, text: str) -> None:
+    wrapped = textwrap.wrap(text, max(columns - width, 24))
+    print(topic.ljust(width) + f"\n{'':{width}}".join(wrapped))
+
+  for topic, text in lines.items():
+    show(topic, text)
+  rows = [
+    [way.name, f"{way.workers}", f"{way.speed:.3g}", f"{way.stale:.1f}"]
+    for way in advice.ways
+  ]
+  print("\n" + output.table(["way", "workers", "speed-up", "staleness"], rows))
+  for topic, text in advice.reasons.items():
+    show(topic, text)
+
+
+def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
+  """Prints the advice for the flags, see `command_flags.ADVISE`."""
+  defaults = {name: default for name, (_, default, _) in ADVISE.items()}
+  given = {**defaults, **given}
+  if config is None:
+    config = flags.load_config("configs/digits.py")
+  runs = sorted(  # stable: those of one worker first
+    config.runs.values(), key=lambda run: max(run.config["workers"]) > 1
+  )
+  run = runs[0]
+  training = ways_lib.training_of(run, config.config)
+  cluster = _cluster(given, config.config)
+  dataset, problem = problem_lib.load(
+    {**config.config, **run.config}, data_dir=given["data_dir"]
+  )
+  batches = learning_rates.passes(run, problem)
+  measured = ways_lib.measure(problem, training, batches)
+  advice = advice_lib.advise(measured, cluster, training, run.config)
+  _show(f"the run {run.label} on {dataset.name}", measured, training, advice)
+  replaced = {word.partition("=")[0] for word in advice.flags}
+  words = ["asgd train"]
+  words += [
+    word
+    for word in flags.config_words()
+    if word.partition("=")[0] not in replaced
+  ]
+  print("\n" + " \\\n  ".join([*words, *advice.flags]))
+  if advice.way.name in (ways_lib.ASYNCHRONOUS, ways_lib.CODED, ways_lib.LOCAL):
+    print(
+      "simulates it, which shows the loss at that staleness; --engine=ray"
+      " trains it on a cluster"
+    )
+  result = advice._asdict()
+  result |= {"way": advice.way._asdict()}
+  result |= {"ways": [way._asdict() for way in advice.ways]}
+  flags.publish(run=run.label, measured=measured._asdict(), **result)
+
+
+if __name__ == "__main__":
+  _HOLDERS = flags.define("advise")
+  flags.run(
+    lambda: main(**{name: each.value for name, each in _HOLDERS.items()}),
+    "advise",
+  )

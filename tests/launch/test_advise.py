@@ -1,0 +1,77 @@
+"""`asgd advise`: what it prints, as text and as JSON, and what it refuses."""
+
+import json
+
+import kit
+import pytest
+
+TINY = "--config=configs/digits.py:tiny", "--config.only=nag_asgd"
+SENTENCES = "distribute", "recipe", "learning rate", "memory"
+
+
+def test_it_says_not_to_distribute_a_run_of_a_second():
+  result = kit.call("advise", *TINY, status=0)
+  lines = result.stdout.splitlines()
+  assert lines[0] == "measured on this machine, for the run nag_asgd on digits"
+  topics = [line.partition("  ")[0] for line in lines]
+  assert set(SENTENCES) <= set(topics)
+  (why,) = (line for line in lines if line.startswith("distribute"))
+  assert "No. One machine trains all" in why
+  assert lines[lines.index("asgd train \\") + 1 :] == [
+    "  --config=configs/digits.py:tiny \\",
+    "  --engine=simulate \\",
+    "  --config.runs.advised.recipe=asgd \\",
+    "  --config.runs.advised.momentum=0.9 \\",
+    "  --config.only=advised \\",
+    "  --config.learning_rate=0.005 \\",
+    "  --config.workers=1",
+  ]
+
+
+def test_json_has_the_same_as_numbers():
+  free = "--service=0", "--latency=0", "--start=0", "--machines=4"
+  result = kit.call("advise", *TINY, *free, "--json", status=0)
+  found = json.loads(result.stdout)
+  assert found["run"] == "nag_asgd"
+  names = [way["name"] for way in found["ways"]]
+  assert found["way"] in found["ways"] and names[0] == "one machine"
+  assert found["measured"]["parameters"] == 610
+  assert found["way"]["workers"] > 1  # nothing but steps takes time
+  assert {*SENTENCES, "way", "speed-up"} == set(found["reasons"])
+  assert "measured on this machine" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_model_of_another_engine_is_advised():
+  words = "--config=configs/pipeline_gpt.py:tiny", "--config.only=gpipe"
+  result = kit.call("advise", *words, status=0)
+  assert "for the run gpipe on pydoc" in result.stdout
+  assert "--engine=simulate" in result.stdout
+
+
+@pytest.mark.parametrize(
+  ("words", "message"),
+  [
+    ([], "no --config; try --config=configs/digits.py"),
+    ([*TINY, "--machines=0"], "--machines must be from 1 to 256, not 0"),
+    ([*TINY, "--machines=257"], "--machines must be from 1 to 256"),
+    ([*TINY, "--bandwidth=0"], "--bandwidth must be above 0, not 0.0"),
+    ([*TINY, "--latency=-1"], "--latency must be 0 or more, not -1.0"),
+    ([*TINY, "--service=nan"], "--service must be 0 or more, not nan"),
+    ([*TINY, "--memory=0"], "--memory must be above 0"),
+    ([*TINY, "--start=-1"], "--start must be 0 or more"),
+    ([*TINY, "--machine=4"], "did you mean --machines=4?"),
+    ([*TINY, "--config.only=nag_agsd"], "did you mean 'nag_asgd'?"),
+    (
+      [
+        "--config=configs/matrix_factorisation.py:tiny",
+        "--config.only=essp",
+      ],
+      "whose messages are no gradients of all parameters",
+    ),
+  ],
+)
+def test_a_wrong_flag_is_one_line_with_the_remedy(words, message):
+  result = kit.call("advise", *words)
+  kit.assert_one_line(result, message)
+  assert result.stdout == ""
