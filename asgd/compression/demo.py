@@ -155,9 +155,9 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   count = min(k, flat.shape[1])
   border = jax.vmap(lambda row: selection.border(row, count))(numbers)
   sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
-  most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
+  bound = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
   # Clip, so that no sum in the inverse transform overflows.
-  sent = jnp.clip(sent, -most / unit, most / unit) * unit
+  sent = jnp.clip(sent, -bound / unit, bound / unit) * unit
   return leaves.as_leaf(Values(sent), x)
 
 

@@ -134,12 +134,12 @@ def dgc(
       v = v + step
       # [2] Select the largest elements, at the density of the current stage.
       # The counts are constants; only their index is traced.
-      counts = [count_of(each, g.size) for each in densities]
+      counts = [count_of(stage_density, g.size) for stage_density in densities]
       mask = largest(v.reshape(-1), jnp.asarray(counts, jnp.int32)[stage])
       code = leaves.as_leaf(masked(v.reshape(-1), mask), g)
       # [3] Factor masking: forget velocity and residual of sent elements.
-      rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
-      rows.append((code, *rest))
+      unsent = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
+      rows.append((code, *unsent))
     codes, velocity, residual = (
       jax.tree.unflatten(structure, [row[i] for row in rows]) for i in range(3)
     )

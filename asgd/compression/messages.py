@@ -113,8 +113,8 @@ def compressed(
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
     # [4] A loss of NaN makes the runtime reject the message.
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
-    out = parts[0] if plan is None else Parts(tuple(parts))
-    return CompressedState(inner, codecs), out, metrics
+    outgoing = parts[0] if plan is None else Parts(tuple(parts))
+    return CompressedState(inner, codecs), outgoing, metrics
 
   return base.Worker(init, work, worker.kept)
 

@@ -142,10 +142,10 @@ def powersgd_reducer(
 
   def init(like: base.Params) -> PowerSGDState:
     leaves.check(like)
-    each = enumerate(jax.tree.leaves(like))
+    indexed = enumerate(jax.tree.leaves(like))
     inner = (
       _first(x, i, rank) if _is_low_rank(x, rank, minimum_rate) else ()
-      for i, x in each
+      for i, x in indexed
     )
     return PowerSGDState(jnp.int32(0), zeros(like), tuple(inner))
 
@@ -223,9 +223,9 @@ def _factors(
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0
   # [3] Q <- mean of M^T P. In units of `unit`, it starts the next iteration.
   q = mean(jnp.matmul(transposed, p, precision=_HIGHEST))
-  most = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
+  bound = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
   # Clip, so that no sum in P Q^T overflows.
-  sent = jnp.clip(q, -most / unit, most / unit) * unit
+  sent = jnp.clip(q, -bound / unit, bound / unit) * unit
   return (p, sent), q
 
 

@@ -64,47 +64,48 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
   k = jnp.asarray(k, jnp.int32)
   guesses = _guesses(numbers, k) if size > _FEW else ()
 
-  def probe(at: _Bracket) -> jax.Array:
+  def probe(bracket: _Bracket) -> jax.Array:
     """Returns the next number to count at, strictly inside the bracket."""
-    low, high = at.low, at.high
+    low, high = bracket.low, bracket.high
     # Bisection always ends; interpolation is faster near the end.
     middle = low + (high - low) // 2
-    fraction = (at.at_low - k) / jnp.maximum(at.at_low - at.at_high, 1)
+    inside = jnp.maximum(bracket.at_low - bracket.at_high, 1)
+    fraction = (bracket.at_low - k) / inside
     between = low + ((high - low) * fraction).astype(dtype)
     # Alternate, and interpolate only in a bracket where patterns are about
     # linear in the numbers.
-    turn = (at.passes % 2 == 1) & (high - low < _NEAR)
+    turn = (bracket.passes % 2 == 1) & (high - low < _NEAR)
     number = jnp.where(turn, between, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
     number = jnp.where(low == 0, jnp.ones_like(low), number)
     # The first two passes use the sample's guesses, if they are inside.
     for i, guess in enumerate(guesses):
       fits = (guess > low) & (guess < high)
-      number = jnp.where((at.passes == i) & fits, guess, number)
+      number = jnp.where((bracket.passes == i) & fits, guess, number)
     return jnp.clip(number, low + 1, high - 1)
 
-  def narrow(at: _Bracket) -> _Bracket:
+  def narrow(bracket: _Bracket) -> _Bracket:
     """Moves one end of the bracket to a number inside, by one count."""
-    number = probe(at)
+    number = probe(bracket)
     # One pass over memory.
     count = (numbers >= number).sum(dtype=jnp.int32)
     enough = count >= k
     return _Bracket(
-      jnp.where(enough, number, at.low),
-      jnp.where(enough, at.high, number),
-      jnp.where(enough, count, at.at_low),
-      jnp.where(enough, at.at_high, count),
-      at.passes + 1,
+      jnp.where(enough, number, bracket.low),
+      jnp.where(enough, bracket.high, number),
+      jnp.where(enough, count, bracket.at_low),
+      jnp.where(enough, bracket.at_high, count),
+      bracket.passes + 1,
     )
 
-  def is_wide(at: _Bracket) -> jax.Array:
+  def is_wide(bracket: _Bracket) -> jax.Array:
     # It ends when k numbers are >= low, or low is the k-th largest itself.
-    return (at.high - at.low > 1) & (at.at_low != k)
+    return (bracket.high - bracket.low > 1) & (bracket.at_low != k)
 
   # All L numbers are >= 0; none is >= the largest + 1.
   zero, none = jnp.zeros([], dtype), jnp.int32(0)
-  bracket = _Bracket(zero, numbers.max() + 1, jnp.int32(size), none, none)
-  return jax.lax.while_loop(is_wide, narrow, bracket).low
+  first = _Bracket(zero, numbers.max() + 1, jnp.int32(size), none, none)
+  return jax.lax.while_loop(is_wide, narrow, first).low
 
 
 def _guesses(numbers: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -132,8 +132,8 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
       # Clip before scaling by L / k, so that it cannot overflow.
-      most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
-      wide = jnp.clip(wide, -most, most) * (x.size / k)
+      bound = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
+      wide = jnp.clip(wide, -bound, bound) * (x.size / k)
       values = Values(leaves.narrow(wide, x.dtype))
     return values, state
 

@@ -68,12 +68,12 @@ def _check_like(
   )
 
 
-def checked(codec: Codec, what: str) -> Codec:
+def checked(codec: Codec, name: str) -> Codec:
   """Makes a codec raise errors that name it, when it is traced.
 
   Args:
     codec: of a caller, with any functions.
-    what: the codec's name in errors.
+    name: the codec's name in errors.
 
   Returns:
     A Codec that computes the same. It raises ValueError, of one line, if a
@@ -95,22 +95,22 @@ be float32[3]
   """
 
   def init(like: base.Params) -> Any:
-    with _naming(what, "init"):
+    with _naming(name, "init"):
       return codec.init(like)
 
   def encode(state, tree, key):
-    with _naming(what, "encode"):
+    with _naming(name, "encode"):
       code, after = codec.encode(state, tree, key)
       # Shapes alone: the checks run while JAX traces.
       structs = jax.tree.map(sharding.shape_of, (code, after, state, tree))
-    with _naming(what, "decode"):
+    with _naming(name, "decode"):
       decoded = jax.eval_shape(codec.decode, structs[0])
     result = "what decode returns"
-    _check_like(what, result, decoded, "the message", structs[3])
+    _check_like(name, result, decoded, "the message", structs[3])
     # A state of other shapes would compile again at each message.
     result = "the state of encode"
-    _check_like(what, result, structs[1], "that of init", structs[2])
+    _check_like(name, result, structs[1], "that of init", structs[2])
     return code, after
 
-  for_run = composed(codec, lambda codec: checked(codec, what))
+  for_run = composed(codec, lambda codec: checked(codec, name))
   return codec._replace(init=init, encode=encode, for_run=for_run)

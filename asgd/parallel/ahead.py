@@ -403,7 +403,7 @@ def compare(compiled: Compiled, sent: Matches) -> list[str]:
     lines.append(
       f"not in the program: {transfer.kind} along"
       f" {'+'.join(sorted(transfer.axes))} of {transfer.elements:,} numbers"
-      f" {transfer.times} times ({transfer.what})"
+      f" {transfer.times} times ({transfer.label})"
     )
   if not plan.crosses:
     for x in crossing(program):
@@ -453,7 +453,7 @@ def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
   ]
   for x, times, size in sent.rows:
     name = f"{x.kind} {'+'.join(sorted(x.axes))}, {x.elements:,}"
-    name += f" {x.what}" if x.what else ""
+    name += f" {x.label}" if x.label else ""
     least = "" if x.least == x.times else f"{x.least} to "
     cells = cell(size, mib), cell(x.bytes, mib), f"{times}"
     rows.append([f"{name}, MiB", *cells, f"{least}{x.times}"])

@@ -67,11 +67,11 @@ def _ring(devices: int, step: int) -> list[tuple[int, int]]:
 
 
 def _in_device_order(
-  arrays: Sequence[jax.Array], here: jax.Array, rows: int, step: int
+  arrays: Sequence[jax.Array], rank: jax.Array, rows: int, step: int
 ) -> jax.Array:
   """Reorders arrays from the order of a ring to the order of devices.
 
-  `arrays[i]` is from the device i steps before this one, `here`. Row j of the
+  `arrays[i]` is from the device i steps before this one, `rank`. Row j of the
   result, [rows, ...], is from device j."""
   devices = len(arrays)
 
@@ -82,8 +82,8 @@ def _in_device_order(
   if devices <= _MOST_BRANCHES:
     # One branch for each device, which copies whole arrays. With a dynamic
     # index, XLA's CPU backend selects element by element, which is slow.
-    return jax.lax.switch(here, list(map(stack, range(devices))), arrays)
-  order = (here - jnp.arange(rows)) * step % devices
+    return jax.lax.switch(rank, list(map(stack, range(devices))), arrays)
+  order = (rank - jnp.arange(rows)) * step % devices
   return jnp.take(jnp.stack(arrays), order, axis=0)
 
 
@@ -94,14 +94,14 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   In each of N - 1 rounds every device sends a chunk to the next, or with a
   `step` of -1 to the previous one.
   """
-  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = _cut(jnp.asarray(x), devices)
   # A sum starts at its owner's neighbour and ends at its owner.
-  total = chunks[(here - step) % devices]
+  total = chunks[(rank - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
     # It began at the device `turn` steps back, with the chunk one step before.
-    total = total + chunks[(here - (turn + 1) * step) % devices]
+    total = total + chunks[(rank - (turn + 1) * step) % devices]
   return total
 
 
@@ -109,12 +109,12 @@ def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   """Gathers all devices' arrays, [...] -> [N, ...], as `jax.lax.all_gather`: in
   each of N - 1 rounds every device forwards the last array to the next, or with
   a `step` of -1 to the previous one."""
-  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = [jnp.asarray(x)]
   # After i rounds the last array is from the device i steps before this one.
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
-  return _in_device_order(chunks, here, devices, step)
+  return _in_device_order(chunks, rank, devices, step)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
@@ -150,11 +150,11 @@ def _on_power_of_two(
   If N is no power of 2, the first 2 (N - 2^k) devices form pairs. The even
   device of a pair sends its array to the odd one, which is a member, and
   receives the sum at the end."""
-  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   size = 1 << (devices.bit_length() - 1)  # 2^k, the largest that is at most N
   extra = devices - size  # count of pairs
   members = [2 * i + 1 if i < extra else i + extra for i in range(size)]
-  member = jnp.where(here < 2 * extra, here // 2, here - extra)
+  member = jnp.where(rank < 2 * extra, rank // 2, rank - extra)
   if not extra:
     return inner(members, x, member)
   even_to_odd = [(2 * i, 2 * i + 1) for i in range(extra)]
@@ -166,7 +166,7 @@ def _on_power_of_two(
   # [3] Even devices of pairs get the sum.
   odd_to_even = [(odd, even) for even, odd in even_to_odd]
   total = jax.lax.ppermute(x, axis, odd_to_even)
-  return jnp.where((here < 2 * extra) & (here % 2 == 0), total, x)
+  return jnp.where((rank < 2 * extra) & (rank % 2 == 0), total, x)
 
 
 def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
@@ -228,7 +228,7 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   """A binomial tree: reduce to device 0, then broadcast from it, in
   2 ceil(log2 N) rounds of the whole array."""
   x = jnp.asarray(x)
-  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
   def edges(distance):
     """Returns the (child, parent) pairs of a level."""
@@ -242,7 +242,7 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   for distance in reversed(_powers(devices)):
     to_child = [(parent, child) for child, parent in edges(distance)]
     received = jax.lax.ppermute(x, axis, to_child)
-    x = jnp.where(here % (2 * distance) == distance, received, x)
+    x = jnp.where(rank % (2 * distance) == distance, received, x)
   return x
 
 
@@ -276,7 +276,7 @@ def parameter_server(
   `shards` is P, from 1 to N (None is N); raises ValueError for another number.
   """
   x = jnp.asarray(x)
-  devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+  devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   shards = devices if shards is None else shards
   if type(shards) is not int or not 1 <= shards <= devices:
     raise ValueError(
@@ -291,16 +291,16 @@ def parameter_server(
 
   # [1] Push: owners add up their chunk. A device that owns none adds to a chunk
   # that it drops, as all devices run one program.
-  total = chunks[jnp.minimum(here, shards - 1)]
+  total = chunks[jnp.minimum(rank, shards - 1)]
   for turn in range(1, devices):
-    part = chunks[jnp.minimum((here + turn) % devices, shards - 1)]
+    part = chunks[jnp.minimum((rank + turn) % devices, shards - 1)]
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
   # [2] Pull: in each turn an owner sends its sum to another worker.
   sums = [total]
   for turn in range(1, devices):
     to_worker = [(owner, worker) for worker, owner in pairs(turn)]
     sums.append(jax.lax.ppermute(total, axis, to_worker))
-  return _paste(_in_device_order(sums, here, shards, -1), x)
+  return _paste(_in_device_order(sums, rank, shards, -1), x)
 
 
 COLLECTIVES: dict[str, Reduce] = {

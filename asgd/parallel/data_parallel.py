@@ -438,12 +438,12 @@ def _shard_map_step(program: _Program) -> Step:
       check_vma=len(mesh.axis_names) > 1,
     )
     # [1] Each device computes on its examples, and the gradients are reduced.
-    rest = batch, key, program.scale_of(state), state.reducer
-    value, grads, stats, reducer = gradient(sent, *rest)
+    inputs = batch, key, program.scale_of(state), state.reducer
+    value, grads, stats, reducer = gradient(sent, *inputs)
     value_fn = None
     if program.options.searches:
       value_fn = _function_of(
-        lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
+        lambda weights: gradient(base.with_weights(sent, weights), *inputs)[:2]
       )
     # [2] Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))

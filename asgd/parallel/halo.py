@@ -61,10 +61,10 @@ def exchange(
   fewer than are needed.
   """
   dim = _DIMS[axis]
-  size, here = jax.lax.axis_size(axis), x.shape[dim]
-  if max(before, after) > here:
+  size, length = jax.lax.axis_size(axis), x.shape[dim]
+  if max(before, after) > length:
     raise ValueError(
-      f"a device of the axis {axis!r} has {here} {axis}, and its neighbour"
+      f"a device of the axis {axis!r} has {length} {axis}, and its neighbour"
       f" needs {max(before, after)} of them: use fewer devices or larger images"
     )
   # Not a ring: a device at the border receives nothing, which ppermute makes
@@ -72,7 +72,7 @@ def exchange(
   to_next = [(i, i + 1) for i in range(size - 1)]
   parts = [x]
   if before:
-    last = jax.lax.slice_in_dim(x, here - before, here, axis=dim)
+    last = jax.lax.slice_in_dim(x, length - before, length, axis=dim)
     parts.insert(0, jax.lax.ppermute(last, axis, to_next))
   if after:
     to_previous = [(b, a) for a, b in to_next]
@@ -128,13 +128,14 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   for axis in sizes:
     dim = _DIMS[axis] - 1  # without the axis of examples
     k, s, length, (low, high) = kernel[dim], stride[dim], whole[dim], pads[dim]
-    here, out = length // sizes[axis], (length + low + high - k) // s + 1
-    if here % s or out != length // s:
+    tile_length = length // sizes[axis]
+    outputs = (length + low + high - k) // s + 1
+    if tile_length % s or outputs != length // s:
       raise ValueError(
         f"a convolution with a kernel of {k} {axis}, stride {s} and padding"
-        f" {(low, high)} makes {out} {axis} of {length}, which cannot be"
-        f" divided as {here} on each device of the axis {axis!r}: use fewer"
-        f" devices, or images with more {axis}"
+        f" {(low, high)} makes {outputs} {axis} of {length}, which cannot be"
+        f" divided as {tile_length} on each device of the axis {axis!r}: use"
+        f" fewer devices, or images with more {axis}"
       )
     # The last window of a tile begins s before its end, and reads k.
     x = exchange(x, low, max(k - s - low, 0), axis)

@@ -86,8 +86,8 @@ def _spans(length: int, parts: int) -> list[Span]:
   return list(itertools.pairwise(cuts))
 
 
-def _overlap(one: Span, other: Span) -> int:
-  return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+def _overlap(span: Span, other: Span) -> int:
+  return max(min(span[1], other[1]) - max(span[0], other[0]), 0)
 
 
 def _divide(shape: tuple[int, ...], machines: int) -> _Activations:
@@ -262,21 +262,23 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
 
   def phase(stage: _Stage, times: int, sends: Sends) -> Phase:
     flops = [2 * times * batch * products for products in stage.products]
-    each = batch * itemsize
-    return Phase(flops, [{to: n * each for to, n in s.items()} for s in sends])
+    number_bytes = batch * itemsize  # of a number of each example
+    sent = [{to: n * number_bytes for to, n in s.items()} for s in sends]
+    return Phase(flops, sent)
 
   def back(sends: Sends) -> Sends:
     """Gradients, sent to the owners of the activations: the reverse."""
     return [
-      {to: s[own] for to, s in enumerate(sends) if own in s} for own in machines
+      {to: s[machine] for to, s in enumerate(sends) if machine in s}
+      for machine in machines
     ]
 
   # The maximum and the sum of the logits of each machine that has any.
   counts = stages[-1].activations.counts
   holders = [i for i, count in enumerate(counts) if count]
   softmax: Sends = [
-    {to: 2 for to in holders if to != own and own in holders}
-    for own in machines
+    {to: 2 for to in holders if to != machine and machine in holders}
+    for machine in machines
   ]
   first, *others = stages
   # Stage i sends what stage i + 1 reads, the last one the softmax's numbers.

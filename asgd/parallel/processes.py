@@ -121,15 +121,15 @@ def join(role: ProcessRole, devices: int | None) -> None:
 def devices_of_each(devices: int, count: int) -> int:
   """Returns how many devices each process has; ValueError if `count` does not
   divide them, or for more than JAX can make."""
-  asked = f"the {devices} devices of config.mesh (or config.devices)"
+  total = f"the {devices} devices of config.mesh (or config.devices)"
   if devices % count:
     raise ValueError(
-      f"{asked} cannot be divided among --num_processes={count}: use another"
+      f"{total} cannot be divided among --num_processes={count}: use another"
       f" mesh, or a divisor of {devices}"
     )
   if devices // count > _MOST_DEVICES:
     raise ValueError(
-      f"{asked} are {devices // count:,} for each process; JAX makes at most"
+      f"{total} are {devices // count:,} for each process; JAX makes at most"
       f" {_MOST_DEVICES:,}: use a smaller mesh, or more --num_processes"
     )
   return devices // count
@@ -275,15 +275,15 @@ def fail_together(make: Callable[[], Any]) -> Any:
   return value
 
 
-def check_same(what: str, digest: str) -> None:
-  """Raises ValueError on all processes if one has another digest of `what`."""
+def check_same(name: str, digest: str) -> None:
+  """Raises ValueError on all processes if one has another digest of `name`."""
   if jax.process_count() == 1:
     return
   first, *others = _gather_bytes(digest.encode())
   for number, other in enumerate(others, 1):
     if other != first:
       raise ValueError(
-        f"process {number} was given another {what} than process 0: start all"
+        f"process {number} was given another {name} than process 0: start all"
         " with the same command and the same files"
       )
 

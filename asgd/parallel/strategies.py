@@ -111,7 +111,8 @@ class _Planner(NamedTuple):
   def compute(self, devices: int) -> float:
     """Mean seconds of a device's part of a step."""
     flops = self.work.flops
-    flops += self.work.again if self.options.activations == "full" else 0.0
+    if self.options.activations == "full":
+      flops += self.work.recompute_flops
     return self.options.batch * flops / (devices * self.hardware.flops)
 
   def strategy(

@@ -60,16 +60,16 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
   inside shard_map with check_vma=False.
   """
   if dim is None:
-    out = meshes.vary(x, _AXIS)
+    shared = meshes.vary(x, _AXIS)
   else:
-    out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
+    shared = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
   # With check_vma=False nothing varies: the one sign of it in a trace.
-  if _AXIS not in meshes.varying(out):
+  if _AXIS not in meshes.varying(shared):
     raise ValueError(
       f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
       " check_vma=True, without which their gradients would be wrong"
     )
-  return out
+  return shared
 
 
 def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
@@ -114,8 +114,8 @@ def column_dense(
     x = enter(x, _POSITIONS if sequence else None)
     return jax.lax.dot_general(x, *args, **kwargs)
 
-  here = _share("features", features)
-  return nn.Dense(here, dot_general=dot_general, **options)
+  local_features = _share("features", features)
+  return nn.Dense(local_features, dot_general=dot_general, **options)
 
 
 def row_dense(

@@ -41,7 +41,7 @@ class Transfer(NamedTuple):
   times: int  # in a step, at most
   least: int | None = None  # in a step, at least; None: as often as `times`
   pairs: tuple[tuple[int, int], ...] = ()  # of PERMUTE: (from, to)
-  what: str = ""
+  label: str = ""
   # XLA may add up a part of each array, 1 / parts, once it is scattered along
   # another axis.
   parts: int = 1
@@ -128,23 +128,23 @@ def of_weights(
         block = count // (leaf.shape[0] * blocks)
         times = blocks * turns * pieces
         transfer = Transfer(REDUCE, along, block, size, times)
-      yield transfer._replace(what="gradients")
+      yield transfer._replace(label="gradients")
     # [2] Along "data": all-reduced, or scattered and gathered by ZeRO.
     if parts == 1:
       continue
     if whole:
-      yield Transfer(REDUCE, data, count, size, 1, what="gradients")
+      yield Transfer(REDUCE, data, count, size, 1, label="gradients")
       continue
     # XLA may add pieces up first, as sums may be exchanged.
     times = pieces if replicas.zero > 1 else 1
-    yield Transfer(SCATTER, data, count, size, times, 1, what="gradients")
+    yield Transfer(SCATTER, data, count, size, times, 1, label="gradients")
     if replicas.zero < 3:
       itemsize = leaf.dtype.itemsize
-      yield Transfer(GATHER, data, count, itemsize, 1, what="weights")
+      yield Transfer(GATHER, data, count, itemsize, 1, label="weights")
     else:  # the backward does not need all of them again
       itemsize = max(replicas.compute, 4)  # of biases XLA sends float32
       times = 2 * pieces
-      yield Transfer(GATHER, data, count, itemsize, times, 1, what="weights")
+      yield Transfer(GATHER, data, count, itemsize, times, 1, label="weights")
 
 
 def _ring(mesh: Mesh, step: int) -> tuple[tuple[int, int], ...]:
@@ -199,18 +199,18 @@ def of_stream(
       kinds = [GATHER, SCATTER]
     for kind in kinds:
       # Embedding and logits have one each; a block two, forward and backward.
-      yield Transfer(kind, axes, whole, size, 2 * pieces, what="ends")
+      yield Transfer(kind, axes, whole, size, 2 * pieces, label="ends")
       # A block is computed again without its last sum, which nothing reads.
       repeats = (2 if kind == GATHER else 1) if stream.recompute else 0
       times = (4 + repeats) * blocks * turns * pieces
-      yield Transfer(kind, axes, micro, size, times, what="blocks")
+      yield Transfer(kind, axes, micro, size, times, label="blocks")
     # The largest logit, the sum of exponentials, and the label's.
-    yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, what="loss")
+    yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, label="loss")
   # [2] Between stages: the last stage's result and the gradient of the
   # embedding's output, which all stages get, and the messages of each turn.
   if stages > 1:
     axes, part = frozenset({meshes.PIPE}), tensor if stream.sequence else 1
-    yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, what="ends")
+    yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, label="ends")
     for step, direction in ((1, "forward"), (-1, "backward")):
       # The message of the last turn is not read, so XLA may leave it out.
       times = turns * pieces
@@ -236,5 +236,5 @@ def of_round(
         *(PERMUTE, frozenset({axis}), *sizes),
         times=1,
         pairs=_pairs(mesh, axis, pairs),
-        what="messages",
+        label="messages",
       )

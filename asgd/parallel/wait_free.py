@@ -187,28 +187,28 @@ def _forward(
   without those kernels, by path, (x, dy) of each of them, and dx; None for the
   `first` layer with weights, which needs no dx.
   """
-  rest = traverse_util.flatten_dict(_weights_of(params)[number])
+  reduced = traverse_util.flatten_dict(_weights_of(params)[number])
   # Kernels that send factors are constants here: their gradient, x^T dy, is not
   # computed on this device.
-  kernels = {_kernel(d.path): rest.pop(_kernel(d.path)) for d in sending}
+  kernels = {_kernel(d.path): reduced.pop(_kernel(d.path)) for d in sending}
   taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in sending}
 
-  def run(rest, taps, x=x):
-    weights = traverse_util.unflatten_dict(rest | kernels)
+  def run(reduced, taps, x=x):
+    weights = traverse_util.unflatten_dict(reduced | kernels)
     calls: list[tuple[Any, ...]] = []
     with _watch(calls, taps):
       y, stats = apply_layer(layer, weights, params, number, x, key)
     factors = {path: x for path, x, _ in calls if path in taps}
     return y, (stats, factors)
 
-  inputs = (rest, taps) if first else (rest, taps, x)
+  inputs = (reduced, taps) if first else (reduced, taps, x)
   y, pull, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
 
   def backward(dy):
-    d_rest, d_taps, *dx = pull(dy)
+    d_reduced, d_taps, *dx = pull(dy)
     # (x, dy) of each of these kernels.
     pairs = {path: (factors[path], d_taps[path]) for path in factors}
-    return d_rest, pairs, dx[0] if dx else None
+    return d_reduced, pairs, dx[0] if dx else None
 
   return y, backward, stats
 

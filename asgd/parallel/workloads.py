@@ -25,7 +25,7 @@ class Workload(NamedTuple):
   layers: int  # between which a pipeline may cut
   largest: int  # parameters of the largest layer
   flops: float  # of an example, forward and backward
-  again: float  # of an example, what computing the forward again adds
+  recompute_flops: float  # of an example, added by a second forward
   activations: Callable[[int, int], float]  # (examples, tensor) -> bytes of all
   border: float  # bytes of an example between two layers, at most
   gpt: memory.Gpt | None = None  # only that can be split into tensors
@@ -123,7 +123,7 @@ def of_gpt(
     layers=gpt.depth,
     largest=parameters // gpt.depth,
     flops=plain,
-    again=memory.gpt_flops(gpt, 1, recompute=True) - plain,
+    recompute_flops=memory.gpt_flops(gpt, 1, recompute=True) - plain,
     activations=activations,
     border=float(gpt.context * gpt.width * itemsize),
     gpt=gpt,
@@ -213,7 +213,7 @@ def of_problem(
     layers=layers,
     largest=max(sizes),
     flops=flops,
-    again=flops / 3,  # a forward is a third of forward and backward
+    recompute_flops=flops / 3,  # a forward is a third of forward and backward
     activations=activations,
     # Between two layers: the last one's output is not sent.
     border=max(borders[: len(sizes) - 1], default=borders[-1]) / examples,

@@ -29,16 +29,16 @@ _CLOSE = 1e-6
 
 
 def _shorten(
-  structs: optax.Params, most: float, widest: float = math.inf
+  structs: optax.Params, most_rows: float, widest: float = math.inf
 ) -> optax.Params:
-  """Returns shapes of two to `most` rows, and at most `widest` in other
+  """Returns shapes of two to `most_rows` rows, at most `widest` in other
   axes."""
 
   def shorten(x):
     if not math.prod(x.shape):
       return x
     # Two rows at least, so that each part can have one.
-    rows = min(max(x.shape[0] if x.shape else 1, 2), most)
+    rows = min(max(x.shape[0] if x.shape else 1, 2), most_rows)
     others = (min(size, widest) for size in x.shape[1:])
     return jax.ShapeDtypeStruct((rows, *others), x.dtype)
 
@@ -74,13 +74,13 @@ def _turn(
 
 
 def _compare(
-  plan: ShardPlan, what: str, whole: Any, *parts: Any
+  plan: ShardPlan, quantity: str, whole: Any, *parts: Any
 ) -> Iterator[str]:
   """Yields a text for each leaf in which the joined parts differ."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
-    yield f"{what} the parameters has other shapes than they ({error})"
+    yield f"{quantity} the parameters has other shapes than they ({error})"
     return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
   for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
@@ -88,7 +88,7 @@ def _compare(
     scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
     limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
     if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
-      yield f"{what} {path} reads more than its own rows"
+      yield f"{quantity} {path} reads more than its own rows"
 
 
 def differences(

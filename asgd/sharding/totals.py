@@ -67,15 +67,15 @@ def _ask(x: Any) -> Any:
   if call.asked > len(call.totals):
     # The host has not added up this total yet: return its summands.
     raise _TotalNeeded(x)
-  given = call.totals[call.asked - 1]
-  shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, given)]
+  value = call.totals[call.asked - 1]
+  shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, value)]
   if shapes[0] != shapes[1]:
     raise ValueError(
       f"total {call.asked} was asked for shapes {shapes[0]}, but given as"
       f" {shapes[1]}"
     )
   # The host's sum may have a wider dtype than the rule's summands.
-  return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), given, x)
+  return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), value, x)
 
 
 def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:

@@ -162,11 +162,11 @@ def _penalty(
   correction = 1 - decay ** jnp.maximum(samples, 1)
   has_size = (samples > 0) & (largest > 0)
 
-  def penalise(g, m, now, sent):
+  def penalise(g, m, current, sent):
     # C, and then G = 1 + |params - sent_params| / C, elementwise: one number
     # for a leaf would lose the method's advantage.
     size = largest * (jnp.sqrt(m / correction) + eps)
-    penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
+    penalty = 1 + jnp.abs(current - sent) / jnp.where(has_size, size, 1.0)
     return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
   return penalise

@@ -174,10 +174,10 @@ def mix_models(
     del extra_args
     rate = mixing * discount(staleness)  # alpha_t, float[]
 
-    def mix(d, sent, now):
+    def mix(d, sent, current):
       # alpha_t (x_new - x), where x_new = sent - d. A rate of the leaf's dtype
       # keeps bfloat16 leaves in bfloat16.
-      return rate.astype(d.dtype) * (sent - d - now)
+      return rate.astype(d.dtype) * (sent - d - current)
 
     return jax.tree.map(mix, updates, sent_params, params), state
 

@@ -70,10 +70,13 @@ def measure(positions: np.ndarray) -> CodedGaps:
 def least_nbytes(count: int, last: int) -> int:
   """Returns a lower bound of the size of `measure`, for `count` positions with
   a known last one."""
-  rest = last + 1 - count  # sum of the gaps
-  most = (rest // count).bit_length() + 1  # a larger k only takes more bytes
+  gap_sum = last + 1 - count  # sum of the gaps
+  # A larger k only takes more bytes.
+  largest_k = (gap_sum // count).bit_length() + 1
   # sum(gap >> k) is least if all gaps end in k ones.
-  unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
+  unary = (
+    max(gap_sum - count * ((1 << k) - 1), 0) >> k for k in range(largest_k + 1)
+  )
   return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
 
 

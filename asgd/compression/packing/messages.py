@@ -148,8 +148,10 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
       field = layout.fields[i]
       arrays[i] = joined[start : start + field.count].reshape(field.shape)
       start += field.count
-  if reader.left:
-    raise BadCode(f"{reader.left} bytes follow the last leaf of a packed code")
+  if reader.unread:
+    raise BadCode(
+      f"{reader.unread} bytes follow the last leaf of a packed code"
+    )
   return layout.structure.unflatten(arrays)
 
 

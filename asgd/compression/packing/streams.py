@@ -143,8 +143,8 @@ def _last(words: np.ndarray) -> int:
 def _positions(words: np.ndarray) -> np.ndarray:
   """Returns int64 positions of nonzero elements. Most elements are 0, so it
   compares 8 bytes at once."""
-  each = 8 // words.itemsize  # elements of 8 bytes
-  aligned = words.size // each * each
+  per_word = 8 // words.itemsize  # elements of 8 bytes
+  aligned = words.size // per_word * per_word
   pieces = words[:aligned].view(np.uint64)
   # NumPy searches bools several times faster than numbers.
   hits = (pieces != 0).nonzero()[0]
@@ -153,12 +153,12 @@ def _positions(words: np.ndarray) -> np.ndarray:
     return (words != 0).nonzero()[0]
   # Positions among the elements of the hits alone, then among all elements.
   positions = (pieces[hits].view(words.dtype) != 0).nonzero()[0]
-  if each > 1:
-    positions = hits[positions // each] * each + positions % each
+  if per_word > 1:
+    positions = hits[positions // per_word] * per_word + positions % per_word
   else:
     positions = hits
-  rest = words[aligned:].nonzero()[0]  # fewer than 8 bytes at the end
-  return np.concatenate([positions, rest + aligned]) if rest.size else positions
+  tail = words[aligned:].nonzero()[0]  # fewer than 8 bytes at the end
+  return np.concatenate([positions, tail + aligned]) if tail.size else positions
 
 
 def _ternary(symbols: np.ndarray) -> np.ndarray:
@@ -190,16 +190,16 @@ class Reader:
     self._data = data
 
   @property
-  def left(self) -> int:
+  def unread(self) -> int:
     """Number of unread bytes."""
     return self._data.size
 
   def take(self, size: int) -> np.ndarray:
     """Returns the next bytes. Raises BadCode if there are fewer."""
     if size > self._data.size:
-      raise BadCode(f"{size} bytes are needed, but {self.left} are left")
-    taken, self._data = self._data[:size], self._data[size:]
-    return taken
+      raise BadCode(f"{size} bytes are needed, but {self.unread} are left")
+    data, self._data = self._data[:size], self._data[size:]
+    return data
 
   def array(self, count: int, dtype: np.dtype) -> np.ndarray:
     """Returns the next elements, in a newly allocated array."""
@@ -272,8 +272,8 @@ def _unpack_ternary(
 ) -> np.ndarray:
   """Returns symbols of which 5 are in each byte."""
   symbols = np.empty((5, data.size), np.int8)
-  for digits, place in zip(_DIGITS, symbols, strict=True):
-    place[:] = digits[data]
+  for digits, row in zip(_DIGITS, symbols, strict=True):
+    row[:] = digits[data]
   symbols, unused = np.split(symbols.reshape(-1), [count])
   # 3^5 = 243 values are valid; unused digits are written as 0, symbol -1.
   if (data > 242).any() or (unused != -1).any():
@@ -323,11 +323,11 @@ def _unpack_rest(
     digits = bits.unpack(data, count, width, unsigned)
     _check_digits(stream, digits, 2 * stream.levels - 1)
     # As `_pack_symbols` writes them: size - 1, then the sign.
-    sizes = digits >> unsigned.type(1)
-    sizes += unsigned.type(1)
+    magnitudes = digits >> unsigned.type(1)
+    magnitudes += unsigned.type(1)
     digits &= unsigned.type(1)
-    sizes.view(stream.dtype)[:] *= _of_signs(digits.view(stream.dtype))
-    numbers = sizes
+    magnitudes.view(stream.dtype)[:] *= _of_signs(digits.view(stream.dtype))
+    numbers = magnitudes
   words = np.zeros(stream.count, unsigned)
   words[positions] = numbers
   return words.view(stream.dtype)

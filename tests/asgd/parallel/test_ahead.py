@@ -85,7 +85,7 @@ def test_a_plan_that_is_wrong_is_found():
   assert "temporary bytes" in differences(temporary=2.0**30)[0]
   (blocks,) = (
     want for want in plan.transfers
-    if want.kind == transfers.GATHER and want.what == "blocks"
+    if want.kind == transfers.GATHER and want.label == "blocks"
   )
   fewer = [want for want in plan.transfers if want is not blocks]
   assert "not in the plan: all-gather" in differences(transfers=fewer)[0]
