@@ -107,8 +107,8 @@ def of_weights(
     params: shapes with their shardings, as `data_parallel.Step.init` returns.
     mesh: with the axis "data".
     replicas: options of the step.
-    also: further axes along which gradients of weights that are whole there
-      are added up: "tensor", if the stream is split by positions.
+    also: axes beside "data" that add up the gradients of weights that they do
+      not divide: "tensor", if the stream is split by positions.
     turns: of a pipeline, which adds up a block's gradients in each turn.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
