@@ -63,7 +63,7 @@ class OpenJob:
     )
 
 
-class Incarnation:
+class IncarnationState:
   """The state of one incarnation of a worker. An expelled loop starts the next
   incarnation with an empty state."""
 

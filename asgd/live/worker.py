@@ -26,7 +26,7 @@ from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.held import OutOfStep
-from asgd.live.incarnation import Incarnation, Lease, OpenJob
+from asgd.live.incarnation import IncarnationState, Lease, OpenJob
 from asgd.live.links.base import Disconnected, WorkerLink
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
@@ -87,7 +87,7 @@ class WorkerLoop:
     self._memories = list(reach.memories())  # of each shard
     self._shards = range(len(self._memories))
     self._lease = Lease()
-    self._incarnation = Incarnation(len(self._memories), duty.hold())
+    self._incarnation = IncarnationState(len(self._memories), duty.hold())
     self._stages: Stages | None = None  # with `Duty.overlap`
     self.draining = False  # the loop is to end after its open jobs
     self._drain_sent = False  # the lead starts no further job here
@@ -237,8 +237,8 @@ class WorkerLoop:
   def _start_next_incarnation(self) -> None:
     """Asks the lead for a new incarnation, which starts without the state and
     jobs of this one."""
-    attempt = self._incarnation.attempt + 1
-    incarnation = Incarnation(len(self._shards), self._duty.hold(), attempt)
+    attempt, held = self._incarnation.attempt + 1, self._duty.hold()
+    incarnation = IncarnationState(len(self._shards), held, attempt)
 
     def change() -> None:
       self._incarnation = incarnation
@@ -294,7 +294,7 @@ class WorkerLoop:
 
   def _work(
     self,
-    incarnation: Incarnation,
+    incarnation: IncarnationState,
     job: OpenJob,
     ticket: base.Ticket,
     batch: Any,
@@ -395,7 +395,7 @@ class WorkerLoop:
     self._report_span("push", job.compute_end, self._reach.clock(), job)
 
   def _write(
-    self, incarnation: Incarnation, job: OpenJob, message: Any
+    self, incarnation: IncarnationState, job: OpenJob, message: Any
   ) -> bool:
     """Writes a message to its slots; False if the lease was revoked."""
     plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
