@@ -257,8 +257,7 @@ class Scheduler:
         self._remove(ended)
       process = self._draw()
     except BaseException as error:
-      # Raised to the caller of `run`: the thread of a process, which is here,
-      # would lose it.
+      # `run` raises it: an error in the thread of a process would be lost.
       self._failure = error
     if process is not None:
       self.current = process
