@@ -133,7 +133,7 @@ _batch = outbox.Outbox.batch
 
 def _present_with_old(self, peer_index, newcomer, lend):
   peer.LivePeer.present(self, peer_index, newcomer, lend)
-  self._first[peer_index] = self._next_put
+  self._first_numbers[peer_index] = self._next_put
 
 
 def _admit_at_once(self, newcomer):

@@ -31,7 +31,7 @@ class Rounds(LivePeer):
     # messages stay here for a while, in case the driver has to forward them.
     self._messages: dict[tuple[int, int], PeerFrame] = {}
     # Sender -> number of its first message for this peer; absent: 0.
-    self._first: dict[int, int] = {}
+    self._first_numbers: dict[int, int] = {}
     # Lost senders: only forwarded messages of them still count.
     self._lost_senders: set[int] = set()
     self._kept_views: dict[int, View] = {}  # by number of rounds ended
@@ -47,7 +47,7 @@ class Rounds(LivePeer):
     round."""
     super().join(others, rounds, lenders)
     peers = range(self.duty.gossip.topology.workers)
-    self._first = dict.fromkeys(peers, self._next_put)
+    self._first_numbers = dict.fromkeys(peers, self._next_put)
 
   def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Adds a newcomer between two rounds, and drops messages that must not be
@@ -59,7 +59,7 @@ class Rounds(LivePeer):
       public parameters: the messages would be added to those.
     """
     super().present(peer, newcomer, lend)
-    self._first[peer] = next_put = self._next_put
+    self._first_numbers[peer] = next_put = self._next_put
     others = self.incarnations.keys() - {peer}
     # Messages of the predecessor below this number stay.
     end = 0 if lend and self._newcomers_lend else next_put
@@ -105,7 +105,7 @@ class Rounds(LivePeer):
     that is alive."""
     return any(
       peer in self.incarnations
-      and number >= self._first.get(peer, 0)
+      and number >= self._first_numbers.get(peer, 0)
       and (peer, number) not in self._messages
       for peer in self._senders(number)
     )
@@ -206,7 +206,7 @@ class Rounds(LivePeer):
 
   def take_over(self, frame: PeerFrame) -> None:
     """Stores a message, which may have been received by another peer."""
-    if frame.round >= self._first.get(frame.sender, 0):
+    if frame.round >= self._first_numbers.get(frame.sender, 0):
       self._messages.setdefault((frame.sender, frame.round), frame)
 
   def image(self) -> Any:
@@ -222,13 +222,13 @@ class Rounds(LivePeer):
     }
     tree["codes"] = {k: unpack(f.content) for k, f in unmixed.items()}
     notes["codes"] = {k: [f.seq, f.nbytes] for k, f in unmixed.items()}
-    notes["first"] = list(self._first.items())
+    notes["first"] = list(self._first_numbers.items())
     return tree, notes
 
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Continues from an image."""
     super().restore(tree, notes)
-    self._first = dict(map(tuple, notes["first"]))
+    self._first_numbers = dict(map(tuple, notes["first"]))
     pack = self.duty.wire.pack
     for key, (seq, nbytes) in notes["codes"].items():
       sender, number = map(int, key.split(","))

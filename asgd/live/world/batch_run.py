@@ -188,13 +188,13 @@ class BatchRun(WorldRun):
     driver = self._driver
     records = driver.run_log.records()
     rows = [(event.action, event.job) for event in driver.run_log.rows]
-    jobs, twice = count_jobs(rows, records.accepted.tolist())
+    jobs, repeated = count_jobs(rows, records.accepted.tolist())
     # Without hosts or faults, until as many jobs are done.
     undisturbed = recompute(self._settings, PARAMS, _work, jobs)
     are_equal = driver.state == undisturbed.state
     are_equal &= bits(self._params) == bits(undisturbed.params)
     result = driver.state, self._params
     require(are_equal, INVARIANTS[0], result, "and not", tuple(undisturbed))
-    require(not twice, INVARIANTS[1], records.job.tolist())
+    require(not repeated, INVARIANTS[1], records.job.tolist())
     with refused(INVARIANTS[2]):
       orders.check(from_events(driver.run_log.rows))
