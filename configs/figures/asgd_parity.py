@@ -83,11 +83,11 @@ def deviation_equal(count):
   return (given + (others * V) ** 2) ** 0.5
 
 
-# Unequal machines have means p ~ Gamma(a, 1 / a), a = 1 / V_mach^2. A message
-# has staleness N p E[1 / p]. Fast machines send more messages, so that over
-# From here on the density of staleness on unequal machines is derived.
-# messages p is Gamma(a - 1, 1 / a). So staleness / N is Gamma(a - 1, 1 / b), b
-# = a - 1, whose mean is 1 and whose variance is 1 / b.
+# The density of staleness on unequal machines, which have means p ~ Gamma(a,
+# 1 / a), a = 1 / V_mach^2. A message has staleness N p E[1 / p]. Fast machines
+# send more messages, so that over messages p is Gamma(a - 1, 1 / a). Then
+# staleness / N is Gamma(a - 1, 1 / b) with b = a - 1: its mean is 1 and its
+# variance 1 / b.
 SHAPE = 1 / V_MACHINE**2 - 1
 GAMMA_OF_SHAPE = 0.9256731453766787  # the gamma function at SHAPE
 

@@ -51,7 +51,7 @@ def make_task(
   return worker.PortionTask(
     settings,
     params,
-    # All portions belong to worker 0, whoever computes them.
+    # Worker 0 owns all portions; any worker may compute one.
     plan.problem.batches(seed, 1),
     lambda batches: plan.work(seed, root, batches),
     keep=2 * (share + settings.push_every),

@@ -171,7 +171,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   def _prepare(self) -> bool:
     """Checks the room in memory; returns whether the cell has begun."""
     plan = self._plan
-    # Of each shard: (messages applied, the slowest clock).
+    # (messages applied, the slowest clock) by shard
     self._counts_seen: list[tuple[int, int]] = []
     shards = range(plan.settings.shards)
     self._orders = [files.order_path(self._folder, shard) for shard in shards]
@@ -295,7 +295,6 @@ class LiveTableEngine(live_engine.LiveEngine):
       "megabytes": traffic.megabytes([records]),
     }
     # A clock counts as an update when the slowest worker has ended it.
-    # slowest: the last clock that every worker has ended, by shard.
     updates = min(slowest for _, slowest in self._counts_seen)
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message

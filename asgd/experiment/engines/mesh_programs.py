@@ -75,9 +75,6 @@ def _plan(
   The plan does not count the bytes of compressed gradients or image tiles.
   """
   section, size = run.config["mesh"], run.config["batch_size"]
-  # The examples of one replica.
-  replica_size = size // mesh.shape[meshes.DATA]
-  accumulate = section["accumulate"]
   # [1] The bytes of a number in the computation and in the reduction.
   policy = section["precision"]
   numbers = precision.POLICIES.get(policy, precision.Policy())
@@ -86,7 +83,7 @@ def _plan(
     jnp.dtype(dtype).itemsize if dtype else width
     for dtype in (numbers.compute, numbers.reduce)
   )
-  replicas = transfers.Replicas(section["zero"], accumulate, *sizes)
+  replicas = transfers.Replicas(section["zero"], section["accumulate"], *sizes)
   # Their bytes have no formula, so nothing is compared.
   if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
     return ahead.ProgramPlan(None)
@@ -98,12 +95,25 @@ def _plan(
     pieces.layers, tokens.update(shape=(size, tokens.shape[-1] - 1))
   )
   if not gpt:
-    flops = workloads.products(problem.loss, params, batch, replica_size)
+    examples = size // mesh.shape[meshes.DATA]  # of one replica
+    flops = workloads.products(problem.loss, params, batch, examples)
     transfer_list = [*transfers.of_weights(state.params, mesh, replicas)]
     return ahead.ProgramPlan(transfer_list, flops)
-  # [3] Transfers, products and memory of a GPT's step.
+  return _gpt_plan(run, mesh, state.params, gpt, replicas)
+
+
+def _gpt_plan(
+  run: Run,
+  mesh: jax.sharding.Mesh,
+  weights: Any,
+  gpt: memory.Gpt,
+  replicas: transfers.Replicas,
+) -> ahead.ProgramPlan:
+  """Returns the transfers, products and memory of a GPT's step."""
+  section = run.config["mesh"]
+  sequences = run.config["batch_size"] // mesh.shape[meshes.DATA]  # a replica's
   stream = memory.GptStream(
-    *(gpt, replica_size // accumulate, section["sequence"]),
+    *(gpt, sequences // replicas.accumulate, section["sequence"]),
     mesh_plan.microbatches_of(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
   )
@@ -111,11 +121,11 @@ def _plan(
   turns = transfers.turns_of(stream, mesh)
   transfer_list = [
     *transfers.of_weights(
-      state.params, mesh, replicas, also=split_axes, turns=turns
+      weights, mesh, replicas, also=split_axes, turns=turns
     ),
     *transfers.of_stream(stream, mesh, replicas),
   ]
-  flops = accumulate * memory.step_flops(
+  flops = replicas.accumulate * memory.step_flops(
     *(gpt, stream.sequences, stream.microbatches, stream.rounds),
     tensor=mesh.shape.get(meshes.TENSOR, 1),
     stages=mesh.shape.get(meshes.PIPE, 1),
@@ -123,7 +133,7 @@ def _plan(
   )
   temporary = memory.step_temporary(
     stream,
-    parameters=transfers.parameters_here(state.params, mesh),
+    parameters=transfers.parameters_here(weights, mesh),
     stages=mesh.shape.get(meshes.PIPE, 1),
     tensor=mesh.shape.get(meshes.TENSOR, 1),
     itemsize=replicas.compute,

@@ -395,16 +395,21 @@ def plan(
     allocation=allocations.given(run, recipe, problem, workers),
   )
   server_orders.check_length(result, round(count))
-  # Errors of a user's batches and orders appear here, before the first cell.
-  with checks.blame("order", tuple(run.config["order"])):
-    for seed in run.config["seeds"]:
-      problem.batches(seed, workers)
-      # The first message of each worker is enough to find them.
-      result.of_seed(seed).trace(seed, messages=min(workers, messages))
+  _try_seeds(result)
   result.check()
   if problem.sequential:
     _check_sequential(result)
   return result
+
+
+def _try_seeds(plan: ServerPlan) -> None:
+  """Raises errors of a user's batches and orders, before the first cell."""
+  with checks.blame("order", tuple(plan.run.config["order"])):
+    for seed in plan.run.config["seeds"]:
+      plan.problem.batches(seed, plan.workers)
+      # The first message of each worker is enough to find them.
+      trace = plan.of_seed(seed).trace
+      trace(seed, messages=min(plan.workers, plan.messages))
 
 
 def _check_sequential(plan: ServerPlan) -> None:
