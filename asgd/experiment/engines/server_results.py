@@ -14,6 +14,7 @@ from asgd.experiment.engines.parameter_server import ServerPlan
 def summary(records: base.Records) -> dict[str, float]:
   """Returns the columns of an evaluation, from the records of its messages."""
   messages = float(records.message_norm.sum())
+  # A job that pushes nothing has a row of norm 0, which no server has refused.
   accepted = records.accepted[records.accepted | (records.message_norm != 0)]
   return {
     "train_loss": float(records.loss.mean()),
