@@ -30,11 +30,12 @@ def _read(partition: Partition) -> tuple[str, float]:
   concentration = 1.0
   if name == DIRICHLET:
     concentration = options.pop("concentration", concentration)
+    checks.positive("partition.concentration", concentration)
     checks.real(
       "partition.concentration",
       concentration,
-      lambda value: 0 < value <= _MOST_CONCENTRATION,
-      f"a positive number up to {_MOST_CONCENTRATION:.0e}",
+      lambda value: value <= _MOST_CONCENTRATION,
+      f"at most {_MOST_CONCENTRATION:.0e}",
       ": for labels that are alike use partition 'sharded'",
     )
   for key in options:

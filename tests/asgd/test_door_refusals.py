@@ -130,7 +130,7 @@ REFUSED = {
   ),
   "alike": (
     lambda: partitions.shards(RINGS, np.arange(48) % 4, 4, 0),
-    r"concentration must be .* up to 1e\+09, not 1e\+308: .*'sharded'",
+    r"concentration must be at most 1e\+09, not 1e\+308: .*'sharded'",
   ),
   "no name": (
     lambda: simulate(order={"delay": 3}),
