@@ -168,9 +168,9 @@ def after(messages, act, monkeypatch):
 
   def counting(self, cell, news):
     update(self, cell, news)
-    if left[0] > 0 >= left[0] - news.count:
+    if left[0] > 0 >= left[0] - news.messages:
       act()
-    left[0] -= news.count
+    left[0] -= news.messages
 
   monkeypatch.setattr(progress.ProgressBar, "update", counting)
 
