@@ -127,6 +127,8 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
     for word in flags.config_words()
     if word.partition("=")[0] not in replaced
   ]
+  if given["data_dir"] is not None:
+    words.append(f"--data_dir={given['data_dir']}")
   print("\n" + " \\\n  ".join([*words, *advice.flags]))
   if advice.way.name in (ways_lib.ASYNCHRONOUS, ways_lib.CODED, ways_lib.LOCAL):
     print(

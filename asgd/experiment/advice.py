@@ -106,6 +106,11 @@ def recipe_for(
       f"The oldest message is {way.oldest} updates old, more than {_OLD} times"
       f" the {workers - 1} of equal machines: gap_aware divides such messages."
     )
+  if momentum and training.down is not None:
+    return "multi_asgd", (
+      f"The config has momentum {momentum:g}: each worker has one. DANA looks"
+      " ahead, which config.compress_down does not allow."
+    )
   if momentum:
     state = memory.recipe_bytes("dana_zero", workers, momentum=momentum).total
     state *= nbytes / 4

@@ -118,6 +118,11 @@ def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
     (Way(ASYNCHRONOUS, 8, 4.0, 7, 9), TRAINING, {}, "asgd", "at most 8"),
     (Way(ASYNCHRONOUS, 9, 4.0, 8, 9), TRAINING, {}, "dc_asgd_a", "9 workers"),
     (Way(ASYNCHRONOUS, 4, 4.0, 3, 5), WITH_MOMENTUM, {}, "dana_zero", "0.9"),
+    (
+      Way(ASYNCHRONOUS, 4, 4.0, 3, 5),
+      WITH_MOMENTUM._replace(down={"name": "top_k"}),
+      *({}, "multi_asgd", "0.9"),
+    ),
     # 4 velocities, their sum and one on its way: 2.4 kB of 100 parameters.
     (
       *(Way(ASYNCHRONOUS, 4, 4.0, 3, 5), WITH_MOMENTUM, {"memory": 2e3}),
