@@ -233,20 +233,20 @@ def _distribution(
     took = cluster.start + alone / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
-      f" need {show_seconds(took)}, the {show_seconds(cluster.start)} until"
-      " they have started included."
+      f" need {show_seconds(took)}, of which {show_seconds(cluster.start)} pass"
+      " until they have started."
     )
   if fastest.speed < WORTH:
     return (
       f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
-      f" workers) is {fastest.speed:.2g} times as fast; below {WORTH:g} it is"
+      f" workers) is {fastest.speed:.3g} times as fast; below {WORTH:g} it is"
       " not worth it."
     )
   took = cluster.start + alone / fastest.speed
   return (
     f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
-    f" workers) needs {show_seconds(took)}, the {show_seconds(cluster.start)}"
-    " until its workers have started included."
+    f" workers) needs {show_seconds(took)}, of which"
+    f" {show_seconds(cluster.start)} pass until its workers have started."
   )
 
 
@@ -275,7 +275,7 @@ def _way(
   if faster:
     most = max(faster, key=lambda each: each.speed)
     texts.append(
-      f"The fastest way ({most.name}) is {most.speed / way.speed:.2g} times as"
+      f"The fastest way ({most.name}) is {most.speed / way.speed:.3g} times as"
       f" fast; below {WORTH:g} the simpler way is better."
     )
   return " ".join(texts)
