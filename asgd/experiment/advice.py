@@ -27,7 +27,7 @@ from asgd.experiment.ways import (
 from asgd.parallel import memory
 
 _FEW = 8  # workers up to which plain `asgd` loses little
-_OLD = 4  # times N - 1: the staleness of a very old message
+_OLD = 4  # times as slow is a machine whose messages are very old
 _RUN = "advised"  # label of the proposed run
 _MESH_WARM_UP = 10  # a mesh starts at this part of the peak rate
 
@@ -101,10 +101,13 @@ def recipe_for(
   if training.optimizer is not None:
     name = training.optimizer["name"]
     return "asgd", f"{name} applies each message; asgd runs any optimizer."
-  if way.oldest > _OLD * (workers - 1):
+  # Of machines, not of steps: one late step makes one old message.
+  slowest = max(cluster.slowness) / min(cluster.slowness)
+  if slowest > _OLD:
     return "gap_aware", (
-      f"The oldest message is {way.oldest} updates old, more than {_OLD} times"
-      f" the {workers - 1} of equal machines: gap_aware divides such messages."
+      f"The slowest machine takes {slowest:.2g} times as long as the fastest"
+      f" (more than {_OLD}), so its messages are old: gap_aware divides them by"
+      " how far the parameters have moved."
     )
   if momentum and training.down is not None:
     return "multi_asgd", (

@@ -129,10 +129,13 @@ def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
       *("dana_slim", "2.4 kB"),
     ),
     (
-      *(Way(ASYNCHRONOUS, 4, 4.0, 3, 13), WITH_MOMENTUM, {}),
-      *("gap_aware", "13 updates old"),
+      *(Way(ASYNCHRONOUS, 2, 1.2, 1, 9), WITH_MOMENTUM),
+      *({"slowness": (5.0, 1.0)}, "gap_aware", "5 times as long"),
     ),
-    (Way(ASYNCHRONOUS, 4, 4.0, 3, 13), ADAM, {}, "asgd", "adam"),
+    (
+      *(Way(ASYNCHRONOUS, 2, 1.2, 1, 9), ADAM),
+      *({"slowness": (5.0, 1.0)}, "asgd", "adam"),
+    ),
     (Way(CODED, 4, 4.0), WITH_MOMENTUM, {}, "asgd", "codec dgc"),
     (Way(CODED, 4, 4.0), TRAINING, {}, "asgd", "codec top_k"),
     (Way(LOCAL, 4, 4.0, steps=16), TRAINING, {}, "model_averaging", "16"),
