@@ -30,8 +30,8 @@ def canonical(name: Any, valid: Iterable[str]) -> Any:
     plain = "".join(_DIGITS.get(each, each) for each in text.lower())
     return re.sub(r"[-_ ]", "", plain)
 
-  wanted = letters(name)
-  return next((each for each in valid if letters(each) == wanted), name)
+  target = letters(name)
+  return next((each for each in valid if letters(each) == target), name)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -104,34 +104,35 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
     'cosine_decay_schedule'
   """
   module, _, path = name.partition(":")
-  what = f"{kind} {checks.shown(name)}"
+  subject = f"{kind} {checks.shown(name)}"
   parts = [*module.split("."), *path.split(".")]
   if not all(part.isidentifier() for part in parts):
-    raise ValueError(f"{what}: write MODULE:FUNCTION, as in mymodule:make")
+    raise ValueError(f"{subject}: write MODULE:FUNCTION, as in mymodule:make")
   try:
-    found: Any = importlib.import_module(module)
+    target: Any = importlib.import_module(module)
   except Exception as error:  # a user's module may raise anything
     remedy = ""
     if isinstance(error, ModuleNotFoundError):
       remedy = "; its folder must be that of the config file, or on PYTHONPATH"
     raise ValueError(
-      f"{what}: {module} cannot be imported"
+      f"{subject}: {module} cannot be imported"
       f" ({checks.line_of(error, 200)}){remedy}"
     ) from error
   for part in path.split("."):
-    if not hasattr(found, part):
-      public = [key for key in vars(found) if not key.startswith("_")]
+    if not hasattr(target, part):
+      public = [key for key in vars(target) if not key.startswith("_")]
       close = difflib.get_close_matches(part, public, n=1, cutoff=0.55)
       hint = f"; did you mean {close[0]!r}?" if close else ""
-      raise ValueError(f"{what}: {module} has no {part!r}{hint}")
-    found = getattr(found, part)
+      raise ValueError(f"{subject}: {module} has no {part!r}{hint}")
+    target = getattr(target, part)
   try:
-    inspect.signature(found)
+    inspect.signature(target)
   except (TypeError, ValueError):
     raise ValueError(
-      f"{what} is {checks.shown(found)}, not a Python function: name a function"
+      f"{subject} is {checks.shown(target)}, not a Python function: name a"
+      " function"
     ) from None
-  function: Callable[..., Any] = found
+  function: Callable[..., Any] = target
   return function
 
 
@@ -143,8 +144,8 @@ def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   try:
     return lookup(kind, name, table)
   except ValueError as error:
-    own = "; or MODULE:FUNCTION, your own" if isinstance(name, str) else ""
-    raise ValueError(f"{error}{own}") from None
+    hint = "; or MODULE:FUNCTION, your own" if isinstance(name, str) else ""
+    raise ValueError(f"{error}{hint}") from None
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
@@ -180,35 +181,40 @@ def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
   """Raises ValueError if a value is plain data of a kind that the parameter's
   annotation (or, without one, its default) does not allow."""
   # Without an annotation the type of the default decides.
-  wanted, empty = parameter.annotation, parameter.empty
-  if wanted is empty:
-    wanted = empty if parameter.default is None else type(parameter.default)
-  members = (wanted,)
-  if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is Union:
-    members = typing.get_args(wanted)
+  annotation, empty = parameter.annotation, parameter.empty
+  if annotation is empty:
+    annotation = empty if parameter.default is None else type(parameter.default)
+  members = (annotation,)
+  is_union = isinstance(annotation, types.UnionType)
+  if is_union or typing.get_origin(annotation) is Union:
+    members = typing.get_args(annotation)
   kinds = list(dict.fromkeys(filter(None, map(_kind, members))))
-  own, plain = _kind(type(value)), value is not parameter.default
-  if kinds and Any not in members and plain and own not in (None, *kinds):
+  value_kind, is_default = _kind(type(value)), value is parameter.default
+  if not kinds or Any in members or is_default:
+    return
+  # A value of no plain kind, such as an array, is left to the maker.
+  if value_kind not in (None, *kinds):
     words = " or ".join(_KINDS[kind] for kind in kinds)
     raise ValueError(f"{key} must be {words}, not {checks.shown(value)}")
 
 
 def check_arguments(
-  kind: str, name: str, maker: Callable[..., Any], given: Iterable[str]
+  kind: str, name: str, maker: Callable[..., Any], arguments: Iterable[str]
 ) -> None:
   """Raises ValueError, naming the argument, for an unknown argument or a
   missing one without a default."""
-  given = list(given)
+  arguments = list(arguments)
   parameters = inspect.signature(maker).parameters
   kinds = {key: parameter.kind for key, parameter in parameters.items()}
   rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
   named = [key for key in kinds if kinds[key] not in rest]
-  for key in given:
+  for key in arguments:
     if key not in named and rest[1] not in kinds.values():
       hint = nearest(key, named) if named else "it takes no options"
       raise ValueError(f"{kind} {name!r} takes no argument {key!r}; {hint}")
   for key in named:
-    if parameters[key].default is inspect.Parameter.empty and key not in given:
+    is_required = parameters[key].default is inspect.Parameter.empty
+    if is_required and key not in arguments:
       raise ValueError(f"{kind} {name!r} needs the argument {key!r}")
 
 

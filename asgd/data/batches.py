@@ -103,8 +103,8 @@ def make_batches(
   seed = checks.whole("seed", seed, 0)
   workers = checks.whole("workers", workers, 1)
   images, labels = np.asarray(images), np.asarray(labels)
-  whole = labels.dtype.kind in "biu"
-  labels = labels.astype(np.int32 if whole else np.float32, copy=False)
+  are_integers = labels.dtype.kind in "biu"
+  labels = labels.astype(np.int32 if are_integers else np.float32, copy=False)
   n = len(images)
   if labels.shape[:1] != (n,):
     raise ValueError(
@@ -140,8 +140,8 @@ def make_batches(
     if 0 <= worker < workers:
       # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
-      own = owned[worker]
-      return own[rng.choice(len(own), batch_size, replace=False)]
+      rows = owned[worker]
+      return rows[rng.choice(len(rows), batch_size, replace=False)]
     raise ValueError(f"worker must be in 0..{workers - 1}, not {worker}")
 
   return ExampleBatches(rows_of, lambda rows: (images[rows], labels[rows]))

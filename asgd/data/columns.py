@@ -8,11 +8,11 @@ import numpy as np
 from asgd import checks
 
 
-def is_table(given: Any) -> bool:
+def is_table(value: Any) -> bool:
   """Whether a value has the interface of a map-style `datasets.Dataset`."""
   methods = "with_format", "__getitem__", "__len__"
-  has_columns = isinstance(getattr(given, "column_names", None), list)
-  return has_columns and all(hasattr(given, name) for name in methods)
+  has_columns = isinstance(getattr(value, "column_names", None), list)
+  return has_columns and all(hasattr(value, name) for name in methods)
 
 
 def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
@@ -37,31 +37,31 @@ def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
       f"{checks.shown(dataset)} is no datasets.Dataset of one split: choose a"
       " split, dataset['train']"
     )
-  known = dataset.column_names
+  column_names = dataset.column_names
   is_list = isinstance(names, Sequence) and not isinstance(names, str)
   if names is not None and not (is_list and names):
-    example = [names] if isinstance(names, str) else known[:2]
+    example = [names] if isinstance(names, str) else column_names[:2]
     raise ValueError(
       f"names must be a list of columns, such as {checks.shown(example)}, or"
       f" None for all of them, not {checks.shown(names)}"
     )
   for name in names or ():
-    if name not in known:
+    if name not in column_names:
       raise ValueError(
         f"the data set has no column {name!r}; its columns are"
-        f" {', '.join(known)}"
+        f" {', '.join(column_names)}"
       )
-  wanted = list(known if names is None else names)
-  table = dataset.with_format("numpy", columns=wanted)[:]
-  found = {name: _array(name, table[name], wanted) for name in wanted}
-  if not found:
+  selected = list(column_names if names is None else names)
+  table = dataset.with_format("numpy", columns=selected)[:]
+  array_of = {name: _array(name, table[name], selected) for name in selected}
+  if not array_of:
     raise ValueError(
       f"{checks.shown(dataset)} has no columns: give a data set with examples"
     )
-  return found if names is None else tuple(found[name] for name in names)
+  return array_of if names is None else tuple(array_of[name] for name in names)
 
 
-def _array(name: str, column: Any, wanted: Sequence[str]) -> np.ndarray:
+def _array(name: str, column: Any, selected: Sequence[str]) -> np.ndarray:
   """Returns a column as an array of numbers."""
   try:
     array = np.asarray(column)
@@ -74,8 +74,9 @@ def _array(name: str, column: Any, wanted: Sequence[str]) -> np.ndarray:
     )
   if array.dtype.kind in "biuf" and array.ndim:
     return array
-  others = [other for other in wanted if other != name]
+  other_names = [other_name for other_name in selected if other_name != name]
   raise ValueError(
     f"column {name!r} is no array of numbers of one shape: encode or pad it"
-    f" with dataset.map, or leave it out, columns.arrays(dataset, {others})"
+    " with dataset.map, or leave it out, columns.arrays(dataset,"
+    f" {other_names})"
   )

@@ -125,9 +125,9 @@ def load(
       word, or an empty vocabulary.
     DataError: for a file that is missing or cannot be read.
   """
-  made = sources.drawn("documents", name, _LOADERS, data_dir, options)
-  if made is not None:
-    return made
+  drawn = sources.drawn("documents", name, _LOADERS, data_dir, options)
+  if drawn is not None:
+    return drawn
   checks.whole("least", least)
   checks.whole("most", most)
   checks.whole("longest", longest, 2)
@@ -165,8 +165,8 @@ def from_texts(
     "feature_extraction.text", "the list of common English words"
   )
   pieces = []
-  for number, each in enumerate(texts, 1):
-    words = _WORD.findall(each.lower())
+  for number, string in enumerate(texts, 1):
+    words = _WORD.findall(string.lower())
     if not words:
       raise ValueError(
         f"document {number} of {source} is empty: it has no word; leave it out"
@@ -177,11 +177,11 @@ def from_texts(
   vocabulary = _vocabulary(pieces, source, least, most)
   index_of = {word: i for i, word in enumerate(vocabulary)}
   coded = [[index_of[w] for w in words if w in index_of] for words in pieces]
-  kept = [np.array(each, np.int32) for each in coded if each]
-  made = _parted(name, source, kept, vocabulary)
-  if len(kept) < len(coded):
-    source += f", {len(coded) - len(kept)} without a known word left out"
-  return made._replace(source=source)
+  documents = [np.array(string, np.int32) for string in coded if string]
+  parted = _parted(name, source, documents, vocabulary)
+  if len(documents) < len(coded):
+    source += f", {len(coded) - len(documents)} without a known word left out"
+  return parted._replace(source=source)
 
 
 def _vocabulary(pieces, source, least, most):
@@ -243,7 +243,7 @@ def _load_newsgroups(data_dir):
   remove = "headers", "footers", "quotes"
   home = None if data_dir is None else os.fspath(data_dir)
   try:
-    found = datasets.fetch_20newsgroups(
+    newsgroups = datasets.fetch_20newsgroups(
       data_home=home, subset="all", remove=remove, download_if_missing=False
     )
   except OSError as error:
@@ -252,7 +252,7 @@ def _load_newsgroups(data_dir):
       " sklearn.datasets.fetch_20newsgroups(), or use documents='pydoc'"
     ) from None
   # Without headers, footers and quotes, some messages have no words.
-  texts = [each for each in found.data if _WORD.search(each.lower())]
+  texts = [each for each in newsgroups.data if _WORD.search(each.lower())]
   return "scikit-learn (on disk)", texts
 
 

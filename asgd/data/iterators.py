@@ -162,12 +162,12 @@ class WorkerIterator:
         " which starts again at its end"
       )
     batch = self._source.read(batch, f"batch {self.drawn} of {name}")
-    form, wanted = Form.of(batch), self._source.form
-    if wanted is not None and form != wanted:
+    form, expected = Form.of(batch), self._source.form
+    if expected is not None and form != expected:
       raise ValueError(
         f"batch {self.drawn} of {name} is {form}, but the first batch of worker"
-        f" 0 is {wanted}: all batches must have one form; drop the last one of"
-        " a pass (drop_last=True, drop_remainder=True), or pad it"
+        f" 0 is {expected}: all batches must have one form; drop the last one"
+        " of a pass (drop_last=True, drop_remainder=True), or pad it"
       )
     self.drawn += 1
     return batch

@@ -51,8 +51,8 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
   if isinstance(value, list | tuple) and list(map(_length, value)) == [2, 2]:
     value = [*value[0], *value[1]]  # ((train_x, train_y), (test_x, test_y))
   if not isinstance(value, list | tuple) or len(value) != len(_ARRAYS):
-    shown = " ".join(checks.shown(value).split())
-    raise ValueError(f"it returned {shown}; return {_FORMS}")
+    text = " ".join(checks.shown(value).split())
+    raise ValueError(f"it returned {text}; return {_FORMS}")
   return from_arrays(*value, **{"name": name, "source": name, **options})
 
 
@@ -148,11 +148,12 @@ def _array(key: str, value: Any) -> np.ndarray:
     raise ValueError(f"{key} is no array ({line}); make it one") from error
   if array.dtype.kind not in "biuf":
     if array.ndim:
-      shown = f"an array of {array.dtype}"
+      description = f"an array of {array.dtype}"
     else:
-      shown = f"{type(value).__name__}, which cannot be indexed as an array"
+      kind = type(value).__name__
+      description = f"{kind}, which cannot be indexed as an array"
     raise ValueError(
-      f"{key} is {shown}; give numbers [examples, ...], as"
+      f"{key} is {description}; give numbers [examples, ...], as"
       " numpy.asarray(list(...)) makes them of examples of one shape"
     )
   if not array.ndim or not len(array):

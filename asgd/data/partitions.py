@@ -24,8 +24,8 @@ _SKEW = 2**32  # no job has this number: keys of jobs are (seed, worker, job)
 
 def _read(partition: Partition) -> tuple[str, float]:
   """Returns (name, concentration), checked."""
-  given = partition if isinstance(partition, Mapping) else {"name": partition}
-  options = dict(given)
+  entries = partition if isinstance(partition, Mapping) else {"name": partition}
+  options = dict(entries)
   checks.one_of("partition", name := options.pop("name", None), NAMES)
   concentration = 1.0
   if name == DIRICHLET:
@@ -123,28 +123,33 @@ def _label_skew(
   order = rng.permutation(len(classes))
   # The examples of each class, in random order.
   stocks = [order[classes[order] == c] for c in range(classes.max() + 1)]
-  left = np.array([len(stock) for stock in stocks])
+  remaining = np.array([len(stock) for stock in stocks])  # by class
   drawn: list[np.ndarray] = []
   for worker in range(workers):
     size = len(range(worker, len(classes), workers))
-    taken = _draw_classes(rng, left, size, concentration)
-    ends = [len(stock) for stock in stocks] - left + taken
-    left = left - taken
-    parts = zip(stocks, ends - taken, ends, strict=True)
+    counts = _draw_classes(rng, remaining, size, concentration)
+    ends = [len(stock) for stock in stocks] - remaining + counts
+    remaining = remaining - counts
+    parts = zip(stocks, ends - counts, ends, strict=True)
     drawn.append(np.concatenate([stock[i:j] for stock, i, j in parts]))
   return drawn
 
 
 def _draw_classes(
-  rng: np.random.Generator, left: np.ndarray, size: int, concentration: float
+  rng: np.random.Generator,
+  remaining: np.ndarray,
+  size: int,
+  concentration: float,
 ) -> np.ndarray:
-  """Returns how many examples of each class a worker takes, int64[classes],
-  `size` in all and at most those `left`."""
-  taken = np.zeros_like(left)
-  while missing := size - taken.sum():
-    there = np.flatnonzero(left - taken)
-    stock = (left - taken)[there]
+  """Returns how many examples of each class a worker takes, int64[classes].
+
+  They are `size` in all, and of each class at most those `remaining`.
+  """
+  counts = np.zeros_like(remaining)
+  while missing := size - counts.sum():
+    available = np.flatnonzero(remaining - counts)
+    stock = (remaining - counts)[available]
     # Drawn anew if its classes are used up: it then gets few others.
     chances = rng.dirichlet(concentration * stock / stock.sum())
-    taken[there] += np.minimum(rng.multinomial(missing, chances), stock)
-  return taken
+    counts[available] += np.minimum(rng.multinomial(missing, chances), stock)
+  return counts

@@ -71,12 +71,12 @@ def generated(
   checks.nonnegative("noise", noise)
   rng = np.random.default_rng(checks.whole("seed", seed, 0))
   scale = rank**-0.25  # the sum of `rank` products then has variance 1
-  left, right = (
+  user_factors, item_factors = (
     rng.normal(0, scale, (count, rank)) for count in (users, items)
   )
-  at = rng.choice(users * items, ratings, replace=False)
-  pairs = np.stack(np.divmod(at, items), 1)
-  values = (left[pairs[:, 0]] * right[pairs[:, 1]]).sum(1)
+  entries = rng.choice(users * items, ratings, replace=False)
+  pairs = np.stack(np.divmod(entries, items), 1)
+  values = (user_factors[pairs[:, 0]] * item_factors[pairs[:, 1]]).sum(1)
   values += rng.normal(0, noise, ratings)
   source = (
     f"generated: {users} x {items} of rank {rank}, noise {noise:g}, seed {seed}"
@@ -91,11 +91,11 @@ def _parted(name, source, pairs, values, users, items):
   order = np.random.default_rng(0).permutation(len(values))
   test = np.zeros(len(values), bool)
   test[order[: len(values) // 10]] = True
-  for side, count in ((0, users), (1, items)):
-    known = np.zeros(count, bool)
-    known[pairs[~test, side]] = True
+  for column, count in ((0, users), (1, items)):
+    has_training = np.zeros(count, bool)
+    has_training[pairs[~test, column]] = True
     # Ratings of users and items without training ratings cannot be predicted.
-    test &= known[pairs[:, side]]
+    test &= has_training[pairs[:, column]]
   if not test.any():
     raise ValueError(
       f"{source} has {len(values)} ratings, of which no tenth can be a test"
@@ -148,41 +148,43 @@ def read(
       test rating of a user or an item without training ratings; it names the
       line.
   """
-  raw = _lines(Path(path))
-  users, pairs = np.unique(raw[0], return_inverse=True)
-  items, columns = np.unique(raw[1], return_inverse=True)
-  both = np.stack([pairs, columns], 1)
+  columns = _lines(Path(path))
+  users, user_indices = np.unique(columns[0], return_inverse=True)
+  items, item_indices = np.unique(columns[1], return_inverse=True)
+  pairs = np.stack([user_indices, item_indices], 1)
   name = name or Path(path).name
   counts = len(users), len(items)
   if test is None:
-    return _parted(name, str(path), both, raw[2], *counts)
-  other = _lines(Path(test))
-  sides = [
-    _known(what, ids, known, test)
-    for what, ids, known in (
-      ("user", other[0], users), ("item", other[1], items)
+    return _parted(name, str(path), pairs, columns[2], *counts)
+  test_columns = _lines(Path(test))
+  test_indices = [
+    _indices_of(kind, ids, training_ids, test)
+    for kind, ids, training_ids in (
+      ("user", test_columns[0], users), ("item", test_columns[1], items)
     )
   ]
   return Ratings(
-    *(name, str(path), both.astype(np.int32), raw[2].astype(np.float32)),
-    *(np.stack(sides, 1).astype(np.int32), other[2].astype(np.float32)),
+    *(name, str(path), pairs.astype(np.int32), columns[2].astype(np.float32)),
+    np.stack(test_indices, 1).astype(np.int32),
+    test_columns[2].astype(np.float32),
     *counts,
   )
 
 
-def _known(what, ids, known, path):
-  """Returns the indices of ids among the known ones; ValueError for others."""
-  at = np.searchsorted(known, ids).clip(max=len(known) - 1)
-  strange = known[at] != ids
+def _indices_of(kind, ids, training_ids, path):
+  """Returns the indices of ids among those of the training part; ValueError for
+  an id without a training rating."""
+  indices = np.searchsorted(training_ids, ids).clip(max=len(training_ids) - 1)
+  strange = training_ids[indices] != ids
   if strange.any():
     first = int(np.argmax(strange))
     raise ValueError(
-      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]},"
+      f"{path}: rating {first + 1} is of the unknown {kind} {ids[first]},"
       f" which has no rating in the training part ({int(strange.sum())} of"
       f" {len(ids)} ratings are like this); leave such ratings out, or add one"
       " to the training part"
     )
-  return at
+  return indices
 
 
 def _lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -295,19 +295,21 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
     lines = content.decode("utf-8-sig").split("\n")
   except UnicodeDecodeError as error:
     raise DataError(f"{where} is not UTF-8 text: {error}") from None
-  rows, known = [], ", ".join(form.labels)
+  rows, label_names = [], ", ".join(form.labels)
   for number, line in enumerate(lines, 1):
     line = line.removesuffix("\r")
     if not line or (form.header and number == 1):
       continue
-    cells, at = line.split("\t"), f"{where}, line {number}"
+    cells, line_name = line.split("\t"), f"{where}, line {number}"
     if len(cells) != form.columns:
       raise damaged(
-        f"{at}: expected {form.columns} columns, found {len(cells)}"
+        f"{line_name}: expected {form.columns} columns, found {len(cells)}"
       )
     label = cells[form.label]
     if label not in form.labels:
-      raise DataError(f"{at}: the label is {label!r}, expected one of {known}")
+      raise DataError(
+        f"{line_name}: the label is {label!r}, expected one of {label_names}"
+      )
     rows.append((*(cells[i] for i in form.sentences), form.labels.index(label)))
   if not rows:
     raise damaged(f"{where} has no examples")
@@ -327,9 +329,12 @@ def _matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
   """Returns the correlation of labels and predictions, 0 if one is constant."""
   n = float(len(labels))
   classes = 1 + int(max(labels.max(), predicted.max()))
-  true, said = (np.bincount(x, minlength=classes) for x in (labels, predicted))
-  of_both = n * np.sum(labels == predicted) - true @ said
-  spread = (n * n - true @ true) * (n * n - said @ said)
+  n_labels, n_predicted = (
+    np.bincount(x, minlength=classes) for x in (labels, predicted)
+  )
+  of_both = n * np.sum(labels == predicted) - n_labels @ n_predicted
+  # 0 if all labels, or all predictions, are of one class.
+  spread = (n * n - n_labels @ n_labels) * (n * n - n_predicted @ n_predicted)
   return float(of_both / np.sqrt(spread)) if spread else 0.0
 
 

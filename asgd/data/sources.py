@@ -88,8 +88,8 @@ def refuse_folder(
 def file_of_package(package: str, *parts: str) -> Path | None:
   """Returns the path of a file of an installed package, without importing it;
   None without the package or the file."""
-  found = importlib.util.find_spec(package)
-  for root in (found and found.submodule_search_locations) or ():
+  spec = importlib.util.find_spec(package)
+  for root in (spec and spec.submodule_search_locations) or ():
     path = Path(root, *parts)
     if path.is_file():
       return path

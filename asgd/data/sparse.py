@@ -116,8 +116,8 @@ def load(
       `from_rows`.
     DataError: for a file that cannot be read.
   """
-  made = sources.drawn("sparse examples", name, _LOADERS, data_dir, options)
-  return _LOADERS[name](data_dir) if made is None else made
+  drawn = sources.drawn("sparse examples", name, _LOADERS, data_dir, options)
+  return _LOADERS[name](data_dir) if drawn is None else drawn
 
 
 def from_rows(
@@ -204,9 +204,9 @@ def _wrong(keys, values, label, features) -> str | None:
   if twice.any():
     key = ordered[1:][np.argmax(twice)]
     return f"has feature {key} twice: add up its values"
-  bad = ~np.isfinite(values)
-  if bad.any():
-    i = np.argmax(bad)
+  is_wrong = ~np.isfinite(values)
+  if is_wrong.any():
+    i = np.argmax(is_wrong)
     return f"has the value {values[i]} of feature {keys[i]}: leave it out"
   return None if label in (0, 1) else f"has the label {label:g}: use 0 or 1"
 

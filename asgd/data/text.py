@@ -107,8 +107,8 @@ def from_string(
   elif names.is_import(tokenizer):
     tokens, vocabulary = _by_function(tokenizer, characters)
   else:
-    known = CHARACTERS, BYTES, "FILE.json", "MODULE:FUNCTION"
-    checks.one_of("tokenizer", tokenizer, known)
+    tokenizers = CHARACTERS, BYTES, "FILE.json", "MODULE:FUNCTION"
+    checks.one_of("tokenizer", tokenizer, tokenizers)
   cut = len(tokens) - int(len(tokens) * _TEST)
   return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
 

@@ -79,17 +79,17 @@ def rounds(
   checks.whole("every", every)
   streams = [durations.stream(peer) for peer in range(n)]
   start, rows = np.zeros(n), []
-  put = start  # times at which the peers put their last messages
+  put_times = start  # times at which the peers put their last messages
   for k in range(messages // n):
     # [1] Times of the round: jobs end, then the last sender's message arrives.
-    done = start + np.array([next(stream) for stream in streams])
+    job_ends = start + np.array([next(stream) for stream in streams])
     m, puts, mixes = k // every, k % every == 0, (k + 1) % every == 0
     if puts:
-      put = start if put_first else done
-    end = done
+      put_times = start if put_first else job_ends
+    end = job_ends
     if mixes:
       links = topology.links[m % topology.period]
-      end = np.maximum(done, np.where(links, put[None], 0.0).max(1))
+      end = np.maximum(job_ends, np.where(links, put_times[None], 0.0).max(1))
 
     # [2] Rows of the round; the second to fifth entries order equal times.
     for i in range(n):
@@ -97,8 +97,8 @@ def rounds(
       rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
       if puts:  # the order of rows at equal times: before or after RECEIVE (2)
         order = 1 if put_first else 3
-        rows.append((put[i], k, order, i, 0, (i, m, m, base.PUT)))
-      rows.append((done[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
+        rows.append((put_times[i], k, order, i, 0, (i, m, m, base.PUT)))
+      rows.append((job_ends[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
       if mixes:
         for j in topology.neighbours(i, m):
           rows.append((end[i], k, 4, i, j, (i, m, j, base.TAKE)))
@@ -174,14 +174,14 @@ def pairs(
   for count in range(messages):
     time, job, peer, seq = heapq.heappop(running)
     near = neighbours[peer]
-    other = near[int(draws[peer].integers(len(near)))]
-    for one in (peer, other):
-      rows.append(Event(time, one, puts[one], 0, base.PUT))
-    for one, two in ((peer, other), (other, peer)):
-      rows.append(Event(time, one, puts[two], two, base.TAKE))
-      rows.append(Event(time, one, NO_SEQ, 0, base.MIX))
-    for one in (peer, other):
-      puts[one] += 1
+    neighbour = near[int(draws[peer].integers(len(near)))]
+    for member in (peer, neighbour):
+      rows.append(Event(time, member, puts[member], 0, base.PUT))
+    for member, partner in ((peer, neighbour), (neighbour, peer)):
+      rows.append(Event(time, member, puts[partner], partner, base.TAKE))
+      rows.append(Event(time, member, NO_SEQ, 0, base.MIX))
+    for member in (peer, neighbour):
+      puts[member] += 1
     rows.append(Event(time, peer, seq, job, base.RECEIVE))
     # No job starts after the last message.
     if count + 1 < messages:
@@ -237,7 +237,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     collections.deque(trace_lib.events(t) if isinstance(t, base.Trace) else t)
     for t in traces
   ]
-  put: set[tuple[int, int]] = set()  # (sender, seq) of merged puts
+  merged_puts: set[tuple[int, int]] = set()  # (sender, seq) of merged puts
   # (sender, seq) -> indices of queues that begin with a take of that message.
   waiting: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
   ready: list[tuple[float, int]] = []  # (time, index) of first rows
@@ -247,7 +247,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
       return
     event = queues[index][0]
     key = event.job, event.seq
-    if event.action in trace_lib.TAKES and key not in put:
+    if event.action in trace_lib.TAKES and key not in merged_puts:
       waiting[key].append(index)
     else:
       heapq.heappush(ready, (event.time, index))
@@ -262,9 +262,9 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     time = max(time, event.time)  # a slow clock must not order rows
     rows.append(event._replace(time=time))
     if event.action in trace_lib.PUTS:
-      put.add(event.key)
-      for other in waiting.pop(event.key, ()):
-        offer(other)
+      merged_puts.add(event.key)
+      for waiting_index in waiting.pop(event.key, ()):
+        offer(waiting_index)
     offer(index)
   heads = [queue[0] for queue in queues if queue]
   if heads:

@@ -45,29 +45,30 @@ class _Order:
     """Adds a row: the fields of an Event."""
     self.rows.append(Event(*fields))
 
-  def compute(self, now: float, peer: int, end: _Act) -> None:
+  def compute(self, time: float, peer: int, end: _Act) -> None:
     """Starts a job of a peer; `end` is called at its end."""
-    self._at(now + next(self._streams[peer]), end)
+    self._at(time + next(self._streams[peer]), end)
 
   def carry(
-    self, now: float, sender: int, receiver: int, arrive: _Act
+    self, time: float, sender: int, receiver: int, arrive: _Act
   ) -> None:
     """Sends a message; `arrive` is called when its last byte has arrived."""
     part = self.links.up(arrive, sender, receiver, self._nbytes)
-    self._move(now, part=part, line=None)
+    self._move(time, part=part, line=None)
 
   def _at(self, time: float, act: _Act) -> None:
     heapq.heappush(self._heap, (time, self._count, act))
     self._count += 1
 
-  def _move(self, now: float, *, part: Any, line: Any) -> None:
+  def _move(self, time: float, *, part: Any, line: Any) -> None:
     """Moves a part of a message to its next line, or to its receiver."""
     if line is None and part.arrived:
       self.links.received(part.waited)
-      part.key(now)
+      part.key(time)
       return
-    for time, following, on in self.links.advance(now, part, line):
-      self._at(time, functools.partial(self._move, part=following, line=on))
+    for next_time, next_part, next_line in self.links.advance(time, part, line):
+      move = functools.partial(self._move, part=next_part, line=next_line)
+      self._at(next_time, move)
 
   def run(self) -> None:
     """Acts until no event is left."""
@@ -126,56 +127,56 @@ def rounds(
   checks.multiple(messages, "messages", n, "rounds of {} peers")
   checks.whole("every", every)
   order = _Order(durations, network, n, nbytes)
-  now_in, done = [0] * n, [False] * n  # the round of each peer
+  round_of, job_ended = [0] * n, [False] * n  # the round of each peer
   # By (receiver, message).
   arrived: collections.Counter[Any] = collections.Counter()
 
-  def start(i, now):
-    k = now_in[i]
-    order.row(now, i, k, k * n + i, base.SEND)
+  def start(i, time):
+    k = round_of[i]
+    order.row(time, i, k, k * n + i, base.SEND)
     if put_first:
-      put(i, now)
-    order.compute(now, i, functools.partial(end, i))
+      put(i, time)
+    order.compute(time, i, functools.partial(end, i))
 
-  def put(i, now):
-    m, wait = divmod(now_in[i], every)
+  def put(i, time):
+    m, wait = divmod(round_of[i], every)
     if wait:
       return
-    order.row(now, i, m, m, base.PUT)
+    order.row(time, i, m, m, base.PUT)
     receivers = np.flatnonzero(topology.links[m % topology.period][:, i])
     # Each begins with the next peer, or all would send to peer 0 first.
     for j in sorted(receivers.tolist(), key=lambda j: (j - i) % n):
-      order.carry(now, i, j, functools.partial(arrive, j, m))
+      order.carry(time, i, j, functools.partial(arrive, j, m))
 
-  def end(i, now):
-    k = now_in[i]
-    order.row(now, i, k, k * n + i, base.RECEIVE)
-    done[i] = True
+  def end(i, time):
+    k = round_of[i]
+    order.row(time, i, k, k * n + i, base.RECEIVE)
+    job_ended[i] = True
     if not put_first:
-      put(i, now)
-    proceed(i, now)
+      put(i, time)
+    proceed(i, time)
 
-  def arrive(i, m, now):
+  def arrive(i, m, time):
     arrived[i, m] += 1
-    proceed(i, now)
+    proceed(i, time)
 
-  def proceed(i, now):
+  def proceed(i, time):
     """Ends the round of a peer, if it has all that it waits for."""
-    m, rest = divmod(now_in[i] + 1, every)
+    m, rest = divmod(round_of[i] + 1, every)
     m -= 1
-    if not done[i]:
+    if not job_ended[i]:
       return
     if not rest:
       near = topology.neighbours(i, m)
       if arrived[i, m] < len(near):
         return
       for j in near:
-        order.row(now, i, m, j, base.TAKE)
-      order.row(now, i, NO_SEQ, m, base.MIX)
-    done[i] = False
-    now_in[i] += 1
-    if now_in[i] < messages // n:
-      start(i, now)
+        order.row(time, i, m, j, base.TAKE)
+      order.row(time, i, NO_SEQ, m, base.MIX)
+    job_ended[i] = False
+    round_of[i] += 1
+    if round_of[i] < messages // n:
+      start(i, time)
 
   for i in range(n):
     start(i, 0.0)
@@ -222,32 +223,34 @@ def pairs(
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
   puts, seqs, jobs, received = [0] * n, [0] * n, 0, 0
 
-  def start(i, now):
+  def start(i, time):
     nonlocal jobs
-    order.row(now, i, seqs[i], jobs, base.SEND)
-    order.compute(now, i, functools.partial(end, i, jobs))
+    order.row(time, i, seqs[i], jobs, base.SEND)
+    order.compute(time, i, functools.partial(end, i, jobs))
     jobs += 1
 
-  def end(i, job, now):
+  def end(i, job, time):
     near = neighbours[i]
-    other = near[int(draws[i].integers(len(near)))]
-    met = functools.partial(meet, i, other, job)
-    back = functools.partial(order.carry, sender=other, receiver=i, arrive=met)
-    order.carry(now, i, other, back)
+    neighbour = near[int(draws[i].integers(len(near)))]
+    meet_at = functools.partial(meet, i, neighbour, job)
+    reply = functools.partial(
+      order.carry, sender=neighbour, receiver=i, arrive=meet_at
+    )
+    order.carry(time, i, neighbour, reply)
 
-  def meet(i, other, job, now):
+  def meet(i, neighbour, job, time):
     nonlocal received
-    for one in (i, other):
-      order.row(now, one, puts[one], 0, base.PUT)
-    for one, two in ((i, other), (other, i)):
-      order.row(now, one, puts[two], two, base.TAKE)
-      order.row(now, one, NO_SEQ, 0, base.MIX)
-    for one in (i, other):
-      puts[one] += 1
-    order.row(now, i, seqs[i], job, base.RECEIVE)
+    for member in (i, neighbour):
+      order.row(time, member, puts[member], 0, base.PUT)
+    for member, partner in ((i, neighbour), (neighbour, i)):
+      order.row(time, member, puts[partner], partner, base.TAKE)
+      order.row(time, member, NO_SEQ, 0, base.MIX)
+    for member in (i, neighbour):
+      puts[member] += 1
+    order.row(time, i, seqs[i], job, base.RECEIVE)
     seqs[i], received = seqs[i] + 1, received + 1
     if received < messages:
-      start(i, now)
+      start(i, time)
     else:
       order.stop()
 

@@ -232,8 +232,8 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
 
   def init(params):
     state = server.init(params)
-    own = rule.init(state.params, slots)
-    return PeerState(state, jnp.zeros([], jnp.int32), own)
+    rule_state = rule.init(state.params, slots)
+    return PeerState(state, jnp.zeros([], jnp.int32), rule_state)
 
   def send(state, worker):
     return Job(server.send(state.server, worker), state.mixes)

@@ -196,15 +196,15 @@ def choco(codec: Any, gamma: float) -> Rule:
 
   def put(state, keep, key):
     del keep
-    own = state.own
-    missing = optax.tree.sub(state.server.params, own.public)
-    code, inner = codec.encode(own.codec, missing, key)
+    rule_state = state.own
+    missing = optax.tree.sub(state.server.params, rule_state.public)
+    code, inner = codec.encode(rule_state.codec, missing, key)
     # The sender updates its public parameters exactly as its neighbours will.
-    public = optax.tree.add(own.public, codec.decode(code))
-    return state._replace(own=Choco(inner, public, own.copies)), code
+    public = optax.tree.add(rule_state.public, codec.decode(code))
+    return state._replace(own=Choco(inner, public, rule_state.copies)), code
 
   def mix(state, codes, weights, slots):
-    own, copies, differences = state.own, state.own.copies, []
+    rule_state, copies, differences = state.own, state.own.copies, []
     for k, code in enumerate(codes):
       sent = codec.decode(code)
       copies = jax.tree.map(
@@ -212,12 +212,12 @@ def choco(codec: Any, gamma: float) -> Rule:
       )
       differences.append(
         jax.tree.map(
-          lambda c, x, slot=slots[k]: c[slot] - x, copies, own.public
+          lambda c, x, slot=slots[k]: c[slot] - x, copies, rule_state.public
         )
       )
     params = add_weighted(state.server.params, differences, gamma * weights)
     return with_params(state, params)._replace(
-      own=own._replace(copies=copies)
+      own=rule_state._replace(copies=copies)
     )
 
   def adopt(state, params, loan, slot, first):
@@ -228,8 +228,8 @@ def choco(codec: Any, gamma: float) -> Rule:
     params, public = optax.tree.where(
       first, (params, params), (state.server.params, state.own.public)
     )
-    own = state.own._replace(public=public, copies=copies)
-    return with_params(state, params)._replace(own=own)
+    rule_state = state.own._replace(public=public, copies=copies)
+    return with_params(state, params)._replace(own=rule_state)
 
   def residual(state):
     missing = optax.tree.sub(state.server.params, state.own.public)

@@ -319,11 +319,11 @@ def random_digraph(
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
   links = _circulant(workers, [1])  # a ring keeps the graph connected
   for sender in range(workers):
-    others = np.setdiff1d(
+    receivers = np.setdiff1d(
       np.arange(workers), [sender, (sender + 1) % workers]
     )
-    count = min(int(rng.integers(most)), len(others))
-    links[rng.choice(others, count, replace=False), sender] = True
+    count = min(int(rng.integers(most)), len(receivers))
+    links[rng.choice(receivers, count, replace=False), sender] = True
   return of_matrices("random_digraph", of_links(links, "uniform"))
 
 
@@ -402,8 +402,10 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
       f" peer, or several, not {checks.shown(weights)}"
     )
   if not np.isfinite(matrices).all():
-    bad = matrices[~np.isfinite(matrices)][0]
-    raise ValueError(f"weights must be finite, but one is {bad:g}: use 0 to 1")
+    not_finite = matrices[~np.isfinite(matrices)][0]
+    raise ValueError(
+      f"weights must be finite, but one is {not_finite:g}: use 0 to 1"
+    )
   if not len(matrices) or not (matrices >= 0).all():
     raise ValueError(
       f"weights must be 0 or more, not {checks.shown(weights)}"
@@ -462,8 +464,8 @@ def build(
     options = dict(topology)
     name = options.pop("name", None)
     if name is None:
-      given = checks.shown(topology)
-      raise ValueError(f"topology {given} lacks a name, as {{'name': 'ring'}}")
+      shown = checks.shown(topology)
+      raise ValueError(f"topology {shown} lacks a name, as {{'name': 'ring'}}")
     maker = names.resolve("topology", name, TOPOLOGIES)
     if "workers" in options:
       raise ValueError(

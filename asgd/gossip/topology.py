@@ -299,10 +299,10 @@ def two_colours(topology: Topology) -> list[int] | None:
   colour[0], waiting = 0, [0]  # a connected graph has one colouring at most
   while waiting:
     peer = waiting.pop()
-    for other in np.flatnonzero(links[peer]):
-      if colour[other] == colour[peer]:
+    for neighbour in np.flatnonzero(links[peer]):
+      if colour[neighbour] == colour[peer]:
         return None
-      if colour[other] < 0:
-        colour[other] = 1 - colour[peer]
-        waiting.append(int(other))
+      if colour[neighbour] < 0:
+        colour[neighbour] = 1 - colour[peer]
+        waiting.append(int(neighbour))
   return [int(c) for c in colour]

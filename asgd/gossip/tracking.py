@@ -60,9 +60,9 @@ def track() -> Rule:
   def mix(state, codes, weights, slots):
     del slots
     server = state.server
-    now = server.params, server.opt_state.tracker
+    current = server.params, server.opt_state.tracker
     differences = [optax.tree.sub(code, state.own) for code in codes]
-    mixed: Any = add_weighted(now, differences, weights)
+    mixed: Any = add_weighted(current, differences, weights)
     params, tracker = mixed
     tracking = server.opt_state._replace(tracker=tracker)
     server = server._replace(params=params, opt_state=tracking)

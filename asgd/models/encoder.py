@@ -333,10 +333,10 @@ def _read_sizes(path: Path) -> dict[str, Any]:
     config = json.loads(path.read_text(encoding="utf-8"))
   if not isinstance(config, Mapping) or "model_type" not in config:
     raise DataError(f"{path} has no model_type; give the config of a BERT")
-  for key, wanted in _REQUIRED_VALUES.items():
-    if config.get(key, wanted) != wanted:
+  for key, required in _REQUIRED_VALUES.items():
+    if config.get(key, required) != required:
       raise DataError(
-        f"{path}: {key} is {config[key]!r}, but only {wanted!r} is supported"
+        f"{path}: {key} is {config[key]!r}, but only {required!r} is supported"
       )
   if lacks := [key for key in _SIZES.values() if key not in config]:
     raise DataError(f"{path} lacks {', '.join(lacks)}")

@@ -78,22 +78,22 @@ def as_model(value: Any) -> Any:
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
-def _arguments(call, given: int, what: str) -> list[str]:
-  """Returns the names of a function's arguments after the first `given`. Raises
+def _arguments(call, count: int, callee: str) -> list[str]:
+  """Returns the names of a function's arguments after the first `count`. Raises
   ValueError if one of them needs a value that no caller has."""
   parameters = list(inspect.signature(call).parameters.values())
   several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-  if len(parameters) < given and not several:
+  if len(parameters) < count and not several:
     raise ValueError(
-      f"{what} takes {len(parameters)} arguments, but needs {given} or more"
+      f"{callee} takes {len(parameters)} arguments, but needs {count} or more"
     )
   variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-  rest = [p for p in parameters[given:] if p.kind not in variable]
+  rest = [p for p in parameters[count:] if p.kind not in variable]
   for p in rest:
     if p.default is p.empty and p.name not in (*_MODES, *_KEYS):
       raise ValueError(
-        f"{what} needs an argument {p.name!r}, which has no value here: only a"
-        f" batch is passed, and {', '.join((*_MODES, *_KEYS))} by name"
+        f"{callee} needs an argument {p.name!r}, which has no value here: only"
+        f" a batch is passed, and {', '.join((*_MODES, *_KEYS))} by name"
       )
   return [p.name for p in rest]
 
@@ -166,11 +166,11 @@ def _linen(module: nn.Module) -> Model:
     rngs = {"params": key, "dropout": key}
     # lazy_init computes only the variables, from the example's shape.
     variables = module.lazy_init(rngs, example, **_mode(arguments, False))
-    others = sorted(set(variables) - {"params", "batch_stats"})
-    if others:
+    other_collections = sorted(set(variables) - {"params", "batch_stats"})
+    if other_collections:
       raise ModelError(
-        f"{name} keeps {', '.join(others)}, but only params and batch_stats are"
-        " trained and kept"
+        f"{name} keeps {', '.join(other_collections)}, but only params and"
+        " batch_stats are trained and kept"
       )
     weights, stats = variables.get("params", {}), variables.get("batch_stats")
     return base.Variables(weights, stats) if stats else weights
@@ -290,8 +290,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     if keeps:
       put(module, nnx.BatchStat, params.stats)
     (module.train if train else module.eval)()
-    what = f"{type(module).__name__}.__call__"
-    y = module(x, **_mode(_arguments(module.__call__, 1, what), train))
+    function_name = f"{type(module).__name__}.__call__"
+    y = module(x, **_mode(_arguments(module.__call__, 1, function_name), train))
     if not train or not keeps:
       return y, params.stats if keeps else ()
     new = values(module, nnx.BatchStat)
@@ -393,15 +393,15 @@ def _stateful(
     arguments: names of its arguments after x.
   """
 
-  def of_pair(made):
-    if not isinstance(made, tuple) or len(made) != 2:
+  def of_pair(result):
+    if not isinstance(result, tuple) or len(result) != 2:
       raise ModelError(
         "apply takes a state, so init must return (params, state), not"
-        f" {checks.shown(made)}"
+        f" {checks.shown(result)}"
       )
-    if not jax.tree.leaves(made[1]):
-      return made[0]
-    return base.Variables(made[0], jax.tree.map(_as_float, made[1]))
+    if not jax.tree.leaves(result[1]):
+      return result[0]
+    return base.Variables(result[0], jax.tree.map(_as_float, result[1]))
 
   def init(key, example):
     return of_pair(draw(key, example))
@@ -409,13 +409,17 @@ def _stateful(
   def like(x):
     """The state's structure and dtypes, which params alone do not show."""
     example = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    made = jax.eval_shape(lambda key: draw(key, example), jax.random.key(0))
-    return made[1]
+    shapes = jax.eval_shape(lambda key: draw(key, example), jax.random.key(0))
+    return shapes[1]
 
   def own_state(params, x):
     state = like(x)
     if isinstance(params, base.Variables):
-      return jax.tree.map(lambda s, of: s.astype(of.dtype), params.stats, state)
+      return jax.tree.map(
+        lambda leaf, like_leaf: leaf.astype(like_leaf.dtype),
+        params.stats,
+        state,
+      )
     if jax.tree.leaves(state):
       raise ModelError(
         "the model has a state, which the parameters lack: give params=(params,"

@@ -73,11 +73,11 @@ def k_means(
   )
   checks.whole("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
-    bad = ~np.isfinite(examples).all(1)
-    if bad.any():
+    not_finite = ~np.isfinite(examples).all(1)
+    if not_finite.any():
       raise ValueError(
-        f"example {int(np.argmax(bad))} of the {part} part is not finite"
-        f" ({int(bad.sum())} of {len(examples)}): leave it out"
+        f"example {int(np.argmax(not_finite))} of the {part} part is not finite"
+        f" ({int(not_finite.sum())} of {len(examples)}): leave it out"
       )
 
   def init(key):

@@ -44,19 +44,19 @@ def _code_of(value: Any) -> list[str]:
     return [*_code_of(value.func), *map(repr, value.args)]
   if isinstance(value, (tuple, list)):
     return [text for inner in value for text in _code_of(inner)]
-  own = value if inspect.isroutine(value) else type(value)
-  module = getattr(own, "__module__", None) or ""  # None: made by exec
+  described = value if inspect.isroutine(value) else type(value)
+  module = getattr(described, "__module__", None) or ""  # None: made by exec
   if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
     return []
   try:
-    text = textwrap.dedent(inspect.getsource(own))
+    text = textwrap.dedent(inspect.getsource(described))
     # Without comments and layout, which do not change a run.
     text = ast.dump(ast.parse(text))
   except (OSError, TypeError):
     return []
   except SyntaxError:
     pass  # getsource cut a lambda out of the middle of a call: hash the text
-  return [text, *(repr(x) for x in _closed_over(own) if _is_plain(x))]
+  return [text, *(repr(x) for x in _closed_over(described) if _is_plain(x))]
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
@@ -83,7 +83,8 @@ _UPDATES = 0, 1, 10, 100, 1000, 10_000  # at which schedules are sampled
 def _rate(rate) -> str:
   """Returns a learning rate as text, a schedule by samples."""
   if callable(rate):
-    samples = ", ".join(f"{float(rate(at)):.6g}" for at in _UPDATES)
+    rates = (float(rate(update_count)) for update_count in _UPDATES)
+    samples = ", ".join(f"{value:.6g}" for value in rates)
     return f"schedule({samples}, ...)"
   return repr(float(rate))
 
@@ -108,17 +109,17 @@ def _described(value) -> str:
 
 def describe_recipe(recipe: Any) -> str:
   """Returns a recipe's build call, or the settings of another protocol."""
-  made = _made(recipe)
-  if made is None and not isinstance(recipe, algorithms.Recipe):
+  build = _made(recipe)
+  if build is None and not isinstance(recipe, algorithms.Recipe):
     return f"{recipe.protocol}{_described(recipe)}"
-  if made is None:
+  if build is None:
     return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
-  options = {"workers": recipe.workers, **made.options}
+  options = {"workers": recipe.workers, **build.options}
   text = ", ".join(
     f"{key}={value if _is_plain(value) else name_of(value)!s}"
     for key, value in options.items()
   )
-  return f"{made.name}({_rate(made.learning_rate)}, {text})"
+  return f"{build.name}({_rate(build.learning_rate)}, {text})"
 
 
 def describe_object(value: Any) -> str:
@@ -143,21 +144,21 @@ def _is_plain(value) -> bool:
 def plain_arguments(recipe: Any) -> dict[str, Any] | None:
   """Returns the arguments of `algorithms.build` for a recipe that was built
   from plain data; None for others."""
-  made = _made(recipe)
-  if made is None or not _is_plain([made.learning_rate, made.options]):
+  build = _made(recipe)
+  if build is None or not _is_plain([build.learning_rate, build.options]):
     return None
   return {
-    "name": made.name,
-    "learning_rate": float(made.learning_rate),
+    "name": build.name,
+    "learning_rate": float(build.learning_rate),
     "workers": recipe.workers,
-    "options": dict(made.options),
+    "options": dict(build.options),
   }
 
 
-def digest_of_code(recipe: Any, *given: Any) -> str:
-  """Returns a checksum of the source of functions: the `given` ones, and those
+def digest_of_code(recipe: Any, *functions: Any) -> str:
+  """Returns a checksum of the source of functions: those given, and those
   among the options of a recipe."""
-  made = _made(recipe)
-  options = made.options.values() if made else ()
-  texts = [text for x in (*given, *options) for text in _code_of(x)]
+  build = _made(recipe)
+  options = build.options.values() if build else ()
+  texts = [text for x in (*functions, *options) for text in _code_of(x)]
   return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -145,12 +145,12 @@ def _drawing(data, window, negatives, power):
   below = np.cumsum(weights / total)
 
   def pairs(tokens, count, rng):
-    at = rng.integers(window, len(tokens) - window, count)
-    away = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
+    positions = rng.integers(window, len(tokens) - window, count)
+    distances = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
     drawn = np.searchsorted(below, rng.random((count, negatives)))
     drawn = drawn.clip(max=len(below) - 1)  # rounding may leave a sum below 1
-    outer = np.concatenate([tokens[at + away][:, None], drawn], 1)
-    return tokens[at], outer.astype(np.int32)
+    outer = np.concatenate([tokens[positions + distances][:, None], drawn], 1)
+    return tokens[positions], outer.astype(np.int32)
 
   return pairs
 

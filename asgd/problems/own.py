@@ -35,14 +35,14 @@ def input_of(batch: base.Batch) -> Any:
   """Returns the input of a model: the first element of a tuple, the input of a
   dict, or the only array."""
   if isinstance(batch, Mapping):
-    known = [key for key in _INPUTS if key in batch]
-    if known[:1] == ["x"] or len(known) == 1:
-      return batch[known[0]]
-    if known:
+    input_keys = [key for key in _INPUTS if key in batch]
+    if input_keys[:1] == ["x"] or len(input_keys) == 1:
+      return batch[input_keys[0]]
+    if input_keys:
       raise ValueError(
-        f"a batch is a dict of {', '.join(batch)}, and {' and '.join(known)}"
-        f" may be the model's input: call it {_INPUTS[0]!r}, or give a loss"
-        " (params, batch)"
+        f"a batch is a dict of {', '.join(batch)}, and"
+        f" {' and '.join(input_keys)} may be the model's input: call it"
+        f" {_INPUTS[0]!r}, or give a loss (params, batch)"
       )
     raise ValueError(
       f"a batch is a dict of {', '.join(batch)}, none of which is known as a"
@@ -156,15 +156,15 @@ class Objects:
       )
     if isinstance(loss, (tuple, list)):
       self._model = model = _read_model(loss, self._stream.first)
-      made = params_lib.read(model.init if params is None else params)
-      self._init = lambda key: model.model.inward(made.init(key))
+      parameters = params_lib.read(model.init if params is None else params)
+      self._init = lambda key: model.model.inward(parameters.init(key))
       self._loss = losses_lib.as_loss(model.loss())
       self._outward = model.outward
     else:
-      made = params_lib.read(params)
-      self._constants = made.model.digest() if made.model else ""
-      self._init, self._outward = made.init, made.outward
-      self._loss = made.loss_of(losses_lib.as_loss(loss))
+      parameters = params_lib.read(params)
+      self._constants = parameters.model.digest() if parameters.model else ""
+      self._init, self._outward = parameters.init, parameters.outward
+      self._loss = parameters.loss_of(losses_lib.as_loss(loss))
     # [2] Trace everything once.
     self._check()
     # [3] Describe the objects for the results folder.
@@ -177,12 +177,12 @@ class Objects:
   @property
   def identity(self) -> dict[str, Any]:
     """Description in a results folder, as data for JSON."""
-    own: dict[str, Any] = {
+    replacements: dict[str, Any] = {
       key: descriptions.describe_object(self.objects[key])
       for key in ("order", "durations")
       if key in self.objects
     }
-    return {**self._identity, **own}
+    return {**self._identity, **replacements}
 
   @property
   def size(self) -> int:
@@ -238,8 +238,8 @@ class Objects:
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
     # Copy: the caller may keep them, and a runtime donates its buffers.
-    said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
-    return as_evaluation(said)
+    result = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
+    return as_evaluation(result)
 
   def _check(self):
     """Traces a job and its update now, so that no error follows in the run."""
@@ -274,10 +274,10 @@ class Objects:
     # Two batches represent the data in the checksum. An iterator without a
     # state may start elsewhere in each call, so its shapes represent it.
     batches = stream.batches(0, 1)
-    seen = [stream.first, *(batches(0, job) for job in range(2))]
+    samples = [stream.first, *(batches(0, job) for job in range(2))]
     if not stream.repeatable:
-      seen = [jax.tree.map(np.zeros_like, stream.first)]
-    arrays = [jax.device_get(self._init(key)), *seen]
+      samples = [jax.tree.map(np.zeros_like, stream.first)]
+    arrays = [jax.device_get(self._init(key)), *samples]
     total = hashlib.sha256(self._constants.encode())
     # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
@@ -321,13 +321,13 @@ def check_loss(
   return shapes
 
 
-def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
+def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
   """Returns the result of a user's evaluation as an Evaluation.
 
   Args:
-    said: an Evaluation, a number, a dict of numbers by name, or None. The names
-      "loss" and "accuracy" are those of a test.
-    alone: the name to use for a single number.
+    result: an Evaluation, a number, a dict of numbers by name, or None. The
+      names "loss" and "accuracy" are those of a test.
+    single_name: the name to use for a single number.
 
   Raises:
     ValueError: for anything else.
@@ -336,16 +336,16 @@ def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
     >>> as_evaluation({"loss": 0.5, "norm": 2})
     Evaluation(loss=0.5, accuracy=nan, measure=nan, more={'test_norm': 2.0})
   """
-  if isinstance(said, Evaluation):
-    return said
-  values = {} if said is None else {alone: said}
-  values = dict(said) if isinstance(said, Mapping) else values
+  if isinstance(result, Evaluation):
+    return result
+  values = {} if result is None else {single_name: result}
+  values = dict(result) if isinstance(result, Mapping) else values
   try:
     values = {str(k): np.asarray(v).item() + 0.0 for k, v in values.items()}
   except (TypeError, ValueError) as error:
     raise ValueError(
       "evaluate must return a number, or a dict of numbers, not"
-      f" {checks.shown(said)}"
+      f" {checks.shown(result)}"
     ) from error
   # Other names get columns with the prefix "test_".
   loss, accuracy = (values.pop(key, _NAN) for key in ("loss", "accuracy"))

@@ -83,12 +83,12 @@ class Parameters(NamedTuple):
     return lambda params, batch, key: loss(model.join(params), batch, key)
 
 
-def is_model(given: Any) -> bool:
+def is_model(value: Any) -> bool:
   """Whether a value is callable and holds arrays, as a model of Equinox does.
   It is then parameters, not a function that makes parameters."""
-  arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(given))
-  is_partial = isinstance(given, functools.partial)  # jax.tree_util.Partial is
-  return callable(given) and not is_partial and any(arrays)
+  arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(value))
+  is_partial = isinstance(value, functools.partial)  # jax.tree_util.Partial is
+  return callable(value) and not is_partial and any(arrays)
 
 
 def _is_constant(value: Any) -> bool:
@@ -108,7 +108,7 @@ def _refused(path: Any, leaf: Any, why: str) -> ValueError:
   return ValueError(f"{name} is {checks.shown(leaf)}, {why}")
 
 
-def _as_arrays(given: Any) -> Any:
+def _as_arrays(params: Any) -> Any:
   """Returns a tree as arrays of JAX; ValueError for a leaf that is no array."""
 
   def array(path, leaf):
@@ -120,10 +120,10 @@ def _as_arrays(given: Any) -> Any:
       why = "and parameters are arrays: drop it, or bind it to the loss with"
       raise _refused(path, leaf, f"{why} functools.partial") from error
 
-  return jax.tree_util.tree_map_with_path(array, given)
+  return jax.tree_util.tree_map_with_path(array, params)
 
 
-def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
+def _split(model: Any) -> tuple[dict[str, Any], ModelTree]:
   """Returns the arrays of a model by their paths, and the model without them.
 
   Raises:
@@ -132,7 +132,7 @@ def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
       computed from a key.
   """
   # Tied weights are one array with two paths; as a tree, they are two leaves.
-  arrays = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
+  arrays = [x for x in jax.tree.leaves(model) if isinstance(x, _ARRAYS)]
   if len({id(x) for x in arrays}) < len(arrays):
     raise ValueError(
       "params is a model that holds an array twice (tied weights), and the two"
@@ -140,7 +140,7 @@ def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
       " rngs -> nnx module, and a criterion"
     )
   for path, leaf in jax.tree_util.tree_leaves_with_path(
-    given, is_leaf=_is_constant
+    model, is_leaf=_is_constant
   ):
     if _is_constant(leaf):
       raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
@@ -158,15 +158,15 @@ def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
     # Only NumPy arrays travel to other processes; they have no keys.
     return np.asarray(leaf) if is_array and not streams.is_key(leaf) else leaf
 
-  template = jax.tree_util.tree_map_with_path(replaced, given)
+  template = jax.tree_util.tree_map_with_path(replaced, model)
   if not trained:
     raise ValueError(
-      f"params is a model without an array of floats: {checks.shown(given)}"
+      f"params is a model without an array of floats: {checks.shown(model)}"
     )
   return trained, ModelTree(template)
 
 
-def read(given: Any) -> Parameters:
+def read(user_params: Any) -> Parameters:
   """Reads parameters: a tree of arrays, a callable model that holds arrays, or
   a function of a key that makes one of the two.
 
@@ -177,43 +177,43 @@ def read(given: Any) -> Parameters:
     >>> print(params.init(jax.random.key(0)))
     {'w': Array([1., 1.], dtype=float32)}
   """
-  if isinstance(given, nn.Module):
+  if isinstance(user_params, nn.Module):
     raise ValueError(
       "params is a flax module, which holds no parameters: give its variables,"
       " or the pair (module, criterion) as the loss and params=None"
     )
-  if is_model(given):
-    arrays, model = _split(given)
+  if is_model(user_params):
+    arrays, model = _split(user_params)
     arrays = jax.tree.map(np.asarray, arrays)
     return Parameters(lambda key: jax.tree.map(jnp.asarray, arrays), model)
-  if callable(given):
-    return _of_function(given)
-  if not jax.tree.leaves(given):
+  if callable(user_params):
+    return _of_function(user_params)
+  if not jax.tree.leaves(user_params):
     raise ValueError(
-      f"params holds no array: {checks.shown(given)}; give a tree of arrays, or"
-      " a function of a key that makes one"
+      f"params holds no array: {checks.shown(user_params)}; give a tree of"
+      " arrays, or a function of a key that makes one"
     )
-  params = jax.tree.map(np.asarray, _as_arrays(given))
+  params = jax.tree.map(np.asarray, _as_arrays(user_params))
   return Parameters(lambda key: jax.tree.map(jnp.asarray, params))
 
 
-def _of_function(given: Callable[..., Any]) -> Parameters:
+def _of_function(function: Callable[..., Any]) -> Parameters:
   """Reads a function of a key that makes a tree of arrays or a model."""
-  if not streams.accepts(given, 1):
+  if not streams.accepts(function, 1):
     raise ValueError(
       "params must be a tree of arrays, or a function of a key that makes"
-      f" one; it takes {streams.arguments_of(given)}"
+      f" one; it takes {streams.arguments_of(function)}"
     )
   models: list[ModelTree] = []  # of a trace, which yields arrays alone
 
   def trace(key):
-    made = given(key)
-    if is_model(made):
-      models.append(_split(made)[1])
+    result = function(key)
+    if is_model(result):
+      models.append(_split(result)[1])
     return ()
 
   with checks.user_code("params cannot be made", passes=(ValueError,)):
     jax.eval_shape(trace, jax.random.key(0))
   if models:
-    return Parameters(lambda key: _split(given(key))[0], models[-1])
-  return Parameters(lambda key: _as_arrays(given(key)))
+    return Parameters(lambda key: _split(function(key))[0], models[-1])
+  return Parameters(lambda key: _as_arrays(function(key)))

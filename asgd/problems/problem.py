@@ -180,13 +180,13 @@ def classification_loss(logits: jax.Array, batch: tuple[Any, ...]) -> jax.Array:
   return cross_entropy(logits, batch[1]).mean()
 
 
-def check_output(output: Any, wanted: tuple[int, ...], why: str) -> None:
+def check_output(output: Any, expected: tuple[int, ...], why: str) -> None:
   """Raises ValueError unless a model's output is an array of a shape."""
   shape = getattr(output, "shape", None)
-  if shape != wanted:
+  if shape != expected:
     is_like = f"of shape {shape}" if shape else f"a {type(output).__name__}"
     raise models.ModelError(
-      f"the model's output is {is_like}, but {why} need {wanted}; give the"
+      f"the model's output is {is_like}, but {why} need {expected}; give the"
       " model that many outputs"
     )
 
@@ -227,13 +227,13 @@ def join(
   cannot be cut gives a problem without pieces. `example` is the model's
   input."""
   loss, decay = whole_loss(pieces), models.DECAY
-  given: Pieces | None = pieces
+  cut_pieces: Pieces | None = pieces
   if isinstance(pieces.layers, models.Model):
-    decay, given = pieces.layers.decay(example), None
+    decay, cut_pieces = pieces.layers.decay(example), None
 
   return of_data(
     *(data_of, batch_size, init, loss, evaluate),
-    pieces=given,
+    pieces=cut_pieces,
     guess=guess,
     statistics_decay=decay,
   )

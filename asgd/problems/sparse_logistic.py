@@ -143,10 +143,11 @@ def _batches(data, blocks, size):
       del worker  # job j always belongs to worker j % N
       turn, owner = divmod(int(job), workers)
       number, part = divmod(turn, jobs)
-      cycle, at = divmod(number, blocks)
+      cycle, position = divmod(number, blocks)
       order = np.random.default_rng((seed, cycle)).permutation(blocks)
-      own = np.arange(owner, n, workers)[part * size : (part + 1) * size]
-      return of(own, order[at], weight)
+      worker_rows = np.arange(owner, n, workers)
+      batch_rows = worker_rows[part * size : (part + 1) * size]
+      return of(batch_rows, order[position], weight)
 
     return batch
 

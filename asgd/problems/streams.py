@@ -60,15 +60,17 @@ class Stream(NamedTuple):
   repeatable: bool = True  # the same calls give the same batches
 
 
-def read_data(given: Any, batch_size: int | None = None) -> Stream:
+def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
   """Reads data in any form that a user may have.
 
   Args:
-    given: arrays with a leading axis of examples, in a tuple, a dict or alone;
-      a `datasets.Dataset`, whose columns are such arrays; anything with len()
-      and an index, of examples, or of batches if there is no `batch_size`; a
-      pure function (worker, job) -> batch; or a function worker -> iterator of
-      batches, see `data.iterators`.
+    user_data: one of these forms:
+      - arrays with a leading axis of examples, in a tuple, a dict or alone;
+      - a `datasets.Dataset`, whose columns are such arrays;
+      - anything with len() and an index: of examples, or of batches if there is
+        no `batch_size`;
+      - a pure function (worker, job) -> batch;
+      - a function worker -> iterator of batches, see `data.iterators`.
     batch_size: examples in a batch. Each epoch visits them in a newly drawn
       order; a rest that does not fill a batch is dropped.
 
@@ -81,31 +83,31 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   """
   if batch_size is not None:
     checks.whole("batch_size", batch_size)
-  if isinstance(given, Mapping):
-    splits = [key for key, x in given.items() if data.columns.is_table(x)]
+  if isinstance(user_data, Mapping):
+    splits = [key for key, x in user_data.items() if data.columns.is_table(x)]
     if splits:
       raise ValueError(
         f"data has the splits {', '.join(splits)}: choose one, such as"
         f" data[{splits[0]!r}]"
       )
   # A tuple or a dict holds arrays; a list holds batches.
-  if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
-    return _of_arrays(given, batch_size)
-  if isinstance(given, str) or given is None:
-    raise ValueError(f"data cannot be {checks.shown(given)}: {_REMEDY}")
-  if data.columns.is_table(given):
-    return _of_arrays(data.columns.arrays(given), batch_size)
-  if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-    return _of_indexed(given, batch_size)
-  if callable(given):
-    read = _of_iterators if _takes_worker_alone(given) else _of_function
-    return read(given, batch_size)
-  kind = type(given).__name__
-  if hasattr(given, "__next__"):
+  if isinstance(user_data, (tuple, Mapping, np.ndarray, jax.Array)):
+    return _of_arrays(user_data, batch_size)
+  if isinstance(user_data, str) or user_data is None:
+    raise ValueError(f"data cannot be {checks.shown(user_data)}: {_REMEDY}")
+  if data.columns.is_table(user_data):
+    return _of_arrays(data.columns.arrays(user_data), batch_size)
+  if hasattr(user_data, "__getitem__") and hasattr(user_data, "__len__"):
+    return _of_indexed(user_data, batch_size)
+  if callable(user_data):
+    read = _of_iterators if _takes_worker_alone(user_data) else _of_function
+    return read(user_data, batch_size)
+  kind = type(user_data).__name__
+  if hasattr(user_data, "__next__"):
     raise ValueError(
       f"data ({kind}) is an iterator, and each worker needs its own: {_REMEDY}"
     )
-  if isinstance(given, Iterable):
+  if isinstance(user_data, Iterable):
     raise ValueError(
       f"data ({kind}) can be iterated over, and each worker needs its own"
       " iterator: give a function, data=lambda worker: iter(...), which makes"
@@ -115,10 +117,10 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
 
 
 def as_batch(
-  value: Any, what: str, as_array: Callable[[Any], np.ndarray] = np.array
+  value: Any, label: str, as_array: Callable[[Any], np.ndarray] = np.array
 ) -> base.Batch:
   """Returns a batch as NumPy arrays. Raises ValueError, which names it as
-  `what`, for arrays that JAX cannot compute with.
+  `label`, for arrays that JAX cannot compute with.
 
   Arrays are copied. A loader may refill the arrays of its last batch, and JAX
   on a CPU reads NumPy arrays in place, and later than it is called.
@@ -127,7 +129,7 @@ def as_batch(
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if leaf.dtype.kind not in "biufcV":
       raise ValueError(
-        f"{what}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, but a"
+        f"{label}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, but a"
         " batch holds arrays of numbers: encode or drop it"
       )
   return batch
@@ -196,10 +198,10 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
   return Stream(batches, take(rows[:size]), size, count // size, resize)
 
 
-def _of_arrays(given, size):
+def _of_arrays(user_data, size):
   """Reads arrays with a leading axis of examples."""
   # Not copied: `take` copies the rows of each batch.
-  arrays = as_batch(given, "data", np.asarray)
+  arrays = as_batch(user_data, "data", np.asarray)
   shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
   if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
     raise ValueError(
@@ -220,20 +222,20 @@ def _of_arrays(given, size):
   return _of_rows(take, count, size)
 
 
-def _of_indexed(given, size):
+def _of_indexed(user_data, size):
   """Reads a list of batches, or a data set of examples."""
-  count = len(given)
+  count = len(user_data)
   if not count:
     raise ValueError("data is empty: len(data) is 0")
 
   def element(index):
     with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
-      value = given[index]
+      value = user_data[index]
     return as_batch(value, f"data[{index}]")
 
   endless = count > _MOST_EXAMPLES  # repeat() has such a length
   first, last = element(0), element(1 if endless else count - 1)
-  what = "batches" if size is None else "examples"
+  unit = "batches" if size is None else "examples"
   # Only the last batch of a data set can be smaller.
   if _shapes(first) != _shapes(last):
     remedy = "pad them"
@@ -241,7 +243,7 @@ def _of_indexed(given, size):
       remedy += ", drop the last (drop_remainder=True), or give batch_size="
     raise ValueError(
       f"data[0] is {described(first)}, but the last is {described(last)}:"
-      f" {what} must have one shape; {remedy}"
+      f" {unit} must have one shape; {remedy}"
     )
   if size is None:
 
@@ -257,12 +259,12 @@ def _of_indexed(given, size):
   return _of_rows(take, count, size)
 
 
-def _of_function(given, size):
+def _of_function(function, size):
   """Reads a function (worker, job) -> batch."""
-  if not accepts(given, 2):
+  if not accepts(function, 2):
     raise ValueError(
       "data must be a function (worker, job) -> batch, or (worker) -> iterator,"
-      f" of integers; it takes {arguments_of(given)}"
+      f" of integers; it takes {arguments_of(function)}"
     )
   if size is not None:
     raise ValueError(
@@ -271,17 +273,18 @@ def _of_function(given, size):
     )
 
   def batch(worker, job):
-    made = given(int(worker), int(job))
-    if hasattr(made, "__next__"):
+    result = function(int(worker), int(job))
+    if hasattr(result, "__next__"):
       raise ValueError(
-        f"data({worker}, {job}) returned an iterator ({type(made).__name__}): a"
-        " function that makes iterators takes the worker alone"
+        f"data({worker}, {job}) returned an iterator"
+        f" ({type(result).__name__}): a function that makes iterators takes the"
+        " worker alone"
       )
-    return as_batch(made, "data(worker, job)")
+    return as_batch(result, "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.
-    first, again = batch(0, 0), batch(0, 0)
+    first, repeat = batch(0, 0), batch(0, 0)
   form: Any = jax.tree.structure(first)
 
   def later(worker, job):
@@ -293,8 +296,8 @@ def _of_function(given, size):
       )
     return value
 
-  bits = [[x.tobytes() for x in jax.tree.leaves(y)] for y in (first, again)]
-  if _shapes(first) != _shapes(again) or bits[0] != bits[1]:
+  bits = [[x.tobytes() for x in jax.tree.leaves(y)] for y in (first, repeat)]
+  if _shapes(first) != _shapes(repeat) or bits[0] != bits[1]:
     raise ValueError(
       "data(0, 0) gave two different batches: it must be a function of worker"
       " and job, or no run could be resumed or replayed; draw from"
@@ -303,34 +306,34 @@ def _of_function(given, size):
   return Stream(lambda seed, workers: later, first, _size(first), None)
 
 
-def _takes_worker_alone(given: Callable[..., Any]) -> bool:
+def _takes_worker_alone(function: Callable[..., Any]) -> bool:
   """Whether a function of data needs one argument; others may have values."""
   try:
-    parameters = inspect.signature(given).parameters.values()
+    parameters = inspect.signature(function).parameters.values()
   except (TypeError, ValueError):
     return False
   if any(p.kind is p.VAR_POSITIONAL for p in parameters):
     return False
-  return accepts(given, 1)
+  return accepts(function, 1)
 
 
-def _of_iterators(given, size):
+def _of_iterators(make_iterator, size):
   """Reads a function worker -> iterator of batches."""
   if size is not None:
     raise ValueError(
       "batch_size is for arrays and data sets; the iterators of a function"
       " (worker) -> iterator decide the size themselves: drop it"
     )
-  source = iterators.Source(given, _as_batch_of_arrays)
-  one, other = (iterators.WorkerIterator(source, 0) for _ in range(2))
-  has_position = hasattr(one.made, "__next__") or one.keeps_position
-  if one.made is other.made and has_position:
+  source = iterators.Source(make_iterator, _as_batch_of_arrays)
+  iterator, second = (iterators.WorkerIterator(source, 0) for _ in range(2))
+  has_position = hasattr(iterator.made, "__next__") or iterator.keeps_position
+  if iterator.made is second.made and has_position:
     raise ValueError(
-      f"data(0) returned the same {type(one.made).__name__} twice, and a"
+      f"data(0) returned the same {type(iterator.made).__name__} twice, and a"
       " position cannot be shared: make a new one in each call"
     )
-  first = one.take()
-  one.save()  # raises now, and not by the first checkpoint
+  first = iterator.take()
+  iterator.save()  # raises now, and not by the first checkpoint
   source = source._replace(form=iterators.Form.of(first))
 
   def batches(seed, workers):
@@ -340,17 +343,17 @@ def _of_iterators(given, size):
   return Stream(
     *(batches, first, _size(first), None),
     sequential=True,
-    repeatable=one.resumable,
+    repeatable=iterator.resumable,
   )
 
 
-def _as_batch_of_arrays(value, what):
+def _as_batch_of_arrays(value, label):
   """Returns an iterator's batch as NumPy arrays."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(value):
     if isinstance(leaf, (bool, int, float, str)) and path:
       raise ValueError(
-        f"{what}{jax.tree_util.keystr(path)} is {checks.shown(leaf)}, but a"
+        f"{label}{jax.tree_util.keystr(path)} is {checks.shown(leaf)}, but a"
         " batch holds arrays: stack its examples with numpy.stack, or use"
         " with_format('numpy') and batch(...) of a datasets.IterableDataset"
       )
-  return as_batch(value, what)
+  return as_batch(value, label)

@@ -49,8 +49,8 @@ def classification(
     )
 
   def check(logits, labels):
-    wanted = *labels.shape, classes
-    lib.check_output(logits, wanted, f"{classes} classes")
+    expected = *labels.shape, classes
+    lib.check_output(logits, expected, f"{classes} classes")
 
   def criterion(logits, batch):
     check(logits, batch[1])
@@ -92,9 +92,9 @@ def regression(
 
   def errors(output, labels):
     count = labels[0].size
-    wanted = labels.shape if labels.ndim > 1 else (len(labels), 1)
+    expected = labels.shape if labels.ndim > 1 else (len(labels), 1)
     if getattr(output, "shape", None) != labels.shape:
-      lib.check_output(output, wanted, f"labels of {count} numbers")
+      lib.check_output(output, expected, f"labels of {count} numbers")
     return output.reshape(labels.shape) - labels
 
   def criterion(output, batch):
@@ -254,8 +254,8 @@ def classify_sentences(
     return evaluation._replace(measure=float(measure))
 
   def criterion(logits, batch):
-    wanted = *batch[1].shape, task.classes
-    lib.check_output(logits, wanted, f"{task.classes} classes")
+    expected = *batch[1].shape, task.classes
+    lib.check_output(logits, expected, f"{task.classes} classes")
     return lib.classification_loss(logits, batch)
 
   pieces = Pieces(layers, lambda batch, key, dtype: batch[0], criterion)
@@ -316,8 +316,8 @@ def language(
 
   def criterion(logits, batch):
     labels = batch[:, 1:]
-    wanted = *labels.shape, text.classes
-    lib.check_output(logits, wanted, f"{text.classes} different tokens")
+    expected = *labels.shape, text.classes
+    lib.check_output(logits, expected, f"{text.classes} different tokens")
     return cross_entropy(logits, labels).mean()
 
   def init(key):

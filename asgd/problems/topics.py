@@ -131,10 +131,10 @@ def _batches(data, batch_size):
     def batch(worker, job):
       del worker  # job j always belongs to worker j % N
       turn, owner = divmod(int(job), workers)
-      own = np.arange(owner, n, workers)
-      jobs = -(-len(own) // batch_size)  # of one worker in a pass
+      worker_rows = np.arange(owner, n, workers)
+      jobs = -(-len(worker_rows) // batch_size)  # of one worker in a pass
       start = (turn % jobs) * batch_size
-      return of(own[start : start + batch_size])
+      return of(worker_rows[start : start + batch_size])
 
     return batch
 
@@ -209,10 +209,10 @@ class _Model:
     """Draws the topic of one word, on the counts of all other words."""
     of_docs, words, totals = counts
     row, word, old, valid, uniform = position
-    one = valid.astype(words.dtype)
+    unit = valid.astype(words.dtype)
     # [1] Remove the word from the counts.
-    of_docs = of_docs.at[row, old].add(-one)
-    words, totals = words.at[word, old].add(-one), totals.at[old].add(-one)
+    of_docs = of_docs.at[row, old].add(-unit)
+    words, totals = words.at[word, old].add(-unit), totals.at[old].add(-unit)
     # [2] Weigh each topic.
     frequencies = self.word_frequencies(words[word], totals)
     weights = (of_docs[row] + self._alpha) * frequencies
@@ -221,8 +221,8 @@ class _Model:
     drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
     new = jnp.where(valid, drawn, old).astype(old.dtype)
     # [4] Add the word to the counts of its new topic.
-    of_docs = of_docs.at[row, new].add(one)
-    words, totals = words.at[word, new].add(one), totals.at[new].add(one)
+    of_docs = of_docs.at[row, new].add(unit)
+    words, totals = words.at[word, new].add(unit), totals.at[new].add(unit)
     return (of_docs, words, totals), new
 
   @functools.partial(jax.jit, static_argnums=0)
@@ -261,15 +261,15 @@ def _evaluate(model, data, params) -> Evaluation:
   return Evaluation(loss, measure=measure, more=more)
 
 
-def in_common(found: np.ndarray, known: np.ndarray) -> float:
+def in_common(estimated: np.ndarray, true: np.ndarray) -> float:
   """Returns the overlap of two sets of topics, in their best order.
 
   Args:
-    found: float[T', V], rows that sum to 1.
-    known: float[T, V], rows that sum to 1.
+    estimated: float[T', V], rows that sum to 1.
+    true: float[T, V], rows that sum to 1.
 
   Returns:
-    The mean over the known topics of sum_w min(found, known), from 0 to 1.
+    The mean over the true topics of sum_w min(estimated, true), from 0 to 1.
 
   Example:
     >>> import numpy as np
@@ -280,6 +280,6 @@ def in_common(found: np.ndarray, known: np.ndarray) -> float:
   # The import takes a third of a second.
   from scipy import optimize
 
-  both = np.minimum(found[:, None], known[None]).sum(2)
+  both = np.minimum(estimated[:, None], true[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)
-  return float(both[rows, columns].sum() / len(known))
+  return float(both[rows, columns].sum() / len(true))

@@ -262,16 +262,16 @@ class BatchDriver:
     # A message is late if its evaluation has ended. It is recorded as received
     # and not accepted, like the second message of a job.
     late, job = self._current - ticket.evaluation, ticket.job
-    others = jobs.workers(job) if not late else ()
+    copy_workers = jobs.workers(job) if not late else ()
     accepted = not late and jobs.finish(worker, job)
     loss, norm = result(accepted)
     if accepted:
-      first = self.counts.first + (others[0] != worker)
+      first = self.counts.first + (copy_workers[0] != worker)
       self.counts = self.counts._replace(first=first)
       self._losses[job] = loss
-      for other in others:  # copies of the job, which have the same loss
-        copy = self._workers[other].ticket
-        self._workers[other].ticket = copy._replace(loss=loss)
+      for copy_worker in copy_workers:  # copies of the job have the same loss
+        copy = self._workers[copy_worker].ticket
+        self._workers[copy_worker].ticket = copy._replace(loss=loss)
     row, state.ticket = self._workers.write(worker, base.RECEIVE), None
     count = len(self._settings.portions_of(job))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))

@@ -140,32 +140,32 @@ factor=1.0)
 
   def _run(self, state: State) -> _Stream:
     """Yields the requests of L-BFGS from a state on, and gets their answers."""
-    do = _Numbers(state)
+    command = _Numbers(state)
 
     # [1] The loss and gradient of the first point.
     if state.iteration < 0:
-      yield do("copy", "trial", "point")
-      loss = yield from self._evaluate(do)
-      yield do("copy", "gradient", "trial_gradient")
-      square = yield do("dot", "gradient", "gradient")
+      yield command("copy", "trial", "point")
+      loss = yield from self._evaluate(command)
+      yield command("copy", "gradient", "trial_gradient")
+      square = yield command("dot", "gradient", "gradient")
       state = state._replace(iteration=0, loss=loss, square=square)
-      state = self._keep(state, do)
+      state = self._keep(state, command)
     while not state.reason:
       reason = self._reason(state)
       if not reason:
         # [2] A line search along the direction of L-BFGS; if it finds no
         # descent, one along steepest descent.
-        found = yield from self._step(do, state)
-        if found is None and state.pairs:
+        descent = yield from self._step(command, state)
+        if descent is None and state.pairs:
           state = state._replace(pairs=(), fallbacks=state.fallbacks + 1)
           self.news.append(
             f"iteration {state.iteration + 1}: the line search found no descent"
             " along the direction of L-BFGS; steepest descent is tried once"
           )
-          found = yield from self._step(do, state)
+          descent = yield from self._step(command, state)
         # [3] The step, or the end of the run.
-        if found is not None:
-          state = yield from self._take(do, state, *found)
+        if descent is not None:
+          state = yield from self._take(command, state, *descent)
         else:
           reason = (
             f"no descent: the line search of iteration {state.iteration + 1}"
@@ -175,7 +175,7 @@ factor=1.0)
       if reason:
         self.news.append(f"stopped: {reason}")
         state = state._replace(reason=reason)
-      state = self._keep(state, do)
+      state = self._keep(state, command)
 
   def _reason(self, state: State) -> str:
     """Returns why the run ends at a state; "" if it continues."""
@@ -192,32 +192,32 @@ factor=1.0)
       )
     return ""
 
-  def _evaluate(self, do: _Numbers) -> _Stream:
+  def _evaluate(self, command: _Numbers) -> _Stream:
     """Computes the loss, which it returns, and `trial_gradient` at `trial`:
     means over the portions, summed in their order, plus the weight decay."""
-    settings, evaluation = self._settings, do.evaluation
-    do.evaluation += 1
-    yield do("allocate", "trial_gradient")
+    settings, evaluation = self._settings, command.evaluation
+    command.evaluation += 1
+    yield command("allocate", "trial_gradient")
     yield Begin(evaluation)
     loss = 0.0
     for job in range(settings.jobs):
       loss += yield Await(evaluation, job)
       message = message_name(evaluation, job)
-      yield do("axpy", "trial_gradient", message)
-      yield do("discard", message)
+      yield command("axpy", "trial_gradient", message)
+      yield command("discard", message)
     loss /= settings.portions
-    yield do("scale", "trial_gradient", factor=1 / settings.portions)
+    yield command("scale", "trial_gradient", factor=1 / settings.portions)
     decay = settings.weight_decay
     if decay:
-      yield do("axpy", "trial_gradient", "trial", decay)
-      loss += decay / 2 * (yield do("dot", "trial", "trial"))
+      yield command("axpy", "trial_gradient", "trial", decay)
+      loss += decay / 2 * (yield command("dot", "trial", "trial"))
     return loss
 
-  def _step(self, do: _Numbers, state: State) -> _Stream:
+  def _step(self, command: _Numbers, state: State) -> _Stream:
     """Searches a step along a new direction. Returns (step, loss) with `trial`
     at that step, or None if no step decreases the loss."""
-    yield from self._direction(do, state)
-    slope = yield do("dot", "gradient", "direction")
+    yield from self._direction(command, state)
+    slope = yield command("dot", "gradient", "direction")
     if not slope < 0:
       return None
     tried: list[line_search.Tried] = []
@@ -226,63 +226,64 @@ factor=1.0)
       advice = line_search.advise(state.loss, slope, tried, options)
       if advice.done:
         break
-      value = yield from self._try(do, advice.step)
-      its_slope = yield do("dot", "trial_gradient", "direction")
-      tried.append(line_search.Tried(advice.step, value, its_slope))
+      trial_loss = yield from self._try(command, advice.step)
+      trial_slope = yield command("dot", "trial_gradient", "direction")
+      tried.append(line_search.Tried(advice.step, trial_loss, trial_slope))
     if not advice.found:
       return None
     if advice.step != tried[-1].step:  # `trial` must be at the step to take
-      value = yield from self._try(do, advice.step)
-    return advice.step, value
+      trial_loss = yield from self._try(command, advice.step)
+    return advice.step, trial_loss
 
-  def _try(self, do: _Numbers, step: float) -> _Stream:
+  def _try(self, command: _Numbers, step: float) -> _Stream:
     """Moves `trial` to a step along the direction; returns the loss there."""
-    yield do("copy", "trial", "point")
-    yield do("axpy", "trial", "direction", step)
-    return (yield from self._evaluate(do))
+    yield command("copy", "trial", "point")
+    yield command("axpy", "trial", "direction", step)
+    return (yield from self._evaluate(command))
 
-  def _direction(self, do: _Numbers, state: State) -> _Stream:
+  def _direction(self, command: _Numbers, state: State) -> _Stream:
     """Computes d = -H g by the two-loop recursion (Nocedal and Wright,
     algorithm 7.4); without pairs, steepest descent of length at most 1."""
     alphas = []
-    yield do("copy", "direction", "gradient")
+    yield command("copy", "direction", "gradient")
     for slot, rho in reversed(state.pairs):
-      alpha = rho * (yield do("dot", f"s{slot}", "direction"))
+      alpha = rho * (yield command("dot", f"s{slot}", "direction"))
       alphas.append(alpha)
-      yield do("axpy", "direction", f"y{slot}", -alpha)
-    first = min(1.0, 1 / state.norm)
-    yield do("scale", "direction", factor=state.gamma if state.pairs else first)
+      yield command("axpy", "direction", f"y{slot}", -alpha)
+    # The first direction is no longer than 1: the loss has no known scale yet.
+    scale = state.gamma if state.pairs else min(1.0, 1 / state.norm)
+    yield command("scale", "direction", factor=scale)
     for slot, rho in state.pairs:
-      beta = rho * (yield do("dot", f"y{slot}", "direction"))
-      yield do("axpy", "direction", f"s{slot}", alphas.pop() - beta)
-    yield do("scale", "direction", factor=-1.0)
+      beta = rho * (yield command("dot", f"y{slot}", "direction"))
+      yield command("axpy", "direction", f"s{slot}", alphas.pop() - beta)
+    yield command("scale", "direction", factor=-1.0)
 
   def _take(
-    self, do: _Numbers, state: State, step: float, loss: float
+    self, command: _Numbers, state: State, step: float, loss: float
   ) -> _Stream:
     """Moves `point` to `trial`, and adds the new pair to the history.
 
     The differences s and y are computed in `direction` and `gradient`, so a
     skipped pair overwrites nothing of the history.
     """
-    yield do("copy", "direction", "trial")
-    yield do("axpy", "direction", "point", -1.0)
-    yield do("copy", "point", "trial")
-    yield do("scale", "gradient", factor=-1.0)
-    yield do("axpy", "gradient", "trial_gradient")
-    curvature = yield do("dot", "gradient", "direction")
-    y_square = yield do("dot", "gradient", "gradient")
+    yield command("copy", "direction", "trial")
+    yield command("axpy", "direction", "point", -1.0)
+    yield command("copy", "point", "trial")
+    yield command("scale", "gradient", factor=-1.0)
+    yield command("axpy", "gradient", "trial_gradient")
+    curvature = yield command("dot", "gradient", "direction")
+    y_square = yield command("dot", "gradient", "gradient")
     pairs, gamma = state.pairs, state.gamma
     if curvature > _EPSILON * y_square:  # else H would not stay positive
       slot = len(pairs)
       if slot == self._settings.history:  # reuse the slot of the oldest pair
         slot, pairs = pairs[0].slot, pairs[1:]
-      yield do("copy", f"s{slot}", "direction")
-      yield do("copy", f"y{slot}", "gradient")
+      yield command("copy", f"s{slot}", "direction")
+      yield command("copy", f"y{slot}", "gradient")
       pairs = (*pairs, Pair(slot, 1 / curvature))
       gamma = curvature / y_square
-    yield do("copy", "gradient", "trial_gradient")
-    square = yield do("dot", "gradient", "gradient")
+    yield command("copy", "gradient", "trial_gradient")
+    square = yield command("dot", "gradient", "gradient")
     return state._replace(
       iteration=state.iteration + 1,
       loss=loss,

@@ -123,8 +123,10 @@ class VectorShard:
       rows = self._slots.get(name)
     if rows is None:
       names = {**vectors, **self._slots}.keys() - self._used.difference(vectors)
-      known = ", ".join(sorted(names)) or "none"
-      raise ValueError(f"there is no vector {name!r}; the vectors: {known}")
+      known_names = ", ".join(sorted(names)) or "none"
+      raise ValueError(
+        f"there is no vector {name!r}; the vectors: {known_names}"
+      )
     return rows
 
   def execute(self, command: Command) -> float | None:

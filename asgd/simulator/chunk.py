@@ -47,15 +47,15 @@ _AHEAD = 2  # calls whose records have not been fetched
 class Carry(NamedTuple):
   """The state between two messages.
 
-  The ticket that is sent after a message waits in `put` and `to`. It is written
-  to its row at the start of the next message, before any row is read.
+  The ticket that is sent after a message is written to its row, `sent_slot`,
+  when the next message starts, before any row is read.
   """
 
   server: base.ServerState
   params: base.Params  # of tickets, S + 1 rows
   version: jax.Array  # int32[S + 1], of tickets
-  put: jax.Array  # int32[], the row of the ticket that is sent now
-  to: jax.Array  # int32[], the worker of that ticket
+  sent_slot: jax.Array  # int32[], the row of the ticket that is sent now
+  sent_worker: jax.Array  # int32[], the worker of that ticket
   workers: rows_lib.WorkerRows  # N states
 
 
@@ -65,10 +65,10 @@ class Messages(NamedTuple):
   worker: Any  # int32
   job: Any  # int32
   slot: Any  # int32, the row of its ticket
-  kept: Any  # int32, jobs before it on the same ticket
+  earlier_jobs: Any  # int32, jobs before it on the same ticket
   first: Any  # bool, the first of a worker that joined
-  put: Any  # int32, the row of the ticket that is sent after it
-  to: Any  # int32, the worker of that ticket
+  sent_slot: Any  # int32, the row of the ticket that is sent after it
+  sent_worker: Any  # int32, the worker of that ticket
 
 
 class ChunkPrograms(NamedTuple):
@@ -104,9 +104,9 @@ class ProgramParts(NamedTuple):
 
 def _send(pure, carry):
   """Returns the carry with the latest ticket in its row."""
-  ticket = pure.send(carry.server, carry.to)
+  ticket = pure.send(carry.server, carry.sent_worker)
   params, version = jax.tree.map(
-    lambda rows, x: rows_lib.put_row(rows, x, carry.put),
+    lambda rows, x: rows_lib.put_row(rows, x, carry.sent_slot),
     (carry.params, carry.version),
     (ticket.params, ticket.version),
   )
@@ -133,8 +133,8 @@ def program_parts(
     )
     # The worker's copy has its updates of earlier jobs on this ticket.
     if server.alone:
-      version += row.kept
-    return base.Ticket(row.worker, version, params, row.kept == 0)
+      version += row.earlier_jobs
+    return base.Ticket(row.worker, version, params, row.earlier_jobs == 0)
 
   def work(carry, root, row, batch, ticket):
     state = jax.tree.map(
@@ -155,8 +155,9 @@ def program_parts(
       carry.server, job.ticket, job.message, job.loss
     )
     code = None if pure.codec is None else job.message
-    carry = carry._replace(server=server_state, put=row.put, to=row.to)
-    return carry._replace(workers=workers), (observation, code)
+    sent = {"sent_slot": row.sent_slot, "sent_worker": row.sent_worker}
+    carry = carry._replace(server=server_state, workers=workers, **sent)
+    return carry, (observation, code)
 
   return ProgramParts(settle, ticket, work, receive)
 
@@ -183,7 +184,8 @@ def compile_sends(pure: steps_lib.PureSteps) -> Callable[..., Carry]:
   @functools.partial(jax.jit, donate_argnums=0)
   def sends(carry, count, slots, workers):
     def step(index, carry):
-      return _send(pure, carry._replace(put=slots[index], to=workers[index]))
+      row, worker = slots[index], workers[index]
+      return _send(pure, carry._replace(sent_slot=row, sent_worker=worker))
 
     return jax.lax.fori_loop(0, count, step, carry)
 
@@ -294,7 +296,8 @@ class ChunkRun:
     # [3] Continue at a row, between two messages.
     self._event = simulation.event
     # Messages received, and those before the latest of `plan.sends`.
-    self._done = self._sends_done = int(np.searchsorted(plan.row, self._event))
+    self._received = int(np.searchsorted(plan.row, self._event))
+    self._received_at_sends = self._received
     # [4] Send the tickets between this row and the next message. Slots that
     # take the server's parameters as they are need no program.
     slots, workers = sends_from(plan, trace, self._event)
@@ -314,12 +317,12 @@ class ChunkRun:
 
   def until(self, end: int) -> base.Records:
     """Replays the rows up to, not including, row `end`."""
-    start, stop = self._done, int(np.searchsorted(self._plan.row, end))
+    start, stop = self._received, int(np.searchsorted(self._plan.row, end))
     self._event = end
     calls, parts = [], []
     # A call returns at once, so the host prepares the next one meanwhile. Few
     # calls are in flight, as each holds its batches and records.
-    while self._done < stop:
+    while self._received < stop:
       self._send_between()
       calls.append(self._call(stop))
       if len(calls) > _AHEAD:
@@ -331,7 +334,7 @@ class ChunkRun:
     """Returns the simulation in new buffers."""
     # Write what waits: the tickets sent after the last message.
     self._send_between()
-    latest = self._carry.put, self._carry.to
+    latest = self._carry.sent_slot, self._carry.sent_worker
     self._send(*(np.asarray(x)[None] for x in latest))
     carry, trace, starts = self._carry, self._trace, self._plan.starts
     stored, versions = fetch((carry.params, carry.version))
@@ -339,7 +342,7 @@ class ChunkRun:
     params = functools.cache(lambda slot: _row(stored, slot))
 
     def ticket(start):
-      slot, jobs = int(starts.slot[start]), int(starts.kept[start])
+      slot, jobs = int(starts.slot[start]), int(starts.earlier_jobs[start])
       version = int(versions[slot]) + (jobs if self._alone else 0)
       worker = jnp.int32(trace.worker[starts.row[start]])
       fresh = np.bool_(jobs == 0)
@@ -351,7 +354,7 @@ class ChunkRun:
     opened, latest = tickets_at(starts, trace, self._event)
     for (worker, seq), start in opened.items():
       tickets[worker][seq] = ticket(start)
-    if starts.kept.any():
+    if starts.earlier_jobs.any():
       for worker, start in latest.items():
         latest_tickets[worker] = ticket(start)
     return SimulationState(
@@ -365,10 +368,10 @@ class ChunkRun:
 
   def _send_between(self):
     """Sends the tickets between two messages, if there are several."""
-    sends = self._plan.sends.get(self._done)
-    if sends is not None and self._sends_done < self._done:
+    sends = self._plan.sends.get(self._received)
+    if sends is not None and self._received_at_sends < self._received:
       self._send(*sends)
-      self._sends_done = self._done
+      self._received_at_sends = self._received
 
   def _send(self, slots: np.ndarray, workers: np.ndarray) -> None:
     """Sends tickets into these slots, by a compiled program."""
@@ -383,7 +386,7 @@ class ChunkRun:
   def _call_size(self):
     """Messages of a call."""
     # The batch of the next job: an iterator cannot return to an earlier one.
-    worker, job = self._worker[self._done], self._job[self._done]
+    worker, job = self._worker[self._received], self._job[self._received]
     batch = self._batch(int(worker), int(job))
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     if self._program.pure.codec is not None:
@@ -393,15 +396,15 @@ class ChunkRun:
   def _limit(self, end: int, stop: int) -> int:
     """Returns where a call ends that would end at message `end`."""
     # Several tickets are sent between two calls, not within one.
-    begin = self._done
+    begin = self._received
     following = self._stops[np.searchsorted(self._stops, begin, "right") :]
     return min(stop, end, *following[:1].tolist())
 
   def _inputs(self, begin: int, end: int, count: int) -> tuple[Messages, Any]:
     """Returns Messages and batches of some messages, with `count` rows."""
     call, plan = slice(begin, end), self._plan
-    columns = self._worker, self._job, plan.slot, plan.kept
-    columns += plan.first, plan.put, plan.to
+    columns = self._worker, self._job, plan.slot, plan.earlier_jobs
+    columns += plan.first, plan.sent_slot, plan.sent_worker
     rows = Messages(*(padded(x[call], count) for x in columns))
     batches = stacking.of_jobs(
       self._batch, self._worker[call].tolist(), self._job[call].tolist()
@@ -411,13 +414,13 @@ class ChunkRun:
   def _call(self, stop: int) -> tuple[Any, ...]:
     """Starts to compute the next messages, not past `stop`; returns their count
     and what is computed."""
-    begin = self._done
+    begin = self._received
     end = self._limit(begin + self._call_size, stop)
     count, inputs = end - begin, self._inputs(begin, end, self._call_size)
     self._carry, *results = self._program.messages(
       self._carry, self._root, np.int32(count), *inputs
     )
-    self._done = end
+    self._received = end
     return count, *results
 
   def _fetch(self, count: int, observations: Any, codes: Any) -> tuple:
@@ -437,7 +440,8 @@ class ChunkRun:
     if not parts:
       return concatenate([])
     integers, reals, up, norms = map(np.concatenate, zip(*parts, strict=True))
-    down = np.where(self._plan.kept[messages] == 0, self._traffic.dense, 0)
+    # A job on a kept ticket receives no bytes.
+    down = self._traffic.dense * (self._plan.earlier_jobs[messages] == 0)
     time = np.asarray(self._trace.time)[self._plan.row[messages]]
     of_trace = time, self._worker[messages], self._job[messages]
     return of_columns(*of_trace, up, down, norms, whole=integers, real=reals)
@@ -480,11 +484,9 @@ def _initial_carry(
   ]
   # A row holds the version as sent; the program adds the jobs on the ticket.
   for start, ticket in held_tickets:
-    version = int(ticket.version) - (int(starts.kept[start]) if alone else 0)
-    sent_values = ticket.params, version
-    for rows, value in zip(
-      *map(jax.tree.leaves, (stored, sent_values)), strict=True
-    ):
+    version = int(ticket.version) - alone * int(starts.earlier_jobs[start])
+    leaves = map(jax.tree.leaves, (stored, (ticket.params, version)))
+    for rows, value in zip(*leaves, strict=True):
       rows[starts.slot[start]] = value
   for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
     rows[current] = value

@@ -120,7 +120,7 @@ def find_rounds(
   starts = divide(lanes)
   # The slot of the first message of each message's round.
   slots = np.repeat(plan.slot[starts], sizes(starts)) if len(worker) else []
-  shared = bool((plan.slot == slots).all()) and not plan.kept.any()
+  shared = bool((plan.slot == slots).all()) and not plan.earlier_jobs.any()
   return RoundPlan(starts, lanes, shared)
 
 
@@ -339,7 +339,7 @@ class RoundsRun(chunk.ChunkRun):
   def _call(self, stop):
     """As that of a chunk, with complete rounds where `stop` allows it."""
     # [1] The messages of the call, from the start of the present round.
-    begin, starts = self._done, self._rounds.starts
+    begin, starts = self._received, self._rounds.starts
     round_begin = int(starts[np.searchsorted(starts, begin, "right") - 1])
     end = self._limit(round_begin + self._call_size, stop)
     last_boundary = int(starts[np.searchsorted(starts, end, "right") - 1])
@@ -363,5 +363,5 @@ class RoundsRun(chunk.ChunkRun):
     self._carry, *results = self._rounds_program(
       self._carry, self._root, np.int32(len(call_rounds)), spans, *inputs
     )
-    self._done = end
+    self._received = end
     return end - begin, *results

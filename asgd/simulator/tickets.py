@@ -40,7 +40,7 @@ class Starts(NamedTuple):
   row: _Rows  # [K]
   end: _Rows  # [K], the row that ends the job; E if there is none
   slot: _Ints  # [K], of its ticket
-  kept: _Ints  # [K], jobs before it on the same ticket
+  earlier_jobs: _Ints  # [K], on the same ticket
 
 
 class TicketPlan(NamedTuple):
@@ -48,11 +48,12 @@ class TicketPlan(NamedTuple):
 
   row: _Rows  # [U], of each RECEIVE in the trace
   slot: _Ints  # [U], of the message's ticket
-  kept: _Ints  # [U], jobs before it on the same ticket; 0: it is fresh
+  earlier_jobs: _Ints  # [U], on the same ticket; 0: the ticket is fresh
   first: npt.NDArray[np.bool_]  # [U], the first of a worker that joined
-  put: _Ints  # [U], slot of the one ticket sent after the message; S if none
-  to: _Ints  # [U], the worker that it is sent to
-  sends: dict[int, Sends]  # by messages before them; where `put` has none
+  sent_slot: _Ints  # [U], of the one ticket sent after the message; S if none
+  sent_worker: _Ints  # [U], the worker of that ticket
+  # By messages before them: tickets that `sent_slot` does not have.
+  sends: dict[int, Sends]
   starts: Starts
   slots: int  # S
 
@@ -88,7 +89,7 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   messages_before = np.searchsorted(received, row)
   # [2] Groups of tickets that share a slot: equal ones, and the same one with
   # the jobs that keep it.
-  base_of, kept = _opening_starts(trace, row)
+  base_of, earlier_jobs = _opening_starts(trace, row)
   if shared:
     send_starts = np.flatnonzero(action[row] == base.SEND)
     group = np.full(len(row), -1)
@@ -105,15 +106,18 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   first_use = np.full(len(last_use), len(action))
   np.minimum.at(first_use, group, messages_before)
   slot_of, slots = _color(np.concatenate([[-1], received])[first_use], last_use)
-  starts = Starts(row, end, slot_of[group].astype(np.int32), kept)
+  starts = Starts(row, end, slot_of[group].astype(np.int32), earlier_jobs)
   # [4] By message: the start that it ends, and the tickets sent after it.
   job = np.full(len(action), -1)  # row -> the start that ends there
   job[end[end < len(action)]] = np.flatnonzero(end < len(action))
   start_of_message = job[received]
-  put, to, sends = _puts(trace, starts, messages_before, slots, len(received))
+  sent_slot, sent_worker, sends = _sends_after(
+    trace, starts, messages_before, slots, len(received)
+  )
   is_first = _first_messages(trace, received)
-  slot, jobs_before = starts.slot[start_of_message], kept[start_of_message]
-  columns = received, slot, jobs_before, is_first, put, to
+  slot = starts.slot[start_of_message]
+  jobs_before = earlier_jobs[start_of_message]
+  columns = received, slot, jobs_before, is_first, sent_slot, sent_worker
   return TicketPlan(*columns, sends, starts, slots)
 
 
@@ -157,9 +161,10 @@ def _opening_starts(trace, row):
   if (is_first & ~is_send).any():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
   opening = np.maximum.accumulate(np.where(is_send, index, 0))
-  base_of, kept = np.empty(len(row), np.int64), np.empty(len(row), np.int32)
-  base_of[order], kept[order] = order[opening], index - opening
-  return base_of, kept
+  base_of = np.empty(len(row), np.int64)
+  earlier_jobs = np.empty(len(row), np.int32)
+  base_of[order], earlier_jobs[order] = order[opening], index - opening
+  return base_of, earlier_jobs
 
 
 def _last_uses(trace, row, end, group, base_of):
@@ -201,10 +206,10 @@ def _color(first_use, last_use):
   return slot_of, slots
 
 
-def _puts(trace, starts, messages_before, slots, messages):
-  """Returns (put, to, sends) of a TicketPlan."""
-  put = np.full(messages, slots, np.int32)
-  to, sends = np.zeros(messages, np.int32), {}
+def _sends_after(trace, starts, messages_before, slots, messages):
+  """Returns (sent_slot, sent_worker, sends) of a TicketPlan."""
+  sent_slot = np.full(messages, slots, np.int32)
+  sent_worker, sends = np.zeros(messages, np.int32), {}
   is_sent = np.asarray(trace.action)[starts.row] == base.SEND
   send_starts = np.flatnonzero(is_sent)
   worker, slot = np.asarray(trace.worker)[starts.row], starts.slot
@@ -223,7 +228,7 @@ def _puts(trace, starts, messages_before, slots, messages):
   # and those before the first message, by a separate program.
   is_single = (count == 1) & (positions > 0)
   single, message = order[begins[is_single]], positions[is_single] - 1
-  put[message], to[message] = slot[single], worker[single]
+  sent_slot[message], sent_worker[message] = slot[single], worker[single]
   several = ~is_single
   for position, begin, size in zip(
     positions[several].tolist(),
@@ -233,7 +238,7 @@ def _puts(trace, starts, messages_before, slots, messages):
   ):
     group = np.sort(order[begin : begin + size])
     sends[position] = Sends(slot[group], worker[group])
-  return put, to, sends
+  return sent_slot, sent_worker, sends
 
 
 def _first_messages(trace, received):
@@ -269,6 +274,7 @@ def sends_from(
   message = np.searchsorted(plan.row, event)
   stop = plan.row[message] if message < len(plan.row) else len(trace.time)
   starts = plan.starts
-  is_sent = (starts.row >= event) & (starts.row < stop) & (starts.kept == 0)
+  is_sent = (starts.row >= event) & (starts.row < stop)
+  is_sent &= starts.earlier_jobs == 0
   slots, first_index = np.unique(starts.slot[is_sent], return_index=True)
   return slots, np.asarray(trace.worker)[starts.row[is_sent][first_index]]

@@ -269,21 +269,22 @@ def test_no_row_is_given_away_while_its_ticket_is_open(seed, shared):
   )
   plan = tickets.plan_tickets(trace, shared=shared)
   rows, version, opened = {}, 0, {}
-  following = list(zip(plan.slot, plan.kept, plan.put, strict=True))
+  columns = plan.slot, plan.earlier_jobs, plan.sent_slot
+  following = list(zip(*columns, strict=True))
   for worker, slot in zip(*plan.sends[0][::-1], strict=True):
     rows[slot] = 0 if shared else (worker, 0)
   for row in orders.trace.events(trace):
     if row.action == base.SEND:
       opened[row.key] = version if shared else (row.worker, version)
       continue
-    slot, kept, put = following[version]
-    assert kept == 0 and rows[slot] == opened.pop(row.key)
+    slot, earlier_jobs, sent_slot = following[version]
+    assert earlier_jobs == 0 and rows[slot] == opened.pop(row.key)
     version += 1
     sends = plan.sends.get(version)
-    sent = [(put, None)] if sends is None else zip(*sends, strict=True)
+    sent = [(sent_slot, None)] if sends is None else zip(*sends, strict=True)
     for slot, worker in sent:
-      if worker is None and version <= len(plan.to):
-        worker = plan.to[version - 1]
+      if worker is None and version <= len(plan.sent_worker):
+        worker = plan.sent_worker[version - 1]
       rows[slot] = version if shared else (worker, version)
   assert plan.slots <= MESSAGES
 
