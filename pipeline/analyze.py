@@ -283,15 +283,16 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   if (table_rows.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
   forward, backward, update = np.empty((3, *shape), np.int64)
-  # `done` has the slots of each stage's gradients, so a count of those before a
-  # slot gives the version at the slot.
-  done = np.sort(schedule.time[table_rows.weight], axis=1)
+  # The gradients of a stage before a slot, divided by those of an update, are
+  # the version at the slot.
+  gradient_slots = np.sort(schedule.time[table_rows.weight], axis=1)
   number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), number, 1)
   forwards, backwards, _ = table_rows
   for rows, out in ((forwards, forward), (backwards, backward)):
     for stage, slots in enumerate(schedule.time[rows]):
-      out[stage] = np.searchsorted(done[stage], slots) // schedule.every
+      gradients = np.searchsorted(gradient_slots[stage], slots)
+      out[stage] = gradients // schedule.every
   latest = forward
   if weights == "stash":
     backward = forward
@@ -341,10 +342,10 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   if weights == "latest" or (table_rows.weight < 0).any():
     return out
   update_slots = updates_done(schedule)  # when a version is replaced
-  for stage, done in enumerate(schedule.time[table_rows.weight]):
+  for stage, gradient_slots in enumerate(schedule.time[table_rows.weight]):
     # A version that is read later than it is replaced is kept until then.
     last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
-    np.maximum.at(last_reads, read.forward[stage], done)
+    np.maximum.at(last_reads, read.forward[stage], gradient_slots)
     is_stashed = last_reads[:-1] > update_slots[stage]
     change = np.zeros(schedule.slots + 1, np.int64)
     np.add.at(change, update_slots[stage, is_stashed] + 1, 1)

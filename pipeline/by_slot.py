@@ -33,8 +33,10 @@ class _Blocks(NamedTuple):
   def in_blocks(self) -> np.ndarray:
     """Returns int64[K, most steps of a block]: steps, T for no step."""
     sizes = np.diff(self.first)
-    at = self.first[:-1, None] + np.arange(sizes.max())
-    return np.where(at < self.first[1:, None], at, len(self.kind))
+    step_index = self.first[:-1, None] + np.arange(sizes.max())
+    # Blocks have different sizes: T fills the shorter ones.
+    is_step = step_index < self.first[1:, None]
+    return np.where(is_step, step_index, len(self.kind))
 
 
 def _read(orders, known_actions) -> _Blocks | None:
@@ -182,14 +184,14 @@ def _block_slots(blocks, steps, inputs, *, counts_updates):
   gates = len(ends) - 2 - no_update
   block_slots = np.empty(len(steps), np.int64)
   stop = blocks.stop
-  at = np.append(0, stop[:-1])  # the next block of each device
-  at, stop = at[at < stop], stop[at < stop]
+  next_block = np.append(0, stop[:-1])  # the next block of each device
+  next_block, stop = next_block[next_block < stop], stop[next_block < stop]
   slot = 0
   # Each pass does one slot: devices with a ready block begin it.
-  while len(at):
-    ready = ends[needed[at]].max(1)
+  while len(next_block):
+    ready = ends[needed[next_block]].max(1)
     starts_now = ready <= slot
-    started = at[starts_now]
+    started = next_block[starts_now]
     if not len(started):  # skip the slots in which every device waits
       slot = ready.min()
       if slot == _NEVER:
@@ -205,9 +207,9 @@ def _block_slots(blocks, steps, inputs, *, counts_updates):
       np.subtract.at(missing, counted, 1)
       complete = counted[(missing[counted] == 0) & (counted < no_update)]
       ends[gates + complete] = slot
-    at = at + starts_now
-    if (at == stop).any():
-      at, stop = at[at < stop], stop[at < stop]
+    next_block = next_block + starts_now
+    if (next_block == stop).any():
+      next_block, stop = next_block[next_block < stop], stop[next_block < stop]
   return block_slots
 
 

@@ -41,6 +41,7 @@ def cut(
       f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
       f" layer in one stage, not {list(cuts)}"
     )
+  # A recipe for each stage: staleness differs between stages.
   count, one_recipe = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
   recipes = [recipe] * count if one_recipe else recipe
   if len(recipes) != count:
@@ -50,6 +51,7 @@ def cut(
   out = []
   for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
     stage_params = slice_of(params, first, last)
+    # Each stage has a server, which needs weights to update.
     if not jax.tree.leaves(base.weights_of(stage_params)):
       raise ValueError(
         f"stage {stage} (layers {first} to {last - 1}) has no weights; give its"
@@ -77,6 +79,7 @@ def slice_of(params: Any, first: int, last: int) -> Any:
 
 def whole(parts: Sequence[Any]) -> Any:
   """Returns the parameters of all layers, on the host."""
+  # Stages are on different devices: join them on the host.
   parts = [jax.tree.map(np.asarray, part) for part in parts]
   if not isinstance(parts[0], base.Variables):
     return tuple(itertools.chain(*parts))
@@ -120,6 +123,7 @@ def _new_stage_fn(
 
   def fn(params, x, extra):
     batch, key = extra
+    # Every stage splits the same key, so a cut does not change random numbers.
     prepare_key, model_key = jax.random.split(key)
     # The first stage gets examples; later stages get activations.
     if first == 0:
@@ -127,6 +131,7 @@ def _new_stage_fn(
       x = pieces.prepare(batch, prepare_key, dtype)
     layers = pieces.layers[first:last]
     y, stats = models.apply(
+      # `first` numbers the layers as in the complete model, for their keys.
       layers, params, x, train=True, key=model_key, first=first
     )
     return (pieces.criterion(y, batch) if is_last else y), stats

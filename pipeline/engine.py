@@ -184,6 +184,7 @@ class PipelineEngine(engines.Engine):
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
     self._seconds, self._earlier_traffic = 0.0, residence.DeviceTraffic()
+    # Measured tasks: of the last pass, or the last ones of an asynchronous run.
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -221,6 +222,7 @@ class PipelineEngine(engines.Engine):
 
   def _update(self):
     """Returns how many updates every stage has made."""
+    # Updates of complete passes, then those of this pass by its slot.
     earlier = self._state.microbatch // self.quantum
     return earlier + int(np.searchsorted(self._updates_done, self._state.slot))
 
@@ -284,6 +286,7 @@ class PipelineEngine(engines.Engine):
   def records(self) -> PipelineRecords:
     """Returns the records of the updates that all stages have made."""
     records = self._stage_records()
+    # Within a pass some stages are an update ahead of others.
     count = min(len(rows.update) for rows in records)
     columns = (
       np.stack([getattr(rows, name)[:count] for rows in records])
@@ -312,7 +315,7 @@ class PipelineEngine(engines.Engine):
     plan, records, schedule = self._plan, self.records(), self._plan.table
     tasks = self._log.spans
     costs = analyze.measured_costs(schedule, tasks) if tasks else None
-    activation_bytes = _kept_bytes(plan, self._cell.seed)
+    activation_bytes = _residual_bytes(plan, self._cell.seed)
     options = {"weights": plan.weights, "activation": activation_bytes}
     facts = analyze.analyze(schedule, costs, **options)
     return {
@@ -429,13 +432,13 @@ def _delays(records, first_update=0):
   )
 
 
-def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
+def _residual_bytes(plan: PipelinePlan, seed: int) -> list[int]:
   """Returns the bytes that each stage keeps for a microbatch's backward."""
   extra, sizes, x = _extras(plan, seed), [], ()
   for stage, part in enumerate(plan.parts):
     inputs = extra(stage, 0)
     compiled = stage_lib.compile_stage(part.fn, part.params, x, inputs)
-    size = compiled.kept_bytes
+    size = compiled.residual_bytes
     if plan.recompute[stage]:
       leaves = jax.tree.leaves((x, inputs))
       size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -135,6 +135,7 @@ class Executor:
     self.inboxes: dict[int, LaneInbox] = {}
     if elsewhere is not None:
       self.inboxes = {lane: LaneInbox() for lane in lanes}
+    # After a flush all versions are equal; otherwise stash one for each ticket.
     weights = settings.weights or ("latest" if schedule.flush else "stash")
     streams = _streams(schedule, self.parts, weights)
     program = instructions.write(
@@ -149,6 +150,7 @@ class Executor:
       if part.at_worker
       for worker in range(streams[stage])
     }
+    # Stages on lanes of other processes are not compiled here.
     is_here = [
       any(lane in self.devices for lane in places) for places in program.places
     ]
@@ -180,6 +182,7 @@ class Executor:
 
   def start(self) -> PipelineState:
     """Returns the state before the first slot."""
+    # Homes: stage -> the device of its server, for servers in this process.
     entries, homes = {}, self.compiled_program.homes()
     servers: list[base.ServerState | None] = [None] * len(self.parts)
     # Servers whose first device is in another process stay None.
@@ -207,6 +210,7 @@ class Executor:
         f"the table is at slot {state.slot} of {self.schedule.slots}: run it to"
         " its end first"
       )
+    # Microbatches are numbered over all passes, as batches and keys need.
     microbatch = state.microbatch + self.schedule.microbatches
     # Only workers' transforms keep state between passes.
     entries = {k: v for k, v in state.entries.items() if k in self._at_worker}
@@ -229,6 +233,7 @@ class Executor:
     entries, memories = {}, self.compiled_program.memories
     for key, value in state.entries.items():
       lane = state_lib.lane_of(program, key)
+      # Blocks that the lane swaps stay on the host until it needs them.
       if lane in memories and key[0] in (TICKET, SUM):
         entries[key] = memories[lane].to_host(value)
       elif lane in self.devices:

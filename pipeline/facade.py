@@ -27,6 +27,7 @@ class _Plain(nn.Module):
 
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     modes = {"deterministic": not train, "use_running_average": not train}
+    # flax leaves such a field None until the module or its call sets it.
     left = {
       name: value
       for name, value in modes.items()
@@ -56,6 +57,7 @@ def _has_state(layer: Any) -> bool:
   function = inspect.unwrap(layer) if callable(layer) else None
   if not inspect.isfunction(function):
     return _is_stateful(layer)
+  # A lambda may use a module of its scope: look at what it closes over.
   names = inspect.getclosurevars(function)
   used = *names.nonlocals.values(), *names.globals.values()
   return any(map(_is_stateful, used))
@@ -71,6 +73,7 @@ def _is_stateful(value: Any) -> bool:
   no_module = type, nn.Module, functools.partial
   if isinstance(value, no_module) or not callable(value):
     return False
+  # An object of Equinox is a tree whose leaves are its arrays.
   leaves = jax.tree.leaves(value)
   return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
 
@@ -207,11 +210,13 @@ def train(
     True 3
   """
   run, settings = call_options.read_options((messages,), options)
+  # One pipeline is one worker; the recipe's workers are updates in flight.
   run = run._replace(workers=1)
   calls.check_length(run)
   meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls():
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
+    # [1] The first batch gives the shapes; then layers become modules.
     first = streams.read_data(data, run.batch_size).first
     outward: Callable[[Any], Any] = _as_it_is
     if isinstance(layers, nn.Module):
@@ -221,6 +226,7 @@ def train(
         params = segments.inward(parts, params)
     else:
       layers = read_layers(layers)
+    # [2] A problem in pieces: layers, criterion, and the caller's evaluation.
     evaluate = run.evaluate
     if callable(evaluate):
       evaluate = functools.partial(_evaluate_as, evaluate, outward)
@@ -239,6 +245,7 @@ def train(
       pieces=pieces,
     )
     models.own.check_layers(init, "or train with asgd.simulate")
+    # [3] The settings of the run, in the keys of a config.
     config = {"clip_norm": settings.pop("clip_norm", None)}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)

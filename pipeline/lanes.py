@@ -362,7 +362,7 @@ class LaneRun:
     start, recomputes = compiled.now(), compiled.how.recompute[stage]
     if op.kind == INPUT:
       if recomputes:
-        residuals = stage_fns.kept(params, *residuals)
+        residuals = stage_fns.residuals(params, *residuals)
       box[KEPT, *cell] = residuals, aux
       gx, box[HALF, *cell] = stage_fns.input(params, residuals, gy)
     elif recomputes:  # one program takes less time than two

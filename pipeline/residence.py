@@ -141,6 +141,7 @@ class BlockMemory:
     An instruction of the next pass counts as its index + the number of
     instructions. A block without uses counts as later than any other.
     """
+    # Indices are sorted: `__init__` went through the instructions in order.
     indices = self._op_index.get(block)
     if not indices:
       return 2 * len(self.uses)
@@ -161,7 +162,7 @@ class BlockMemory:
     needed = {*self.uses[op_index], block}
     # Evict the block with the latest next use (Belady) until the new one fits.
     while self.bytes() + size > self._room:
-      candidates = [other for other in self.held if other not in needed]
+      candidates = [held for held in self.held if held not in needed]
       if not candidates:
         raise ValueError(
           f"instruction {op_index} needs {self.bytes() + size} bytes at once,"
@@ -214,7 +215,7 @@ class DeviceMemory:
         f"{device} has memories {', '.join(kinds)} and no {HOST}: leave"
         " device_megabytes out"
       )
-    self._index = {_op_key(op): at for at, op in enumerate(ops)}
+    self._index = {_op_key(op): index for index, op in enumerate(ops)}
     self._memory = BlockMemory([needs(op, every) for op in ops], room)
     self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
     self._on_device = jax.sharding.SingleDeviceSharding(device)

@@ -66,6 +66,7 @@ class ModuleSegment(nn.Module):
       number = len(outputs)
       if number == self.index:
         output = method(*args, **kwargs)
+      # The output of the previous submodule is the input of the segment.
       elif number == self.index - 1:
         output = x
       else:
@@ -73,9 +74,9 @@ class ModuleSegment(nn.Module):
       outputs.append(output)
       return output
 
-    given = _zeros(self.example, x) if self.index else x
+    module_input = _zeros(self.example, x) if self.index else x
     with nn.intercept_methods(_of_submodules(self.inner, call)):
-      result: jax.Array = _run(self.inner, given, train)
+      result: jax.Array = _run(self.inner, module_input, train)
     is_last = self.index == len(self.calls) - 1
     return result if is_last else outputs[self.index]
 
@@ -101,6 +102,7 @@ def _of_submodules(
   def intercept(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
     nonlocal inside
     is_direct = context.module.parent is module
+    # Calls within a submodule are not intercepted: it is one unit.
     if inside or not is_direct or context.method_name == "setup":
       return method(*args, **kwargs)
     inside = True
@@ -134,10 +136,12 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     >>> [each.calls[each.index].name for each in segments]
     ['layers_0', 'layers_2']
   """
-  what, calls = type(module).__name__, []
+  module_name, calls = type(module).__name__, []
 
   def refused(why: str) -> _CutError:
-    return _CutError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
+    return _CutError(
+      f"pipeline.train cannot cut {module_name}: {why}: {_REMEDY}"
+    )
 
   def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Notes a call and its output."""
@@ -158,20 +162,22 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
 
   x = jnp.asarray(x)
   with checks.user_code(
-    f"{what} fails on a batch", f": {_REMEDY}", passes=(_CutError,)
+    f"{module_name} fails on a batch", f": {_REMEDY}", passes=(_CutError,)
   ):
     variables = jax.eval_shape(init, jax.random.key(0), x)
   names = {each.name for each in calls}
   takes_train = "train" in inspect.signature(type(module).__call__).parameters
   if "batch_stats" in variables and not takes_train:
     raise ValueError(
-      f"pipeline.train cannot cut {what}: it has BatchNorm, but its __call__"
-      " takes no argument train, which selects the batch's or the running"
-      " statistics: add it, as nn.BatchNorm(use_running_average=not train,"
-      " momentum=0.0)"
+      f"pipeline.train cannot cut {module_name}: it has BatchNorm, but its"
+      " __call__ takes no argument train, which selects the batch's or the"
+      " running statistics: add it, as nn.BatchNorm(use_running_average="
+      "not train, momentum=0.0)"
     )
-  if own := {*variables.get("params", {})} - names:
-    raise refused(f"{min(own)} is a parameter outside of its submodules")
+  if outside_names := {*variables.get("params", {})} - names:
+    raise refused(
+      f"{min(outside_names)} is a parameter outside of its submodules"
+    )
   if len(calls) < 2:
     raise refused(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
@@ -203,14 +209,17 @@ class _Watched(nn.Module):
     return output
 
 
-def _reads_outside(segment: ModuleSegment, given: SubmoduleCall) -> bool:
+def _reads_outside(
+  segment: ModuleSegment, previous_call: SubmoduleCall
+) -> bool:
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
     segment: to trace.
-    given: the call whose output is the segment's input.
+    previous_call: the call whose output is the segment's input.
   """
-  x = jax.ShapeDtypeStruct(given.shape, given.dtype)
+  x = jax.ShapeDtypeStruct(previous_call.shape, previous_call.dtype)
+  # Shapes are enough: nothing is computed.
   variables = jax.eval_shape(
     lambda key, x: segment.init(key, x, train=False), jax.random.key(0), x
   )
@@ -220,11 +229,13 @@ def _reads_outside(segment: ModuleSegment, given: SubmoduleCall) -> bool:
     rngs = {"dropout": jax.random.key(0)}
     return segment.apply(variables, x, train=False, rngs=rngs)
 
+  # Zeros have a name in the program; dead code elimination removes those that
+  # no output needs.
   jaxpr = jax.make_jaxpr(apply)(variables, x).jaxpr
-  used, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  used_jaxpr, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return any(
     each.primitive.name == "name" and each.params["name"] == _OUTSIDE
-    for each in internals.equations(used)
+    for each in internals.equations(used_jaxpr)
   )
 
 

@@ -44,17 +44,18 @@ class Part(NamedTuple):
 class Stage(NamedTuple):
   """Compiled functions of one stage.
 
-  `kept` are the residuals of the forward that the backward needs besides the
-  weights. `gy` and `gx` are gradients of the floating leaves of y and x.
+  Residuals are the values of the forward that the backward needs besides the
+  weights. `gy` and `gx` are gradients of the floating leaves of y and x, and
+  `half` holds the values that both halves of a split backward need.
   """
 
-  forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
-  kept: Callable[..., Any]  # params, x, extra -> kept, without y
-  backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
+  forward: Callable[..., Any]  # params, x, extra -> y, aux, residuals
+  residuals: Callable[..., Any]  # params, x, extra -> residuals, without y
+  backward: Callable[..., Any]  # params, residuals, gy -> gradient, gx
   recompute: Callable[..., Any]  # params, x, extra, gy -> gradient, gx
-  input: Callable[..., Any]  # params, kept, gy -> gx, half
-  weight: Callable[..., Any]  # params, kept, half -> gradient
-  kept_bytes: int  # of one microbatch
+  input: Callable[..., Any]  # params, residuals, gy -> gx, half
+  weight: Callable[..., Any]  # params, residuals, half -> gradient
+  residual_bytes: int  # of one microbatch
   y: Any  # shapes
 
 
@@ -84,7 +85,7 @@ def _compile(fn, tree, *leaves):
       " the stage before or after"
     )
   y, _ = jax.eval_shape(fn, *shapes)
-  compute, backward, kept = _differentiate(fn, *shapes)
+  compute, backward, residuals = _differentiate(fn, *shapes)
 
   def forward(params, x, extra):
     _check_same("x", x, inputs[0])
@@ -97,9 +98,9 @@ def _compile(fn, tree, *leaves):
   def recompute(params, x, extra, gy):
     return backward(params, residuals_of(params, x, extra), gy)
 
-  halves = _split(backward, params, kept, floating(y))
+  halves = _split(backward, params, residuals, floating(y))
   functions = forward, residuals_of, backward, recompute, *halves
-  size = sum(s.size * s.dtype.itemsize for s in kept)
+  size = sum(s.size * s.dtype.itemsize for s in residuals)
   return Stage(*map(jax.jit, functions), size, y)
 
 
@@ -176,34 +177,36 @@ def _differentiate(fn, params, x, extra):
   return forward, backward, tuple(_shape(v.aval) for v in stored)
 
 
-def _split(backward, params, kept, gy):
+def _split(backward, params, residuals, gy):
   """Returns a backward in two functions: the inputs' gradient, with shared
   intermediate values, and the weights' gradient from those."""
-  jaxpr, shapes = _inlined(backward, params, kept, gy)
+  jaxpr, shapes = _inlined(backward, params, residuals, gy)
   gradient = jax.tree.structure(shapes[0])
   n, n_inputs = gradient.num_leaves, len(shapes[1])
   eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
   weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
-  input_eqns, kept_vars = _needed(eqns, inputs), invars[: len(invars) - len(gy)]
+  input_eqns = _needed(eqns, inputs)
+  forward_vars = invars[: len(invars) - len(gy)]  # parameters, residuals
   # `half` is what both halves read: I returns it, and W takes it.
   outvars = (v for eqn in input_eqns for v in eqn.outvars)
-  computed = {*invars[len(kept_vars) :], *outvars}
+  computed = {*invars[len(forward_vars) :], *outvars}
   weight_eqns = [
     eqn
     for eqn in _needed(eqns, weights)
-    if not any(eqn is other for other in input_eqns)
+    if not any(eqn is input_eqn for input_eqn in input_eqns)
   ]
   weight_atoms = [*(v for eqn in weight_eqns for v in eqn.invars), *weights]
   half = [v for v in _variables(weight_atoms) if v in computed]
   compute_inputs = _function(jaxpr, invars, [*inputs, *half])
-  compute_weights = _function(jaxpr, [*kept_vars, *half], weights, weight_eqns)
+  weight_invars = [*forward_vars, *half]
+  compute_weights = _function(jaxpr, weight_invars, weights, weight_eqns)
 
-  def input(params, kept, gy):
-    values = compute_inputs(*jax.tree.leaves((params, kept, gy)))
+  def input(params, residuals, gy):
+    values = compute_inputs(*jax.tree.leaves((params, residuals, gy)))
     return list(values[:n_inputs]), tuple(values[n_inputs:])
 
-  def weight(params, kept, half):
-    values = compute_weights(*jax.tree.leaves((params, kept)), *half)
+  def weight(params, residuals, half):
+    values = compute_weights(*jax.tree.leaves((params, residuals)), *half)
     return jax.tree.unflatten(gradient, values)
 
   return input, weight

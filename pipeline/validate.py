@@ -35,11 +35,12 @@ _ACTIONS = TableRows((FORWARD,), (BACKWARD, INPUT), (BACKWARD, WEIGHT))
 
 def rows(schedule: Schedule) -> TableRows:
   """Returns the rows of each (stage, microbatch) of a table without doubles."""
+  # -1 marks a task that the table lacks.
   shape = schedule.stages, schedule.microbatches
   out = TableRows(*(np.full(shape, -1, np.int64) for _ in TableRows._fields))
   for actions, table in zip(_ACTIONS, out, strict=True):
-    at = np.flatnonzero(np.isin(schedule.action, actions))
-    table[schedule.stage[at], schedule.microbatch[at]] = at
+    task_rows = np.flatnonzero(np.isin(schedule.action, actions))
+    table[schedule.stage[task_rows], schedule.microbatch[task_rows]] = task_rows
   return out
 
 
@@ -81,6 +82,7 @@ def validate(
     )
   if not np.isin(schedule.action, KNOWN).any():
     _fail(schedule, "the table has no task of a stage")
+  # These need no array of stages by microbatches; the rest uses `rows`.
   _check_doubles(schedule)
   _check_blocks(schedule)
   _check_forwards(schedule)
@@ -105,8 +107,8 @@ def _fail(schedule, reason, *marked):
   places = []
   for row in marked:
     slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
-    at = f"(device {device}, slot {slot})"
-    places.append(f"{action} of stage {stage}, microbatch {microbatch} {at}")
+    cell = f"(device {device}, slot {slot})"
+    places.append(f"{action} of stage {stage}, microbatch {microbatch} {cell}")
   reason = reason.format(*places)
   table = f"\n{_window(schedule, marked)}" if marked else ""
   raise table_lib.ScheduleError(f"{schedule.name}: {reason}{table}")
@@ -137,10 +139,10 @@ def _window(schedule, marked):
   return heading + "".join([head, *lines[lowest:]])
 
 
-def _keys(schedule, at):
+def _keys(schedule, selected):
   """int64 for each of some rows: its (stage, microbatch) as one number."""
-  stage = schedule.stage[at].astype(np.int64)
-  return stage * schedule.microbatches + schedule.microbatch[at]
+  stage = schedule.stage[selected].astype(np.int64)
+  return stage * schedule.microbatches + schedule.microbatch[selected]
 
 
 def _check_doubles(schedule):
@@ -195,8 +197,8 @@ def _check_complete(schedule, where):
       _fail(schedule, why, *[row for row in present if row >= 0])
   device = schedule.device
   for table in (where.backward, where.weight):
-    for at in np.argwhere(device[table] != device[where.forward]):
-      row, forward = table[tuple(at)], where.forward[tuple(at)]
+    for index in np.argwhere(device[table] != device[where.forward]):
+      row, forward = table[tuple(index)], where.forward[tuple(index)]
       why = f"{{}} is not on the device of its forward ({device[forward]})"
       _fail(schedule, why, row, forward)
 
@@ -206,6 +208,7 @@ def _check_order(schedule, where, trains):
   forward, backward, weight = where
   dependencies = [(forward[1:], forward[:-1])]
   if trains:
+    # A row B is both; only rows I and W are ordered between each other.
     split = weight != backward
     dependencies += [
       (backward, forward),
@@ -213,8 +216,8 @@ def _check_order(schedule, where, trains):
       (weight[split], backward[split]),
     ]
   for later, earlier in dependencies:
-    for at in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
-      row, earlier_row = later[tuple(at)], earlier[tuple(at)]
+    for index in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
+      row, earlier_row = later[tuple(index)], earlier[tuple(index)]
       _fail(schedule, "{} needs {}, which is not done before", row, earlier_row)
 
 
@@ -225,14 +228,15 @@ def _check_batches(schedule, where):
     _fail(schedule, f"{why} update: the last {count % every} would never count")
   if not schedule.flush or count == every:
     return
+  # [stage, batch, microbatch of the batch].
   shape = schedule.stages, count // every, every
   forward = schedule.time[where.forward].reshape(shape)
-  done = schedule.time[where.weight].reshape(shape).max(2)
-  too_early = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
-  for stage, batch, at in too_early:
+  update_slots = schedule.time[where.weight].reshape(shape).max(2)
+  too_early = np.argwhere(forward[:, 1:] <= update_slots[:, :-1, None])
+  for stage, batch, offset in too_early:
     update_rows = where.weight[stage, batch * every : (batch + 1) * every]
     last = update_rows[np.argmax(schedule.time[update_rows])]
-    row = where.forward[stage, (batch + 1) * every + at]
+    row = where.forward[stage, (batch + 1) * every + offset]
     why = f"{{}} is of batch {batch + 1}, and the stage is updated only after"
     _fail(schedule, f"{why} {{}}: flush first", row, last)
 
@@ -242,6 +246,7 @@ def in_flight(schedule: Schedule) -> np.ndarray:
 
   A forward is in flight until its backward of weights ends.
   """
+  # +1 for a forward, -1 for a backward of weights.
   change = np.zeros(len(schedule.time), np.int64)
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, _ACTIONS.weight)] = -1
@@ -256,10 +261,10 @@ def in_flight(schedule: Schedule) -> np.ndarray:
 def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
   """Returns int[N, 2]: (row that sends, row that receives) of each transfer
   between two devices."""
-  sides = [(where.forward[:-1], where.forward[1:])]
+  row_pairs = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
-    sides.append((where.backward[1:], where.backward[:-1]))
-  rows_of = [np.stack(pair, -1).reshape(-1, 2) for pair in sides]
+    row_pairs.append((where.backward[1:], where.backward[:-1]))
+  rows_of = [np.stack(pair, -1).reshape(-1, 2) for pair in row_pairs]
   all_pairs = np.concatenate(rows_of)
   devices = schedule.device[all_pairs]
   return all_pairs[devices[:, 0] != devices[:, 1]]
@@ -287,11 +292,13 @@ def _check_rendezvous(schedule, where):
   try:
     sorter.prepare()
   except graphlib.CycleError:
-    done = set()
+    finished = set()
     while ready := sorter.get_ready():
       sorter.done(*ready)
-      done.update(ready)
-    unfinished = ([pair for pair in p if pair not in done] for p in programs)
+      finished.update(ready)
+    unfinished = (
+      [pair for pair in program if pair not in finished] for program in programs
+    )
     stuck = [pairs[0] for pairs in unfinished if pairs]
     source, target = stuck[0]
     other_rows = {row for pair in stuck for row in pair} - {source, target}

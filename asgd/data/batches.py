@@ -111,6 +111,7 @@ def make_batches(
       f"labels must have shape ({n},), one per image, not {labels.shape}"
     )
   shared = not partitions.divides(partition)
+  # The largest batch: all examples, or those of the smallest shard.
   most, of_what = n, ""
   if not shared:
     if workers > n:
@@ -126,6 +127,7 @@ def make_batches(
     )
 
   permutation = _permutations(n)
+  # int64[n // N or one more] of each worker.
   owned = [] if shared else partitions.shards(partition, labels, workers, seed)
 
   def rows_of(worker, job):
@@ -171,6 +173,7 @@ def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
   pad = checks.whole("pad", pad, 0)
   count, *size = images.shape
   offset_key, flip_key = jax.random.split(key)
+  # int[B, 2]: the corner of each crop in the padded image.
   offsets = jax.random.randint(offset_key, (count, 2), 0, 2 * pad + 1)
   flips = jax.random.bernoulli(flip_key, 0.5, (count, 1, 1, 1))
   padded = jnp.pad(images, ((0, 0), (pad, pad), (pad, pad), (0, 0)))

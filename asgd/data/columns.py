@@ -52,6 +52,7 @@ def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
         f" {', '.join(column_names)}"
       )
   selected = list(column_names if names is None else names)
+  # A slice of all rows is a dict of complete columns.
   table = dataset.with_format("numpy", columns=selected)[:]
   array_of = {name: _array(name, table[name], selected) for name in selected}
   if not array_of:
@@ -67,6 +68,7 @@ def _array(name: str, column: Any, selected: Sequence[str]) -> np.ndarray:
     array = np.asarray(column)
   except ValueError:  # rows of several shapes
     array = np.asarray(None)
+  # An empty column has no shape of an example.
   if array.ndim and not array.size:
     raise ValueError(
       f"column {name!r} has the shape {array.shape}, without a number: give a"

@@ -55,6 +55,7 @@ def _unplain(data: Any) -> Any:
   """Returns the state that `_plain` was given."""
   if not isinstance(data, dict):
     return data
+  # A dict here always has one key, the kind of the value that it encodes.
   ((kind, value),) = data.items()
   if kind == "dict":
     return {key: _unplain(each) for key, each in value.items()}
@@ -62,6 +63,7 @@ def _unplain(data: Any) -> Any:
     return base64.b64decode(value)
   if kind == "array":
     dtype, shape, content = value
+    # `copy`: an array of a buffer is read-only, and a state may be changed.
     flat = np.frombuffer(base64.b64decode(content), dtype)
     return flat.reshape(shape).copy()
   values = [_unplain(each) for each in value]
@@ -121,6 +123,7 @@ class WorkerIterator:
         f"data({worker}) returned {checks.shown(self.made)}, which is no"
         f" iterator: {remedy}"
       )
+    # Batches taken, passes completed, and whether the position was restored.
     self.drawn, self._epoch, self._restored = 0, 0, False
     self._start()
 
@@ -155,6 +158,7 @@ class WorkerIterator:
           self.made, self._restored = self._source.make(self._worker), False
         self._start()
         batch = next(self._iterator, self)
+    # `self` marks the end: no iterator yields it.
     if batch is self:
       raise ValueError(
         f"{name} ended after {self.drawn} batches, but the run needs more:"
@@ -237,6 +241,7 @@ class IteratorBatches:
     """Returns the batch of a worker's next job, or that of its last one."""
     worker, job = int(worker), int(job)
     last, batch = self._last.get(worker, (-1, None))
+    # An iterator has no way back, so a repeated job gets the stored batch.
     if job == last:
       return batch
     if worker not in self._iterators:
@@ -293,5 +298,6 @@ class KeptBatches:
     if job != self._job:
       self._job = job
       position = self._batches.save()[str(int(worker))]
+      # Write before the batch is used: a new incarnation must not repeat it.
       safe_files.write(self._path, json.dumps(position))
     return batch

@@ -113,6 +113,7 @@ def from_arrays(
       )
   else:
     classes = _classes(labels, classes)
+  # Bytes are pixels, which need a scale; floats come as the user scaled them.
   if mean is None and std is None and x.dtype == np.uint8:
     mean, std = statistics(x)
   elif mean is not None or std is not None:
@@ -162,6 +163,7 @@ def _array(key: str, value: Any) -> np.ndarray:
     if not np.isfinite(array).all():
       raise ValueError(f"{key} has numbers that are not finite; leave them out")
     return array.astype(np.float32, copy=False).view()
+  # Examples stay bytes, a quarter of the memory; batches are converted.
   if array.dtype == np.uint8 and key.endswith("_x"):
     return array.view()
   low, high = int(array.min()), int(array.max())

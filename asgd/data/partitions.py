@@ -25,6 +25,7 @@ _SKEW = 2**32  # no job has this number: keys of jobs are (seed, worker, job)
 def _read(partition: Partition) -> tuple[str, float]:
   """Returns (name, concentration), checked."""
   entries = partition if isinstance(partition, Mapping) else {"name": partition}
+  # A copy: `pop` must not change the caller's dict.
   options = dict(entries)
   checks.one_of("partition", name := options.pop("name", None), NAMES)
   concentration = 1.0
@@ -120,6 +121,7 @@ def _label_skew(
     for federated visual classification", 2019, arXiv:1909.06335.
   """
   rng = np.random.default_rng((seed, workers, _SKEW))
+  # Two seeds, or two numbers of workers, have unrelated shards.
   order = rng.permutation(len(classes))
   # The examples of each class, in random order.
   stocks = [order[classes[order] == c] for c in range(classes.max() + 1)]
@@ -128,6 +130,7 @@ def _label_skew(
   for worker in range(workers):
     size = len(range(worker, len(classes), workers))
     counts = _draw_classes(rng, remaining, size, concentration)
+    # A worker takes the next `counts[c]` examples of each stock c.
     ends = [len(stock) for stock in stocks] - remaining + counts
     remaining = remaining - counts
     parts = zip(stocks, ends - counts, ends, strict=True)

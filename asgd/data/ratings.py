@@ -74,6 +74,7 @@ def generated(
   user_factors, item_factors = (
     rng.normal(0, scale, (count, rank)) for count in (users, items)
   )
+  # Without replacement: a user rates an item once at most.
   entries = rng.choice(users * items, ratings, replace=False)
   pairs = np.stack(np.divmod(entries, items), 1)
   values = (user_factors[pairs[:, 0]] * item_factors[pairs[:, 1]]).sum(1)
@@ -149,6 +150,7 @@ def read(
       line.
   """
   columns = _lines(Path(path))
+  # Renumber from 0: the ids of a file have gaps.
   users, user_indices = np.unique(columns[0], return_inverse=True)
   items, item_indices = np.unique(columns[1], return_inverse=True)
   pairs = np.stack([user_indices, item_indices], 1)

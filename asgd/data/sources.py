@@ -42,6 +42,7 @@ def drawn(
     ValueError: for an unknown name, and for a folder or options that the data
       do not take.
   """
+  # Check the name first: an error about options would hide a typing error.
   maker = names.lookup(kind, name, loaders)
   if name != "generated":
     for key in options:
@@ -88,6 +89,7 @@ def refuse_folder(
 def file_of_package(package: str, *parts: str) -> Path | None:
   """Returns the path of a file of an installed package, without importing it;
   None without the package or the file."""
+  # A package may have several roots (namespace packages).
   spec = importlib.util.find_spec(package)
   for root in (spec and spec.submodule_search_locations) or ():
     path = Path(root, *parts)
@@ -106,6 +108,7 @@ def file_of(kind: str, data_dir: str | os.PathLike[str] | None) -> Path:
 def read_tokenizer(path: Path) -> Any:
   """Returns the tokenizer of a file; DataError if it cannot be read."""
   try:
+    # Imported here: only users of such a file need the package.
     import tokenizers
   except ImportError:
     raise DataError(

@@ -74,6 +74,7 @@ class Dense(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
+    # He: the variance 2 / C keeps the size of activations through a ReLU.
     he = nn.initializers.he_normal()
     return nn.relu(nn.Dense(self.features, kernel_init=he, name="dense")(x))
 
@@ -151,6 +152,7 @@ class Head(nn.Module):
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     if self.norm != "none":
       x = nn.relu(_norm(self, x, train, "norm"))
+    # The mean makes the head independent of the size of images.
     return nn.Dense(self.classes, name="dense")(x.mean((1, 2)))
 
 
@@ -161,6 +163,7 @@ def pad_shortcut(x: jax.Array, features: int, stride: int) -> jax.Array:
   the C channels: float[B, H, W, C] -> float[B, ceil(H / stride),
   ceil(W / stride), features].
   """
+  # No parameters: the shortcut stays the identity, except for its shape.
   x = x[:, ::stride, ::stride]
   return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, features - x.shape[-1])))
 

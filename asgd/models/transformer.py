@@ -48,6 +48,7 @@ class Embed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
+    # A sequence may be shorter than the context: it has the first positions.
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", INIT, (self.vocabulary, self.width))
@@ -59,8 +60,8 @@ class Embed(nn.Module):
 class Block(nn.Module):
   """Causal self-attention, then an MLP: float[B, T, C] -> the same.
 
-  Each reads the layer norm of the residual stream and is output_init to the
-  stream.
+  Each reads the layer norm of the residual stream, and its output is added to
+  the stream.
   """
 
   heads: int
@@ -73,10 +74,12 @@ class Block(nn.Module):
     # GPT-2 scales the weights of outputs by 1 / sqrt(residual additions).
     output_init = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
+    # bool[B, 1, T, T]: position t attends to positions up to t.
     mask = nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype))
     h = attention(self, dtype, train, out_kernel_init=output_init)(h, mask=mask)
     x = x + nn.Dropout(self.dropout, deterministic=not train)(h)
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
+    # The hidden layer has 4 C features, as in GPT-2.
     h = nn.Dense(4 * width, dtype=dtype, kernel_init=INIT, name="up")(h)
     down = nn.Dense(width, dtype=dtype, kernel_init=output_init, name="down")
     h = down(nn.gelu(h))
@@ -92,6 +95,7 @@ class Unembed(nn.Module):
   def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
+    # Not tied to the embedding: the two may be in different stages.
     return nn.Dense(
       self.vocabulary, use_bias=False, dtype=x.dtype, kernel_init=INIT
     )(x)
@@ -136,7 +140,7 @@ def gpt(
     heads: attention heads of a block; they divide the width.
     context: most positions of a sequence.
     dropout: rate in [0, 1), on attention and on the outputs that are
-      output_init to the residual stream.
+      added to the residual stream.
   """
   checks.whole("classes", classes, most=MOST_FEATURES)
   checks.whole("context", context, most=MOST_FEATURES)

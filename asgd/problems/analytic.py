@@ -39,6 +39,7 @@ def quadratic(
   checks.nonnegative("noise", noise)
   if least > 1:
     raise ValueError(f"least must be at most 1, not {least}")
+  # The condition number is 1 / least.
   curvatures = np.geomspace(least, 1, dimensions)
   problem = tasks.quadratic(curvatures, noise=noise)
   return problem._replace(

@@ -81,9 +81,11 @@ def k_means(
       )
 
   def init(key):
+    # Without replacement: of two equal centres `argmin` uses only the first.
     first = jax.random.choice(key, len(train), (clusters,), replace=False)
     return jnp.pad(jnp.asarray(train)[first], [(0, 0), (0, 1)]).at[:, -1].set(1)
 
+  # The variance of the test examples times their number.
   spread = float(np.square(test - test.mean(0), dtype=float).sum())
 
   def evaluate(params):
@@ -143,5 +145,6 @@ def _updates(params, batch: base.Batch, key):
   squares = _squares(params, examples)
   nearest = jax.nn.one_hot(squares.argmin(1), len(params), dtype=params.dtype)
   ones = jnp.ones((len(examples), 1), params.dtype)
+  # Sums and numbers per cluster, float[k, d + 1], in one product.
   increments = nearest.T @ jnp.concatenate([examples, ones], 1)
   return (squares.min(1).mean(), losses_lib.Aux(())), increments

@@ -21,11 +21,13 @@ from asgd import algorithms, base, names
 
 def name_of(value: Any) -> str:
   """Returns MODULE:NAME of a function, otherwise the name of a value's type."""
+  # The options of a partial belong to its name: they change the run.
   if isinstance(value, functools.partial):
     options = ", ".join(f"{k}={name_of(v)}" for k, v in value.keywords.items())
     return f"{name_of(value.func)}({options})"
   if hasattr(value, "__qualname__"):
     return f"{value.__module__}:{value.__qualname__}"
+  # Plain values are their own names.
   if value is None or isinstance(value, (str, numbers.Number)):
     return repr(value)
   if isinstance(value, (tuple, list)) and any(map(callable, value)):
@@ -127,6 +129,7 @@ def describe_object(value: Any) -> str:
   a trace, or of the source of a function."""
   arrays = isinstance(value, base.Trace)
   texts = [column.tobytes() for column in value] if arrays else []
+  # A trace has no source, and a function has no columns.
   texts += [text.encode() for text in _code_of(value)]
   digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
   return f"{name_of(value)} {digest}"

@@ -84,6 +84,7 @@ def skip_gram(
   checks.nonnegative("power", power)
   data = words_lib.load(text, data_dir=data_dir, least=least, most=most)
   size, pairs = len(data.vocabulary), _drawing(data, window, negatives, power)
+  # Drawn once, so that all evaluations have the same negatives.
   test = pairs(data.test, _TESTED, np.random.default_rng(_TEST_SEED))
 
   def init(key):
@@ -145,10 +146,12 @@ def _drawing(data, window, negatives, power):
   below = np.cumsum(weights / total)
 
   def pairs(tokens, count, rng):
+    # A centre is at least `window` words from both ends of the text.
     positions = rng.integers(window, len(tokens) - window, count)
     distances = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
     drawn = np.searchsorted(below, rng.random((count, negatives)))
     drawn = drawn.clip(max=len(below) - 1)  # rounding may leave a sum below 1
+    # int[B, 1 + N]: the nearby word, then the negatives.
     outer = np.concatenate([tokens[positions + distances][:, None], drawn], 1)
     return tokens[positions], outer.astype(np.int32)
 

@@ -26,6 +26,7 @@ _AT_ONCE = 100_000  # ratings of one call in an evaluation
 @functools.lru_cache(maxsize=4)
 def _load(name, test, options):
   """Returns the ratings of a name or a file; ValueError for wrong options."""
+  # These two come with their test part; only a file may need another one.
   if name in ("generated", "movielens") and test is not None:
     raise ValueError(f"ratings {name!r} have a test part: drop test_ratings")
   if name == "generated":
@@ -98,8 +99,10 @@ def matrix_factorisation(
       raise ValueError(
         f"generate.{key} must be a number, not {checks.shown(value)}"
       )
+  # A tuple of pairs can be hashed, so that `_load` caches the ratings.
   data = _load(ratings, test_ratings, options)
   sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
+  # m: the tables then learn deviations from the mean rating.
   middle = np.float32(data.values.mean())
 
   def init(key):
@@ -109,6 +112,7 @@ def matrix_factorisation(
       for key, (name, size) in zip(keys, sizes.items(), strict=True)
     }
 
+  # (u of the users, v of the items): float[B, k] each.
   def rows(params, pairs):
     return params["users"][pairs[:, 0]], params["items"][pairs[:, 1]]
 
@@ -118,6 +122,7 @@ def matrix_factorisation(
     u, v = rows(params, pairs)
     errors = (u * v).sum(1) - (values - middle)
     total = jnp.square(errors).sum()
+    # Only rows of the batch are penalised, so that an update stays sparse.
     if l2:
       total += l2 * (jnp.square(u).sum() + jnp.square(v).sum())
     return total / len(values), losses_lib.Aux(())
@@ -127,6 +132,7 @@ def matrix_factorisation(
     u, v = rows(params, pairs)
     return jnp.square((u * v).sum(1) - (values - middle)).sum()
 
+  # R^2 = 1 - sum of squared errors / sum of squared deviations from m.
   spread = float(np.square(data.test_values - middle, dtype=float).sum())
 
   def evaluate(params):
@@ -141,6 +147,7 @@ def matrix_factorisation(
   return lib.of_data(
     *(data_of, batch_size, init, loss, evaluate),
     guess=float(data.values.var()),
+    # Column 0 of a batch's pairs has the users, column 1 the items.
     keyed=lib.keyed(
       lambda batch: {
         name: (batch[0][:, i], True) for i, name in enumerate(_SIDES)

@@ -184,6 +184,8 @@ def read(user_params: Any) -> Parameters:
     )
   if is_model(user_params):
     arrays, model = _split(user_params)
+    # NumPy copies travel to other processes, and survive the donation of a
+    # run's buffers.
     arrays = jax.tree.map(np.asarray, arrays)
     return Parameters(lambda key: jax.tree.map(jnp.asarray, arrays), model)
   if callable(user_params):
@@ -214,6 +216,7 @@ def _of_function(function: Callable[..., Any]) -> Parameters:
 
   with checks.user_code("params cannot be made", passes=(ValueError,)):
     jax.eval_shape(trace, jax.random.key(0))
+  # The last trace has the constants of the model; init makes its arrays.
   if models:
     return Parameters(lambda key: _split(function(key))[0], models[-1])
   return Parameters(lambda key: _as_arrays(function(key)))

@@ -97,6 +97,7 @@ def sparse_logistic_regression(
     del key
     return {_TABLE: jnp.zeros((data.features, 2), jnp.float32)}
 
+  # The loss of a constant prediction is the entropy of the labels.
   positive = float(data.train_labels.mean())
   entropy = -sum(p * np.log(p) for p in (positive, 1 - positive))
 
@@ -173,11 +174,16 @@ def _updates(params, batch: base.Batch, key):
   """Returns the loss, and gradient and curvature of the block's features."""
   keys, values, labels, weights, inside = batch
   logits = _logits(params, keys, values)
+  # d loss / d logit of each example, float[B].
   slopes = weights * (jax.nn.sigmoid(logits) - labels)
+  # Features outside of the block get no update from this job.
   values = values * inside
   sizes = jnp.abs(values)
+  # u_i = 1/4 mean |x_i| sum_j |x_j|; 1/4 bounds the second derivative of the
+  # log loss in the logit.
   bounds = weights[:, None] * sizes * sizes.sum(1, keepdims=True) / 4
   both = jnp.stack([slopes[:, None] * values, bounds], -1) / len(labels)
+  # A feature may be in several rows: `add` sums its terms.
   out = jnp.zeros_like(params[_TABLE]).at[keys].add(both)
   return _loss(params, batch, key), {_TABLE: out}
 

@@ -345,7 +345,7 @@ def _memory(report: BenchReport) -> None:
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))
     stages: list[Any] = [part.stage for part in engine.compiled_program.parts]
-    sizes = [stage.kept_bytes for stage in stages]
+    sizes = [stage.residual_bytes for stage in stages]
     stage_devices = engine.compiled_program.program.places
     state, peak = engine.start(), np.zeros(table.devices)
     # Stop after each slot, and count the residuals that are stored.

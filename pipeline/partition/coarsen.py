@@ -55,14 +55,15 @@ class Blocks:
     while ready:
       block = heapq.heappop(ready)
       out.append(block)
-      for other in self.after[block]:
-        missing[other] -= 1
-        if not missing[other]:
-          heapq.heappush(ready, other)
+      for successor in self.after[block]:
+        missing[successor] -= 1
+        if not missing[successor]:
+          heapq.heappush(ready, successor)
     return out
 
   def _reaches(self, start: set[int], end: int) -> bool:
     """Returns whether a path leads from any block of `start` to `end`."""
+    # Depth first search.
     visited, stack = set(start), list(start)
     while stack:
       block = stack.pop()
@@ -80,11 +81,11 @@ class Blocks:
       self.block_of[i] = low
     members = self.members[low] + self.members.pop(high)
     self.members[low] = tuple(sorted(members))
-    sides = self.after, self.before
-    for near_side, far_side in (sides, sides[::-1]):
-      near_side[low] = (near_side[low] | near_side.pop(high)) - {low, high}
-      for block in near_side[low]:
-        far_side[block] = (far_side[block] - {high}) | {low}
+    directions = self.after, self.before
+    for adjacent, reverse in (directions, directions[::-1]):
+      adjacent[low] = (adjacent[low] | adjacent.pop(high)) - {low, high}
+      for block in adjacent[low]:
+        reverse[block] = (reverse[block] - {high}) | {low}
     return low
 
   def try_merge(self, a: int, b: int) -> int | None:
@@ -105,9 +106,10 @@ class Blocks:
           successors = (b for b in sorted(self.after[a]) if may(a, b))
           merged |= self.merge_first(a, successors)
 
-  def merge_first(self, block: int, others: Iterable[int]) -> bool:
+  def merge_first(self, block: int, candidates: Iterable[int]) -> bool:
     """Merges a block with the first of others that closes no cycle."""
-    return any(self.try_merge(block, other) is not None for other in others)
+    merged = (self.try_merge(block, candidate) for candidate in candidates)
+    return any(number is not None for number in merged)
 
   def merge_all(self, groups: Sequence[Collection[int]]) -> None:
     """Merges each group of nodes, and what lies between its nodes."""
@@ -115,12 +117,12 @@ class Blocks:
     from scipy import sparse
     from scipy.sparse import csgraph
 
-    pairs = [(a, b) for a, others in self.after.items() for b in others]
+    pairs = [(a, b) for a, successors in self.after.items() for b in successors]
     for group in groups:
       first_block, *later_blocks = (self.block_of[i] for i in group)
       # Both ways, so that the group becomes a cycle, which is merged below.
-      for other in later_blocks:
-        pairs += [(first_block, other), (other, first_block)]
+      for later_block in later_blocks:
+        pairs += [(first_block, later_block), (later_block, first_block)]
     rows, columns = np.array(pairs, int).reshape(-1, 2).T
     size = len(self.block_of)
     entries = np.ones(len(pairs)), (rows, columns)
@@ -167,14 +169,15 @@ def merge_weightless(blocks: Blocks, length: int) -> None:
     )
 
 
-def _merge_lightest(blocks, block, sides):
+def _merge_lightest(blocks, block, adjacencies):
   """Merges a block with its lightest neighbour that closes no cycle."""
 
   def rank(neighbour):
     return blocks.weight(neighbour), neighbour
 
   return any(
-    blocks.merge_first(block, sorted(side[block], key=rank)) for side in sides
+    blocks.merge_first(block, sorted(adjacent[block], key=rank))
+    for adjacent in adjacencies
   )
 
 
@@ -238,16 +241,16 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
   indices = rng.choice(len(other_blocks), length - len(centers), replace=False)
   centers += [other_blocks[i] for i in sorted(indices.tolist())]
   # Centres take turns; a round in which none can merge is the last.
-  for side, latest in ((blocks.after, False), (blocks.before, True)):
+  for adjacent, is_reversed in ((blocks.after, False), (blocks.before, True)):
     queue = collections.deque(centers)
     idle = 0
     while len(blocks) > length and idle < len(queue):
       center = queue.popleft()
       position = {b: n for n, b in enumerate(blocks.order())}
       neighbours = sorted(
-        side[center].difference(queue),
+        adjacent[center].difference(queue),
         key=position.__getitem__,
-        reverse=latest,
+        reverse=is_reversed,
       )
       idle = 0 if blocks.merge_first(center, neighbours) else idle + 1
       queue.append(blocks.block_of[center])
@@ -258,6 +261,7 @@ def merge_smallest(blocks: Blocks, length: int) -> None:
   """Merges the smallest block with its smallest successor, again and again."""
   merged = True
   while merged and len(blocks) > length:
+    # The number breaks ties, so that the result is deterministic.
     ranked = sorted(blocks.members, key=lambda b: (blocks.weight(b), b))
     merged = any(_merge_lightest(blocks, b, (blocks.after,)) for b in ranked)
 
@@ -270,6 +274,8 @@ def coarsen(
   seed: int = 0,
 ) -> Blocks:
   """Returns about `length` blocks; more, if the graph is in pieces."""
+  # [1] Scopes, [2] blocks without time, [3] bounded blocks, [4] centres and [5]
+  # the smallest blocks; each step leaves fewer blocks to the next.
   blocks = units.copy()
   merge_scopes(blocks, scopes)
   merge_weightless(blocks, length)

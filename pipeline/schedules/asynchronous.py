@@ -131,6 +131,7 @@ def pipedream_2bw(
       f"2BW needs at least {stages} microbatches in an update, one for each"
       f" stage, not every={every}"
     )
+  # Versions are no part of a table: a run with weights="2bw" reads them.
   table = pipedream(stages, microbatches, every=every)
   return table._replace(name="pipedream_2bw")
 
@@ -171,6 +172,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
+  # Stage s has 2 (p - 1 - s) + 1 forwards before its first backward.
   orders = layout.straight(range(1, 2 * stages, 2)[::-1], microbatches)
   return layout.valid("stale", orders, every)
 
@@ -228,6 +230,7 @@ def pipemare(
   updates = 1 if anneal is None else anneal
   discrepancy.cures(stages, every, updates, decay)  # checks the ranges
   layout.check_updates(microbatches, every)
+  # Each stage has one forward more in flight than in `stale`.
   orders = layout.straight(range(2, 2 * stages + 1, 2)[::-1], microbatches)
   return layout.valid("pipemare", orders, every)
 
@@ -309,6 +312,7 @@ def ftpipe(
     )
   if supremum is not None:
     check_positive(supremum=supremum)
+    # At most supremum - 1 microbatches in flight at the deepest stage.
     deepest = max(depth) + 1
     reduction = deepest - min(deepest, supremum - 1)
     depth = [max(d - reduction, 0) for d in depth]

@@ -116,10 +116,10 @@ def synchronous(
   """
   check_positive(batches=batches)
 
-  def shifted(block, by):
+  def shifted(block, offset):
     if not isinstance(block[0], str):
-      return tuple(shifted(step, by) for step in block)
-    return block[0], block[1], block[2] + by
+      return tuple(shifted(step, offset) for step in block)
+    return block[0], block[1], block[2] + offset
 
   if batches > 1:
     starts = range(0, batches * microbatches, microbatches)
@@ -202,10 +202,10 @@ def places_of(
   integer = int, np.integer
   try:
     places = [
-      (int(place),) if isinstance(place, integer) else tuple(place)
-      for place in devices
+      (int(replicas),) if isinstance(replicas, integer) else tuple(replicas)
+      for replicas in devices
     ]
-    names = {device for place in places for device in place}
+    names = {device for replicas in places for device in replicas}
     if not all(isinstance(device, integer) for device in names):
       names = None
   except TypeError:
@@ -215,7 +215,7 @@ def places_of(
       "devices must be the device of each stage, or those of its replicas, and"
       f" name all from 0, not {devices!r}"
     )
-  if without_replicas and any(len(place) > 1 for place in places):
+  if without_replicas and any(len(replicas) > 1 for replicas in places):
     raise ValueError(f"{without_replicas} has no replicas: devices={devices!r}")
   return places
 

@@ -56,7 +56,7 @@ class _Direction(NamedTuple):
 
   needs: list[list[tuple[int, float]]]  # of each step: a need, and the time
   # from its start until the step may start
-  held: list[int]  # of each step: the change of the activations held
+  change: list[int]  # of each step: of the activations that its device holds
 
 
 class Gaps:
@@ -94,9 +94,9 @@ class Gaps:
         need((FORWARD, stage), (FORWARD, stage - 1), forward_delay[stage - 1])
         need((INPUT, stage - 1), (INPUT, stage), backward_delay[stage - 1])
     third = count // 3
-    held = [1] * third + [0] * third + [-1] * third
-    self._forward_time = _Direction(predecessors, held)
-    self._reverse_time = _Direction(successors, held[::-1])
+    change = [1] * third + [0] * third + [-1] * third
+    self._forward_time = _Direction(predecessors, change)
+    self._reverse_time = _Direction(successors, change[::-1])
 
   def score(self, orders: Orders) -> Score:
     """Returns the score of orders that can be run."""
@@ -174,13 +174,13 @@ class Gaps:
   def _pull(self, orders, start, direction, limits):
     """Returns orders in which each step is in the earliest gap for it; `start`
     becomes when it starts there, or later than it could."""
-    needs, change, time = direction.needs, direction.held, self._time
+    needs, change, time = direction.needs, direction.change, self._time
     orders = [list(order) for order in orders]
-    held = []  # of each device, activations before each of its steps
+    counts = []  # of each device, activations before each of its steps
     for order in orders:
-      held.append([0])
+      counts.append([0])
       for step in order:
-        held[-1].append(held[-1][-1] + change[step])
+        counts[-1].append(counts[-1][-1] + change[step])
     rows = sorted(
       (start[step], device, old_index)
       for device, order in enumerate(orders)
@@ -188,7 +188,7 @@ class Gaps:
     )
     # A step moves only to an earlier index, so the indices of later rows hold.
     for old_start, device, old_index in rows:
-      order, count = orders[device], held[device]
+      order, count = orders[device], counts[device]
       step = order[old_index]
       # [1] Find when the inputs of the step are ready.
       ready = 0.0
@@ -347,8 +347,13 @@ class _Search:
   def fits(self, orders: Orders, limits: Limits) -> bool:
     """Returns whether orders hold no more activations than the limits."""
     change = {FORWARD: 1, INPUT: 0, WEIGHT: -1}
-    held = (itertools.accumulate(change[step[0]] for step in o) for o in orders)
-    return all(max(h) <= limit for h, limit in zip(held, limits, strict=True))
+    counts = (
+      itertools.accumulate(change[step[0]] for step in order)
+      for order in orders
+    )
+    return all(
+      max(count) <= limit for count, limit in zip(counts, limits, strict=True)
+    )
 
   def run(self, costs, limits) -> tuple[Score, Orders]:
     """Returns the best orders within the limits, and their score."""

@@ -95,16 +95,18 @@ def _dualpipe(
     microbatches: of each direction.
   """
   order, waiting = [], collections.deque()
-  forwards, backwards = ([iter(way) for way in microbatches] for _ in "FB")
+  # Each pair of iterators, by direction: the microbatches still to be done.
+  forwards = [iter(numbers) for numbers in microbatches]
+  backwards = [iter(numbers) for numbers in microbatches]
 
-  def forward(way):
-    return FORWARD, stages_here[way], next(forwards[way])
+  def forward(direction):
+    return FORWARD, stages_here[direction], next(forwards[direction])
 
-  def backward(way, split=False):
-    microbatch = next(backwards[way])
+  def backward(direction, split=False):
+    microbatch = next(backwards[direction])
     if split:
-      waiting.append((WEIGHT, stages_here[way], microbatch))
-    return INPUT if split else BACKWARD, stages_here[way], microbatch
+      waiting.append((WEIGHT, stages_here[direction], microbatch))
+    return INPUT if split else BACKWARD, stages_here[direction], microbatch
 
   to_middle = ranks - 1 - rank
   # [1] Fill the pipeline: forwards that enter at this end.
@@ -185,9 +187,9 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     mirror = stages - 1 - device
     is_near = device < mirror  # to the end where the first direction starts
     stages_here = (device, mirror) if is_near else (mirror, device)
-    ways = halves if is_near else halves[::-1]
+    microbatches_of = halves if is_near else halves[::-1]
     rank = min(device, mirror)
-    orders.append(_dualpipe(stages_here, rank, stages // 2, ways))
+    orders.append(_dualpipe(stages_here, rank, stages // 2, microbatches_of))
   return synchronous("dualpipe", orders, microbatches, batches)
 
 

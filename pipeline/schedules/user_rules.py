@@ -77,6 +77,7 @@ def custom(
   layout.check_updates(microbatches, every)
   checks.flag("flush", flush)
   if costs is None:
+    # Own actions of any name then take a unit of time.
     costs = analyze.costs(len(places))._replace(own=None)
   costs = layout.costs_of(costs, len(places))
   orders = play(rule, places, microbatches, costs, every=every, flush=flush)
@@ -129,6 +130,7 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
         f"device {device} has {len(idle)} idle slots for {count} actions;"
         f" leave out {count - len(idle)}"
       )
+    # The earliest idle slots; stage and microbatch -1 mark an own action.
     slots = zip(idle, user_actions, strict=False)
     rows += [(slot, device, -1, -1, action) for slot, action in slots]
   every, flush = schedule.every, schedule.flush

@@ -101,19 +101,20 @@ def test_all_parts_are_those_of_vjp_and_a_forward_keeps_no_weights(name):
     normal(*y.shape, seed=i) for i, y in enumerate(stage_lib.floating(stage.y))
   ]
   y, gradient, gx = vjp_reference(fn, params, x, extra, gy)
-  found, _, kept = stage.forward(params, x, extra)
+  found, _, residuals = stage.forward(params, x, extra)
   close(found, y)
-  close(stage.kept(params, x, extra), kept)
-  close(stage.backward(params, kept, gy), (gradient, gx))
+  close(stage.residuals(params, x, extra), residuals)
+  close(stage.backward(params, residuals, gy), (gradient, gx))
   close(stage.recompute(params, x, extra, gy), (gradient, gx))
-  found_gx, half = stage.input(params, kept, gy)
+  found_gx, half = stage.input(params, residuals, gy)
   close(found_gx, gx)
-  close(stage.weight(params, kept, half), gradient)
+  close(stage.weight(params, residuals, half), gradient)
   weights = jax.tree.leaves(params)
-  assert not {id(leaf) for leaf in weights} & {id(leaf) for leaf in kept}
-  assert stage.kept_bytes == sum(np.asarray(leaf).nbytes for leaf in kept)
+  assert not {id(leaf) for leaf in weights} & {id(leaf) for leaf in residuals}
+  nbytes = sum(np.asarray(leaf).nbytes for leaf in residuals)
+  assert stage.residual_bytes == nbytes
   if name == "dense":  # x, tanh and its derivative
-    assert not {x.shape for x in weights} & {x.shape for x in kept}
+    assert not {x.shape for x in weights} & {x.shape for x in residuals}
 
 
 def flops(function, *args):
@@ -124,12 +125,12 @@ def flops(function, *args):
 def test_two_halves_cost_no_more_than_the_whole(name):
   fn, params, x, extra = case(name)
   stage = stage_lib.compile_stage(fn, params, x, extra)
-  y, _, kept = stage.forward(params, x, extra)
+  y, _, residuals = stage.forward(params, x, extra)
   gy = [np.ones(y.shape)]
-  _, half = stage.input(params, kept, gy)
-  whole = flops(stage.backward, params, kept, gy)
-  first = flops(stage.input, params, kept, gy)
-  second = flops(stage.weight, params, kept, half)
+  _, half = stage.input(params, residuals, gy)
+  whole = flops(stage.backward, params, residuals, gy)
+  first = flops(stage.input, params, residuals, gy)
+  second = flops(stage.weight, params, residuals, half)
   assert first + second <= 1.02 * whole
   assert min(first, second) >= 0.2 * whole  # each has its share
 
@@ -139,10 +140,10 @@ def test_a_backward_reads_the_weights_that_it_is_given():
   written out."""
   fn, params, x, extra = case("dense")
   stage = stage_lib.compile_stage(fn, params, x, extra)
-  _, _, kept = stage.forward(params, x, extra)
+  _, _, residuals = stage.forward(params, x, extra)
   later = jax.tree.map(lambda w: w + 0.1, params)
   g = normal(4, 3, seed=5)
-  gradient, (gx,) = stage.backward(later, kept, [g])
+  gradient, (gx,) = stage.backward(later, residuals, [g])
   h = np.tanh(x @ params["w"])
   gh = g @ later["v"].T * (1 - h**2)
   close(gradient, {"w": x.T @ gh, "v": h.T @ g})
@@ -157,11 +158,11 @@ def test_what_follows_from_the_weights_alone_is_not_kept():
 
   params, x = normal(5, 5), normal(2, 5)
   stage = stage_lib.compile_stage(scaled, params, x, ())
-  _, _, kept = stage.forward(params, x, ())
-  assert {leaf.shape for leaf in kept} == {(2, 5)}
+  _, _, residuals = stage.forward(params, x, ())
+  assert {leaf.shape for leaf in residuals} == {(2, 5)}
   gy = [np.ones((2, 5))]
   _, *wanted = vjp_reference(scaled, params, x, (), gy)
-  close(stage.backward(params, kept, gy), tuple(wanted))
+  close(stage.backward(params, residuals, gy), tuple(wanted))
 
 
 def test_microbatches_are_alike():
@@ -185,9 +186,9 @@ def test_effects_are_of_the_forward():
 
   params, x = normal(3, 3), normal(2, 3)
   stage = stage_lib.compile_stage(noisy, params, x, ())
-  y, _, kept = stage.forward(params, x, ())
-  _, half = stage.input(params, kept, [y])
-  jax.block_until_ready(stage.weight(params, kept, half))
+  y, _, residuals = stage.forward(params, x, ())
+  _, half = stage.input(params, residuals, [y])
+  jax.block_until_ready(stage.weight(params, residuals, half))
   jax.effects_barrier()
   assert called == [1]
 
