@@ -184,7 +184,6 @@ class PipelineEngine(engines.Engine):
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
     self._seconds, self._earlier_traffic = 0.0, residence.DeviceTraffic()
-    # Measured tasks: of the last pass, or the last ones of an asynchronous run.
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -222,7 +221,6 @@ class PipelineEngine(engines.Engine):
 
   def _update(self):
     """Returns how many updates every stage has made."""
-    # Updates of complete passes, then those of this pass by its slot.
     earlier = self._state.microbatch // self.quantum
     return earlier + int(np.searchsorted(self._updates_done, self._state.slot))
 
@@ -286,7 +284,6 @@ class PipelineEngine(engines.Engine):
   def records(self) -> PipelineRecords:
     """Returns the records of the updates that all stages have made."""
     records = self._stage_records()
-    # Within a pass some stages are an update ahead of others.
     count = min(len(rows.update) for rows in records)
     columns = (
       np.stack([getattr(rows, name)[:count] for rows in records])

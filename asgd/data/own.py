@@ -163,7 +163,7 @@ def _array(key: str, value: Any) -> np.ndarray:
     if not np.isfinite(array).all():
       raise ValueError(f"{key} has numbers that are not finite; leave them out")
     return array.astype(np.float32, copy=False).view()
-  # Examples stay bytes, a quarter of the memory; batches are converted.
+  # Examples stay bytes, a quarter of the memory; a job scales its batch.
   if array.dtype == np.uint8 and key.endswith("_x"):
     return array.view()
   low, high = int(array.min()), int(array.max())

@@ -25,11 +25,13 @@ def custom(
 
   The rule is asked when a device is idle and something has changed, until the
   last step of a stage has begun, with the device's number and its `RuleState`.
-  It answers with a step (action, stage, microbatch) that is ready, with a pair
-  of a forward and a backward that overlap, or with None to wait. For a backward
-  that is ready it may answer B, or I; then W is ready later. An action that is
-  not F, B, I or W is its own business, has stage and microbatch -1, and takes
-  what `costs.own` says.
+  It answers with one of these:
+
+  - a step (action, stage, microbatch) that is ready; for a backward B it may
+    answer I instead, and W is ready later;
+  - a pair of a forward and a backward that overlap;
+  - None, to wait;
+  - an action of the user, (name, -1, -1), which takes the time in `costs.own`.
 
   Args:
     rule: what to do next.
@@ -77,7 +79,6 @@ def custom(
   layout.check_updates(microbatches, every)
   checks.flag("flush", flush)
   if costs is None:
-    # Own actions of any name then take a unit of time.
     costs = analyze.costs(len(places))._replace(own=None)
   costs = layout.costs_of(costs, len(places))
   orders = play(rule, places, microbatches, costs, every=every, flush=flush)
