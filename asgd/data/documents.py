@@ -210,12 +210,14 @@ def _parted(name, source, documents, vocabulary) -> Documents:
       f"{source} has {len(documents)} documents: give {_EVERY} or more, of two"
       " words or more"
     )
+  # L: all rows of an array are as long as the longest document.
   longest = max(map(len, documents))
   arrays = []  # words and lengths, of the training part and of the test part
   for part in (False, True):
     rows = [
       d for d, in_test in zip(documents, test, strict=True) if in_test == part
     ]
+    # Padding is word 0; only the lengths tell it from a word.
     words = np.zeros((len(rows), longest), np.int32)
     for row, each in zip(words, rows, strict=True):
       row[: len(each)] = each

@@ -273,8 +273,8 @@ def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
       )
     return _dataset(name, f"download {url}", formats.read_idx_set(paths))
   for folder in (data_dir, data_dir / subfolder):
-    if found := formats.find_idx(folder):
-      return _dataset(name, f"file {folder}", formats.read_idx_set(found))
+    if idx_paths := formats.find_idx(folder):
+      return _dataset(name, f"file {folder}", formats.read_idx_set(idx_paths))
   raise ValueError(
     f"data_dir {data_dir} does not hold {name}; expected in it, or in its "
     f"sub-folder {subfolder}/, all of {', '.join(formats.IDX_FILES)}, each "

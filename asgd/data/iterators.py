@@ -110,17 +110,17 @@ class WorkerIterator:
     """Makes the iterator. Raises ValueError if the factory makes none."""
     self._source, self._worker = source, worker
     with checks.user_code(f"data({worker}) fails"):
-      self.made = source.make(worker)
-    indexed = isinstance(self.made, Iterable) and _has(
-      self.made, "__getitem__", "__len__"
+      self.iterable = source.make(worker)
+    indexed = isinstance(self.iterable, Iterable) and _has(
+      self.iterable, "__getitem__", "__len__"
     )
-    iterable = _has(self.made, "__next__") or isinstance(self.made, Iterable)
-    if indexed or not iterable:
+    is_iterator = _has(self.iterable, "__next__")
+    if indexed or not (is_iterator or isinstance(self.iterable, Iterable)):
       remedy = "return an iterator of batches, such as iter(loader)"
       if indexed:
         remedy = "give it as data, without a function, or return iter(...)"
       raise ValueError(
-        f"data({worker}) returned {checks.shown(self.made)}, which is no"
+        f"data({worker}) returned {checks.shown(self.iterable)}, which is no"
         f" iterator: {remedy}"
       )
     # Batches taken, passes completed, and whether the position was restored.
@@ -130,14 +130,14 @@ class WorkerIterator:
   def _start(self) -> None:
     """Starts a pass over an iterable; an iterator is its own single pass."""
     with checks.user_code(f"the iterator of worker {self._worker} fails"):
-      once = _has(self.made, "__next__")
+      once = _has(self.iterable, "__next__")
       # An Iterator, which may have get_state and set_state.
-      self._iterator: Any = self.made if once else iter(self.made)
+      self._iterator: Any = self.iterable if once else iter(self.iterable)
 
   @property
   def keeps_position(self) -> bool:
     """Whether the iterable, not its iterator, has the position."""
-    return _has(self.made, "state_dict", "load_state_dict")
+    return _has(self.iterable, "state_dict", "load_state_dict")
 
   @property
   def resumable(self) -> bool:
@@ -151,11 +151,11 @@ class WorkerIterator:
     name = f"the iterator of worker {self._worker}"
     with checks.user_code(f"{name} fails at batch {self.drawn}"):
       batch = next(self._iterator, self)
-      if batch is self and self._iterator is not self.made:
+      if batch is self and self._iterator is not self.iterable:
         self._epoch += 1
         # A datasets.IterableDataset starts each pass where it was restored.
-        if self._restored and hasattr(self.made, "with_format"):
-          self.made, self._restored = self._source.make(self._worker), False
+        if self._restored and hasattr(self.iterable, "with_format"):
+          self.iterable, self._restored = self._source.make(self._worker), False
         self._start()
         batch = next(self._iterator, self)
     # `self` marks the end: no iterator yields it.
@@ -185,7 +185,7 @@ class WorkerIterator:
       if _has(self._iterator, "get_state", "set_state"):
         saved["iterator"] = _plain(self._iterator.get_state())
       elif self.resumable:
-        saved["iterable"] = _plain(self.made.state_dict())
+        saved["iterable"] = _plain(self.iterable.state_dict())
     return saved
 
   def restore(self, saved: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class WorkerIterator:
     ):
       if "iterable" in saved:
         self._restored = True
-        self.made.load_state_dict(_unplain(saved["iterable"]))
+        self.iterable.load_state_dict(_unplain(saved["iterable"]))
         self._start()
       else:
         self._iterator.set_state(_unplain(saved["iterator"]))

@@ -89,6 +89,7 @@ def _parted(name, source, pairs, values, users, items):
   """Moves a tenth of the ratings to the test part, always the same. The only
   rating of a user or an item stays in the training part."""
   pairs = pairs.astype(np.int32)
+  # A fixed seed: all runs have the same test part.
   order = np.random.default_rng(0).permutation(len(values))
   test = np.zeros(len(values), bool)
   test[order[: len(values) // 10]] = True
@@ -206,6 +207,7 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
   """Yields (user, item, rating) of each line, behind the header."""
   begun = False
   for number, line in enumerate(lines, 1):
+    # Spaces separate, whatever the file uses.
     for mark in ("\t", ",", "::"):
       line = line.replace(mark, " ")
     fields = line.split()

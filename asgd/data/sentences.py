@@ -186,16 +186,17 @@ def _load_topics(name, data_dir):
 
   prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
   labels: list[str] = []
-  seen: set[str] = set()  # sentences of the selected topics
+  selected: set[str] = set()  # sentences of the selected topics
   for _ in range(_TOPICS):
     # Count only sentences that no selected topic has.
-    new_counts = {key: len(set(prose[key]) - seen) for key in prose}
+    new_counts = {key: len(set(prose[key]) - selected) for key in prose}
     labels.append(max(new_counts, key=new_counts.__getitem__))
-    seen.update(prose[labels[-1]])
+    selected.update(prose[labels[-1]])
   times = collections.Counter(s for key in labels for s in prose[key])
   # (sentence, label) of the training part and of the test part
   parts: tuple[list[tuple[str, int]], ...] = [], []
   for label, key in enumerate(labels):
+    # A sentence of two topics has no single label.
     unique = [s for s in prose[key] if times[s] == 1]
     for i, sentence in enumerate(unique):
       parts[i % _EVERY == _EVERY - 1].append((sentence, label))

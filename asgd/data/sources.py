@@ -28,8 +28,8 @@ def drawn(
   data_dir: str | os.PathLike[str] | None,
   options: Mapping[str, Any],
 ) -> Any:
-  """Returns the data "generated", made with its options; None for another name,
-  whose files the caller loads.
+  """Returns the data "generated", made with its options. For another name it
+  returns None, and the caller loads the files.
 
   Args:
     kind: of the data, for errors.

@@ -191,14 +191,14 @@ def from_rows(
 
 
 def _wrong(keys, values, label, features) -> str | None:
-  """Returns what is wrong with an example, as the end of a sentence, or
-  None."""
+  """Returns the fault of an example, as the end of a sentence, or None."""
   if keys.shape != values.shape or keys.ndim != 1:
     return f"has {keys.size} keys and {values.size} values"
   out = (keys < 1) | (keys >= features)
   if out.any():
     key = keys[np.argmax(out)]
     return f"has feature {key}, out of range: there are 1 to {features - 1}"
+  # Equal keys are neighbours in sorted order.
   ordered = np.sort(keys)
   twice = ordered[1:] == ordered[:-1]
   if twice.any():
@@ -224,11 +224,11 @@ def _load_breast_cancer(data_dir):
   count = numbers.shape[1]
   # A feature for each bin of each number.
   keys = [1 + _BINS * np.arange(count) + bins]
-  first, left = 1 + _BINS * count, bins[:, :10]
+  first, pair_bins = 1 + _BINS * count, bins[:, :10]
   for i in range(10):
     for j in range(i):
       # A feature for each pair of bins of numbers i and j.
-      keys.append((first + _BINS * left[:, i] + left[:, j])[:, None])
+      keys.append((first + _BINS * pair_bins[:, i] + pair_bins[:, j])[:, None])
       first += _BINS * _BINS
   table = np.concatenate(keys, 1)
   rows = list(zip(table, np.ones(table.shape), strict=True))

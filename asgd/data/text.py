@@ -109,6 +109,7 @@ def from_string(
   else:
     tokenizers = CHARACTERS, BYTES, "FILE.json", "MODULE:FUNCTION"
     checks.one_of("tokenizer", tokenizer, tokenizers)
+  # The test part is the end of the text: its windows overlap no training one.
   cut = len(tokens) - int(len(tokens) * _TEST)
   return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
 

@@ -60,6 +60,7 @@ def as_model(value: Any) -> Any:
     return value
   if isinstance(value, nn.Module):
     return _linen(value)
+  # Layers before a pair: a flax module is callable, as are init and apply.
   if isinstance(value, list | tuple) and value:
     if all(isinstance(each, nn.Module) for each in value):
       for layer in value:
@@ -126,6 +127,7 @@ def _one_momentum(momenta: set[float], name: str) -> float:
       " BatchNorm can be averaged"
     )
   (momentum,) = momenta
+  # 1 would divide by 0 in `_own`.
   if not 0 <= momentum < 1:
     raise ModelError(
       f"{name} has BatchNorm with momentum {momentum}, which must be in [0, 1)"

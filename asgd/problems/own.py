@@ -134,9 +134,15 @@ class Objects:
   ):
     """Reads and checks the objects; for arguments see `asgd.simulate`.
 
-    `pieces` belong to a loss that can be cut, `objects` are by the keys of a
-    config in whose place they are, and `recipe` is an `algorithms.Recipe` or
-    the settings of another protocol.
+    Args:
+      loss: a function, or a pair (model, criterion).
+      params: see `own_params.read`; None: the model draws them.
+      dataset: see `streams.read_data`.
+      recipe: an `algorithms.Recipe`, or the settings of another protocol.
+      batch_size: examples in a batch, if the data are examples.
+      evaluate: parameters -> a number or a dict of numbers.
+      pieces: of a loss that can be cut.
+      objects: by key of a config; each object replaces the value of its key.
     """
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
     self.objects = dict(objects or {})
@@ -251,6 +257,7 @@ class Objects:
   def _check_job(self, shapes):
     """Traces a job and its update, for a recipe of gradients or models."""
     first, recipe = self._stream.first, self.recipe
+    # `eval_shape` computes nothing, so these checks take little time.
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # raises for integer parameters
     worker = recipe.make_worker(self._loss)
@@ -273,6 +280,7 @@ class Objects:
     stream, key = self._stream, jax.random.key(0)
     # Two batches represent the data in the checksum. An iterator without a
     # state may start elsewhere in each call, so its shapes represent it.
+    # Seed 0 and one worker: the checksum must not depend on the run's seed.
     batches = stream.batches(0, 1)
     samples = [stream.first, *(batches(0, job) for job in range(2))]
     if not stream.repeatable:
@@ -348,6 +356,7 @@ def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
       f" {checks.shown(result)}"
     ) from error
   # Other names get columns with the prefix "test_".
+  # Each of the two names has a field of its own in an Evaluation.
   loss, accuracy = (values.pop(key, _NAN) for key in ("loss", "accuracy"))
   more = {f"test_{key}": value for key, value in values.items()}
   return Evaluation(loss, accuracy, more=more)

@@ -97,6 +97,7 @@ def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
     raise ValueError(f"data cannot be {checks.shown(user_data)}: {_REMEDY}")
   if data.columns.is_table(user_data):
     return _of_arrays(data.columns.arrays(user_data), batch_size)
+  # Also a list of arrays is indexed, as a list of batches.
   if hasattr(user_data, "__getitem__") and hasattr(user_data, "__len__"):
     return _of_indexed(user_data, batch_size)
   if callable(user_data):
@@ -179,6 +180,7 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
       f"data has {count:,} examples, too many to draw an order: give it without"
       " repeat(), or in batches, without batch_size"
     )
+  # The first batch would not be full, so an epoch would have none.
   if size > count:
     raise ValueError(
       f"batch_size {size} is larger than the {count} examples; use at most"
@@ -187,6 +189,7 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
   rows = np.arange(count)
 
   def batches(seed, workers):
+    # `make_batches` draws row numbers; `take` turns them into examples.
     drawn = data.make_batches(
       rows, rows, batch_size=size, seed=seed, workers=workers
     )
@@ -285,6 +288,7 @@ def _of_function(function, size):
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.
     first, repeat = batch(0, 0), batch(0, 0)
+  # Shapes may differ between batches; the structure is that of one program.
   form: Any = jax.tree.structure(first)
 
   def later(worker, job):
@@ -326,10 +330,12 @@ def _of_iterators(make_iterator, size):
     )
   source = iterators.Source(make_iterator, _as_batch_of_arrays)
   iterator, second = (iterators.WorkerIterator(source, 0) for _ in range(2))
-  has_position = hasattr(iterator.made, "__next__") or iterator.keeps_position
-  if iterator.made is second.made and has_position:
+  # Two calls must not share a position; a list, which has none, is fine.
+  iterable = iterator.iterable
+  has_position = hasattr(iterable, "__next__") or iterator.keeps_position
+  if iterable is second.iterable and has_position:
     raise ValueError(
-      f"data(0) returned the same {type(iterator.made).__name__} twice, and a"
+      f"data(0) returned the same {type(iterable).__name__} twice, and a"
       " position cannot be shared: make a new one in each call"
     )
   first = iterator.take()

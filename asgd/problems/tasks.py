@@ -59,6 +59,7 @@ def classification(
   def score(logits, labels):
     """Returns (summed loss, number of correct predictions)."""
     check(logits, labels)
+    # A tie counts as the first class.
     hits = (logits.argmax(-1) == labels).sum()
     return cross_entropy(logits, labels).sum(), hits
 
@@ -104,10 +105,12 @@ def regression(
     return ((errors(output, labels) ** 2).sum(),)
 
   def conclude(sums, labels):
+    # R^2 = 1 - squared errors / squared deviations from the mean label.
     spread = np.square(labels - labels.mean(0), dtype=np.float64).sum()
     measure = 1 - sums[0] / spread if spread else np.nan
     return Evaluation(float(sums[0] / labels.size), measure=float(measure))
 
+  # The loss of a model that predicts the mean label.
   guess = float(dataset.train_labels.var(0).mean())
   task = _Task(criterion, score, conclude, guess)
   return _of_examples(dataset, layers, task, batch_size, **options)
@@ -162,6 +165,7 @@ def _of_examples(
 
   @jax.jit
   def evaluate_batch(params, images, labels):
+    # Parameters decide the precision, as in training.
     images = normalise(images, lib.dtype_of(params))
     output, _ = models.apply(layers, params, images)
     return task.score(output, labels)

@@ -94,8 +94,10 @@ def lda(
 
   def init(key):
     shape = data.train_words.shape
+    # int32[n, L]: a topic for each word; padding has topic 0, without a count.
     z = jax.random.randint(key, shape, 0, topics, np.int32) * valid
     counts = jnp.zeros((size, topics), np.int32)
+    # n_wt: how often word w has topic t, over all documents.
     counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
     return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
 
@@ -138,6 +140,7 @@ def _batches(data, batch_size):
 
     return batch
 
+  # The probe needs the same form as a batch: documents, words, lengths.
   rows = lib.spread(n, _PROBE)
   probe = rows.astype(np.int32), data.train_words[rows]
   return batches, (*probe, data.train_lengths[rows]), max(n // batch_size, 1)
@@ -172,6 +175,8 @@ class _Model:
     docs, words, lengths = batch
     of_docs, valid = self._document_counts(params["assignments"][docs], lengths)
     of_docs += self._alpha
+    # theta: topics of documents, float[B, T]; phi: words of topics,
+    # float[B, L, T].
     theta = of_docs / of_docs.sum(1, keepdims=True)
     phi = self.word_frequencies(params["words"][words], params["totals"][0])
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
@@ -196,6 +201,7 @@ class _Model:
     (_, counts, totals), new = jax.lax.scan(
       self._sample, counts, jax.tree.map(jnp.ravel, positions)
     )
+    # Changes, not values: the server adds those of all workers.
     change = new.reshape(old.shape) - old
     updates = {
       "assignments": jnp.zeros_like(params["assignments"]).at[docs].add(change),
@@ -240,6 +246,7 @@ class _Model:
       theta = weights.sum(1) + self._alpha
       return theta / theta.sum(1, keepdims=True)
 
+    # Expectation maximisation from equal topics, with a Dirichlet prior.
     start = jnp.full((len(words), self._topics), 1 / self._topics)
     theta = jax.lax.fori_loop(0, _ESTIMATION_STEPS, step, start)
     rest = valid & (positions % 2 == 1)
@@ -280,6 +287,7 @@ def in_common(estimated: np.ndarray, true: np.ndarray) -> float:
   # The import takes a third of a second.
   from scipy import optimize
 
+  # float[T', T]: the overlap of each pair of topics.
   both = np.minimum(estimated[:, None], true[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)
   return float(both[rows, columns].sum() / len(true))

@@ -78,9 +78,9 @@ def check(command: Command) -> None:
   names.check("operation", operation, OPERATIONS)
   needs = operation in _WITH_SOURCE
   if not target or bool(source) != needs:
-    wanted = "a target and a source" if needs else "a target and no source"
+    expected = "a target and a source" if needs else "a target and no source"
     raise ValueError(
-      f"{operation} needs {wanted}, not {checks.shown((target, source))}"
+      f"{operation} needs {expected}, not {checks.shown((target, source))}"
     )
   if operation in _WITH_FACTOR:
     if not math.isfinite(factor):

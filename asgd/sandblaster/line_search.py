@@ -46,11 +46,11 @@ class Advice(NamedTuple):
   found: bool = False  # whether `step` decreases the function enough
 
 
-def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def options_of(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
   """Returns the options of a line search, completed by defaults.
 
   Args:
-    given: arguments of `optax.scale_by_zoom_linesearch`, except
+    arguments: those of `optax.scale_by_zoom_linesearch`, except
       `initial_guess_strategy` (which is "one") and `verbose`.
 
   Raises:
@@ -60,12 +60,12 @@ def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     >>> dict(options_of({"curv_rtol": 0.5}))
     {'max_linesearch_steps': 20, 'curv_rtol': 0.5}
   """
-  if not isinstance(given, Mapping):
+  if not isinstance(arguments, Mapping):
     raise ValueError(
       "line_search must be a dict of arguments of"
-      f" optax.scale_by_zoom_linesearch, not {checks.shown(given)}"
+      f" optax.scale_by_zoom_linesearch, not {checks.shown(arguments)}"
     )
-  maker, options = optax.scale_by_zoom_linesearch, {**DEFAULTS, **given}
+  maker, options = optax.scale_by_zoom_linesearch, {**DEFAULTS, **arguments}
   for name in _FIXED:
     if name in options:
       raise ValueError(f"line_search.{name} cannot be set; drop it")

@@ -58,16 +58,16 @@ class PortionJobs:
     self._waiting: dict[int | None, collections.deque[int]] = {}
     # Job -> its workers, for jobs that were started; oldest first.
     self._running: dict[int, list[int]] = {}
-    self._done: set[int] = set()
+    self._finished: set[int] = set()
 
   def begin(self, first: int = 0, done: Iterable[int] = ()) -> None:
     """Starts the next evaluation with the jobs from `first` on, without those
     in `done`."""
     self._waiting = collections.defaultdict(collections.deque)
     self._running.clear()
-    self._done = {*range(first), *done}
+    self._finished = {*range(first), *done}
     for job in range(first, self._count):
-      if job not in self._done:
+      if job not in self._finished:
         self._waiting[self.owners.get(job)].append(job)
 
   def _source(self, worker: int) -> tuple[int | None, bool] | None:
@@ -112,10 +112,10 @@ class PortionJobs:
 
   def finish(self, worker: int, job: int) -> bool:
     """Ends a job; returns False if another worker's result came before."""
-    if job in self._done:
+    if job in self._finished:
       return False
     del self._running[job]
-    self._done.add(job)
+    self._finished.add(job)
     self.owners[job] = worker
     return True
 

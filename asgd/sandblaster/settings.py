@@ -164,18 +164,18 @@ def sandblaster_lbfgs(
 _search_options = line_search.options_of
 
 
-def _failure(given: Sequence[Any], workers: int, shards: int) -> PlannedKill:
+def _failure(failure: Sequence[Any], workers: int, shards: int) -> PlannedKill:
   """Returns a failure of a config, checked."""
   try:
-    time, what, index = given
+    time, kind, index = failure
   except (TypeError, ValueError):
     raise ValueError(
       "a failure must be (time, what, index), as (12.5, 'worker', 0), not"
-      f" {checks.shown(given)}"
+      f" {checks.shown(failure)}"
     ) from None
   checks.nonnegative("the time of failures", time)
-  checks.one_of("failures", what, FAILURES)
-  most = {WORKER: workers, SHARD: shards, COORDINATOR: 1}[what] - 1
+  checks.one_of("failures", kind, FAILURES)
+  most = {WORKER: workers, SHARD: shards, COORDINATOR: 1}[kind] - 1
   return PlannedKill(
-    float(time), what, checks.whole(f"failures: {what}", index, 0, most)
+    float(time), kind, checks.whole(f"failures: {kind}", index, 0, most)
   )

@@ -101,7 +101,7 @@ class VectorShard:
     self._slots: dict[str, Rows] = {}  # messages by vector name
     # State that is lost with the process; `_vectors` is None after a loss.
     self._vectors: dict[str, Rows] | None = dict(self._image.vectors)
-    self._used: set[str] = set()  # slots that a command has discarded
+    self._discarded: set[str] = set()  # slots that a command has discarded
     self.recoveries = 0
 
   @property
@@ -119,10 +119,10 @@ class VectorShard:
     vector."""
     vectors = self._alive()
     rows = vectors.get(name)
-    if rows is None and name not in self._used:
+    if rows is None and name not in self._discarded:
       rows = self._slots.get(name)
     if rows is None:
-      names = {**vectors, **self._slots}.keys() - self._used.difference(vectors)
+      names = {*vectors, *self._slots} - self._discarded.difference(vectors)
       known_names = ", ".join(sorted(names)) or "none"
       raise ValueError(
         f"there is no vector {name!r}; the vectors: {known_names}"
@@ -181,7 +181,7 @@ class VectorShard:
     elif operation == "discard":
       self.read(target)
       if vectors.pop(target, None) is None:
-        self._used.add(target)
+        self._discarded.add(target)
     elif operation == "copy":
       vectors[target] = self.read(command.source)
     else:
@@ -193,8 +193,12 @@ class VectorShard:
   def image(self) -> Image:
     """Saves and returns an image, and frees the discarded slots."""
     self._image = Image(self.number, dict(self._alive()))
-    self._slots = {k: v for k, v in self._slots.items() if k not in self._used}
-    self._used.clear()
+    self._slots = {
+      name: rows
+      for name, rows in self._slots.items()
+      if name not in self._discarded
+    }
+    self._discarded.clear()
     return self._image
 
   def forget(self, before: int) -> None:
@@ -207,7 +211,7 @@ class VectorShard:
 
   def lose(self) -> None:
     """Loses the vectors, as if the process was killed."""
-    self._vectors, self._used = None, set()
+    self._vectors, self._discarded = None, set()
 
   def _alive(self) -> dict[str, Rows]:
     """Returns the vectors; rebuilds them after a loss from the image and the

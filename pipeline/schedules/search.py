@@ -278,7 +278,7 @@ def best(
   microbatches: int,
   costs: analyze.Costs,
   limits: Sequence[int],
-  ways: Ways,
+  known_orders: Ways,
   named: Sequence[int] = (),
 ) -> Orders:
   """Returns the orders of a batch with the least cost that the search finds.
@@ -298,10 +298,10 @@ def best(
     microbatches: of the batch.
     costs: the times of F, I, W and transfers.
     limits: the most activations of each device.
-    ways: limits -> known orders that fit, the best for much memory first.
+    known_orders: limits -> orders that fit, the best for much memory first.
     named: activations per device of the named schedules with these `places`.
   """
-  search = _Search(places, microbatches, ways)
+  search = _Search(places, microbatches, known_orders)
   transfers = costs.transfer.any() or costs.transfer_back.any()
   if not transfers and not np.ptp((costs.forward, costs.input, costs.weight)):
     costs = search.even
@@ -324,9 +324,9 @@ def best(
 class _Search:
   """Simulates orders for one assignment of stages to devices."""
 
-  def __init__(self, places, microbatches, ways):
+  def __init__(self, places, microbatches, known_orders):
     self._places, self._microbatches = places, microbatches
-    self._ways = ways
+    self._known_orders = known_orders
     self._owned = layout.stages_of(places)
     self.even = analyze.costs(len(places))
     self.tasks = 3 * len(places) * microbatches
@@ -359,7 +359,7 @@ class _Search:
     """Returns the best orders within the limits, and their score."""
     even = self.even
     # Where all tasks take one unit, no device ever waits for a part of it.
-    rules = self._rules(self._ways(limits), even, limits, _PATIENCE[:1])
+    rules = self._rules(self._known_orders(limits), even, limits, _PATIENCE[:1])
     best_found = self._shortest([], rules, even, limits)
     if costs is not even:
       without_weights = [
@@ -369,9 +369,9 @@ class _Search:
       best_found = self._shortest([best_found[1]], rules, costs, limits)
     return best_found
 
-  def _rules(self, ways, costs, limits, patience):
+  def _rules(self, known_orders, costs, limits, patience):
     """Yields rules that follow known orders, and greedy ones."""
-    for orders in ways:
+    for orders in known_orders:
       for part in patience:
         yield _follow(orders, limits, costs, part)
     for part in patience:

@@ -141,7 +141,7 @@ class LiveShard(VectorShard):
   def image(self) -> Image:
     """Saves and returns an image, and frees the discarded slots."""
     self._alive()  # after a restart this executes the journal
-    discarded = set(self._used)  # the call of `super` clears it
+    discarded = set(self._discarded)  # the call of `super` clears it
     image = super().image()
     self._store.write_image(
       image.number, image.vectors, self._evaluation, self._params
