@@ -127,11 +127,13 @@ def rounds(
   checks.multiple(messages, "messages", n, "rounds of {} peers")
   checks.whole("every", every)
   order = _Order(durations, network, n, nbytes)
-  round_of, job_ended = [0] * n, [False] * n  # the round of each peer
-  # By (receiver, message).
+  # By peer: its round, and whether it has ended the job of that round.
+  round_of, job_ended = [0] * n, [False] * n
+  # (receiver, message number) -> messages of that number that have arrived.
   arrived: collections.Counter[Any] = collections.Counter()
 
   def start(i, time):
+    # Job k n + i is that of peer i in round k.
     k = round_of[i]
     order.row(time, i, k, k * n + i, base.SEND)
     if put_first:
@@ -139,6 +141,8 @@ def rounds(
     order.compute(time, i, functools.partial(end, i))
 
   def put(i, time):
+    # Message m is put in round m * every, and mixed `every` rounds later,
+    # before message m + 1 is put.
     m, wait = divmod(round_of[i], every)
     if wait:
       return
@@ -162,6 +166,7 @@ def rounds(
 
   def proceed(i, time):
     """Ends the round of a peer, if it has all that it waits for."""
+    # With rest 0 the round is the last one of message m - 1, which is mixed.
     m, rest = divmod(round_of[i] + 1, every)
     m -= 1
     if not job_ended[i]:
@@ -189,10 +194,10 @@ def pairs(
   messages: int, seed: int = 0
 ) -> tuple[base.Trace, LinkUse]:
   """Pairs over a network: a peer that ends a job sends its parameters to one
-  neighbour, which sends its own back.
+  neighbour, which answers with its own parameters.
 
-  When the answer arrives both average, as at one time, and the peer starts its
-  next job. The neighbour computes meanwhile.
+  Both peers average at the time when the answer arrives. Then the first peer
+  starts its next job. The neighbour computes all the while.
 
   Args:
     durations, topology, messages, seed: as of `asgd.gossip.orders.pairs`.
@@ -230,6 +235,7 @@ def pairs(
     jobs += 1
 
   def end(i, job, time):
+    # The parameters of both peers travel, there and back; then both mix.
     near = neighbours[i]
     neighbour = near[int(draws[i].integers(len(near)))]
     meet_at = functools.partial(meet, i, neighbour, job)
@@ -240,13 +246,16 @@ def pairs(
 
   def meet(i, neighbour, job, time):
     nonlocal received
+    # [1] Both put their present parameters.
     for member in (i, neighbour):
       order.row(time, member, puts[member], 0, base.PUT)
+    # [2] Each takes the other's message and mixes it.
     for member, partner in ((i, neighbour), (neighbour, i)):
       order.row(time, member, puts[partner], partner, base.TAKE)
       order.row(time, member, NO_SEQ, 0, base.MIX)
     for member in (i, neighbour):
       puts[member] += 1
+    # [3] The peer applies its job, and starts the next one.
     order.row(time, i, seqs[i], job, base.RECEIVE)
     seqs[i], received = seqs[i] + 1, received + 1
     if received < messages:

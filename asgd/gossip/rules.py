@@ -197,6 +197,7 @@ def choco(codec: Any, gamma: float) -> Rule:
   def put(state, keep, key):
     del keep
     rule_state = state.own
+    # x - its public copy: what the neighbours do not know yet.
     missing = optax.tree.sub(state.server.params, rule_state.public)
     code, inner = codec.encode(rule_state.codec, missing, key)
     # The sender updates its public parameters exactly as its neighbours will.

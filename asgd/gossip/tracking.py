@@ -60,6 +60,7 @@ def track() -> Rule:
   def mix(state, codes, weights, slots):
     del slots
     server = state.server
+    # Parameters and tracker are mixed with the same weights, as one message.
     current = server.params, server.opt_state.tracker
     differences = [optax.tree.sub(code, state.own) for code in codes]
     mixed: Any = add_weighted(current, differences, weights)

@@ -246,13 +246,16 @@ factor=1.0)
     algorithm 7.4); without pairs, steepest descent of length at most 1."""
     alphas = []
     yield command("copy", "direction", "gradient")
+    # [1] From the newest pair to the oldest.
     for slot, rho in reversed(state.pairs):
       alpha = rho * (yield command("dot", f"s{slot}", "direction"))
       alphas.append(alpha)
       yield command("axpy", "direction", f"y{slot}", -alpha)
-    # The first direction is no longer than 1: the loss has no known scale yet.
+    # [2] The initial H is gamma. Without pairs the direction is no longer than
+    # 1: the loss has no known scale yet.
     scale = state.gamma if state.pairs else min(1.0, 1 / state.norm)
     yield command("scale", "direction", factor=scale)
+    # [3] From the oldest pair to the newest.
     for slot, rho in state.pairs:
       beta = rho * (yield command("dot", f"y{slot}", "direction"))
       yield command("axpy", "direction", f"s{slot}", alphas.pop() - beta)
