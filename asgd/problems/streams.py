@@ -1,6 +1,7 @@
 """A caller's data, in any form, as batches of jobs."""
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from asgd.data import iterators
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # for more, no random order is drawn
+# Threads (workers, stages of a pipeline) take turns to read a caller's batches:
+# a call may refill the arrays that another thread has not copied yet.
+_READING = threading.RLock()
 _REMEDY = (
   "give arrays with batch_size=, something with len() and an index (a list of"
   " batches, a grain.MapDataset), a function (worker, job) -> batch, or one"
@@ -141,7 +145,12 @@ def copied(batches: Batches) -> Batches:
   drawn = data.ExampleBatches, iterators.IteratorBatches
   if any(isinstance(batches, kind) for kind in drawn):
     return batches  # new arrays in each call
-  return lambda worker, job: jax.tree.map(_copy, batches(worker, job))
+
+  def copy(worker, job):
+    with _READING:
+      return jax.tree.map(_copy, batches(worker, job))
+
+  return copy
 
 
 def _copy(leaf: Any) -> Any:
@@ -232,9 +241,10 @@ def _of_indexed(user_data, size):
     raise ValueError("data is empty: len(data) is 0")
 
   def element(index):
-    with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
-      value = user_data[index]
-    return as_batch(value, f"data[{index}]")
+    with _READING:
+      with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
+        value = user_data[index]
+      return as_batch(value, f"data[{index}]")
 
   endless = count > _MOST_EXAMPLES  # repeat() has such a length
   first, last = element(0), element(1 if endless else count - 1)
@@ -276,14 +286,15 @@ def _of_function(function, size):
     )
 
   def batch(worker, job):
-    result = function(int(worker), int(job))
-    if hasattr(result, "__next__"):
-      raise ValueError(
-        f"data({worker}, {job}) returned an iterator"
-        f" ({type(result).__name__}): a function that makes iterators takes the"
-        " worker alone"
-      )
-    return as_batch(result, "data(worker, job)")
+    with _READING:
+      result = function(int(worker), int(job))
+      if hasattr(result, "__next__"):
+        raise ValueError(
+          f"data({worker}, {job}) returned an iterator"
+          f" ({type(result).__name__}): a function that makes iterators takes"
+          " the worker alone"
+        )
+      return as_batch(result, "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.

@@ -1,6 +1,8 @@
 """Data of a caller whose loader refills one buffer: each batch is kept."""
 
 import functools
+import threading
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +78,32 @@ def test_a_batch_stays_when_its_loader_refills_it(form):
   batches = stream.batches(0, 1)
   drawn = [batches(0, job) for job in range(3)]
   kit.same(drawn, [values(job) for job in range(3)])
+
+
+@pytest.mark.parametrize("form", ["a list", "a function"])
+def test_threads_take_turns_to_read_batches(form):
+  met = threading.Event()  # two threads are in the loader
+
+  class Slow(Refilled):
+    inside = 0
+
+    def __getitem__(self, job):
+      self.inside += 1
+      if self.inside == 2:
+        met.set()
+      if threading.current_thread() is not threading.main_thread():
+        met.wait(0.1)
+      super().__getitem__(job)
+      self.inside -= 1
+      return self.arrays
+
+  loader = Slow()
+  data = loader if form == "a list" else loader.batch
+  batches = streams.read_data(data).batches(0, 1)
+  with futures.ThreadPoolExecutor(2) as pool:
+    drawn = [pool.submit(batches, 0, job) for job in range(2)]
+    kit.same([each.result() for each in drawn], [values(0), values(1)])
+  assert not met.is_set()
 
 
 def test_examples_of_a_loader_are_stacked_as_they_were():
