@@ -174,7 +174,7 @@ def load_config(example: str, engine: str | None = None) -> schema.Resolved:
   config = parser.config
   # The engine first: which keys are valid depends on it.
   if engine is not None:
-    config = overrides.retarget(config, engine, ENGINES)
+    config = overrides.use_engine(config, engine, ENGINES)
   values = {key: _literal(text) for key, text in _overrides().items()}
   config = overrides.override(config, values, ENGINES)
   return schema.resolve(config, ENGINES)

@@ -19,9 +19,12 @@ from asgd import safe_files
 from asgd.experiment import storage
 from asgd.pages.run_files import PROGRESS
 
-# Files that a result has checksums of.
+# Files whose checksums are in result.json.
 FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
-CELL = "cell.npz"  # the archive of a finished cell: FILES and its result
+# The archive of a finished cell. It has FILES, progress.json and result.json;
+# in place of records.npz it has NAME.npy for each column.
+ARCHIVE = "cell.npz"
+_REPLACED = (*FILES, PROGRESS, "result.json")  # by the archive
 
 
 class CellInUse(ValueError):
@@ -29,11 +32,13 @@ class CellInUse(ValueError):
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-  """Holds a lock. The file of the lock exists only while it is held.
+def locked_cell(cell_folder: Path) -> Iterator[None]:
+  """Holds the lock of a cell: the file .lock, which it removes at the end.
 
-  Raises CellInUse if another process holds it.
+  After a kill the file stays, but nobody holds it. Raises CellInUse if another
+  process holds the lock.
   """
+  path = cell_folder / ".lock"
   with contextlib.ExitStack() as stack:
     is_current = False  # whether the locked file is the one at `path`
     # The process that held the lock before may remove the file between the
@@ -45,7 +50,7 @@ def locked(path: Path) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
       except OSError as error:
         raise CellInUse(
-          f"{path.parent} is in use by another process; wait for it, or"
+          f"{cell_folder} is in use by another process; wait for it, or"
           " choose another folder with --workdir"
         ) from error
       with contextlib.suppress(FileNotFoundError):
@@ -62,25 +67,25 @@ def finish(
   records: Any,
   params: Any,
   *,
-  packs: bool,
+  as_archive: bool,
 ) -> None:
-  """Writes the result of a cell, which is finished then.
+  """Writes the result of a cell. The cell then counts as finished.
 
   Args:
     cell_folder: the cell's folder, with cell.json and metrics.jsonl.
     result: the cell's row of results.
     records: a NamedTuple of columns.
     params: the final parameters.
-    packs: whether one archive replaces all files and the checkpoints. If not,
-      result.json is written last, with checksums of the other files.
+    as_archive: whether one archive replaces all files and the checkpoints. If
+      not, result.json is written last, with checksums of the other files.
   """
-  if packs:
+  if as_archive:
     _pack(cell_folder, result, records, params)
     return
   storage.save_columns(cell_folder / "records.npz", records)
   storage.write_params(cell_folder, params)
-  # The cell counts as finished once result.json exists, so the files that it
-  # has checksums of come before it.
+  # result.json is written last, because it marks the cell as finished. It has
+  # the checksums of the other files.
   files = {name: storage.file_digest(cell_folder / name) for name in FILES}
   content = storage.sealed({**result, "files": files})
   storage.write_json(cell_folder / "result.json", content)
@@ -101,50 +106,56 @@ def _pack(
   members["params.msgpack"] = storage.params_bytes(params)
   text = storage.to_json(result, indent=2) + "\n"
   members["result.json"] = text.encode()
-  # The archive appears at once, by a rename. A kill before it leaves the cell
-  # unfinished; one after it leaves files that `tidy` removes.
-  storage.write_archive(cell_folder / CELL, members)
+  # The archive is written atomically, by a rename. A kill before the rename
+  # leaves the cell unfinished; one after it leaves files that
+  # `remove_leftovers` removes.
+  storage.write_archive(cell_folder / ARCHIVE, members)
   _remove_packed(cell_folder)
 
 
 def _remove_packed(cell_folder: Path) -> None:
   """Removes the files and checkpoints that the archive replaces."""
-  for name in (*FILES, PROGRESS, "result.json"):
+  for name in _REPLACED:
     (cell_folder / name).unlink(missing_ok=True)
   shutil.rmtree(cell_folder / "checkpoints", ignore_errors=True)
 
 
-def tidy(cell_folder: Path) -> None:
+def remove_leftovers(cell_folder: Path) -> None:
   """Removes files of a finished cell that a kill at its end has left.
 
-  These are files that the archive has too, and a half-written archive. Nothing
-  is removed if another process holds the cell, or its folder is read-only or a
-  link.
+  These are the lock's file, a half-written archive, and what a complete archive
+  replaces. Nothing is removed if another process holds the cell, or its folder
+  is read-only or a link.
   """
   if cell_folder.is_symlink() or not safe_files.is_writable(cell_folder):
     return
-  packed, half_written = (cell_folder / CELL).exists(), f"{CELL}.tmp"
+  packed, half_written = (cell_folder / ARCHIVE).exists(), f"{ARCHIVE}.tmp"
   leftovers = [".lock", half_written]
   if packed:
-    leftovers += ["checkpoints", *FILES, "result.json"]
+    leftovers += ["checkpoints", *_REPLACED]
   # Most cells have none, and then no lock is taken.
   if not any((cell_folder / name).exists() for name in leftovers):
     return
-  with contextlib.suppress(CellInUse), locked(cell_folder / ".lock"):
+  with contextlib.suppress(CellInUse), locked_cell(cell_folder):
     if packed:
       _remove_packed(cell_folder)
     (cell_folder / half_written).unlink(missing_ok=True)
 
 
 def read_file(cell_folder: Path, name: str) -> bytes:
-  """Returns the bytes of a finished cell's file, one of `FILES`."""
-  members = storage.read_archive(cell_folder / CELL, name)
+  """Returns the bytes of a file of a finished cell, from its archive or its
+  folder; `read_records` reads the records.
+
+  Raises FileNotFoundError if the cell has no such file, or if its archive was
+  changed.
+  """
+  members = storage.read_archive(cell_folder / ARCHIVE, name)
   return members[name] if members else (cell_folder / name).read_bytes()
 
 
 def read_records(cell_folder: Path) -> dict[str, np.ndarray]:
   """Returns the columns of a finished cell's records, one row per message."""
-  packed, loose = cell_folder / CELL, cell_folder / "records.npz"
+  packed, loose = cell_folder / ARCHIVE, cell_folder / "records.npz"
   with np.load(packed if packed.exists() else loose) as columns:
     # numpy strips .npy from the names of columns; other members keep a suffix.
     column_names = (name for name in columns.files if "." not in name)

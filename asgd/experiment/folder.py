@@ -43,7 +43,7 @@ import jax
 from asgd import safe_files
 from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
-from asgd.experiment.cell_files import CELL, FILES, locked, read_file
+from asgd.experiment.cell_files import ARCHIVE, FILES, locked_cell, read_file
 from asgd.experiment.live_memory import RUNNING
 from asgd.experiment.signals import GO_ON
 
@@ -239,7 +239,7 @@ def hold_cell(
   another process holds the lock, FolderError if the folder has another
   experiment's cell."""
   safe_files.make_folder(cell_folder)
-  with locked(cell_folder / ".lock"):
+  with locked_cell(cell_folder):
     run = experiment.runs[cell.label]
     config = cells_lib.only(run, cell)
     description = {
@@ -255,7 +255,7 @@ def hold_cell(
     new = json.loads(storage.to_json(description))
     differences = _differing(storage.read_json(path), new)
     # A packed cell was checked when its result was read.
-    if differences and not (cell_folder / CELL).exists():
+    if differences and not (cell_folder / ARCHIVE).exists():
       raise _foreign(path, _OF_ANOTHER.format(differences))
     storage.write_json(path, description)
     yield
@@ -292,7 +292,7 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
   value = storage.read_json(cell_folder / "cell.json")
   # [2] From the archive of a finished cell.
   if value is None:
-    archive = cell_folder / CELL
+    archive = cell_folder / ARCHIVE
     members = storage.read_archive(archive, "cell.json")
     if members is None and archive.exists():
       raise FolderError(
@@ -345,7 +345,7 @@ def _read_result(
 ) -> tuple[dict[str, Any] | None, Path | None, str]:
   """Returns (result, None, ""), or (None, a file, its fault): it is missing,
   was changed, or is not of the experiment with the config.json `written`."""
-  path = cell_folder / CELL
+  path = cell_folder / ARCHIVE
   if path.is_dir():
     return None, path, "is a folder"
   # [1] The result and cell.json, from the archive or from their files.
@@ -389,7 +389,8 @@ def fault(cell_folder: Path) -> str | None:
   """Returns why the result of a cell that has ended is not valid: a file and
   its fault. None: the result is valid, or the cell has not ended."""
   _, file, why = _read_result(cell_folder, _experiment_of(cell_folder))
-  ended = any((cell_folder / name).exists() for name in (CELL, "result.json"))
+  last_files = ARCHIVE, "result.json"
+  ended = any((cell_folder / name).exists() for name in last_files)
   return f"{file} {why}" if file and ended else None
 
 

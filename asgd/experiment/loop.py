@@ -77,7 +77,7 @@ def finished(
   )
   if result is not None and path is not None:
     kind.clean(path)
-    cell_files.tidy(path)
+    cell_files.remove_leftovers(path)
   return result
 
 
@@ -379,8 +379,10 @@ class _Attempt(contextlib.ExitStack):
     for name, content in engine.extras().items():
       safe_files.write(self._folder / name, content)
     self._progress.finish()
-    records, packs = engine.records(), not self._kind.journaled
-    cell_files.finish(self._folder, result, records, params, packs=packs)
+    records, as_archive = engine.records(), not self._kind.journaled
+    cell_files.finish(
+      self._folder, result, records, params, as_archive=as_archive
+    )
 
 
 def _closing(close: Callable[[], Any]) -> Callable[..., None]:

@@ -14,29 +14,33 @@ from asgd.experiment import checks, schema
 def override(
   config: schema.Config, overrides: Mapping[str, Any], engines: schema.Engines
 ) -> dict[str, Any]:
-  """Applies the dotted keys of a command line, in its order, to a config. A new
-  name of a model, an order, durations, an optimizer, or of a run's schedule or
-  recipe drops the arguments of the old one."""
-  config, keys = schema.as_dict(config), schema.sections(engines)
+  """Returns a copy of a config with the dotted keys of a command line.
+
+  Keys that select something (name, engine, recipe, schedule) come first. If
+  such a key selects another thing, the keys that belonged to the former one are
+  dropped. For example, a new `data.name` drops all other keys of `data`.
+  (`schema.resolve` treats a run's section with another name in the same way.)
+  """
+  config, key_tree = schema.as_dict(config), schema.sections(engines)
   # Names first, so that arguments of the new name survive in any order.
   selecting = {"name", "engine", "recipe", "schedule"}
-  order = sorted(
+  sorted_paths = sorted(
     overrides, key=lambda p: (p.split(".")[-1] not in selecting, p.count("."))
   )
-  for path in order:
+  for path in sorted_paths:
     value = overrides[path]
-    *above, key = path.split(".")
-    section = _section_of(config, keys, above, key, engines)
-    if above and section.get(key) != value:
-      _drop_dependents(section, above, key, value, engines, config)
+    *parents, key = path.split(".")
+    section = _section_of(config, key_tree, parents, key, engines)
+    if parents and section.get(key) != value:
+      _drop_dependents(section, parents, key, value, engines, config)
     section[key] = value
   return config
 
 
 def _section_of(
   config: dict[str, Any],
-  keys: Mapping[str, Any],
-  above: Sequence[str],
+  key_tree: Mapping[str, Any],
+  parents: Sequence[str],
   key: str,
   engines: schema.Engines,
 ) -> dict[str, Any]:
@@ -45,43 +49,46 @@ def _section_of(
 
   Args:
     config: is changed.
-    keys: all keys of a config, with their settings.
-    above: the parts of the dotted key before the last one.
+    key_tree: the keys that a config may have, of `schema.sections`.
+    parents: the parts of the dotted key before the last one.
     key: the last part.
     engines: by name.
   """
   section = config
-  node: Any = keys  # the keys that `section` may have
-  of_runs = above[:1] == ["runs"]
-  for depth, name in enumerate(above):
-    path = ".".join(above[: depth + 1])
+  # The part of `key_tree` for `section`: a dict of keys, Section, Open or
+  # Setting; None for a key that the tree lacks.
+  node: Any = key_tree
+  of_runs = parents[:1] == ["runs"]
+  for depth, name in enumerate(parents):
+    path = ".".join(parents[: depth + 1])
     if of_runs and depth == 2:  # runs.LABEL.name: the keys of that run
-      node = _keys_of_run(above[1], section, config, engines)
-    below = schema.keys_of(node).get(name)
+      node = _keys_of_run(parents[1], section, config, engines)
+    child = schema.keys_of(node).get(name)
     # [1] Make a dict that the config does not mention.
     if name not in section:
       is_new_run = of_runs and depth == 1
-      begins_run = len(above) == 2 and key in ("recipe", "engine")
+      begins_run = len(parents) == 2 and key in ("recipe", "engine")
       if is_new_run and not begins_run:
         remedy = f" (a new run begins with {path}.recipe)"
         raise schema.unknown(path, section, remedy)
-      # Deeper keys may be arguments of a MODULE:FUNCTION, known only later.
-      if below is None and not is_new_run and (depth == 0 or of_runs):
+      # Elsewhere a deeper key may be an argument of a MODULE:FUNCTION, which is
+      # imported later.
+      if child is None and not is_new_run and (depth == 0 or of_runs):
         raise schema.unknown(path, node)
-      # A section of a run is laid over that of the config.
-      is_section = not isinstance(below, schema.Setting)
-      default = {} if of_runs and is_section else schema.default_of(below)
-      section[name] = default
-    # [2] Make it a dict if it may be one, as `optimizer`, which is None.
-    may_be_dict = isinstance(below, schema.Setting) and below != schema.PLAIN
-    if section[name] is None and may_be_dict:
+      # A run's section starts empty: `schema.resolve` adds the config's keys.
+      is_section = not isinstance(child, schema.Setting)
+      starts_empty = of_runs and is_section
+      section[name] = {} if starts_empty else schema.default_of(child)
+    # [2] Replace None by an empty dict, for example in config.optimizer.
+    has_check = isinstance(child, schema.Setting) and child != schema.PLAIN
+    if section[name] is None and has_check:
       section[name] = {}
     if isinstance(section[name], ml_collections.ConfigDict):
       section[name] = section[name].to_dict()
     if not isinstance(section[name], dict):
       raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
     # [3] Go down.
-    section, node = section[name], below
+    section, node = section[name], child
   return section
 
 
@@ -91,36 +98,39 @@ def _keys_of_run(
   config: Mapping[str, Any],
   engines: schema.Engines,
 ) -> dict[str, Any]:
-  """Returns all keys that a run may have, with their settings."""
+  """Returns the keys that a run may have, with their checks."""
   engine = entry.get("engine", config.get("engine", "simulate"))
   keys: dict[str, Any] = {}
   if isinstance(engine, str) and engine in engines:
-    kind = engines[engine]
+    engine_kind = engines[engine]
     with checks.blame(f"runs.{label}"):
-      keys = dict.fromkeys(schema.keys_of_engine(kind, entry), schema.PLAIN)
-    # Sections, and the settings of one of them, which a run gives directly.
-    settings = kind.sections.get(kind.settings)
-    keys |= {**kind.sections, **schema.keys_of(settings)}
-  others = {*schema.RESERVED, *_options(entry.get("recipe"))}
+      engine_keys = schema.keys_of_engine(engine_kind, entry)
+    keys = dict.fromkeys(engine_keys, schema.PLAIN)
+    # The engine's sections, and the keys of its main section, which a run may
+    # set without the section's name.
+    settings = engine_kind.sections.get(engine_kind.settings)
+    keys |= {**engine_kind.sections, **schema.keys_of(settings)}
+  plain = {*schema.RESERVED, *_options(entry.get("recipe"))}
   shared = {key: schema.SHARED[key] for key in schema.OF_A_RUN}
-  return dict.fromkeys(others, schema.PLAIN) | shared | keys
+  return dict.fromkeys(plain, schema.PLAIN) | shared | keys
 
 
 def _drop_dependents(
   section: dict[str, Any],
-  above: Sequence[str],
+  parents: Sequence[str],
   key: str,
   value: Any,
   engines: schema.Engines,
   config: Mapping[str, Any],
 ) -> None:
-  """Removes keys of a section or a run that follow from a key's old value."""
-  # [1] Another model, optimizer, ...: all others are its arguments.
+  """Removes the keys of a section or run that belong to a key's old value."""
+  # [1] Another model, dataset, optimizer, ...: all other keys were chosen for
+  # the former one.
   if key == "name":
     section.clear()
     return
   # [2] Another recipe of a run: the options that the new recipe lacks.
-  if key == "recipe" and above[0] == "runs":
+  if key == "recipe" and parents[0] == "runs":
     old, new = _options(section.get(key)), _options(value)
     dropped: Iterable[str] = old - new - {*schema.RESERVED, *schema.OF_A_RUN}
   # [3] Other keys: the engine knows their dependents.
@@ -141,15 +151,14 @@ def _options(recipe: Any) -> set[str]:
     return set()
 
 
-def retarget(
+def use_engine(
   config: schema.Config, engine: str, engines: schema.Engines
 ) -> dict[str, Any]:
   """Returns a config with all runs on one engine.
 
-  A run's settings of another engine are dropped: the new engine has no use for
-  them.
+  Settings that only other engines have are dropped from the runs.
   """
-  kind = names.lookup("engine", engine, engines)
+  engine_kind = names.lookup("engine", engine, engines)
   config = schema.as_dict(config)
   config["engine"] = engine
   entries = config.get("runs")
@@ -161,12 +170,11 @@ def retarget(
     new_entry = {k: v for k, v in entry.items() if k != "engine"}
     # Runs of a mesh may name no recipe; other engines require one.
     new_entry.setdefault("recipe", "asgd")
-    # Dropped are keys that another engine has and this one has not. A mistaken
-    # key, which no engine has, stays: `schema.resolve` names it.
-    keys = {*schema.RESERVED, *schema.OF_A_RUN}
-    keys.update(schema.keys_of_engine(kind, new_entry))
-    keys |= _options(new_entry["recipe"])
-    others = (schema.keys_of_engine(other, entry) for other in engines.values())
-    foreign = set[str]().union(*others) - keys
-    entries[label] = {k: v for k, v in new_entry.items() if k not in foreign}
+    # A mistaken key, which no engine has, stays: `schema.resolve` names it.
+    allowed = {*schema.RESERVED, *schema.OF_A_RUN}
+    allowed.update(schema.keys_of_engine(engine_kind, new_entry))
+    allowed |= _options(new_entry["recipe"])
+    of_engines = (schema.keys_of_engine(k, entry) for k in engines.values())
+    dropped = set[str]().union(*of_engines) - allowed
+    entries[label] = {k: v for k, v in new_entry.items() if k not in dropped}
   return config

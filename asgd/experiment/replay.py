@@ -226,7 +226,7 @@ def read_result(folder: Path) -> dict[str, Any]:
   path = folder / "result.json"
   result = storage.read_sealed(path)
   # Simulated shards leave traces, too, and pack their cells.
-  packed = storage.read_archive(folder / cell_files.CELL, path.name)
+  packed = storage.read_archive(folder / cell_files.ARCHIVE, path.name)
   if result is None and packed:
     return storage.json_object(packed[path.name]) or {}
   if result is None and path.exists():

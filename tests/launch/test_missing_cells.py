@@ -53,7 +53,7 @@ def test_cells_that_another_command_trains_are_missing(tmp_path, path, jobs):
     shutil.rmtree(workdir / "cells" / "a-n2-s0")
   place = workdir / "cells" / "b-n2-s0"
   place.mkdir()
-  with cell_files.locked(place / ".lock"):
+  with cell_files.locked_cell(place):
     locked = *arguments[:2], f"--jobs={jobs}"
     result = kit.call("train", *locked, status=INCOMPLETE)
   assert_incomplete(result, "without b-n2-s0 (it has no result); run the same")
@@ -92,7 +92,7 @@ def test_a_figure_without_all_of_its_cells_is_not_judged(
   arguments = f"--config={path}", f"--workdir={workdir}", "--jobs=1"
   kit.call("train", *arguments, status=0)
   (place / "cell.npz").unlink()
-  with cell_files.locked(place / ".lock"):
+  with cell_files.locked_cell(place):
     result = kit.call("reproduce", path, f"--workdir={workdir}", status=3)
   assert_incomplete(result, "without b-n2-s0")
   assert not (workdir / "mine.json").exists()

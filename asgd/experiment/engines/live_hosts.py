@@ -1,7 +1,6 @@
 """The hosts of a live cell: threads of this process, or processes of Ray.
 
 Each participant (worker, shard, peer) is made in its host from the plan of the
-# Options of Ray for one participant of the cell.
 cell. Threads share the driver's plan. A process of Ray rebuilds the plan from
 the resolved config and the data in Ray's object store.
 """

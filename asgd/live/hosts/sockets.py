@@ -1,10 +1,10 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
 A call of an actor of Ray passes several threads of both processes. A call by
-socket runs in the thread that reads it. A connection carries one call at a
-time, so that a late result, or one that no caller fetches, does not block other
-calls. Objects are pickled: a socket's folder must be readable by its owner
-alone.
+socket runs in the thread that reads it. Each open call has a connection of its
+own, so a late result, or one that nobody fetches, blocks no other call. Objects
+are pickled, and unpickling can run any code. So only the owner may have access
+to the folder of a socket.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,30 @@ from asgd.live.faults import Killed
 from asgd.live.hosts.base import Call, Host, HostExited
 from asgd.live.hosts.threads import ThreadHost
 
-_WAITING = 128  # connections that wait to be accepted
-_SECONDS = 1.0  # to end the thread that accepts
+_BACKLOG = 128  # connections that wait to be accepted
+_CLOSE_SECONDS = 1.0  # to end the thread that accepts
 _RETRY_SECONDS = 0.05  # until `accept` is retried after an error
 
 
 class HostServer:
-  """Answers calls of a host, with one thread for each connection."""
+  """Answers the calls that other processes make at a host.
+
+  Each connection has a thread.
+  """
 
   def __init__(self, host: ThreadHost, path: Path):
     """Listens at a path. Raises OSError, for example for a path of more than
     107 characters."""
     self._host, self._path = host, path
     path.unlink(missing_ok=True)
-    self._listener = Listener(str(path), "AF_UNIX", backlog=_WAITING)
+    self._socket = socket.socket(socket.AF_UNIX)
+    try:
+      self._socket.bind(str(path))
+    except OSError:
+      self._socket.close()
+      raise
+    self._socket.listen(_BACKLOG)
+    self._file = path.stat()  # identifies the file of this server
     self._closed = threading.Event()
     self._connections: set[Connection] = set()
     name = f"{path.name}-accept"
@@ -46,10 +56,11 @@ class HostServer:
     """Starts a thread for each connection."""
     while not self._closed.is_set():
       try:
-        connection = self._listener.accept()
+        accepted, _ = self._socket.accept()
       except OSError:  # the caller has left, or no descriptor is free
         self._closed.wait(_RETRY_SECONDS)
         continue
+      connection = Connection(accepted.detach())
       self._connections.add(connection)
       threading.Thread(
         target=self._serve, args=(connection,), daemon=True
@@ -57,7 +68,7 @@ class HostServer:
 
   def _serve(self, connection: Connection) -> None:
     """Answers the calls of one connection until it is closed."""
-    # Bytes that are no call end their connection and disturb no other one.
+    # Invalid bytes close their connection only.
     with contextlib.suppress(Exception, Killed), connection:
       while True:
         method, args = connection.recv()
@@ -71,9 +82,10 @@ class HostServer:
     self._connections.discard(connection)
 
   def _answer(self, method: str, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls the method; returns (result, None) or (None, error)."""
+    """Calls the method; returns (result, None) or (None, error), a HostExited
+    or the text of a traceback."""
     try:
-      return self._host.do(method, *args), None
+      return self._host.call_here(method, *args), None
     except HostExited as error:
       return None, error
     except Exception as error:
@@ -82,16 +94,16 @@ class HostServer:
   def close(self) -> None:
     """Ends all connections; waiting callers raise HostExited."""
     if self._closed.is_set():
-      self._thread.join(_SECONDS)  # another thread may be closing the server
+      self._thread.join(_CLOSE_SECONDS)  # another thread is closing the server
       return
     self._closed.set()
-    with contextlib.suppress(OSError):  # this connection wakes `_accept`
-      Client(str(self._path), "AF_UNIX").close()
-      # If the file belongs to another server by now, `_accept` waits until the
-      # process ends.
-      self._thread.join(_SECONDS)
-    with contextlib.suppress(OSError):  # the file was removed
-      self._listener.close()
+    self._socket.shutdown(socket.SHUT_RDWR)  # ends `accept`
+    self._thread.join(_CLOSE_SECONDS)
+    self._socket.close()
+    with contextlib.suppress(FileNotFoundError):
+      # Another server may have taken over the path; its file stays.
+      if os.path.samestat(self._file, self._path.stat()):
+        self._path.unlink()
     # `shutdown` ends a `recv` of another thread; `close` would not.
     for connection in [*self._connections]:
       with (
@@ -102,7 +114,7 @@ class HostServer:
 
 
 class SocketCall(Call):
-  """An open call of a connection."""
+  """An open call by a connection; None: the call could not be sent."""
 
   def __init__(self, host: "SocketHost", connection: Connection | None):
     self._host, self._connection = host, connection
@@ -115,37 +127,40 @@ class SocketCall(Call):
       return True
 
   def result(self) -> Any:
-    """See the base; may be called once. An error of the method that the user
-    can repair is raised with one line."""
+    """See the base; may be called once.
+
+    Raises ValueError, in one line, for a ValueError or OSError of the method,
+    and RuntimeError, with the traceback, for another error.
+    """
     connection, self._connection = self._connection, None
     try:
       if connection is None:
         raise EOFError
-      value, error = connection.recv()
+      value, error_or_traceback = connection.recv()
     except (EOFError, OSError):
       raise HostExited(self._host.kind, self._host.index) from None
-    self._host.free.append(connection)
-    if error is None:
+    self._host.idle_connections.append(connection)
+    if error_or_traceback is None:
       return value
-    if isinstance(error, HostExited):
-      raise error
+    if isinstance(error_or_traceback, HostExited):
+      raise error_or_traceback
     text = f"{self._host.kind} {self._host.index} failed"
-    raise process_failure(text, RuntimeError(error))
+    raise process_failure(text, RuntimeError(error_or_traceback))
 
 
 class SocketHost(Host):
-  """A handle of a host that listens at a socket, for use by one thread."""
+  """A caller's handle of a host with a HostServer, for use by one thread."""
 
   def __init__(self, kind: str, index: int, path: Path):
     """Stores the path; the first call connects."""
     self.kind, self.index, self._path = kind, index, path
-    self.free: list[Connection] = []  # connections without a call
+    self.idle_connections: list[Connection] = []  # without an open call
 
   def call(self, method: str, *args: Any) -> SocketCall:
     """See the base."""
     try:
-      if self.free:
-        connection = self.free.pop()
+      if self.idle_connections:
+        connection = self.idle_connections.pop()
       else:
         connection = Client(str(self._path), "AF_UNIX")
       connection.send((method, args))

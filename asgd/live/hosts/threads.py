@@ -103,7 +103,7 @@ class ThreadHost(Host):
       self._calls.put((call, method, args))
     return call
 
-  def do(self, method: str, *args: Any) -> Any:
+  def call_here(self, method: str, *args: Any) -> Any:
     """Calls a method in the caller's thread and returns the result: no thread
     has to wake another. Raises the error of the method, or HostExited."""
     self.made.result()

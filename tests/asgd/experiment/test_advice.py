@@ -256,7 +256,7 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   monkeypatch.setattr(advice.ways_lib, "choose", lambda *_: chosen)
   found = advice.advise(MEASURED, cluster(), training, resolved.config)
   engine, *changes = found.flags
-  config = overrides.retarget(config, engine.partition("=")[2], flags.ENGINES)
+  config = overrides.use_engine(config, engine.partition("=")[2], flags.ENGINES)
   values = {}
   for change in changes:
     key, _, text = change.removeprefix("--config.").partition("=")

@@ -352,7 +352,7 @@ def finish(workdir, label="a", workers=2, seed=0, *, packs=False, **result):
   result |= {"cell": name, "label": label, "workers": workers, "seed": seed}
   result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}
   params = {"w": np.ones(3)}
-  cell_files.finish(place, result, Columns(), params, packs=packs)
+  cell_files.finish(place, result, Columns(), params, as_archive=packs)
   return place
 
 
@@ -424,16 +424,29 @@ def test_what_a_kill_left_beside_it_is_removed(tmp_path):
   (place / "spans.json").write_text("kept")
   with (place / ".lock").open("w") as lock:  # another process is at it
     fcntl.flock(lock, fcntl.LOCK_EX)
-    cell_files.tidy(place)
+    cell_files.remove_leftovers(place)
     assert (place / "result.json").exists()
-  cell_files.tidy(place)
+  cell_files.remove_leftovers(place)
   names = {path.name for path in place.iterdir()}
   assert names == {"cell.npz", "spans.json"}
   live = finish(tmp_path, "live")  # which keeps its files
   (live / ".lock").touch()
-  cell_files.tidy(live)
+  cell_files.remove_leftovers(live)
   names = {path.name for path in live.iterdir()}
   assert names == {*FILES, "result.json", "checkpoints"}
+
+
+@pytest.mark.parametrize(
+  "name", [*FILES, "progress.json", "result.json", "checkpoints"]
+)
+def test_the_last_file_that_a_kill_left_beside_it_is_removed(tmp_path, name):
+  place = finish(tmp_path, packs=True)
+  if name == "checkpoints":
+    (place / name).mkdir()
+  else:
+    (place / name).write_text("half")
+  cell_files.remove_leftovers(place)
+  assert [path.name for path in place.iterdir()] == ["cell.npz"]
 
 
 def test_a_folder_in_the_way_of_its_file_is_named(tmp_path):
@@ -469,7 +482,7 @@ def trained(workdir, exp, *, packs):
     (place / "metrics.jsonl").touch()
     result = {"cell": place.name, "label": cell.label, "engine": "simulate"}
     result |= {"workers": cell.workers, "seed": cell.seed}
-    cell_files.finish(place, result, Columns(), {}, packs=packs)
+    cell_files.finish(place, result, Columns(), {}, as_archive=packs)
   return place
 
 
@@ -536,6 +549,6 @@ def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
       place / "cell.json", {**own, "dataset": value["dataset"]}
     )
     result = storage.read_sealed(place / "result.json")
-    cell_files.finish(place, result, Columns(), {}, packs=False)
+    cell_files.finish(place, result, Columns(), {}, as_archive=False)
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

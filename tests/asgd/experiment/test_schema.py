@@ -127,6 +127,11 @@ def test_another_name_drops_the_arguments_of_the_old_one():
   assert other["optimizer"] == {"name": "lion"}
   new = resolved({"optimizer.b1": 0.8, "optimizer.name": "lion"})
   assert new["optimizer"] == {"name": "lion", "b1": 0.8}
+  augmented = {"name": "fashion", "augment": True, "partition": "sharded"}
+  data = resolved({"data.name": "digits"}, data=augmented)["data"]
+  assert (data["augment"], data["partition"]) == (False, "shared")
+  data = resolved({"data.partition": "sharded", "data.name": "digits"})["data"]
+  assert data["partition"] == "sharded"
 
 
 def test_another_recipe_drops_options_that_it_has_not():
@@ -291,7 +296,7 @@ def test_only_chooses_and_orders():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
   before = {"runs": copy.deepcopy(MANY), "batch_size": 64, "workers": (1,)}
-  moved = overrides_lib.retarget(before, engine, ENGINES)
+  moved = overrides_lib.use_engine(before, engine, ENGINES)
   assert before["runs"] == MANY
   by_label = schema.resolve(moved, ENGINES).runs
   assert {run.engine for run in by_label.values()} == {engine}
@@ -305,14 +310,14 @@ def test_retargeting_moves_all_runs_and_drops_foreign_settings(engine):
 
 
 def test_retargeting_keeps_what_is_wrong_to_be_told():
-  moved = overrides_lib.retarget(
+  moved = overrides_lib.use_engine(
     {"runs": {"a": {"recipe": "asgd", "momentun": 1}}}, "mesh", ENGINES
   )
   words = "'runs.a.momentun'.*; did you mean 'momentum'"
   with pytest.raises(ValueError, match=words):
     schema.resolve(moved, ENGINES)
   with pytest.raises(ValueError, match="unknown engine 'mehs'; .* 'mesh'"):
-    overrides_lib.retarget({"runs": ASGD}, "mehs", ENGINES)
+    overrides_lib.use_engine({"runs": ASGD}, "mehs", ENGINES)
 
 
 # What is wrong.

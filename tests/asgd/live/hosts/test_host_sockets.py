@@ -80,7 +80,7 @@ def test_calls_come_to_what_calls_in_the_process_do(served):
   answers = [near.call("add", np.float32(1.0)).result() for _ in range(3)]
   assert [answer[0] for answer in answers] == [1.0, 2.0, 3.0]
   assert answers[-1].tolist() == host.call("add", 0).result().tolist()
-  assert len(near.free) == 1  # a connection goes on to the next call
+  assert len(near.idle_connections) == 1  # the calls share it
 
 
 def test_an_answer_that_is_put_off_is_in_no_others_way(served):
@@ -90,7 +90,7 @@ def test_an_answer_that_is_put_off_is_in_no_others_way(served):
   assert not late.done()
   near.call("do_it").result()
   assert late.result() == b"late"
-  assert len(near.free) == 2
+  assert len(near.idle_connections) == 2
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,20 @@ def test_a_server_without_its_file_closes(folder):
   hosts.close()
 
 
+def test_a_server_that_closes_leaves_the_file_of_its_successor(folder):
+  hosts = ThreadHosts(began=time.monotonic())
+  path = folder / "taken.sock"
+  former = HostServer(hosts.start("shard", 0, Rows), path)
+  successor = HostServer(hosts.start("shard", 1, Rows), path)
+  former.close()
+  names = [thread.name for thread in threading.enumerate()]
+  assert names.count("taken.sock-accept") == 1
+  assert SocketHost("shard", 1, path).call("add", 1).result()[0] == 1.0
+  successor.close()
+  assert not path.exists()
+  hosts.close()
+
+
 def test_one_that_died_is_gone_and_no_other_is_taken_for_it(served, folder):
   near, _ = served
   waiting = near.call("put_off")
@@ -186,15 +200,21 @@ def test_a_listener_without_free_descriptors_waits_before_it_accepts_again(
   monkeypatch.setattr(sockets, "_RETRY_SECONDS", 0.2)
   host = ThreadHost("shard", 0, lambda inside: [1], lambda: 0.0)
   server = sockets.HostServer(host, tmp_path / "a.sock")
-  accept, tries = server._listener.accept, []
+  listening, tries = server._socket, []
 
-  def refuse():
-    tries.append(None)
-    if len(tries) < 3:
-      raise OSError(errno.EMFILE, "too many open files")
-    return accept()
+  class Refusing:
+    """Accepts at the third try only."""
 
-  server._listener.accept = refuse
+    def accept(self):
+      tries.append(None)
+      if len(tries) < 3:
+        raise OSError(errno.EMFILE, "too many open files")
+      return listening.accept()
+
+    def __getattr__(self, name):
+      return getattr(listening, name)
+
+  server._socket = Refusing()
   waits = []
   wait = server._closed.wait
   server._closed.wait = lambda seconds: (waits.append(seconds), wait(0.0))[1]
