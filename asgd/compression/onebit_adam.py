@@ -17,8 +17,8 @@ from asgd.compression.codec import zeros
 from asgd.compression.reducers import MOST_STEPS, Reducer
 from asgd.compression.signs import scale_of
 
-_RATIO = 0.96  # v counts as steady when its norm ratio reaches this
-_LONGEST = 10**6  # most norms that are kept
+_STEADY_RATIO = 0.96  # v counts as steady when its norm ratio reaches this
+_MOST_NORMS = 10**6  # that are kept
 
 
 class OnebitAdamState(NamedTuple):
@@ -27,7 +27,8 @@ class OnebitAdamState(NamedTuple):
   count: jax.Array  # type: ignore[assignment] # int32[], steps
   warm: jax.Array  # int32[], steps of the warm-up so far
   frozen: jax.Array  # bool[], whether the warm-up has ended
-  norms: jax.Array  # float32[D], of v at the last D steps, by step modulo D
+  # float32[D], of v at the last D steps, by step modulo D; D = 0 with `warm_up`
+  norms: jax.Array
   mu: optax.Updates  # m, the same on all devices
   nu: optax.Updates  # v, the same on all devices; frozen after the warm-up
   residual: optax.Updates  # the part that this device's signs left out
@@ -50,15 +51,16 @@ def onebit_adam(
       c_w = C(m_w + e_w);   e_w <- m_w + e_w - c_w            at each worker
       m <- C(mean_w c_w + e);   e <- mean_w c_w + e - m       at the server
     update = m / (1 - b1^t) / (sqrt(v / (1 - b2^min(t, T))) + eps)
-    C(x) = ||x||_2 / sqrt(L) sign(x), by leaf; the sign of 0 is +
+    C(x) = sign(x) ||x||_2 / sqrt(L)  for each leaf of L elements; sign(0) = +1
 
+  w is a device and t the step. e_w and e are what the signs left out so far.
   T is `warm_up`, or else the first step t > D with
 
     ||v_t||_1 >= 0.96 ||v_{t-D}||_1,   D = 1 / (1 - b2),   over all leaves
 
-  Both norms are bias-corrected: v starts at 0, and without the correction its
-  first D steps would always meet the rule. The rule does not know the learning
-  rate: a warm-up of the rate should be shorter.
+  Both norms are bias-corrected. Without the correction the rule would hold at
+  step D + 1 already, because v is still growing from 0. The rule does not look
+  at the learning rate. If the rate has a warm-up of its own, end it before T.
 
   The reducer returns, instead of a gradient, Adam's update before the learning
   rate. So the optimizer behind it must be SGD without a momentum. An element
@@ -77,8 +79,8 @@ def onebit_adam(
     eps: added to the root of v.
 
   Returns:
-    A Reducer for data parallel training. There is no codec of it: workers of an
-    asynchronous server do not share a momentum.
+    A Reducer for data parallel training. There is no Codec for servers: all
+    devices must share the momentum, and asynchronous workers have none.
 
   Raises:
     ValueError: for a value out of its range.
@@ -110,23 +112,23 @@ def onebit_adam(
   checks.fraction("b2", b2)
   checks.positive("eps", eps)
   window = 0 if warm_up else round(1 / (1 - b2))
-  if window > _LONGEST:
+  if window > _MOST_NORMS:
     raise ValueError(
-      f"b2 {b2} needs the norms of v over {window} steps, more than {_LONGEST}:"
-      " give warm_up, a number of steps"
+      f"b2 {b2} needs the norms of v over {window} steps, more than"
+      f" {_MOST_NORMS}: give warm_up, a number of steps"
     )
 
-  def init(like: base.Params) -> OnebitAdamState:
-    leaves.check(like)
+  def init(params_like: base.Params) -> OnebitAdamState:
+    leaves.check(params_like)
     return OnebitAdamState(
       *(jnp.int32(0), jnp.int32(0), jnp.bool_(False)),
       jnp.zeros(window, jnp.float32),
-      *(zeros(like) for _ in range(4)),
+      *(zeros(params_like) for _ in range(4)),
     )
 
-  def warm(state, tree, axis):
+  def warm_up_step(state, gradients, axis):
     """One step of Adam's moments, on exact means."""
-    g = jax.lax.pmean(tree, axis)
+    g = jax.lax.pmean(gradients, axis)
     mu = optax.tree.update_moment(g, state.mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, state.nu, b2, 2)
     state = state._replace(mu=mu, nu=nu, warm=state.count)
@@ -134,28 +136,29 @@ def onebit_adam(
       return state._replace(frozen=state.count >= warm_up)
     return _end_warm_up(state, b2)
 
-  def compressed(state, tree, axis):
+  def compressed_step(state, gradients, axis):
     """One step of m from signs, with v constant."""
     # [1] c_w: each worker compresses its momentum m_w, with its residual e_w.
-    local_mu = optax.tree.update_moment(tree, state.mu, b1, 1)
-    total = optax.tree.add(local_mu, state.residual)
-    sent = jax.tree.map(_signs, total)
-    residual = optax.tree.sub(total, sent)
+    local_mu = optax.tree.update_moment(gradients, state.mu, b1, 1)
+    with_residual = optax.tree.add(local_mu, state.residual)
+    sent = jax.tree.map(_compress, with_residual)
+    residual = optax.tree.sub(with_residual, sent)
     # [2] m: the mean of c_w is compressed again, with the server's residual e.
-    total = optax.tree.add(jax.lax.pmean(sent, axis), state.server)
-    mu = jax.tree.map(_signs, total)
-    server = optax.tree.sub(total, mu)
+    mean = jax.lax.pmean(sent, axis)
+    mean_with_residual = optax.tree.add(mean, state.server)
+    mu = jax.tree.map(_compress, mean_with_residual)
+    server = optax.tree.sub(mean_with_residual, mu)
     return state._replace(mu=mu, residual=residual, server=server)
 
-  def reduce(state, tree, key, axis):
+  def reduce(state, gradients, key, axis):
     del key
     state = state._replace(count=state.count + 1)
     # `frozen` is the same on all devices, so all take the same branch, and
     # their collectives match.
     state = jax.lax.cond(
       state.frozen,
-      lambda: compressed(state, tree, axis),
-      lambda: warm(state, tree, axis),
+      lambda: compressed_step(state, gradients, axis),
+      lambda: warm_up_step(state, gradients, axis),
     )
     return _update(state, b1, b2, eps), state
 
@@ -167,30 +170,32 @@ def _update(
 ) -> optax.Updates:
   """Returns Adam's update, with 0 for elements whose v is 0."""
   # m has taken in t gradients, v only those of the warm-up, min(t, T).
-  first = optax.tree.bias_correction(state.mu, b1, state.count)
-  second = optax.tree.bias_correction(state.nu, b2, state.warm)
+  m_hat = optax.tree.bias_correction(state.mu, b1, state.count)
+  v_hat = optax.tree.bias_correction(state.nu, b2, state.warm)
 
   def adam(m: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0).astype(m.dtype)
 
-  return jax.tree.map(adam, first, second)
+  return jax.tree.map(adam, m_hat, v_hat)
 
 
 def _end_warm_up(state: OnebitAdamState, b2: float) -> OnebitAdamState:
-  """Ends the warm-up if the norm of v is near that of D steps before."""
+  """Sets `frozen` if the norm of v is at least 0.96 times that of D steps
+  before, and stores the norm."""
   # v has no negative elements: its sum is ||v||_1.
-  total = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
-  norm = optax.tree.bias_correction(total, b2, state.count)
+  norm = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
+  norm = optax.tree.bias_correction(norm, b2, state.count)
   window = state.norms.size
   # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
   before = state.norms[position]
-  ended = (state.count > window) & (norm >= _RATIO * before) & (before > 0)
+  ended = (state.count > window) & (before > 0)
+  ended &= norm >= _STEADY_RATIO * before
   norms = state.norms.at[position].set(norm)
   return state._replace(frozen=ended, norms=norms)
 
 
-def _signs(x: jax.Array) -> Any:
+def _compress(x: jax.Array) -> Any:
   """Returns C of a leaf: sign(x) times ||x||_2 / sqrt(L)."""
   if not x.size:
     return x

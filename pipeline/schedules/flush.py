@@ -6,7 +6,7 @@ from asgd import checks
 from asgd.pipeline.schedules import layout
 from asgd.pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
-_ABSENT = -1  # a microbatch that fills a short group
+_FILLER = -1  # a microbatch that fills a short group; no step has it
 
 
 @layout.traits()
@@ -18,18 +18,21 @@ def gpipe(
     idle = (p - 1)(F + B) on each device, (p - 1) / (m + p - 1) of the time
     activations = m microbatches
 
+  F and B are the times of a stage's forward and backward.
+
   Args:
     stages: p, one on each device.
     microbatches: m, of a batch.
     batches: how many follow each other, with a flush between them.
     reverse: backwards start with the last microbatch, as in the paper's figure
-      2c and as autograd does; it takes as long.
+      2c and as autograd does. The batch takes the same time in either order.
 
   Returns:
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers.
+    ValueError: for counts that are no positive whole numbers, or a `reverse`
+      that is not True or False.
 
   Source:
     Huang et al., "GPipe: efficient training of giant neural networks using
@@ -112,18 +115,19 @@ def interleaved(
 
     stage s is on device s mod p
     idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
-    activations = p v + p - 1 chunks, of v on a device, at the most
+    activations <= p v + p - 1, each of a microbatch in one of v stages
 
   A device takes a group of microbatches through its first stage, then through
-  its second, and so on. (The idle time and the activations are those of whole
-  groups.)
+  its second, and so on. (The formulas are those of groups of p, if p divides
+  m.)
 
   Args:
     devices: p.
     chunks: v, stages on each device.
     microbatches: m, of a batch.
     group: microbatches that a device takes through a stage before the next
-      one, p by default. Smaller groups, also a last one, can be run, but wait.
+      one, p by default. With fewer, also in a shorter last group, devices wait
+      longer.
     batches: how many follow each other, with a flush between them.
 
   Returns:
@@ -150,27 +154,29 @@ def interleaved(
   check_positive(devices=devices, chunks=chunks, microbatches=microbatches)
   group = devices if group is None else group
   check_positive(group=group)
-  # Short groups can deadlock, and Megatron-LM refuses them. So they are filled
-  # up to `devices` with microbatches that are left out at last: orders that can
-  # be run can be run with fewer microbatches.
-  turns, widths = [], []
+  # Short groups can deadlock, and Megatron-LM refuses them. So a short group is
+  # first filled up to `devices` microbatches, and the fillers are deleted from
+  # the orders at the end. To delete microbatches cannot cause a deadlock.
+  visits, group_sizes = [], []  # visits: (chunk, microbatch)
   for start in range(0, microbatches, group):
     count = min(group, microbatches - start)
-    widths.append(count if chunks == 1 else max(count, devices))
-    members = [start + i if i < count else _ABSENT for i in range(widths[-1])]
-    turns += itertools.product(range(chunks), members)
+    size = count if chunks == 1 else max(count, devices)
+    members = [start + i if i < count else _FILLER for i in range(size)]
+    visits += itertools.product(range(chunks), members)
+    group_sizes.append(size)
   orders = []
   for device in range(devices):
-    forwards = [(FORWARD, c * devices + device, i) for c, i in turns]
+    forwards = [(FORWARD, c * devices + device, i) for c, i in visits]
     backwards = [
-      (BACKWARD, (chunks - 1 - c) * devices + device, i) for c, i in turns
+      (BACKWARD, (chunks - 1 - c) * devices + device, i) for c, i in visits
     ]
-    # The last device begins to alternate when the group is at its last stage;
-    # each device before it is one step earlier on the way there and back.
-    depth = 1 + (chunks - 1) * widths[0]
-    depth += (1 if chunks == 1 else 2) * (devices - 1 - device)
-    steps = layout.alternate(forwards, backwards, depth)
-    orders.append([step for step in steps if step[2] != _ABSENT])
+    # The last device alternates once the first group is at its last stage. Each
+    # device before it has two more forwards in flight: one for the way to the
+    # last device, one for the way back. With one chunk one is enough.
+    in_flight = 1 + (chunks - 1) * group_sizes[0]
+    in_flight += (1 if chunks == 1 else 2) * (devices - 1 - device)
+    order = layout.alternate(forwards, backwards, in_flight)
+    orders.append([step for step in order if step[2] != _FILLER])
   return layout.synchronous("interleaved", orders, microbatches, batches)
 
 
@@ -182,10 +188,10 @@ def breadth_first(
 
     stage s is on device s mod p
     idle = (p - 1)(F + B) / v on each device, with F and B of all its stages
-    activations = m v chunks, of v on a device
+    activations = m v, each of a microbatch in one of v stages
 
   A device takes all microbatches through a stage before its next one, forward
-  and back. (The idle time is that of p microbatches or more.)
+  and back. (The idle time is that of m >= p.)
 
   Args:
     devices, chunks, microbatches, batches: as in `interleaved`.

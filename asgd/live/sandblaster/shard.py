@@ -65,7 +65,7 @@ class LiveShard(VectorShard):
     # [2] Or resume: the stored image, the commands since, and the messages.
     super().__init__(like, Image(stored.number, stored.vectors))
     self._evaluation, self._params = stored.evaluation, stored.params
-    self._journal = stored.journal
+    self._journal = stored.commands
     # Without a journal, the next command is the one after the image.
     self._first = self.number - len(self._journal)
     if self._journal:
@@ -90,7 +90,7 @@ class LiveShard(VectorShard):
     self._evaluation, self._params, self._slots = evaluation, params, {}
     self._discarded_jobs.clear()
     self.forget(number)  # which saves an image: the log may then be replaced
-    self._store.start_journal(self._journal)
+    self._store.replace_commands(self._journal)
     self._store.keep_messages_of(evaluation)
 
   def image_at(self, number: int) -> Image | None:

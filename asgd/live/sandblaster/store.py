@@ -1,9 +1,14 @@
 """The files of a shard, from which it is rebuilt after a kill.
 
-  commands    each command since the evaluation began, and its answer: a log
-  image       names of the vectors at some command, and their files
+  commands    a log of commands and their answers
+  image       the number of a command, and the vectors just before it: their
+              names and files; also the evaluation and its parameters
   vector-N    a vector, which is never changed
   message-E-J the message of job J in the present evaluation E
+
+After a kill the shard loads the image and executes the commands of the log from
+the image's number on. Earlier commands of the log are kept for their answers,
+which the driver may ask for again.
 
 The files are in the memory of the run (/dev/shm), which the kernel keeps when a
 process dies.
@@ -21,7 +26,7 @@ from asgd.sandblaster import Command
 
 _VECTOR, _MESSAGE = "vector-", "message-"
 Rows = Any  # a tree of arrays: a shard's part of a vector
-Entry = tuple[Command, float | None]  # a command, and its answer
+Entry = tuple[Command, float | None]  # of the log: a command, and its answer
 
 
 class Stored(NamedTuple):
@@ -30,8 +35,8 @@ class Stored(NamedTuple):
   number: int  # of the next command, when the image was taken
   vectors: dict[str, Rows]
   evaluation: int
-  params: Rows  # those that workers fetch; None before the first evaluation
-  journal: list[Entry]
+  params: Rows  # which workers fetch; None before the first evaluation
+  commands: list[Entry]  # of the log
   messages: dict[tuple[int, int], Rows]  # (evaluation, job) -> rows
 
 
@@ -39,13 +44,13 @@ class ShardStore:
   """The files of one shard."""
 
   def __init__(
-    self, folder: Path, like: Rows, disk: Any = os, *, clear: bool = False
+    self, folder: Path, rows_like: Rows, disk: Any = os, *, clear: bool = False
   ):
     """Opens the files in an existing folder.
 
     Args:
       folder: of the files.
-      like: with the shapes and dtypes of rows.
+      rows_like: with the shapes and dtypes of rows.
       disk: writes as `os` does.
       clear: whether to remove all files first.
 
@@ -56,7 +61,7 @@ class ShardStore:
       for path in folder.iterdir():
         path.unlink()
     self._disk = disk
-    self._folder, self._layout = folder, wire.layout(like)
+    self._folder, self._layout = folder, wire.layout(rows_like)
     # (vector, number of its file) of the last image. The list keeps the vectors
     # alive, so that their ids are not used again.
     self._image_files: list[tuple[Rows, int]] = []
@@ -71,11 +76,11 @@ class ShardStore:
 
   def append_command(self, command: Command, answer: float | None) -> None:
     """Adds an executed command and its answer to the log."""
-    self._commands.append(_body(command, answer))
+    self._commands.append(_encode(command, answer))
 
-  def start_journal(self, entries: Iterable[Entry]) -> None:
+  def replace_commands(self, entries: Iterable[Entry]) -> None:
     """Replaces all commands of the log."""
-    self._commands.replace(_body(*entry) for entry in entries)
+    self._commands.replace(_encode(*entry) for entry in entries)
 
   def write_message(self, evaluation: int, job: int, rows: Rows) -> None:
     """Writes the message of a job."""
@@ -99,8 +104,10 @@ class ShardStore:
     evaluation: int,
     params: Rows,
   ) -> None:
-    """Writes an image; vectors that the last image had are not written
-    again."""
+    """Writes an image. Vectors that the last image had are not written again.
+
+    Arguments are fields of `Stored`.
+    """
     # No command changes a vector in place: an object keeps its values.
     files = {id(rows): file for rows, file in self._image_files}
     image_files = []
@@ -138,18 +145,18 @@ class ShardStore:
 
   def load(self) -> Stored | None:
     """Returns the contents of the files; None if there is no image. Raises
-    ValueError, which names the file, for a file that no shard wrote."""
+    store.Changed, with the file's name, for a file that was changed."""
     path = self._folder / "image"
     if not path.exists():
       return None
     image = json.loads(store.read_body(path))
-    numbers = {*image["vectors"].values()}
+    file_numbers = {*image["vectors"].values()}
     if image["sent"] is not None:
-      numbers.add(image["sent"])
-    trees = {n: self._read(f"{_VECTOR}{n}") for n in numbers}
+      file_numbers.add(image["sent"])
+    trees = {n: self._read(f"{_VECTOR}{n}") for n in file_numbers}
     for path in self._folder.glob(f"{_VECTOR}*"):
       if path.suffix or int(path.name.removeprefix(_VECTOR)) not in trees:
-        path.unlink()  # of an image that a kill kept from being written
+        path.unlink()  # its image was never written: a kill came between
     self._image_files = [(rows, n) for n, rows in trees.items()]
     self._next_file = max(trees, default=-1) + 1
     return Stored(
@@ -157,7 +164,7 @@ class ShardStore:
       vectors={name: trees[n] for name, n in image["vectors"].items()},
       evaluation=image["evaluation"],
       params=trees.get(image["sent"]),
-      journal=list(map(_entry, self._commands.bodies)),
+      commands=list(map(_decode, self._commands.bodies)),
       messages=dict(self._read_messages(image["evaluation"])),
     )
 
@@ -177,19 +184,19 @@ class ShardStore:
       if path.suffix:  # a file that a kill left half written
         path.unlink()
         continue
-      numbers = path.name.removeprefix(_MESSAGE).split("-")
-      message_evaluation, job = map(int, numbers)
+      fields = path.name.removeprefix(_MESSAGE).split("-")
+      message_evaluation, job = map(int, fields)
       if message_evaluation == evaluation:
         yield (evaluation, job), self._read(path.name)
       else:
         path.unlink()
 
 
-def _body(command: Command, answer: float | None) -> bytes:
+def _encode(command: Command, answer: float | None) -> bytes:
   return f"{command.format()};{json.dumps(answer)}".encode()
 
 
-def _entry(body: bytes) -> Entry:
+def _decode(body: bytes) -> Entry:
   """Returns the command and the answer of a body in the log."""
   command, _, answer = body.decode().partition(";")
   return Command.parse(command), json.loads(answer)

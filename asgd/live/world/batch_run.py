@@ -1,6 +1,7 @@
-"""Runs of live Sandblaster L-BFGS in a simulated world: cases, driver, checks.
+"""Scenarios that test live Sandblaster L-BFGS in the simulated world.
 
-With any faults, the iterates of a run must be those of an undisturbed run.
+Whatever the faults, a run must end with the state and the parameters of an
+undisturbed run.
 """
 
 import copy
@@ -13,10 +14,10 @@ import jax
 import numpy as np
 
 from asgd import orders, safe_files
-from asgd.live.sandblaster import worker
+from asgd.live.sandblaster import worker as worker_lib
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.sandblaster.run_log import LiveRunLog
-from asgd.live.world.broken import bits, refused, require
+from asgd.live.world.broken import bits, breaks_on_value_error, require
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun
 from asgd.orders.trace import from_events
@@ -25,23 +26,24 @@ from asgd.sandblaster.run_log import Lengths
 
 WORKERS, PORTIONS, EVALUATIONS = 3, 6, 5
 KINDS = *COMMON, "remove memory"
+SAME_ITERATES = "iterates are those of an undisturbed run"
+JOBS_ONCE = "every job of an evaluation counts once"
+ALLOWED_ORDER = "the order is allowed"
 INVARIANTS = (
-  "iterates are those of an undisturbed run",
-  "every job of an evaluation counts once",
-  "the order is allowed",
+  *(SAME_ITERATES, JOBS_ONCE, ALLOWED_ORDER),
   "it ends in bounded time",
   "no error without a reason",
 )
 
 
 class BatchCase(NamedTuple):
-  """A run without its faults."""
+  """The configuration of a run; a Scenario adds the faults."""
 
   shards: int = 2
   push_every: int = 2
   backup: int = 1
   history: int = 4
-  kills: bool = True  # hosts are processes; False: threads
+  kills: bool = True  # hosts are processes, which can be killed, not threads
 
   @property
   def settings(self) -> Settings:
@@ -80,7 +82,7 @@ def _gradient(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
   return jax.value_and_grad(loss)(params)
 
 
-def _work(params: Any, portion: int) -> tuple[jax.Array, Any]:
+def _portion_gradient(params: Any, portion: int) -> tuple[jax.Array, Any]:
   """Returns the loss and gradient of a portion."""
   return _gradient(params, DATA[portion])
 
@@ -88,7 +90,7 @@ def _work(params: Any, portion: int) -> tuple[jax.Array, Any]:
 class BatchRun(WorldRun):
   """One scenario of Sandblaster."""
 
-  INVARIANTS, SAVES = INVARIANTS, 4
+  INVARIANTS, STEPS_PER_SAVE = INVARIANTS, 4
   INJECT = {**COMMON, "remove memory": WorldRun.remove_memory}  # noqa: RUF012
 
   _driver: Driver  # of the present command
@@ -96,8 +98,9 @@ class BatchRun(WorldRun):
   def __init__(self, scenario: Scenario, folder: Path):
     super().__init__(scenario, folder)
     self._settings = scenario.case.settings
-    # The driver's notes on the present evaluation, kept in the run's memory.
-    self._notes: dict[str, Any] | None = None
+    # The driver's notes on the present evaluation. A real run has a file of them
+    # in its memory.
+    self._driver_notes: dict[str, Any] | None = None
     self._saved: SavedRun | None = None  # the last checkpoint
     self._portions_begun = 0  # by all workers
     self._params: Any = None  # at the end of the run
@@ -109,22 +112,24 @@ class BatchRun(WorldRun):
 
   # Makers of the objects in hosts.
 
-  def _make_worker(self, index: int) -> Callable[..., worker.LiveWorker]:
+  def _make_worker(self, index: int) -> Callable[..., worker_lib.LiveWorker]:
     """Returns the maker of a worker."""
 
-    def work(params: Any, portion: int) -> tuple[jax.Array, Any]:
+    def do_portion(params: Any, portion: int) -> tuple[jax.Array, Any]:
       self._portions_begun += 1
-      self.work(self._portions_begun)
-      loss, gradient = _work(params, portion)
+      self.simulate_work(self._portions_begun)
+      loss, gradient = _portion_gradient(params, portion)
       return loss, self.world.spoil(gradient)
 
-    task = worker.PortionTask(
-      *(self._settings, PARAMS, lambda worker, portion: DATA[portion]),
-      lambda batches: work,
+    task = worker_lib.PortionTask(
+      settings=self._settings,
+      params=PARAMS,
+      batch=lambda worker, portion: DATA[portion],
+      work=lambda batches: do_portion,
       keep=3,
     )
     return functools.partial(
-      worker.LiveWorker, index=index, make_task=lambda: task
+      worker_lib.LiveWorker, index=index, make_task=lambda: task
     )
 
   # A command.
@@ -135,21 +140,21 @@ class BatchRun(WorldRun):
     return functools.partial(self._drive, resumed)
 
   def _resume_point(self, resumed: bool) -> SavedRun | None:
-    """Returns the last driver's notes if the memory exists, else the last
-    checkpoint; None: the run starts new."""
+    """Returns what a resumed run starts from: the last driver's notes, or the
+    last checkpoint if the notes are lost. Returns None for a new run."""
     if not self.memory.exists():
-      self._notes = None  # the memory held the notes
-    if resumed and self._notes is not None:
-      return SavedRun(copy.deepcopy(self._notes), None)
-    # There are no notes if a shard reported unusable files.
+      self._driver_notes = None  # the memory held the notes
+    if resumed and self._driver_notes is not None:
+      return SavedRun(copy.deepcopy(self._driver_notes), None)
     return copy.deepcopy(self._saved) if resumed else None
 
   def _note_down(self, notes: dict[str, Any] | None) -> None:
-    """Stores the driver's notes; None: they are no longer usable."""
-    # The driver may be killed before, but not during the write: a real driver
-    # replaces a file.
+    """Stores the driver's notes; None: a shard's files are unusable, and the
+    notes with them."""
+    # The driver may be killed at `touch`. It is not killed within the write,
+    # because a real driver writes the notes atomically.
     self.scheduler.touch()
-    self._notes = copy.deepcopy(notes)
+    self._driver_notes = copy.deepcopy(notes)
 
   def _drive(self, resumed: bool) -> None:
     """Runs a command's driver."""
@@ -167,10 +172,11 @@ class BatchRun(WorldRun):
       note_down=self._note_down,
     )
     driver.start()
-    until = EVALUATIONS * self._settings.jobs
+    total_jobs = EVALUATIONS * self._settings.jobs
 
     def advance() -> bool:
-      return driver.advance(until, self.LOOK) >= until or driver.ended
+      done_jobs = driver.advance(total_jobs, self.STEP_SECONDS)
+      return done_jobs >= total_jobs or driver.ended
 
     def save() -> None:
       # A driver that repeats an evaluation makes no checkpoint.
@@ -189,12 +195,12 @@ class BatchRun(WorldRun):
     records = driver.run_log.records()
     rows = [(event.action, event.job) for event in driver.run_log.rows]
     jobs, repeated = count_jobs(rows, records.accepted.tolist())
-    # Without hosts or faults, until as many jobs are done.
-    undisturbed = recompute(self._settings, PARAMS, _work, jobs)
-    are_equal = driver.state == undisturbed.state
-    are_equal &= bits(self._params) == bits(undisturbed.params)
+    # The same run in one process without faults, for the same number of jobs.
+    expected = recompute(self._settings, PARAMS, _portion_gradient, jobs)
+    are_equal = driver.state == expected.state
+    are_equal &= bits(self._params) == bits(expected.params)
     result = driver.state, self._params
-    require(are_equal, INVARIANTS[0], result, "and not", tuple(undisturbed))
-    require(not repeated, INVARIANTS[1], records.job.tolist())
-    with refused(INVARIANTS[2]):
+    require(are_equal, SAME_ITERATES, result, "and not", tuple(expected))
+    require(not repeated, JOBS_ONCE, records.job.tolist())
+    with breaks_on_value_error(ALLOWED_ORDER):
       orders.check(from_events(driver.run_log.rows))

@@ -20,7 +20,7 @@ def require(holds: Any, name: str, *shown: Any) -> None:
 
 
 @contextlib.contextmanager
-def refused(name: str, text: str = "") -> Iterator[None]:
+def breaks_on_value_error(name: str, text: str = "") -> Iterator[None]:
   """Raises Broken with the invariant's name for a ValueError in the block."""
   try:
     yield

@@ -11,7 +11,7 @@ from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
 from asgd.live.world import trace_checks
-from asgd.live.world.broken import bits, refused, require
+from asgd.live.world.broken import bits, breaks_on_value_error, require
 from asgd.live.world.hosts import World
 from asgd.live.world.scenario import WORKERS, ServerCase, Training
 from asgd.live.world.trace_checks import Received
@@ -46,7 +46,7 @@ def check(
   every, gated = max(case.rules.round, 1), bool(case.rules.backup)
   shard_records, matches = [], []
   for index, events in enumerate(journals):
-    with refused(NAMES[3], f"shard {index}: "):
+    with breaks_on_value_error(NAMES[3], f"shard {index}: "):
       expected = trace_checks.received(events, every=every, gated=gated)
     record = records.read_records(records.records_path(folder, index))
     match = _match(index, events, record, expected)
@@ -69,7 +69,7 @@ def _check_order(
     # Another shard may still have a ticket open that the lead has closed.
     unlimited = index or case.rules.round
     depth = math.inf if unlimited else case.rules.depth
-    with refused(NAMES[2], f"shard {index}: "):
+    with breaks_on_value_error(NAMES[2], f"shard {index}: "):
       orders.check(events, depth=depth)
       if not index:  # the lead alone decides which jobs start
         trace_checks.check_protocol(

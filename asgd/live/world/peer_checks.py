@@ -14,7 +14,7 @@ from asgd.live.gossip import files
 from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import check_count, records_path
-from asgd.live.world.broken import bits, refused, require
+from asgd.live.world.broken import bits, breaks_on_value_error, require
 from asgd.orders.trace import Event
 
 JOURNALS = "journals fit together"
@@ -87,7 +87,7 @@ class _Checks:
   def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
     """Replays the trace; returns its peers and records. Raises Broken if a live
     peer's parameters differ from the replay's."""
-    with refused(JOURNALS):
+    with breaks_on_value_error(JOURNALS):
       trace = files.read_trace(self._run, len(self._journals))
     peers = simulator.Peers(
       *(self._gossip, self._duty.peer, self._duty.worker, self._duty.params),
@@ -95,7 +95,7 @@ class _Checks:
       batch=self._duty.batch,
       root=self._duty.root,
     )
-    with refused(REPLAY):
+    with breaks_on_value_error(REPLAY):
       records = peers.run(len(trace.time))
     for peer, view in self._views.items():
       state = peers.states[peer]
@@ -112,7 +112,7 @@ class _Checks:
       written = files.read_peer_records(self._run, peer)
       path = records_path(self._run, peer)
       incarnations = files.count_incarnations(events)
-      with refused(RECORDS):
+      with breaks_on_value_error(RECORDS):
         check_count(path, len(written.loss), events, incarnations)
       # A job may be done twice, by two incarnations at two times.
       ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]

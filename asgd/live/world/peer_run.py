@@ -99,7 +99,7 @@ def _duty(case: PeerCase) -> PeerDuty:
 class PeersRun(WorldRun):
   """One scenario of live peers."""
 
-  INVARIANTS, LOOK = peer_checks.NAMES, 0.05
+  INVARIANTS, STEP_SECONDS = peer_checks.NAMES, 0.05
   _cluster: PeerCluster  # of the present command
 
   def __init__(self, scenario: Scenario, folder: Path):
@@ -150,7 +150,7 @@ class PeersRun(WorldRun):
 
   def _batch(self, peer: int, job: int) -> Any:
     """Returns the batch of a job, after the time that the job takes."""
-    self.work(job)
+    self.simulate_work(job)
     return server_scenario.batch(peer, job)
 
   def _drive(self, resumed: bool) -> None:

@@ -75,8 +75,8 @@ class WorldRun(abc.ABC):
   # Patterns of files in the run's memory that "flip" may change.
   FLIPPED: ClassVar[tuple[str, ...]] = ("shard-*/*",)
   HOSTS: ClassVar[type[WorldHosts]] = WorldHosts
-  LOOK = 0.1  # seconds between two steps of the driver
-  SAVES = 3  # steps between two checkpoints
+  STEP_SECONDS = 0.1  # seconds between two steps of the driver
+  STEPS_PER_SAVE = 3  # steps between two checkpoints
 
   def __init__(self, scenario: Scenario, folder: Path):
     self.scenario, self.folder = scenario, folder
@@ -136,17 +136,17 @@ class WorldRun(abc.ABC):
 
     Args:
       step: one step of the driver; returns whether the run has ended.
-      save: makes a checkpoint; called after every SAVES steps.
+      save: makes a checkpoint; called after every STEPS_PER_SAVE steps.
       wait: waits the given seconds between two steps; None: sleeps.
     """
     steps, wait = 0, wait or self.scheduler.sleep
     while not step():
       steps += 1
-      if steps % self.SAVES == 0:
+      if steps % self.STEPS_PER_SAVE == 0:
         save()
-      wait(self.LOOK)
+      wait(self.STEP_SECONDS)
 
-  def work(self, job: int, factor: float = 1.0) -> None:
+  def simulate_work(self, job: int, factor: float = 1.0) -> None:
     """Waits as long as a job takes (`factor` slows its worker down), and
     schedules the faults that waited for this job."""
     for fault in self._waiting_faults.pop(job, ()):

@@ -41,7 +41,7 @@ class ServerRun(WorldRun):
 
   def __init__(self, scenario: Scenario, folder: Path):
     super().__init__(scenario, folder)
-    self._training = scenario_lib.training(scenario.case, self.work)
+    self._training = scenario_lib.training(scenario.case, self.simulate_work)
     self._shards: list[Shard] = []  # at the end of the run
     self._images: list[Any] | None = None  # the last checkpoint
 

@@ -18,7 +18,7 @@ from asgd.live.tables.cluster import Images, Makers, TableCluster
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
-from asgd.live.world.broken import refused, require
+from asgd.live.world.broken import breaks_on_value_error, require
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
 from asgd.tables import division as division_lib
@@ -115,7 +115,7 @@ _WORK = tables.Work(lambda worker, job: job, keys, _gradient)
 class TablesRun(WorldRun):
   """One scenario of live tables."""
 
-  INVARIANTS, INJECT, SAVES = INVARIANTS, COMMON, 4
+  INVARIANTS, INJECT, STEPS_PER_SAVE = INVARIANTS, COMMON, 4
   FLIPPED = "shard-*/[ms]*s", "*.message"  # messages, snapshots
   _cluster: TableCluster  # of the present command
 
@@ -154,7 +154,7 @@ class TablesRun(WorldRun):
     """Returns the maker of a worker; `image` is a checkpoint's or None."""
 
     def gradient(rows: Any, job: int, *others: Any) -> tuple[float, Any]:
-      self.work(job)
+      self.simulate_work(job)
       return _gradient(rows, job, *others)
 
     def make(incarnation: int, work: tables.Work) -> TableWorker:
@@ -246,10 +246,10 @@ class TablesRun(WorldRun):
       require(is_equal, INVARIANTS[0], name, result[name], "and not", expected)
     self._check_received()
     # [2] The order, and its replay.
-    with refused(INVARIANTS[2]):
+    with breaks_on_value_error(INVARIANTS[2]):
       files.read_trace(self.folder, WORKERS)
     orders = files.read_orders(self.folder, self._settings.shards, WORKERS)
-    with refused(INVARIANTS[3]):
+    with breaks_on_value_error(INVARIANTS[3]):
       replayed = replay.replay(
         *(self._settings, first_tables(), self._division, _WORK, orders),
         jobs=JOBS,
