@@ -98,8 +98,7 @@ class BatchRun(WorldRun):
   def __init__(self, scenario: Scenario, folder: Path):
     super().__init__(scenario, folder)
     self._settings = scenario.case.settings
-    # The driver's notes on the present evaluation. A real run has a file of them
-    # in its memory.
+    # The driver's notes on the present evaluation (in a real run, a file).
     self._driver_notes: dict[str, Any] | None = None
     self._saved: SavedRun | None = None  # the last checkpoint
     self._portions_begun = 0  # by all workers
