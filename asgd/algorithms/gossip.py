@@ -293,7 +293,7 @@ def choco_sgd(
   momentum: float = 0.0, weight_decay: float = 0.0,
   optimizer: OptimizerLike = None
 ) -> Recipe:
-  """CHOCO-SGD: peers send, compressed, the difference to their public copies.
+  """CHOCO-SGD: peers send compressed changes of the copies that others have.
 
     x_i <- x_i - eta v_i;   q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i
     x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)

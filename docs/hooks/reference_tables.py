@@ -127,6 +127,26 @@ def engine_table() -> str:
   )
 
 
+def _is_refused(engine: str, name: str) -> bool:
+  """Whether a mesh or a pipeline, which run other recipes of its protocol,
+  refuses a recipe."""
+  if name in algorithms.PEER_RECIPES:
+    # A mesh is in step, and pairs are not.
+    return engine == "mesh" and algorithms.build(name, 0.1, 3).order == "pairs"
+  if engine not in ("mesh", "pipeline") or name not in algorithms.RECIPES:
+    return False
+  # Local steps of workers: both have one gradient for all of them.
+  return algorithms.build(name, 0.1, 3).worker is not None
+
+
+def _runs(engine: str, kind: Any, each: Any) -> str:
+  """Whether an engine runs a protocol, with the recipes that it refuses."""
+  if each.name not in kind.protocols():
+    return "no"
+  names = [name for name in each.recipes if _is_refused(engine, name)]
+  return f"yes, except {_code(names)}" if names else "yes"
+
+
 def protocol_table() -> str:
   """All protocols: their recipes, and the engines that run them."""
   header = ("a run has", "recipes", *(f"`{name}`" for name in ENGINES))
@@ -134,10 +154,7 @@ def protocol_table() -> str:
     (
       each.what,
       _code(each.recipes),
-      *(
-        "yes" if each.name in kind.protocols() else "no"
-        for kind in ENGINES.values()
-      ),
+      *(_runs(engine, kind, each) for engine, kind in ENGINES.items()),
     )
     for each in experiment.PROTOCOLS.values()
   )
@@ -159,7 +176,7 @@ def refusal_table() -> str:
       flags = [f"`--fault={kind}`" for kind in faults.OF_LINKS]
       whats.setdefault(row, []).extend(flags)
   return format_markdown(
-    ("runs with", "may not set", "on engines", "as"),
+    ("runs with", "may not set", "on engines", "because"),
     (
       (what, ", ".join(keys), engines, why)
       for (what, engines, why), keys in whats.items()

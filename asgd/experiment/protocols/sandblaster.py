@@ -32,7 +32,7 @@ Description = Mapping[str, Any]
 _NEVER_STALE = (
   "a free worker takes the next portions, and gradients are never stale"
 )
-_SIMULATED = "it is a simulated time, and live workers have real times"
+_SIMULATED = "a simulated time has no use where workers have real times"
 
 
 def _replay(
@@ -128,7 +128,9 @@ PROTOCOL = Protocol(
       "write config.runs.{label}.shards={value}",
       engines=LIVE,
     ),
-    Refusal("server.consistent", "its shards always are", engines=LIVE),
+    Refusal(
+      "server.consistent", "its shards are always consistent", engines=LIVE
+    ),
     Refusal(
       "server.wire", "it would change what is computed", engines=LIVE
     ),
