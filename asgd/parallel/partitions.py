@@ -157,7 +157,8 @@ def _local(
 
 def _check(layers: Any) -> None:
   """Raises ValueError for a layer that cannot be divided."""
-  if not isinstance(layers, tuple):
+  # A Model is a NamedTuple: of functions, not of layers.
+  if isinstance(layers, models.Model) or not isinstance(layers, tuple):
     raise ValueError(
       f"a {type(layers).__name__} has no layers that could be divided among"
       " machines; give a tuple of layers, as asgd.models.build('mlp', 10) does"

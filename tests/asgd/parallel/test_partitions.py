@@ -133,6 +133,7 @@ def test_grids_are_as_square_as_can_be():
   ("layers", "shape", "machines", "match"),
   [
     (models.build("cnn", 3), SHAPE, 2, "layer ConvPool cannot be divided"),
+    (models.Model(abs, abs, abs), SHAPE, 2, "a Model has no layers that could"),
     ((models.Head(3, norm="group"),), SHAPE, 2, "Head without a norm"),
     (list(LOCAL), SHAPE, 2, "a list has no layers"),
     (LOCAL[:2], SHAPE, 2, "must give logits"),
