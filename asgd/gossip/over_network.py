@@ -133,18 +133,15 @@ def rounds(
   arrived: collections.Counter[Any] = collections.Counter()
 
   def start(i, time):
-    # Job k n + i is that of peer i in round k.
-    k = round_of[i]
+    k = round_of[i]  # job k n + i is that of peer i in round k
     order.row(time, i, k, k * n + i, base.SEND)
     if put_first:
       put(i, time)
     order.compute(time, i, functools.partial(end, i))
 
   def put(i, time):
-    # Message m is put in round m * every, and mixed `every` rounds later,
-    # before message m + 1 is put.
     m, wait = divmod(round_of[i], every)
-    if wait:
+    if wait:  # message m is put in round m * every
       return
     order.row(time, i, m, m, base.PUT)
     receivers = np.flatnonzero(topology.links[m % topology.period][:, i])
@@ -166,13 +163,11 @@ def rounds(
 
   def proceed(i, time):
     """Ends the round of a peer, if it has all that it waits for."""
-    # With rest 0 the round is the last one of message m - 1, which is mixed.
-    m, rest = divmod(round_of[i] + 1, every)
-    m -= 1
     if not job_ended[i]:
       return
-    if not rest:
-      near = topology.neighbours(i, m)
+    count, rest = divmod(round_of[i] + 1, every)
+    if not rest:  # the last round of message m, which is mixed
+      near = topology.neighbours(i, m := count - 1)
       if arrived[i, m] < len(near):
         return
       for j in near:

@@ -40,6 +40,16 @@ def _load(name, test, options):
   return ratings_lib.read(name, test)
 
 
+def _hashable(generate: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+  """Returns options as pairs, by which `_load` caches the ratings."""
+  for key, value in generate.items():
+    if isinstance(value, list | dict):
+      raise ValueError(
+        f"generate.{key} must be a number, not {checks.shown(value)}"
+      )
+  return tuple(sorted(generate.items()))
+
+
 def matrix_factorisation(
   batch_size: int,
   *,
@@ -93,14 +103,7 @@ def matrix_factorisation(
   checks.whole("rank", rank, most=10**5)
   checks.nonnegative("l2", l2)
   checks.positive("scale", scale)
-  options = tuple(sorted((generate or {}).items()))
-  for key, value in options:
-    if isinstance(value, list | dict):
-      raise ValueError(
-        f"generate.{key} must be a number, not {checks.shown(value)}"
-      )
-  # A tuple of pairs can be hashed, so that `_load` caches the ratings.
-  data = _load(ratings, test_ratings, options)
+  data = _load(ratings, test_ratings, _hashable(generate or {}))
   sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
   # m: the tables then learn deviations from the mean rating.
   middle = np.float32(data.values.mean())

@@ -160,9 +160,9 @@ class TableServer:
       change = self._change(name, keys, push.tables[name].values)
       for worker in others:
         copies = self._copies.of(worker)[name]
-        is_copied = copies.has(keys)
+        copied = copies.has(keys)
+        lacks = copies.read(keys[copied], "lacks") + change[copied]
         limit = self.rules.limit(self._reading[worker])
-        lacks = copies.read(keys[is_copied], "lacks") + change[is_copied]
         if not (np.abs(lacks) <= limit).all():  # True for NaN, too
           return True
     return False
@@ -197,8 +197,7 @@ class TableServer:
     if self._aggregates:  # the messages of a clock are summed first
       for _, group in itertools.groupby(due, key=lambda each: each[0]):
         sent = [(worker, values) for _, worker, values in group]
-        # No function that aggregates is additive, so `_apply` ignores which
-        # worker is the sender.
+        # No function that aggregates is additive: `_apply` ignores the sender.
         self._apply(sent[0][0], _summed([values for _, values in sent]))
       return
     for _, worker, values in due:
@@ -210,10 +209,8 @@ class TableServer:
     try:
       for name, sent in push.tables.items():
         if name not in self.tables:
-          table_names = ", ".join(self.tables)
-          raise ValueError(
-            f"there is no table {name!r}; the tables: {table_names}"
-          )
+          names = ", ".join(self.tables)
+          raise ValueError(f"there is no table {name!r}; the tables: {names}")
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
         values = _decoded(self._codec, table, keys, sent.values)

@@ -313,7 +313,7 @@ class Threads:
     return _rate(records, workers), late
 
 
-class Machines(Threads):
+class SeparateMachines(Threads):
   """A live server, and workers beyond a wire.
 
   They are processes of Ray in two network namespaces. `tc` limits the wire
@@ -343,7 +343,7 @@ class Machines(Threads):
 
 
 @contextlib.contextmanager
-def machines(seconds: float) -> Iterator[Machines]:
+def machines(seconds: float) -> Iterator[SeparateMachines]:
   """Yields a server and workers with a wire between them.
 
   Raises:
@@ -356,7 +356,7 @@ def machines(seconds: float) -> Iterator[Machines]:
       ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
       with namespaces.far_node(wire, FAR, _MEMORY):
-        yield Machines(seconds, wire)
+        yield SeparateMachines(seconds, wire)
     finally:
       ray_runtime.stop()
 

@@ -77,8 +77,9 @@ def _duty(case: PeerCase) -> PeerDuty:
   """Returns the duty of a case's peers, compiled once for all scenarios."""
   options = dict(case.options)
   recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
-  assert recipe.gossip is not None
-  settings = recipe.gossip._replace(every=case.every)
+  gossip = recipe.gossip
+  assert gossip, f"{case.recipe} is a recipe of peers"
+  settings = gossip._replace(every=case.every)
   recipe = recipe._replace(gossip=settings)
   params, peer = server_scenario.first_params(), recipe.peer()
   # Threads share arrays; a process gets copies.

@@ -376,7 +376,8 @@ def test_build_names_the_nearest_order_and_argument():
 @pytest.mark.parametrize("count", [0, -1, 2.0, True, "3", None])
 def test_counts_must_be_positive_whole_numbers(count):
   clock = durations.constant()
-  words = f"must be a positive whole number, not {count!r}$"
+  float_remedy = ", which is a float: write 2" if count == 2.0 else ""
+  words = f"must be a positive whole number, not {count!r}{float_remedy}$"
   for maker in (orders.asynchronous, orders.bulk_synchronous):
     with pytest.raises(ValueError, match=f"workers {words}"):
       maker(clock, workers=count, messages=4)
