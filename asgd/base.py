@@ -1,4 +1,4 @@
-"""The contract: the few types that every algorithm and every runtime share.
+"""The contract: the types that all algorithms and all runtimes share.
 
 Delay is one concept:
 
@@ -9,8 +9,9 @@ Delay is one concept:
 4. The Delay is passed to an ordinary optax transform as keyword extra args.
 
 So an algorithm against staleness is an optax transform that reads `worker`,
-`staleness` or `sent_params`; no other part of the library depends on it.
-Index letters used in shape comments, here and elsewhere:
+`staleness` or `sent_params`.
+
+Index letters of shape comments, here and in modules that define none:
   N  workers
   E  rows (events) of a trace
   S  shards of a server
@@ -42,26 +43,26 @@ class Variables(NamedTuple):
   stats: Params  # running means and variances, never differentiated
 
 
-class Carried(NamedTuple):
+class StatsWithState(NamedTuple):
   """`stats` of `Variables` that also carry the state of a local optimizer.
 
   The server sends the state with the weights, and replaces it by the mean of
   the states in the messages of an update (`worker.local_worker`).
   """
 
-  stats: Any  # those of the model; () of one without statistics
-  state: Any  # of the optimizer, any pytree of arrays
+  stats: Any  # the model's statistics; () if it has none
+  state: Any  # the optimizer's state, any pytree of arrays
 
 
 def carry(params: Params, state: Any) -> Variables:
   """Returns parameters that carry a state of an optimizer."""
   stats = params.stats if isinstance(params, Variables) else ()
-  return Variables(weights_of(params), Carried(stats, state))
+  return Variables(weights_of(params), StatsWithState(stats, state))
 
 
 def state_of(params: Params) -> Any:
   """Returns the state that parameters carry; ValueError if they carry none."""
-  if isinstance(params, Variables) and isinstance(params.stats, Carried):
+  if isinstance(params, Variables) and isinstance(params.stats, StatsWithState):
     return params.stats.state
   raise ValueError(
     "the optimizer's state is averaged, but the parameters carry none: make"
@@ -73,7 +74,7 @@ def without_state(params: Params) -> Params:
   """Returns the parameters of the model, without a carried state."""
   if not isinstance(params, Variables):
     return params
-  if not isinstance(params.stats, Carried):
+  if not isinstance(params.stats, StatsWithState):
     return params
   stats = params.stats.stats
   return params.weights if stats == () else Variables(params.weights, stats)
@@ -94,14 +95,14 @@ def with_weights(tree: Params, weights: Params) -> Params:
 class Ticket(NamedTuple):
   """The parameters that a message is computed on, and their version.
 
-  A weight that a pipeline stage stashes is a ticket.
+  A pipeline stage also keeps its stashed weights as Tickets.
   """
 
-  worker: jax.Array  # int32[], the gradient stream, never a stage
+  worker: jax.Array  # int32[]; in a pipeline the gradient stream, not the stage
   version: jax.Array  # int32[], parameter changes before the server sent it
   params: Params  # the parameters sent (predicted ones, for DANA)
-  # bool[], False if the worker already did a job on this ticket. Its copy then
-  # has its own writes, and `version` counts these too.
+  # bool[], False if the worker already did a job on this ticket. With
+  # `Server.alone`, `version` then also counts the updates by these jobs.
   fresh: Any = np.True_
 
 
@@ -173,7 +174,7 @@ class Report(NamedTuple):
 
 
 class Server(NamedTuple):
-  """Measures staleness, alone in the library; three pure functions.
+  """Three pure functions. No other part of the library measures staleness.
 
   `sends_current` says that a ticket's parameters are the server's own, so a
   runtime may hand out a reference instead of calling a compiled `send`.
@@ -225,8 +226,8 @@ class Worker(NamedTuple):
 class Trace(NamedTuple):
   """An order of sends and receives, as data. Row e happens before row e + 1.
 
-  The order is the position in the table; `time` explains it and may repeat.
-  It is float64 (float32 would stop resolving one batch after 10^7 of them).
+  Several rows may have the same time. Times are float64 (float32 would stop
+  resolving one batch after 10^7 of them).
   """
 
   time: npt.NDArray[np.float64]  # [E], seconds or the unit of the durations
@@ -234,7 +235,9 @@ class Trace(NamedTuple):
   # [E], index of the message among those of this worker index: (worker, seq)
   # names a message. -1 in rows without a message.
   seq: npt.NDArray[np.int32]
-  job: npt.NDArray[np.int32]  # [E], which data: batch = f(seed, worker, job)
+  # [E], the job: its batch is f(seed, worker, job). Some actions below have
+  # another number here.
+  job: npt.NDArray[np.int32]
   action: npt.NDArray[np.int8]  # [E], one of ACTIONS
 
 
@@ -266,7 +269,7 @@ ACTIONS = (
 )
 
 
-_RECORD = (  # dtypes of Records
+_RECORD_DTYPES = (  # of the fields of Records
   *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
   *(np.float32, np.bool_, np.float32, np.float32, np.int64, np.int64),
   np.float32,
@@ -296,8 +299,8 @@ class Records(NamedTuple):
   @classmethod
   def of(cls, rows: Sequence[tuple[Any, ...]]) -> "Records":
     """Returns Records of rows whose values are in the order of the fields."""
-    columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD)
-    return cls(*map(np.array, columns, _RECORD))
+    columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD_DTYPES)
+    return cls(*map(np.array, columns, _RECORD_DTYPES))
 
   def rows(self) -> list[tuple[Any, ...]]:
     """Returns the rows, as tuples of Python numbers."""

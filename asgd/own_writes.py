@@ -9,17 +9,21 @@ of this worker alone:
     on a fetch:      x^i <- params
     on a message:    g = gradient(x^i);   x^i, s^i <- server's rule(x^i, s^i, g)
 
-With one worker the copy is the server's own sequence, whatever the rule: there
-is no staleness at any bound. With several workers, a momentum or a mean of
-squares in the copy is of the worker's own messages. A fetch keeps this state
-s^i, and sets the count of a schedule of learning rates to the ticket's version.
+x^i are the copy's parameters and s^i its optimizer state. A fetch keeps s^i,
+and sets the count of a schedule of learning rates to the ticket's version. If
+the server looks ahead, x^i is an estimate of its parameters, from the predicted
+ones in the ticket. With one worker and no look-ahead the copy always equals the
+server, so gradients are never stale, however long the worker keeps a ticket.
+With several workers, a momentum or a mean of squares in the copy is of the
+worker's own messages.
 
-Three cases are refused, because a worker cannot compute its own writes:
+`own_writes` refuses four cases, in which the copy would not be as the server:
 
+- each job needs a ticket that was sent for it (EASGD, FedAsync);
 - an update averages several messages, some of other workers;
 - a gate may drop the message;
-- an update depends on the parameters that the message was computed on (DC-ASGD,
-  Gap-Aware), and the server does not have the worker's copy.
+- an update reads, or may read, the parameters that the message was computed on
+  (DC-ASGD, Gap-Aware), and the server does not have the worker's copy.
 """
 
 import functools
@@ -37,7 +41,7 @@ class OwnState(NamedTuple):
   """State of a worker of `own_writes`."""
 
   inner: Any  # state of the wrapped worker
-  own: base.ServerState  # of the copy, which gets this worker's messages alone
+  own: base.ServerState  # the copy, which receives this worker's messages alone
   begun: jax.Array  # bool[], False until the first ticket gave it parameters
 
 
@@ -52,11 +56,12 @@ def own_writes(
   Args:
     worker: any; with its codec, if the server has one.
     server: the receiver of its messages.
-    plan: of a server in shards whose messages are coded for each; None: not.
+    plan: the shard plan, if each shard's part of a message is encoded
+      separately; else None.
 
   Returns:
-    A Worker, whose state holds a copy of the server's. A worker that keeps such
-    a copy already (`asgd.local_worker`) is returned as it is.
+    A Worker, whose state holds a copy of the server's state. A worker that
+    already has a copy (`asgd.local_worker`) is returned as it is.
 
   Raises:
     ValueError: for a worker or a server whose jobs cannot share a ticket; from
@@ -67,7 +72,7 @@ def own_writes(
     parameter server", NIPS 2013: read-my-writes.
 
   Example:
-    Two jobs on the ticket of 8: the second is computed on 8 - 0.5 8.
+    Two jobs on a ticket with parameters 8: the second reads 8 - 0.5 * 8 = 4.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -91,8 +96,8 @@ def own_writes(
     return worker
   if worker.kept == base.NEVER:
     raise ValueError(
-      "this worker sends models or pulls on the server's parameters, which must"
-      " start at a ticket sent for that job (EASGD, FedAsync): leave cache and"
+      "each job of this worker needs a ticket of its own, as it sends models or"
+      " pulls on the server's parameters (EASGD, FedAsync): leave cache and"
       " fetch_every out"
     )
   if not server.alone:
@@ -112,9 +117,9 @@ def own_writes(
   def init(params: base.Params) -> OwnState:
     if server.reads_sent is None or server.reads_sent(params):
       raise ValueError(
-        "the update depends on the parameters that a message was computed on,"
-        " which the server does not know of a worker that keeps a ticket"
-        " (DC-ASGD, Gap-Aware): leave cache and fetch_every out"
+        "the update reads, or may read, the parameters that a message was"
+        " computed on (DC-ASGD, Gap-Aware), and the server does not know those"
+        " of a worker that keeps a ticket: leave cache and fetch_every out"
       )
     zeros = optax.tree.zeros_like(params)
     return OwnState(worker.init(params), server.init(zeros), jnp.bool_(False))
@@ -126,8 +131,9 @@ def own_writes(
     first_copy = server.init(ticket.params)
     copy = optax.tree.where(state.begun, state.own, first_copy)
     # [1] A fresh ticket replaces the copy's parameters.
-    copy = optax.tree.where(ticket.fresh, _fetched(server, copy, ticket), copy)
-    # [2] The job reads the ticket, or on a kept ticket the copy.
+    fetched_copy = _after_fetch(server, copy, ticket)
+    copy = optax.tree.where(ticket.fresh, fetched_copy, copy)
+    # [2] The job reads a fresh ticket's parameters, else the copy's.
     params = server.send(copy, ticket.worker).params
     params = optax.tree.where(ticket.fresh, ticket.params, params)
     ticket_read = ticket._replace(params=params)
@@ -142,12 +148,14 @@ def own_writes(
   return base.Worker(init, work, base.OWN)
 
 
-def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
-  """Returns `state` as a state of `own_writes`, before the first ticket.
+def wrap_state(
+  worker: base.Worker, state: Any, params: base.Params
+) -> OwnState:
+  """Wraps a worker's state into an OwnState whose copy has no ticket yet.
 
   Args:
-    worker: of `own_writes`.
-    state: of it, which is returned as it is, or of the worker inside it.
+    worker: the result of `own_writes`.
+    state: state of the worker that it wraps; an OwnState is returned unchanged.
     params: shapes and dtypes.
   """
   if isinstance(state, OwnState):
@@ -155,14 +163,14 @@ def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
   return worker.init(params)._replace(inner=state)
 
 
-def _fetched(
+def _after_fetch(
   server: base.Server, copy: base.ServerState, ticket: base.Ticket
 ) -> base.ServerState:
   """Returns the worker's copy of the server, at the parameters of a ticket."""
   copy = copy._replace(
     params=ticket.params,
     version=jnp.asarray(ticket.version),
-    opt_state=_counted(copy.opt_state, ticket.version),
+    opt_state=_with_schedule_counts(copy.opt_state, ticket.version),
   )
   if server.sends_current:
     return copy
@@ -173,19 +181,24 @@ def _fetched(
   return copy._replace(params=params)
 
 
-_OF_SCHEDULES = optax.ScaleByScheduleState, VelocityState
+_SCHEDULE_STATES = optax.ScaleByScheduleState, VelocityState
 
 
-def _counted(opt_state: optax.OptState, version: jax.Array) -> optax.OptState:
-  """Sets the counts of schedules to the server's; counts of moments stay."""
+def _with_schedule_counts(
+  opt_state: optax.OptState, version: jax.Array
+) -> optax.OptState:
+  """Sets the counts of schedules to `version`; counts of moments stay."""
 
-  def of_schedule(node: Any) -> bool:
-    return isinstance(node, _OF_SCHEDULES)
+  def is_schedule(node: Any) -> bool:
+    return isinstance(node, _SCHEDULE_STATES)
 
-  def count(node: Any) -> Any:
-    if not of_schedule(node):
+  def set_count(node: Any) -> Any:
+    if not is_schedule(node):
       return node
-    fields = {k: _counted(v, version) for k, v in node._asdict().items()}
+    fields = {
+      name: _with_schedule_counts(value, version)
+      for name, value in node._asdict().items()
+    }
     return node._replace(**fields | {"count": jnp.asarray(version)})
 
-  return jax.tree.map(count, opt_state, is_leaf=of_schedule)
+  return jax.tree.map(set_count, opt_state, is_leaf=is_schedule)

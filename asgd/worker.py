@@ -397,7 +397,7 @@ def local_worker(
       inner = base.state_of(ticket.params)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
     outgoing = sums.gradient if sum_gradients else optax.tree.sub(start, end)
-    stats = base.Carried(sums.stats, inner) if averages else sums.stats
+    stats = base.StatsWithState(sums.stats, inner) if averages else sums.stats
     inner, accrued, jobs = inner if optimizer_state == KEPT else (), (), ()
     # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:

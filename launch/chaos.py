@@ -112,27 +112,27 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
 def _report(
   exp: cells.Experiment,
   workdir: Path,
-  victim: chaos.Victim,
+  run: chaos.InjectedRun,
   kinds: Sequence[str],
 ) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
-  print(f"\n{summary(kinds, victim.failures)}\n")
-  flags.publish(workdir=str(workdir), injected=len(victim.failures))
+  print(f"\n{summary(kinds, run.failures)}\n")
+  flags.publish(workdir=str(workdir), injected=len(run.failures))
   data_dir, passed = _F["data_dir"].value, True
   # [1] Each cell against the failures that were injected into it.
   for cell in exp.cells:
     plan, cell_folder = exp.plan(cell), workdir / "cells" / cell.name
-    failures = [f for f in victim.failures if f.cell == cell.name]
+    failures = [f for f in run.failures if f.cell == cell.name]
     for finding in audit.findings(
       plan, cell_folder, failures, data_dir=data_dir
     ):
       _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
       passed &= finding.well
   # [2] The machine: no process and no memory may outlive the run.
-  alive = chaos.alive(victim.processes)  # waits for Ray to end its processes
-  memories = [path for path in sorted(victim.memories) if path.exists()]
+  running = chaos.wait_for_end(run.processes)  # Ray takes a while to end them
+  memories = [path for path in sorted(run.memories) if path.exists()]
   leftovers = [f"memory {path}" for path in memories]
-  leftovers += [f"process {pid}" for pid in alive]
+  leftovers += [f"process {pid}" for pid in running]
   text = ", ".join(leftovers) or "nothing"
   _print_finding("left behind", text, not leftovers)
   return passed and not leftovers
@@ -226,23 +226,23 @@ def main() -> None:
   # [1] Train in other processes, which this one kills.
   # The audit needs the plans of the cells. Building them first also finds wrong
   # flags before a process is started.
-  victim = chaos.Victim(workdir, command, protocols)
+  run = chaos.InjectedRun(workdir, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
-    chaos.inject(victim, kinds, random.Random(_F["seed"].value), **times)
+    chaos.inject(run, kinds, random.Random(_F["seed"].value), **times)
   except chaos.Hung as error:
     raise flags.Failed(f"chaos: {error}") from error
   finally:
-    victim.end()
+    run.end()
   # [2] Audit the results, unless the training itself failed.
-  status = victim.process.returncode
+  status = run.process.returncode
   # The audit reports the faults of a cell without a valid result.
   if status not in (0, flags.INCOMPLETE):
     raise flags.Failed(f"chaos: asgd train ended with status {status}")
-  if not _report(exp, workdir, victim, kinds):
+  if not _report(exp, workdir, run, kinds):
     raise flags.Failed("chaos: the audit failed")
   # A pass without a failure would prove nothing.
-  if not victim.failures:
+  if not run.failures:
     raise flags.Failed("chaos: no failure was injected, so nothing was tested")
   print("\nthe audit found no fault")
 

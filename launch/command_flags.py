@@ -197,7 +197,7 @@ COSTS = {
 }
 # Options of schedules: which of them a schedule takes is known only to its
 # function. A text ends with the only schedule that has the option.
-OF_SCHEDULES = {
+SCHEDULE_OPTIONS = {
   "stages": "Stages, one on each device.",
   "devices": "Number of devices, or the device of each stage (0,1,1,0).",
   "chunks": "Stages of each device.",
@@ -260,7 +260,7 @@ COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
-    {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},
+    {**DRAWING, **_texts(SCHEDULE_OPTIONS), **_texts(COSTS)},
   ),
   "bench": Usage("[NAME]", _BENCH, words=20),
   "completion": Usage("bash | zsh", {}, words=1),

@@ -34,12 +34,12 @@ from asgd.pipeline import table as table_lib
 from asgd.pipeline.table import Schedule, ScheduleError
 
 from . import flags
-from .command_flags import COSTS, DRAWING, OF_SCHEDULES
+from .command_flags import COSTS, DRAWING, SCHEDULE_OPTIONS
 
 # Slots x devices of a drawing: a larger number is a misprint.
 _MOST_CELLS = 2_000_000
 _TERMINAL = 160  # columns, if the output is no terminal
-_CONSTANTS = {"true": True, "false": False, "none": None}
+_WORDS_AS_VALUES = {"true": True, "false": False, "none": None}
 _FILES = (
   *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),
   *("trace.json", "gantt.png", "gantt.svg"),
@@ -53,14 +53,15 @@ _SCHEDULES = {
 
 
 def _value(text: str) -> Any:
-  """Returns a number, a bool, None, a list of those, or else the text."""
+  """Returns a number, a bool, None or else the text; a list of these if the
+  text has commas."""
   text = text.strip()
   if "," in text:
     # A trailing comma makes a list of one: --replicas=2,
     return [_value(part) for part in text.rstrip(",").split(",")]
-  if text.lower() in _CONSTANTS:
-    return _CONSTANTS[text.lower()]
-  # int first: 2.0 is no number of stages.
+  if text.lower() in _WORDS_AS_VALUES:
+    return _WORDS_AS_VALUES[text.lower()]
+  # Try int before float, so that 2 stays an int, which counts need.
   for number in (int, float):
     with contextlib.suppress(ValueError):
       return number(text)
@@ -97,13 +98,15 @@ def _numbers(flag: str, text: str) -> float | list[float]:
 
 
 def _costs(
-  given: Mapping[str, str], own: Mapping[str, str], stages: int
+  cost_texts: Mapping[str, str], action_times: Mapping[str, str], stages: int
 ) -> analyze.Costs:
   """Returns the analysis' costs from the texts of flags."""
-  numbers: dict[str, Any] = {k: _numbers(k, text) for k, text in given.items()}
-  times: dict[str, Any] = {k: _numbers("own", text) for k, text in own.items()}
-  # The time of an overlapped block, or of a user's action, is that of every
-  # stage.
+  numbers: dict[str, Any] = {k: _numbers(k, v) for k, v in cost_texts.items()}
+  times: dict[str, Any] = {
+    k: _numbers("own", v) for k, v in action_times.items()
+  }
+  # The times of an overlapped block and of users' actions must be one number,
+  # which holds for all stages.
   for name, value in {"overlap": numbers.get("overlap"), **times}.items():
     if isinstance(value, list):
       raise ValueError(f"{name} must be one number, not {value}")
@@ -114,8 +117,8 @@ def _costs(
 def _build(
   name: str,
   options: Mapping[str, str],
-  costs: Mapping[str, str],
-  own: Mapping[str, str],
+  cost_texts: Mapping[str, str],
+  action_times: Mapping[str, str],
 ) -> Schedule:
   """Builds a schedule. A schedule that depends on costs gets the given ones."""
   name = names.canonical(name, _SCHEDULES)
@@ -131,10 +134,10 @@ def _build(
       " numbers for a misprint"
     )
   table = schedules.build(name, **values)
-  if "costs" in arguments and (costs or own):
+  if "costs" in arguments and (cost_texts or action_times):
     # Two passes: the costs need the number of stages, which the table has.
-    cost = _costs(costs, own, table.stages)
-    table = schedules.build(name, **values, costs=cost)
+    costs = _costs(cost_texts, action_times, table.stages)
+    table = schedules.build(name, **values, costs=costs)
   return table
 
 
@@ -162,13 +165,13 @@ def _write(folder: Path, drawing: render.Drawing) -> str:
   for name, text in texts.items():
     safe_files.write(folder / name, text)
   paths = folder / "gantt.png", folder / "gantt.svg"
-  picture = f"{paths[0]}, .svg"
+  picture_line = f"{paths[0]}, .svg"
   try:
     render.gantt(drawing.table, timing, *paths, measured=drawing.measured)
   except ImportError as error:
-    picture = f"not drawn: {error}"
+    picture_line = f"not drawn: {error}"
   return (
-    f"picture  {picture}\n"
+    f"picture  {picture_line}\n"
     f"table    {folder}/grid.txt, schedule.csv, schedule.json\n"
     f"times    {folder}/analysis.txt; trace.json is for https://ui.perfetto.dev"
   )
@@ -178,8 +181,8 @@ def _build_or_read(
   schedule: str | None,
   table: str | None,
   options: Mapping[str, str],
-  costs: Mapping[str, str],
-  own: Mapping[str, str],
+  cost_texts: Mapping[str, str],
+  action_times: Mapping[str, str],
 ) -> Schedule:
   """Builds the schedule that is named, or reads the table of a file."""
   # Exactly one of the two.
@@ -190,7 +193,7 @@ def _build_or_read(
     )
   if table is None:
     assert schedule is not None
-    return _build(schedule, options, costs, own)
+    return _build(schedule, options, cost_texts, action_times)
   if options:
     raise ValueError(
       f"--table already contains --{next(iter(options))}; drop one of them"
@@ -201,39 +204,41 @@ def _build_or_read(
 def main(
   *,
   options: Mapping[str, str] | None = None,
-  costs: Mapping[str, str] | None = None,
-  own: Mapping[str, str] | None = None,
-  **given: Any,
+  cost_texts: Mapping[str, str] | None = None,
+  action_times: Mapping[str, str] | None = None,
+  **flag_values: Any,
 ) -> None:
   """Draws the table that the flags describe, see `command_flags.DRAWING`."""
-  options, costs, own = options or {}, costs or {}, own or {}
-  given = {name: default for name, (_, default, _) in DRAWING.items()} | given
+  options, cost_texts = options or {}, cost_texts or {}
+  action_times = action_times or {}
+  defaults = {name: default for name, (_, default, _) in DRAWING.items()}
+  given = defaults | flag_values
   folder = None if given["out"] is None else _drawing_folder(Path(given["out"]))
   try:
     # [1] The table, and whether it can be drawn and run.
-    plan = _build_or_read(
-      given["schedule"], given["table"], options, costs, own
+    table = _build_or_read(
+      given["schedule"], given["table"], options, cost_texts, action_times
     )
-    if plan.slots * plan.devices > _MOST_CELLS:
+    if table.slots * table.devices > _MOST_CELLS:
       raise ValueError(
-        f"{plan.name} has {plan.slots} slots on {plan.devices} devices, too"
+        f"{table.name} has {table.slots} slots on {table.devices} devices, too"
         " many to be drawn: check the numbers for a misprint"
       )
     limits = {name: given[name] for name in ("max_in_flight", "transfers")}
-    validate.validate(plan, **limits)
+    validate.validate(table, **limits)
     # [2] Its costs: the given ones, else those of the measured run.
-    measured_run, cost = None, None
+    measured_run, costs = None, None
     if given["measured"] is not None:
       measured_run = spans.read(Path(given["measured"]))
-      if not (costs or own):
-        cost = analyze.measured_costs(plan, measured_run)
-    if cost is None:
-      cost = _costs(costs, own, plan.stages)
+      if not (cost_texts or action_times):
+        costs = analyze.measured_costs(table, measured_run)
+    if costs is None:
+      costs = _costs(cost_texts, action_times, table.stages)
     # [3] The analysis.
-    weights = given["weights"] or schedules.weights_of(plan)
-    facts = analyze.analyze(plan, cost, weights=weights)
-    picture = render.Drawing(plan, facts, weights, measured_run)
-    description = render.describe(picture)
+    weights = given["weights"] or schedules.weights_of(table)
+    analysis = analyze.analyze(table, costs, weights=weights)
+    drawing = render.Drawing(table, analysis, weights, measured_run)
+    description = render.describe(drawing)
   except ScheduleError as error:
     reason, _, grid = str(error).partition("\n")
     if grid:  # print it apart, with its line ends: `fail` prints one line
@@ -241,34 +246,36 @@ def main(
     raise ValueError(reason) from None
   # [4] Print, and write.
   columns = shutil.get_terminal_size((_TERMINAL, 24)).columns
-  for line in table_lib.to_text(plan).splitlines():
+  for line in table_lib.to_text(table).splitlines():
     print(line if len(line) <= columns else line[: columns - 4] + " ...")
   # The grid has a column for the devices' numbers.
-  width = max(columns - len(str(plan.devices)) - 4, 20)
+  width = max(columns - len(str(table.devices)) - 4, 20)
   print()
-  print(render.to_text(plan, facts.timing, columns=width))
+  print(render.to_text(table, analysis.timing, columns=width))
   print(description)
   if folder is not None:
-    print(_write(folder, picture))
+    print(_write(folder, drawing))
 
 
 def _define() -> Callable[[], None]:
   """Defines the flags; returns a function that calls `main` with them."""
-  holders = flags.define("draw_schedule")
+  flag_holders = flags.define("draw_schedule")
 
   def values(flag_names: Iterable[str]) -> dict[str, Any]:
     """Returns the values of the flags that are given."""
-    return {n: v for n in flag_names if (v := holders[n].value) is not None}
+    flag_values = {name: flag_holders[name].value for name in flag_names}
+    return {k: v for k, v in flag_values.items() if v is not None}
 
   def call() -> None:
     """Calls `main` with the values of the flags."""
-    given, options = values(DRAWING), values(OF_SCHEDULES)
+    given, options = values(DRAWING), values(SCHEDULE_OPTIONS)
     # An option may be a separate flag or part of --options, not both.
     extra = _pairs("options", given.pop("options"))
-    own = _pairs("own", given.pop("own"))
+    action_times = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):
       raise ValueError(f"{both[0]} is given twice, also in --options; drop one")
-    main(options=options | extra, costs=values(COSTS), own=own, **given)
+    texts = {"cost_texts": values(COSTS), "action_times": action_times}
+    main(options=options | extra, **texts, **given)
 
   return call
 

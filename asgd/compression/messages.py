@@ -28,9 +28,9 @@ _CODEC = 0x636F6465  # folded into the key of a job, for the codec's draws
 class Coded(NamedTuple):
   """A message, or a shard's part of one, in the form that is sent."""
 
-  code: Code  # of the codec
+  code: Code  # the codec's
   stats: Any  # statistics of BatchNorm, not encoded; None without
-  residual: Any  # float32[], RMS of the worker's residual; 0 without one
+  residual: Any  # float32[], RMS of the sender's residual; 0 without one
 
 
 class Parts(NamedTuple):

@@ -1,9 +1,9 @@
 """The server's updates as codes, from which workers rebuild its parameters.
 
-Parameters change by decoded updates alone. The server keeps the part that its
-codec left out of an update, and adds it to the next one (with
-`error_feedback`). Workers do the same with messages: both directions are
-compressed.
+The server applies decoded updates; an update that its codec cannot encode is
+applied as it is. With `error_feedback` the server adds the part that the codec
+left out of an update to the next one. Workers do the same with messages, so
+both directions are compressed.
 """
 
 from typing import Any, NamedTuple
@@ -17,16 +17,16 @@ from asgd.compression.codec import Codec, zeros
 from asgd.compression.messages import Coded, residual_norm, shapes
 from asgd.server import all_finite
 
-_SEED = 0x646F776E  # of the random numbers of a server's codec
+_SEED = 0x646F776E  # seed of the random numbers of a server's codec
 
 
 class CompressedUpdates(NamedTuple):
   """State of `compressed_updates`."""
 
-  inner: optax.OptState  # of the algorithm
-  codec: Any  # the codec's state, such as the residual
+  inner: optax.OptState  # state of the algorithm
+  codec: Any  # state of the codec, such as the residual
   # The last update, in the form that is sent; zeros before the first. Its
-  # residual is NaN if the update was not encoded.
+  # `residual` (an RMS) is NaN if workers cannot rebuild the update.
   coded: Coded
   count: jax.Array  # type: ignore[assignment] # int32[], updates so far
 
@@ -40,13 +40,13 @@ def compressed_updates(
       params <- params + decode(code)
 
   With `compression.compressed` workers, both directions are compressed. An
-  update that is not finite is applied without encoding; then the server must
-  send the parameters to the workers.
+  update that is not finite, or whose code is not, is applied as it is; then the
+  server must send the parameters to the workers.
 
   Args:
     algorithm: any without look-ahead: workers cannot rebuild predicted
       parameters from updates.
-    codec: any; its state is the server's.
+    codec: any; its state is part of the server's.
 
   Returns:
     An Algorithm, whose state holds the code of the last update (`last_update`).
@@ -91,19 +91,19 @@ def compressed_updates(
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     weights = base.weights_of(updates)
     finite = all_finite(weights)
-    # Codecs need finite numbers, even if the code is not used.
+    # Codecs need finite numbers, even for a code that is not used.
     safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
     # The draws follow from the count, so a restored server repeats them.
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
-    code, after = codec.encode(state.codec, safe, key)
+    code, codec_state = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
     # NaN marks an update that workers cannot rebuild.
-    norm = jnp.where(finite, residual_norm(after), jnp.nan)
+    norm = jnp.where(finite, residual_norm(codec_state), jnp.nan)
     coded = Coded(code, None, norm)
-    # Apply the decoded update: workers rebuild exactly this one.
+    # Apply the decoded update, if there is one: workers rebuild exactly this.
     weights = optax.tree.where(finite, _decoded(codec, code), weights)
-    after = optax.tree.where(finite, after, state.codec)
-    state = CompressedUpdates(inner, after, coded, state.count + 1)
+    codec_state = optax.tree.where(finite, codec_state, state.codec)
+    state = CompressedUpdates(inner, codec_state, coded, state.count + 1)
     return base.with_weights(updates, weights), state
 
   return base.Algorithm(init, update)
@@ -119,10 +119,10 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
   server's.
 
   Args:
-    codec: of `compressed_updates`.
-    params: before the update. Statistics of BatchNorm do not change here: they
-      are sent next to the codes.
-    code: of the update, `last_update(...).code`.
+    codec: that of `compressed_updates`.
+    params: the worker's, before the update. Statistics of BatchNorm do not
+      change here: they are sent next to the codes.
+    code: the update's, `last_update(...).code`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -137,8 +137,8 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
 
 
 def last_update(opt_state: optax.OptState) -> Coded | None:
-  """Returns the last update in a server's state in the form that is sent,
-  without statistics; None for an algorithm with dense updates."""
+  """Returns the last update of `compressed_updates` from a server's state, in
+  the form that is sent and without statistics; None for other algorithms."""
   nodes = jax.tree.leaves(
     opt_state, is_leaf=lambda x: isinstance(x, CompressedUpdates)
   )

@@ -1,6 +1,7 @@
-"""Kills and stops the processes of a live run, which is a separate command.
+"""Kills and stops processes of a live run.
 
-`asgd chaos` chooses the kinds and the rate of the failures.
+This module starts the run as a separate command, `asgd train`. `asgd chaos`
+chooses the kinds and the rate of the failures.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from asgd.orders.trace import Event, follow
 KINDS = ("worker", "shard", "hang", "driver", "term")
 _SIGNALS = {"hang": signal.SIGSTOP, "term": signal.SIGTERM}  # others: SIGKILL
 _LOOK = 0.05  # seconds between two looks at the run
-_ENDING = 20.0  # seconds to wait for the end of processes
+_END_SECONDS = 20.0  # to wait for the end of processes
 
 
 class Hung(Exception):
@@ -39,25 +40,25 @@ def log_line(text: str) -> None:
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
 
-def alive(running: Iterable[tuple[int, str]]) -> list[int]:
-  """Waits until processes have ended, or for _ENDING seconds; returns the ids
-  of those that still run. `running` has (process id, start time): an id with
+def wait_for_end(started: Iterable[tuple[int, str]]) -> list[int]:
+  """Waits until processes have ended, or for _END_SECONDS; returns the ids of
+  those that still run. `started` has (process id, start time): an id with
   another start time belongs to another process."""
-  end = time.monotonic() + _ENDING
+  end = time.monotonic() + _END_SECONDS
   while True:
     pids = []
-    for pid, began in running:
+    for pid, start_time in started:
       with contextlib.suppress(OSError):  # the process has ended
-        state, started = processes.stat(pid)
+        state, actual_start_time = processes.stat(pid)
         # Z and X: it has ended, and its parent has not yet asked for its status
-        if started == began and state not in "ZX":
+        if actual_start_time == start_time and state not in "ZX":
           pids.append(pid)
     if not pids or time.monotonic() > end:
       return sorted(pids)
     time.sleep(_LOOK)
 
 
-class Victim:
+class InjectedRun:
   """A run of `asgd train`, and the failures injected into it."""
 
   def __init__(
@@ -71,15 +72,16 @@ class Victim:
       protocols: cell name -> its protocol.
     """
     self._out, self._command, self._protocols = out, command, protocols
-    # What the audit and the end need to know of all drivers so far.
+    # Kept across restarts of the driver, for the audit and for `end`.
     self.failures: list[audit.Failure] = []
     self.memories: set[Path] = set()  # memory folders of cells
     self.processes: set[tuple[int, str]] = set()  # (process id, start time)
-    # For `check`: (count of journals, their bytes), and when they last grew.
+    # For `check_progress`: (count of journals, their bytes), and when they last
+    # changed.
     self._journals = 0, 0
-    self._grew = time.monotonic()
-    # For `working`: (driver's id, cell), rows of the cell before this driver
-    # began it, and whether a message was received since.
+    self._changed = time.monotonic()
+    # For `working`: (driver's id, cell) and the cell's rows at the first call
+    # for this driver and cell, and whether a message was received since.
     self._run: tuple[int, str] | None = None
     self._rows, self._works = 0, False
     # SIGTERM must reach `end`; otherwise the run would outlive this process.
@@ -92,7 +94,8 @@ class Victim:
     self.process = subprocess.Popen(self._command, start_new_session=True)
 
   def _cell(self) -> tuple[str, Path] | None:
-    """Returns the name and the memory folder of the cell that runs now."""
+    """Returns the name and the memory folder of the cell that runs now, and
+    stores the folder."""
     for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
       owner = live_memory.read(path.parent)
       if owner and owner.driver == self.process.pid:
@@ -113,7 +116,8 @@ class Victim:
     return self._protocols[cell].live.rows(self._out / "cells" / cell)
 
   def working(self) -> bool:
-    """Whether a message was received since this driver began this cell."""
+    """Whether a message was received since the first call for this driver and
+    this cell."""
     current = self._cell()
     if current is None:
       return False
@@ -127,14 +131,14 @@ class Victim:
     self._works = any(event.action == base.RECEIVE for event in new_events)
     return self._works
 
-  def check(self, patience: float) -> None:
-    """Raises Hung if no journal has grown for `patience` seconds."""
+  def check_progress(self, patience: float) -> None:
+    """Raises Hung if no journal has changed for `patience` seconds."""
     paths = list(self._out.glob("cells/*/trace-*.csv"))
     # A driver that resumes may drop rows, so any change is a sign of life.
     journals = len(paths), sum(path.stat().st_size for path in paths)
     if journals != self._journals:
-      self._journals, self._grew = journals, time.monotonic()
-    if time.monotonic() - self._grew > patience:
+      self._journals, self._changed = journals, time.monotonic()
+    if time.monotonic() - self._changed > patience:
       cell = self._cell()
       if cell is None:
         waited = f"for asgd train to begin a cell in {self._out}"
@@ -148,28 +152,29 @@ class Victim:
         " --patience. Otherwise the run has hung"
       )
 
-  def fail(self, kind: str, rng: random.Random) -> bool:
+  def inject_failure(self, kind: str, rng: random.Random) -> bool:
     """Injects a failure of a kind. Returns False if no process that it applies
     to runs now."""
     current = self._cell()
     if current is None:
       return False
     cell, memory = current
-    before = self._events(cell)
-    if not before:
+    events_before = self._events(cell)
+    if not events_before:
       return False  # the processes are starting
-    # [1] Choose a victim: a process that runs and is not stopped.
+    # [1] Choose a process that runs and is not stopped.
     pids = self._pids(memory)
     if kind == "driver":
-      self._kill_driver(cell, before, pids)
+      self._kill_driver(cell, events_before, pids)
       return True
     parties = self._protocols[cell].live.parties
-    victims = parties["shard" if kind == "shard" else "worker"]
-    if victims == "worker" and "peer" in pids:
-      victims = "peer"
+    party = parties["shard" if kind == "shard" else "worker"]
+    # Some protocols have peers in place of workers.
+    if party == "worker" and "peer" in pids:
+      party = "peer"
     running = {
       index: pid
-      for index, pid in pids[victims].items()
+      for index, pid in pids[party].items()
       if processes.stat(pid)[0] not in "Tt"
     }
     if not running:
@@ -177,46 +182,49 @@ class Victim:
     # [2] Send the signal.
     index = rng.choice(sorted(running))
     os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
-    log_line(f"{kind}: {victims} {index} of {cell}")
-    # [3] Note which incarnation must leave in the trace, for the audit.
-    after = self._events(cell)
+    log_line(f"{kind}: {party} {index} of {cell}")
+    # [3] Record the worker's incarnation that the audit must find a LEAVE row
+    # for; if the worker has not joined, its next incarnation, which may join.
+    events_after = self._events(cell)
     incarnations: tuple[tuple[int, int], ...] = ()
-    coming: tuple[int, int] | None = None
-    if kind != "shard":  # a shard is no worker, and never leaves in the trace
-      ledger = follow(before)
-      # It had not joined yet; its JOIN may have been written meanwhile.
+    possible_incarnation: tuple[int, int] | None = None
+    if kind != "shard":  # a shard has no LEAVE rows
+      ledger = follow(events_before)
+      # If it had not joined before the signal, its JOIN may be there now.
       if index not in ledger.present:
-        ledger = follow(after)
+        ledger = follow(events_after)
       incarnation = ledger.incarnations.get(index, -1)
       if index in ledger.present:
         incarnations = ((index, incarnation),)
       else:
-        coming = index, incarnation + 1
-    rows = len(before), len(after)
+        possible_incarnation = index, incarnation + 1
+    rows = len(events_before), len(events_after)
     self.failures.append(
-      audit.Failure(kind, cell, index, incarnations, *rows, coming)
+      audit.Failure(
+        kind, cell, index, incarnations, *rows, possible_incarnation
+      )
     )
     return True
 
   def _kill_driver(
     self,
     cell: str,
-    before: Sequence[Event],
+    events_before: Sequence[Event],
     pids: Mapping[str, Mapping[int, int]],
   ) -> None:
     """Kills the driver, starts its command again, and waits for the end of the
-    killed driver's processes, which work on until they notice."""
+    killed driver's processes, which work until they notice."""
     self.process.kill()
     self.process.wait()
     log_line(f"driver: the driver of {cell}")
     self._start()
-    # Only when they have ended is the last row of the killed driver written.
-    killed = {pid for kind in pids.values() for pid in kind.values()}
-    alive([process for process in self.processes if process[0] in killed])
-    after = self._events(cell)
+    # Until these processes end they may still append rows.
+    orphans = {pid for by_index in pids.values() for pid in by_index.values()}
+    wait_for_end([p for p in self.processes if p[0] in orphans])
+    events_after = self._events(cell)
     # All incarnations end with their driver.
-    incarnations = tuple(sorted(follow(after).incarnations.items()))
-    rows = len(before), len(after)
+    incarnations = tuple(sorted(follow(events_after).incarnations.items()))
+    rows = len(events_before), len(events_after)
     self.failures.append(audit.Failure("driver", cell, 0, incarnations, *rows))
 
   def end(self) -> None:
@@ -233,7 +241,7 @@ class Victim:
 
 
 def inject(
-  victim: Victim,
+  run: InjectedRun,
   kinds: Sequence[str],
   rng: random.Random,
   *,
@@ -244,7 +252,7 @@ def inject(
   """Injects failures into a run, and waits for its end.
 
   Args:
-    victim: the run.
+    run: the run.
     kinds: of failures; each comes once before any comes again.
     rng: draws the order of the kinds, and the times.
     mtbf: mean seconds of work between two failures.
@@ -258,27 +266,27 @@ def inject(
   worked, due = 0.0, rng.expovariate(rate)  # seconds of the run's work
   waiting: list[str] = []  # kinds that come before any comes again
   last = time.monotonic()
-  while victim.process.poll() is None:
+  while run.process.poll() is None:
     time.sleep(_LOOK)
-    victim.check(patience)
+    run.check_progress(patience)
     # Only time in which the run works counts: neither the start of processes
     # nor the compilation.
     now = time.monotonic()
-    if victim.working():
+    if run.working():
       worked += now - last
     last = now
     if not due <= worked < seconds:
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
-    # The victim may end between the look at its files and the signal.
+    # A process may end between the look at its files and the signal.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
       # Rotate: a kind without a running process must not block the others.
       waiting.insert(0, waiting.pop())
-      if victim.fail(waiting[0], rng):
+      if run.inject_failure(waiting[0], rng):
         waiting.pop(0)
         due = worked + rng.expovariate(rate)
         last = time.monotonic()  # the time of the injection is no work
-  if victim.process.returncode == 0 and worked < seconds:
+  if run.process.returncode == 0 and worked < seconds:
     log_line(
       f"the run ended after {worked:.0f} of {seconds:g} seconds; set a larger"
       " --config.epochs"

@@ -36,22 +36,22 @@ class Restored(NamedTuple):
   def tree(self, template: Any) -> Any:
     """Returns the saved tree with NumPy arrays. Raises ValueError if its
     structure or shapes differ from the template's; a leaf ANY has any shape."""
-    names, structure = _names(template)
+    leaves, structure = _leaves_by_name(template)
     # [1] The same leaves, by name.
-    if names.keys() != self.arrays.keys():
-      differing = sorted(names.keys() ^ self.arrays.keys())[:3]
+    if leaves.keys() != self.arrays.keys():
+      differing = sorted(leaves.keys() ^ self.arrays.keys())[:3]
       raise ValueError(
         "it is of another model, algorithm or schedule"
         f" ({', '.join(differing)})"
       )
     # [2] The same shapes.
-    for name, leaf in names.items():
+    for name, leaf in leaves.items():
       shape = self.arrays[name].shape
       if leaf is not ANY and np.shape(leaf) != shape:
         text = f"{name} has shape {shape}, not {np.shape(leaf)}"
         raise ValueError(f"{text}: it is of another model")
-    # `names` has the template's order of leaves.
-    return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
+    # `leaves` has the template's order.
+    return jax.tree.unflatten(structure, [self.arrays[n] for n in leaves])
 
 
 ANY = object()  # a leaf of a template that may have any shape
@@ -62,13 +62,13 @@ def any_shapes(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: ANY, tree)
 
 
-def _names(tree: Any) -> tuple[dict[str, Any], Any]:
+def _leaves_by_name(tree: Any) -> tuple[dict[str, Any], Any]:
   """Returns (name -> leaf, structure) of a tree."""
-  leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-  names = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
-  if len(names) != len(leaves):
+  paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+  leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+  if len(leaves) != len(paths):
     raise ValueError("two leaves of a checkpoint have the same name")
-  return names, structure
+  return leaves, structure
 
 
 def _digest(arrays: Iterable[np.ndarray], text: str) -> str:
@@ -87,7 +87,7 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 
 
 @contextlib.contextmanager
-def _briefly() -> Iterator[None]:
+def _quiet_orbax() -> Iterator[None]:
   """Makes orbax raise its errors without printing them."""
   log = logging.getLogger("absl")
   level = log.level
@@ -132,32 +132,33 @@ class Checkpoints:
 
     if step == self._manager.latest_step():
       return  # this step was restored or saved already
-    # [1] To the host: orbax gets NumPy arrays only, in the order of `names`.
-    names, _ = _names(jax.device_get(tree))
-    arrays = list(map(np.asarray, names.values()))
-    # [2] The JSON, as text, because the checksum is one of its bytes.
+    # [1] To the host: orbax gets NumPy arrays only, in the order of `leaves`.
+    leaves, _ = _leaves_by_name(jax.device_get(tree))
+    arrays = list(map(np.asarray, leaves.values()))
+    # [2] The JSON, as text: the checksum is over the bytes of this text.
     text = json.dumps(
       {
         "notes": notes,
-        # Names are notes, because orbax gives slashes and dots a meaning.
-        "names": list(names),
-        # Orbax takes no array without elements, and a shard may have some.
+        # Names are here, and arrays under numbers, because orbax gives slashes
+        # and dots in names a meaning.
+        "names": list(leaves),
+        # Orbax cannot store an array without elements, which a shard may have.
         "empty": {
           name: [x.dtype.str, x.shape]
-          for name, x in zip(names, arrays, strict=True)
+          for name, x in zip(leaves, arrays, strict=True)
           if not x.size
         },
       }
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
-    by_number = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
-    content = args.Composite(
-      arrays=args.StandardSave(by_number), meta=args.JsonSave(meta)
+    arrays_by_number = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
+    items = args.Composite(
+      arrays=args.StandardSave(arrays_by_number), meta=args.JsonSave(meta)
     )
     # [3] The files. Orbax renames the step's folder when all are written.
     try:
-      with _briefly():
-        self._manager.save(step, args=content, force=True)
+      with _quiet_orbax():
+        self._manager.save(step, args=items, force=True)
     except Exception as error:  # on a full disk orbax may raise any type
       raise ValueError(
         f"cannot write a checkpoint to {self._folder} ({line_of(error, 200)});"
@@ -166,8 +167,8 @@ class Checkpoints:
 
   def restore(self, rebuild: Callable[[Restored], Any]) -> Any:
     """Returns `rebuild(restored)` of the newest checkpoint that is complete and
-    that `rebuild` accepts; None if there is none. Moves damaged checkpoints
-    aside, with a warning on stderr."""
+    that `rebuild` accepts; None if there is none. Renames newer ones, which
+    are damaged or of another model, with a warning on stderr."""
     if not any(self._folder.iterdir()):
       return None
     for step in sorted(self._manager.all_steps(), reverse=True):
@@ -175,16 +176,16 @@ class Checkpoints:
         # `rebuild` is inside, as it finds that shapes differ from the model's.
         return rebuild(self._read(step))
       except Exception as error:  # for a damaged file orbax may raise any type
-        aside = self._folder.parent / f"damaged-{step}"
-        while aside.exists():
-          aside = aside.with_name(aside.name + "-again")
-        damaged = self._folder / str(step)
-        damaged.rename(aside)
+        damaged_path = self._folder.parent / f"damaged-{step}"
+        while damaged_path.exists():
+          damaged_path = damaged_path.with_name(f"{damaged_path.name}-again")
+        path = self._folder / str(step)
+        path.rename(damaged_path)
         self._manager.reload()
         print(
-          f"warning: checkpoint {damaged} is damaged and is not used"
-          f" ({line_of(error, 200)}); it is kept as {aside}. The cell resumes"
-          " from the checkpoint before it, or starts again",
+          f"warning: checkpoint {path} is damaged or of another model, and is"
+          f" not used ({line_of(error, 200)}); it is kept as {damaged_path}."
+          " The cell resumes from the checkpoint before it, or starts again",
           file=sys.stderr,
         )
     return None
@@ -193,11 +194,11 @@ class Checkpoints:
     """Reads a checkpoint; raises ValueError if its checksum does not match."""
     from orbax.checkpoint import args
 
-    content = args.Composite(
+    items = args.Composite(
       arrays=args.StandardRestore(), meta=args.JsonRestore()
     )
-    with _briefly():
-      saved = self._manager.restore(step, args=content)
+    with _quiet_orbax():
+      saved = self._manager.restore(step, args=items)
     # The reverse of `save`: names and empty arrays come from the JSON.
     text, arrays = saved["meta"]["text"], {}
     meta = json.loads(text)
@@ -213,6 +214,6 @@ class Checkpoints:
 
   def close(self) -> None:
     """Releases the folder."""
-    # A manager that was never needed is not made to be closed.
+    # Do not make the manager only to close it.
     if "_manager" in vars(self):
       self._manager.close()

@@ -23,7 +23,7 @@ class Failure(NamedTuple):
   after: int  # rows when it had taken effect
   # (worker, incarnation) of a process that had not joined yet, and may still
   # join before it ends.
-  coming: tuple[int, int] | None = None
+  possible_incarnation: tuple[int, int] | None = None
 
 
 class Finding(NamedTuple):
@@ -192,7 +192,9 @@ def deaths(
   dropped = collections.Counter(f.party for f in before if f.kind != "shard")
   # By (worker, incarnation): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.incarnations}
-  coming = {f.coming: f for f in reversed(failures) if f.coming}
+  possible_incarnations = {
+    failure.possible_incarnation: failure for failure in reversed(failures)
+  }
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
   worked, leavers = set(), set()  # (worker, incarnation)
   counted: list[Failure] = []  # with a LEAVE in the trace
@@ -219,7 +221,8 @@ def deaths(
     elif action == base.LEAVE:
       leavers.add(key)
       if failure is None and key not in worked:
-        failure = coming.get(key)  # it was killed before its JOIN was written
+        # Perhaps it was killed before its JOIN was written.
+        failure = possible_incarnations.get(key)
       if failure and row >= failure.before:
         how[failure.kind] += 1
         counted.append(failure)

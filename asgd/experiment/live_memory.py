@@ -187,29 +187,29 @@ class LiveMemory:
       ValueError: another process has the lock, or the folder is not the memory
         of a run.
     """
-    self._folder, cell = cell_folder, cell_folder.resolve()
+    self._cell_folder, cell = cell_folder, cell_folder.resolve()
     running = read(cell_folder) if resume else None
     # [1] Which folder: one named after the cell's path, or that of an earlier
     # driver, also if the cell was moved since.
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
-    self.memory = Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{number}"
+    self.folder = Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{number}"
     self.replaced: dict[str, int] = {}
     # The counts that running.json has; None: the cell has not begun.
     self._counts: dict[str, int] | None = None
     if running is not None:
       self.replaced = dict(running.replaced)
       if running.memory.is_dir() and _is_of(running.memory, running, cell):
-        self.memory = running.memory
+        self.folder = running.memory
     # [2] Open and lock it. An error closes what was opened.
     with contextlib.ExitStack() as stack:
       try:
-        fd_path = stack.enter_context(_open_memory(self.memory))
+        fd_path = stack.enter_context(_open_memory(self.folder))
       except ValueError as error:
         raise ValueError(
-          f"{self.memory} cannot be the memory of the run: {error}. Remove it,"
+          f"{self.folder} cannot be the memory of the run: {error}. Remove it,"
           " or use another folder (--memory_dir)"
         ) from error
-      lock = processes.lock(fd_path / _LOCK, _SECONDS, self.memory / _LOCK)
+      lock = processes.lock(fd_path / _LOCK, _SECONDS, self.folder / _LOCK)
       stack.callback(os.close, lock)
       # [3] Keep its files, or end the processes of an earlier run, and remove
       # its files.
@@ -236,23 +236,23 @@ class LiveMemory:
     if replaced == self._counts:
       return
     self._counts = dict(replaced)
-    running = Running(os.getpid(), self.memory, self._token, self._counts)
-    content = {**running._asdict(), "memory": str(self.memory)}
-    storage.write_json(self._folder / RUNNING, storage.sealed(content))
+    running = Running(os.getpid(), self.folder, self._token, self._counts)
+    content = {**running._asdict(), "memory": str(self.folder)}
+    storage.write_json(self._cell_folder / RUNNING, storage.sealed(content))
 
   def remove(self) -> None:
     """Removes the memory, from which the cell can then no longer resume."""
     with contextlib.ExitStack() as stack:
-      fd_path = self._fd_path or stack.enter_context(_open_memory(self.memory))
-      _remove(fd_path, self.memory)
+      fd_path = self._fd_path or stack.enter_context(_open_memory(self.folder))
+      _remove(fd_path, self.folder)
     # Last: a kill before it leaves the name of a removed memory, which `read`
     # accepts.
-    (self._folder / RUNNING).unlink(missing_ok=True)
+    (self._cell_folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
     """Unlocks the memory. Removes it if the run was refused before it began."""
     if self._fd_path is not None and not self.kept and self._counts is None:
-      _remove(self._fd_path, self.memory)
+      _remove(self._fd_path, self.folder)
     self._fd_path = None
     self._open.close()
 

@@ -286,7 +286,7 @@ def write_page(
     facts[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
   # [2] Checkpoints that were moved aside (`Checkpoints.restore`).
   damaged = [
-    f"{path.relative_to(workdir)} was damaged and is not used"
+    f"{path.relative_to(workdir)} cannot be used: damaged, or of another model"
     for path in sorted(workdir.glob("cells/*/damaged-*"))
   ]
   notes = [note.removeprefix("warning: ") for note in notes]

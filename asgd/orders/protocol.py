@@ -297,7 +297,7 @@ class Dispatcher:
     """Starts backup tasks: copies of late jobs at idle workers."""
     grants: list[Grant] = []
     for late_time, _, job in sorted(self._late_jobs(now)):
-      idle = self._starters.first()
+      idle = self._starters.first_free()
       if late_time > now or idle is None:
         break
       grants.append(self._start(now, idle, job, keep=False))
@@ -316,7 +316,7 @@ class Dispatcher:
     arrivals = self._arrivals
     if self.rules.late == math.inf or arrivals.granted < self.rules.round:
       return []
-    if self._starters.first() is None:
+    if self._starters.first_free() is None:
       return []
     return arrivals.late_jobs(before)
 
@@ -329,10 +329,10 @@ class Dispatcher:
     """The clock of the slowest worker that has a job to do; in a warm start
     that of the one worker that computes."""
     if self._in_warm_start:
-      return self._starters.most
+      return self._starters.largest_clock
     job_for_all = bool(self._lost_jobs) and not self._owned
-    everyone = self._fresh_jobs() > 0 or job_for_all
-    return self._starters.slowest(everyone=everyone)
+    all_workers = self._fresh_jobs() > 0 or job_for_all
+    return self._starters.slowest(all_workers=all_workers)
 
   def _clock(self, worker: int) -> int:
     """The worker's clock once its open jobs have ended."""
@@ -371,11 +371,11 @@ class Dispatcher:
       return
     state, tickets = self._states[worker], self._ledger.open[worker]
     free = not state.paused and self._arrivals.busy(worker) < self.rules.depth
-    self._starters.note(
+    self._starters.update(
       worker,
       state.finished,
       has_job=bool(tickets) or (self._owned and worker in self._lost_jobs),
-      ahead=state.finished + len(tickets) if free else None,
+      start_clock=state.finished + len(tickets) if free else None,
     )
 
   def _write(
@@ -439,7 +439,8 @@ class Dispatcher:
       state.finished += 1
       self.received += 1
       if self.received == self.rules.warm_start:
-        self._end_warm_start(max(state.finished, self._starters.most))
+        clock = max(state.finished, self._starters.largest_clock)
+        self._end_warm_start(clock)
     elif event.action != base.DROP:
       self.lost += 1
       # It is free for others if no copy of it is open or was received.

@@ -1,8 +1,8 @@
 """The workers that may start a job, kept up to date as each of them changes.
 
-A dispatcher notes each change of a worker, and asks for the workers that may
-start. No event loops over all workers: each worker is in one or two heaps, and
-an outdated heap entry is dropped when it reaches the top.
+A dispatcher reports each change of a worker, and asks for the workers that may
+start. Neither takes a loop over all workers: workers and clocks are in heaps,
+and an outdated heap entry is dropped when it reaches the top.
 """
 
 import bisect
@@ -10,12 +10,13 @@ import heapq
 
 
 class Clocks:
-  """Clocks of workers, and the least of them.
+  """Clocks of workers, and the least of them. A clock counts the jobs that the
+  worker has finished; a newcomer's begins at the slowest clock.
 
   Example:
     >>> from asgd.orders.starters import Clocks
     >>> clocks = Clocks()
-    >>> clocks.put(0, 3), clocks.put(1, 5), clocks.put(0, 7)
+    >>> clocks.set_clock(0, 3), clocks.set_clock(1, 5), clocks.set_clock(0, 7)
     (None, None, None)
     >>> clocks.least()
     5
@@ -23,34 +24,35 @@ class Clocks:
 
   def __init__(self) -> None:
     self._clock: dict[int, int] = {}  # by worker
-    self._workers: dict[int, int] = {}  # clock -> workers that have it
+    self._count: dict[int, int] = {}  # clock -> number of workers that have it
     self._heap: list[int] = []  # clocks; some are outdated
 
   def __contains__(self, worker: int) -> bool:
     return worker in self._clock
 
-  def put(self, worker: int, clock: int | None) -> None:
-    """Sets the clock of a worker; None takes the worker out."""
+  def set_clock(self, worker: int, clock: int | None) -> None:
+    """Sets the clock of a worker; None removes the worker."""
     old_clock = self._clock.get(worker)
     if old_clock == clock:
       return
     if old_clock is not None:
-      self._workers[old_clock] -= 1
-      if not self._workers[old_clock]:
-        del self._workers[old_clock]
+      self._count[old_clock] -= 1
+      if not self._count[old_clock]:
+        del self._count[old_clock]
     if clock is None:
       del self._clock[worker]
       return
     self._clock[worker] = clock
-    # A clock that returns may be in the heap twice; `least` skips it.
-    if clock not in self._workers:
-      self._workers[clock] = 0
+    # The heap may still have this clock, outdated. Two equal entries are
+    # harmless: `least` drops both once no worker has the clock.
+    if clock not in self._count:
+      self._count[clock] = 0
       heapq.heappush(self._heap, clock)
-    self._workers[clock] += 1
+    self._count[clock] += 1
 
   def least(self) -> int:
-    """Returns the least clock, 0 without workers."""
-    while self._heap and self._heap[0] not in self._workers:
+    """Returns the least clock; 0 if there are no workers."""
+    while self._heap and self._heap[0] not in self._count:
       heapq.heappop(self._heap)
     return self._heap[0] if self._heap else 0
 
@@ -60,63 +62,64 @@ class Starters:
 
   Attributes:
     workers: indices of the present workers, sorted.
-    most: the largest clock that a worker has had.
+    largest_clock: the largest clock that a worker has had.
 
   Example:
     Worker 2 is free at clock 1, worker 0 at clock 4.
 
     >>> from asgd.orders.starters import Starters
     >>> starters = Starters()
-    >>> starters.note(2, 1, has_job=False, ahead=1)
-    >>> starters.note(0, 4, has_job=False, ahead=4)
-    >>> starters.slowest(everyone=True), starters.take(3), starters.take(9)
+    >>> starters.update(2, 1, has_job=False, start_clock=1)
+    >>> starters.update(0, 4, has_job=False, start_clock=4)
+    >>> starters.slowest(all_workers=True), starters.take(3), starters.take(9)
     (1, [2], [0])
   """
 
   def __init__(self) -> None:
     self.workers: list[int] = []
-    self.most = 0
+    self.largest_clock = 0
     self._clocks, self._with_job = Clocks(), Clocks()
     self._free: dict[int, int] = {}  # free worker -> clock at its next start
-    # A free worker is in `_waiting`, under its clock, until a limit reaches
-    # that clock; then it moves to the heap `_allowed`.
-    self._waiting: dict[int, list[int]] = {}
+    # A free worker whose clock exceeds the limit is in `_waiting`, under that
+    # clock, until a limit reaches it; then it is in the heap `_allowed`.
+    self._waiting: dict[int, list[int]] = {}  # some workers are outdated
     self._heap: list[int] = []  # clocks of `_waiting`
     self._limit = -1.0  # the latest limit on clocks
     self._allowed: list[int] = []  # workers; some are outdated
 
-  def note(
-    self, worker: int, clock: int, *, has_job: bool, ahead: int | None
+  def update(
+    self, worker: int, clock: int, *, has_job: bool, start_clock: int | None
   ) -> None:
-    """Notes the state of a present worker.
+    """Updates the state of a present worker.
 
     Args:
-      clock: jobs that it has finished.
-      has_job: whether it has a ticket or a job that only it can do.
-      ahead: the clock at which it would start a job, None if it is not free.
+      clock: its clock now.
+      has_job: whether it holds a ticket, or must repeat a lost job of its own.
+      start_clock: its clock once its open jobs have ended; None if it is not
+        free for another job.
     """
     if worker not in self._clocks:
       bisect.insort(self.workers, worker)
-    self.most = max(self.most, clock)
-    self._clocks.put(worker, clock)
-    self._with_job.put(worker, clock if has_job else None)
-    if ahead is None:
+    self.largest_clock = max(self.largest_clock, clock)
+    self._clocks.set_clock(worker, clock)
+    self._with_job.set_clock(worker, clock if has_job else None)
+    if start_clock is None:
       self._free.pop(worker, None)
-    elif self._free.get(worker) != ahead:  # else it is filed already
-      self._put(worker, ahead)
+    elif self._free.get(worker) != start_clock:  # else it is filed already
+      self._file(worker, start_clock)
 
   def remove(self, worker: int) -> None:
-    """Notes that a worker is not present."""
+    """Removes a worker that is not present."""
     if worker in self._clocks:
       del self.workers[bisect.bisect_left(self.workers, worker)]
-    self._clocks.put(worker, None)
-    self._with_job.put(worker, None)
+    self._clocks.set_clock(worker, None)
+    self._with_job.set_clock(worker, None)
     self._free.pop(worker, None)
 
-  def slowest(self, *, everyone: bool) -> int:
+  def slowest(self, *, all_workers: bool) -> int:
     """Returns the least clock of all workers, or of those with a job; 0 if no
     worker qualifies."""
-    return (self._clocks if everyone else self._with_job).least()
+    return (self._clocks if all_workers else self._with_job).least()
 
   def allows(self, worker: int, limit: float) -> bool:
     """Whether a worker is free and would start at a clock of at most `limit`.
@@ -124,19 +127,20 @@ class Starters:
     clock = self._free.get(worker)
     return clock is not None and clock <= limit
 
-  def first(self) -> int | None:
-    """Returns the free worker of the least index."""
+  def first_free(self) -> int | None:
+    """Returns the free worker of the least index, whatever its clock; None if
+    no worker is free."""
     self._admit(float("inf"))
     while self._allowed and self._allowed[0] not in self._free:
       heapq.heappop(self._allowed)
     return self._allowed[0] if self._allowed else None
 
-  def take(self, limit: float, most: float = float("inf")) -> list[int]:
-    """Returns at most `most` free workers that would start at a clock of at
-    most `limit`, sorted by index. They are not free until `note` says so."""
+  def take(self, limit: float, count: float = float("inf")) -> list[int]:
+    """Returns at most `count` free workers that would start at a clock of at
+    most `limit`, sorted by index. They are busy until the next `update`."""
     self._admit(limit)
     starters: list[int] = []
-    while self._allowed and len(starters) < most:
+    while self._allowed and len(starters) < count:
       worker = heapq.heappop(self._allowed)
       clock = self._free.pop(worker, None)
       if clock is None:  # an outdated entry: the worker has become busy
@@ -144,11 +148,12 @@ class Starters:
       if clock <= limit:
         starters.append(worker)
       else:
-        self._put(worker, clock)  # the slowest clock has become less
+        self._file(worker, clock)  # an earlier, higher limit allowed it
     return starters
 
-  def _put(self, worker: int, clock: int) -> None:
-    """Files a free worker under the clock at which it would start."""
+  def _file(self, worker: int, clock: int) -> None:
+    """Files a free worker that would start at `clock`: in `_allowed`, or under
+    this clock in `_waiting`."""
     self._free[worker] = clock
     if clock <= self._limit:
       heapq.heappush(self._allowed, worker)

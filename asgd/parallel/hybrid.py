@@ -75,9 +75,9 @@ def language(
       computes the block again.
 
   Raises:
-    ValueError: as `tensor.parallel`, for other layers, blocks that the stages
-      do not divide, and `sequence` without the axis "tensor"; by the loss, for
-      examples that are no multiple of the microbatches.
+    ValueError: as `tensor.parallel_layers`, for other layers, blocks that the
+      stages do not divide, and `sequence` without the axis "tensor"; by the
+      loss, for examples that are no multiple of the microbatches.
   """
   vocabulary, depth = _check_gpt(layers)
   # The axes decide; the functions below apply both divisions, one or none.
@@ -88,7 +88,7 @@ def language(
       f" one has {tuple(mesh.axis_names)}"
     )
   if splits:
-    layers = tensor.parallel(layers, mesh, sequence=sequence)
+    layers = tensor.parallel_layers(layers, mesh, sequence=sequence)
   if pipelined:
     checks.whole("microbatches", microbatches)
     checks.whole("rounds", rounds)

@@ -1,9 +1,10 @@
 """Starts a command as several processes that train together, and ends them.
 
 The processes connect on the loopback interface. The supervisor prints the
-output of the first of them, and forwards signals to all. If one process exits,
-the supervisor ends the others within seconds; if the supervisor exits, they
-save and end (`asgd.parallel.processes.join` watches it).
+output of process 0. When a signal asks it to stop, it sends all processes
+SIGTERM and waits a minute for them to save. If one fails, it kills the others
+after two seconds. If the supervisor itself exits, the processes save and end
+(`asgd.parallel.processes.join` watches it).
 """
 
 import collections
@@ -21,10 +22,10 @@ from typing import Any
 
 from asgd.parallel.processes import INCOMPLETE, LIFELINE
 
-_GRACE = 2.0  # seconds for processes to end after one has exited
-_SAVING = 60.0  # seconds to save after a signal
-_POLL = 0.5  # seconds between two checks for a signal
-_NOISE = "[Gloo]"  # begins lines of the library that are dropped
+_GRACE_SECONDS = 2.0  # for the other processes to end after one has failed
+_SAVE_SECONDS = 60.0  # to save after a signal
+_POLL_SECONDS = 0.5  # between two checks for a signal
+_DROPPED_PREFIX = "[Gloo]"  # lines of Gloo begin so, and are not printed
 
 
 def supervise(count: int) -> None:
@@ -32,8 +33,8 @@ def supervise(count: int) -> None:
 
   Raises:
     ValueError: if a process fails, with its last line.
-    SystemExit: if a signal stopped the processes, to which it was forwarded, or
-      if cells are missing at the end.
+    SystemExit: if a signal stopped this process, and so the others, or if cells
+      are missing at the end.
   """
   # The system chooses a free port. It is closed again at once, so that process
   # 0 can listen there.
@@ -61,7 +62,7 @@ class _Supervisor:
   def run(self) -> None:
     """Starts all processes and waits; `supervise` documents the errors."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      signal.signal(signum, self._forward_signal)
+      signal.signal(signum, self._end_children)
     killed: list[str] = []
     # The processes inherit the read end. This process keeps the write end open:
     # when it exits, they read an end of file and exit, too.
@@ -81,30 +82,30 @@ class _Supervisor:
           killed.append(str(number))
         child.wait()
       for thread in self._threads:
-        thread.join(_GRACE)
+        thread.join(_GRACE_SECONDS)
       os.close(write_end)
     # [4] Report the result as this process's own.
     if self._signal and killed:
       print(
         f"process {', '.join(killed)} of {self._count} did not stop in"
-        f" {_SAVING:g} s and was killed; the same command resumes from the last"
-        " checkpoint",
+        f" {_SAVE_SECONDS:g} s and was killed; the same command resumes from"
+        " the last checkpoint",
         file=sys.stderr,
       )
     if self._signal:
       sys.exit(128 + self._signal)  # as shells report a signal
     if failed is not None:
       number, status = failed
-      if status == INCOMPLETE:  # all processes end so: it is no failure of one
+      if status == INCOMPLETE:  # all exit with this status: no process failed
         print(self._last_line(number), file=sys.stderr)
         sys.exit(status)
       raise ValueError(self._describe(number, status))
 
   def _start(self, number: int, pipe: int) -> None:
     """Starts a process, and the threads that read its output."""
-    role = f"--process_id={number}", f"--coordinator={self._coordinator}"
     # The same command with two more flags, so `join` connects it.
-    command = [sys.executable, *sys.orig_argv[1:], *role]
+    role_flags = f"--process_id={number}", f"--coordinator={self._coordinator}"
+    command = [sys.executable, *sys.orig_argv[1:], *role_flags]
     child = subprocess.Popen(
       command,
       stdin=subprocess.DEVNULL,
@@ -112,39 +113,40 @@ class _Supervisor:
       stderr=subprocess.PIPE,
       env={**os.environ, LIFELINE: str(pipe), "PYTHONUNBUFFERED": "1"},
       pass_fds=(pipe,),
-      start_new_session=True,  # the terminal's Ctrl-C is forwarded from here
+      start_new_session=True,  # the terminal's Ctrl-C reaches only this process
       text=True,
       errors="replace",
     )
     self._children.append(child)
-    # A signal before this start was not forwarded to this process.
+    # The child missed a signal that came before it was started.
     if self._signal:
       child.terminate()
-    for target in (self._print, self._record_errors, self._report_exit):
+    targets = self._forward_output, self._record_errors, self._report_exit
+    for target in targets:
       thread = threading.Thread(target=target, args=(number,), daemon=True)
       thread.start()
       self._threads.append(thread)
 
-  def _print(self, number: int) -> None:
-    """Prints the output of the first process; reads that of the others, as a
-    full pipe would stop them."""
+  def _forward_output(self, number: int) -> None:
+    """Prints the output of process 0; only reads that of another process, which
+    a full pipe would stop."""
     stdout = self._children[number].stdout
     assert stdout is not None
     with stdout:
       for line in stdout:
-        if number == 0 and not line.startswith(_NOISE):
+        if number == 0 and not line.startswith(_DROPPED_PREFIX):
           print(line, end="", flush=True)
 
   def _record_errors(self, number: int) -> None:
-    """Keeps a process's last lines on stderr, for the error at the end, and
-    prints those of the first process."""
+    """Keeps a process's last lines on stderr, for the error at the end; prints
+    the lines of process 0."""
     stderr = self._children[number].stderr
     assert stderr is not None
     interrupted = False
     with stderr:
       for line in stderr:
         self._lines[number].append(line.strip())
-        # Ctrl-C while Python imports leaves a traceback that is no error.
+        # A signal while Python imports leaves a traceback that is no error.
         if self._signal and line.startswith(
           ("Traceback (", "Could not import")
         ):
@@ -152,15 +154,15 @@ class _Supervisor:
         if interrupted or number != 0:
           continue
         # The error line comes at the end, once, from `_describe`.
-        if not line.startswith(("error: ", _NOISE)):
+        if not line.startswith(("error: ", _DROPPED_PREFIX)):
           print(line, end="", file=sys.stderr, flush=True)
 
   def _report_exit(self, number: int) -> None:
     self._exits.put((number, self._children[number].wait()))
 
-  def _forward_signal(self, signum: int, frame: Any) -> None:
-    """Ends the processes by SIGTERM, as Python may lose a SIGINT while it
-    starts."""
+  def _end_children(self, signum: int, frame: Any) -> None:
+    """Sends all processes SIGTERM, whatever the signal, as Python may lose a
+    SIGINT while it starts."""
     del frame
     self._signal = signum
     for child in self._children:
@@ -174,10 +176,10 @@ class _Supervisor:
     deadline, running = math.inf, self._count
     while running:
       if self._signal and deadline == math.inf:
-        deadline = time.monotonic() + _SAVING
+        deadline = time.monotonic() + _SAVE_SECONDS
       # A signal handler does not wake `get`, so it waits for short times.
       try:
-        number, status = self._exits.get(timeout=_POLL)
+        number, status = self._exits.get(timeout=_POLL_SECONDS)
       except queue.Empty:
         if time.monotonic() > deadline:
           break
@@ -186,7 +188,8 @@ class _Supervisor:
       # The first failure is the cause; the others follow from it.
       if status and failure is None:
         failure = number, status
-        deadline = time.monotonic() + (_SAVING if self._signal else _GRACE)
+        seconds = _SAVE_SECONDS if self._signal else _GRACE_SECONDS
+        deadline = time.monotonic() + seconds
     return failure
 
   def _describe(self, number: int, status: int) -> str:

@@ -1,14 +1,16 @@
-"""Tensor parallel layers: each device of an axis holds a part of every matrix.
+"""Tensor parallel layers: the devices of an axis divide each layer's matrices.
 
 The first of two consecutive matrices is split by columns and the second by
-rows, so that activations between them stay split: attention and MLP end with
-one sum each, in the backward too. Attention is split by heads, embedding and
-logits by the vocabulary; the cross-entropy is computed from split logits.
+rows, so that activations between them stay split. Attention and MLP need one
+all-reduce each in the forward, and one each in the backward. Attention is split
+by heads, embedding and logits by the vocabulary; the cross-entropy is computed
+from split logits. Each device has the whole table of positions.
 
 The layers are flax modules for use inside shard_map, where each sees its part
-of the parameters. They have the names of the layers of
-`asgd.models.transformer` and their shapes, if joined, so a checkpoint fits both
-(`partition`, `pad`). The whole model draws the parameters.
+of the parameters. Parameters have the names of those in
+`asgd.models.transformer`, and after `pad` the same shapes once the parts are
+joined, so a checkpoint fits both (`partition`, `pad`). Initialize with the
+unsplit model: these modules draw zeros only.
 
 Megatron's operators are f, the identity with an all-reduce as its derivative,
 and g, the reverse. Under shard_map with check_vma f is JAX's cast to a value
@@ -17,9 +19,9 @@ explicitly: JAX's own casts would make six all-reduces of a block's backward
 instead of two. With check_vma=False psum's derivative is another psum, and
 gradients taken inside shard_map are wrong: `enter` refuses it.
 
-With `sequence`, norms, dropout and the stream between the regions are split by
-positions: f gathers positions and g scatters them, in the same bytes, and
-activations there are a t-th as large.
+With `sequence`, norms, dropout and the stream between the split regions are
+split by positions: f gathers positions and g scatters them. Devices send as
+many bytes as without, and these activations are 1/t as large.
 
 Index letters:
   B  sequences
@@ -49,7 +51,7 @@ from asgd.models import transformer
 from asgd.parallel import meshes
 
 _AXIS = meshes.TENSOR
-_POSITIONS = 1  # the dimension that `sequence` splits
+_POSITIONS = 1  # dimension of the positions, which `sequence` splits
 
 
 def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
@@ -63,7 +65,8 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
     shared = meshes.vary(x, _AXIS)
   else:
     shared = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
-  # With check_vma=False nothing varies: the one sign of it in a trace.
+  # With check_vma=False JAX marks no value as varying. While tracing there is
+  # no other sign of it.
   if _AXIS not in meshes.varying(shared):
     raise ValueError(
       f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
@@ -83,19 +86,21 @@ def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
   return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
 
 
-def _share(what: str, number: int, size: int | None = None) -> int:
-  """Divides a number of things by the devices; ValueError for a rest."""
+def _divide(what: str, number: int, size: int | None = None) -> int:
+  """Divides a number by the number of devices; ValueError if it leaves a
+  remainder. `what` names the things in the error."""
   size = jax.lax.axis_size(_AXIS) if size is None else size
   if number % size:
     raise ValueError(
       f"{number} {what} cannot be divided among the {size} devices of the axis"
-      f" {_AXIS!r}: use other {what}, or another mesh"
+      f" {_AXIS!r}: use another number of {what}, or another mesh"
     )
   return number // size
 
 
-def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
-  """Returns a product over a split inner dimension; a bias is added later."""
+def _summed_dot_general(dim: int | None) -> Callable[..., jax.Array]:
+  """Returns a dot_general that adds up the devices' partial products. The layer
+  then adds its bias once, to the sum."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)
@@ -107,14 +112,14 @@ def column_dense(
   features: int, *, sequence: bool = False, **options: Any
 ) -> nn.Dense:
   """Returns an affine map split by outputs, inside shard_map:
-  float[..., C_in] -> float[..., features / t]. Inputs are the same everywhere,
-  or with `sequence` a part of the positions."""
+  float[..., C_in] -> float[..., features / t]. All devices have the same
+  inputs, or with `sequence` those of different positions."""
 
   def dot_general(x, *args, **kwargs):
     x = enter(x, _POSITIONS if sequence else None)
     return jax.lax.dot_general(x, *args, **kwargs)
 
-  local_features = _share("features", features)
+  local_features = _divide("features", features)
   return nn.Dense(local_features, dot_general=dot_general, **options)
 
 
@@ -122,15 +127,18 @@ def row_dense(
   features: int, *, sequence: bool = False, **options: Any
 ) -> nn.Dense:
   """Returns an affine map split by inputs: float[..., C_in / t] ->
-  float[..., features], the same everywhere, or with `sequence` a part of the
-  positions. The bias is added once, to the sum."""
-  dot_general = _sum_out(_POSITIONS if sequence else None)
+  float[..., features]. All devices have the same outputs, or with `sequence`
+  those of different positions. The bias is added once, to the sum."""
+  dot_general = _summed_dot_general(_POSITIONS if sequence else None)
   return nn.Dense(features, dot_general=dot_general, **options)
 
 
-def _drop(x: jax.Array, rate: float, sequence: bool, name: str) -> jax.Array:
-  """Applies dropout to the stream in training, with the mask of one device:
-  with `sequence` every device draws all of it and takes its positions."""
+def _stream_dropout(
+  x: jax.Array, rate: float, sequence: bool, name: str
+) -> jax.Array:
+  """Applies dropout to the stream in training, with the mask that one device
+  alone would draw. With `sequence` each device draws the full mask, and takes
+  its positions."""
   dropout = nn.Dropout(rate, deterministic=False, name=name)
   if not sequence or not rate:
     return dropout(x)
@@ -153,24 +161,26 @@ class ParallelEmbed(transformer.Embed):
     length = tokens.shape[1]
     transformer.check_length(length, self.context)
     if self.sequence:
-      _share("positions", length)
+      _divide("positions", length)
     count = -(-self.vocabulary // jax.lax.axis_size(_AXIS))
-    # Zeros: only the shapes matter, as the whole model draws the parameters.
+    # Zeros: only the shapes matter, as the unsplit model draws the parameters.
     zeros = nn.initializers.zeros_init()
     table = self.param("tokens", zeros, (count, self.width))
     positions = self.param("positions", zeros, (self.context, self.width))
     positions = positions[:length]
-    # Each token is a row of one device's part of the table; others add zeros.
-    row, is_here = _local(tokens, count)
+    # One device has the row of a token; the others add zeros.
+    row, is_here = _local_token(tokens, count)
     rows = jnp.where(is_here[..., None], jnp.take(table, row, axis=0), 0)
     x = leave(rows, _POSITIONS if self.sequence else None)
     if self.sequence:
       positions = meshes.part(positions, _AXIS, 0)
     x = x + positions
-    return _drop(x, self.dropout, self.sequence, "Dropout_0") if train else x
+    if not train:
+      return x
+    return _stream_dropout(x, self.dropout, self.sequence, "Dropout_0")
 
 
-def _local(tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+def _local_token(tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
   """Returns (index among this device's `count` tokens, whether it is one of
   them), int32[...] and bool[...]."""
   local = tokens - jax.lax.axis_index(_AXIS) * count
@@ -189,10 +199,12 @@ class ParallelBlock(transformer.Block):
     """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     dim = _POSITIONS if self.sequence else None
-    heads = _share("heads", self.heads)
+    heads = _divide("heads", self.heads)
 
-    def drop(h, name):
-      return _drop(h, self.dropout, self.sequence, name) if train else h
+    def dropout(h, name):
+      if not train:
+        return h
+      return _stream_dropout(h, self.dropout, self.sequence, name)
 
     # [1] Attention: split by heads from `enter` to the sum of its output.
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
@@ -204,19 +216,19 @@ class ParallelBlock(transformer.Block):
       dtype=dtype,
       dropout_rate=self.dropout,
       deterministic=not train,
-      out_dot_general=_sum_out(dim),
+      out_dot_general=_summed_dot_general(dim),
       name="attention",
     )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(h.shape[:2], dtype)))
-    x = x + drop(h, "Dropout_0")
+    x = x + dropout(h, "Dropout_0")
 
     # [2] MLP: split by hidden features; `column_dense` enters, `row_dense`
     # leaves.
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
-    split = self.sequence
-    h = column_dense(4 * width, sequence=split, dtype=dtype, name="up")(h)
+    options: Any = {"sequence": self.sequence, "dtype": dtype}
+    h = column_dense(4 * width, name="up", **options)(h)
     h = nn.gelu(h)
-    h = row_dense(width, sequence=split, dtype=dtype, name="down")(h)
-    return x + drop(h, "Dropout_1")
+    h = row_dense(width, name="down", **options)(h)
+    return x + dropout(h, "Dropout_1")
 
 
 class ParallelUnembed(transformer.Unembed):
@@ -239,44 +251,51 @@ class ParallelUnembed(transformer.Unembed):
 def cross_entropy(
   logits: jax.Array, labels: jax.Array, *, vocabulary: int
 ) -> jax.Array:
-  """Returns the softmax cross-entropy of logits that are split by the
-  vocabulary, float[...], in nats, the same on all devices; at least float32.
+  """Returns the softmax cross-entropy in nats, float[...], in float32 or wider;
+  equal on all devices.
 
-  Logits are float[..., V / t], this device's part, of which those from
-  `vocabulary` on are ignored; labels int[...]. Three numbers an example are
-  sent: the largest logit, the sum of exponentials and the label's logit.
+  Devices send three numbers an example: the largest logit, the sum of
+  exponentials and the label's logit.
+
+  Args:
+    logits: float[..., V / t], this device's part. Columns of padding (index
+      `vocabulary` or more) are ignored.
+    labels: int[...].
+    vocabulary: number of tokens without padding.
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   count = logits.shape[-1]
   token = jax.lax.axis_index(_AXIS) * count + jnp.arange(count)
   logits = jnp.where(token < vocabulary, logits, -jnp.inf)
   # [1] The largest logit, a constant to the derivative: it cancels.
-  top = jax.lax.stop_gradient(logits).max(-1)
-  top = jax.lax.pmax(top, _AXIS)  # finite: some device has a token
+  largest_logit = jax.lax.stop_gradient(logits).max(-1)
+  # Finite: some device has a token.
+  largest_logit = jax.lax.pmax(largest_logit, _AXIS)
   # [2] The label's logit, which one device has.
-  column, is_here = _local(labels, count)
+  column, is_here = _local_token(labels, count)
   label = jnp.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
   # [3] log sum exp - label's logit.
-  sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(is_here, label, 0)
+  exponentials = jnp.exp(logits - largest_logit[..., None])
+  sums = exponentials.sum(-1), jnp.where(is_here, label, 0)
   total, label = jax.lax.psum(sums, _AXIS)
-  return jnp.log(total) + top - label
+  return jnp.log(total) + largest_logit - label
 
 
-def parallel(
+def parallel_layers(
   layers: models.Layers, mesh: Mesh, *, sequence: bool = False
 ) -> models.Layers:
   """Returns the tensor parallel forms of layers of `transformer.gpt`, for
   `models.apply` inside shard_map; with `sequence` the stream is split by
-  positions. ValueError for an axis that the mesh lacks, another layer, or heads
-  that the axis does not divide."""
+  positions. ValueError for an axis that the mesh lacks, a layer without a
+  parallel form, or heads that the axis does not divide."""
   size = meshes.size(mesh, _AXIS)
 
   def parallel_layer(layer):
     if isinstance(layer, transformer.Embed):
-      table = layer.vocabulary, layer.context, layer.width
-      return ParallelEmbed(*table, layer.dropout, sequence)
+      sizes = layer.vocabulary, layer.context, layer.width
+      return ParallelEmbed(*sizes, layer.dropout, sequence)
     if isinstance(layer, transformer.Block):
-      _share("heads", layer.heads, size)
+      _divide("heads", layer.heads, size)
       return ParallelBlock(layer.heads, layer.depth, layer.dropout, sequence)
     if isinstance(layer, transformer.Unembed):
       return ParallelUnembed(layer.vocabulary, sequence)
@@ -296,11 +315,12 @@ _SPLIT: dict[tuple[str, ...], int] = {
   **{(name, "bias"): 0 for name in _COLUMNS},
   **{(name, "kernel"): 0 for name in ("out", "down")},
 }
-_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))  # that have an axis of V
+_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))  # have a dimension of V
 
 
-def _name(path: Sequence[Any]) -> tuple[str, ...]:
-  """Returns the end of a parameter's path, as _SPLIT has it."""
+def _path_end(path: Sequence[Any]) -> tuple[str, ...]:
+  """Returns the end of a parameter's path: one name if _SPLIT has it, else two.
+  """
   keys = tuple(key.key for key in path if hasattr(key, "key"))
   return keys[-1:] if keys[-1:] in _SPLIT else keys[-2:]
 
@@ -309,7 +329,7 @@ def partition(params: optax.Params) -> Any:
   """Returns the PartitionSpecs of a GPT's parameters, or of some layers'."""
 
   def spec(path, _):
-    dim = _SPLIT.get(_name(path))
+    dim = _SPLIT.get(_path_end(path))
     return P() if dim is None else P(*(None,) * dim, _AXIS)
 
   return jax.tree_util.tree_map_with_path(spec, params)
@@ -318,11 +338,12 @@ def partition(params: optax.Params) -> Any:
 def _map_vocabulary(
   change: Callable[[jax.Array, int], jax.Array], params: optax.Params
 ) -> optax.Params:
-  """Applies (array, its dimension of tokens) -> array where there is one."""
+  """Applies `change(array, dimension)` to each parameter that has a dimension
+  of the vocabulary."""
 
   def change_leaf(path, x):
-    name = _name(path)
-    return change(x, _SPLIT[name]) if name in _VOCABULARY else x
+    end = _path_end(path)
+    return change(x, _SPLIT[end]) if end in _VOCABULARY else x
 
   return jax.tree_util.tree_map_with_path(change_leaf, params)
 

@@ -3,12 +3,12 @@
 A small model's step takes less time than the four calls by which the host
 engine makes it. Here one program has a loop over messages: it reads the ticket
 of each, does the worker's job, gives the server the message, and keeps the
-ticket that is sent next. Tickets are rows of one buffer (`tickets`), and so are
-the states of workers; each is written at the start of the next message, as XLA
-copies a buffer that is read and then written in one step of a loop.
+ticket that is sent next. Tickets are rows (slots) of one buffer (`tickets`),
+and worker states are rows of another. A row is written at the start of the next
+message, as XLA copies a buffer that is read and then written in one loop step.
 
-The loop counts to a number that is given to it, so a message is computed by the
-same instructions wherever a run is cut: a resumed run has the same bits.
+The number of messages is an argument of the program, so the same instructions
+compute a message wherever a run is cut: a resumed run has the same bits.
 """
 
 import functools
@@ -45,17 +45,14 @@ _AHEAD = 2  # calls whose records have not been fetched
 
 
 class Carry(NamedTuple):
-  """The state between two messages.
-
-  The ticket that is sent after a message is written to its row, `sent_slot`,
-  when the next message starts, before any row is read.
-  """
+  """The state between two messages. The ticket that is sent after a message
+  (`sent_slot`, `sent_worker`) is written at the start of the next message."""
 
   server: base.ServerState
-  params: base.Params  # of tickets, S + 1 rows
-  version: jax.Array  # int32[S + 1], of tickets
-  sent_slot: jax.Array  # int32[], the row of the ticket that is sent now
-  sent_worker: jax.Array  # int32[], the worker of that ticket
+  params: base.Params  # parameters of tickets, `TicketPlan.slots` + 1 rows
+  version: jax.Array  # int32[slots + 1], versions of tickets
+  sent_slot: jax.Array  # int32[], slot of the ticket that is sent now
+  sent_worker: jax.Array  # int32[], worker of that ticket
   workers: rows_lib.WorkerRows  # N states
 
 
@@ -64,11 +61,11 @@ class Messages(NamedTuple):
 
   worker: Any  # int32
   job: Any  # int32
-  slot: Any  # int32, the row of its ticket
-  earlier_jobs: Any  # int32, jobs before it on the same ticket
-  first: Any  # bool, the first of a worker that joined
-  sent_slot: Any  # int32, the row of the ticket that is sent after it
-  sent_worker: Any  # int32, the worker of that ticket
+  slot: Any  # int32, slot of the message's ticket
+  earlier_jobs: Any  # int32, earlier jobs on the same ticket
+  is_first: Any  # bool, first message of a worker that joined
+  sent_slot: Any  # int32, slot of the ticket that is sent after it
+  sent_worker: Any  # int32, worker of that ticket
 
 
 class ChunkPrograms(NamedTuple):
@@ -84,7 +81,7 @@ class ComputedMessage(NamedTuple):
   """A computed message with its ticket, worker state and loss."""
 
   ticket: base.Ticket
-  state: Any  # of the worker after it
+  state: Any  # state of the worker after the job
   message: optax.Updates
   loss: jax.Array  # float[]
 
@@ -103,7 +100,7 @@ class ProgramParts(NamedTuple):
 
 
 def _send(pure, carry):
-  """Returns the carry with the latest ticket in its row."""
+  """Returns the carry with the latest ticket in its slot."""
   ticket = pure.send(carry.server, carry.sent_worker)
   params, version = jax.tree.map(
     lambda rows, x: rows_lib.put_row(rows, x, carry.sent_slot),
@@ -144,7 +141,7 @@ def program_parts(
     if joins:
       first_state = worker.init(ticket.params)
       state = jax.tree.map(
-        lambda x, y: jnp.where(row.first, x, y), first_state, state
+        lambda x, y: jnp.where(row.is_first, x, y), first_state, state
       )
     state, message, metrics = pure.work(state, ticket, batch, root, row.job)
     return ComputedMessage(ticket, state, message, metrics.loss)
@@ -184,8 +181,8 @@ def compile_sends(pure: steps_lib.PureSteps) -> Callable[..., Carry]:
   @functools.partial(jax.jit, donate_argnums=0)
   def sends(carry, count, slots, workers):
     def step(index, carry):
-      row, worker = slots[index], workers[index]
-      return _send(pure, carry._replace(sent_slot=row, sent_worker=worker))
+      slot, worker = slots[index], workers[index]
+      return _send(pure, carry._replace(sent_slot=slot, sent_worker=worker))
 
     return jax.lax.fori_loop(0, count, step, carry)
 
@@ -289,7 +286,7 @@ class ChunkRun:
     self._worker = np.asarray(trace.worker)[plan.row]  # by message
     self._job = np.asarray(trace.job)[plan.row]
     # [2] Compile.
-    self._program = compile_chunk(*parts, bool(plan.first.any()))
+    self._program = compile_chunk(*parts, bool(plan.is_first.any()))
     self._traffic = Traffic(self._program.pure, simulation.server)
     self._alone, self._workers = server.alone, len(simulation.workers)
     self._stops = np.array(sorted(plan.sends), np.int64)
@@ -404,7 +401,7 @@ class ChunkRun:
     """Returns Messages and batches of some messages, with `count` rows."""
     call, plan = slice(begin, end), self._plan
     columns = self._worker, self._job, plan.slot, plan.earlier_jobs
-    columns += plan.first, plan.sent_slot, plan.sent_worker
+    columns += plan.is_first, plan.sent_slot, plan.sent_worker
     rows = Messages(*(padded(x[call], count) for x in columns))
     batches = stacking.of_jobs(
       self._batch, self._worker[call].tolist(), self._job[call].tolist()

@@ -269,7 +269,7 @@ def abstract_call(
     *(number, number, states),
   )
   row = chunk.Messages(*(number for _ in chunk.Messages._fields))
-  row = row._replace(first=jax.ShapeDtypeStruct((), np.bool_))
+  row = row._replace(is_first=jax.ShapeDtypeStruct((), np.bool_))
   root = jax.eval_shape(lambda: jax.random.key(0))
   spans = _with_rows(messages, Spans(*(number for _ in Spans._fields)))
   batch = jax.eval_shape(lambda x: x, batch)
@@ -331,7 +331,7 @@ class RoundsRun(chunk.ChunkRun):
     )
     self._rounds_program = compile_rounds(
       *parts,
-      bool(self._plan.first.any()),
+      bool(self._plan.is_first.any()),
       lanes=self._rounds.lanes,
       shared=self._rounds.shared,
     )

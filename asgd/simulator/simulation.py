@@ -107,10 +107,10 @@ def make_simulator(
       wrapped_worker = own_writes.own_writes(worker, server)
     if wrapped_worker is not worker:
       params = simulation.server.params
-      adopted = functools.partial(
-        own_writes.adopted, wrapped_worker, params=params
+      wrap_state = functools.partial(
+        own_writes.wrap_state, wrapped_worker, params=params
       )
-      states = tuple(map(adopted, simulation.workers))
+      states = tuple(map(wrap_state, simulation.workers))
       simulation = simulation._replace(workers=states)
     return follow(wrapped_worker, simulation, trace, batch=batch, root=root)
 

@@ -107,7 +107,8 @@ class StepwiseRun:
     self._returned_count = 0  # messages with records that were returned already
 
   def apply(self, event: trace_lib.Event) -> None:
-    """Replays the next row; raises TraceError if it has no meaning."""
+    """Replays the next row; raises TraceError if it cannot follow the earlier
+    rows."""
     replay = self._replay
     ticket, w = replay.apply(event), event.worker
     # Messages are computed as late as possible, at the rows that need them.
@@ -196,8 +197,8 @@ class ServerReplay:
     keeps: bool = True,
     returns: Iterable[int] = (),
   ):
-    """Starts with a ServerState; `numbers` are worker indices on the device,
-    `sent` is as of `Traffic`, `keeps` and `returns` as of `needs_of`."""
+    """Starts with a ServerState; `worker_indices` are on the device, `sent` is
+    as in `Traffic`, `keeps` and `returns` as in `needs_of`."""
     self.state, self._steps, self._worker_indices = state, steps, worker_indices
     self._returns = set(returns)
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks

@@ -1,9 +1,9 @@
-"""Where the tickets of a trace lie, found for all messages at once.
+"""Assigns each ticket of a trace a slot in one buffer of parameters.
 
-A compiled program keeps the parameters that were sent in rows of one buffer. A
-ticket needs a row from its SEND until the last job on it has ended, so a row is
-used again. Tickets of one version share a row if the server sends its
-parameters as they are: memory is (distinct versions in flight) x parameters.
+A ticket occupies its slot from its SEND until its last job ends; in a trace
+with KEEP rows, also until the worker's next SEND. Then a later ticket reuses
+the slot. Tickets of one version share a slot if the server sends its parameters
+as they are: memory is (distinct versions in flight) x parameters.
 
 Index letters used in shape comments:
   E  rows of the trace
@@ -30,8 +30,8 @@ class NotCompiled(ValueError):
 class Sends(NamedTuple):
   """Tickets that are sent between two messages."""
 
-  slots: _Ints  # [K], distinct
-  workers: _Ints  # [K]
+  slots: _Ints  # one a ticket, distinct
+  workers: _Ints  # one a ticket
 
 
 class Starts(NamedTuple):
@@ -39,35 +39,37 @@ class Starts(NamedTuple):
 
   row: _Rows  # [K]
   end: _Rows  # [K], the row that ends the job; E if there is none
-  slot: _Ints  # [K], of its ticket
-  earlier_jobs: _Ints  # [K], on the same ticket
+  slot: _Ints  # [K], slot of the job's ticket
+  earlier_jobs: _Ints  # [K], earlier jobs on the same ticket
 
 
 class TicketPlan(NamedTuple):
-  """The messages of a trace, and the rows (slots) of their tickets."""
+  """The messages of a trace, and the slots of their tickets."""
 
-  row: _Rows  # [U], of each RECEIVE in the trace
-  slot: _Ints  # [U], of the message's ticket
-  earlier_jobs: _Ints  # [U], on the same ticket; 0: the ticket is fresh
-  first: npt.NDArray[np.bool_]  # [U], the first of a worker that joined
-  sent_slot: _Ints  # [U], of the one ticket sent after the message; S if none
-  sent_worker: _Ints  # [U], the worker of that ticket
-  # By messages before them: tickets that `sent_slot` does not have.
+  row: _Rows  # [U], row of each RECEIVE in the trace
+  slot: _Ints  # [U], slot of the message's ticket
+  earlier_jobs: _Ints  # [U], earlier jobs on the same ticket; 0: it is fresh
+  is_first: npt.NDArray[np.bool_]  # [U], first message of a worker that joined
+  # [U], the slot written after the message; `slots` if none or several are
+  sent_slot: _Ints
+  sent_worker: _Ints  # [U], worker of the ticket that is written there
+  # Messages received before -> tickets that `sent_slot` cannot hold: they need
+  # several slots, or are sent before the first message.
   sends: dict[int, Sends]
   starts: Starts
-  slots: int  # S
+  slots: int  # number of slots in the buffer
 
 
 def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
-  """Returns where each ticket of a trace lies.
+  """Returns the slots of a trace's tickets.
 
   Args:
-    trace: of a server that is never rolled back.
+    trace: one without ROLLBACK rows.
     shared: whether all tickets sent between two messages are equal
       (`Server.sends_current`).
 
   Raises:
-    TraceError: for a row without a meaning.
+    TraceError: for an end without a start, or a KEEP without a ticket.
     NotCompiled: for a message's number that is used twice.
 
   Example:
@@ -87,9 +89,10 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   end = _end_rows(trace, row)
   received = np.flatnonzero(action == base.RECEIVE)
   messages_before = np.searchsorted(received, row)
-  # [2] Groups of tickets that share a slot: equal ones, and the same one with
-  # the jobs that keep it.
-  base_of, earlier_jobs = _opening_starts(trace, row)
+  # [2] Group the starts whose tickets share a slot. A KEEP start belongs to the
+  # group of the ticket that it keeps. With `shared`, the tickets sent between
+  # two messages are one group.
+  opening_start, earlier_jobs = _opening_starts(trace, row)
   if shared:
     send_starts = np.flatnonzero(action[row] == base.SEND)
     group = np.full(len(row), -1)
@@ -98,27 +101,34 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
     )
   else:
     group = np.cumsum(action[row] == base.SEND) - 1
-  group = group[base_of]
+  group = group[opening_start]
   # [3] A slot for each group, from its first use to its last. The first use is
   # the message after which the ticket is sent: sends between two messages are
   # computed together, right after the first of the two.
-  last_use = _last_uses(trace, row, end, group, base_of)
+  last_use = _last_uses(trace, row, end, group, opening_start)
   first_use = np.full(len(last_use), len(action))
   np.minimum.at(first_use, group, messages_before)
-  slot_of, slots = _color(np.concatenate([[-1], received])[first_use], last_use)
+  begin = np.concatenate([[-1], received])[first_use]
+  slot_of, slots = _assign_slots(begin, last_use)
   starts = Starts(row, end, slot_of[group].astype(np.int32), earlier_jobs)
   # [4] By message: the start that it ends, and the tickets sent after it.
-  job = np.full(len(action), -1)  # row -> the start that ends there
-  job[end[end < len(action)]] = np.flatnonzero(end < len(action))
-  start_of_message = job[received]
+  start_ending_at = np.full(len(action), -1)  # by row; -1: no start
+  start_ending_at[end[end < len(action)]] = np.flatnonzero(end < len(action))
+  start_of_message = start_ending_at[received]
   sent_slot, sent_worker, sends = _sends_after(
     trace, starts, messages_before, slots, len(received)
   )
-  is_first = _first_messages(trace, received)
-  slot = starts.slot[start_of_message]
-  jobs_before = earlier_jobs[start_of_message]
-  columns = received, slot, jobs_before, is_first, sent_slot, sent_worker
-  return TicketPlan(*columns, sends, starts, slots)
+  return TicketPlan(
+    row=received,
+    slot=starts.slot[start_of_message],
+    earlier_jobs=earlier_jobs[start_of_message],
+    is_first=_first_messages(trace, received),
+    sent_slot=sent_slot,
+    sent_worker=sent_worker,
+    sends=sends,
+    starts=starts,
+    slots=slots,
+  )
 
 
 def _end_rows(trace, row):
@@ -137,7 +147,7 @@ def _end_rows(trace, row):
   same_message[1:] = worker[current] == worker[previous]
   same_message[1:] &= seq[current] == seq[previous]
   pairs = np.flatnonzero(same_message)
-  # A message is one start, and at most one end after it.
+  # Each (worker, seq) must have one start, and at most one end after it.
   if not (same_message == ~is_start).all():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
     raise NotCompiled("a message's number (seq) is used twice")
@@ -153,7 +163,8 @@ def _opening_starts(trace, row):
   index = np.arange(len(row))
   if not (action == base.KEEP).any():
     return index, np.zeros(len(row), np.int32)
-  # By worker and time; the SEND of each start is the last one up to it.
+  # Sort by worker, then row. A start uses the ticket of the worker's last SEND
+  # at or before it.
   order = np.lexsort((index, worker))
   is_send = action[order] == base.SEND
   is_first = np.ones(len(order), bool)
@@ -161,41 +172,42 @@ def _opening_starts(trace, row):
   if (is_first & ~is_send).any():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
   opening = np.maximum.accumulate(np.where(is_send, index, 0))
-  base_of = np.empty(len(row), np.int64)
+  opening_start = np.empty(len(row), np.int64)
   earlier_jobs = np.empty(len(row), np.int32)
-  base_of[order], earlier_jobs[order] = order[opening], index - opening
-  return base_of, earlier_jobs
+  opening_start[order], earlier_jobs[order] = order[opening], index - opening
+  return opening_start, earlier_jobs
 
 
-def _last_uses(trace, row, end, group, base_of):
-  """The last row that needs each group of tickets."""
+def _last_uses(trace, row, end, group, opening_start):
+  """Returns the last row that needs each group of tickets."""
   action = np.asarray(trace.action)
   last_use = np.zeros(group.max(initial=-1) + 1, np.int64)
   np.maximum.at(last_use, group, end)
-  if (action == base.KEEP).any():  # held until the worker's next one is sent
+  # A worker that may keep its ticket holds it until its next SEND.
+  if (action == base.KEEP).any():
     worker = np.asarray(trace.worker)[row]
     sends = np.flatnonzero(action[row] == base.SEND)
     order = sends[np.lexsort((sends, worker[sends]))]
     held_until = np.full(len(row), len(action))
     same_worker = worker[order][1:] == worker[order][:-1]
     held_until[order[:-1][same_worker]] = row[order[1:][same_worker]]
-    np.maximum.at(last_use, group, held_until[base_of])
+    np.maximum.at(last_use, group, held_until[opening_start])
   return last_use
 
 
-def _color(first_use, last_use):
-  """Gives each group of tickets a slot that is free from row `first_use` to row
-  `last_use`; returns the slots and their number."""
+def _assign_slots(begin, last_use):
+  """Assigns each group of tickets a slot that is free from row `begin` to row
+  `last_use`; returns (slot of each group, number of slots)."""
   slot_of = np.zeros(len(last_use), np.int64)
   # Groups are in the order of their first use. Slots are released in the order
   # of their last use, and the slot that was released last is taken first.
   slots, free, released = 0, [], 0
   by_last_use = np.argsort(last_use, kind="stable").tolist()
   last_uses = last_use.tolist()
-  for group, begin in enumerate(first_use.tolist()):
+  for group, first_row in enumerate(begin.tolist()):
     while (
       released < len(by_last_use)
-      and last_uses[by_last_use[released]] <= begin
+      and last_uses[by_last_use[released]] <= first_row
     ):
       free.append(int(slot_of[by_last_use[released]]))
       released += 1
@@ -213,7 +225,7 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   is_sent = np.asarray(trace.action)[starts.row] == base.SEND
   send_starts = np.flatnonzero(is_sent)
   worker, slot = np.asarray(trace.worker)[starts.row], starts.slot
-  # The last of those that share a slot after the same message.
+  # SENDs into one slot after one message send the same: use the last of them.
   keys = send_starts, slot[send_starts], messages_before[send_starts]
   order = send_starts[np.lexsort(keys)]
   is_last = np.ones(len(order), bool)
@@ -224,8 +236,8 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   positions, begins, count = np.unique(
     messages_before[order], return_index=True, return_counts=True
   )
-  # One ticket after a message is sent within the loop over messages; several,
-  # and those before the first message, by a separate program.
+  # The loop over messages writes one slot after a message. A separate program
+  # writes several slots, and those before the first message.
   is_single = (count == 1) & (positions > 0)
   single, message = order[begins[is_single]], positions[is_single] - 1
   sent_slot[message], sent_worker[message] = slot[single], worker[single]
@@ -242,7 +254,7 @@ def _sends_after(trace, starts, messages_before, slots, messages):
 
 
 def _first_messages(trace, received):
-  """Which messages are the first of a worker that joined."""
+  """Returns, by message, whether it is the first of a worker that joined."""
   is_first = np.zeros(len(received), bool)
   worker = np.asarray(trace.worker)
   for row in np.flatnonzero(np.asarray(trace.action) == base.JOIN).tolist():
@@ -254,27 +266,27 @@ def _first_messages(trace, received):
 
 
 def tickets_at(
-  starts: Starts, trace: base.Trace, event: int
+  starts: Starts, trace: base.Trace, row: int
 ) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
-  """Returns the starts whose tickets are held at row `event`: the open ones by
+  """Returns the starts whose tickets are held at row `row`: the open ones by
   (worker, seq), and the latest one of each worker."""
-  started = np.flatnonzero(starts.row < event)
+  started = np.flatnonzero(starts.row < row)
   worker, seq = (np.asarray(x)[starts.row[started]] for x in trace[1:3])
-  is_open = starts.end[started] >= event
+  is_open = starts.end[started] >= row
   keys = zip(worker[is_open].tolist(), seq[is_open].tolist(), strict=True)
   opened = dict(zip(keys, started[is_open].tolist(), strict=True))
   return opened, dict(zip(worker.tolist(), started.tolist(), strict=True))
 
 
 def sends_from(
-  plan: TicketPlan, trace: base.Trace, event: int
+  plan: TicketPlan, trace: base.Trace, row: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The slots and workers of tickets that are sent from row `event` on, before
-  the next message."""
-  message = np.searchsorted(plan.row, event)
+  """Returns the slots and workers of the tickets that are sent from row `row`
+  on, before the next message."""
+  message = np.searchsorted(plan.row, row)
   stop = plan.row[message] if message < len(plan.row) else len(trace.time)
   starts = plan.starts
-  is_sent = (starts.row >= event) & (starts.row < stop)
-  is_sent &= starts.earlier_jobs == 0
+  is_sent = starts.earlier_jobs == 0
+  is_sent &= (starts.row >= row) & (starts.row < stop)
   slots, first_index = np.unique(starts.slot[is_sent], return_index=True)
   return slots, np.asarray(trace.worker)[starts.row[is_sent][first_index]]

@@ -84,8 +84,8 @@ def own_statistics(
 def _change(new: Any, old: Any, decay: float) -> Any:
   """Returns the update of statistics: (1 - decay) (new - old). A carried state
   is replaced by the messages' mean."""
-  if isinstance(old, base.Carried):
+  if isinstance(old, base.StatsWithState):
     change = _change(new.stats, old.stats, decay)
     # The server adds this: old + (new - old) = new.
-    return base.Carried(change, optax.tree.sub(new.state, old.state))
+    return base.StatsWithState(change, optax.tree.sub(new.state, old.state))
   return jax.tree.map(lambda x, y: (1 - decay) * (x - y), new, old)

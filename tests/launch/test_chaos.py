@@ -126,7 +126,7 @@ def test_it_says_what_was_done_and_what_was_never_tried():
 
 
 class Still:
-  """A victim that works when the test says so; each kill of it takes long."""
+  """A run that works when the test says so; killing its driver takes long."""
 
   def __init__(self, clock):
     self.clock, self.done, self.process = clock, [], self
@@ -138,13 +138,13 @@ class Still:
       self.returncode = 0
     return self.returncode
 
-  def check(self, patience):
+  def check_progress(self, patience):
     pass
 
   def working(self):
     return self.clock.now >= self.down
 
-  def fail(self, kind, rng):
+  def inject_failure(self, kind, rng):
     del rng
     if not self.working():
       return False
@@ -168,13 +168,13 @@ class Clock:
 def test_a_driver_that_starts_again_takes_no_time_of_the_others(monkeypatch):
   clock = Clock()
   monkeypatch.setattr(chaos_lib, "time", clock)
-  victim = Still(clock)
+  run = Still(clock)
   times = dict(mtbf=2.0, seconds=60.0, patience=180.0)
-  chaos_lib.inject(victim, chaos_lib.KINDS, random.Random(0), **times)
+  chaos_lib.inject(run, chaos_lib.KINDS, random.Random(0), **times)
   # Thirty are expected, give or take; each kind comes before any comes again.
-  assert 15 <= len(victim.done) <= 45
-  assert set(victim.done[:5]) == set(chaos_lib.KINDS)
-  assert victim.done.count("driver") >= 4
+  assert 15 <= len(run.done) <= 45
+  assert set(run.done[:5]) == set(chaos_lib.KINDS)
+  assert run.done.count("driver") >= 4
 
 
 @pytest.mark.parametrize("name", MISTAKES)

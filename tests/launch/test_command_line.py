@@ -35,7 +35,7 @@ def test_the_copied_names_are_those_of_their_modules():
   options = set()
   for maker in makers.values():
     options |= inspect.signature(maker).parameters.keys()
-  assert options - {"costs"} == command_flags.OF_SCHEDULES.keys()
+  assert options - {"costs"} == command_flags.SCHEDULE_OPTIONS.keys()
 
 
 def test_the_catalogue_is_what_the_code_gives():

@@ -22,8 +22,9 @@ def wide(monkeypatch):
 
 def draw(capsys, name, out=None, **kwargs):
   """Draws a schedule of the options that are no arguments of main."""
-  own = ("table", "costs", "own", "weights", "measured", "transfers")
-  given = {key: kwargs.pop(key) for key in own if key in kwargs}
+  names = ("table", "cost_texts", "action_times", "weights", "measured")
+  names += ("transfers",)
+  given = {key: kwargs.pop(key) for key in names if key in kwargs}
   options = {key: str(value) for key, value in kwargs.items()}
   draw_schedule.main(schedule=name, options=options, out=out, **given)
   return capsys.readouterr().out
@@ -121,7 +122,7 @@ def test_costs_are_for_all_stages_or_for_each(capsys):
     "gpipe",
     stages=2,
     microbatches=2,
-    costs={"forward": "1,3", "backward": "2,4", "transfer": "0.5"},
+    cost_texts={"forward": "1,3", "backward": "2,4", "transfer": "0.5"},
   )
   assert "makespan  18\n" in said
   assert row(said, "device 1 ")[0] == "14"
@@ -129,7 +130,7 @@ def test_costs_are_for_all_stages_or_for_each(capsys):
 
 def test_schedules_that_ask_for_costs_get_them(capsys):
   costs = {"forward": "1", "input": "1", "weight": "3"}
-  said = draw(capsys, "zb_h1", stages=3, microbatches=6, costs=costs)
+  said = draw(capsys, "zb_h1", stages=3, microbatches=6, cost_texts=costs)
   cost = analyze.costs(3, weight=3.0)
   table = schedules.build("zb_h1", stages=3, microbatches=6, costs=cost)
   assert f"makespan  {analyze.analyze(table, cost).makespan:g}\n" in said
@@ -139,7 +140,7 @@ def test_schedules_that_ask_for_costs_get_them(capsys):
 def test_own_actions_of_a_table(tmp_path, capsys):
   path = tmp_path / "mine.txt"
   path.write_text("# mine; every 1\n0 | F0 sync B0\n")
-  said = draw(capsys, None, table=str(path), own={"sync": "2.5"})
+  said = draw(capsys, None, table=str(path), action_times={"sync": "2.5"})
   assert "makespan  5.5\n" in said
 
 
@@ -188,7 +189,7 @@ def test_a_measured_run_is_held_against_its_plan(tmp_path, capsys):
     capsys,
     "one_f_one_b",
     measured=str(path),
-    costs={"backward": "1"},
+    cost_texts={"backward": "1"},
     **options,
   )
   assert "makespan  8 planned, 0.12 measured" in said
@@ -256,12 +257,13 @@ MISTAKES = (
    "stages must be a positive whole number, not 'x'"),
   ({"schedule": "zb_h1", "options": {"costs": "1"}},
    "costs are flags: --forward=1"),
-  ({**GPIPE, "costs": {"forward": "fast"}},
+  ({**GPIPE, "cost_texts": {"forward": "fast"}},
    "--forward must be a number, or one for each stage .1,2,1., not 'fast'"),
-  ({**GPIPE, "costs": {"weight": "-1"}}, "weight must be finite"),
-  ({**GPIPE, "costs": {"forward": "1,2,3"}},
+  ({**GPIPE, "cost_texts": {"weight": "-1"}}, "weight must be finite"),
+  ({**GPIPE, "cost_texts": {"forward": "1,2,3"}},
    "forward must be a number or 2 of them"),
-  ({**GPIPE, "costs": {"overlap": "1,2"}}, "overlap must be one number, not"),
+  ({**GPIPE, "cost_texts": {"overlap": "1,2"}},
+   "overlap must be one number, not"),
   ({**GPIPE, "weights": "old"}, "latest, stash, 2bw, vertical, not"),
   ({**GPIPE, "transfers": "slow"}, "buffered, rendezvous, not"),
   ({**GPIPE, "max_in_flight": 1}, "makes 2 in flight"),
@@ -272,8 +274,8 @@ MISTAKES = (
    "gpipe of 9,989,001 forwards is too large to be drawn"),
   ({"schedule": "gpipe", "options": {"stages": "1000", "microbatches": "1000"}},
    "gpipe of 1,000,000 forwards is too large to be drawn"),
-  ({**GPIPE, "own": {"F": "3"}}, "own='F' is no action of the user's"),
-  ({**GPIPE, "costs": {"input": "1e31"}}, "input must be at most"),
+  ({**GPIPE, "action_times": {"F": "3"}}, "own='F' is no action of the user's"),
+  ({**GPIPE, "cost_texts": {"input": "1e31"}}, "input must be at most"),
   ({"table": "nope.txt"}, "No such file or directory: 'nope.txt'"),
   ({**GPIPE, "measured": "nope.json"}, "No such file or directory"),
 )

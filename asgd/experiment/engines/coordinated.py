@@ -135,8 +135,8 @@ def _check_budget(
 class CoordinatedEngine(SimulatedEngine):
   """A cell of Sandblaster L-BFGS in simulated time."""
 
-  _clock = "time"  # of evaluations
-  _end = "simulated_time"  # of the result
+  _clock_column = "time"  # the time of an evaluation
+  _end_column = "simulated_time"  # the time at the end, in the result
 
   def _begin(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
@@ -185,7 +185,7 @@ class CoordinatedEngine(SimulatedEngine):
   def snapshot(self) -> engines.Snapshot:
     """Returns the last iterate, and the time."""
     simulation = self._simulation
-    clock = {self._clock: simulation.now}
+    clock = {self._clock_column: simulation.now}
     # -1 before the first evaluation.
     update = max(simulation.state.iteration, 0)
     return engines.Snapshot(simulation.params(), self.done, update, clock)
@@ -232,7 +232,7 @@ class CoordinatedEngine(SimulatedEngine):
       "bytes_down": int(records.bytes_down.sum()),
       "reason": state.reason or "the end of config.epochs",
       **self.summary(0, self.done),
-      self._end: simulation.now,
+      self._end_column: simulation.now,
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:

@@ -1,10 +1,10 @@
 """Live runs of a coordinator, with the engines `threads` and `ray`.
 
 The coordinator runs in the driver, which is this process. Its state follows
-from the answers that it receives, so a run that was stopped or killed has the
-same iterates. It resumes from the shards' memory, in the evaluation that was
-under way. Without that memory it resumes from the last checkpoint, or starts
-again.
+from the answers that it receives, so a run that was killed and resumed has the
+same iterates as one that was never interrupted. A run resumes from the shards'
+memory, in the evaluation that was under way. Without that memory it resumes
+from the last checkpoint, or starts again.
 """
 
 import functools
@@ -33,7 +33,7 @@ def _start_of(
   plan: CoordinatedPlan, seed: int
 ) -> tuple[base.Params, jax.Array]:
   """Returns (parameters, root of random numbers) of a cell."""
-  # The first half is `init`'s.
+  # The first key of the split is for `problem.init`, as in simulated runs.
   key, root = jax.random.split(jax.random.key(seed))
   return jax.device_get(plan.problem.init(key)), root
 
@@ -51,7 +51,7 @@ def make_task(
   return worker.PortionTask(
     settings,
     params,
-    # Worker 0 owns all portions; any worker may compute one.
+    # Batches are worker 0's, so a portion has the same data on any worker.
     plan.problem.batches(seed, 1),
     lambda batches: plan.work(seed, root, batches),
     keep=2 * (share + settings.push_every),
@@ -63,7 +63,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   """A cell of Sandblaster L-BFGS with real workers and shards."""
 
   # A live run has no simulated time: evaluations and result have seconds.
-  _clock = _end = "seconds"
+  _clock_column = _end_column = "seconds"
   # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
   records = coordinated.CoordinatedEngine.records
@@ -81,10 +81,10 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _restore(self) -> SavedRun | None:
     """Returns the driver's notes in memory, else the last checkpoint; None if
     there is neither."""
-    # [1] The driver's notes, if the memory of the cell is left.
+    # [1] The driver's notes, if the memory of the cell still exists.
     sealed, source = None, "the evaluation that was under way"
     if self._memory.kept:
-      sealed = storage.read_sealed(self._memory.memory / _NOTES)
+      sealed = storage.read_sealed(self._memory.folder / _NOTES)
     if sealed is not None:
       saved = SavedRun(json.loads(sealed["text"]), None)
     # [2] Else a checkpoint, or nothing.
@@ -98,10 +98,9 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _unpack(self, saved: Any) -> SavedRun:
     """Returns notes and shard images of a checkpoint."""
     notes, settings = saved.notes, self._plan.settings
-    # The notes have the number of vectors of a shard, so the template has it,
-    # too.
-    like = sandblaster.template(notes, self._params, settings)["vectors"]
-    vectors = saved.tree({"vectors": like})["vectors"]
+    # The notes name the vectors of a shard; the template is built from them.
+    template = sandblaster.template(notes, self._params, settings)["vectors"]
+    vectors = saved.tree({"vectors": template})["vectors"]
     images = [
       Image(notes["number"], dict(shard_vectors)) for shard_vectors in vectors
     ]
@@ -118,13 +117,13 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _make_cluster(
     self, live: LiveCell, hosts: CellHosts, saved: Any
   ) -> tuple[Driver, Callable[[], None]]:
-    """Returns the driver, which is its own cluster, and its start."""
-    # The driver's own loop is the cluster's; `start` makes the hosts.
-    settings = live.settings
+    """Returns (driver, function that starts its hosts)."""
+    # The driver is coordinator and cluster: `advance` runs the loop of both.
+    live_settings = live.settings
     machine, write_span = self._context.machine, live.write_span
 
-    def make_worker(index: int) -> Any:
-      """Returns the maker of a worker, which its host calls."""
+    def worker_factory(index: int) -> Any:
+      """Returns the function by which a host makes its worker."""
       span = None
       if write_span is not None:
         span = functools.partial(write_span, index)
@@ -140,11 +139,11 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
     driver = Driver(
       *(self._plan.settings, self._params),
-      HostMakers(hosts.hosts, live.memory, make_worker),
+      HostMakers(hosts.hosts, live.memory, worker_factory),
       self._run_log,
       workers=self._plan.workers,
       options=Options(
-        live.setup.ladder, settings["refill"], settings["together"]
+        live.setup.ladder, live_settings["refill"], live_settings["together"]
       ),
       saved=saved,
       note_down=self._note_down,
@@ -155,7 +154,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def _note_down(self, notes: dict[str, Any] | None) -> None:
     """Writes the driver's notes to the memory; None removes them."""
-    path = self._memory.memory / _NOTES
+    path = self._memory.folder / _NOTES
     if notes is None:
       path.unlink(missing_ok=True)
       return
@@ -178,7 +177,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
     progress, broken = super().advance(until), self._broken(None)
-    # A loss that is not finite ended the run; its news would say so twice.
+    # If the loss is not finite, `broken` reports it. The news say the same.
     if broken:
       progress = progress._replace(news=[], broken=broken)
     # A coordinator's gradients are never stale.
@@ -197,7 +196,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
       return None
     notes, images = saved
     vectors = [image.vectors for image in images]
-    # The names of the vectors are the keys of a template.
+    # `_unpack` needs the names of the vectors for its template.
     notes = {**notes, "vectors": sorted(vectors[0])}
     return step, {"vectors": vectors}, notes
 
@@ -208,11 +207,11 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  words = coordinated.describe(result)
-  words += f", after {result['seconds']:.3g} s"
+  text = coordinated.describe(result)
+  text += f", after {result['seconds']:.3g} s"
   replaced = [
     f"{count} {kind}{'s' * (count > 1)}"
     for kind, count in sorted(result["replaced"].items(), reverse=True)
     if count
   ]
-  return f"{words}; {' and '.join(replaced)} replaced" if replaced else words
+  return f"{text}; {' and '.join(replaced)} replaced" if replaced else text

@@ -60,7 +60,7 @@ class LiveEngine(engines.Engine):
     )
     if begun:
       # Processes of a killed driver must no longer write to the files.
-      processes.end_all(self._memory.memory)
+      processes.end_all(self._memory.folder)
     with contextlib.ExitStack() as stack:
       # If the start fails, hosts and memory are released in reverse order.
       stack.callback(self._release)
@@ -103,7 +103,7 @@ class LiveEngine(engines.Engine):
     live = LiveCell(
       *(plan, context.cell, context.experiment.dataset, self._setup()),
       folder=self._folder.absolute(),
-      memory=self._memory.memory,
+      memory=self._memory.folder,
       began=time.monotonic() - elapsed,
       network=self._network(),
     )

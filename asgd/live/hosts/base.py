@@ -1,4 +1,8 @@
-"""The interface of hosts: a host has one remote object, called by method."""
+"""The interface of hosts.
+
+A host is a thread or a process that holds one object. The driver starts and
+ends hosts. The driver and other hosts call the object's methods by handles.
+"""
 
 import abc
 import functools
@@ -8,7 +12,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 # Kinds of hosts.
-SHARD, WORKER, PEER, COUNTER = "shard", "worker", "peer", "counter"
+SHARD, WORKER, PEER = "shard", "worker", "peer"
+COUNTER = "counter"  # gives peers that train in pairs their job numbers
 KINDS = SHARD, WORKER, PEER, COUNTER
 # Kinds that run on the driver's machine. Only one process may write the files
 # of such a host.
@@ -32,24 +37,26 @@ class Inside(NamedTuple):
   kill: Callable[[], None]  # ends the host at once; does not return
   wait: Callable[[float], None]  # blocks for a number of seconds
   clock: Callable[[], float]  # seconds since the run began
-  disk: Any = os  # writes files: `write` and `replace`, as those of `os`
+  disk: Any = os  # writes files, by `write` and `replace` as of `os`
   # Makes a pool that runs one call at a time.
   pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
   # (call, method, *args): runs `call` in another thread, then calls `method` of
-  # the object with (*args, a Future of the result of `call`).
+  # the object with (*args, a Future of the result of `call`). The default drops
+  # the call; each kind of host replaces it.
   later: Callable[..., None] = lambda call, method, *args: None
-  # Returns a handle of another host with the delays of a network.
+  # Wraps the handle of another host so that its calls take as long as over a
+  # network. The default adds no delay.
   link: Callable[["Host"], "Host"] = lambda host: host
 
 
 class Make(Protocol):
   """Makes the object, in its host.
 
-  The host calls three methods if the object has them. When the host ends, and
-  its process was not killed, it calls `interrupt` at once from another thread,
-  so that a waiting method returns, and `close` when no method runs. When the
-  process of a worker or a peer receives SIGTERM, it calls `drain` from another
-  thread.
+  The host calls three methods of the object if it has them. When the host ends,
+  unless its process was killed, the host calls `interrupt` at once from another
+  thread, so that a waiting method returns. It calls `close` when no method
+  runs. When the process of a worker or a peer receives SIGTERM, the host calls
+  `drain` from another thread.
   """
 
   def __call__(self, inside: Inside, /) -> Any:
@@ -64,22 +71,22 @@ class Call(Protocol):
 
   def result(self) -> Any:
     """Waits for the result and returns it. Raises HostExited if the host has
-    exited, and the error of the method; a HostExited of another host is raised
-    unchanged."""
+    exited, else the error that the method raised, which may be the HostExited
+    of another host."""
 
 
 class Host(abc.ABC):
-  """A handle, which may be given to other objects in calls."""
+  """A handle of a host, which may be given to other objects in calls."""
 
   kind: str  # one of KINDS
   index: int
 
   @abc.abstractmethod
   def call(self, method: str, *args: Any) -> Call:
-    """Calls a method of the object once it is made.
+    """Calls a method of the object, once the host has made it.
 
-    The host runs calls one after the other. Calls that the caller has not
-    waited for run in any order. If a method returns a
+    The host runs one call at a time. Calls whose results the caller has not
+    waited for may run in any order. If a method returns a
     `concurrent.futures.Future`, its result is the result of the call, and the
     next call may run before the future is done."""
 
@@ -119,9 +126,9 @@ class Hosts(abc.ABC):
 
   @abc.abstractmethod
   def start(self, kind: str, index: int, make: Make) -> Host:
-    """Starts a new host, which makes its object in the background, and ends the
-    last host of that kind and index. An error of `make` is raised by `made` and
-    by all calls."""
+    """Starts a host, which makes its object in the background. Ends the present
+    host of that kind and index, if there is one. The results of `made` and of
+    all calls raise an error of `make`."""
 
   @abc.abstractmethod
   def made(self, kind: str, index: int) -> Call:

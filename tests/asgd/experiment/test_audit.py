@@ -227,7 +227,7 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
     return audit.Failure("term", "a", worker, incarnations, *rows, **more)
 
   known = term(0, 0, 3)
-  unborn = term(0, None, 5, coming=(0, 1))
+  unborn = term(0, None, 5, possible_incarnation=(0, 1))
   found = left_by(trace, [known, unborn])
   assert found.well
   assert found.text == "2 left (2 term)"

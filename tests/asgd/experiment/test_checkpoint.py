@@ -116,7 +116,7 @@ def test_all_damaged_is_none_and_says_so_for_each(
   lines = capsys.readouterr().err.splitlines()
   assert len(lines) == 2
   for line, step in zip(lines, ("9", "7"), strict=True):
-    assert f"checkpoints/{step} is damaged and is not used" in line
+    assert f"checkpoints/{step} is damaged or of another model" in line
     assert (tmp_path / f"damaged-{step}").is_dir()
 
 

@@ -26,12 +26,12 @@ def stopped(cell, memory_dir):
   """A run that wrote something and was killed; returns its memory."""
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
   claimed.note({"worker": 2, "shard": 1})
-  (claimed.memory / "shard-0").mkdir()
-  (claimed.memory / "shard-0" / "messages").write_text("log")
+  (claimed.folder / "shard-0").mkdir()
+  (claimed.folder / "shard-0" / "messages").write_text("log")
   for party in ("worker-0", "peer-0", "counter-0"):
-    (claimed.memory / f"{party}.pid").write_text("0 0")
+    (claimed.folder / f"{party}.pid").write_text("0 0")
   claimed.close()
-  return claimed.memory
+  return claimed.folder
 
 
 def resume(cell, memory_dir):
@@ -45,7 +45,7 @@ def test_a_run_goes_on_in_its_own_memory(cell, memory_dir, tmp_path):
   assert memory.stat().st_mode & 0o777 == 0o700
   (tmp_path / "other").mkdir()
   claimed = resume(cell, str(tmp_path / "other"))
-  assert (claimed.memory, claimed.kept) == (memory, True)
+  assert (claimed.folder, claimed.kept) == (memory, True)
   assert claimed.replaced == {"worker": 2, "shard": 1}
   assert (memory / "shard-0" / "messages").exists()
   claimed.remove()
@@ -57,7 +57,7 @@ def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   copy = shutil.copytree(cell, cell.with_name("copy"))
   claimed = resume(copy, memory_dir)
-  assert claimed.memory != memory
+  assert claimed.folder != memory
   assert not claimed.kept
   live_memory.forget(copy)
   assert resume(cell, memory_dir).kept
@@ -66,13 +66,13 @@ def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
 def test_what_was_moved_takes_its_memory_with_it(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   claimed = resume(cell.rename(cell.with_name("moved")), memory_dir)
-  assert (claimed.memory, claimed.kept) == (memory, True)
+  assert (claimed.folder, claimed.kept) == (memory, True)
 
 
 def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
-  assert claimed.memory == memory
+  assert claimed.folder == memory
   assert sorted(p.name for p in memory.iterdir()) == ["lock", "owner.json"]
   claimed.close()
   assert not resume(cell, memory_dir).kept  # running.json is of the other
@@ -175,9 +175,9 @@ def test_a_folder_that_takes_the_place_of_a_memory_is_left_alone(
   cell, memory_dir, tmp_path
 ):
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
-  claimed.memory.rename(tmp_path / "aside")
+  claimed.folder.rename(tmp_path / "aside")
   home = Path(precious(tmp_path / "home"))
-  claimed.memory.symlink_to(home)
+  claimed.folder.symlink_to(home)
   claimed.remove()
   claimed.close()
   assert [path.name for path in home.iterdir()] == ["thesis.txt"]
@@ -204,10 +204,10 @@ def test_a_file_that_is_written_during_the_removal_is_removed_too(
     empty(folder, *kept)
     calls.append(folder)
     if len(calls) == 1:  # a process that is being killed writes once more
-      (claimed.memory / "worker-0-3.message.tmp").write_text("half")
+      (claimed.folder / "worker-0-3.message.tmp").write_text("half")
 
   monkeypatch.setattr(live_memory, "_empty", empty_late)
   claimed.remove()
-  assert not claimed.memory.exists()
+  assert not claimed.folder.exists()
   assert len(calls) == 2
   claimed.close()

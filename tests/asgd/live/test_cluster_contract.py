@@ -248,7 +248,7 @@ def ray():
   yield
   mine = running() - before
   ray_runtime.stop()
-  assert chaos.alive(mine) == []
+  assert chaos.wait_for_end(mine) == []
 
 
 ON_RAY = [pytest.mark.process, pytest.mark.slow]

@@ -261,19 +261,19 @@ def test_it_decides_as_one_that_asks_everybody(part):
   assert rows > 1000
 
 
-def count_notes(workers, monkeypatch):
-  """How often the state of a worker is noted for a message."""
-  notes, note = [], Starters.note
+def count_updates(workers, monkeypatch):
+  """How often the starters update a worker for a message."""
+  updates, update = [], Starters.update
   it = Dispatcher(Rules(bound=1))
   for worker in range(workers):
     it.join(worker, 0.0)
   granted, messages = it.grants(0.0), 4 * workers
   with monkeypatch.context() as patch:
     patch.setattr(
-      *(Starters, "note"),
+      *(Starters, "update"),
       lambda self, worker, *args, **kwargs: (
-        notes.append(worker),
-        note(self, worker, *args, **kwargs),
+        updates.append(worker),
+        update(self, worker, *args, **kwargs),
       ),
     )
     for turn in range(messages):
@@ -281,9 +281,9 @@ def count_notes(workers, monkeypatch):
       assert it.arrive(grant.worker, grant.seq)
       it.deliver(float(turn))
       granted += it.grants(float(turn))
-  return len(notes) / messages
+  return len(updates) / messages
 
 
-def test_a_message_notes_as_many_workers_of_64_as_of_4(monkeypatch):
-  few, many = (count_notes(workers, monkeypatch) for workers in (4, 64))
+def test_a_message_updates_as_many_workers_of_64_as_of_4(monkeypatch):
+  few, many = (count_updates(workers, monkeypatch) for workers in (4, 64))
   assert 1 <= many <= 1.1 * few

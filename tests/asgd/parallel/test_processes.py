@@ -96,7 +96,7 @@ def test_no_trace_of_a_process_that_is_interrupted_before_it_listens(
 
 @pytest.mark.process
 def test_a_process_that_does_not_stop_is_killed(supervise, capfd, monkeypatch):
-  monkeypatch.setattr(supervisor, "_SAVING", 0.1)
+  monkeypatch.setattr(supervisor, "_SAVE_SECONDS", 0.1)
   with pytest.raises(SystemExit) as end:
     supervise(
       "signal.signal(signal.SIGTERM, signal.SIG_IGN)",

@@ -63,7 +63,9 @@ def whole_loss(params):
 def test_loss_and_gradients_are_those_of_the_whole_model(devices, sequence):
   """Dropout too: all masks are those that one device draws."""
   params = kit.parameters(LAYERS, TOKENS)
-  layers = tensor.parallel(LAYERS, tensor_mesh(devices), sequence=sequence)
+  layers = tensor.parallel_layers(
+    LAYERS, tensor_mesh(devices), sequence=sequence
+  )
   placed = split(params, tensor_mesh(devices))
   specs = tensor.partition(placed)
 
@@ -115,7 +117,9 @@ def sent(run, *args):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_block_sends_the_stream_twice_each_way(sequence):
   params, x = kit.parameters(LAYERS, TOKENS)[1], kit.normal(2, 8, 8)
-  (block,) = tensor.parallel(LAYERS[1:2], tensor_mesh(4), sequence=sequence)
+  (block,) = tensor.parallel_layers(
+    LAYERS[1:2], tensor_mesh(4), sequence=sequence
+  )
   specs = tensor.partition(params)
   stream = P(None, "tensor") if sequence else P()
 
@@ -192,7 +196,9 @@ def test_two_dense_layers():
 
 
 def embed_of(length, sequence):
-  (embed,) = tensor.parallel(LAYERS[:1], tensor_mesh(4), sequence=sequence)
+  (embed,) = tensor.parallel_layers(
+    LAYERS[:1], tensor_mesh(4), sequence=sequence
+  )
   params = split(kit.parameters(LAYERS, TOKENS)[:1], tensor_mesh(4))
   tokens = np.zeros((1, length), np.int32)
 
@@ -203,11 +209,11 @@ def embed_of(length, sequence):
 
 
 MISTAKES = {
-  "axis": (lambda: tensor.parallel(LAYERS, meshes.make({"model": 2})),
+  "axis": (lambda: tensor.parallel_layers(LAYERS, meshes.make({"model": 2})),
     r"the mesh has axes \('model',\) and none named 'tensor'"),
-  "heads": (lambda: tensor.parallel(LAYERS, tensor_mesh(3)),
+  "heads": (lambda: tensor.parallel_layers(LAYERS, tensor_mesh(3)),
     "4 heads cannot be divided among the 3 devices of the axis 'tensor'"),
-  "layer": (lambda: tensor.parallel(models.mlp(3), tensor_mesh(2)),
+  "layer": (lambda: tensor.parallel_layers(models.mlp(3), tensor_mesh(2)),
     "a Flatten has no tensor parallel form"),
   "features": (
     lambda: shard(
