@@ -20,8 +20,8 @@ class StartedJob(NamedTuple):
   """A job that was started and has not ended."""
 
   job: int
-  round: int  # in which it was started
-  time: float  # when
+  round: int  # the round in which it was started
+  time: float  # the time at which it was started
 
 
 class Arrivals:
@@ -29,13 +29,13 @@ class Arrivals:
 
   Attributes:
     round: index of the round of the jobs that start now.
-    granted: jobs that were started in it and were not lost.
+    granted: number of jobs that were started in this round and not lost.
     tickets: number of open tickets.
   """
 
   def __init__(self, ledger: Ledger[StartedJob]):
     self._ledger = ledger
-    self._arrival_rank: dict[Key, int] = {}  # message -> number before it
+    self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
     self._arrival_counter = itertools.count()
     # Messages on the earliest ticket of their worker; some tickets are closed.
     self._earliest: list[Key] = []
@@ -97,7 +97,7 @@ class RoundArrivals(Arrivals):
 
   Args:
     size: messages of a round.
-    late: as of `Rules`.
+    late: as in `Rules`.
   """
 
   def __init__(self, ledger: Ledger[StartedJob], size: int, late: float):
@@ -178,8 +178,8 @@ class RoundArrivals(Arrivals):
 
   def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
     """Returns late messages, which the server drops, then those of the round if
-    it is complete. Both are sorted by the largest job that their worker had
-    started up to the message."""
+    they are all that it will get. Both are sorted by the largest job that their
+    worker had started up to the message."""
     late_rows = [
       row for row in self._rows(self._late_workers) if row[2] != self.round
     ]
@@ -211,7 +211,7 @@ class RoundArrivals(Arrivals):
 
   def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
     """Returns (time at which it is late, worker, job) of this round's jobs that
-    have one open ticket; an empty list if none is late at `before`."""
+    have one open ticket. The list may be empty if none is late at `before`."""
     factor = self._late_factor
     # A quick exit: no job can be late before this bound.
     if self._round_start + factor * self._copies.least_usual() > before:

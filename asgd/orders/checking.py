@@ -34,7 +34,7 @@ def check(
   Args:
     trace: columns, or rows.
     depth: tickets that a worker may hold at once.
-    path: of the rows' file, for errors.
+    path: file of the rows, for errors.
 
   Raises:
     TraceError: for the first wrong row, naming it (of a file, its line).

@@ -195,7 +195,7 @@ class _Levels:
         last = self._messages - 1
         horizon = np.partition(all_ends, last)[last]
         next_estimate = count + count // 16
-      # A worker whose message ends later has no earlier one to come.
+      # Drop workers whose message ends later: their next ones do, too.
       if horizon < math.inf and (ends > horizon).any():
         active = active[ends <= horizon]
     return levels
@@ -228,7 +228,7 @@ class _Levels:
     order = np.argsort(self._end_time, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    last_ranks: dict[int, int] = {}  # of the levels that were needed so far
+    last_ranks: dict[int, int] = {}  # level -> rank of its last message
 
     def level_ranks(levels):
       ranks = np.empty(len(levels), np.int64)
@@ -308,7 +308,8 @@ class _Rounds:
   def __init__(self, rules, draws, workers):
     self._draws, self._round_size = draws, rules.round
     self._jobs_of_round = rules.round + rules.backup
-    # By worker, of its current job. The end of an idle worker is infinity.
+    # [N], values of each worker's current job; the end of an idle worker is
+    # infinity.
     self._end_time = np.full(workers, math.inf)
     self._seq = np.full(workers, -1)
     self._job = np.zeros(workers, np.int64)
@@ -325,7 +326,8 @@ class _Rounds:
         break
       self._received += self._round_size
     rows = np.concatenate(self._rows, axis=1)
-    if self._received >= messages:  # before the round was complete
+    # Late messages may reach the number before the round is complete.
+    if self._received >= messages:
       receive_rows = np.flatnonzero(rows[-1] == base.RECEIVE)
       rows = rows[:, : receive_rows[messages - 1] + 1]
     return _trace(rows)

@@ -391,7 +391,7 @@ def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
 _KNOWN = constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts
 _MAKERS = {maker.__name__: maker for maker in _KNOWN}
 
-NAMES = tuple(_MAKERS)  # that `build` knows
+NAMES = tuple(_MAKERS)  # names that `build` knows
 
 
 def build(name: str, *, seed: int = 0, **kwargs: Any) -> Durations:

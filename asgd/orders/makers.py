@@ -311,7 +311,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 _KNOWN: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
 _KNOWN += [backup_workers, bulk_synchronous, stale_synchronous, fixed_delay]
 _PROTOCOLS = {maker.__name__: maker for maker in _KNOWN}
-NAMES = tuple(_PROTOCOLS)  # that `build` knows
+NAMES = tuple(_PROTOCOLS)  # names that `build` knows
 
 
 def build(
@@ -422,7 +422,7 @@ def start(
       "bulk_synchronous" or "stale_synchronous".
     durations, workers: shared options.
     network: the links between workers and shards, in the durations' unit.
-    sizes: of messages and tickets, in bytes.
+    sizes: bytes of messages and tickets.
     **kwargs: options of the maker.
 
   Returns:

@@ -40,13 +40,13 @@ class Network(NamedTuple):
     False
   """
 
-  latency: float = 0.0  # one way, of every message and ticket
+  latency: float = 0.0  # time of every message and ticket, one way
   up: float = math.inf  # bandwidth of a worker's link, to the shards
   down: float = math.inf  # bandwidth of a worker's link, from the shards
   port: float = math.inf  # bandwidth of a shard's port, each way
   service: float = 0.0  # time in which a shard processes one message
   shards: int = 1  # S; each has a part of each message and ticket
-  incast: str = "queue"  # at a port that is shared by messages; or "share"
+  incast: str = "queue"  # or "share": messages divide a port's bandwidth
 
   @property
   def is_instant(self) -> bool:
@@ -72,7 +72,7 @@ def check(network: Network) -> Network:
   return network
 
 
-PartOf = Callable[[Any], Any]  # its key, as JSON has it -> MessagePart
+PartOf = Callable[[Any], Any]  # key of a part, read from JSON -> MessagePart
 
 
 class Line:
@@ -173,7 +173,7 @@ class Hop(NamedTuple):
   line: Any  # Line or SharedLine
   length: float  # time that the part takes there if it meets no other
   latency: float = 0.0  # to the next line
-  # Begins when the last byte has arrived, not the first.
+  # Whether the line begins when the last byte has arrived, not the first.
   store_and_forward: bool = False
   is_worker_link: bool = False  # its queue is not counted as waiting
 
@@ -278,7 +278,7 @@ class Links:
 
     Args:
       now: the time of the happening.
-      part, line: of the happening.
+      part, line: the values of the happening.
 
     Returns:
       The happenings that follow. The caller passes each to `advance` at its

@@ -28,7 +28,7 @@ FORMS = (
   "a sequence of workers, rows of a trace, or a function of durations, workers"
   " and messages"
 )
-_FIELDS = 5  # of a row of a trace
+_FIELDS = 5  # number of values in a row of a trace
 
 
 def turns(workers: int, order: Iterable[int]) -> Iterator[Event]:
@@ -67,8 +67,8 @@ def read(
 
   Args:
     given: a Trace, rows, or workers. It may have no end.
-    workers: N; all rows are of these.
-    messages: RECEIVE rows, after which the rest is left out; None: all.
+    workers: N; the rows may have workers from 0 to N - 1.
+    messages: number of RECEIVE rows after which the trace ends; None: all.
 
   Returns:
     A Trace that ends with its last RECEIVE row.
@@ -105,7 +105,7 @@ def read(
 
 
 def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
-  """Returns the rows until the last, or the given, RECEIVE row."""
+  """Returns the rows until RECEIVE row number `messages`, or the last one."""
   received = np.flatnonzero(np.asarray(trace.action) == base.RECEIVE)
   count = len(received) if messages is None else min(messages, len(received))
   end = int(received[count - 1]) + 1 if count else 0
@@ -158,7 +158,7 @@ def called(
   **common: Any,
 ) -> Any:
   """Returns the result of a user's function, which gets the options and those
-  of the `common` arguments that it takes; errors as of `names.call`."""
+  of the `common` arguments that it takes; errors are those of `names.call`."""
   parameters = inspect.signature(maker).parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   parameter_names = {p.name for p in parameters}
@@ -184,9 +184,9 @@ def make(
 
   Args:
     maker: the function; see the module.
-    name: of the function, for errors.
-    durations, workers, messages: as of `makers.build`.
-    **options: of the function.
+    name: the function's name, for errors.
+    durations, workers, messages: as in `makers.build`.
+    **options: the function's own arguments.
 
   Raises:
     ValueError: for a result of another form, and as `read`.

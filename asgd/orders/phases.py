@@ -100,7 +100,7 @@ class _Step:
     self._count, self._end = 0, 0.0
 
   def run(self) -> float:
-    """Returns the time at which the last machine is through."""
+    """Returns the time at which the last machine has ended the step."""
     for machine in range(len(self._phase_of)):
       self._begin(machine, 0.0)
     while self._heap:
@@ -234,7 +234,7 @@ def partitioned(
   slowest of the machines that send to it.
 
   Args:
-    phases, network, flops: as of `step_seconds`.
+    phases, network, flops: as in `step_seconds`.
     mean: time of a step on one machine, positive, in any unit.
     variation: V of the time of a machine in a phase, 0 or more (`gamma`).
     seed: 0 or more; a worker's times are a function of seed and worker index.

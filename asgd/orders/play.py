@@ -52,9 +52,9 @@ class _Job:
 
   def __init__(self, grant: protocol.Grant, length: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
-    self.order = grant.job, grant.worker  # of events at the same time
+    self.order = grant.job, grant.worker  # sorts events at the same time
     self.length = length  # time that it takes to compute
-    self.parts: list[MessagePart] = []  # of the ticket, then of the message
+    self.parts: list[MessagePart] = []  # the ticket's, then the message's too
     self.parts_left = 0  # parts in transit
     self.computed = False
 
@@ -71,7 +71,7 @@ class Play:
     sizes: bytes of messages and tickets; None is no bytes.
 
   Attributes:
-    rows: of the trace so far.
+    rows: rows of the trace so far.
     now: time of the last event.
 
   Raises:
@@ -116,7 +116,7 @@ class Play:
     # Start and end of each worker's computations, one after the other.
     self._computed = [array.array("d") for _ in range(workers)]
     self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
-    self._count = 0  # of entries so far, for ties of one order
+    self._count = 0  # heap entries so far: sorts those of equal time and order
     self._may_send = not comes  # the last event may start a job
     if comes is None:
       for worker in range(workers):

@@ -168,8 +168,8 @@ class Dispatcher:
     self._lost_jobs: dict[int, list[int]] = {}
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
-    self.received = 0  # jobs
-    self.lost = 0  # tickets, rejected ones among them
+    self.received = 0  # messages
+    self.lost = 0  # tickets, with those of rejected messages
     self._starters = Starters()
     self._arrivals = Arrivals(self._ledger)
     if rules.round:
@@ -213,8 +213,8 @@ class Dispatcher:
   def arrive(
     self, worker: int, seq: int, now: float | None = None
   ) -> bool:
-    """Takes a message that has arrived; returns False if its ticket is closed
-    (a duplicate, or a late message). `now` ends the job's time, which
+    """Takes a message that has arrived; returns False if it has arrived before
+    or its ticket is closed. `now` is the end of the job's time, which
     `Rules.late` compares."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrivals:
@@ -244,7 +244,7 @@ class Dispatcher:
     return self._fresh_jobs() > 0 or bool(self._lost_jobs)
 
   def grants(self, now: float) -> list[Grant]:
-    """Starts all jobs that may start now, in rounds over the workers."""
+    """Starts all jobs that may start now, one a worker at a time."""
     grants: list[Grant] = []
     while starters := self._next_starters():
       earlier = len(grants)
@@ -267,9 +267,8 @@ class Dispatcher:
     return Grant(worker, seq, job, keep)
 
   def _next_starters(self) -> Sequence[int]:
-    """Takes the workers that may start a job each, sorted by index, at most as
-    many as jobs are left. In a warm start this is the worker that has begun,
-    or the first."""
+    """Takes the workers that may start a job each, sorted by index. In a warm
+    start this is the first worker that is not paused, if no ticket is open."""
     rules, starters = self.rules, self._starters
     if self._in_warm_start:
       if self._arrivals.tickets:
@@ -327,7 +326,7 @@ class Dispatcher:
 
   def slowest(self) -> int:
     """The clock of the slowest worker that has a job to do; in a warm start
-    that of the one worker that computes."""
+    the largest clock, that of the worker that computes."""
     if self._in_warm_start:
       return self._starters.largest_clock
     job_for_all = bool(self._lost_jobs) and not self._owned
@@ -395,7 +394,7 @@ class Dispatcher:
   def _apply(self, event: Event) -> None:
     """Applies a row, written now or replayed, to all of the state."""
     worker, action = event.worker, event.action
-    # Asked before the worker is present: its own clock could be the slowest.
+    # Before the worker is present, as its own clock could be the slowest.
     slowest = self.slowest() if action == base.JOIN else 0
     ticket = self._ledger.apply(event)
     if action in ENDS:
@@ -443,7 +442,7 @@ class Dispatcher:
         self._end_warm_start(clock)
     elif event.action != base.DROP:
       self.lost += 1
-      # It is free for others if no copy of it is open or was received.
+      # Others may do the job if no copy of it is open or was received.
       if is_lost:
         lost_jobs = self._lost_jobs.setdefault(self._owner(event.worker), [])
         heapq.heappush(lost_jobs, ticket.job)

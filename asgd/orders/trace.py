@@ -33,7 +33,7 @@ STARTS = base.SEND, base.KEEP
 ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP
 PUTS = base.PUT, base.LEND  # rows of a peer that makes a message
 TAKES = base.TAKE, base.ADOPT  # rows of a peer that takes one
-NO_SEQ = -1  # of rows that have no message
+NO_SEQ = -1  # seq of rows without a message
 LATEST = 1e15  # the largest time in a file
 
 COLUMNS = ("time", "worker", "seq", "job", "action")
@@ -59,10 +59,10 @@ class Event(NamedTuple):
   # between peers: the round, or the other peer (see base.PUT).
   job: int
   action: int  # one of base.ACTIONS
-  version: int = -1  # SEND: of the ticket
+  version: int = -1  # SEND: version of the ticket
   params: int = -1  # SEND: slot of the parameters
   message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
-  loss: float = 0.0  # RECEIVE: of the message's batch
+  loss: float = 0.0  # RECEIVE: loss on the message's batch
   totals: tuple[float, ...] = ()  # RECEIVE: sums over all shards, if needed
 
   @property
@@ -246,7 +246,7 @@ class Ledger(Generic[T]):
 
   The caller chooses what a ticket is: the parameters in a simulator, the SEND
   row in an analysis. The ledger keeps it until the row that ends its job. The
-  ledger accepts every row that has a meaning; `orders.check` finds the rows
+  ledger accepts every row that can be replayed; `orders.check` finds the rows
   that protocols forbid.
 
   Args:
@@ -266,7 +266,7 @@ class Ledger(Generic[T]):
     self._start: Callable[[Event, Any], Any] = start or (lambda row, _: row)
     self._keeps, self._path = keeps, path
     self.rows = 0
-    self.time = -math.inf  # of the last row
+    self.time = -math.inf  # time of the last row
     # worker -> seq -> ticket, in the order in which they were started
     self.open: dict[int, dict[int, T]] = collections.defaultdict(dict)
     self.latest: dict[int, T] = {}  # worker -> the ticket of its latest job
@@ -274,15 +274,16 @@ class Ledger(Generic[T]):
     self.incarnations: dict[int, int] = {}  # worker -> its latest incarnation
     self.present: set[int] = set()  # workers that joined, or were sent a ticket
     self.ended: set[int] = set()  # workers that lost a ticket or left
-    self.received: list[int] = []  # rows of the messages in the state
-    self._undone_counts: list[int] = []  # messages, of each ROLLBACK row
+    # RECEIVE rows, without those that a rollback undid
+    self.received: list[int] = []
+    self._undone_counts: list[int] = []  # messages that each rollback undid
     self.puts: dict[int, int] = {}  # peer -> messages that it put or lent
     # (receiver, sender) -> seq of the last message that was taken
     self.taken: dict[tuple[int, int], int] = {}
 
   def apply(self, event: Event) -> T | None:
     """Applies the next row; returns the ticket that it opens or closes, if any.
-    Raises TraceError if the row has no meaning after the rows before it."""
+    Raises TraceError if the row cannot follow the rows before it."""
     _, worker, seq, job, action, *_ = event
     ticket: T | None = None
     if action in STARTS:

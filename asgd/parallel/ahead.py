@@ -45,17 +45,17 @@ from asgd.parallel.targets import Target
 
 FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
 _LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
-_PADDING = 1 / 8  # by which a reduce-scatter may pad its array, at most
+_PADDING = 1 / 8  # largest part by which a reduce-scatter may pad its array
 _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}  # JAX -> HLO
 _TABLES = 32, 512  # bytes to which TPUs round the table of a tuple's arrays
 
 
 class ProgramPlan(NamedTuple):
-  """The planner's numbers of a program, for one device; None: no plan."""
+  """The planner's numbers of a program, for one device; None: not planned."""
 
   transfers: Sequence[transfers.Transfer] | None
-  flops: float | None = None  # of matrix products
-  temporary: float | None = None  # bytes
+  flops: float | None = None  # operations of matrix products
+  temporary: float | None = None  # temporary bytes
   # Whether devices of different slices may send to each other.
   crosses: bool = True
 
@@ -69,7 +69,7 @@ class Compilation(NamedTuple):
   arguments: Sequence[Any]
   mesh: Mesh
   plan: ProgramPlan
-  static: tuple[Any, ...] = ()  # arguments before those, part of the program
+  static: tuple[Any, ...] = ()  # static arguments, which come first
 
 
 class Compiled(NamedTuple):
@@ -80,8 +80,9 @@ class Compiled(NamedTuple):
   arguments: int
   results: int
   temporary: int
-  reused: int  # of the results, written over arguments
-  shapes: tuple[list[Any], list[Any]]  # of arguments and results, by shardings
+  reused: int  # bytes of results that are written over arguments
+  # Shapes of a device's arguments and results, by their shardings.
+  shapes: tuple[list[Any], list[Any]]
 
   @property
   def peak(self) -> int:
@@ -175,11 +176,11 @@ def _compare_arrays(
   return lines
 
 
-_Groups = frozenset[frozenset[int]]  # of devices
+_Groups = frozenset[frozenset[int]]  # groups of devices
 
 
 def _axes_of_groups(mesh: Mesh) -> dict[_Groups, frozenset[str]]:
-  """Returns the axes of the mesh along which some groups of devices lie."""
+  """Returns groups of devices -> the axes of the mesh along which they lie."""
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   names = [name for name, size in mesh.shape.items() if size > 1]
   axes_of = {}
@@ -198,8 +199,8 @@ class Matches(NamedTuple):
   """The collectives of a program beside those of its plan."""
 
   rows: list[tuple[transfers.Transfer, int, int]]  # planned, times, bytes sent
-  unplanned: list[hlo.Collective]  # that are not in the plan
-  missing: list[transfers.Transfer]  # that are not in the program
+  unplanned: list[hlo.Collective]  # collectives that are not in the plan
+  missing: list[transfers.Transfer]  # planned ones that the program lacks
 
 
 _SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
@@ -219,7 +220,7 @@ class _Row:
 
   @property
   def lacking(self) -> int:
-    """How many more there must be."""
+    """The number of required collectives that were not matched yet."""
     return max((self.planned.least or 0) - self.times, 0)
 
   def take(
@@ -235,8 +236,8 @@ class _Row:
 def _inside(
   pairs: Iterable[tuple[int, int]], size: int
 ) -> set[tuple[int, int]]:
-  """Returns the pairs inside of slices of some size, by numbers in the slice:
-  all slices have one program, which sends to others in another way."""
+  """Returns the pairs inside slices of `size` devices, numbered within a slice.
+  All slices run one program, which sends to other slices in another way."""
   return {(i % size, j % size) for i, j in pairs if i // size == j // size}
 
 

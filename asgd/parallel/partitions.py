@@ -39,11 +39,11 @@ from asgd import checks, models
 from asgd.orders.phases import Phase
 from asgd.parallel import halo
 
-Span = tuple[int, int]  # from the first to behind the last
-Sends = list[dict[int, float]]  # of each machine: receiver -> numbers
+Span = tuple[int, int]  # [first, end)
+Sends = list[dict[int, float]]  # by sender: receiver -> count of numbers
 
-# A step is simulated message by message, of all machines to all: of so many it
-# takes half a minute.
+# A step is simulated message by message, from all machines to all. With this
+# number of machines it takes half a minute.
 MOST_MACHINES = 256
 _LAYERS = models.Flatten, models.Dense, models.Classifier, halo.Local
 
@@ -51,18 +51,18 @@ _LAYERS = models.Flatten, models.Dense, models.Classifier, halo.Local
 class _Activations(NamedTuple):
   """The part of an example's activations that each machine has."""
 
-  counts: list[int]  # P, numbers
+  counts: list[int]  # P, count of numbers
   shape: tuple[int, ...]  # (C,) or (H, W, C)
-  rows: list[Span] = []  # P, of an image
-  columns: list[Span] = []
+  rows: list[Span] = []  # P, each machine's rows of an image
+  columns: list[Span] = []  # P, its columns
 
 
 class _Stage(NamedTuple):
   """A layer, or a part of one, in the forward pass."""
 
-  products: list[int]  # P, of an example
-  sends: Sends  # before it, by an example; of the first stage nothing
-  activations: _Activations  # after it
+  products: list[int]  # P, products for an example
+  sends: Sends  # sent before it for an example; nothing before the first stage
+  activations: _Activations  # its outputs
 
 
 def grid(machines: int) -> tuple[int, int]:
@@ -172,7 +172,7 @@ def _check(layers: Any) -> None:
       )
 
 
-@functools.lru_cache(maxsize=64)  # of the layers of a model, traced once
+@functools.lru_cache(maxsize=64)  # traces each layer of a model once
 def _shape_after(
   layer: nn.Module, x: jax.ShapeDtypeStruct
 ) -> jax.ShapeDtypeStruct:
@@ -214,10 +214,10 @@ def phases(
   *,
   itemsize: int = 4,
 ) -> list[Phase]:
-  """Returns the phases of a step: those of the layers, forward and backward.
+  """Returns the phases of a step: the layers, forward and then backward.
 
   Args:
-    layers: of `asgd.models`: dense ones, or locally connected ones and a head.
+    layers: dense layers of `asgd.models`, or locally connected ones and a head.
     example: a batch of inputs, [B, C] or [B, H, W, C]; its shape is read.
     machines: P, at most MOST_MACHINES.
     itemsize: bytes of an activation, and of its gradient.
@@ -263,7 +263,7 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
 
   def phase(stage: _Stage, times: int, sends: Sends) -> Phase:
     flops = [2 * times * batch * products for products in stage.products]
-    number_bytes = batch * itemsize  # of a number of each example
+    number_bytes = batch * itemsize  # one number for each example
     sent = [{to: n * number_bytes for to, n in s.items()} for s in sends]
     return Phase(flops, sent)
 

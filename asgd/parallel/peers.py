@@ -30,9 +30,10 @@ class Turns(NamedTuple):
   """A round of messages, in turns in which each peer sends at most one message
   and receives at most one."""
 
-  pairs: list[list[tuple[int, int]]]  # of each turn, (sender, receiver)
+  pairs: list[list[tuple[int, int]]]  # by turn, pairs (sender, receiver)
   weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer receives nothing
-  slots: npt.NDArray[np.int32]  # [n, c], there `Topology.slots`
+  # [n, c], `Topology.slots` where a peer receives nothing
+  slots: npt.NDArray[np.int32]
   keep: npt.NDArray[np.float64]  # [n], weights of peers' own parameters
 
 
@@ -59,7 +60,7 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
   hops = [by_hop[hop] for hop in sorted(by_hop)]
   pairs = min(hops, _first_fit(links), key=len)
   weights = np.zeros((n, len(pairs)))
-  # Without a message: the slot behind all, with the weight 0.
+  # Where a peer receives nothing: the slot after the last, with the weight 0.
   slots = np.full((n, len(pairs)), topology.slots, np.int32)
   for turn, turn_pairs in enumerate(pairs):
     for sender, receiver in turn_pairs:
@@ -70,8 +71,9 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
 
 
 def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-  """Puts each link into the first turn where both ends are free. A new turn is
-  opened only if neighbours of both ends fill all: at most twice the degree."""
+  """Puts each link into the first turn in which its sender sends nothing and
+  its receiver receives nothing, else into a new turn: at most twice the largest
+  number of neighbours."""
   result: list[list[tuple[int, int]]] = []
   for sender, receiver in links:
     for turn in result:
@@ -89,7 +91,8 @@ class RoundState(NamedTuple):
 
   peers: gossip.PeerState
   workers: Any  # states of the workers
-  codes: tuple[Any, ...]  # the message to be mixed later; `every` above 1
+  # If `every` is above 1: the message that a later round mixes.
+  codes: tuple[Any, ...]
 
 
 class RoundMetrics(NamedTuple):
@@ -110,14 +113,14 @@ class RoundProgram(NamedTuple):
   # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
   round: Callable[..., tuple[RoundState, RoundMetrics]]
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
-  phases: Callable[[int], Any]  # of a round: (phase, puts, mixes)
-  # Jitted: (phases, state, batches, root, round) -> as `round`. `init` and
-  # `place` of shapes return shapes, for which it can be lowered.
+  phases: Callable[[int], Any]  # round -> (phase, puts, mixes)
+  # Jitted: (phases, state, batches, root, round) -> as `round`. Given shapes,
+  # `init` and `place` return shapes, for which it can be lowered.
   program: Callable[..., tuple[RoundState, RoundMetrics]]
 
 
 def message_shapes(peer: gossip.Peer, params: base.Params) -> Any:
-  """Returns the shapes of a message, of parameters or their shapes."""
+  """Returns the shapes of a message, given parameters or their shapes."""
 
   def code(params):
     return peer.put(peer.init(params), jnp.float32(1), jax.random.key(0))[1]
@@ -129,7 +132,7 @@ def message_bytes(
   exchange: gossip.Gossip, server: base.Server, params: base.Params
 ) -> int:
   """Returns the bytes of an uncompressed message of peers that each have this
-  server, of parameters or their shapes."""
+  server, given parameters or their shapes."""
   peer = gossip.make_peer(server, exchange.rule, exchange.topology.slots)
   return memory.bytes_of(message_shapes(peer, params))
 
@@ -153,8 +156,8 @@ class _Device(NamedTuple):
     """Exchanges a message of each peer, and mixes them."""
     i = jax.lax.axis_index(self.axis)
     table = turns(self.exchange.topology, phase)
-    # One message in each turn; a peer that receives none gets zeros, which its
-    # weight of 0 leaves out.
+    # One message in each turn. A peer that receives none gets zeros, with the
+    # weight 0.
     codes = tuple(
       jax.tree.map(
         lambda x, p=pairs: jax.lax.ppermute(x, self.axis, p), code
@@ -171,7 +174,7 @@ class _Device(NamedTuple):
     # shard_map hands each device a row, [1, ...].
     state, batch = jax.tree.map(lambda x: x[0], (state, batch))
     peer_state, i = state.peers, jax.lax.axis_index(self.axis)
-    # [1] The job starts; its ticket has the peer's parameters of now.
+    # [1] The job starts; its ticket has the peer's present parameters.
     job = peer.send(peer_state, i)
     code = None if puts else state.codes[0]
     # [2] Put the message now, so that XLA may overlap transfer and job...
@@ -223,10 +226,11 @@ def make_rounds(
 
   Args:
     exchange: topology and rule of the peers, in rounds.
-    server: of each peer, of an algorithm that `exchange.rule.wrap` returned.
+    server: each peer's server, of an algorithm that `exchange.rule.wrap`
+      returned.
     worker: computes a message; the job of peer i in round k is k n + i.
-    mesh: with an axis of n devices.
-    axis: its name.
+    mesh: a mesh with an axis of n devices.
+    axis: the name of this axis.
 
   Raises:
     ValueError: for peers in pairs, which have no rounds, or an axis of another

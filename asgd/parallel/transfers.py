@@ -1,9 +1,9 @@
 """The planner's list of the collectives in a step on a mesh.
 
 Each entry gives the axes, the number of elements and the number of calls. The
-list follows from shapes and shardings alone, by the
-formulas of the papers that `data_parallel`, `tensor`, `circular` and `peers`
-cite; `asgd.parallel.ahead` compares it with compiled programs.
+list follows from shapes and shardings alone, by formulas of the papers that
+`data_parallel`, `tensor`, `circular` and `peers` cite. `asgd.parallel.ahead`
+compares it with compiled programs.
 
 Index letters:
   L  blocks of a GPT, of all stages
@@ -35,12 +35,13 @@ class Transfer(NamedTuple):
   """Collectives along some axes, for arrays of one size."""
 
   kind: str  # one of the four above
-  axes: frozenset[str]  # those along which devices send
-  elements: int  # of a device's whole array: before a scatter, after a gather
-  itemsize: int  # bytes of an element, at most
-  times: int  # in a step, at most
-  least: int | None = None  # in a step, at least; None: as often as `times`
-  pairs: tuple[tuple[int, int], ...] = ()  # of PERMUTE: (from, to)
+  axes: frozenset[str]  # the axes along which devices send
+  # Elements of a device's whole array: before a scatter, after a gather.
+  elements: int
+  itemsize: int  # largest number of bytes of an element
+  times: int  # largest number of calls in a step
+  least: int | None = None  # least number of calls in a step; None: `times`
+  pairs: tuple[tuple[int, int], ...] = ()  # for PERMUTE: (from, to)
   label: str = ""
   # XLA may add up a part of each array, 1 / parts, once it is scattered along
   # another axis.
@@ -58,15 +59,15 @@ class Replicas(NamedTuple):
   zero: int = 0
   accumulate: int = 1
   compute: int = 4  # bytes of a number in the loss
-  reduce: int = 4  # of a gradient that is added up
+  reduce: int = 4  # bytes of a number in a gradient that is added up
 
 
 def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
-  """Returns one of each sort, as often as all of them together."""
+  """Returns one transfer of each sort, with the sum of their calls."""
   sums: dict[Any, Transfer] = {}
   for transfer in transfers:
     least = transfer.times if transfer.least is None else transfer.least
-    # Transfers that differ only in how often they happen are of one sort.
+    # Transfers that differ only in the number of calls are of one sort.
     sort = transfer._replace(times=0, least=0)
     total = sums.get(sort, sort)
     times, least = total.times + transfer.times, (total.least or 0) + least
@@ -81,8 +82,9 @@ def _local(leaf: Any, mesh: Mesh, spec: P) -> int:
 
 
 def parameters_here(params: Any, mesh: Mesh) -> int:
-  """Returns the parameters of one replica's device: shapes with shardings, as
-  `data_parallel.Step.init` returns, of which the axis "data" divides none."""
+  """Returns the number of parameters on a device of one replica. `params` are
+  shapes with shardings, as `data_parallel.Step.init` returns; a division along
+  the axis "data" does not count."""
   return sum(
     _local(leaf, mesh, _without_data(leaf.sharding.spec))
     for leaf in jax.tree.leaves(base.weights_of(params))
@@ -105,11 +107,11 @@ def of_weights(
 
   Args:
     params: shapes with their shardings, as `data_parallel.Step.init` returns.
-    mesh: with the axis "data".
+    mesh: a mesh with the axis "data".
     replicas: options of the step.
     also: axes beside "data" that add up the gradients of weights that they do
       not divide: "tensor", if the stream is split by positions.
-    turns: of a pipeline, which adds up a block's gradients in each turn.
+    turns: turns of a pipeline, which adds up a block's gradients in each.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
   pieces, size = replicas.accumulate, replicas.reduce
@@ -142,7 +144,7 @@ def of_weights(
       itemsize = leaf.dtype.itemsize
       yield Transfer(GATHER, data, count, itemsize, 1, label="weights")
     else:  # the backward does not need all of them again
-      itemsize = max(replicas.compute, 4)  # of biases XLA sends float32
+      itemsize = max(replicas.compute, 4)  # XLA sends biases in float32
       times = 2 * pieces
       yield Transfer(GATHER, data, count, itemsize, times, 1, label="weights")
 

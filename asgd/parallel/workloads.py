@@ -22,27 +22,28 @@ class Workload(NamedTuple):
 
   name: str
   parameters: int
-  layers: int  # between which a pipeline may cut
+  layers: int  # number of layers; a pipeline may cut between two of them
   largest: int  # parameters of the largest layer
-  flops: float  # of an example, forward and backward
-  recompute_flops: float  # of an example, added by a second forward
-  activations: Callable[[int, int], float]  # (examples, tensor) -> bytes of all
-  border: float  # bytes of an example between two layers, at most
-  gpt: memory.Gpt | None = None  # only that can be split into tensors
-  dense: tuple[wait_free.DenseGradient, ...] = ()  # rows are of an example
+  flops: float  # operations for an example, forward and backward
+  recompute_flops: float  # operations for an example in a second forward
+  # (examples, tensor) -> bytes of all activations
+  activations: Callable[[int, int], float]
+  border: float  # largest bytes of an example between two layers
+  gpt: memory.Gpt | None = None  # only a GPT can be tensor parallel
+  dense: tuple[wait_free.DenseGradient, ...] = ()  # rows for one example
 
 
 class TrainingOptions(NamedTuple):
   """Options of training that all strategies share."""
 
-  batch: int  # examples of a step, of all devices
+  batch: int  # examples of a step, on all devices together
   microbatch: int | None = None  # None: the best
   optimizer: str = "adam"
   precision: str = "mixed"
   activations: str = "plain"
   variation: float = 0.1
   overlap: bool = False
-  shards: int | None = None  # of a parameter server; None: all devices
+  shards: int | None = None  # shards of a server; None: one a device
   recipes: tuple[str, ...] = RECIPES
 
 
@@ -161,7 +162,7 @@ def products(
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   gradient = jax.jit(jax.grad(loss, has_aux=True))
-  # Lowered, not compiled: the products are the same, and compiling takes time.
+  # Lower, but do not compile: products are the same, and compiling takes time.
   lowered = gradient.lower(
     *jax.tree.map(lambda x: x.update(sharding=None), (params, first, key))
   )

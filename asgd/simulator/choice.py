@@ -40,9 +40,9 @@ class Choice(NamedTuple):
 class JobShapes(NamedTuple):
   """Shapes and number of jobs, by which an engine is chosen."""
 
-  params: base.Params  # or their shapes
-  batch: base.Batch  # of any job
-  messages: int  # that are simulated with one program
+  params: base.Params  # parameters, or their shapes
+  batch: base.Batch  # the batch of any job
+  messages: int  # messages that are simulated with one program
   even: bool = True  # whether the batches of all jobs have one shape
 
 
@@ -61,8 +61,8 @@ def choose(
   last bits of the parameters may differ, too (`make_rounds`).
 
   Args:
-    server, worker, trace: of the simulation.
-    jobs: known facts of the jobs.
+    server, worker, trace: what is simulated.
+    jobs: shapes and number of the jobs.
     asked: an engine, or "auto": the faster one.
 
   Raises:
@@ -107,7 +107,7 @@ def choose(
 def _obstacle(
   server: base.Server, worker: base.Worker, trace: base.Trace, jobs: JobShapes
 ) -> str:
-  """Why the host engine alone can simulate this, if it can."""
+  """Returns why only the host engine can simulate this; "" if others can."""
   if not jobs.even:
     return "batches of jobs differ in size"
   if not jax.tree.leaves(jobs.batch):
@@ -118,7 +118,7 @@ def _obstacle(
 
 
 def _drawback(worker: base.Worker, jobs: JobShapes) -> str:
-  """Why the host engine is as fast as others, if it is."""
+  """Returns why the host engine is as fast as others; "" if not."""
   if jobs.messages < _MIN_MESSAGES:
     return f"{jobs.messages:,} messages are fewer than {_MIN_MESSAGES:,}"
   shapes = jax.eval_shape(lambda *x: x, jobs.params, jobs.batch)
@@ -132,7 +132,8 @@ def _drawback(worker: base.Worker, jobs: JobShapes) -> str:
 def _advantage(
   server: base.Server, trace: base.Trace, jobs: JobShapes
 ) -> str:
-  """Why the rounds engine is faster than the chunk engine, if it is."""
+  """Returns why the rounds engine is faster than the chunk engine; "" if not.
+  """
   action = np.asarray(trace.action)
   received = np.flatnonzero(action == base.RECEIVE)
   if not server.sends_current or (action == base.KEEP).any():

@@ -40,7 +40,7 @@ from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
 _MAX_MESSAGES = 256  # messages of a call
-_MAX_BYTES = 2**25  # of the batches and the codes of a call
+_MAX_BYTES = 2**25  # bytes of the batches and the codes of a call
 _AHEAD = 2  # calls whose records have not been fetched
 
 
@@ -116,7 +116,7 @@ def program_parts(
   pure: steps_lib.PureSteps,
   joins: bool,
 ) -> ProgramParts:
-  """Returns the parts of programs; arguments are as of `compile_chunk`."""
+  """Returns the parts of programs; arguments are those of `compile_chunk`."""
 
   def settle(carry):
     carry = _send(pure, carry)
@@ -198,7 +198,7 @@ def compile_chunk(
   Args:
     server: any.
     worker: any.
-    wire: as of `compile_steps`.
+    wire: as in `compile_steps`.
     joins: whether workers join; a join resets the worker's state.
   """
   pure = steps_lib.pure_steps(server, worker, wire)
@@ -229,13 +229,13 @@ def make_chunk(
   """Builds the chunk engine of a server and its workers.
 
   Args:
-    server: whose updates are not codes.
-    worker: whose jobs have batches of one shape.
-    wire: as of `compile_steps`.
+    server: one whose updates are not codes.
+    worker: one whose jobs have batches of one shape.
+    wire: as in `compile_steps`.
 
   Returns:
-    A Simulator. Its `follow` raises NotCompiled for a trace that the host
-    engine alone replays.
+    A Simulator. Its `follow` raises NotCompiled for a trace that only the host
+    engine replays.
   """
 
   def follow(wrapped_worker, simulation, trace, *, batch, root):
@@ -249,9 +249,9 @@ def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
   """Returns why only the host engine can replay a trace; "" if others can.
 
   Args:
-    opt_state: of the server, or its shapes.
-    worker_state: of a worker, or its shapes.
-    trace: that is replayed.
+    opt_state: the server's, or its shapes.
+    worker_state: that of a worker, or its shapes.
+    trace: the trace that is replayed.
   """
   if compression.last_update(opt_state) is not None:
     return "the server's updates are codes (compress_down)"
@@ -307,8 +307,8 @@ class ChunkRun:
 
   @property
   def server(self) -> base.ServerState:
-    """The server's state; parameters are a copy, the rest is given up by the
-    next call of `until`."""
+    """The server's state. Parameters are a copy; the next call of `until`
+    donates the rest."""
     state = self._carry.server
     return state._replace(params=jax.tree.map(jnp.copy, state.params))
 
@@ -329,7 +329,7 @@ class ChunkRun:
 
   def pause(self) -> SimulationState:
     """Returns the simulation in new buffers."""
-    # Write what waits: the tickets sent after the last message.
+    # Write the tickets sent after the last message, which wait until now.
     self._send_between()
     latest = self._carry.sent_slot, self._carry.sent_worker
     self._send(*(np.asarray(x)[None] for x in latest))
@@ -391,8 +391,9 @@ class ChunkRun:
     return max(1, min(_MAX_MESSAGES, _MAX_BYTES // max(size, 1)))
 
   def _limit(self, end: int, stop: int) -> int:
-    """Returns where a call ends that would end at message `end`."""
-    # Several tickets are sent between two calls, not within one.
+    """Returns the message before which a call must end, at most `end`."""
+    # A call must end where several tickets are sent: only a program between two
+    # calls sends them.
     begin = self._received
     following = self._stops[np.searchsorted(self._stops, begin, "right") :]
     return min(stop, end, *following[:1].tolist())
@@ -409,8 +410,8 @@ class ChunkRun:
     return rows, jax.tree.map(lambda x: padded(x, count), batches)
 
   def _call(self, stop: int) -> tuple[Any, ...]:
-    """Starts to compute the next messages, not past `stop`; returns their count
-    and what is computed."""
+    """Starts to compute the next messages, not past `stop`; returns (count,
+    Observations, codes)."""
     begin = self._received
     end = self._limit(begin + self._call_size, stop)
     count, inputs = end - begin, self._inputs(begin, end, self._call_size)

@@ -96,11 +96,12 @@ class PeerRecords(NamedTuple):
   accepted: npt.NDArray[np.bool_]  # [U]
   message_norm: npt.NDArray[np.float32]  # [U]
   update_norm: npt.NDArray[np.float32]  # [U]
-  # [U], of the messages that the peer put since its row before, each once
+  # [U], bytes of the messages that the peer put since its previous row; each
+  # message counts once, for any number of receivers
   bytes_up: npt.NDArray[np.int64]
-  bytes_down: npt.NDArray[np.int64]  # [U], of those that it took since then
+  bytes_down: npt.NDArray[np.int64]  # [U], bytes of those taken since then
   residual_norm: npt.NDArray[np.float32]  # [U]
-  # [U], sum of the RMS of changes by mixing since the peer's row before
+  # [U], sum of the RMS of changes by mixing since the peer's previous row
   mix_norm: npt.NDArray[np.float32]
 
 
@@ -155,9 +156,9 @@ class OnePeer:
   Attributes:
     state: the PeerState.
     worker: the state of its worker.
-    bytes_up: of the messages that it put since its last record.
-    bytes_down: of those that it took.
-    norms: of the changes by mixing since then.
+    bytes_up: bytes of the messages that it put since its last record.
+    bytes_down: bytes of the messages that it took since then.
+    norms: RMS of each change by mixing since then.
   """
 
   def __init__(
@@ -250,16 +251,16 @@ class Peers:
   """All peers of a run, and their position in its trace.
 
   Args:
-    how: whom they talk to, and how.
-    peer: of which the steps are compiled.
-    worker: likewise.
-    params: all begin with.
-    trace: of the run.
+    how: the rule, the topology and the order of the run.
+    peer: the functions of a peer.
+    worker: the functions of a peer's worker.
+    params: the parameters with which all peers begin.
+    trace: the rows of the run.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
 
   Attributes:
-    peers: each of them.
+    peers: the N peers, by index.
   """
 
   def __init__(
@@ -289,7 +290,7 @@ class Peers:
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
     self._restored: dict[Key, gossip.Job] | None = None
     self._links = PeerLinks(n, trace)
-    self._newcomers: set[int] = set()  # that have adopted nothing yet
+    self._newcomers: set[int] = set()  # peers that joined and adopted nothing
 
   @property
   def event(self) -> int:
@@ -351,7 +352,7 @@ class Peers:
   def _send(self, event: Event, kept_ticket: Any) -> Any:
     """Returns the job of a SEND row; while restoring, the saved one."""
     del kept_ticket
-    # A checkpoint has the open jobs; for those that have ended () will do.
+    # A checkpoint has the open jobs only. Ended jobs are not read again.
     if self._restored is not None:
       return self._restored.get(event.key, ())
     return self.peers[event.worker].send()
@@ -443,8 +444,9 @@ def mean_params(
   """Returns the mean of peers' parameters, as NumPy arrays.
 
   Args:
-    states: of the present peers.
-    weights: of each, `Peer.weight`: of push-sum the mean is that of x = w z.
+    states: states of the present peers.
+    weights: `Peer.weight` of each peer; with push-sum the result is the mean of
+      x = w z.
   """
   shares = np.array([float(w) for w in weights])
   shares = shares / shares.sum()
@@ -466,8 +468,8 @@ def consensus(
     sqrt(1 / (n k) sum_i ||x_i - mean||^2),   k the trained parameters
 
   Args:
-    states: of n peers.
-    mean: of their parameters.
+    states: states of n peers.
+    mean: the mean of their parameters.
   """
   centre = jax.tree.leaves(base.weights_of(mean))
   square = count = 0.0

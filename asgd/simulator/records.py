@@ -12,8 +12,8 @@ from asgd.simulator.traffic import ReceivedMessage
 
 
 def fetch(tree: Any) -> Any:
-  """Returns a tree as NumPy arrays, like `jax.device_get`, which takes its time
-  over each array that is here already."""
+  """Returns a tree as NumPy arrays, like `jax.device_get`, which is slow for
+  arrays that are in the host's memory already."""
   first_leaf = next(iter(jax.tree.leaves(tree)), None)
   if isinstance(first_leaf, jax.Array) and (
     not first_leaf.is_fully_replicated
@@ -26,7 +26,7 @@ def fetch(tree: Any) -> Any:
 def records(
   messages: list[ReceivedMessage], observations: list[Observation]
 ) -> base.Records:
-  """Fetches, once for all, what `Steps.receive` returned of each message."""
+  """Fetches, in one call, what `Steps.receive` returned for each message."""
   columns = zip(*messages, strict=True) if messages else ((),) * 6
   rows = fetch(observations)
   whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3)
@@ -50,8 +50,8 @@ def of_columns(
   Args:
     time, worker, job, bytes_up, bytes_down, residual_norm: [U], the fields of
       `ReceivedMessage`.
-    whole: int32[U, 3], as of an Observation.
-    real: float32[U, 4], the same.
+    whole: int32[U, 3], as in an Observation.
+    real: float32[U, 4], as in an Observation.
   """
   version, staleness, accepted = whole.T
   gap, loss, message_norm, update_norm = real.T

@@ -37,7 +37,7 @@ from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
 _MAX_LANES = 64
-_MAX_BYTES = 2**26  # of the messages of a round
+_MAX_BYTES = 2**26  # bytes of the messages of a round
 
 
 class Spans(NamedTuple):
@@ -55,7 +55,7 @@ class RoundPlan(NamedTuple):
 
   starts: npt.NDArray[np.int64]  # [R], the first message of each
   lanes: int  # L
-  shared: bool  # whether the tickets of a round are one
+  shared: bool  # whether all jobs of a round have one ticket
 
 
 def find_rounds(
@@ -68,11 +68,11 @@ def find_rounds(
   """Divides the messages of a trace into rounds.
 
   Args:
-    plan: of the trace.
-    worker: int32[U], of each message.
-    stateful: whether workers have a state, which is that after the job before;
-      a round then has one message of each.
-    most: lanes, at most.
+    plan: the tickets of the trace.
+    worker: int32[U], worker of each message.
+    stateful: whether workers have a state. A job needs the state after the
+      worker's previous job, so a round then has one message of each worker.
+    most: largest number of lanes.
 
   Example:
     A bulk synchronous order of four workers.
@@ -100,7 +100,8 @@ def find_rounds(
   def divide(max_size):
     starts, round_workers = [0], set()
     for i, (position, sender) in enumerate(zip(*messages, strict=True)):
-      # The ticket was sent after the round's first message, or it is full.
+      # The ticket was sent after the round's first message, or the round is
+      # full.
       ends = position > starts[-1] or i - starts[-1] >= max_size
       repeats = stateful and sender in round_workers
       if i and (ends or i in plan.sends or repeats):
@@ -150,9 +151,9 @@ def compile_rounds(
   """Compiles the program of a server and its workers, once.
 
   Args:
-    server, worker, wire, joins: as of `chunk.compile_chunk`.
+    server, worker, wire, joins: as in `chunk.compile_chunk`.
     lanes: L.
-    shared: whether the tickets of a round are one.
+    shared: whether all jobs of a round have one ticket.
 
   Returns:
     (carry, root, count, Spans, Messages, batches) -> (carry, Observations,
@@ -204,7 +205,7 @@ def compile_rounds(
 
     def step(index, loop_state):
       span = jax.tree.map(lambda x: rows_lib.get_row(x, index), spans)
-      # Always L lanes: of a shorter round the last ones are not received.
+      # Always L lanes. A shorter round does not receive the last ones.
       round_inputs = jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, span.begin, lanes),
         (rows, batches),
@@ -231,14 +232,14 @@ def abstract_call(
   """Returns the program, and its arguments as shapes, to be compiled ahead.
 
   Args:
-    server, worker: that are simulated.
-    params: or their shapes.
-    batch: of any job, or its shapes.
+    server, worker: what is simulated.
+    params: parameters, or their shapes.
+    batch: the batch of any job, or its shapes.
     workers: N.
     messages: C.
     lanes: L.
-    shared: whether the tickets of a round are one, and held in one row; else
-      each of the N workers has a row.
+    shared: whether all jobs of a round have one ticket, in one row; else each
+      of the N workers has a row.
 
   Returns:
     The jitted function, and arguments for its `lower`.
@@ -294,10 +295,10 @@ def make_rounds(
   jobs in another order; parameters after some hundred messages agree to 1e-5.
 
   Args:
-    server, worker, wire: as of `make_chunk`.
+    server, worker, wire: as in `make_chunk`.
 
   Returns:
-    A Simulator. Its `follow` raises NotCompiled as that of `make_chunk`.
+    A Simulator. Its `follow` raises NotCompiled, as in `make_chunk`.
   """
 
   def follow(wrapped_worker, simulation, trace, *, batch, root):
@@ -337,7 +338,8 @@ class RoundsRun(chunk.ChunkRun):
     )
 
   def _call(self, stop):
-    """As that of a chunk, with complete rounds where `stop` allows it."""
+    """Like the method of a ChunkRun, with complete rounds where `stop` allows
+    it."""
     # [1] The messages of the call, from the start of the present round.
     begin, starts = self._received, self._rounds.starts
     round_begin = int(starts[np.searchsorted(starts, begin, "right") - 1])

@@ -36,8 +36,8 @@ class _Shard(ServerReplay):
   def __init__(self, state, steps, trace, worker_indices):
     super().__init__(state, steps, worker_indices, **needs_of(trace))
     self.events = list(trace_lib.events(trace))
-    # Kept until the job has ended at all shards: the lead may have closed the
-    # ticket of a worker that another shard received a message from.
+    # Kept until the job has ended at all shards: the lead may close a ticket
+    # whose message another shard receives.
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:
@@ -147,8 +147,9 @@ class Sharded:
       )
 
   def _following(self, messages: int | None) -> Iterator[tuple[float, int]]:
-    """Yields (time, shard) of the next rows, until the lead has so many
-    messages."""
+    """Yields (time, shard) of the next rows. Once the lead has received
+    `messages`, only rows before its time, and at its time those of shards that
+    have received fewer."""
     lead = self._shards[0].ledger
     lead_is_done = messages is not None and len(lead.received) >= messages
     for index, shard in enumerate(self._shards):
@@ -170,7 +171,7 @@ class Sharded:
     if event is None:
       return False
     key, row, message = event.key, shard.ledger.rows, None
-    with_message = base.RECEIVE, base.DROP  # the worker's state is of both
+    with_message = base.RECEIVE, base.DROP  # both change the worker's state
     if event.action in with_message and key in shard.tickets:
       message = self._message(key, event.job)
       if message is None:
@@ -263,7 +264,8 @@ class Sharded:
     return tree, notes
 
   def like(self, notes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tree of the shapes of one that `pack` made beside notes."""
+    """Returns a tree with the shapes of the one that `pack` returned with
+    `notes`."""
     parts = [state.params for state in self.states]
     codec = self._steps.codec
     count = len(notes["messages"])
@@ -276,7 +278,7 @@ class Sharded:
     }
 
   def unpack(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Goes to a packed position; the arrays are given away."""
+    """Goes to a packed position; the run may then overwrite the arrays."""
     sent_params = iter(tree["sent"])
     for shard, state, shard_notes in zip(
       self._shards, tree["servers"], notes["shards"], strict=True
@@ -298,7 +300,8 @@ class Sharded:
       table.update(((w, seq), number) for w, seq, number in notes[name])
 
   def records(self, start: int = 0) -> tuple[base.Records, ...]:
-    """Returns the records of each shard's messages, from one on; S."""
+    """Returns the records of each shard's messages, from index `start` on; S.
+    """
     return tuple(shard.records(start) for shard in self._shards)
 
 

@@ -18,15 +18,16 @@ _ROWS = 2000  # rows that are replayed in one call
 
 
 class SimulationState(NamedTuple):
-  """Everything there is at an event boundary; a checkpoint is this."""
+  """A simulation between two rows of its trace. A checkpoint stores it."""
 
   event: int  # the next row of the trace
   server: base.ServerState
   workers: tuple[Any, ...]  # N worker states
-  tickets: tuple[dict[int, base.Ticket], ...]  # N, the open ones by seq
-  kept: tuple[base.Ticket | None, ...]  # N, the last sent, if the trace keeps
-  marks: dict[int, base.ServerState]  # by row, for rollbacks to come
-  sent: Sent = NOTHING_SENT  # if updates are codes
+  tickets: tuple[dict[int, base.Ticket], ...]  # N, open tickets by seq
+  # N, the ticket of each worker's latest job, if the trace has KEEP rows
+  kept: tuple[base.Ticket | None, ...]
+  marks: dict[int, base.ServerState]  # row -> state before it, for rollbacks
+  sent: Sent = NOTHING_SENT  # sent bytes, if the server's updates are codes
 
 
 class TraceRun(Protocol):
@@ -38,7 +39,8 @@ class TraceRun(Protocol):
 
   def until(self, end: int) -> base.Records:
     """Replays the rows up to, not including, row `end`; returns the records of
-    the messages received. Raises TraceError for a row that has no meaning."""
+    the messages received. Raises TraceError for a row that cannot follow the
+    rows before it."""
 
   def pause(self) -> SimulationState:
     """Returns the simulation as it is, up to the next call of `until`."""
@@ -81,7 +83,7 @@ def initial(
       f" has {workers}; build both with the same number"
     )
   state = steps_lib.start(server, params)
-  # All of them start alike, as `Worker.init` reads shapes only.
+  # All workers start alike, as `Worker.init` reads shapes only.
   states = (worker.init(state.params),) * workers
   tickets = tuple({} for _ in range(workers))
   return SimulationState(0, state, states, tickets, (None,) * workers, {})
@@ -90,7 +92,7 @@ def initial(
 def make_simulator(
   server: base.Server, worker: base.Worker, follow: Follow
 ) -> Simulator:
-  """Builds an engine from its way to follow a trace."""
+  """Builds an engine from its function `follow`."""
 
   def init(params, workers):
     return initial(server, worker, params, workers)
@@ -133,8 +135,8 @@ def run_whole(
 
 
 def needs_of(trace: base.Trace) -> dict[str, Any]:
-  """Returns what the rows of a trace need: `keeps` if jobs share tickets, and
-  the rows to which it `returns`."""
+  """Returns what the rows of a trace need: `keeps`, whether jobs share tickets,
+  and `returns`, the rows to which it rolls back."""
   return {
     "keeps": bool((trace.action == base.KEEP).any()),
     "returns": trace.job[trace.action == base.ROLLBACK].tolist(),

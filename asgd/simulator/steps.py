@@ -22,8 +22,9 @@ _MANY_LEAVES = 3000
 class Steps(NamedTuple):
   """The compiled functions that every runtime calls; same calls, same bits.
 
-  `receive` donates opt_state and inbox, and the message if that is of jax
-  arrays; not params and version, as open tickets refer to them.
+  `receive` donates opt_state and inbox, but not params and version, because
+  open tickets refer to them. It also donates a message of JAX arrays, unless
+  the functions were compiled with `keeps_messages`.
   """
 
   # (state, ticket, batch, root, job): as Worker.work
@@ -31,15 +32,16 @@ class Steps(NamedTuple):
   send: Callable[..., Any]  # (ServerState, worker) -> Ticket
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
   receive: Callable[..., Any]
-  # (totals, *as receive) -> sharding.Ask, or Done of the same
+  # (totals, *as receive) -> sharding.Ask, or Done with the result of `receive`
   stage: Callable[..., Any]
   wire: str | None = None  # dtype in which parameters travel
-  codec: compression.Codec | None = None  # of messages
-  alone: bool = False  # each message is an update
+  codec: compression.Codec | None = None  # the messages' codec
+  alone: bool = False  # whether each message is one update
 
   def keep(self, ticket: base.Ticket) -> base.Ticket:
-    """Returns the ticket of another job on a kept ticket: the worker's copy has
-    its update of the job before, which does not count as staleness."""
+    """Returns the ticket of another job on a kept ticket. If each message is
+    one update, the version counts the update of the worker's last job, which is
+    then no staleness."""
     version = ticket.version + 1 if self.alone else ticket.version
     return ticket._replace(version=version, fresh=np.False_)
 
@@ -55,8 +57,8 @@ class WorkerDevices(NamedTuple):
   """Devices that do the work of one worker together."""
 
   devices: int = 1
-  parallel: str = "data"  # examples are split; or "tensor", the weights are
-  axis: int = 0  # of the examples in a batch
+  parallel: str = "data"  # splits examples; "tensor" splits weights
+  axis: int = 0  # axis of the examples in a batch
 
 
 ALONE = WorkerDevices()
@@ -71,12 +73,12 @@ class PureSteps(NamedTuple):
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
   receive: Callable[..., tuple[base.ServerState, "Observation"]]
   wire: str | None = None  # dtype in which parameters travel
-  codec: compression.Codec | None = None  # of messages
+  codec: compression.Codec | None = None  # the messages' codec
 
 
 @functools.lru_cache(maxsize=32)
 def _pure_work(worker: base.Worker) -> Callable[..., Any]:
-  """Returns a worker's work as a part of programs, which trace it once for all
+  """Returns a worker's work as a part of programs. JAX traces it once for all
   servers and numbers of workers: half of the time to trace a small program."""
 
   def work(state, ticket, batch, root, job):
@@ -118,11 +120,12 @@ def compile_work(
 ) -> Callable[..., Any]:
   """Compiles a worker once, however many servers it serves.
 
-  Its devices are the first of this process. XLA divides the work among them: in
-  a "data" group each takes part of the examples, in a "tensor" group part of
-  the last axis of each weight. An undivided axis is computed on all. Another
-  group adds up in another order, so it gives other bits. The result is (state,
-  ticket, batch, root, job) -> as Worker.work, whole on each device.
+  The worker's devices are the first of this process. XLA divides the work among
+  them: in a "data" group each takes part of the examples, in a "tensor" group
+  part of the last axis of each weight. If their number does not divide the
+  axis, each device computes all of it. Groups that divide otherwise add up in
+  another order, and give other bits. The result is (state, ticket, batch, root,
+  job) -> as Worker.work, whole on each device.
   """
 
   work = _pure_work(worker)
@@ -160,7 +163,8 @@ def compile_work(
 
 
 def _after_transfer(tree: Any, dtype: str | None) -> Any:
-  """A tree's real numbers after a journey in `dtype`."""
+  """Returns a tree with its real numbers rounded as by a transfer in `dtype`.
+  """
   if dtype is None:
     return tree
   bits = jnp.finfo(dtype)
@@ -183,14 +187,15 @@ def compile_steps(
   group: WorkerDevices = ALONE,
   keeps_messages: bool = False,
 ) -> Steps:
-  """Compiles the functions of runtimes, once; without a worker, no work.
+  """Compiles the functions of runtimes, once; without a worker, no `work`.
 
   `wire` is the dtype in which parameters and messages travel, such as
-  "bfloat16"; None is their own. Messages of a server with a codec travel as
-  codes, and are decoded here. Tickets hold what arrives. `group` are the
-  devices of each worker. With `keeps_messages` no message is overwritten, as
-  those of a live run lie in shared memory. The two are different programs,
-  which need not agree in the last bit: a replay is compiled as the run was.
+  "bfloat16"; with None they travel in their own. Messages of a server with a
+  codec travel as codes, and are decoded here. Tickets have the parameters as
+  they arrive. `group` are the devices of each worker. With `keeps_messages` no
+  message is overwritten: those of a live run are in shared memory. Programs
+  with and without it may differ in the last bit, so a replay is compiled as its
+  run was.
   """
   pure = pure_steps(server, worker, wire)
 
@@ -222,7 +227,7 @@ def compile_steps(
 
 
 def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
-  """Returns totals that were written down, as `Steps.stage` takes them."""
+  """Returns the totals of a journal as `Steps.stage` takes them."""
   dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
   return tuple(dtype(value) for value in values)
 

@@ -65,10 +65,10 @@ def begin_host(
 
 
 class StepwiseRun:
-  """A simulation that replays rows one by one, as they are made.
+  """A simulation that replays rows one by one.
 
-  A message may be asked for before its RECEIVE row: an order over a network
-  depends on its bytes.
+  An order over a network depends on the bytes of its messages, so `bytes_up`
+  computes a message before its RECEIVE row exists.
   """
 
   def __init__(
@@ -164,14 +164,14 @@ class StepwiseRun:
     return self.records()
 
   def records(self) -> base.Records:
-    """Returns the records that this has not returned yet."""
+    """Returns the records of the messages received since the last call."""
     records = self._replay.records(self._returned_count)
     self._returned_count += len(records.loss)
     return records
 
   def pause(self) -> SimulationState:
-    """Returns the simulation. Messages that were asked for ahead are computed
-    again by another run."""
+    """Returns the simulation. A run that continues it computes again the
+    messages that `bytes_up` has computed and that were not received."""
     replay, workers = self._replay, range(len(self._states))
     return SimulationState(
       replay.ledger.rows,
@@ -201,7 +201,7 @@ class ServerReplay:
     as in `Traffic`, `keeps` and `returns` as in `needs_of`."""
     self.state, self._steps, self._worker_indices = state, steps, worker_indices
     self._returns = set(returns)
-    self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
+    self.marks: dict[int, base.ServerState] = {}  # row -> state before it
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
     self.traffic = Traffic(steps, state, sent)
     self._messages: list[ReceivedMessage] = []
@@ -252,5 +252,5 @@ class ServerReplay:
     self._observations.append(observation)
 
   def records(self, start: int = 0) -> base.Records:
-    """Returns the records of the messages received, from one on."""
+    """Returns the records of the received messages, from index `start` on."""
     return records(self._messages[start:], self._observations[start:])

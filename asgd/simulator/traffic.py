@@ -31,16 +31,16 @@ class Sent(NamedTuple):
   """Sent bytes of a server with codes of updates; plain data."""
 
   total: int  # bytes of all updates so far
-  version: int  # of the last of them
+  version: int  # the server's version after the last of them
   seen: dict[int, int]  # worker -> total at its last ticket
-  tickets: dict[tuple[int, int], int]  # (worker, seq) -> bytes of an open one
+  tickets: dict[tuple[int, int], int]  # (worker, seq) of an open one -> bytes
 
 
 NOTHING_SENT = Sent(0, 0, {}, {})
 
 
 class Traffic:
-  """Bytes that are sent up and down, of one server or shard."""
+  """Bytes that one server or shard and its workers send each other."""
 
   def __init__(
     self,
@@ -48,7 +48,8 @@ class Traffic:
     state: base.ServerState,
     sent: Sent = NOTHING_SENT,
   ):
-    """Reads shapes and dtypes of a server's state only; `sent` is as before."""
+    """Reads only shapes and dtypes of a server's state; `sent` is that of the
+    run to continue."""
     params = state.params
     self.dense = wire.layout(params, compress=steps.wire).nbytes
     self._packing = self._updates = None
@@ -73,8 +74,8 @@ class Traffic:
     return len(packing.pack(self._packing, message)), float(message.residual)
 
   def send(self, worker: int, seq: int) -> int | None:
-    """Counts a ticket with new parameters. Returns its bytes of codes; None if
-    it is the parameters."""
+    """Counts a ticket with new parameters. Returns the bytes of its codes; None
+    if it is sent as complete parameters."""
     if self._updates is None:
       return None
     sent = self.sent
@@ -111,7 +112,7 @@ class Traffic:
     if self._updates is None or int(state.version) == self.sent.version:
       return
     code = compression.last_update(state.opt_state)
-    # Copied: the server's state is given up to the next update.
+    # Copied: the next update donates the server's state.
     code = jax.tree.map(np.array, code)
     if not np.isfinite(code.residual):  # a diverged update is not encoded
       self.roll_back(state)
@@ -123,9 +124,10 @@ class Traffic:
     self._keep(packet)
 
   def roll_back(self, state: base.ServerState) -> None:
-    """Makes all workers be sent the parameters, to which no updates lead."""
+    """Makes each worker's next ticket complete parameters, because no codes
+    lead to this state."""
     self.sent.seen.clear()
     self.sent = self.sent._replace(version=int(state.version))
 
   def _keep(self, packet: bytes) -> None:
-    """Takes a new packet, at a server that sends it."""
+    """Stores a new packet, in a subclass that sends it."""

@@ -40,9 +40,10 @@ class HostActor:
     """Prepares the process.
 
     Args:
-      kind, index, site: of the host.
-      began: `time.time()` when the run began; only other machines than the
-        driver's use it.
+      kind, index: the host's.
+      site: the run's.
+      began: `time.time()` when the run began, for hosts on other machines than
+        the driver's.
       path: socket at which other processes of this machine call the host.
     """
     prepare_process(site, worker=kind not in LOCAL)
@@ -52,7 +53,7 @@ class HostActor:
       processes.write_pid(Path(site.memory), kind, index)
     else:
       self._clock = lambda: time.time() - began
-    # `_host` exists; `serve` may return.
+    # `_started`: `_host` exists. `_ended`: `serve` may return.
     self._started, self._ended = threading.Event(), threading.Event()
     if kind not in LOCAL:
       with contextlib.suppress(ValueError):  # not the main thread
@@ -90,8 +91,8 @@ class HostActor:
     return self._host.call(method, *args).result()
 
   def serve(self) -> None:
-    """Returns when the host has ended. The driver keeps this call open: its
-    end is the end of the host."""
+    """Returns when the host has ended. The driver keeps this call open, and
+    takes its end for the end of the host."""
     self._ended.wait()
 
   def end(self) -> None:
@@ -175,7 +176,7 @@ class ActorHosts(Hosts):
     `ray.init`.
 
     Args:
-      site: of the run, without token and machine.
+      site: the run's, without token and machine.
       resources: options of Ray for each worker or peer; None is a process
         without reserved CPUs.
 

@@ -20,7 +20,7 @@ from asgd.live.setup import Setup, slot_counts
 _FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Elements of an array that XLA does not divide among threads on the CPU.
 UNDIVIDED = 2**15
-_THREADS = "PJRT_NPROC"  # of XLA's pool on the CPU
+_THREADS = "PJRT_NPROC"  # variable: threads of XLA's pool on the CPU
 
 
 class Site(NamedTuple):
@@ -33,28 +33,29 @@ class Site(NamedTuple):
   compress: str | None = None  # of parameters and messages, as `wire.layout`
   spans: bool = False  # whether workers write the times of their actions
   devices: int = 1  # CPU devices of each worker
-  platform: str | None = None  # of JAX in workers; None: the one that it finds
-  gpus: float = 0.0  # that Ray reserves for each worker
+  platform: str | None = None  # JAX's platform in workers; None: it chooses
+  gpus: float = 0.0  # GPUs that Ray reserves for each worker
   profile: str | None = None  # folder for a trace of worker 0
-  token: str = ""  # by which its actors are found
+  token: str = ""  # prefix of its actors' names
   machine: str = ""  # the driver's node in Ray's cluster
   sockets: bool = True  # use them where both are on one machine
-  cluster_seconds: float = 0.0  # that a cluster may take to grow
-  jax: str = jax.__version__  # the driver's
+  cluster_seconds: float = 0.0  # time that a cluster may take to grow
+  jax: str = jax.__version__  # version in the driver
   patience: float = 5.0  # seconds after which a worker repeats a frame
 
   def clock(self) -> float:
-    """Seconds since the run began; on the driver's machine only, as a
-    monotonic clock of another counts from another moment."""
+    """Returns the seconds since the run began, on the driver's machine only: a
+    monotonic clock of another machine counts from another moment."""
     return time.monotonic() - self.began
 
   def actor_name(self, kind: str, index: int, generation: int) -> str:
-    """The name of a party's actor, of which so many were started before. An
-    actor that has exited may keep its name for a while."""
+    """Returns the name of a party's actor, before which `generation` actors of
+    the party were started: one that has exited may keep its name for a while.
+    """
     return f"{self.token}-{kind}-{index}-{generation}"
 
   def socket(self, index: int) -> Path:
-    """The path of a shard's socket."""
+    """Returns the path of a shard's socket."""
     return Path(self.memory) / f"{index}.sock"
 
   def open_memory(self, index: int, *like: Any) -> slots.SharedMemory:
@@ -94,13 +95,13 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   """Makes JAX compute in one thread, in a process that has not used JAX yet, if
   the program that receives a message has small arrays only.
 
-  XLA divides operations among a pool of threads, which spin while they wait: on
-  cores that workers need. Sums over many elements are divided by the pool's
-  size and then have other bits, so a replay would differ; an array of up to
-  `UNDIVIDED` elements is never divided.
+  XLA divides operations among a pool of threads. They spin while they wait, on
+  cores that workers need. How XLA divides a sum over many elements depends on
+  the size of the pool, and so do the bits of the sum: with one thread a replay
+  could differ. XLA never divides an array of up to `UNDIVIDED` elements.
 
   Args:
-    server: of the shard.
+    server: the shard's server.
     params: the shard's part of the parameters, or their shapes and dtypes.
 
   Returns:
@@ -116,7 +117,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
     return server.receive(state, ticket, message)
 
   try:
-    # Tracing computes nothing, so XLA has not read its options afterwards.
+    # Tracing computes nothing, so XLA does not read its options yet.
     program = jax.make_jaxpr(receive)(params, params, np.int32(0)).jaxpr
   except jax.errors.ConcretizationTypeError:  # an `init` that reads numbers
     return False
@@ -125,7 +126,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   before = os.environ.get(_THREADS)
   os.environ[_THREADS] = "1"
   try:
-    jax.local_devices()  # XLA reads it when JAX is used first
+    jax.local_devices()  # the first use of JAX: XLA reads the variable
   finally:  # other processes that this one starts have a pool
     os.environ.pop(_THREADS)
     if before is not None:

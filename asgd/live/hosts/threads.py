@@ -2,7 +2,7 @@
 
 A thread cannot be killed. A killed host answers no call: its calls raise
 HostExited at once, and its thread ends when the present method waits or
-returns. An object that waits by other means has a method `interrupt`.
+returns. An object that waits by other means needs a method `interrupt`.
 """
 
 import concurrent.futures
@@ -27,7 +27,7 @@ from asgd.live.hosts.base import (
   Make,
 )
 
-_POOL = 64  # calls of an object that run beside it, at most
+_POOL = 64  # largest number of an object's calls that run beside it
 
 
 class _Fenced:
@@ -71,7 +71,7 @@ class ThreadHost(Host):
     # (Future of the result, method, arguments); None ends the thread.
     self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._end = threading.Event()
-    self._lock = threading.Lock()  # of `_open_calls`
+    self._lock = threading.Lock()  # guards `_open_calls`
     self._open_calls: set[Future[Any]] = set()  # calls without a result
     self._turn = threading.Lock()  # held by the thread that calls the object
     self._object: Any = None  # None until `make` has returned
@@ -79,7 +79,7 @@ class ThreadHost(Host):
     self._names_itself = kill is None
     self._fence = threading.Lock()  # held while the disk is written
     disk = _Fenced(self._fence, self._end)
-    self._pool: ThreadPoolExecutor | None = None  # of `Inside.later`
+    self._pool: ThreadPoolExecutor | None = None  # runs `Inside.later`
     self._inside = Inside(
       kill or self._die, self._wait, clock, disk, later=self._later
     )
@@ -235,7 +235,7 @@ class ThreadHosts(Hosts):
     """`began` is the `time.monotonic()` at which the clock of the run is 0."""
     self._began = began
     self._hosts: dict[tuple[str, int], ThreadHost] = {}
-    self._threads: list[threading.Thread] = []  # of all hosts so far
+    self._threads: list[threading.Thread] = []  # threads of all hosts so far
 
   def clock(self) -> float:
     """See the base."""
@@ -246,8 +246,8 @@ class ThreadHosts(Hosts):
     time.sleep(seconds)
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base. A host of a local kind starts when its predecessor's method
-    has ended, because both write to the same files."""
+    """See the base. A host of a local kind starts when the thread of its
+    predecessor has ended, because both write to the same files."""
     predecessor = self._hosts.get((kind, index))
     if predecessor is not None:
       predecessor.end()
