@@ -44,8 +44,8 @@ from asgd.parallel.memory import bytes_of
 
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
-BUCKET_BYTES = 4 * 1024 * 1024  # of all_reduce_tree
-_MOST_BRANCHES = 16  # devices up to which a program may have a branch for each
+BUCKET_BYTES = 4 * 1024 * 1024  # default of all_reduce_tree
+_MOST_BRANCHES = 16  # most devices for a program with a branch for each
 
 
 def _cut(x: jax.Array, pieces: int) -> jax.Array:
@@ -289,8 +289,8 @@ def parameter_server(
     from one worker."""
     return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
-  # [1] Push: owners add up their chunk. A device that owns none adds to a chunk
-  # that it drops, as all devices run one program.
+  # [1] Push: owners add up their chunk. As all devices run one program, a
+  # device that owns none adds to a chunk, too, and drops it.
   total = chunks[jnp.minimum(rank, shards - 1)]
   for turn in range(1, devices):
     part = chunks[jnp.minimum((rank + turn) % devices, shards - 1)]
@@ -310,7 +310,7 @@ COLLECTIVES: dict[str, Reduce] = {
   "recursive_doubling": recursive_doubling,
   "halving_doubling": halving_doubling,
   "tree": tree,
-  "hierarchical": hierarchical,  # of two axes
+  "hierarchical": hierarchical,  # for two axes
   "parameter_server": parameter_server,
 }
 

@@ -129,7 +129,7 @@ def make_step(
     tx: any optax transform; or an Algorithm: the gradient is then taken at the
       parameters that it sends to worker 0. The update gets a Delay of staleness
       0.
-    mesh: with the axis "data", over which examples are divided.
+    mesh: a mesh with the axis "data", which divides the examples.
     specs: how other axes of the mesh divide the parameters.
     **options: those of `StepOptions`.
 
@@ -305,11 +305,11 @@ class _Program(NamedTuple):
     return value, grads, stats, reducer
 
   def reduce(self, grads, state, key):
-    """Returns the mean of the gradients that devices send and the compression
-    state; NaNs and the old state if one gradient is not finite."""
+    """Returns (mean of the gradients that devices send, new state); NaNs
+    and the old state if a device's gradient is not finite."""
     # All devices must agree, so that residuals and NaNs are the same on all.
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
-    before = jax.tree.map(lambda x: x[0], state)  # of the axis of devices
+    before = jax.tree.map(lambda x: x[0], state)  # this device's row
     assert self.options.reducer is not None
     mean, after = self.options.reducer.reduce(
       before,

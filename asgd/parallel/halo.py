@@ -208,8 +208,8 @@ def locally_connected(
   positive and whole, or no features.
 
   Args:
-    classes: logits.
-    features: of each layer; in the paper 8 to 36 maps.
+    classes: number of logits.
+    features: feature maps of each layer; in the paper 8 to 36.
     kernel: pixels on a side that a pixel is connected to; in the paper 10.
   """
   if not features:

@@ -61,16 +61,16 @@ class Array(NamedTuple):
 class Collective(NamedTuple):
   """One collective of one array, in one instruction."""
 
-  kind: str  # of KINDS
-  groups: tuple[tuple[int, ...], ...]  # of devices; pairs of a permutation
+  kind: str  # one of KINDS
+  groups: tuple[tuple[int, ...], ...]  # devices; for a permutation, pairs
   dtype: str
-  elements: int  # of the whole: before a scatter, after a gather
-  times: int = 1  # in a step
+  elements: int  # elements of the whole array: before a scatter, after a gather
+  times: int = 1  # number of calls in a step
   asynchronous: bool = False  # the program computes while it is sent
 
   @property
   def bytes(self) -> int:
-    """Bytes of the whole array, each time."""
+    """Bytes of the whole array in one call."""
     return self.elements * itemsize(self.dtype)
 
 

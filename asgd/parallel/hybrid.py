@@ -1,9 +1,9 @@
-"""Hybrid meshes: replicas of a model, of several devices each.
+"""Hybrid meshes: replicas of a model that each have several devices.
 
 A mesh names its axes, and each name says what its devices share:
 
   data    examples: replicas, `asgd.parallel.data_parallel`
-  tensor  every matrix of a GPT: `asgd.parallel.tensor`
+  tensor  the matrices of a GPT: `asgd.parallel.tensor`
   pipe    the blocks of a GPT: `asgd.parallel.circular`
   rows    the images of a ResNet: `asgd.parallel.halo`
   columns the same, beside rows or alone
@@ -45,8 +45,8 @@ class MeshModel(NamedTuple):
   """A model made for a mesh; by default each device has all of it."""
 
   loss: losses_lib.Loss  # inside shard_map; the mean over a replica's examples
-  specs: zero.Specs = zero.replicated  # of the trained parameters
-  # From whole to trained parameters, and back.
+  specs: zero.Specs = zero.replicated  # divide the trained parameters
+  # Whole parameters -> trained parameters, and back.
   split: Callable[[optax.Params], optax.Params] = lambda params: params
   join: Callable[[optax.Params], optax.Params] = lambda params: params
 
@@ -66,13 +66,14 @@ def language(
   that of one device, except in a pipeline, where blocks have other keys.
 
   Args:
-    layers: of `transformer.gpt`.
-    mesh: with any of these axes.
+    layers: the layers of `transformer.gpt`.
+    mesh: a mesh with any of these axes.
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
-    microbatches: into which a pipeline cuts a replica's examples.
+    microbatches: number of parts into which a pipeline cuts a replica's
+      examples.
     rounds: how often a microbatch passes through the stages.
-    recompute: a pipeline keeps the input of each block alone, and its backward
-      computes the block again.
+    recompute: whether a pipeline keeps only the input of each block, and the
+      backward computes the block again.
 
   Raises:
     ValueError: as `tensor.parallel_layers`, for other layers, blocks that the
@@ -222,8 +223,8 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
 def mesh_model(
   problem: problems.Problem, mesh: Mesh, **options: Any
 ) -> MeshModel:
-  """Makes the model of a problem for a mesh: of images for the axes "rows" and
-  "columns", of a GPT for "tensor" and "pipe", of any for "data" alone.
+  """Makes the model of a problem for a mesh. The axes "rows" and "columns" need
+  a model of images, "tensor" and "pipe" a GPT, "data" alone any model.
 
   Options are those of `language`. ValueError for axes that exclude one another,
   a problem without pieces, and as `language` and `images`.

@@ -248,7 +248,7 @@ def step_flops(
 
   Args:
     gpt: sizes of the model.
-    sequences: of a replica, which `microbatches` divide.
+    sequences: sequences of a replica, which `microbatches` divide.
     microbatches: M of a pipeline.
     rounds: v, how often a microbatch passes through the stages.
     tensor: devices that share each matrix.
@@ -340,7 +340,7 @@ def step_temporary(
   `loop_activations`. It was fitted to programs of libtpu 0.0.42.
   """
   gpt, sequences, sequence, microbatches, rounds, recompute = stream
-  cast_bytes = itemsize if itemsize < 4 else 0  # of a weight, if it is cast
+  cast_bytes = itemsize if itemsize < 4 else 0  # bytes of a weight that is cast
   # [1] Logits in float32, and weights in the dtype of computing.
   total = 4 * sequences * gpt.context * gpt.vocabulary / tensor
   total += parameters * cast_bytes

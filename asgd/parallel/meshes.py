@@ -132,9 +132,10 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
   """Puts whole arrays on a mesh, as global ones: each device has its part.
 
   Args:
-    tree: of arrays; every process has the same, or they are global already.
-      Of shapes (jax.ShapeDtypeStruct), the result is the same with shardings.
-    mesh: of any processes.
+    tree: a tree of arrays; every process has the same ones, or they are global
+      already. Given shapes (jax.ShapeDtypeStruct), the result is these shapes
+      with shardings.
+    mesh: a mesh of the devices of one or more processes.
     specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None
       puts each array on every device. ValueError for one that does not divide
       its array.

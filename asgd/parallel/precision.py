@@ -20,9 +20,9 @@ from asgd import checks, names
 class Policy(NamedTuple):
   """Dtypes of floating point numbers; None leaves them as they are."""
 
-  param: Any = None  # of parameters and the optimizer's state
-  compute: Any = None  # in which the loss is evaluated and differentiated
-  reduce: Any = None  # in which gradients are added up, over pieces and devices
+  param: Any = None  # parameters and the optimizer's state
+  compute: Any = None  # the evaluation and differentiation of the loss
+  reduce: Any = None  # the sum of gradients over pieces and devices
 
 
 POLICIES = {

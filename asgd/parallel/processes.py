@@ -31,10 +31,10 @@ from asgd.parallel import meshes
 
 AUTO = "auto"  # the coordinator, where JAX finds it
 USAGE_ERROR = 2  # exit status of a process that could not take part
-INCOMPLETE = 3  # the same, of one that ends without all cells it was asked for
-LIFELINE = "ASGD_LIFELINE"  # a pipe that ends when the supervisor does
+INCOMPLETE = 3  # exit status of a process that ends without all cells
+LIFELINE = "ASGD_LIFELINE"  # variable: a pipe that the supervisor's end closes
 _SAVE_SECONDS = 10.0  # to save, after the supervisor has exited
-_MOST_DEVICES = 2048  # of a process: JAX takes others for another process's
+_MOST_DEVICES = 2048  # of more JAX takes some for another process's
 _MOST_ERROR = 300  # bytes of an error that is sent to the other processes
 
 
@@ -96,7 +96,7 @@ def join(role: ProcessRole, devices: int | None) -> None:
   they do not connect in time, this process ends with one line.
 
   Args:
-    role: of this process.
+    role: the role of this process.
     devices: CPU devices of all processes; None: the devices of the machine.
 
   Raises:

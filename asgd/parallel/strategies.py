@@ -32,7 +32,7 @@ from asgd.parallel.workloads import TrainingOptions, Workload
 
 ONE = "one device"  # name of a strategy
 _MOST_HYBRIDS = 3  # strategies of several axes that `find` returns
-_BACKWARD = 2 / 3  # of a step's computing, while which gradients can be sent
+_BACKWARD = 2 / 3  # part of a step's computing that can hide sent gradients
 
 
 class Hardware(NamedTuple):
@@ -40,13 +40,13 @@ class Hardware(NamedTuple):
 
   devices: int
   memory: float  # bytes of a device
-  flops: float  # a second, of a device
+  flops: float  # operations per second of a device
   far: costs.LinkSpeed  # between any two devices
   node: int = 1  # devices of a node
-  near: costs.LinkSpeed | None = None  # inside of a node; None is as far
+  near: costs.LinkSpeed | None = None  # inside a node; None: as `far`
 
   def link(self, devices: int) -> costs.LinkSpeed:
-    """The link between that many neighbours."""
+    """Returns the link that joins so many neighbouring devices."""
     if self.near is None or devices > self.node:
       return self.far
     return self.near
@@ -62,8 +62,8 @@ class Strategy(NamedTuple):
   microbatch: int
   compute: float  # seconds of a step
   communication: float  # seconds that computation does not hide
-  waiting: float  # seconds: for the slowest, or in a bubble
-  stale: bool = False  # asynchronous: gradients of older weights
+  waiting: float  # seconds of waiting for the slowest device, or in a bubble
+  stale: bool = False  # whether gradients are of older weights
 
   @property
   def bytes(self) -> float:
@@ -82,9 +82,9 @@ class _Division(NamedTuple):
   name: str
   data: int = 1  # devices that hold the same part
   tensor: int = 1  # devices that share a layer
-  stages: int = 1  # of a pipeline
+  stages: int = 1  # stages of a pipeline
   zero: int = 0  # stage of ZeRO among `data`
-  versions: int = 1  # of the weights
+  versions: int = 1  # versions of the weights in memory
   flush: bool = True  # whether the pipeline waits for the end of a step
   reduce: Callable[[float], float] | None = None  # bytes -> s; None: a ring
 

@@ -75,7 +75,7 @@ class Target(NamedTuple):
   memory: int  # bytes of a device
   devices: list[Any]  # in the order of their slices
   slices: int  # groups of devices with fast links inside
-  options: dict[str, Any]  # of the compiler
+  options: dict[str, Any]  # options of the compiler
 
 
 def find(text: str) -> Target:
@@ -113,7 +113,7 @@ def _tpus(text: str, kind: str, sizes: str, slices: int) -> Target:
   grid = {} if slices == 1 else {"num_slices": slices}
   try:
     topology = topologies.get_topology_desc(f"{kind}:{sizes}", "tpu", **grid)
-  except Exception as error:  # of XLA, of which kind it does not say
+  except Exception as error:  # XLA does not document which kind it raises
     line = " ".join(str(error).split())[:200]
     if "not installed" in line:
       line = f"libtpu is not installed: pip install 'asgd[tpu]' ({line})"

@@ -46,18 +46,18 @@ from asgd.parallel.memory import bytes_of
 
 FACTORS = ("rule", "always", "never")
 
-Path = tuple[str, ...]  # of a module inside of a layer, as flax has it
+Path = tuple[str, ...]  # flax's path of a module inside a layer
 
 
 class DenseGradient(NamedTuple):
   """A dense layer and how its kernel's gradient is sent."""
 
-  layer: int  # in the model
-  path: Path  # in the layer
+  layer: int  # index of the layer in the model
+  path: Path  # path of the dense layer in it
   rows: int  # K
   inputs: int  # M
   outputs: int  # N
-  factors: bool  # gathered as factors; otherwise reduced as it is
+  factors: bool  # whether devices gather factors; else they reduce the gradient
   output: Any  # the shape and dtype of what the layer returns, float[..., N]
 
 
@@ -224,8 +224,9 @@ def gradient(
   """Makes the wait-free gradient of a problem's loss, averaged over devices.
 
   Args:
-    pieces: of a Problem.
-    axis: of the mesh, of D devices that each have a part of the batch.
+    pieces: the pieces of a Problem.
+    axis: an axis of the mesh with D devices, which each have a part of the
+      batch.
     reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
     bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
       each layer alone.
@@ -308,7 +309,7 @@ def _forward_all(
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
   backwards: list[Callable[..., Any]] = []
   stats: list[Any] = []
-  first = True  # no layer so far has weights
+  first = True  # whether no layer so far has weights
   for number, layer in enumerate(step_checks.layers_of(pieces)):
     sending = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
@@ -336,10 +337,10 @@ def _backward_all(
   Both average over devices: send, {layer: gradient} -> the same, and multiply,
   (x, dy, dtype) -> a kernel's gradient.
   """
-  # No layer below has weights.
+  # The lowest layer with weights.
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
-  sent: dict[int, Any] = {}  # layer -> {path: gradient} without those kernels
-  products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
+  sent: dict[int, Any] = {}  # layer -> its gradients, without these kernels'
+  products: dict[int, dict[Path, jax.Array]] = {}  # layer -> kernels' gradients
   waiting: dict[int, Any] = {}  # gradients that are not sent yet
   for number in reversed(range(lowest, len(backwards))):
     waiting[number], pairs, dy = backwards[number](dy)

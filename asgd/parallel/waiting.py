@@ -67,15 +67,15 @@ def asynchronous_throughput(
 ) -> float:
   """Returns the messages a second of N workers that wait for the server only.
 
-  The lesser of two: the rate of workers, each of which computes, pushes S bytes
-  and fetches S; and that of the busiest link, of a worker and shard, which
-  carries S (N + P - 2) / (P N) each way for a message.
+  It is the lesser of two rates: that of the workers, each of which computes,
+  pushes S bytes and fetches S; and that of the busiest link, between a worker
+  and a shard, which carries S (N + P - 2) / (P N) each way for a message.
 
   Args:
     workers: N.
     compute: mean seconds of a batch.
     size: S; 0 is free.
-    link: of the workers.
+    link: the workers' links.
     shards: P, which are on the first P workers; ValueError for more than N.
 
   Example:
