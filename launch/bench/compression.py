@@ -285,12 +285,12 @@ def _stages(
   plain = copy(like)
   size = sum(x.nbytes for x in like.values())
   table = report.table(
-    f"a message of {_MEGABYTES} MB of float32 in 4 leaves, one core",
+    f"speed on a message of {_MEGABYTES} MB of float32 in 4 leaves, one core",
     "codec",
     {"bytes": ".0f", "times less": ".1f", "encode": ".2f", "pack": ".2f"}
-    | {"unpack": ".2f", "decode": ".2f", "MB/s up": ".0f"}
-    | {"MB/s down": ".0f"},
-    {"up, of a copy": ".2f", "down, of a copy": ".2f"},
+    | {"unpack": ".2f", "decode": ".2f", "MB/s packed": ".0f"}
+    | {"MB/s decoded": ".0f"},
+    {"encode and pack / copy": ".2f", "unpack and decode / copy": ".2f"},
     width=16,
   )
   for label, options in _CODECS.items():
@@ -313,11 +313,11 @@ def _stages(
 def _coder(report: BenchReport, rounds: int) -> None:
   """Positions per second, and what one takes."""
   table = report.table(
-    "the coder of positions",
+    "the coder of positions, by density",
     "density",
     {"bits": ".2f", "entropy": ".2f", "M/s encoded": ".0f"}
     | {"M/s decoded": ".0f"},
-    {"bits of entropy": ".3f"},
+    {"bits / entropy": ".3f"},
     width=8,
   )
   for p in _DENSITIES:
@@ -344,7 +344,7 @@ def _messages(report: BenchReport, like: Any, seconds: float) -> None:
     "from a worker to a server, each on a node of Ray, on one machine",
     "sent",
     {"messages/s": ".1f", "CPU ms": ".1f"},
-    {"of dense": ".2f", "CPU of dense": ".2f"},
+    {"speed / dense": ".2f", "CPU time / dense": ".2f"},
     width=16,
   )
   dense = np.transpose(rates["dense"])  # float[2, turns]

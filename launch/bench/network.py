@@ -416,11 +416,11 @@ def run(
     table = report.table(
       f"slow links, {links}: jobs of {slow.job:.3g} s, {slow.latency:.3g} s"
       f" each way, a port takes {slow.port / slow.nbytes:.3g} messages/s",
-      "workers, shards",
+      "number",
       {"at most/s": ".2f", "live/s": ".2f", "simulated/s": ".2f"}
       | {"late %": ".1f"},
-      {"simulated of live": ".2f"},
-      width=15,
+      {"simulated / live": ".2f"},
+      width=20,
     )
     # One worker is measured once a round; each round predicts from its own.
     one_worker = [
@@ -433,4 +433,5 @@ def run(
       bound, live, simulated, late = np.transpose(measured_turns)
       speeds = [float(np.median(x)) for x in (bound, live, simulated)]
       ratio = Measured(simulated / live, _WANTED_RATIO)
-      table.row(f"{workers}, {shards}", *speeds, 100 * late.max(), ratio)
+      name = f"workers {workers}, shards {shards}"
+      table.row(name, *speeds, 100 * late.max(), ratio)

@@ -76,7 +76,7 @@ def _by_workers(
     title,
     "protocol",
     {f"us, {workers:,}": ".2f" for workers in _WORKERS},
-    {"growth": ".2f"},
+    {"growth to 8,192 workers": ".2f"},
   )
   for name in _protocols(8, 1):
     turns = [
@@ -134,6 +134,6 @@ def run(report: BenchReport, rounds: int = 2, *, large: bool = False) -> None:
   if large:
     _large(report)
     return
-  made = "in columns, checked and summarised"
-  _by_workers(report, f"us a row, {made}", _in_columns, rounds)
-  _by_workers(report, "us a row, played event by event", _played, rounds)
+  made = "made by columns, checked and summarised"
+  _by_workers(report, f"us for a row, {made}", _in_columns, rounds)
+  _by_workers(report, "us for a row, made event by event", _played, rounds)

@@ -278,8 +278,8 @@ def _measure_collectives(
   """Measures all collectives in this process."""
   values = {"ms": ".2f", "ms in place": ".2f"}
   if keeps_memory:
-    values |= {"model ms": ".2f", "model of measured": ".2f"}
-  keeping = ", in a process that keeps its memory" if keeps_memory else ""
+    values |= {"model ms": ".2f", "model / measured": ".2f"}
+  keeping = ", with glibc set to keep freed memory" if keeps_memory else ""
   for devices in (2, 8):
     sizes, kinds = [_LARGE_MB], ["psum", "ring"]
     link = None
@@ -302,14 +302,15 @@ def _measure_collectives(
       f"collectives of {devices} devices{keeping}",
       "collective, MB",
       values,
-      {"time of psum": ".2f", "in place, of psum": ".2f"},
+      {"time / psum": ".2f", "in place: time / psum": ".2f"},
     )
     for size, name in itertools.product(sizes, kinds):
       is_measured = name == "ring" and size in rings
       times = (
         rings[size] if is_measured else measure(name, devices, size, rounds)
       )
-      table.row(f"{name}, {size:g}", *cells(name, devices, size, times, link))
+      row = cells(name, devices, size, times, link)
+      table.row(f"{name}, {size:g} MB", *row)
 
 
 def run(report: BenchReport, rounds: int = 3) -> None:
@@ -325,7 +326,7 @@ def run(report: BenchReport, rounds: int = 3) -> None:
     (base, once), *variants = make().items()
     contestants = {name: lambda other=other: other for name, other in variants}
     table = report.table(
-      title, f"against {base}", {"ms": ".1f"}, {"of ideal": ".2f"}
+      title, f"against {base}", {"ms": ".1f"}, {"speed / one device": ".2f"}
     )
     for name, base_seconds, seconds in turns.against(
       once, contestants, rounds, calls=3

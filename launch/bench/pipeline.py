@@ -180,7 +180,7 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
     f" {_ASYNCHRONOUS}, with its fill and drain)",
     "schedule, stages",
     {"one core ms": ".0f", "bound ms": ".0f", "ms": ".0f"},
-    {"of bound": ".2f"},
+    {"speed / bound": ".2f"},
   )
   # A new process, which starts JAX only after it has one core.
   spawn = multiprocessing.get_context("spawn")
@@ -259,11 +259,11 @@ def _peer(
 def _table(report: BenchReport) -> None:
   """Prints the times to make, check and analyse a large table."""
   printed = report.table(
-    f"a 1F1B table of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
+    f"a 1F1B schedule of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
     " microbatches",
     "step",
     {},
-    {"s": ".2f"},
+    {"seconds": ".2f"},
   )
   times = [time.perf_counter()]
   table = schedules.one_f_one_b(_MANY_STAGES, _MANY_MICROBATCHES)
@@ -328,9 +328,9 @@ def _overhead(report: BenchReport, rounds: int) -> None:
   printed = report.table(
     "a task of a stage that does nothing", "", {}, {"us": ".0f"}
   )
-  printed.row("all of it", Measured(whole))
-  printed.row("its compiled programs, by one thread", Measured(programs))
-  printed.row("beside them", Measured(whole - programs, "<= 60"))
+  printed.row("the whole task", Measured(whole))
+  printed.row("its compiled programs, in one thread", Measured(programs))
+  printed.row("overhead", Measured(whole - programs, "<= 60"))
 
 
 def _memory(report: BenchReport) -> None:

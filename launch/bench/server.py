@@ -282,28 +282,28 @@ def run(
 ) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
   seconds for each contestant and size."""
-  # The floor in words: the table has only its name.
+  # The minimum in words: the table has only its name.
   print(
-    f"{WORKERS} workers, {os.cpu_count()} cores; floor: message"
+    f"{WORKERS} workers, {os.cpu_count()} cores; minimum: message"
     " in, update and parameters out in one thread of NumPy\n",
     flush=True,
   )
   ray_runtime.start(None, memory=4 * 2**30)  # the Ray loop needs it
   try:
     table = report.table(
-      f"a server of {WORKERS} workers on Ray, by MB of parameters",
-      "MB",
-      {"copies/s": ".0f", "floor/s": ".0f", "Ray loop/s": ".1f"}
-      | {"ours/s": ".1f", "MB/s": ".0f", "no log/s": ".1f"},
-      {"of Ray loop": ".2f", "time of floor": ".2f", "of 2 copies": ".2f"}
-      | {"of no log": ".2f"},
-      width=6,
+      f"a server of {WORKERS} workers on Ray, by size of the parameters",
+      "parameters",
+      {"copies/s": ".0f", "minimum/s": ".0f", "Ray loop/s": ".1f"}
+      | {"server/s": ".1f", "MB/s": ".0f", "no log/s": ".1f"},
+      {"speed / Ray loop": ".2f", "time / minimum": ".2f"}
+      | {"time / 2 copies": ".2f", "speed / no log": ".2f"},
+      width=10,
     )
     speeds = {}
     for size in sizes:
       params = compression.message(size)
       cells, speeds[size] = _cells(params, seconds / _RUNS)
-      table.row(f"{size:g}", *cells)
+      table.row(f"{size:g} MB", *cells)
     _print_parts(report, speeds, seconds)
   finally:
     ray_runtime.stop()
@@ -315,13 +315,13 @@ def _print_parts(
 ) -> None:
   """Prints where the time of an update goes, by MB of parameters."""
   table = report.table(
-    "parts of an update by MB of parameters: CPU of the shard and the workers;"
-    " receive, frames and rows alone, in one thread",
-    "MB",
+    "time of an update: CPU of the shard and the workers; the compiled receive,"
+    " the frames, and the rows of journal and records, each alone",
+    "parameters",
     {"shard us": ".0f", "workers us": ".0f", "wakes": ".1f"}
     | {"receive us": ".0f", "frames us": ".0f", "rows us": ".0f"},
-    {"rows, of an update": ".3f"},
-    width=6,
+    {"rows / whole update": ".3f"},
+    width=10,
   )
   for size, runs in speeds.items():
     params = compression.message(size)
@@ -337,7 +337,7 @@ def _print_parts(
     _, *medians = np.median(runs, axis=0)  # without the updates a second
     # The cost of the rows by the time of an update.
     share = np.array([costs[-1] * speed.updates / 1e6 for speed in runs])
-    table.row(f"{size:g}", *medians, *costs, Measured(share, "<= 0.05"))
+    table.row(f"{size:g} MB", *medians, *costs, Measured(share, "<= 0.05"))
 
 
 def _cells(

@@ -308,15 +308,15 @@ def _speed(
   problem = model.problem(asgd.asgd(_RATE, workers=1))
   parameters = models.count(problem.init(jax.random.key(0)))
   names = ["plain/s", "engine/s", "simulate/s"]
-  headers = ["engine, of plain", "simulate, of plain"]
+  headers = ["engine / plain loop", "simulate / plain loop"]
   if torch is not None:
-    names, headers = [*names, "torch/s"], [*headers, "simulate, of torch"]
+    names, headers = [*names, "torch/s"], [*headers, "simulate / torch loop"]
   table = report.table(
     f"{model.name} of {parameters:,} parameters, batch {model.batch}",
-    "recipe, workers, engine",
+    "recipe, workers, method",
     dict.fromkeys(names, ".0f"),
     dict.fromkeys(headers, ".2f"),
-    width=23,
+    width=31,
   )
   # One plain loop for all rows: it is the same problem.
   plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
@@ -331,7 +331,7 @@ def _speed(
       None if torch_rates is None else Measured(simulate / torch_rates, ">= 1"),
     ]
     columns = slice(None if torch else -1)
-    row = f"{recipe}, {workers}, {name}"
+    row = f"{recipe}, {workers} workers, {name}"
     table.row(row, *speeds[columns], *ratios[columns])
 
 
@@ -351,13 +351,14 @@ def _whole_calls(report: BenchReport) -> None:
   """Prints how long a second call takes, and what workers add to memory. It is
   the first of all: the peak of memory never falls."""
   few, title = MODELS[0].workers[0], f"calls of asgd.simulate, {MODELS[0].name}"
-  table = report.table(title, "", {}, {"number": ".2f"}, width=46)
+  columns = {"seconds": ".2f", "copies of the parameters": ".2f"}
+  table = report.table(title, "", {}, columns, width=42)
   for messages in (few, _MOST_WORKERS):
     call = functools.partial(_simulate_digits, few, messages)
     # The call before the first round compiles; the others find the programs.
     (seconds,) = turns.take_turns({"": call}, _STARTUP_CALLS).values()
-    name = f"s of a second call, of {messages:,} messages"
-    table.row(name, Measured(seconds, "<= 1"))
+    name = f"second call, with {messages:,} messages"
+    table.row(name, Measured(seconds, "<= 1"), None)
   # As many messages as below, so that only the workers differ.
   _simulate_digits(few, 2 * _MOST_WORKERS)
   peak_before = peak_bytes()
@@ -365,7 +366,7 @@ def _whole_calls(report: BenchReport) -> None:
   problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
   copies = (peak_bytes() - peak_before) / (_MOST_WORKERS - few) / nbytes
-  table.row("copies of the parameters, for a worker more", Measured(copies))
+  table.row("memory of each further worker", None, Measured(copies))
 
 
 @contextlib.contextmanager

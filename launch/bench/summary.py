@@ -13,7 +13,7 @@ from asgd.text_table import format_markdown
 from . import report
 
 _BEGIN, _END = "<!-- bench: begin -->\n", "<!-- bench: end -->\n"
-_HEADER = "what is measured", "median of runs (range), and target"
+_HEADER = "what is measured", "median (its range over several runs; the target)"
 _Key = tuple[str, str, str, str]  # benchmark, table, row, column
 
 
@@ -55,10 +55,13 @@ def _cell(key: _Key, numbers: Sequence[Mapping[_Key, dict[str, Any]]]) -> str:
   medians = [run_numbers[key]["median"] for run_numbers in numbers]
   if None in medians:
     raise ValueError(f"{' / '.join(key)} is not finite in one of the files")
-  text = f"{key[-1]} **{_number(float(np.median(medians)))}**"
+  notes = []
   if len(medians) > 1:
-    text += f" ({_number(min(medians))} to {_number(max(medians))})"
-  return f"{text} {numbers[0][key].get('target', '')}".rstrip()
+    notes.append(f"{_number(min(medians))} to {_number(max(medians))}")
+  if target := numbers[0][key].get("target"):
+    notes.append(f"target {target}")
+  note = f" ({'; '.join(notes)})" if notes else ""
+  return f"{key[-1]}: **{_number(float(np.median(medians)))}**{note}"
 
 
 def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:

@@ -252,7 +252,7 @@ def run(report: BenchReport, rounds: int = 5) -> None:
       f"pull and push of 1,000 rows of 64 float32, of {_TABLE_ROWS:,}",
       "contestant",
       {"ms": ".2f"},
-      {"time of sparse": ".2f"},
+      {"time / sparse": ".2f"},
     )
     for name, seconds in seconds_by_name.items():
       ratio = Measured(seconds / seconds_by_name["sparse"])
@@ -263,10 +263,10 @@ def run(report: BenchReport, rounds: int = 5) -> None:
       "matrix factorisation by SSP, on two shards",
       "workers",
       {"ratings/s": ",.0f"},
-      {"of one": ".2f"},
-      width=7,
+      {"speed / one worker": ".2f"},
+      width=9,
     )
     rates = [[ratings_per_second(w) for w in (1, 4)] for _ in "123"]
   one, four = np.transpose(rates)
-  table.row("1", float(np.median(one)), None)
-  table.row("4", float(np.median(four)), Measured(four / one, ">= 1.7"))
+  table.row("1 worker", float(np.median(one)), None)
+  table.row("4 workers", float(np.median(four)), Measured(four / one, ">= 1.7"))

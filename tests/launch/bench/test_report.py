@@ -90,10 +90,10 @@ def test_runs_are_joined_by_the_median_of_their_medians():
   assert made == (
     "On 2 cores, cpu, while other programs used at most 4% of the cores;"
     " minutes of each run: 1.5, 1.5, 1.5. Commands: `asgd bench simulator`.\n\n"
-    "| what is measured | median of runs (range), and target |\n"
+    "| what is measured | median (its range over several runs; the target) |\n"
     "| --- | --- |\n"
     "| **simulator**: MLP |  |\n"
-    "| b | of it **1.5** (0.75 to 3) >= 1 |\n"
+    "| b | of it: **1.5** (0.75 to 3; target >= 1) |\n"
   )
 
 
