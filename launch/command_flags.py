@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # A flag: (kind, default, help). A kind is str, int, float, bool, list, the
-# names of an enum, or OPTIONAL: a text that may be left out, and is then GIVEN.
+# names of an enum, or OPTIONAL: a flag that takes a text or stands alone.
 Flag = tuple[Any, Any, str]
 OPTIONAL = "optional"
-GIVEN = "true"  # absl's value of an optional text flag without a text
+WITHOUT_TEXT = "true"  # absl's value of an OPTIONAL flag that stands alone
 
 # Copies of names of the library, which tests compare with their origin.
 ENGINES = "simulate", "threads", "ray", "mesh", "pipeline"
-LIVE = "threads", "ray"
-KINDS = "worker", "shard", "hang", "driver", "term"  # of failures
+LIVE_ENGINES = "threads", "ray"
+FAILURE_KINDS = "worker", "shard", "hang", "driver", "term"  # of `chaos`
 FAULTS = "kill", "hang", "slow", "nan", "lose", "double", "reorder"
 PROTOCOLS = "server", "tables", "sandblaster", "gossip"
 RECIPES = "asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc"
@@ -27,20 +27,29 @@ ACTIVATIONS = "plain", "sequence", "full"
 WEIGHTS = "latest", "stash", "2bw", "vertical"
 
 
-class Usage(NamedTuple):
-  """A command: the words after its name, and its flags."""
+class Command(NamedTuple):
+  """The arguments and flags of a command."""
 
   arguments: str  # of the usage line
   flags: Mapping[str, Flag]
-  words: int = 0  # most arguments that are no flags
+  most_words: int = 0  # limit of positional arguments
   config: str = ""  # an example of --config, if the command takes a config
-  first: tuple[str, ...] = ()  # flags and keys of --help; (): it has them all
+  # Flags and config keys on the first screen of --help; (): all of them.
+  first_screen: tuple[str, ...] = ()
 
 
 # Flags that several commands share.
 _QUIET = (bool, False, "Print only warnings and errors.")
-_JSON = (bool, False, "Print the results as one JSON object; the rest: stderr.")
-_TRUST = (bool, False, "Run code that another user's folder names.")
+_JSON = (
+  bool,
+  False,
+  "Print the results as one JSON object; other output goes to stderr.",
+)
+_TRUST = (
+  bool,
+  False,
+  "Allow code that is named in a folder of another user to run.",
+)
 _COMPILE = (
   "Compile the programs of the config for v5e:4x4, v5p:4x4x4, two slices"
   " v5e:2x2*2, or GPUs h100:8, and compare them with the planner. This machine"
@@ -54,7 +63,7 @@ _WORKDIR = (
 TRAINING: dict[str, Flag] = {
   "workdir": (str, None, _WORKDIR),
   "data_dir": (str, None, "Folder or file of the data. Default: search it."),
-  "engine": (ENGINES, None, "For all runs, instead of the config's."),
+  "engine": (ENGINES, None, "Engine of all runs, in place of the config's."),
   "memory_dir": (str, "/dev/shm", "Folder for the shared memory of live runs."),
   "grace_seconds": (float, 20.0, "Seconds for live workers to end their jobs."),
   "address": (str, None, "Ray cluster to join. Default: one on this machine."),
@@ -64,9 +73,10 @@ TRAINING: dict[str, Flag] = {
     "Allow Ray to listen on other network interfaces (docs/howto/security.md).",
   ),
 }
-# The error of a wrong fault names the same kinds.
-_FAULT = "Faults to inject: KIND:WORKER:SEQ,... (kill:1:20;"
-_FAULT += " slow:1:20:SECONDS), of " + ", ".join(FAULTS)
+_FAULT = (
+  "Faults to inject, as KIND:WORKER:SEQ,... (kill:1:20; slow:1:20:SECONDS), at"
+  f" job SEQ of the worker, from 0. Kinds: {', '.join(FAULTS)}."
+)
 _TRAIN: dict[str, Flag] = {
   **TRAINING,
   "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
@@ -88,12 +98,12 @@ _TRAIN: dict[str, Flag] = {
   "json": _JSON,
 }
 _CHAOS: dict[str, Flag] = {
-  # engine is another flag here: only live runs have processes to kill.
+  # --engine takes live engines only: a simulated run has nothing to kill.
   **TRAINING,
-  "engine": (LIVE, "ray", "Engine of all runs."),
+  "engine": (LIVE_ENGINES, "ray", "Engine of all runs."),
   "mtbf": (float, 5.0, "Mean seconds between two failures."),
   "seconds": (float, 60.0, "How long to inject, while messages arrive."),
-  "kinds": (list, list(KINDS), "Kinds of failures to inject."),
+  "kinds": (list, list(FAILURE_KINDS), "Kinds of failures to inject."),
   "seed": (int, 0, "Seed of the failures' times and victims."),
   "patience": (float, 180.0, "Seconds without an event: the run has hung."),
   "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
@@ -104,7 +114,7 @@ _CHAOS: dict[str, Flag] = {
 }
 _COMPARE: dict[str, Flag] = {
   **TRAINING,
-  "durations_of": (str, None, "Use the times of this WORKDIR/cells/NAME."),
+  "durations_of": (str, None, "Take job times from this WORKDIR/cells/NAME."),
   "trust": _TRUST,
   "out": (str, None, "Folder to write to. Default: the cell's folder."),
   "quiet": _QUIET,
@@ -142,13 +152,21 @@ PLAN: dict[str, Flag] = {
   "node_bandwidth": (float, None, "GB/s inside a node."),
   "memory": (float, 80.0, "GB of a device."),
   "flops": (float, 100.0, "TFLOP/s that a device reaches (not its peak)."),
-  "batch": (int, None, "Examples of a step. Default: the config's, or 8 each."),
-  "microbatch": (int, None, "Examples at once. Default: the best number."),
+  "batch": (
+    int,
+    None,
+    "Examples of a step. Default: the config's, or 8 for each device.",
+  ),
+  "microbatch": (
+    int,
+    None,
+    "Examples of a microbatch. Default: what the planner finds fastest.",
+  ),
   "optimizer": (str, "adam", f"One of {', '.join(OPTIMIZERS)}."),
   "precision": (str, "mixed", f"One of {', '.join(PRECISIONS)}."),
   "activations": (str, "plain", f"One of {', '.join(ACTIVATIONS)}."),
   "variation": (float, 0.1, "Coefficient of variation of batch times."),
-  "overlap": (bool, False, "Reduce gradients behind the backward (wait-free)."),
+  "overlap": (bool, False, "Reduce gradients during the backward (wait-free)."),
   "shards": (int, None, "Parameter-server shards. Default: one per device."),
   "recipes": (list, list(RECIPES), "Asynchronous recipes."),
   "out": (str, None, "Picture to write: FILE.png, .svg or .pdf."),
@@ -161,7 +179,11 @@ PLAN: dict[str, Flag] = {
 }
 ADVISE: dict[str, Flag] = {
   "data_dir": TRAINING["data_dir"],
-  "machines": (int, None, "Most workers. Default: the config's most, or 8."),
+  "machines": (
+    int,
+    None,
+    "Most workers to consider. Default: the most in the config, or 8.",
+  ),
   "bandwidth": (float, 1.25, "GB/s of a machine's link, in each direction."),
   "latency": (float, 50.0, "Microseconds of a message."),
   "service": (float, 1.5, "Milliseconds of the server for a message."),
@@ -170,10 +192,10 @@ ADVISE: dict[str, Flag] = {
   "json": _JSON,
 }
 _WEIGHTS_HELP = (
-  f"Which weights are read: {', '.join(WEIGHTS)}. Default: latest with a flush;"
-  " otherwise those of the schedule's paper, or stash."
+  f"Which weights backwards read: {', '.join(WEIGHTS)}. Default: latest for a"
+  " schedule that flushes; for others what its paper uses, else stash."
 )
-DRAWING: dict[str, Flag] = {
+DRAW_SCHEDULE: dict[str, Flag] = {
   "schedule": (str, None, "Name of a schedule; asgd --list has all."),
   "table": (str, None, "FILE.txt, .csv or .json of a table."),
   "weights": (str, None, _WEIGHTS_HELP),
@@ -181,22 +203,22 @@ DRAWING: dict[str, Flag] = {
   "measured": (str, None, "FILE.json of spans of a run."),
   "out": (str, None, "Folder to write to. Default: none."),
   "max_in_flight": (int, None, "Most forwards allowed in flight on a device."),
-  "own": (list, [], "NAME=TIME,... of user-defined actions."),
-  "options": (list, [], "KEY=VALUE,... of the schedule."),
+  "own": (list, [], "Times of user-defined actions, as NAME=TIME,..."),
+  "options": (list, [], "Options of the schedule, as KEY=VALUE,..."),
 }
-# Times of `draw_schedule`, each one number or one for each stage. Defaults, in
-# parentheses, are filled in by the analysis from the other times.
-COSTS = {
+# Times of `draw_schedule`. Each is one number, or one for each stage. The
+# default is in parentheses; the analysis computes it.
+TIMES = {
   "forward": "Time of a forward (1).",
   "backward": "Time of a backward (that of input + weight).",
   "input": "Time of a backward of inputs (1).",
   "weight": "Time of a backward of weights (1).",
   "transfer": "Time from a stage to the next one, on another device (0).",
   "transfer_back": "Time of a transfer of gradients (as transfer).",
-  "overlap": "Time of a block of a forward and a backward (their sum).",
+  "overlap": "Time of a forward and a backward that run together (their sum).",
 }
-# Options of schedules: which of them a schedule takes is known only to its
-# function. A text ends with the only schedule that has the option.
+# Options of schedules. Only the schedule's function knows which it takes. If
+# just one schedule takes the option, its name ends the text, in parentheses.
 SCHEDULE_OPTIONS = {
   "stages": "Stages, one on each device.",
   "devices": "Number of devices, or the device of each stage (0,1,1,0).",
@@ -208,17 +230,17 @@ SCHEDULE_OPTIONS = {
   "replicas": "Devices of each stage, as 2,1 (pipedream).",
   "group": "Microbatches that pass a stage before the next one (interleaved).",
   "reverse": "Backwards start with the last microbatch (gpipe).",
-  "stage_depth": "Depth of each stage, from the end (ftpipe).",
+  "stage_depth": "Distance of each stage from the end, as 2,1,0 (ftpipe).",
   "supremum": "Least upper bound of the staleness (ftpipe).",
-  "anneal": "Updates of the learning rate's correction (pipemare).",
+  "anneal": "Updates until the rate's correction has ended (pipemare).",
   "decay": "Decay of the discrepancy's correction, in (0, 1) (pipemare).",
 }
 _BENCH: dict[str, Flag] = {
-  "rounds": (int, None, "Turns. Default: 2, 3 or 5."),
-  "block": (int, None, "Updates of a turn (simulator). Default: by model."),
+  "rounds": (int, None, "Rounds of measurements. Default: 2, 3 or 5."),
+  "block": (int, None, "Updates in a round (simulator). Default: by model."),
   "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
-  "seconds": (float, None, "For each contestant. Default: 3."),
-  "links": (("threads", "tc"), None, "Which are slow (network)."),
+  "seconds": (float, None, "Seconds for each compared program. Default: 3."),
+  "links": (("threads", "tc"), None, "How links are made slow (network)."),
   "peer": (str, None, "Python with torch (simulator, pipeline)."),
   "large": (bool, None, "Orders of 10 M rows or 100,000 workers (orders)."),
   "all": (bool, False, "Run all, one after the other."),
@@ -239,33 +261,36 @@ _FIRST = (
   *("runs", "only", "workers", "seeds", "epochs", "batch_size"),
   *("learning_rate", "evaluations"),
 )
-# The folder of one cell.
-_RUN = "WORKDIR/cells/NAME"
-COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
-  "train": Usage("--config=CONFIG", _TRAIN, config="digits", first=_FIRST),
-  "replay": Usage(_RUN, _REPLAY, words=1),
-  "chaos": Usage("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
-  "compare": Usage(
-    f"{_RUN} | WORKDIR... | --config=CONFIG",
+_CELL = "WORKDIR/cells/NAME"  # the folder of one cell
+COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
+  "train": Command(
+    "--config=CONFIG", _TRAIN, config="digits", first_screen=_FIRST
+  ),
+  "replay": Command(_CELL, _REPLAY, most_words=1),
+  "chaos": Command("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "compare": Command(
+    f"{_CELL} | WORKDIR... | --config=CONFIG",
     _COMPARE,
-    words=24,
+    most_words=24,
     config="straggler_digits",
   ),
-  "reproduce": Usage("FIGURE", _REPRODUCE, words=1),
-  "timeline": Usage(_RUN, _TIMELINE, words=1),
-  "show": Usage("WORKDIR", {}, words=1),
-  "new": Usage("DIR", {}, words=1),
-  "watch": Usage("WORKDIR", WATCH, words=1),
-  "advise": Usage("--config=CONFIG", ADVISE, config="digits"),
-  "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
-  "draw_schedule": Usage(
+  "reproduce": Command("FIGURE", _REPRODUCE, most_words=1),
+  "timeline": Command(_CELL, _TIMELINE, most_words=1),
+  "show": Command("WORKDIR", {}, most_words=1),
+  "new": Command("DIR", {}, most_words=1),
+  "watch": Command("WORKDIR", WATCH, most_words=1),
+  "advise": Command("--config=CONFIG", ADVISE, config="digits"),
+  "plan": Command("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "draw_schedule": Command(
     "--schedule=NAME | --table=FILE",
-    {**DRAWING, **_texts(SCHEDULE_OPTIONS), **_texts(COSTS)},
+    {**DRAW_SCHEDULE, **_texts(SCHEDULE_OPTIONS), **_texts(TIMES)},
   ),
-  "bench": Usage("[NAME]", _BENCH, words=20),
-  "completion": Usage("bash | zsh", {}, words=1),
+  "bench": Command("[NAME]", _BENCH, most_words=20),
+  "completion": Command("bash | zsh", {}, most_words=1),
 }
 # Commands whose first word may be a config instead of --config.
-OF_CONFIG = tuple(
-  name for name, each in COMMANDS.items() if each.config and not each.words
+TAKE_A_CONFIG = tuple(
+  name
+  for name, command in COMMANDS.items()
+  if command.config and not command.most_words
 )

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, OF_CONFIG, OPTIONAL, Flag, Usage
+from .command_flags import COMMANDS, OPTIONAL, TAKE_A_CONFIG, Command, Flag
 
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
@@ -121,7 +121,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
   the keys of a config if the command takes one. Without `everything` it is that
   of --help, which of a long text has the first screen."""
   command = COMMANDS[name]
-  shown = () if everything else command.first
+  shown = () if everything else command.first_screen
   head, _, rest = _docstring(name).partition("\n")
   if shown:  # the examples alone
     rest = "\n" + rest.strip("\n").partition("\n\n")[0]
@@ -132,7 +132,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
     lines += ["", "flags:"]
   if command.config:
     text = "A file with get_config(), or the name of a config of asgd."
-    if name in OF_CONFIG:
+    if name in TAKE_A_CONFIG:
       text += f" asgd {name} CONFIG is the same."
     of_config = {
       "--config=FILE": text,
@@ -163,7 +163,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
 # Mistakes.
 
 
-def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
+def _given(words: Sequence[str], command: Command) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
   rest = iter(words)
   for word in rest:
@@ -182,7 +182,7 @@ def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
       next(rest, None)  # the next word is the value
 
 
-def _is_known(name: str, command: Usage) -> bool:
+def _is_known(name: str, command: Command) -> bool:
   """Whether a command, or absl, has a flag."""
   # absl accepts --noNAME for a switch.
   plain = name.removeprefix("no")
@@ -200,7 +200,7 @@ def _is_known(name: str, command: Usage) -> bool:
   return name in flags.FLAGS or plain in flags.FLAGS
 
 
-def closest(name: str, command: Usage) -> str | None:
+def closest(name: str, command: Command) -> str | None:
   """Returns the flag, or the key of a config, that a wrong flag resembles.
 
   Example:

@@ -34,7 +34,7 @@ from asgd.pipeline import table as table_lib
 from asgd.pipeline.table import Schedule, ScheduleError
 
 from . import flags
-from .command_flags import COSTS, DRAWING, SCHEDULE_OPTIONS
+from .command_flags import DRAW_SCHEDULE, SCHEDULE_OPTIONS, TIMES
 
 # Slots x devices of a drawing: a larger number is a misprint.
 _MOST_CELLS = 2_000_000
@@ -208,10 +208,10 @@ def main(
   action_times: Mapping[str, str] | None = None,
   **flag_values: Any,
 ) -> None:
-  """Draws the table that the flags describe, see `command_flags.DRAWING`."""
+  """Draws the table that the flags describe, see `DRAW_SCHEDULE`."""
   options, cost_texts = options or {}, cost_texts or {}
   action_times = action_times or {}
-  defaults = {name: default for name, (_, default, _) in DRAWING.items()}
+  defaults = {name: default for name, (_, default, _) in DRAW_SCHEDULE.items()}
   given = defaults | flag_values
   folder = None if given["out"] is None else _drawing_folder(Path(given["out"]))
   try:
@@ -268,13 +268,13 @@ def _define() -> Callable[[], None]:
 
   def call() -> None:
     """Calls `main` with the values of the flags."""
-    given, options = values(DRAWING), values(SCHEDULE_OPTIONS)
+    given, options = values(DRAW_SCHEDULE), values(SCHEDULE_OPTIONS)
     # An option may be a separate flag or part of --options, not both.
     extra = _pairs("options", given.pop("options"))
     action_times = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):
       raise ValueError(f"{both[0]} is given twice, also in --options; drop one")
-    texts = {"cost_texts": values(COSTS), "action_times": action_times}
+    texts = {"cost_texts": values(TIMES), "action_times": action_times}
     main(options=options | extra, **texts, **given)
 
   return call

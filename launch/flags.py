@@ -257,7 +257,7 @@ def define(name: str) -> dict[str, Any]:
 def _define_optional(
   name: str, default: str | None, text: str
 ) -> flags.FlagHolder[Any]:
-  """Defines a text flag that may be given without a text, and is then GIVEN."""
+  """Defines a text flag that may stand alone: an OPTIONAL one."""
   # With boolean=True absl accepts the flag alone; its value is then "true".
   parser: flags.ArgumentParser[str] = flags.ArgumentParser()
   serializer: flags.ArgumentSerializer[str] = flags.ArgumentSerializer()
@@ -349,16 +349,16 @@ def _stdout() -> Iterator[None]:
 def run(main: Callable[..., None], name: str) -> None:
   """Parses the flags of a command and runs main with its other arguments.
 
-  A ValueError or OSError is the user's error and
-  becomes one line, unless ASGD_TRACEBACK is set in the environment; other
-  exceptions keep their traceback."""
-
-  words = COMMANDS[name].words  # most arguments that are no flags
+  A ValueError or OSError is the user's error and becomes one line, unless
+  ASGD_TRACEBACK is set in the environment. Other exceptions keep their
+  traceback.
+  """
+  most_words = COMMANDS[name].most_words
 
   def guarded(argv: Sequence[str]) -> None:
     """Runs `main`; each kind of end has its message and its exit status."""
-    if argv[words + 1 :]:
-      word, takes_config = argv[words + 1], "config" in flags.FLAGS
+    if argv[most_words + 1 :]:
+      word, takes_config = argv[most_words + 1], "config" in flags.FLAGS
       hint = f"; for a config write --config={word}" if takes_config else ""
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
     compiled.keep()  # the cache of compiled programs

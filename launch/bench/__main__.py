@@ -30,7 +30,7 @@ from asgd import names, safe_files
 from asgd.experiment import provenance
 
 from .. import command_line, flags
-from ..command_flags import GIVEN
+from ..command_flags import WITHOUT_TEXT
 from . import report, summary
 
 # Modules with run(report, *, flags): each takes those flags of the command that
@@ -168,10 +168,10 @@ def main(name: str = "", *files: str) -> None:
     names.check("benchmark", name, BENCHMARKS)
   # --json alone prints the object, so all other output moves to stderr.
   json_target = _F["json"].value
-  output_stream = sys.stderr if json_target == GIVEN else sys.stdout
+  output_stream = sys.stderr if json_target == WITHOUT_TEXT else sys.stdout
   with contextlib.redirect_stdout(output_stream):
     results = [_measure(name)] if name else _measure_all()
-  if json_target == GIVEN:
+  if json_target == WITHOUT_TEXT:
     print(report.to_json(results), end="")
   elif json_target is not None:
     safe_files.write(Path(json_target), report.to_json(results))

@@ -267,7 +267,7 @@ class Threads:
   _links, _engine = LinkSpeeds(), "threads"
 
   def __init__(self, seconds: float):
-    """Scales the links so that a live run takes about `seconds`.  # below
+    """Scales the links so that a live run takes about `seconds`.
 
     That is `_JOBS` jobs of a worker that waits for no other. Disturbances of
     the machine matter less in longer jobs.

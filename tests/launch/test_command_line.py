@@ -21,8 +21,8 @@ from launch.command_flags import COMMANDS
 
 def test_the_copied_names_are_those_of_their_modules():
   assert tuple(flags.ENGINES) == command_flags.ENGINES
-  assert command_flags.LIVE == flags.LIVE
-  assert chaos.KINDS == command_flags.KINDS
+  assert command_flags.LIVE_ENGINES == flags.LIVE
+  assert chaos.KINDS == command_flags.FAILURE_KINDS
   assert faults.KINDS == command_flags.FAULTS
   assert tuple(explore.PROTOCOLS) == command_flags.PROTOCOLS
   assert workloads.RECIPES == command_flags.RECIPES
