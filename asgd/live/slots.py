@@ -156,7 +156,7 @@ class SharedMemory:
     *,
     compress: str | None = None,
   ):
-    """Opens the files, and makes missing ones.
+    """Opens the files; a shard makes missing ones, a worker does not.
 
     Args:
       folder: of the shard, best in memory (/dev/shm/NAME), readable by its

@@ -1,4 +1,7 @@
-"""A worker as an object in a host: it measures jobs, and runs a WorkerLoop."""
+"""A worker as an object in a host: it measures jobs, and runs a WorkerLoop.
+
+The lead is shard 0, which gives out jobs and replaces workers that hang.
+"""
 
 import functools
 import time
@@ -18,26 +21,28 @@ from asgd.live.profile import Profile
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import Reach, WorkerLoop
 
-REPLACED = "replaced"  # the result of `run` if the worker's host was ended
+# The result of `run` if `interrupt` was called: another incarnation follows.
+REPLACED = "replaced"
 
-# (faults, folder of the run, Inside) -> the faults of the worker in a host
+# (faults, folder of the run, Inside) -> the Script that injects the faults
 MakeScript = Callable[..., faults_lib.Script]
 
 
 class HostedWorker:
   """One incarnation of a worker.
 
-  The host calls `prepare` and `measure` only if the run has an allocation by
-  speed, then `run`. Other threads call `drain` and `interrupt` meanwhile.
+  The driver calls `run`. If the run divides its jobs by the speed of workers,
+  it calls `prepare` and `measure` before. Other threads call `drain` and
+  `interrupt` meanwhile; the host calls `close` at its end.
   """
 
   def __init__(self, inside: Inside, maker: "WorkerMaker"):
-    """`inside` is the host's."""
+    """`inside` has the functions of the host; `maker` made this object."""
     self._inside, self._maker, self._worker = inside, maker, maker.worker
     self._duty: Duty | None = None  # of `measure`
     self._loop: WorkerLoop | None = None
     self._drained = self._interrupted = False
-    self._close: Callable[[], None] = lambda: None
+    self._disconnect: Callable[[], None] = lambda: None
 
   def prepare(self, make_duty: Callable[[], Duty]) -> None:
     """Compiles the jobs that `measure` will time."""
@@ -50,7 +55,8 @@ class HostedWorker:
     return self._duty.measure(self._worker, jobs, self._inside.wait)
 
   def run(self, make_duty: Callable[[], Duty]) -> str:
-    """Works until the worker stops or is drained; see `WorkerLoop.run`.
+    """Works until the worker stops, is drained or interrupted; returns which,
+    as `WorkerLoop.run`.
 
     [1] Compile. [2] Connect to all shards. [3] Join, and do jobs. [4] Leave.
     """
@@ -58,12 +64,12 @@ class HostedWorker:
     # [1]
     duty = make_duty().kept_in(Path(maker.site.run), self._worker)
     if maker.warm_up:
-      # Before it joins, or the lead would take it for hung: its deadline is
-      # that of workers that have compiled.
+      # Compile before joining: the lead expects the first message as soon as
+      # from a worker that has compiled, and would take this one for hung.
       duty.warm_up(self._worker)
     # [2]
     reach = maker.reach(duty, self._inside)
-    self._close = reach.close
+    self._disconnect = reach.close
     for shard in range(len(duty.parts())):
       while not self._interrupted and not reach.link.connect(shard):
         pass
@@ -81,10 +87,10 @@ class HostedWorker:
     if self._interrupted:
       self._loop.revoke()
     with duty.on_device(self._worker):
-      how = self._loop.run()
+      outcome = self._loop.run()
     # [4]
     self.close()
-    return how
+    return outcome
 
   def drain(self) -> None:
     """Ends the worker after its open jobs; a signal handler may call it."""
@@ -93,8 +99,8 @@ class HostedWorker:
       self._loop.drain()
 
   def interrupt(self) -> None:
-    """Ends the worker where it waits. Once this returns, it writes to no slot
-    any more."""
+    """Ends the worker as soon as it waits. After the return of this method the
+    worker writes to no slot."""
     self._interrupted = True
     if self._loop is not None:
       self._loop.revoke()
@@ -102,12 +108,12 @@ class HostedWorker:
 
   def close(self) -> None:
     """Writes pending output, and leaves all shards."""
-    close, self._close = self._close, lambda: None
-    close()
+    disconnect, self._disconnect = self._disconnect, lambda: None
+    disconnect()
 
 
 class WorkerMaker(NamedTuple):
-  """Makes a worker; it travels to the process of the worker."""
+  """Makes a HostedWorker. It is pickled and sent to the worker's process."""
 
   site: Site
   network: UnixNetwork
@@ -115,26 +121,27 @@ class WorkerMaker(NamedTuple):
   restarts: int  # how many incarnations of the worker were before
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
-  warm_up: bool  # in a separate process it compiles before it joins
+  warm_up: bool  # whether the worker compiles before it joins
 
   def __call__(self, inside: Inside) -> HostedWorker:
-    """Prepares."""
+    """Makes the worker; it computes nothing yet."""
     return HostedWorker(inside, self)
 
   def reach(self, duty: Duty, inside: Inside) -> Reach:
     """Returns the worker's connections to the run; no shard is connected
     yet."""
     site = self.site
-    # Threads have no `site.machine`; `site.sockets` is off in tests of Ray.
+    # Local: a thread (the run has no `site.machine`), or a process on the
+    # driver's machine. Tests turn `site.sockets` off to use Ray's calls there.
     local = not site.machine or (site.sockets and node_id() == site.machine)
     reach = self._local(duty, inside) if local else self._remote(duty, inside)
     # One worker's profile is enough, and a successor would replace its files.
-    first = self.worker == 0 == self.restarts
-    profile = Profile(site.profile if first else None)
+    has_profile = self.worker == 0 == self.restarts
+    profile = Profile(site.profile if has_profile else None)
     write_span, close = reach.span, reach.close
     assert write_span is not None
 
-    def span(span: spans.Span) -> None:
+    def write(span: spans.Span) -> None:
       if site.spans:
         write_span(span)
       if span.name == "push":
@@ -144,31 +151,34 @@ class WorkerMaker(NamedTuple):
       profile.close()
       close()
 
-    return reach._replace(span=span, close=close_all)
+    return reach._replace(span=write, close=close_all)
 
   def _local(self, duty: Duty, inside: Inside) -> Reach:
-    """On the driver's machine: by sockets, shared memory and files."""
+    """Returns connections on the driver's machine: sockets, shared memory and
+    files."""
     site, shares, run = self.site, duty.shares(), Path(self.site.run)
     paths = [site.socket(index) for index in range(len(shares))]
     link = SocketLink(paths, self.network)
 
-    # Called after the connection to the shards: if a worker made the files, a
-    # shard would take the new memory for its predecessor's.
+    # Called only when the shards are connected: they make the files.
     def memories() -> list[SharedMemory]:
-      return [site.open_memory(i, *like, None) for i, like in enumerate(shares)]
+      return [
+        site.open_memory(shard, *contents, None)
+        for shard, contents in enumerate(shares)
+      ]
 
     return Reach(
-      link,
-      memories,
-      inside.clock,
-      inside.wait,
-      self.make_script(self.faults, run, inside),
-      functools.partial(spans.SpanWriter(run), self.worker),
-      link.close,  # shards notice at once that it has left
+      link=link,
+      memories=memories,
+      clock=inside.clock,
+      wait=inside.wait,
+      script=self.make_script(self.faults, run, inside),
+      span=functools.partial(spans.SpanWriter(run), self.worker),
+      close=link.close,  # shards notice at once that the worker has left
     )
 
   def _remote(self, duty: Duty, inside: Inside) -> Reach:
-    """On another machine: by calls of Ray."""
+    """Returns connections from another machine: calls of Ray."""
     messages = [message for _, message, *_ in duty.shares()]
     link = RayLink(self.site, self.worker, self.restarts, messages)
     # The local clock: `FarNotes` converts its times to the lead's.
@@ -178,11 +188,11 @@ class WorkerMaker(NamedTuple):
       self.faults, kill=inside.kill, wait=inside.wait, record=notes.fault
     )
     return Reach(
-      link,
-      lambda: link.memories,
-      clock,
-      inside.wait,
-      script,
-      notes.span,
-      notes.close,
+      link=link,
+      memories=lambda: link.memories,
+      clock=clock,
+      wait=inside.wait,
+      script=script,
+      span=notes.span,
+      close=notes.close,
     )

@@ -7,7 +7,7 @@
 - `role.Role` commits rows. `lead.Lead` (shard 0), `follower.Follower` and
   `follower.Independent` decide which.
 - `state.ShardState` is a function of the journal; `slots.SlotTable` counts the
-  uses of shared memory, `updates.Updates` packs updates for workers.
+  uses of shared memory, `updates.SentUpdates` packs updates for workers.
 - `recovery` replays the journal after a kill, from an image of `images`.
 """
 

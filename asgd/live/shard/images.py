@@ -25,7 +25,7 @@ def snapshot(state: ShardState) -> None:
   tickets = *state.tickets.values(), *state.reusable.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
   memory, first = state.slots.memory, state.slots.counts.messages
-  if state.updates.are_sent:
+  if state.updates.are_enabled:
     meta["packets"] = state.updates.save(memory, first, state.rows)
   state.slots.save(state.server, meta, params)
 
@@ -35,7 +35,7 @@ def describe(state: ShardState) -> dict[str, Any]:
   the journal holds."""
   slots, updates = state.slots, {}
   params, slot = slots.published or (None, -1)
-  if state.updates.are_sent:
+  if state.updates.are_enabled:
     bases = sorted((*key, t.base) for key, t in state.tickets.items())
     updates = {"bases": bases, **state.updates.describe()}
   return {
@@ -111,7 +111,7 @@ def restore(
   state.server = jax.tree.map(jnp.array, tree)
   _open_tickets(state, ledger, intact, meta["without_params"])
   # [2]
-  if state.updates.are_sent:
+  if state.updates.are_enabled:
     state.updates.load(meta, slots.memory, slots.counts.messages)
     for worker, seq, base_version in meta["bases"]:
       ticket = state.tickets[worker, seq]._replace(base=base_version)

@@ -14,7 +14,7 @@ from asgd.live.frames import Frame
 from asgd.live.records import FileSink
 from asgd.live.setup import Setup
 from asgd.live.shard.slots import SlotTable
-from asgd.live.shard.updates import WHOLE, Updates
+from asgd.live.shard.updates import WHOLE, SentUpdates
 from asgd.live.slots import MESSAGES, PARAMS, message_stamp
 from asgd.orders.trace import STARTS, Event
 
@@ -94,7 +94,7 @@ class ShardState:
   ):
     """Creates the state before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
-    self.slots, self.updates = slots, Updates(steps, server)
+    self.slots, self.updates = slots, SentUpdates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
     # int32[] of each worker index, made once: a ticket has one.
     self._indices = [jnp.int32(w) for w in range(setup.workers)]
@@ -164,7 +164,7 @@ class ShardState:
     memory, params = self.slots.memory, ticket.ticket.params
     # The decision of a run names no slot yet; a row of the journal does.
     base_version = self.updates.write(
-      memory, ticket.message, event.key, params, new=event.message < 0
+      memory, ticket.message, event.key, params, writes=event.message < 0
     )
     return ticket._replace(base=base_version)
 

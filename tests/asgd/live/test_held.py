@@ -12,7 +12,7 @@ from asgd.compression.packing import BadCode
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.held import HeldParams, OutOfStep
-from asgd.live.shard.updates import WHOLE, Updates
+from asgd.live.shard.updates import WHOLE, SentUpdates
 from asgd.live.slots import PARAMS, UPDATES
 
 CODEC = compression.named("threshold", tau=0.1)
@@ -30,14 +30,14 @@ class Shard:
     self.server = recipe._replace(algorithm=algorithm).server()
     steps = simulator.compile_steps(self.server, None)
     self.state = simulator.start(self.server, PARAMS_AND_STATS)
-    self.updates = Updates(steps, self.state)
+    self.updates = SentUpdates(steps, self.state)
     self.memory = live_stores.Memory()
     self.receive, self.seq = jax.jit(self.server.receive), 0
 
   def send(self):
     """Returns the frame of a ticket."""
     key, params = (0, self.seq), jax.device_get(self.state.params)
-    after = self.updates.write(self.memory, 0, key, params, new=True)
+    after = self.updates.write(self.memory, 0, key, params, writes=True)
     self.memory.write(PARAMS, 0, params, 0)
     self.seq += 1
     frame = Frame(frames.TICKET, *key, version=int(self.state.version))
