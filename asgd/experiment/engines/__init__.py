@@ -35,8 +35,9 @@ class Progress(NamedTuple):
   """The progress of one call of `Engine.advance`."""
 
   loss: np.ndarray  # float[k], of the k new messages
-  staleness: float | None = None  # mean over them; None: nothing is ever stale
-  gap: float | None = None  # mean over them
+  # Means over the new messages; None: nothing is ever stale, or has a gap.
+  staleness: float | None = None
+  gap: float | None = None
   news: Sequence[str] = ()  # lines to show to the user
   figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
   broken: str | None = None  # which message was not finite, and why not
@@ -106,8 +107,8 @@ class Engine(abc.ABC):
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns a checkpoint, from which the constructor resumes.
 
-    It is (step, tree of arrays, JSON); later checkpoints have larger steps.
-    None if the engine cannot save at this message.
+    It is (step, tree of arrays, data for JSON); later checkpoints have larger
+    steps. Returns None if the engine cannot save at this message.
     """
 
   def stop(self) -> str:
@@ -187,7 +188,7 @@ class EngineKind(NamedTuple):
   default_recipe: str | None = None  # None: a run must name one
   # (Experiment, plans of its cells, Machine): before anything is written
   check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
-  timed: bool = False  # its seconds are a result: its cells run one at a time
+  timed: bool = False  # seconds are results, so its cells run one at a time
   # (folder of a finished cell): removes files that a kill right after its end
   # left, and refuses files that were changed since
   clean: Callable[[Path], Any] = _nothing

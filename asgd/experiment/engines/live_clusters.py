@@ -185,8 +185,8 @@ def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
 def combine(
   parts: Sequence[base.Records], split: sharding.ShardPlan | None, params: Any
 ) -> base.Records:
-  """Makes one table of the shards' records: the lead's records, with norms over
-  all shards where every shard has received the message."""
+  """Returns the records of the lead. Where every shard has received a message,
+  its row has the report, bytes and residual norm of all shards together."""
   lead = parts[0]
   if split is None or not len(lead.loss):
     return lead

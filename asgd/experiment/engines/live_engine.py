@@ -114,7 +114,7 @@ class LiveEngine(engines.Engine):
     stack.callback(self.cluster.close)
     # Participants that were replaced before a resume count, too.
     self._memory.note(self._replaced())
-    assert context.board is not None  # as the folder
+    assert context.board is not None  # the driver writes it, as the folder
     self._figures = live_figures.Watch(
       plan.workers, context.board, self._bytes_share
     )
@@ -256,7 +256,7 @@ class LiveEngine(engines.Engine):
     time.sleep(seconds)
 
   def _check_cluster(self, until: int) -> None:
-    """Checks the cluster after a moment."""
+    """Waits until the next look, then checks the cluster."""
     del until
     self._wait(LOOK if self._existing else 0.0)  # the first look is at once
     self._news += self.cluster.check(self._received)
@@ -301,8 +301,8 @@ class LiveEngine(engines.Engine):
     """Returns the parameters at the message that `advance` had to reach."""
     with self._errors():
       if self._snapshot is None:
-        # `advance` was not called, so no snapshot was taken.
-        # The cell was complete before this process resumed it.
+        # The cell was complete before this process resumed it, so `advance` was
+        # not called.
         self._take_last_snapshot()
     assert self._snapshot is not None
     return self._snapshot
@@ -323,7 +323,7 @@ class LiveEngine(engines.Engine):
     start = max(min(start, end - 1, len(records.loss) - 1), 0)
     return type(records)(*(column[start:end] for column in records))
 
-  # Rest.
+  # Save and end.
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the state of all participants while the cluster is paused; None

@@ -44,10 +44,10 @@ def _are_finished(statuses: Sequence[Status] | None) -> bool:
   return not any(shard["busy"] for shard in statuses)
 
 
-# A function of a module: it travels to the process of a shard by its name.
+# A function of a module, so that pickle can send it to a shard by its name.
 def _take_params(received: int | None, shard: Shard) -> Any:
-  """Returns a shard's parameters now, or takes those that it has kept after so
-  many messages."""
+  """Returns a shard's parameters: now, or as it has kept them after `received`
+  messages. It forgets the kept ones."""
   if received is None:
     return shard.state.server.params
   return shard.state.messages.kept_params.pop(received, None)
@@ -69,13 +69,13 @@ class ServerCluster(Cluster):
     resumed: bool = False,
     leave_seconds: float = _LEAVE_SECONDS,
   ):
-    """Prepares.
+    """Stores the settings; `measure` and `start` start hosts.
 
     Args:
       setup: settings of the run.
       plan: division of the parameters among shards; None: there is one shard.
-      hosts: they run the shards and workers.
-      makers: they make the shards and workers.
+      hosts: in which shards and workers run.
+      makers: of shards and workers.
       make_duty: makes the work of workers, in their hosts.
       refill: whether a worker that exits is replaced.
       resumed: whether the journals of shards have rows of earlier commands.
@@ -88,8 +88,8 @@ class ServerCluster(Cluster):
     super().__init__(Supervisor(hosts, counts, setup.ladder))
     self._starts = collections.Counter[int]()  # incarnations of each worker
     self._image_row = -1  # the row of the requested images; -1: none
-    # Workers that were replaced since the last report of the lead. It may have
-    # expelled the incarnation before: that is one exit, not two.
+    # Workers that were replaced since the last report of the lead. The report
+    # may name their former incarnations as expelled: that is one exit, not two.
     self._refilled: set[int] = set()
     # Worker -> since when it has not been registered at the lead.
     self._absent: dict[int, float] = {}
@@ -147,8 +147,8 @@ class ServerCluster(Cluster):
     return answers
 
   def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """Replaces the work of workers, before `start`: an allocation by speed is
-    known only after `measure`."""
+    """Replaces the work of workers, before `start`. If their shares of the jobs
+    depend on their speed, the work is known only after `measure`."""
     self._make_duty = make_duty
 
   def start(self) -> None:
@@ -194,7 +194,7 @@ class ServerCluster(Cluster):
     return supervisor.take_news()
 
   def _worker_ended(self, worker: int, how: str) -> None:
-    """Reports the exit of a dropped worker to shards, and replaces it."""
+    """Reports the exit of a worker to the shards, and replaces the worker."""
     news, restarts = self._supervisor.news, self._starts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
@@ -266,14 +266,14 @@ class ServerCluster(Cluster):
     return indices
 
   def _call_shards(self, call: Callable[[Shard], Any]) -> dict[int, Any]:
-    """Makes a call with all shards. Returns shard -> answer, without the shards
-    that have ended."""
+    """Calls a function with each shard. Returns shard -> answer, without the
+    shards that have ended."""
     answers = self._supervisor.ask(SHARD, "ask", call)
     return {index: value[0] for index, value in answers.items() if value}
 
   def _call_all_shards(self, call: Callable[[Shard], Any]) -> list[Any]:
-    """Makes a call with each shard; returns the answers. Raises Disconnected if
-    a shard has exited, or does not answer polls."""
+    """Calls a function with each shard; returns the answers. Raises
+    Disconnected if a shard has exited, or has not answered the last poll."""
     for index, party in self._supervisor.parties[SHARD].items():
       if party.poll is not None:
         raise Disconnected(index)

@@ -37,7 +37,7 @@ class HostedShard:
   """One incarnation of a shard, which is served from the start."""
 
   def __init__(self, inside: Inside, server: ShardServer, run: Path):
-    """`inside` is the host's, `run` the folder of the run."""
+    """`inside` has the functions of the host; `run` is the run's folder."""
     self.server, self._ended = server, Future[str]()
     self.clock = inside.clock  # the seconds since the run began
     # (worker, restarts) that opened a session at any time.
@@ -55,11 +55,12 @@ class HostedShard:
       self._ended.set_result(ENDED)
 
   def run(self) -> Future[str]:
-    """Returns ENDED once it was asked to end, or raises the server's error."""
+    """Returns a Future: it gets ENDED when the shard was asked to end, or the
+    error of the server."""
     return self._ended
 
   def ask(self, call: Callable[[Shard], Any]) -> Future[tuple[Any] | None]:
-    """Makes a call with the shard, in the serving thread.
+    """Calls a function with the shard, in the serving thread.
 
     Returns:
       (answer,), with NumPy arrays; None if the server has ended: `run` raises
@@ -100,7 +101,8 @@ class HostedShard:
   # Workers on other machines.
 
   def open(self, token: Token) -> Future[None]:
-    """Opens a session for a worker; it listens to its earlier ones no more."""
+    """Opens a session for a worker, and ends its waiting calls at earlier
+    sessions."""
     self._remote.add(token[:2])
 
     def make_session(shard: Shard) -> None:
@@ -185,7 +187,7 @@ def _flush(shard: Shard) -> None:
 
 
 class ShardMaker(NamedTuple):
-  """Makes a shard; it travels to the process of the shard."""
+  """Makes a HostedShard. It is pickled and sent to the shard's process."""
 
   site: Site
   network: UnixNetwork

@@ -37,7 +37,7 @@ class ServerMakers:
     images: Sequence[Image] | None = None,
     make_script: MakeScript = faults_lib.script_of,
   ):
-    """Prepares.
+    """Stores what shards and workers are made from.
 
     Args:
       site: folders and settings of the run.

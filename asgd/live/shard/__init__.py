@@ -3,6 +3,10 @@
   frame -> Shard.handle -> Role decides -> Role.commit(row): [1] the state
     applies the row, [2] the journal gets it, [3] peers receive frames of it
 
+The lead is shard 0, whose journal is the trace of the run. In a consistent run
+the other shards follow: they apply the lead's rows. Otherwise each shard orders
+the messages itself. More words: docs/glossary.md.
+
 - `shard.Shard` takes the frames; begin reading there.
 - `role.Role` commits rows. `lead.Lead` (shard 0), `follower.Follower` and
   `follower.Independent` decide which.

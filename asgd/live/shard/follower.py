@@ -150,7 +150,7 @@ class Independent(Role):
     else:
       self._check_new(frame)
       # The ticket that the worker would keep may be lost with an earlier
-      # process of this shard: then it is sent in full.
+      # process of this shard. Then the new ticket is sent in full.
       keeps = frame.flag and worker in state.reusable
       self._commit_row(key, frame.job, base.KEEP if keeps else base.SEND)
 

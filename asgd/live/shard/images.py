@@ -1,8 +1,8 @@
 """Saves a shard's state as a snapshot or a checkpoint, and restores it.
 
 An *image* is a pair: the server's state, as a tree of arrays, and the result of
-`describe`, as JSON. A snapshot is an image in shared memory, a checkpoint one
-on disk.
+`describe`, as data for JSON. A snapshot is an image in shared memory, a
+checkpoint one on disk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,20 +19,21 @@ Image = tuple[Any, Any]  # (the server's state, the result of `describe`)
 
 
 def snapshot(state: ShardState) -> None:
-  """Saves the state in the shard's memory; the log before it is then free."""
+  """Saves the state in the shard's memory, and frees the slots of the messages
+  before it."""
   # `describe` counts the records, so they are written first.
   state.messages.flush()
   tickets = *state.tickets.values(), *state.reusable.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
-  memory, first = state.slots.memory, state.slots.counts.messages
+  memory, first_slot = state.slots.memory, state.slots.counts.messages
   if state.updates.are_enabled:
-    meta["packets"] = state.updates.save(memory, first, state.rows)
+    meta["packets"] = state.updates.save(memory, first_slot, state.rows)
   state.slots.save(state.server, meta, params)
 
 
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns, as JSON, the part of the state that neither the server's state nor
-  the journal holds."""
+  """Returns, as data for JSON, the part of the state that neither the server's
+  state nor the journal has."""
   slots, updates = state.slots, {}
   params, slot = slots.published or (None, -1)
   if state.updates.are_enabled:
@@ -139,8 +140,8 @@ def reopen(
   ledger: Ledger[Event],
   intact: bool,
 ) -> bool:
-  """Opens the tickets that are open at the end of a journal, but does not apply
-  the messages received since the image: these are lost.
+  """Restores the tickets that are open at the end of a journal. The messages
+  received since the image are not applied: their updates are lost.
 
   Args:
     state: after `restore`; it is changed.

@@ -50,7 +50,8 @@ class Lead(Role):
 
   @property
   def late(self) -> Collection[int]:
-    """The workers between T and 3 T of the ladder; see `deadlines`."""
+    """The workers whose jobs take so long that they count as late, but not yet
+    as dead; see `deadlines`."""
     return self.watch.late
 
   @property
@@ -108,8 +109,8 @@ class Lead(Role):
     self._report_arrival(key)
 
   def _refuse(self, key: Key) -> None:
-    """Drops a message and expels its worker, which joins again as a new
-    incarnation: its state may have NaN, too."""
+    """Drops a message and expels its worker, whose state may have NaN, too. The
+    worker then joins as a new incarnation."""
     worker, seq = key
     self._consecutive_refusals += 1
     self._job_refusals[self.dispatcher.open(worker)[seq].job] += 1
@@ -126,7 +127,7 @@ class Lead(Role):
       for row in range(frame.version, len(events)):
         for row_frame in row_frames(row, events[row]):
           send(row_frame)
-      if self._totals:  # its predecessor may not have answered the last ASK
+      if self._totals:  # the earlier process may not have answered the ASK
         self._totals.ask(send)
     elif self.followers.get(frame.job) != send or key not in self.state.tickets:
       return  # from a replaced connection, or about a ticket that has ended

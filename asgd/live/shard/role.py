@@ -64,7 +64,7 @@ class Role:
     # A snapshot frees the message slots of the log, one of which is needed.
     if starts and state.log_is_full:
       images.snapshot(state)
-    # [1] It chooses the slots of a ticket, which the row then names.
+    # [1] The state chooses the slots of a ticket, which the row then names.
     state.apply(event)
     if starts:
       ticket, _, params, message, _ = state.tickets[key]

@@ -72,12 +72,19 @@ class Shard:
     now: float,
     resumed: bool = False,
   ):
-    """Starts, or recovers to the end of the journal. Raises ValueError if the
-    parts of the store do not fit together.
+    """Starts, or recovers to the end of the journal.
 
-    The server's state is that before the first row, and donated; the memory has
-    slots as `slot_counts` says; `now` is in seconds since the run began. In a
-    resumed run no worker and no other shard is alive.
+    Args:
+      index: of the shard.
+      setup: settings of the run.
+      steps: compiled steps of the server.
+      server: the state before the first row; it is donated.
+      store: its memory has the slots of `slot_counts`.
+      now: seconds since the run began.
+      resumed: no worker and no other shard is alive.
+
+    Raises:
+      ValueError: if the parts of the store do not fit together.
     """
     self.index, self.setup = index, setup
     slots = SlotTable(store.memory, slot_counts(setup))
@@ -92,7 +99,7 @@ class Shard:
     self._news: list[str] = []  # lines that the driver is to print
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
     self.state.messages.lost.clear()  # reported before the restart
-    # Not before: until it is adopted, the next shard takes the memory for new.
+    # Only now: until the memory is adopted, a successor takes it for new.
     store.memory.adopt()
     self.role.committed = self._after_commit
     # Image for a checkpoint: (row, the image once that row is applied).
@@ -200,7 +207,7 @@ class Shard:
         state.check_written(key)
         if error := state.unpack_error(key):
           self._news.append(error)
-          # From here on it is refused like a message with NaN.
+          # From here on the message is refused like one with NaN.
           frame = frame._replace(flag=0)
       self.role.push(frame)
     else:  # a retry of a committed message, whose ACK may be lost
@@ -312,7 +319,7 @@ class Shard:
       )
 
   def close(self) -> None:
-    """Closes its files."""
+    """Closes the shard's files."""
     self.role.journal.close()
     self.state.messages.sink.close()
 

@@ -96,7 +96,7 @@ class ShardState:
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.updates = slots, SentUpdates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
-    # int32[] of each worker index, made once: a ticket has one.
+    # int32[] of each worker index, for tickets; made once.
     self._indices = [jnp.int32(w) for w in range(setup.workers)]
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
@@ -154,7 +154,7 @@ class ShardState:
     if self.keeps:
       if event.action == base.SEND:
         self._drop_reusable(worker)
-        slots.use(slot)  # a second use: it outlives the ticket
+        slots.use(slot)  # a second use: `reusable` outlives the ticket
       ticket = ticket._replace(fresh=np.False_)
       self.reusable[worker] = open_ticket._replace(ticket=ticket)
 
