@@ -88,7 +88,7 @@ def _cells(key: str) -> tuple[str, str, str]:
     return name, kind, f"`{schema.default_of(node)!r}`"
   if isinstance(node, schema.Open):
     return name, "dict", f"`{schema.default_of(node)!r}`"
-  return name, "dict", "those of its keys"
+  return name, "dict", "see its keys"
 
 
 def page(text: str) -> str:
