@@ -1,7 +1,7 @@
 """Schedules without a flush: a stage is updated as soon as it can be.
 
-Their makers take the number of all `microbatches`; `every` so many make an
-update.
+Their makers take the number of `microbatches` of the whole run, and of those of
+an update, `every`.
 """
 
 from collections.abc import Sequence
@@ -96,7 +96,7 @@ def pipedream_2bw(
 
     w^{t+1} = w^t - eta grad f(w^{t-1}), at all stages
 
-  The table is that of `pipedream`; the versions are a matter of weights="2bw".
+  The table is that of `pipedream`. A run with weights="2bw" reads w^{t-1}.
 
   Args:
     stages: p.
@@ -197,7 +197,7 @@ def pipemare(
   that tau is the mean number of updates between reading and the update. A run
   with weights="latest" has learning rates by T1, and backwards that find other
   weights than their forward read u_bkwd (`discrepancy`). T1 raises no
-  rate where tau is below 1. The paper's T3, a start in step, is not here.
+  rate where tau is below 1. The paper's T3, a synchronous start, is left out.
 
   Args:
     stages: P.
@@ -268,7 +268,7 @@ def ftpipe(
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
     microbatches: of the whole run.
-    stage_depth: of each stage, from the end; None is p - 1 - s.
+    stage_depth: distance of each stage s from the end; None is p - 1 - s.
     supremum: of the staleness. All depths are lowered by the same number, so
       that the first stage has at most supremum - 1 microbatches in flight; the
       released code takes the number of devices for "auto". None: no supremum.

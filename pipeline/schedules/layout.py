@@ -20,7 +20,8 @@ from asgd.pipeline.table import (
   check_positive,
 )
 
-Orders = list[list[Step | tuple[Step, Step]]]  # of each device
+# For each device, its steps and pairs of steps that overlap.
+Orders = list[list[Step | tuple[Step, Step]]]
 Maker = TypeVar("Maker")  # the function that makes a table
 
 # Arguments that a run's stages and microbatches determine, not its options.
@@ -31,14 +32,14 @@ class Traits(NamedTuple):
   """Properties and defaults of a schedule for its runs."""
 
   options: tuple[str, ...]  # arguments of its maker that a run may set
-  flush: bool = True  # whether its table is one update, after which it flushes
+  flush: bool = True  # whether all stages are updated at the end of a batch
   weights: str = "stash"  # as in `analyze.versions`, of a table without a flush
   recompute: bool | str = False  # as in `recompute_of`
   # Whether rates and weights follow from stages' delays (`discrepancy`).
   corrected: bool = False
-  sums: bool = False  # whether an update is of a batch although none flushes
+  sums: bool = False  # without a flush: whether a run's updates are of a batch
   listed: bool = False  # whether `devices` is a list, a device for each stage
-  chunks: int = 1  # stages on a device, where `devices` is a number
+  chunks: int = 1  # stages on a device in a run that does not set them
   partitioner: str | None = None  # module of `partition` that cuts it
 
 
@@ -138,8 +139,8 @@ def valid(
   flush: bool = False,
   limit: int | None = None,
 ) -> Schedule:
-  """Returns the table of all steps of each device, checked. Arguments are those
-  of `synchronous` and `table.lay_out`."""
+  """Lays out the orders of devices as a table, validates and returns it.
+  Arguments are those of `synchronous` and `table.lay_out`."""
   table = table_lib.lay_out(name, orders, every=every, flush=flush)
   return validate.validate(table, max_in_flight=limit)
 

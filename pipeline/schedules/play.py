@@ -15,7 +15,7 @@ from asgd.pipeline import table as table_lib
 from asgd.pipeline.schedules.layout import Orders, stages_of
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
-_MANY = 1000  # user's actions in a row on each device, until they never end
+_MANY = 1000  # so many user's actions in a row on each device count as endless
 
 
 class RuleState:
@@ -28,7 +28,7 @@ class RuleState:
     backward: the same for the backward, of inputs or of both.
     weight: the same for the backward of weights.
     in_flight: stage -> its forwards without an ended backward (of weights).
-    soon: time of the next known arrival at this device; infinity without one.
+    soon: time at which the next known step is ready here; or infinity.
   """
 
   __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")

@@ -54,9 +54,10 @@ def _score_of(begin: Sequence[float], end: Sequence[float]) -> Score:
 class _Direction(NamedTuple):
   """One direction of time. Steps are numbered."""
 
-  needs: list[list[tuple[int, float]]]  # of each step: a need, and the time
-  # from its start until the step may start
-  change: list[int]  # of each step: of the activations that its device holds
+  # For each step: the steps that it needs, with the time from the start of each
+  # until this step may start.
+  needs: list[list[tuple[int, float]]]
+  change: list[int]  # for each step: of its device's number of activations
 
 
 class Gaps:

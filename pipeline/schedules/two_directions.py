@@ -30,12 +30,12 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   number, the larger one), and on device p - 1 - s for the second. Units of p
   microbatches follow each other ("direct concatenation"): the forwards of a
   unit fill what the backwards of the one before leave idle. Forward doubling
-  and backward halving need tasks of two or half a microbatch, which no table
-  has. With B = 2 F the ratio is the paper's for one unit, m = p:
+  and backward halving are left out: a table has no tasks of two or half a
+  microbatch. With B = 2 F the ratio is the paper's for one unit, m = p:
   (p - 2) / (1.5 m + p - 2).
 
   Args:
-    stages: p, an even number, of devices, too; each holds two stages.
+    stages: p, an even number. There are p devices, with two stages on each.
     microbatches: m, of a batch.
     batches: how many follow each other, with a flush between them.
 

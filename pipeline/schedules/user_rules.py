@@ -21,7 +21,7 @@ def custom(
   flush: bool = True,
   name: str = "custom",
 ) -> Schedule:
-  """Returns the table that a rule of one's own leads to.
+  """Returns the table that the user's rule leads to.
 
   The rule is asked when a device is idle and something has changed, until the
   last step of a stage has begun, with the device's number and its `RuleState`.

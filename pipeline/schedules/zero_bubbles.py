@@ -61,7 +61,7 @@ def zero_bubble(
   """Split backwards for any stages on any devices, within a memory.
 
     minimize max over devices of (end of its last task - begin of its first)
-    forwards - backwards of weights <= max_activations of a device, ever
+    forwards - backwards of weights <= max_activations on each device, always
 
   The orders come from a bounded search (`search.best`) over greedy orders and
   the orders of named schedules for the same devices. It then moves their tasks
@@ -70,8 +70,8 @@ def zero_bubble(
   Args:
     devices: the device of each stage.
     microbatches: m, of a batch.
-    max_activations: forwards with the backward of weights still to come, on
-      each device, at most; as many as it has stages, at least.
+    max_activations: the most forwards on each device whose backward of weights
+      has not ended; the number of its stages or more.
     costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
     batches: how many follow each other, with a flush between them.
 
@@ -120,7 +120,8 @@ def _line(devices):
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
-  """Returns the best table of a straight pipeline with `times` 1F1B's depth."""
+  """Returns the best table of one stage on each device, with the activations of
+  1F1B (`times` = 1) or about twice as many (2)."""
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   places = _line(stages)
@@ -136,7 +137,8 @@ def zb_h1(
     idle = (p - 1)(F + I - W) on each device
     activations = p microbatches
 
-  It is 1F1B with weights where it waits, if all stages take the same.
+  If all stages take the same time, it is 1F1B with backwards of weights where
+  1F1B waits.
 
   Args:
     stages: p, one on each device.
@@ -220,7 +222,7 @@ def zb_v(
     activations = 2 p half stages, at the most, as much as p whole ones
 
   A device is engaged from its first task to its last. At other costs the order
-  is the shortest of those that `zero_bubble` finds, the one above among them.
+  is the shortest that `zero_bubble` finds; it also tries that of equal costs.
 
   Args:
     devices: p, each with two stages.

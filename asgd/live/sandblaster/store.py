@@ -35,7 +35,7 @@ class Stored(NamedTuple):
   number: int  # of the next command, when the image was taken
   vectors: dict[str, Rows]
   evaluation: int
-  params: Rows  # which workers fetch; None before the first evaluation
+  params: Rows  # "sent" in the image; None before the first evaluation
   commands: list[Entry]  # of the log
   messages: dict[tuple[int, int], Rows]  # (evaluation, job) -> rows
 
