@@ -179,8 +179,7 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
       )
     compiled.main(config, given["compile"], given["data_dir"])
     return
-  # Check --out before the costs are computed.
-  # A wrong path must not cost the minutes of measuring a model.
+  # First: a wrong path must not cost the minutes of measuring a model.
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):
     if given[flag] is None:

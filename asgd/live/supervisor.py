@@ -61,10 +61,10 @@ class Supervisor:
     *,
     patience: float = _PATIENCE,
   ):
-    """Prepares.
+    """Stores the settings; `start` starts a party.
 
     Args:
-      hosts: which run the parties.
+      hosts: in which the parties run.
       counts: kind -> how many indices it has.
       ladder: when a job takes too long.
       patience: seconds, at least 0, after which a party that does not answer

@@ -49,16 +49,16 @@ class LiveRun(NamedTuple):
 def group(plan: ServerPlan) -> simulator.WorkerDevices:
   """Returns the devices of each worker of a cell."""
   live = plan.run.config["live"]
-  # Data parallelism divides this axis over the devices of a worker.
-  # The axis of examples; axis 0 of a job with several batches is the batches.
+  # Data parallelism divides the axis of examples over the devices of a worker.
+  # In a job with several batches, axis 0 is that of the batches.
   axis = int(plan.recipe.steps > 1)
   return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
 
 
 @functools.lru_cache(maxsize=256)
 def needs_totals(plan: ServerPlan) -> bool:
-  """Returns whether an algorithm on shards needs totals over all shards. Raises
-  ValueError if the algorithm cannot be split into shards."""
+  """Returns whether an algorithm needs totals (sums over all shards, as for a
+  norm). Raises ValueError if it cannot be split into shards."""
   server, rules = plan.run.config["server"], plan.rules()
   # Without the codec of updates, which each shard has for its part.
   recipe = build_recipe(plan.run, plan.workers, plan.schedule)
@@ -140,7 +140,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
 
 
 def make_duty(run: LiveRun) -> Duty:
-  """Returns the duty of a cell's workers."""
+  """Returns the work of a cell's workers."""
   plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
   worker = plan.coded_worker(run.split)
   # `prepare` has used the first half of the same split.
@@ -303,7 +303,7 @@ def make_cluster(
     images: of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """
-  # Which parts are made here, and which in the hosts' processes.
+  # Threads share what is made here; processes make their parts themselves.
   make_parts = _in_processes if hosts.apart else _in_threads
   site, options, duty_of = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)

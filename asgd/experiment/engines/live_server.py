@@ -1,7 +1,7 @@
 """A live cell of workers and a server: the engines `threads` and `ray`.
 
 Shards keep parameters for evaluations, so training waits neither for the driver
-nor for a checkpoint.
+nor for a checkpoint. The records of the lead, shard 0, are those of the cell.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   ) -> tuple[Any, Callable[[], None]]:
     """Returns the cluster of shards and workers, and its start."""
     machine, setup = self._context.machine, self._run.setup
-    # Slots that exist already have their memory.
+    # Only new slots need memory.
     if not self._memory.kept:
       shares = live_clusters.slot_shares(self._run)
       wire = live_hosts.dtype_on_wire(self._plan.run.config)
@@ -226,8 +226,8 @@ class LiveServerEngine(live_engine.LiveEngine):
   # Results.
 
   def records(self) -> base.Records:
-    """Returns the lead's record of each message. Norms are over all shards if
-    each shard has received the message."""
+    """Returns the lead's record of each message. If all shards have received
+    the message, its norms and bytes are those of all shards together."""
     # One part for each shard.
     parts = [records.read_records(path) for path in self._sinks]
     return live_clusters.combine(parts, self._run.split, self._run.params)
@@ -242,7 +242,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result. Raises ValueError if rows of
     the shards' files are missing."""
-    # Before the files: the counts in memory are then not newer than the files.
+    # Images first: their counts are then not newer than the files.
     images = self.cluster.images_now()
     self._check_files()
     paths = self._journals()

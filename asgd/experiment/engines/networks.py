@@ -51,7 +51,7 @@ def check(run: Run) -> None:
   """Raises ValueError for a network that a run cannot have."""
   server = run.config["server"]
   several = server["shards"] > 1 and not server["consistent"]
-  # Shards out of step have their own delays (`config.server.delays`).
+  # Shards with separate orders have other delays (`config.server.delays`).
   if several and network_of(run) is not None:
     raise ValueError(
       f"config.network with {server['shards']} shards needs one order for all"

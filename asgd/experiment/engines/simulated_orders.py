@@ -39,7 +39,7 @@ class MadeOrder:
     self._row = 0  # the next one
 
   def begin(self, simulation: simulator.SimulationState) -> None:
-    """Starts to follow the order from a simulation."""
+    """Starts to follow the order, from a state of the simulation."""
     follow = self.choice.simulator.follow
     self.run: simulator.TraceRun = follow(simulation, self.trace, **self._data)
 
@@ -104,7 +104,7 @@ class GrownOrder:
     return from_events(self._order.rows[: self._next])
 
   def begin(self, simulation: simulator.SimulationState) -> None:
-    """Starts to follow the order from a simulation."""
+    """Starts to follow the order, from a state of the simulation."""
     plan = self._plan
     begin = simulator.begin_host(plan.server, plan.coded_worker())
     self.run: simulator.StepwiseRun = begin(simulation, **self._data)
