@@ -41,7 +41,7 @@ WORKERS = 2
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
 _SIZES = 0.1, 1.0, 10.0, 100.0  # MB
 _RUNS = 2  # of each contestant
-_TARGETS = {  # MB -> times the Ray loop, time of the floor
+_TARGETS = {  # MB -> times the Ray loop, time of the minimum
   # A small server is bound by messages, a large one by memory.
   0.1: (">= 6", "<= 10"),
   1.0: (">= 6", "<= 6"),
@@ -348,7 +348,7 @@ def _cells(
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   # A log of so many messages, so that it has about as many bytes at any size.
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
-  target, floor_once = (
+  target, minimum_once = (
     {k: x.copy() for k, x in params.items()},
     unavoidable(params),
   )
@@ -359,7 +359,7 @@ def _cells(
 
   contestants = (
     lambda: rate(copy_all, seconds / 4),
-    lambda: rate(floor_once, seconds / 4),
+    lambda: rate(minimum_once, seconds / 4),
     lambda: canonical(params, seconds),
   )
   # With the log, and without it.
@@ -369,11 +369,11 @@ def _cells(
     ours_runs = [ours(params, seconds, length) for length in logs]
     logged_runs.append(ours_runs[0])
     rates.append([*others, *(speed.updates for speed in ours_runs)])
-  copy, floor, ray_loop, ours_rate, without_log = np.transpose(rates)
-  speeds = [np.median(x) for x in (copy, floor, ray_loop, ours_rate)]
+  copy, minimum, ray_loop, ours_rate, without_log = np.transpose(rates)
+  speeds = [np.median(x) for x in (copy, minimum, ray_loop, ours_rate)]
   # An update copies at least twice: the message and the parameters.
   ratios = (
-    *(ours_rate / ray_loop, floor / ours_rate),
+    *(ours_rate / ray_loop, minimum / ours_rate),
     *(copy / 2 / ours_rate, ours_rate / without_log),
   )
   size_targets = _TARGETS.get(round(megabytes, 1), ("", ""))
