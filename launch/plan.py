@@ -122,11 +122,6 @@ def _workload(
 ) -> tuple[workloads.Workload, workloads.TrainingOptions]:
   """Returns the work of a step, and the options, of a size or of a config."""
   resolved, params = given["config"], given["params"]
-  if (resolved is None) == (params is None):
-    raise ValueError(
-      "give one model: either --params=1.5e9 (a GPT of that size) or"
-      " --config=FILE.py"
-    )
   # Flags of the GPT's shape fit --params only; a config has its own model.
   gpt_sizes = {name: given[name] for name in memory.Gpt._fields}
   for name, value in gpt_sizes.items():
@@ -179,6 +174,13 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
       )
     compiled.main(config, given["compile"], given["data_dir"])
     return
+  if (config is None) == (given["params"] is None):
+    raise ValueError(
+      "give one model: either --params=1.5e9 (a GPT of that size) or"
+      " --config=FILE.py"
+    )
+  if config is None:
+    workloads.count_of(given["params"])  # its error comes before the devices'
   # First: a wrong path must not cost the minutes of measuring a model.
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):

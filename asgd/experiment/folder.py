@@ -307,9 +307,11 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
       f" reads {VERSION}: use the release that wrote it, or {_REMEDY}"
     )
   if value is None or version != VERSION:
+    wrong = "is not the folder of a cell: it should be"
+    wrong = wrong if cell_folder.exists() else "does not exist: it should be"
     raise FolderError(
-      f"{cell_folder} is not the folder of a cell: it should be"
-      " WORKDIR/cells/NAME, as asgd train makes them"
+      f"{cell_folder} {wrong} WORKDIR/cells/NAME, as asgd train makes them, or"
+      " the folder= of a training that was called from Python"
     )
   return value
 

@@ -117,8 +117,12 @@ def of_gpt(
     )
     return gpt.depth * block
 
+  # Blocks, and the embeddings of tokens and positions; biases are few.
+  made = 12 * gpt.depth * gpt.width**2
+  made += (gpt.vocabulary + gpt.context) * gpt.width
   return Workload(
-    f"GPT of {parameters:,} parameters: {gpt.depth} blocks of {gpt.width},"
+    f"GPT of {parameters:,} parameters, as asked ({made / 1e9:.3g} x 10^9 with"
+    f" the embeddings of these sizes): {gpt.depth} blocks of {gpt.width},"
     f" {gpt.heads} heads, {gpt.context} positions, {gpt.vocabulary} tokens",
     parameters=parameters,
     layers=gpt.depth,

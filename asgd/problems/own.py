@@ -272,8 +272,12 @@ class Objects:
       return server.receive(state, ticket, message)
 
     described = descriptions.describe_recipe(recipe)
-    with checks.user_code(f"{described} cannot train these parameters"):
+    try:
       jax.eval_shape(job, shapes, first, jax.random.key(0))
+    except Exception as error:
+      failure = f"{described} cannot train these parameters"
+      with checks.user_code(failure, _remedy_for(error)):
+        raise
 
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
     """Returns the description in a results folder, as data for JSON."""
@@ -307,6 +311,21 @@ class Objects:
         self.recipe, loss, params, dataset
       ),
     }
+
+
+def _remedy_for(error: Exception) -> str:
+  """Returns the remedy for an update with wrong extra args, or ''."""
+  text, passed = str(error), base.Delay._fields
+  if not isinstance(error, TypeError) or not (
+    "required keyword-only argument" in text
+    or any(f"unexpected keyword argument '{name}'" in text for name in passed)
+  ):
+    return ""
+  return (
+    f"; a transform's update gets {', '.join(passed[:-1])} and {passed[-1]} by"
+    " keyword, and nothing else: name those that it reads, and add **extra_args"
+    " for the others"
+  )
 
 
 def check_loss(

@@ -216,10 +216,12 @@ def _of_arrays(user_data, size):
   arrays = as_batch(user_data, "data", np.asarray)
   shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
   if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
+    remedy = "if they are batches already, put them into a list"
+    if () in shapes:  # each number of a Python list is a leaf
+      remedy = "give numpy.asarray(...) in place of each list of numbers"
     raise ValueError(
       "data must be arrays with a leading axis of examples, of equal length,"
-      f" not of shapes {checks.shown(shapes)}; if they are batches already, put"
-      " them into a list"
+      f" not of shapes {checks.shown(shapes)}; {remedy}"
     )
   count = shapes[0][0]
   if size is None:

@@ -702,6 +702,28 @@ def test_a_recipe_that_needs_more_than_gradients_is_refused_before_it_runs():
   assert "cannot train these parameters" in line
 
 
+def _named(updates, state, params=None, *, staleness):
+  return updates, state
+
+
+def _unknown(updates, state, params=None, *, age, **extra_args):
+  return updates, state
+
+
+@pytest.mark.parametrize("update", [_named, _unknown])
+def test_extra_args_of_a_transform_are_listed(update):
+  tx = optax.GradientTransformationExtraArgs(lambda params: (), update)
+  line = error_of(simulate, recipe=tx, workers=2)
+  assert "update gets worker, staleness and sent_params by keyword" in line
+  assert "add **extra_args" in line
+
+
+def test_lists_of_numbers_are_to_be_arrays():
+  data = [1.0, 2.0], [3.0, 4.0]
+  line = error_of(asgd.simulate, loss, PARAMS, data, dana(), messages=8)
+  assert "give numpy.asarray(...) in place of each list" in line
+
+
 def test_descriptions_hold_no_address():
   recipe = dana(optimizer=functools.partial(optax.adamw, b2=0.95))
   assert descriptions.describe_recipe(recipe) == (

@@ -116,6 +116,8 @@ def _config(name):
 MISTAKES = {
   "neither": (dict(params=None), "give one model: either"),
   "both": (dict(config={}), "give one model: either"),
+  "before devices": (dict(params=None, devices=None), "give one model"),
+  "first": (dict(params="abc", devices=None), "such as .*, not 'abc'"),
   "params": (dict(params="big"), "parameters must be 1 or more, such"),
   "negative": (dict(params="-3B"), "parameters must be 1 or more"),
   "devices": (dict(devices=None), "give --devices"),
