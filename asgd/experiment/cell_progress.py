@@ -288,7 +288,11 @@ class ProgressFile:
     self._points, self._events = _earlier(self._path, engine.done)
     # The clock continues at the last point, so the stop between has no length.
     seconds = self._points[-1].seconds if self._points else 0.0
-    self._began, self._next = time.monotonic() - seconds, seconds + _FIRST
+    self._began = time.monotonic() - seconds
+    # Not by the cell's clock, which `advance` sets back after the start-up.
+    self._next_write = time.monotonic() + _FIRST
+    # By the engine's clock, at the last message; None: it has no clock.
+    self._engine_seconds: float | None = None
     self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
@@ -302,17 +306,25 @@ class ProgressFile:
     rows of records, which only this file needs."""
     start = time.monotonic() - self._began
     progress: engines.Progress = self._engine.advance(until)
+    if progress.seconds is not None:
+      # Records of several writers are not read in the order of their times.
+      seconds = max(progress.seconds, self._engine_seconds or 0.0)
+      self._engine_seconds = seconds
+      # The start-up of the workers does not count: the clock goes on from here.
+      self._began = time.monotonic() - seconds
     now = time.monotonic() - self._began
     if progress.messages:
       self._new.append(progress.rows or _Losses(progress.loss))
       self._calls.append(Segment(0, "compute", start, now))
-    if now >= self._next:
+    if time.monotonic() >= self._next_write:
       self._write(now)
     return progress._replace(rows=None)
 
   def finish(self) -> None:
     """Writes the file of a finished cell, with the totals of all records."""
-    now = time.monotonic() - self._began
+    now = self._engine_seconds
+    if now is None:
+      now = time.monotonic() - self._began
     self._add_point(now)
     # Counted anew: an engine may have given losses only while it trained.
     self._totals = _Totals()
@@ -334,7 +346,7 @@ class ProgressFile:
 
   def _write(self, now: float) -> None:
     """Writes the file."""
-    began = time.monotonic()
+    write_began = time.monotonic()
     # [1] The curves, and the lines since the last write.
     self._add_point(now)
     self._events += [[now, line] for line in self._lines]
@@ -355,8 +367,9 @@ class ProgressFile:
     with contextlib.suppress(OSError):  # the run does not need this file
       safe_files.write(self._path, json.dumps(content, allow_nan=False))
     # [3] The next write is due when this one is 1 % of the time.
-    took = time.monotonic() - began
-    self._next = now + max(_INTERVAL, _SPARING * took)
+    write_ended = time.monotonic()
+    took = write_ended - write_began
+    self._next_write = write_ended + max(_INTERVAL, _SPARING * took)
 
 
 def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:

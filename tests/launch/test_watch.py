@@ -18,8 +18,15 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import cell_files, cell_progress, folder, report
-from asgd.pages import panels
+from asgd.experiment import (
+  cell_files,
+  cell_progress,
+  folder,
+  live_files,
+  report,
+)
+from asgd.live import journal
+from asgd.pages import panels, run_files
 from launch import watch
 
 ATTACK = "<script>alert(1)</script> & co"
@@ -169,6 +176,21 @@ def test_a_live_run_is_shown_while_it_goes_on(tmp_path, monkeypatch):
   assert facts(text)["bytes up, down"] == ", ".join(sent)
   assert 'rect class="wire"' in text
   assert "resumed at message" in text
+  # The clock is that of the result: without the start-up of the workers.
+  progress = run_files.read_progress(place)
+  assert progress["seconds"] == pytest.approx(result["seconds"], abs=1e-6)
+  first = live_files.first_ticket(journal.read_journal(place / "trace-0.csv"))
+  assert first > 0
+  starts = {
+    (part.lane, round(part.start - first, 4))
+    for part in cell_progress.read_work(place)
+  }
+  shown = {(lane, start) for lane, _, start, _ in progress["work"]}
+  # Workers may have written a few spans after the last write of the file.
+  assert len(shown & starts) > len(shown) / 2
+  seconds = [point[0] for point in progress["points"]]
+  assert seconds == sorted(seconds)
+  assert seconds[-1] <= result["seconds"] + 1e-3
 
 
 def test_a_cell_without_or_with_a_damaged_progress_has_no_panels(tmp_path):

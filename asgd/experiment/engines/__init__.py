@@ -42,6 +42,8 @@ class Progress(NamedTuple):
   figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
   broken: str | None = None  # which message was not finite, and why not
   rows: Any = None  # records of the new messages, a NamedTuple of columns
+  # Seconds of training by the engine's clock; None: it has none, or no news.
+  seconds: float | None = None
 
   @property
   def messages(self) -> int:

@@ -235,6 +235,13 @@ class LiveEngine(engines.Engine):
     rows = (event for path in self._journals() for event in read_journal(path))
     return min(event.time for event in rows if event.action in STARTS)
 
+  def _seconds_at(self, new: Any) -> float | None:
+    """Returns the seconds from the first start of a job to the last of the new
+    records; 0 before the first record of the cell, None without a new one."""
+    if len(new.loss):
+      return float(new.time[-1]) - self._first_ticket
+    return None if self._received else 0.0
+
   # Training.
 
   @contextlib.contextmanager
@@ -290,12 +297,22 @@ class LiveEngine(engines.Engine):
       news=news,
       figures=figures,
       rows=rows,
+      seconds=self._seconds_at(new),
     )
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last stretches of the workers' time, by journals and spans.
-    """
-    return cell_progress.read_work(self._folder)
+    """Returns the last stretches of the workers' time, by journals and spans,
+    in seconds since the first start of a job."""
+    stretches = cell_progress.read_work(self._folder)
+    if not stretches:
+      return []
+    # Before the first record the files are short: they have the first start.
+    known = self._received > 0
+    first = self._first_ticket if known else min(p.start for p in stretches)
+    return [
+      part._replace(start=part.start - first, end=part.end - first)
+      for part in stretches
+    ]
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters at the message that `advance` had to reach."""

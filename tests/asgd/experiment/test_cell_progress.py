@@ -94,6 +94,32 @@ def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
   assert content["messages"] == 3010
 
 
+def test_the_engines_clock_counts_without_its_start_up(tmp_path, monkeypatch):
+  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+    monkeypatch.setattr(cell_progress, name, 0.0)
+  wall = iter(range(1000, 10**6, 100))  # 100 s between two looks at the clock
+  clock = types.SimpleNamespace(monotonic=lambda: next(wall))
+  monkeypatch.setattr(cell_progress, "time", clock)
+
+  class Clocked(Fake):
+    """An engine whose workers start late, by a clock of the test."""
+
+    clock = iter([0.0, 0.0, 1.0, 2.5, 2.0])
+
+    def advance(self, until):
+      seconds = next(self.clock)
+      self.step = 10 if seconds else 0
+      return super().advance(until)._replace(seconds=seconds)
+
+  file = cell_progress.ProgressFile(tmp_path, {}, Clocked(drawn(0)))
+  for _ in range(5):
+    file.advance(500)
+  file.finish()
+  content = run_files.read_progress(tmp_path)
+  assert content["seconds"] == 2.5
+  assert content["messages"] == 30
+
+
 def test_a_cell_that_resumes_counts_what_its_records_have(tmp_path):
   rows = drawn(1)
   first = Fake(rows)
