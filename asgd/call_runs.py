@@ -50,6 +50,43 @@ class Result(NamedTuple):
   evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
   folder: Path | None  # of the results; None if they are not kept
 
+  def __repr__(self) -> str:
+    """Returns a few lines: the records and parameters have too many numbers."""
+    columns = self.records
+    if not isinstance(columns, Mapping):
+      columns = columns._asdict()
+    lines = [f"Result of {len(columns['loss']):,} messages"]
+    lines.append(f"  folder       {self.folder or 'none: nothing is kept'}")
+    if len(columns["loss"]):
+      lines.append(f"  last loss    {np.mean(columns['loss'][-1]):.4g}")
+    if "staleness" in columns and np.size(columns["staleness"]):
+      lines.append(f"  staleness    {np.mean(columns['staleness']):.3g} (mean)")
+    last = dict(*self.evaluations[-1:])
+    texts = [f"{key} {value:.5g}" for key, value in last.items()]
+    text = f", the last: {', '.join(texts)}" if texts else ""
+    lines.append(f"  evaluations  {len(self.evaluations)}{text}")
+    lines.append(f"  params       {_shapes(self.params)}")
+    return "\n".join(lines)
+
+
+_MOST_SHAPES = 6  # arrays of the parameters that a Result shows
+
+
+def _shapes(params: Any) -> str:
+  """Returns the shapes of a tree's arrays as a text.
+
+  Example:
+    >>> _shapes({"bias": np.zeros(3), "scale": 1.0})
+    "['bias'] (3,), ['scale'] ()"
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  texts = [
+    f"{jax.tree_util.keystr(path)} {getattr(leaf, 'shape', ())}".strip()
+    for path, leaf in leaves[:_MOST_SHAPES]
+  ]
+  more = len(leaves) - len(texts)
+  return ", ".join(texts) + f" and {more} more" * (more > 0)
+
 
 def _config(
   given: own.Objects,

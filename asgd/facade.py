@@ -118,6 +118,8 @@ def simulate(
     ... )
     >>> print(result.params.round(2), result.records.staleness.mean().round())
     [1. 1. 1.] 3.0
+    >>> len(str(result).splitlines()) < 10  # print(result) has no arrays
+    True
   """
   named = messages, epochs, workers, batch_size
   parts = loss, params, data, recipe

@@ -23,6 +23,9 @@ _WIDEST = 120  # most characters of another error
 _MOST = 8  # rows of results, and missing cells, that are shown
 # A finished cell has one of them: cells of old versions are not packed.
 _FINISHED = "cell.npz", "result.json"
+# Name of data and model in the config of a Python call, as
+# `asgd.problems.own.Objects` has it.
+_OF_CALL = "given"
 # Columns of results.csv that are shown, with their headers.
 _SHOWN = {
   "algorithm": "run",
@@ -134,8 +137,11 @@ def describe(folder: Path) -> str:
 def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
   """Yields lines of a config's problem, and of the cells that are finished and
   those that are missing. `cells` is their folder."""
-  model = config["problem"]["name"] or config["model"]["name"]
-  yield f"problem   {model} on {config['data']['name']}"
+  model, data = config["model"]["name"], config["data"]["name"]
+  problem = f"{config['problem']['name'] or model} on {data}"
+  if (model, data) == (_OF_CALL, _OF_CALL):
+    problem = "a caller's data and model"
+  yield f"problem   {problem}"
   yield f"runs      {', '.join(config['runs'])}"
   names = _cells(config)
   finished = {

@@ -5,7 +5,8 @@
 prints the address of the page: its cells, and for those in training the rate,
 the loss, histograms of staleness and gap, the workers' time, bytes, faults and
 recoveries. --port=N chooses the port (0: any that is free). Ctrl-C ends it, and
-the run continues. Only programs on this machine can open the page.
+the run continues. Only programs on this machine can open the page. A folder
+that does not exist yet is waited for, if the folder above it exists.
 
   asgd watch WORKDIR --cell=NAME --picture=FILE.svg
 
@@ -19,9 +20,10 @@ import signal
 import sys
 import time
 import urllib.parse
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from asgd import safe_files
 from asgd.pages import page, panels, run_files
@@ -36,6 +38,7 @@ _MOST_SHOWN = 4  # cells with panels
 # Only programs of this machine can reach it.
 _HOST = "127.0.0.1"
 _USAGE_ERROR = 2  # exit status, as `command_line` has it
+_LOOK = 0.2  # seconds between two looks at a folder that is waited for
 
 
 def _ago(seconds: float) -> str:
@@ -196,10 +199,44 @@ class PageServer(http.server.ThreadingHTTPServer):
     return f"http://{_HOST}:{self.server_port}/"
 
 
+def _fail(text: str) -> NoReturn:
+  """Prints an error on one line, and exits."""
+  print(f"error: {text}", file=sys.stderr)
+  sys.exit(_USAGE_ERROR)
+
+
+class _Parser(argparse.ArgumentParser):
+  """A parser whose errors have one line, as those of other commands."""
+
+  def error(self, message: str) -> NoReturn:
+    """Fails without argparse's usage."""
+    _fail(f"{message}; asgd watch --help describes the flags")
+
+
+def wait_for(workdir: Path, sleep: Callable[[float], None]) -> None:
+  """Waits for the folder of a run that may still start. Returns at once if the
+  folder exists, and if the folder above it does not: then it is a mistake.
+
+  Args:
+    workdir: folder of the run.
+    sleep: waits so many seconds between two looks.
+  """
+  if workdir.exists() or not workdir.absolute().parent.is_dir():
+    return
+  print(
+    f"waiting for {workdir}, which does not exist yet: start asgd train"
+    f" --workdir={workdir} (Ctrl-C ends it)",
+    flush=True,
+  )
+  # A run makes its folder first, and then its config.json.
+  while not ((workdir / "config.json").exists() or workdir.is_file()):
+    sleep(_LOOK)
+
+
 def main(words: list[str]) -> None:
   """Serves the page until Ctrl-C."""
   # argparse, not absl: this command must start at once.
-  parser = argparse.ArgumentParser("asgd watch", description=__doc__)
+  parser = _Parser("asgd watch", description=__doc__)
   parser.add_argument("workdir", nargs="?", type=Path, help="folder of a run")
   for name, (kind, default, text) in command_flags.WATCH.items():
     parser.add_argument(f"--{name}", type=kind, default=default, help=text)
@@ -213,10 +250,13 @@ def main(words: list[str]) -> None:
       )
       print(options.picture)
       return
+    wait_for(options.workdir, time.sleep)
     server = PageServer(options.workdir, options.port)
   except (ValueError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    sys.exit(_USAGE_ERROR)
+    _fail(str(error))
+  except KeyboardInterrupt:  # while it waited
+    print()
+    return
   with server:
     print(f"{options.workdir} at {server.address} (Ctrl-C ends it)", flush=True)
     try:

@@ -211,6 +211,11 @@ def train(
   """
   run, settings = call_options.read_options((messages,), options)
   # One pipeline is one worker; the recipe's workers are updates in flight.
+  if run.workers not in (None, 1):
+    raise ValueError(
+      f"workers={checks.shown(run.workers)}, but a pipeline is one worker with"
+      f" stages={stages} in parallel: drop workers=, and set stages="
+    )
   run = run._replace(workers=1)
   calls.check_length(run)
   meshes.want_cpu_devices(stages)

@@ -69,6 +69,11 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   `describe` is the engine's function."""
   cell, keys = result["cell"], ("accuracy", "measure", "loss")
   score = quality(*(result.get(f"test_{key}") for key in keys))
+  # Further columns are those that the problem, or a caller's `evaluate`, names.
+  for key, value in result.items():
+    name = key.removeprefix("test_")
+    if name != key and name not in keys and storage.is_finite(value):
+      score += f"{name} {value:.4g}, "
   texts = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"

@@ -361,7 +361,8 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
     facts.append(("staleness", number(mean, "{:.3g}")))
   if up or down:
     facts.append(("bytes up, down", f"{bytes_text(up)}, {bytes_text(down)}"))
-  facts.append(("seconds", number(progress["seconds"], "{:.1f}")))
+  form = "{:.1f}" if progress["seconds"] >= 10 else "{:.3g}"
+  facts.append(("seconds", number(progress["seconds"], form)))
   return facts
 
 

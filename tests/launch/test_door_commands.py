@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from asgd.experiment import dry_run
+from asgd.problems import own
 from launch import command_line, new, show
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
@@ -273,3 +274,19 @@ def test_a_short_time_is_in_seconds(minutes, text):
   row = dict.fromkeys(dry_run._HEADER, 1) | {"minutes": minutes}
   said = dry_run.describe([row], 1)
   assert text in said and ("0.0" not in said)
+
+
+def test_the_problem_of_a_python_call_is_named_as_its_report_does(tmp_path):
+  name = own.Objects.name
+  config = {
+    "problem": {"name": ""},
+    "model": {"name": name},
+    "data": {"name": name},
+    "runs": {"a": {}},
+    "workers": [2],
+    "seeds": [0],
+  }
+  text = json.dumps({"config": config})
+  (tmp_path / "config.json").write_text(text)
+  said = show.describe(tmp_path)
+  assert "problem   a caller's data and model\n" in said

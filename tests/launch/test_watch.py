@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import types
 import urllib.error
 import urllib.request
 from xml.etree import ElementTree
@@ -245,12 +246,13 @@ def test_mistakes_get_one_line_with_the_remedy(finished, tmp_path, capsys):
   port = taken.getsockname()[1]
   mistakes = {
     (): "no run is named: write asgd watch WORKDIR",
-    (tmp_path / "no",): "does not exist: name the folder of a run, or start",
+    (tmp_path / "no" / "no",): "does not exist: name the folder of a run, or",
     (other / "notes.txt",): "is a file: name the folder",
     (empty,): "is empty, no run has begun in it: start asgd train",
     (other,): "has a config.json: name a folder that asgd train made",
     (workdir, f"--port={port}"): "choose another with --port",
     (workdir, "--port=99999"): "choose another with --port",
+    (workdir, "--port=8642x"): "--port: invalid int value: '8642x'; asgd watch",
     (workdir, "--cell=nope", f"--picture={other}/p.svg"): "no cell 'nope'",
   }
   with taken:
@@ -261,6 +263,31 @@ def test_mistakes_get_one_line_with_the_remedy(finished, tmp_path, capsys):
       (line,) = capsys.readouterr().err.splitlines()
       assert line.startswith("error: ")
       assert said in line
+
+
+def test_it_waits_for_a_folder_whose_parent_exists(tmp_path, capsys):
+  workdir = tmp_path / "run"
+  # A run makes the folder, and writes config.json later.
+  steps = iter([workdir.mkdir, (workdir / "config.json").touch])
+  watch.wait_for(workdir, lambda seconds: next(steps)())
+  assert not list(steps)
+  (line,) = capsys.readouterr().out.splitlines()
+  assert line.startswith(f"waiting for {workdir}, which does not exist yet")
+  # A folder that exists, and a mistake, are not waited for.
+  for path in (workdir, tmp_path / "no" / "no"):
+    watch.wait_for(path, lambda seconds: next(steps)())
+  assert not capsys.readouterr().out
+
+
+def test_ctrl_c_ends_the_wait(tmp_path, capsys, monkeypatch):
+  def interrupted(seconds):
+    raise KeyboardInterrupt
+
+  clock = types.SimpleNamespace(sleep=interrupted)
+  monkeypatch.setattr(watch, "time", clock)
+  watch.main([str(tmp_path / "run")])
+  said = capsys.readouterr()
+  assert said.out.startswith("waiting for") and not said.err
 
 
 def test_a_picture_is_a_file_of_svg(finished, tmp_path, capsys):

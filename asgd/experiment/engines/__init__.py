@@ -237,6 +237,26 @@ class Pace:
     return took
 
 
+def further_loss(result: Mapping[str, Any]) -> str:
+  """Returns the test loss as text with a comma, for a line that begins with an
+  accuracy or a measure. It is "" without them, as the line then begins with the
+  loss (`asgd.experiment.report.quality`), and if no loss is known.
+
+  Example:
+    >>> further_loss({"test_accuracy": 0.5, "test_loss": 0.25})
+    'test loss 0.250, '
+  """
+
+  def is_known(key: str) -> bool:
+    value = result.get(key)
+    return value is not None and bool(np.isfinite(value))
+
+  begins_with_score = is_known("test_accuracy") or is_known("test_measure")
+  if not begins_with_score or not is_known("test_loss"):
+    return ""
+  return f"test loss {result['test_loss']:.3f}, "
+
+
 def mean(values: np.ndarray) -> float:
   """Returns the mean, NaN for an empty array."""
   return float(values.mean()) if values.size else float("nan")

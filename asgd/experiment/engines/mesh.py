@@ -192,7 +192,7 @@ class MeshEngine(engines.Engine):
 def describe(result: Mapping[str, Any]) -> str:
   """Returns losses, speed and memory of a cell as one line."""
   words = (
-    f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s,"
+    f"{engines.further_loss(result)}{result['seconds']:.1f} s,"
     f" {result['examples_per_second']:.4g} examples a second, state"
     f" {result['state_bytes'] / 2**20:.3g} MiB on each device of"
     f" {result['mesh']}"

@@ -3,7 +3,7 @@
 import kit
 import pytest
 
-from asgd.experiment import folder, report
+from asgd.experiment import engines, folder, report
 from asgd.experiment.engines import Column
 from asgd.experiment.engines.mesh import MESH
 from asgd.experiment.engines.simulate import SIMULATE
@@ -60,6 +60,17 @@ def test_the_line_of_a_cell():
   assert line == "a-n8-s0: measure 25.0 %, as described"
   (line,) = said(test_accuracy=None, test_loss=None)
   assert line == "a-n8-s0: as described"
+  (line,) = said(test_accuracy=None, test_loss=None, test_acc=0.914)
+  assert line == "a-n8-s0: acc 0.914, as described"
+
+
+def test_a_line_has_a_loss_once_and_no_nan():
+  has_both = {"test_accuracy": 0.5, "test_loss": 0.25}
+  assert engines.further_loss(has_both) == "test loss 0.250, "
+  nan = float("nan")
+  for accuracy, loss in ((nan, 0.25), (0.5, nan), (nan, nan)):
+    row = {"test_accuracy": accuracy, "test_loss": loss}
+    assert not engines.further_loss(row)
 
 
 def test_a_rate_that_stays_above_the_limit_is_warned_of_with_a_remedy():
