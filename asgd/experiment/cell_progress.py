@@ -310,7 +310,7 @@ class ProgressFile:
       # Records of several writers are not read in the order of their times.
       seconds = max(progress.seconds, self._engine_seconds or 0.0)
       self._engine_seconds = seconds
-      # The start-up of the workers does not count: the clock goes on from here.
+      # The start-up of the workers does not count: the clock continues here.
       self._began = time.monotonic() - seconds
     now = time.monotonic() - self._began
     if progress.messages:
