@@ -119,6 +119,11 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   batches = learning_rates.passes(run, problem)
   measured = ways_lib.measure(problem, training, batches)
   advice = advice_lib.advise(measured, cluster, training, run.config)
+  if run.recipe != advice.recipe:
+    text = f" It replaces {run.recipe}, the recipe of the run {run.label}"
+    if "momentum" in training.own:
+      text += f" with momentum {training.momentum:g}"
+    advice.reasons["recipe"] += f"{text}."
   _show(f"the run {run.label} on {dataset.name}", measured, training, advice)
   replaced = {word.partition("=")[0] for word in advice.flags}
   words = ["asgd train"]

@@ -1,7 +1,8 @@
 """Advice: whether to distribute a config, and how, each with its number.
 
 `asgd.experiment.ways` measures and plays the ways of training. `advise` adds
-recipe, learning rate and memory by the rules of docs/howto/choosing.md. The
+recipe, learning rate and memory by the rules of docs/howto/choosing.md: the
+first question there that a config answers with yes gives its recipe. The
 stability limit is that of `asgd.diagnosis.curvature_limit`, the memory that of
 `asgd.parallel.memory.recipe_bytes`.
 """
@@ -101,14 +102,6 @@ def recipe_for(
   if training.optimizer is not None:
     name = training.optimizer["name"]
     return "asgd", f"{name} applies each message; asgd runs any optimizer."
-  # Of machines, not of steps: one late step makes one old message.
-  slowest = max(cluster.slowness) / min(cluster.slowness)
-  if slowest > _OLD:
-    return "gap_aware", (
-      f"The slowest machine takes {slowest:.2g} times as long as the fastest"
-      f" (more than {_OLD}), so its messages are old: gap_aware divides them by"
-      " how far the parameters have moved."
-    )
   if momentum and training.down is not None:
     return "multi_asgd", (
       f"The config has momentum {momentum:g}: each worker has one. DANA looks"
@@ -129,6 +122,14 @@ def recipe_for(
         " workers."
       )
     return "dana_zero", text
+  # Of machines, not of steps: one late step makes one old message.
+  slowest = max(cluster.slowness) / min(cluster.slowness)
+  if slowest > _OLD:
+    return "gap_aware", (
+      f"The slowest machine takes {slowest:.2g} times as long as the fastest"
+      f" (more than {_OLD}), so its messages are old: gap_aware divides them by"
+      " how far the parameters have moved."
+    )
   if workers <= _FEW:
     return "asgd", (
       f"Without momentum {workers} workers lose little to staleness"
@@ -369,8 +370,9 @@ def describe(measured: StepCosts, training: StepRule) -> dict[str, str]:
     noise = "; they differ, which makes rounds slow: close other programs"
   lines = {
     "step": (
-      f"{show_seconds(middle)}, the median of {len(times)} warm steps (9 of 10"
-      f" took at most {show_seconds(most)})" + noise
+      f"{show_seconds(measured.mean)}, the mean of {len(times)} warm steps (the"
+      f" median is {show_seconds(middle)}; 9 of 10 took at most"
+      f" {show_seconds(most)})" + noise
     ),
     "message": (
       f"{show_bytes(measured.dense)} for {measured.parameters:,} parameters;"

@@ -27,9 +27,15 @@ and prints for each claim whether it holds at this size, on the seeds for
 judging: PASS if the interval of its effect lies in the claimed range, FAIL if
 it lies outside, UNDECIDED if it contains a bound or there are too few seeds.
 All parts of a claim must hold. Settings were tuned on other seeds, and a claim
-that fails is kept. Intervals: with five seeds, the median and the range (93.8
-%, sign test); otherwise the mean and Student's t (95 %), geometric for ratios.
-Runs are compared seed by seed.
+that fails is kept. Runs are compared seed by seed.
+
+The kind of a claim decides its interval, unless the claim names a statistic. A
+claim that runs have an order, or rise or fall, has the median and the interval
+of the sign test: with five seeds, this is their range, at 93.8 %. Any other
+claim has the mean and the interval of Student's t at 95 %; for a ratio, the
+geometric mean. A claim whose values may be infinite, as of a run that diverges
+or never arrives, names the sign test. The percentage in a row shows which
+of them it is.
 
 This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.

@@ -130,6 +130,10 @@ def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
     ),
     (
       *(Way(ASYNCHRONOUS, 2, 1.2, 1, 9), WITH_MOMENTUM),
+      *({"slowness": (5.0, 1.0)}, "dana_zero", "0.9"),
+    ),
+    (
+      *(Way(ASYNCHRONOUS, 2, 1.2, 1, 9), TRAINING),
       *({"slowness": (5.0, 1.0)}, "gap_aware", "5 times as long"),
     ),
     (
@@ -150,6 +154,26 @@ def test_the_recipe_follows_the_table(way, training, options, recipe, number):
   machines = cluster(way.workers, **options)
   name, why = advice.recipe_for(way, training, machines, MEASURED.dense)
   assert name == recipe and number in why
+
+
+def test_rows_of_the_table_are_in_the_order_of_the_rules():
+  page = (kit.ROOT / "docs/howto/choosing.md").read_text()
+  table = page.partition("## Which asynchronous recipe?")[2]
+  rows = [line.split("|")[1:3] for line in table.splitlines() if "|" in line]
+  slow = (5.0, *[1.0] * 9)
+  cases = [  # all that could answer a later question with yes do so, too
+    ("optimizer", ADAM._replace(momentum=0.9), 4, slow),
+    ("momentum", WITH_MOMENTUM, 4, slow),
+    ("4 times", TRAINING, 4, slow),
+    ("at most 8", TRAINING, 8, (1.0,) * 10),
+    ("more than 8", TRAINING, 9, (1.0,) * 10),
+  ]
+  for (question, choice), case in zip(rows[2:7], cases, strict=True):
+    word, training, workers, slowness = case
+    machines = cluster(10, slowness)
+    way = Way(ASYNCHRONOUS, workers, 3.0, 3.0, 9)
+    name, _ = advice.recipe_for(way, training, machines, 400)
+    assert word in question and choice.split("`")[1] == name
 
 
 @pytest.mark.parametrize(
