@@ -120,9 +120,9 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   measured = ways_lib.measure(problem, training, batches)
   advice = advice_lib.advise(measured, cluster, training, run.config)
   if run.recipe != advice.recipe:
-    text = f" It replaces {run.recipe}, the recipe of the run {run.label}"
-    if "momentum" in training.own:
-      text += f" with momentum {training.momentum:g}"
+    text = f" It replaces the recipe {run.recipe} of the run {run.label}"
+    if any(".momentum=" in flag for flag in advice.flags):
+      text += f", and keeps its momentum of {training.momentum:g}"
     advice.reasons["recipe"] += f"{text}."
   _show(f"the run {run.label} on {dataset.name}", measured, training, advice)
   replaced = {word.partition("=")[0] for word in advice.flags}

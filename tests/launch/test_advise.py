@@ -18,7 +18,7 @@ def test_it_says_not_to_distribute_a_run_of_a_second():
   (why,) = (line for line in lines if line.startswith("distribute"))
   assert "No. One machine trains all" in why
   said = " ".join(result.stdout.split())
-  assert "It replaces nag_asgd, the recipe of the run nag_asgd" in said
+  assert "It replaces the recipe nag_asgd of the run nag_asgd, and" in said
   assert "the mean of" in said
   assert lines[lines.index("asgd train \\") + 1 :] == [
     "  --config=configs/digits.py:tiny \\",
