@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from asgd import algorithms, base, names
@@ -30,7 +31,10 @@ def name_of(value: Any) -> str:
   # Plain values are their own names.
   if value is None or isinstance(value, (str, numbers.Number)):
     return repr(value)
-  if isinstance(value, (tuple, list)) and any(map(callable, value)):
+  is_plain_tuple = isinstance(value, (tuple, list)) and (
+    not hasattr(value, "_fields")  # a NamedTuple is named by its type
+  )
+  if is_plain_tuple and any(map(callable, value)):
     return f"({', '.join(map(name_of, value))})"
   return type(value).__name__
 
@@ -43,7 +47,9 @@ def _code_of(value: Any) -> list[str]:
   and the plain values that a function closes over. There is none for libraries'
   functions, and for code typed into an interpreter."""
   if isinstance(value, functools.partial):
-    return [*_code_of(value.func), *map(repr, value.args)]
+    # The repr of a function has an address.
+    args = (name_of(x) if callable(x) else repr(x) for x in value.args)
+    return [*_code_of(value.func), *args]
   if isinstance(value, (tuple, list)):
     return [text for inner in value for text in _code_of(inner)]
   described = value if inspect.isroutine(value) else type(value)
@@ -58,6 +64,11 @@ def _code_of(value: Any) -> list[str]:
     return []
   except SyntaxError:
     pass  # getsource cut a lambda out of the middle of a call: hash the text
+  code = getattr(value, "__code__", None)
+  if code is not None and text.count("ambda") > 1:
+    # Several lambdas on one line have one source: their code tells them apart.
+    constants = list(filter(_is_plain, code.co_consts))
+    text += repr((code.co_code, code.co_names, constants))
   return [text, *(repr(x) for x in _closed_over(described) if _is_plain(x))]
 
 
@@ -66,6 +77,35 @@ def _closed_over(function: Any) -> Iterator[Any]:
   for cell in getattr(function, "__closure__", None) or ():
     with contextlib.suppress(ValueError):  # the variable has no value yet
       yield cell.cell_contents
+
+
+def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
+  """Yields the values of an object that change what it computes: those that its
+  functions close over, such as the rates of a transform of optax, however deep.
+  `seen` has the identities of functions that were visited."""
+  if isinstance(value, functools.partial):
+    value = value.func, value.args, value.keywords
+  if isinstance(value, np.ndarray | jax.Array):
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+      value = jax.random.key_data(value)
+    array = np.ascontiguousarray(value)
+    yield f"{array.dtype}{array.shape}".encode() + array.tobytes()
+  elif isinstance(value, Mapping):
+    for key, inner in value.items():
+      yield repr(key).encode()
+      yield from _constants(inner, seen)
+  elif isinstance(value, tuple | list):
+    for inner in value:
+      yield from _constants(inner, seen)
+  elif callable(value) and inspect.isfunction(inspect.unwrap(value)):
+    function: Any = inspect.unwrap(value)
+    yield name_of(function).encode()
+    if id(function) not in seen:
+      seen.add(id(function))
+      defaults = function.__defaults__, function.__kwdefaults__
+      yield from _constants((*defaults, *_closed_over(function)), seen)
+  else:
+    yield name_of(value).encode()
 
 
 def importable(name: str) -> Any:
@@ -125,12 +165,13 @@ def describe_recipe(recipe: Any) -> str:
 
 
 def describe_object(value: Any) -> str:
-  """Returns the name and a checksum of an order or of durations: of the rows of
-  a trace, or of the source of a function."""
+  """Returns the name and a checksum of an order, durations or a codec: of the
+  rows of a trace, or of the source and the constants of functions."""
   arrays = isinstance(value, base.Trace)
   texts = [column.tobytes() for column in value] if arrays else []
   # A trace has no source, and a function has no columns.
   texts += [text.encode() for text in _code_of(value)]
+  texts += [] if arrays else _constants(value, set())
   digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
   return f"{name_of(value)} {digest}"
 
@@ -160,8 +201,12 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 def digest_of_code(recipe: Any, *functions: Any) -> str:
   """Returns a checksum of the source of functions: those given, and those
-  among the options of a recipe."""
+  among the options of a recipe. A Recipe that was made by hand has no options:
+  the constants of its transforms are in the checksum."""
   build = _made(recipe)
   options = build.options.values() if build else ()
   texts = [text for x in (*functions, *options) for text in _code_of(x)]
-  return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+  parts = [text.encode() for text in texts]
+  if build is None and isinstance(recipe, algorithms.Recipe):
+    parts += _constants(recipe, set())
+  return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

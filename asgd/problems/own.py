@@ -183,12 +183,11 @@ class Objects:
   @property
   def identity(self) -> dict[str, Any]:
     """Description in a results folder, as data for JSON."""
-    replacements: dict[str, Any] = {
-      key: descriptions.describe_object(self.objects[key])
-      for key in ("order", "durations")
-      if key in self.objects
+    described = {
+      key: descriptions.describe_object(given)
+      for key, given in self.objects.items()
     }
-    return {**self._identity, **replacements}
+    return {**self._identity, **described}
 
   @property
   def size(self) -> int:
@@ -282,14 +281,18 @@ class Objects:
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
     """Returns the description in a results folder, as data for JSON."""
     stream, key = self._stream, jax.random.key(0)
-    # Two batches represent the data in the checksum. An iterator without a
+    # Two batches represent data that are not in memory. An iterator without a
     # state may start elsewhere in each call, so its shapes represent it.
     # Seed 0 and one worker: the checksum must not depend on the run's seed.
     batches = stream.batches(0, 1)
     samples = [stream.first, *(batches(0, job) for job in range(2))]
     if not stream.repeatable:
       samples = [jax.tree.map(np.zeros_like, stream.first)]
-    arrays = [jax.device_get(self._init(key)), *samples]
+    # Data in memory are in the checksum as a whole.
+    kinds: Any = np.ndarray, jax.Array, tuple, list, dict
+    leaves = jax.tree.leaves(dataset) if isinstance(dataset, kinds) else []
+    whole = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
+    arrays = [jax.device_get(self._init(key)), *samples, *whole]
     total = hashlib.sha256(self._constants.encode())
     # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
@@ -368,8 +371,11 @@ def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
   values = {} if result is None else {single_name: result}
   values = dict(result) if isinstance(result, Mapping) else values
   try:
-    values = {str(k): np.asarray(v).item() + 0.0 for k, v in values.items()}
-  except (TypeError, ValueError) as error:
+    # `float` refuses complex numbers, and adding 0.0 texts.
+    values = {
+      str(k): float(np.asarray(v).item() + 0.0) for k, v in values.items()
+    }
+  except (TypeError, ValueError, OverflowError) as error:
     raise ValueError(
       "evaluate must return a number, or a dict of numbers, not"
       f" {checks.shown(result)}"

@@ -2,9 +2,11 @@
 anything runs, in one line with its value and the remedy."""
 
 import itertools
+from itertools import repeat
 
 import kit
 import numpy as np
+import optax
 import pytest
 from flax import linen as nn
 
@@ -186,6 +188,58 @@ def test_it_is_refused_in_one_line_with_the_remedy(name):
     function()
   line = str(info.value)
   assert "\n" not in line and len(line) < 500, line
+
+
+FIRST, OTHER = lambda w: repeat(1.0), lambda w: repeat(w + 1.0)
+
+
+def by_hand(rate, **options):
+  return asgd.Recipe(asgd.as_algorithm(optax.sgd(rate, **options)), workers=2)
+
+
+def changed(row):
+  x = X.copy()
+  x[row] += 1
+  return x
+
+
+def top_k(density):
+  return asgd.compression.named("top_k", density=density)
+
+
+def call(folder, *, recipe=None, x=X, **options):
+  recipe = recipe or asgd.asgd(0.02, workers=2)
+  return asgd.simulate(
+    *(loss, np.zeros(3, np.float32), (x, X.sum(1)), recipe),
+    messages=12,
+    batch_size=8,
+    folder=folder,
+    progress=False,
+    **options,
+  )
+
+
+@pytest.mark.parametrize(
+  ("first", "other"),
+  [
+    ({"recipe": by_hand(0.01)}, {"recipe": by_hand(0.02)}),
+    ({"recipe": by_hand(0.01)}, {"recipe": by_hand(0.01, momentum=0.5)}),
+    ({}, {"x": changed(-1)}),
+    ({"compress": top_k(0.5)}, {"compress": top_k(0.9)}),
+    ({"durations": FIRST}, {"durations": OTHER}),
+  ],
+  ids=["rate", "momentum", "last row", "codec", "lambdas of one line"],
+)
+def test_a_folder_of_other_objects_is_refused(first, other, tmp_path):
+  result = call(tmp_path, **first)
+  with pytest.raises(ValueError, match="holds another experiment"):
+    call(tmp_path, **other)
+  kit.same(call(tmp_path, **first).params, result.params)
+
+
+def test_a_complex_evaluation_is_refused():
+  with pytest.raises(ValueError, match="evaluate must return a number"):
+    simulate(evaluate=lambda params: 1j)
 
 
 def test_what_is_near_to_a_refusal_is_accepted():
