@@ -61,7 +61,7 @@ class Result(NamedTuple):
       lines.append(f"  last loss    {np.mean(columns['loss'][-1]):.4g}")
     if "staleness" in columns and np.size(columns["staleness"]):
       lines.append(f"  staleness    {np.mean(columns['staleness']):.3g} (mean)")
-    last = dict(*self.evaluations[-1:])
+    last: dict[str, Any] = dict(*self.evaluations[-1:])
     texts = [f"{key} {value:.5g}" for key, value in last.items()]
     text = f", the last: {', '.join(texts)}" if texts else ""
     lines.append(f"  evaluations  {len(self.evaluations)}{text}")

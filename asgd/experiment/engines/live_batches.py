@@ -64,6 +64,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   # A live run has no simulated time: evaluations and result have seconds.
   _clock_column = _end_column = "seconds"
+  unit = "s"  # of the strip, which a simulation counts in mean batches
   # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
   records = coordinated.CoordinatedEngine.records

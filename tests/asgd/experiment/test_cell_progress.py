@@ -9,6 +9,7 @@ import pytest
 
 from asgd import base
 from asgd.experiment import cell_files, cell_progress, engines
+from asgd.experiment.engines import live_batches, live_server
 from asgd.orders import durations, network, play, protocol
 from asgd.pages import run_files
 
@@ -165,6 +166,11 @@ def test_the_strip_of_a_network_is_wire_and_computation():
   assert spent == sum(
     each.end - each.start for each in ended if each.end <= 5.0
   )
+
+
+def test_the_strips_of_live_runs_are_in_seconds():
+  for engine in (live_batches.LiveBatchEngine, live_server.LiveServerEngine):
+    assert engine.unit == "s"
 
 
 def test_a_line_that_is_cut_is_no_stretch_of_work(tmp_path):
