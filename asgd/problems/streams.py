@@ -1,5 +1,6 @@
 """A caller's data, in any form, as batches of jobs."""
 
+import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -14,8 +15,8 @@ from asgd.data import iterators
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # for more, no random order is drawn
-# Threads (workers, stages of a pipeline) take turns to read a caller's batches:
-# a call may refill the arrays that another thread has not copied yet.
+# Threads (workers, stages of a pipeline) take turns to read the batches of a
+# loader that refills its arrays: another thread may not have copied them yet.
 _READING = threading.RLock()
 _REMEDY = (
   "give arrays with batch_size=, something with len() and an index (a list of"
@@ -145,18 +146,22 @@ def copied(batches: Batches) -> Batches:
   drawn = data.ExampleBatches, iterators.IteratorBatches
   if any(isinstance(batches, kind) for kind in drawn):
     return batches  # new arrays in each call
-
-  def copy(worker, job):
-    with _READING:
-      return jax.tree.map(_copy, batches(worker, job))
-
-  return copy
+  return lambda worker, job: jax.tree.map(_copy, batches(worker, job))
 
 
 def _copy(leaf: Any) -> Any:
   """Returns a copy of an array; keys and numbers as they are."""
   is_array = isinstance(leaf, np.ndarray | jax.Array)
   return np.array(leaf) if is_array and not is_key(leaf) else leaf
+
+
+def _share_memory(batch: Any, later: Any) -> bool:
+  """Whether a loader has refilled arrays of a batch for a later batch."""
+  arrays = [
+    [np.asarray(x) for x in jax.tree.leaves(tree) if hasattr(x, "__array__")]
+    for tree in (batch, later)
+  ]
+  return any(map(np.may_share_memory, *arrays))
 
 
 def is_key(leaf: Any) -> bool:
@@ -242,11 +247,15 @@ def _of_indexed(user_data, size):
   if not count:
     raise ValueError("data is empty: len(data) is 0")
 
+  def stored(index):
+    with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
+      return user_data[index]
+
+  refills = _share_memory(stored(0), stored(min(1, count - 1)))
+
   def element(index):
-    with _READING:
-      with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
-        value = user_data[index]
-      return as_batch(value, f"data[{index}]")
+    with _READING if refills else contextlib.nullcontext():
+      return as_batch(stored(index), f"data[{index}]")
 
   endless = count > _MOST_EXAMPLES  # repeat() has such a length
   first, last = element(0), element(1 if endless else count - 1)
@@ -287,16 +296,22 @@ def _of_function(function, size):
       " batch decides the size itself: drop it"
     )
 
+  def loaded(worker, job):
+    result = function(int(worker), int(job))
+    if hasattr(result, "__next__"):
+      raise ValueError(
+        f"data({worker}, {job}) returned an iterator"
+        f" ({type(result).__name__}): a function that makes iterators takes the"
+        " worker alone"
+      )
+    return result
+
+  with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
+    refills = _share_memory(loaded(0, 0), loaded(0, 1))
+
   def batch(worker, job):
-    with _READING:
-      result = function(int(worker), int(job))
-      if hasattr(result, "__next__"):
-        raise ValueError(
-          f"data({worker}, {job}) returned an iterator"
-          f" ({type(result).__name__}): a function that makes iterators takes"
-          " the worker alone"
-        )
-      return as_batch(result, "data(worker, job)")
+    with _READING if refills else contextlib.nullcontext():
+      return as_batch(loaded(worker, job), "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.
