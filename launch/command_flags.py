@@ -27,7 +27,7 @@ ACTIVATIONS = "plain", "sequence", "full"
 WEIGHTS = "latest", "stash", "2bw", "vertical"
 
 
-class Command(NamedTuple):
+class Usage(NamedTuple):
   """The arguments and flags of a command."""
 
   arguments: str  # of the usage line
@@ -262,31 +262,31 @@ _FIRST = (
   *("learning_rate", "evaluations"),
 )
 _CELL = "WORKDIR/cells/NAME"  # the folder of one cell
-COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
-  "train": Command(
+COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
+  "train": Usage(
     "--config=CONFIG", _TRAIN, config="digits", first_screen=_FIRST
   ),
-  "replay": Command(_CELL, _REPLAY, most_words=1),
-  "chaos": Command("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
-  "compare": Command(
+  "replay": Usage(_CELL, _REPLAY, most_words=1),
+  "chaos": Usage("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "compare": Usage(
     f"{_CELL} | WORKDIR... | --config=CONFIG",
     _COMPARE,
     most_words=24,
     config="straggler_digits",
   ),
-  "reproduce": Command("FIGURE", _REPRODUCE, most_words=1),
-  "timeline": Command(_CELL, _TIMELINE, most_words=1),
-  "show": Command("WORKDIR", {}, most_words=1),
-  "new": Command("DIR", {}, most_words=1),
-  "watch": Command("WORKDIR", WATCH, most_words=1),
-  "advise": Command("--config=CONFIG", ADVISE, config="digits"),
-  "plan": Command("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
-  "draw_schedule": Command(
+  "reproduce": Usage("FIGURE", _REPRODUCE, most_words=1),
+  "timeline": Usage(_CELL, _TIMELINE, most_words=1),
+  "show": Usage("WORKDIR", {}, most_words=1),
+  "new": Usage("DIR", {}, most_words=1),
+  "watch": Usage("WORKDIR", WATCH, most_words=1),
+  "advise": Usage("--config=CONFIG", ADVISE, config="digits"),
+  "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
     {**DRAW_SCHEDULE, **_texts(SCHEDULE_OPTIONS), **_texts(TIMES)},
   ),
-  "bench": Command("[NAME]", _BENCH, most_words=20),
-  "completion": Command("bash | zsh", {}, most_words=1),
+  "bench": Usage("[NAME]", _BENCH, most_words=20),
+  "completion": Usage("bash | zsh", {}, most_words=1),
 }
 # Commands whose first word may be a config instead of --config.
 TAKE_A_CONFIG = tuple(

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, OPTIONAL, TAKE_A_CONFIG, Command, Flag
+from .command_flags import COMMANDS, OPTIONAL, TAKE_A_CONFIG, Flag, Usage
 
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
@@ -163,7 +163,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
 # Mistakes.
 
 
-def _given(words: Sequence[str], command: Command) -> Iterator[tuple[str, str]]:
+def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
   rest = iter(words)
   for word in rest:
@@ -182,7 +182,7 @@ def _given(words: Sequence[str], command: Command) -> Iterator[tuple[str, str]]:
       next(rest, None)  # the next word is the value
 
 
-def _is_known(name: str, command: Command) -> bool:
+def _is_known(name: str, command: Usage) -> bool:
   """Whether a command, or absl, has a flag."""
   # absl accepts --noNAME for a switch.
   plain = name.removeprefix("no")
@@ -200,7 +200,7 @@ def _is_known(name: str, command: Command) -> bool:
   return name in flags.FLAGS or plain in flags.FLAGS
 
 
-def closest(name: str, command: Command) -> str | None:
+def closest(name: str, command: Usage) -> str | None:
   """Returns the flag, or the key of a config, that a wrong flag resembles.
 
   Example:
