@@ -475,7 +475,7 @@ def resumed_simulation(build, messages):
   half.advance(half.total)
   assert half.done == messages
   _, tree, notes = half.save()
-  names, _ = checkpoint._names(tree)
+  names, _ = checkpoint._leaves_by_name(tree)
   arrays = {name: np.array(leaf) for name, leaf in names.items()}
   saved = checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
   return to_its_end(simulation_of(build(), lambda rebuild: rebuild(saved)))

@@ -243,7 +243,7 @@ class Store:
 
   def __init__(self, training):
     _, tree, notes = training.save()
-    names, _ = checkpoint._names(jax.device_get(tree))
+    names, _ = checkpoint._leaves_by_name(jax.device_get(tree))
     arrays = {name: np.array(leaf) for name, leaf in names.items()}
     self.saved = checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
 
