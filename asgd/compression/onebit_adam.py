@@ -150,15 +150,15 @@ def onebit_adam(
     server = optax.tree.sub(mean_with_residual, mu)
     return state._replace(mu=mu, residual=residual, server=server)
 
-  def reduce(state, gradients, key, axis):
+  def reduce(state, tree, key, axis):
     del key
     state = state._replace(count=state.count + 1)
     # `frozen` is the same on all devices, so all take the same branch, and
     # their collectives match.
     state = jax.lax.cond(
       state.frozen,
-      lambda: compressed_step(state, gradients, axis),
-      lambda: warm_up_step(state, gradients, axis),
+      lambda: compressed_step(state, tree, axis),
+      lambda: warm_up_step(state, tree, axis),
     )
     return _update(state, b1, b2, eps), state
 

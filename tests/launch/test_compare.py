@@ -91,7 +91,7 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
     ([], "no run is named"),
     (["{}", "--config=configs/straggler_digits.py"], "has its own config:"),
     (["--config=configs/digits.py"], "no run of this config is live"),
-    (["{}/cells/nope"], "is not the folder of a cell|no event"),
+    (["{}/cells/nope"], "does not exist"),
     (["{}", "{}"], "is given twice: give each folder once"),
     (["{}", "{}/cells"], "is not the folder of an experiment"),
     (["{}", "{}/x", "--config=configs/digits.py"], "has its own config: drop"),
