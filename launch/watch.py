@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 from asgd import safe_files
 from asgd.pages import page, panels, run_files
 
-from . import command_flags
+from . import command_flags, command_line
 
 _REFRESH = 1.0  # seconds between two requests of the page
 # After so many seconds without a write a cell is silent; its process writes
@@ -37,7 +37,6 @@ _SILENT = 30.0
 _MOST_SHOWN = 4  # cells with panels
 # Only programs of this machine can reach it.
 _HOST = "127.0.0.1"
-_USAGE_ERROR = 2  # exit status, as `command_line` has it
 _LOOK = 0.2  # seconds between two looks at a folder that is waited for
 
 
@@ -199,18 +198,12 @@ class PageServer(http.server.ThreadingHTTPServer):
     return f"http://{_HOST}:{self.server_port}/"
 
 
-def _fail(text: str) -> NoReturn:
-  """Prints an error on one line, and exits."""
-  print(f"error: {text}", file=sys.stderr)
-  sys.exit(_USAGE_ERROR)
-
-
 class _Parser(argparse.ArgumentParser):
   """A parser whose errors have one line, as those of other commands."""
 
   def error(self, message: str) -> NoReturn:
     """Fails without argparse's usage."""
-    _fail(f"{message}; asgd watch --help describes the flags")
+    command_line.fail(f"{message}; asgd watch --help describes the flags")
 
 
 def wait_for(workdir: Path, sleep: Callable[[float], None]) -> None:
@@ -253,7 +246,7 @@ def main(words: list[str]) -> None:
     wait_for(options.workdir, time.sleep)
     server = PageServer(options.workdir, options.port)
   except (ValueError, OSError) as error:
-    _fail(str(error))
+    command_line.fail(str(error))
   except KeyboardInterrupt:  # while it waited
     print()
     return

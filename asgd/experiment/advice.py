@@ -25,6 +25,7 @@ from asgd.experiment.ways import (
   StepRule,
   Way,
 )
+from asgd.pages.panels import bytes_text
 from asgd.parallel import memory
 
 _FEW = 8  # workers up to which plain `asgd` loses little
@@ -55,19 +56,6 @@ def show_seconds(seconds: float) -> str:
     if seconds >= (2 if size > 1 else 1) * size:
       return f"{float(f'{seconds / size:.2g}'):g} {unit}"
   return f"{float(f'{seconds * 1e6:.2g}'):g} us"
-
-
-def show_bytes(count: float) -> str:
-  """Returns bytes in a fitting unit.
-
-  Example:
-    >>> [show_bytes(n) for n in (512, 35904, 1.2e6, 5e9)]
-    ['512 B', '35.9 kB', '1.2 MB', '5 GB']
-  """
-  for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-    if count >= size:
-      return f"{count / size:.3g} {unit}"
-  return f"{count:.0f} B"
 
 
 # Rules. Each returns its result and the sentences that give the reason.
@@ -117,18 +105,17 @@ def recipe_for(
     )
     if state > cluster.memory:
       return "dana_slim", (
-        f"{text} dana_zero would keep {show_bytes(state)} at the server, more"
-        f" than its {show_bytes(cluster.memory)}; dana_slim keeps it at the"
+        f"{text} dana_zero would keep {bytes_text(state)} at the server, more"
+        f" than its {bytes_text(cluster.memory)}; dana_slim keeps it at the"
         " workers."
       )
     return "dana_zero", text
   # Of machines, not of steps: one late step makes one old message.
-  slowest = max(cluster.slowness) / min(cluster.slowness)
-  if slowest > _OLD:
+  if cluster.spread > _OLD:
     return "gap_aware", (
-      f"The slowest machine takes {slowest:.2g} times as long as the fastest"
-      f" (more than {_OLD}), so its messages are old: gap_aware divides them by"
-      " how far the parameters have moved."
+      f"The slowest machine takes {cluster.spread:.2g} times as long as the"
+      f" fastest (more than {_OLD}), so its messages are old: gap_aware divides"
+      " them by how far the parameters have moved."
     )
   if workers <= _FEW:
     return "asgd", (
@@ -225,16 +212,15 @@ def _distribution(
   found: tuple[Way, ...], way: Way, measured: StepCosts, cluster: Machines
 ) -> str:
   """Returns whether to distribute, and why."""
-  alone = measured.batches * measured.mean
   text = (
     f"One machine trains all {measured.batches:,.0f} steps in"
-    f" {show_seconds(alone)}."
+    f" {show_seconds(measured.alone)}."
   )
   if len(found) == 1:
     return f"No: there is one machine. {text}"
   fastest = max(found, key=lambda each: each.speed)
   if way.name != ONE:
-    took = cluster.start + alone / way.speed
+    took = cluster.start + measured.alone / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
       f" need {show_seconds(took)}, of which {show_seconds(cluster.start)} pass"
@@ -246,7 +232,7 @@ def _distribution(
       f" workers) is {fastest.speed:.3g} times as fast; below {WORTH:g} it is"
       " not worth it."
     )
-  took = cluster.start + alone / fastest.speed
+  took = cluster.start + measured.alone / fastest.speed
   return (
     f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
     f" workers) needs {show_seconds(took)}, of which"
@@ -259,7 +245,6 @@ def _way(
 ) -> str:
   """Returns why the way of training and its number of workers were chosen."""
   network, workers = cluster.network, way.workers
-  slowest = max(cluster.slowness) / min(cluster.slowness)
   each = (
     2 * network.latency
     + network.service
@@ -270,7 +255,7 @@ def _way(
     f" less than {100 * ways_lib.ENOUGH:.0f} % of its greatest speed.",
     f"A dense message takes {show_seconds(each)} on its way and at the server,"
     f" a step {show_seconds(measured.mean)}; the slowest machine takes"
-    f" {slowest:.2g} times as long as the fastest.",
+    f" {cluster.spread:.2g} times as long as the fastest.",
   ]
   if way.name == MESH:
     reducing = ways_lib.reduce_seconds(measured, cluster, workers)
@@ -347,11 +332,11 @@ def advise(
     )
   reasons["recipe"] = f"{name}. {why}"
   reasons["learning rate"] = of_rate
-  text = f"{show_bytes(at_worker)} at each worker"
+  text = f"{bytes_text(at_worker)} at each worker"
   if at_server:
-    text += f", {show_bytes(at_server)} at the server"
+    text += f", {bytes_text(at_server)} at the server"
   over = max(at_worker, at_server) > cluster.memory
-  reasons["memory"] = f"{text}; a machine has {show_bytes(cluster.memory)}." + (
+  reasons["memory"] = f"{text}; a machine has {bytes_text(cluster.memory)}." + (
     " It does not fit: divide the model by a pipeline or a mesh (asgd plan)."
     if over
     else ""
@@ -375,8 +360,8 @@ def describe(measured: StepCosts, training: StepRule) -> dict[str, str]:
       f" {show_seconds(most)})" + noise
     ),
     "message": (
-      f"{show_bytes(measured.dense)} for {measured.parameters:,} parameters;"
-      f" {show_bytes(measured.coded)} with the codec"
+      f"{bytes_text(measured.dense)} for {measured.parameters:,} parameters;"
+      f" {bytes_text(measured.coded)} with the codec"
       f" {ways_lib.codec_of(training)['name']}"
     ),
   }

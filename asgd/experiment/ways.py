@@ -57,6 +57,11 @@ class Machines(NamedTuple):
   start: float  # seconds until the workers of a live run train
   slowness: tuple[float, ...]  # of each machine's steps; 1 is this machine
 
+  @property
+  def spread(self) -> float:
+    """How many times as long the slowest machine takes as the fastest."""
+    return max(self.slowness) / min(self.slowness)
+
 
 class StepRule(NamedTuple):
   """How the config's first run takes its steps."""
@@ -84,6 +89,11 @@ class StepCosts(NamedTuple):
   def mean(self) -> float:
     """Mean seconds of a step."""
     return statistics.fmean(self.seconds)
+
+  @property
+  def alone(self) -> float:
+    """Seconds of the whole run on one machine."""
+    return self.batches * self.mean
 
 
 class Way(NamedTuple):
@@ -254,7 +264,7 @@ def local_recipe(training: StepRule, cluster: Machines) -> str:
 
 def unequal(cluster: Machines) -> bool:
   """Whether the machines differ enough to make rounds slow."""
-  return max(cluster.slowness) >= WORTH * min(cluster.slowness)
+  return cluster.spread >= WORTH
 
 
 def _counts(machines: int) -> list[int]:
@@ -355,7 +365,6 @@ def choose(
   one, too, if starting the workers takes longer than they save."""
   most = max(way.speed for way in found)
   way = next(way for way in found if WORTH * way.speed >= most)
-  alone = measured.batches * measured.mean
-  if cluster.start + alone / way.speed >= alone:
+  if cluster.start + measured.alone / way.speed >= measured.alone:
     return found[0]
   return way

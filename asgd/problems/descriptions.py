@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from asgd import algorithms, base, names
+from asgd.problems import streams
 
 
 def name_of(value: Any) -> str:
@@ -86,7 +87,7 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   if isinstance(value, functools.partial):
     value = value.func, value.args, value.keywords
   if isinstance(value, np.ndarray | jax.Array):
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if streams.is_key(value):
       value = jax.random.key_data(value)
     array = np.ascontiguousarray(value)
     yield f"{array.dtype}{array.shape}".encode() + array.tobytes()

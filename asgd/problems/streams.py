@@ -251,14 +251,18 @@ def _of_indexed(user_data, size):
     with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
       return user_data[index]
 
-  refills = _share_memory(stored(0), stored(min(1, count - 1)))
+  endless = count > _MOST_EXAMPLES  # repeat() has such a length
+  last_index = 1 if endless else count - 1
+  # The first is copied before the loader may refill its arrays for the last.
+  stored_first = stored(0)
+  first, stored_last = as_batch(stored_first, "data[0]"), stored(last_index)
+  last = as_batch(stored_last, f"data[{last_index}]")
+  refills = _share_memory(stored_first, stored_last)
 
   def element(index):
     with _READING if refills else contextlib.nullcontext():
       return as_batch(stored(index), f"data[{index}]")
 
-  endless = count > _MOST_EXAMPLES  # repeat() has such a length
-  first, last = element(0), element(1 if endless else count - 1)
   unit = "batches" if size is None else "examples"
   # Only the last batch of a data set can be smaller.
   if _shapes(first) != _shapes(last):
@@ -306,16 +310,19 @@ def _of_function(function, size):
       )
     return result
 
+  label = "data(worker, job)"
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
-    refills = _share_memory(loaded(0, 0), loaded(0, 1))
+    # Call twice: a pure function returns the same bits. Each result is copied
+    # before the next call, which may refill its arrays.
+    loaded_first = loaded(0, 0)
+    first = as_batch(loaded_first, label)
+    refills = _share_memory(loaded_first, loaded(0, 1))
+    repeat = as_batch(loaded(0, 0), label)
 
   def batch(worker, job):
     with _READING if refills else contextlib.nullcontext():
-      return as_batch(loaded(worker, job), "data(worker, job)")
+      return as_batch(loaded(worker, job), label)
 
-  with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
-    # Call twice: a pure function returns the same bits.
-    first, repeat = batch(0, 0), batch(0, 0)
   # Shapes may differ between batches; the structure is that of one program.
   form: Any = jax.tree.structure(first)
 

@@ -2,7 +2,6 @@
 anything runs, in one line with its value and the remedy."""
 
 import itertools
-from itertools import repeat
 
 import kit
 import numpy as np
@@ -190,7 +189,9 @@ def test_it_is_refused_in_one_line_with_the_remedy(name):
   assert "\n" not in line and len(line) < 500, line
 
 
-FIRST, OTHER = lambda w: repeat(1.0), lambda w: repeat(w + 1.0)
+FIRST, OTHER = (
+  lambda w: itertools.repeat(1.0), lambda w: itertools.repeat(w + 1.0)
+)
 
 
 def by_hand(rate, **options):
