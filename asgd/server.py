@@ -163,6 +163,7 @@ def gather(
       read.
     add: adds two trees; another function may donate the first one's buffers.
 
+  Returns:
     The sum, and the ticket of the stalest message. Outside of a compiled
     program that is one of the two given tickets: no parameters are copied.
   """
