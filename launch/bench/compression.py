@@ -203,7 +203,7 @@ class _Server:
       sent = packing.unpack(self._layout, sent)
     self._params = jax.block_until_ready(self._update(self._params, sent))
 
-  def cpu(self) -> float:
+  def cpu_seconds(self) -> float:
     """Returns the CPU seconds of the process so far."""
     return time.process_time()
 
@@ -237,10 +237,11 @@ class _Worker:
 
     for _ in range(_FIRST):
       send_one()
-    count, cpu_before, start = 0, cpu_seconds(), time.perf_counter()
-    while (elapsed := time.perf_counter() - start) < seconds:
+    count, elapsed = 0, 0.0
+    cpu_before, start = cpu_seconds(), time.perf_counter()
+    while elapsed < seconds:  # at least one message
       send_one()
-      count += 1
+      count, elapsed = count + 1, time.perf_counter() - start
     per_message = (cpu_seconds() - cpu_before) / count
     return Rate(count / elapsed, per_message)
 
