@@ -263,9 +263,13 @@ ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
 DROP = 13  # the server drops the message: it has another worker's for this job
 # Shards of tables (`asgd.tables.shard`).
 MOVE = 14  # ranges of keys move to other shards, for the `job`-th time
+# The job ends without a message, and no worker repeats it
+# (`asgd.orders.stops`).
+STOP = 15
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
   *("rollback", "put", "take", "mix", "lend", "adopt", "drop", "move"),
+  "stop",
 )
 
 

@@ -129,12 +129,13 @@ def curvature_limit(
   # Powers of two, so that orders of similar length share a program.
   slot_count = max(32, 1 << (workers - 1).bit_length())
   length = max(4096, 1 << (len(trace.worker) - 1).bit_length())
+  rows = trace.action != base.STOP  # a stopped job changes nothing
   columns = [
-    np.pad(np.asarray(x, np.int32), (0, length - len(x)))
+    np.pad(np.asarray(x[rows], np.int32), (0, length - rows.sum()))
     for x in (trace.worker, trace.action)
   ]
   growth = jax.jit(functools.partial(_growths, server, worker, slot_count))(
-    *columns, np.int32(len(trace.worker)), curvatures.astype(np.float32)
+    *columns, np.int32(rows.sum()), curvatures.astype(np.float32)
   )
   unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
   first_unstable = int(np.argmax(unstable)) if unstable.any() else points

@@ -28,16 +28,17 @@ def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
   return jnp.asarray(True)
 
 
-def max_staleness(bound: int) -> Gate:
+def max_staleness(bound: int, gate: Gate = accept_all) -> Gate:
   """A gate that drops messages staler than a bound (a hard cap).
 
     accept if staleness <= bound
 
   Ringmaster ASGD with threshold R accepts a staleness below R, which is
-  `max_staleness(R - 1)`.
+  `max_staleness(R - 1)` (`asgd.ringmaster_asgd`).
 
   Args:
     bound: 0 or more, in updates.
+    gate: a second gate, which a message has to pass as well.
 
   Returns:
     A gate, (delay, message) -> bool[].
@@ -67,8 +68,8 @@ def max_staleness(bound: int) -> Gate:
   checks.nonnegative("bound", bound)
 
   def fresh(delay: base.Delay, message: optax.Updates) -> jax.Array:
-    del message
-    return delay.staleness <= bound
+    is_fresh = delay.staleness <= bound
+    return is_fresh if gate is accept_all else is_fresh & gate(delay, message)
 
   return fresh
 

@@ -36,6 +36,12 @@ from typing import Any
 import optax
 
 from asgd import checks, names, optimizers, rates
+from asgd.algorithms.diloco import async_diloco, diloco
+from asgd.algorithms.fresh import (
+  mindflayer_sgd,
+  rennala_sgd,
+  ringmaster_asgd,
+)
 from asgd.algorithms.gossip import (
   ad_psgd,
   choco_sgd,
@@ -47,10 +53,10 @@ from asgd.algorithms.gossip import (
   threshold_sharing,
 )
 from asgd.algorithms.local_work import (
-  diloco,
   downpour,
   easgd,
   fedasync,
+  fedbuff,
   model_averaging,
   slowmo,
 )
@@ -64,20 +70,29 @@ from asgd.algorithms.lookahead import (
 from asgd.algorithms.recipe import Recipe, RecipeBuild
 from asgd.algorithms.sgd import asgd, ssgd
 from asgd.algorithms.staleness import (
+  adadelay,
   dc_asgd_a,
   dc_asgd_c,
+  delay_adaptive,
   gap_aware,
   staleness_aware,
 )
 
 # The families, in the order of RECIPES.
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
-_STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
+_STALENESS = (
+  *(staleness_aware, delay_adaptive, adadelay),
+  *(dc_asgd_c, dc_asgd_a, gap_aware),
+)
+_FRESH = ringmaster_asgd, rennala_sgd, mindflayer_sgd
 _DANA = dana_zero, dana_slim, dana_dc
-_LOCAL_WORK = downpour, model_averaging, slowmo, easgd, diloco, fedasync
+_LOCAL_WORK = (
+  *(downpour, model_averaging, slowmo, easgd),
+  *(diloco, async_diloco, fedasync, fedbuff),
+)
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
-  for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
+  for recipe in (*_MOMENTUM, *_STALENESS, *_FRESH, *_DANA, *_LOCAL_WORK)
 }
 _SYNCHRONOUS = (
   *(d_psgd, d2, gradient_tracking, sgp, local_d_psgd),

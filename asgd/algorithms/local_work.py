@@ -364,87 +364,6 @@ def easgd(
   )
 
 
-def diloco(
-  learning_rate: optax.ScalarOrSchedule, workers: int, *,
-  weight_decay: float = 0.1, steps: int = 500, outer_rate: float = 0.7,
-  outer_momentum: float = 0.9, optimizer: OptimizerLike = None,
-  outer_optimizer: OptimizerLike = None
-) -> Recipe:
-  """DiLoCo: AdamW at the workers, Nesterov's momentum at the server.
-
-    worker: x^i <- params;   H steps of AdamW on x^i;   send params - x^i
-    server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
-            params <- params - eta_outer (mu v + D)
-
-  Each worker keeps its state of AdamW. With eta_outer = 1 and mu = 0 DiLoCo is
-  parameter averaging.
-
-  Args:
-    learning_rate: of AdamW, positive, or a schedule over the server's updates.
-    workers: N, the messages of an outer step.
-    weight_decay: AdamW's, 0 or more, decoupled from the gradient.
-    steps: H, batches in an outer step.
-    outer_rate: eta_outer, positive, or a schedule over the server's updates.
-    outer_momentum: mu, in [0, 1).
-    optimizer: of the workers, instead of AdamW.
-    outer_optimizer: of the server, instead of Nesterov's momentum.
-
-  Returns:
-    A Recipe for the bulk synchronous order, whose jobs are H batches.
-
-  Source:
-    Douillard et al., "DiLoCo: distributed low-communication training of
-    language models", 2023, arXiv:2311.08105.
-
-  Example:
-    With SGD inside, which steps from 8 to 6 and to 4: D = (2 + 4) / 2 = v.
-
-    >>> import jax
-    >>> import jax.numpy as jnp
-    >>> import optax
-    >>> import asgd
-    >>> recipe = asgd.diloco(
-    ...   0.5, workers=2, steps=1, optimizer=optax.sgd,
-    ...   outer_rate=0.5, outer_momentum=0.5,
-    ... )
-    >>> worker = recipe.make_worker(lambda w, batch: w * batch)  # g = batch
-    >>> server, key = recipe.server(), jax.random.key(0)
-    >>> state = server.init(jnp.float32(8.0))
-    >>> for i, batch in enumerate((4.0, 8.0)):
-    ...   ticket = server.send(state, jnp.int32(i))
-    ...   own = worker.init(ticket.params)
-    ...   own, message, _ = worker.work(own, ticket, jnp.float32(batch), key)
-    ...   state, _ = server.receive(state, ticket, message)
-    >>> print(state.params)  # 8 - 0.5 (0.5 3 + 3)
-    5.75
-  """
-  rates.check("outer_rate", outer_rate)
-  optimizers.refuse_beside(optimizer, weight_decay=(weight_decay, 0.1))
-  optimizers.refuse_beside(
-    outer_optimizer, outer_momentum=(outer_momentum, 0.9)
-  )
-  if outer_optimizer is not None:
-    # The server treats a displacement as a gradient: D points uphill.
-    outer = at_server(outer_rate, optimizer=outer_optimizer)
-  else:
-    outer = optax.chain(
-      velocity(outer_momentum, nesterov=True),
-      optax.scale_by_learning_rate(outer_rate),
-    )
-  if optimizer is not None:
-    inner = optimizers.at_version(optimizer, learning_rate)
-  else:
-    inner = optax.chain(
-      # AdamW: decay is added after Adam's scaling, before the rate.
-      optax.scale_by_adam(),
-      decay_weights(weight_decay),
-      transforms.scale_by_sent_rate(learning_rate),
-    )
-  # "kept": a worker's moments of AdamW persist between rounds.
-  recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
-  return recipe.in_rounds(workers)
-
-
 def fedasync(
   learning_rate: optax.ScalarOrSchedule, workers: int, *,
   weight_decay: float = 0.0, steps: int = 10, mixing: float = 0.6,
@@ -498,3 +417,62 @@ def fedasync(
   # the ticket's parameters, so no two jobs may share a ticket.
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
   return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)
+
+
+def fedbuff(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, steps: int = 10, every: int | None = None,
+  outer_rate: float = 1.0, outer_momentum: float = 0.0,
+  discount: str = "polynomial", decay: float | None = None, grace: int = 4,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """FedBuff: the server averages a buffer of stale displacements, then steps.
+
+    worker: x^i <- params;   H steps of SGD on x^i;   send params - x^i
+    server: of each K messages, from any workers, with staleness tau_k:
+            D = (1 / K) sum_k s(tau_k) (params - x^i)_k;   v <- mu v + D
+            params <- params - eta_outer v
+
+  Args:
+    learning_rate, workers, weight_decay, optimizer: shared options.
+    steps: H, batches of a job.
+    every: K, the messages of an update; None is N.
+    outer_rate: eta_outer, positive, or a schedule over the server's updates.
+    outer_momentum: mu, in [0, 1).
+    discount: name of s, see `transforms.make_discount`; the default is (tau +
+      1)^-0.5.
+    decay: a, see there.
+    grace: b, see there.
+
+  Returns:
+    A Recipe for the asynchronous order, whose jobs are H batches.
+
+  Source:
+    Nguyen et al., "Federated learning with buffered asynchronous aggregation",
+    AISTATS 2022, arXiv:2106.06639, without its privacy.
+
+  Example:
+    Workers 0 and 1 send 4 each, and fill a buffer of two: 8 - (4 + 4) / 2. Then
+    worker 1's old displacement of 4 counts half, as s(1) = (1 + 1)^-1.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.fedbuff(0.1, workers=2, decay=1.0).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> old = server.send(state, jnp.int32(1))
+    >>> for ticket in [server.send(state, jnp.int32(0)), old, old, old]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(report.staleness, state.params)
+    0 8.0
+    0 4.0
+    1 4.0
+    1 2.0
+  """
+  rates.check("outer_rate", outer_rate)
+  every = workers if every is None else every
+  s = transforms.make_discount(discount, decay, grace)
+  tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay)
+  recipe = displacement_recipe(sgd(outer_rate, outer_momentum), tx, steps)
+  # Each displacement is weighted before the mean, by its own staleness.
+  weigh = transforms.scale_by_discount(s)
+  return recipe._replace(at_server=weigh, every=checks.whole("every", every))

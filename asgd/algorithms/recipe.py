@@ -1,6 +1,7 @@
 """The type of a recipe: an algorithm, and where each of its parts runs."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +53,10 @@ class Recipe(NamedTuple):
   # At the server, on each message with the message's own Delay.
   at_server: optax.GradientTransformation | None = None
   every: int = 1  # messages per update
+  # The server drops messages of a larger staleness. None: it drops none.
+  max_staleness: int | None = None
   order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
+  order_options: Mapping[str, Any] = types.MappingProxyType({})  # of its maker
   workers: int | None = None  # most workers it can serve; None: no limit
   # Makes a worker of a loss. None: a worker that sends one gradient.
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None
@@ -77,7 +81,7 @@ class Recipe(NamedTuple):
   @property
   def rounds(self) -> bool:
     """Whether messages are counted in rounds of all workers."""
-    return self.order not in ("asynchronous", gossip_lib.PAIRS)
+    return self.order not in ("asynchronous", "with_stops", gossip_lib.PAIRS)
 
   def in_rounds(self, workers: int) -> "Recipe":
     """Returns the recipe with updates on the mean of one message per worker."""
@@ -119,7 +123,7 @@ class Recipe(NamedTuple):
     recipe of peers, it is the part of a peer that needs no neighbours.
 
     Args:
-      gate: decides which messages count.
+      gate: decides which messages count, beside `max_staleness`.
       statistics_decay: the part of the old statistics that is kept, in [0, 1).
 
     Raises:
@@ -134,6 +138,8 @@ class Recipe(NamedTuple):
     # The algorithm gets weights; statistics of BatchNorm are averaged beside
     # it.
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
+    if self.max_staleness is not None:
+      gate = server_lib.max_staleness(self.max_staleness, gate)
     # Jobs between two pushes send zeros, which must not count as messages.
     if self.push_every > 1:
       gate = server_lib.pushed(gate)

@@ -77,6 +77,113 @@ def staleness_aware(
   )
 
 
+def delay_adaptive(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, threshold: int | None = None, late: str = "scale",
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """Delay-adaptive steps: a gradient later than a threshold counts less.
+
+    params <- params - eta_t g,   eta_t = eta if tau_t <= T, else eta T / tau_t
+
+  T is the concurrency, the number of gradients that are computed at a time. At
+  the largest rate of the theory, eta = 1 / (4 L T) for a loss of smoothness L,
+  eta_t is min(eta, 1 / (4 L tau_t)). With late = "drop", eta_t is 0 instead of
+  eta T / tau_t, and the message is no update. A velocity takes in the scaled
+  gradient; weight decay is not scaled. With Adam, too, only gradients are
+  scaled, relative to each other.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+    threshold: T, in updates; None is N. T = 1 is `staleness_aware`.
+    late: "scale" or "drop".
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Source:
+    Koloskova, Stich, Jaggi, "Sharper convergence guarantees for asynchronous
+    SGD for distributed and federated learning", NeurIPS 2022, arXiv:2206.08307.
+    Mishchenko, Bach, Even, Woodworth, "Asynchronous SGD beats minibatch SGD
+    under arbitrary delays", NeurIPS 2022, arXiv:2206.07638.
+
+  Example:
+    Three workers compute a gradient of 4 at the same parameters. The last one
+    is two updates late, which is twice the threshold.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.delay_adaptive(0.5, workers=3, threshold=1).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(3)]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(report.staleness, state.params)  # less 2, 2 and 2 / 2
+    0 6.0
+    1 4.0
+    2 3.0
+  """
+  threshold = workers if threshold is None else threshold
+  checks.whole("threshold", threshold)
+  checks.one_of("late", late, ("scale", "drop"))
+  recipe = Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
+  if late == "drop":
+    return recipe._replace(max_staleness=threshold)
+  return recipe._replace(at_server=transforms.scale_by_staleness(threshold))
+
+
+def adadelay(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, strength: float = 1.0,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """AdaDelay: steps that shorten with the updates and with their delay.
+
+    params <- params - alpha_t g,   alpha_t = (L + c sqrt(t + tau_t))^-1
+    L = 1 / eta;   t = 1, 2, ... counts updates, tau_t is the staleness
+
+  The step of momentum SGD, or of another optimizer, is scaled in the same way,
+  weight decay included. With c = 0 it is `asgd`.
+
+  Args:
+    learning_rate: eta, the rate that alpha_t stays below, 1 / L of the paper,
+      or a schedule over updates.
+    workers, momentum, weight_decay, optimizer: shared options; the paper has no
+      momentum.
+    strength: c, 0 or more.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Source:
+    Sra, Yu, Li, Smola, "AdaDelay: delay adaptive distributed stochastic
+    optimization", AISTATS 2016, arXiv:1508.05003, with one c for all elements.
+
+  Example:
+    L = 2. The second gradient is one update late: sqrt(2 + 1).
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.adadelay(0.5, workers=2, strength=2.0).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> late, other = (server.send(state, jnp.int32(i)) for i in range(2))
+    >>> for ticket in (other, late):
+    ...   state, report = server.receive(state, ticket, jnp.float32(12.0))
+    ...   print(f"{state.params:.3f}")  # 12 / (2 + 2), 12 / (2 + 2 sqrt(3))
+    5.000
+    2.804
+  """
+  del workers
+  optimizers.refuse_beside(
+    optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
+  )
+  tx = optax.chain(
+    at_server(learning_rate, momentum, weight_decay, optimizer),
+    # Last: it scales the step, whatever the optimizer.
+    transforms.scale_by_adadelay(learning_rate, strength),
+  )
+  return Recipe(base.as_algorithm(tx))
+
+
 def gap_aware(
   learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
   weight_decay: float = 0.0, average: str | None = None,

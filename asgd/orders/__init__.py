@@ -18,6 +18,7 @@ from asgd.orders import (
   play,
   protocol,
   shards,
+  stops,
   trace,
 )
 from asgd.orders.backups import count_backups
@@ -32,4 +33,5 @@ from asgd.orders.makers import (
   stale_synchronous,
   start,
 )
+from asgd.orders.stops import with_stops
 from asgd.orders.trace import HEADER, dump, load, staleness

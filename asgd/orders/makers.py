@@ -33,6 +33,7 @@ from asgd.orders import own, protocol
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes, begin, played
+from asgd.orders.stops import with_stops
 from asgd.orders.trace import Event, from_events
 
 
@@ -310,6 +311,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
 _KNOWN: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
 _KNOWN += [backup_workers, bulk_synchronous, stale_synchronous, fixed_delay]
+_KNOWN += [with_stops]
 _PROTOCOLS = {maker.__name__: maker for maker in _KNOWN}
 NAMES = tuple(_PROTOCOLS)  # names that `build` knows
 
@@ -321,7 +323,7 @@ def build(
 
   Args:
     name: "asynchronous", "backup_tasks", "backup_workers",
-      "bulk_synchronous", "stale_synchronous", "fixed_delay", or
+      "bulk_synchronous", "stale_synchronous", "fixed_delay", "with_stops", or
       MODULE:FUNCTION, a user's own (`asgd.orders.own`).
     durations, workers, messages: shared options; the fixed delay is N - 1, and
       needs no durations.
@@ -431,7 +433,7 @@ def start(
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, or a
-      fixed delay or an order of a user's own, which has its own times.
+      fixed delay, an order with stops, or a user's own.
 
   Source:
     none: it plays the protocols of the other makers.
@@ -455,10 +457,10 @@ def start(
     >>> order.links.use(order.now)
     LinkUse(utilisation=0.8, service=0.0, waited=1.0)
   """
-  if name == "fixed_delay" or names.is_import(name):
+  if name in ("fixed_delay", "with_stops") or names.is_import(name):
     raise ValueError(
-      f"name {name!r} is an order without times, which a network cannot"
-      " delay; use asynchronous, or leave the network out"
+      f"name {name!r} is an order that a network cannot delay; use"
+      " asynchronous, or leave the network out"
     )
   maker = names.lookup("order", name, _PROTOCOLS)
   checks.whole("workers", workers)

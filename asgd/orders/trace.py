@@ -30,7 +30,7 @@ from asgd import base
 
 T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
-ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP
+ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP, base.STOP
 PUTS = base.PUT, base.LEND  # rows of a peer that makes a message
 TAKES = base.TAKE, base.ADOPT  # rows of a peer that takes one
 NO_SEQ = -1  # seq of rows without a message
@@ -294,7 +294,7 @@ class Ledger(Generic[T]):
         self.refuse(event, "that job was not sent to the worker")
       if action == base.RECEIVE:
         self.received.append(self.rows)
-      elif action != base.DROP:
+      elif action not in (base.DROP, base.STOP):
         self.ended.add(worker)
     elif action == base.JOIN:
       self.incarnations[worker] = job

@@ -221,7 +221,7 @@ class ServerReplay:
     ticket = self.ledger.apply(event)
     if event.action == base.JOIN:
       self.traffic.join(event.worker)
-    if event.action in (base.LOST, base.REJECT):
+    if event.action in (base.LOST, base.REJECT, base.STOP):
       self.traffic.lose(*event.key)
     if event.action == base.ROLLBACK:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])

@@ -39,6 +39,11 @@ from asgd.transforms.mixing import (
   mix_models,
   polynomial_discount,
 )
+from asgd.transforms.nesterov import delayed_nesterov
 from asgd.transforms.rows import peek, per_worker
-from asgd.transforms.staleness import scale_by_staleness
+from asgd.transforms.staleness import (
+  scale_by_adadelay,
+  scale_by_discount,
+  scale_by_staleness,
+)
 from asgd.transforms.statistics import own_statistics

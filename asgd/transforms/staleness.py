@@ -1,19 +1,72 @@
 """Scaling by staleness: a gradient counts less, the staler it is."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base
+from asgd import base, checks, rates
 
 
-def scale_by_staleness() -> base.Transform:
-  """Divides updates by their staleness, if it is 2 or more.
+def scale_by_discount(
+  discount: Callable[[jax.Array], jax.Array],
+) -> base.Transform:
+  """Weights updates by a function of their staleness.
 
-    g <- g / max(staleness, 1)
+    g <- s(staleness) g
 
   As the `at_server` transform of a server that averages several messages, it
-  scales each message by its own staleness: the paper's n-softsync.
+  weights each message by its own staleness: FedBuff's buffer.
+
+  Args:
+    discount: s, int32[] -> float[], such as `polynomial_discount`.
+
+  Returns:
+    A transform without a state, whose update needs the extra arg `staleness`,
+    int32[].
+
+  Source:
+    Nguyen et al., "Federated learning with buffered asynchronous aggregation",
+    AISTATS 2022, arXiv:2106.06639.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.scale_by_discount(transforms.polynomial_discount(0.5))
+    >>> g, _ = tx.update(8.0, tx.init(None), staleness=jnp.int32(3))
+    >>> print(g)  # 8 / sqrt(3 + 1)
+    4.0
+  """
+
+  def update_fn(updates, state, params=None, *, staleness, **extra_args):
+    del params, extra_args
+    return _times(updates, discount(staleness)), state
+
+  return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
+
+
+def _times(updates: optax.Updates, scale: jax.Array) -> optax.Updates:
+  """Returns the updates times `scale`, float[], in their own dtypes."""
+  scaled: optax.Updates = jax.tree.map(
+    lambda g: g * scale.astype(jnp.result_type(g)), updates
+  )
+  return scaled
+
+
+def scale_by_staleness(grace: float = 1) -> base.Transform:
+  """Divides updates by their staleness, if it is large.
+
+    g <- g / max(staleness / b, 1)
+
+  With b = 1, the default, an update of staleness 2 or more is divided by it:
+  the paper's n-softsync, as the `at_server` transform of a server that averages
+  several messages, which scales each message by its own staleness. With b =
+  the number of workers it is the rule of `asgd.delay_adaptive`.
+
+  Args:
+    grace: b, positive, the largest staleness at which nothing is divided.
 
   Returns:
     A transform without a state, whose update needs the extra arg `staleness`,
@@ -21,7 +74,9 @@ def scale_by_staleness() -> base.Transform:
 
   Source:
     Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
-    learning", IJCAI 2016, arXiv:1511.05950.
+    learning", IJCAI 2016, arXiv:1511.05950. A larger b: Mishchenko, Bach, Even,
+    Woodworth, "Asynchronous SGD beats minibatch SGD under arbitrary delays",
+    NeurIPS 2022, arXiv:2206.07638.
 
   Example:
     >>> import jax.numpy as jnp
@@ -36,12 +91,61 @@ def scale_by_staleness() -> base.Transform:
     8.0
     2.0
   """
+  checks.positive("grace", grace)
+  # alpha(tau) / alpha_0 = 1 / tau; the paper does not divide if tau = 0.
+  return scale_by_discount(
+    lambda staleness: 1.0 / jnp.maximum(staleness / grace, 1.0)
+  )
+
+
+class AdaDelayState(NamedTuple):
+  """State of `scale_by_adadelay`."""
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], updates so far
+
+
+def scale_by_adadelay(
+  learning_rate: optax.ScalarOrSchedule, strength: float = 1.0
+) -> base.Transform:
+  """AdaDelay: the step shortens with the updates and with the staleness.
+
+    u <- u / (1 + c eta sqrt(t + staleness)),   t = 1, 2, ...
+
+  Behind an optimizer whose rate is eta, the rate of update t becomes
+  (1 / eta + c sqrt(t + staleness))^-1.
+
+  Args:
+    learning_rate: eta, the optimizer's, a number or a schedule over updates.
+    strength: c, 0 or more; 0 changes nothing.
+
+  Returns:
+    A transform that counts the updates. Its update needs the extra arg
+    `staleness`, int32[].
+
+  Source:
+    Sra, Yu, Li, Smola, "AdaDelay: delay adaptive distributed stochastic
+    optimization", AISTATS 2016, arXiv:1508.05003, with one c for all elements.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx = transforms.scale_by_adadelay(0.5, strength=1.0)
+    >>> u, _ = tx.update(8.0, tx.init(None), staleness=jnp.int32(3))
+    >>> print(u)  # 8 / (1 + 0.5 sqrt(1 + 3))
+    4.0
+  """
+  checks.nonnegative("strength", strength)
+
+  def init_fn(params):
+    del params
+    return AdaDelayState(jnp.zeros([], jnp.int32))
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):
     del params, extra_args
-    # alpha(tau) / alpha_0 = 1 / tau; the paper does not divide if tau = 0.
-    scale = 1.0 / jnp.maximum(staleness, 1)
-    updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
-    return updates, state
+    # The rate of this update, at the count that the optimizer's schedule reads.
+    rate = rates.at(learning_rate, state.count)
+    count = optax.safe_increment(state.count)
+    scale = 1.0 / (1.0 + strength * rate * jnp.sqrt(count + staleness))
+    return _times(updates, scale), AdaDelayState(count)
 
-  return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -253,7 +253,7 @@ def codec_sources() -> str:
 
 
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
-_ORDERS += "backup_workers", "backup_tasks", "fixed_delay"
+_ORDERS += "backup_workers", "backup_tasks", "fixed_delay", "with_stops"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
 _DURATIONS += "pareto", "bursts"
 

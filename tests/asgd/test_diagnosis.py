@@ -152,6 +152,18 @@ def test_division_by_the_staleness_multiplies_the_limit_by_it():
   assert exact / STEP <= limit <= 1.002 * exact
 
 
+def test_a_stopped_job_does_not_change_the_limit():
+  clock = durations.heterogeneous(seed=2)
+  trace = orders.with_stops(clock, workers=4, messages=200, stop_after=2)
+  kept = trace.action != base.STOP
+  assert kept.sum() < len(kept) - 20
+  without = base.Trace(*(column[kept] for column in trace))
+  limit = measure("asgd", trace)
+  assert limit == measure("asgd", without)
+  # No message is more than one update late.
+  assert limit > delayed_sgd_limit(1) / STEP
+
+
 def test_synchronous_workers_have_the_limit_of_one():
   trace = orders.bulk_synchronous(
     durations.homogeneous(), workers=4, messages=600

@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-from asgd import call_options, orders, sandblaster, simulator, tables
+from asgd import base, call_options, orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_hosts
 from asgd.experiment.engines.live import RAY
@@ -304,6 +304,49 @@ def test_a_model_that_is_a_tree_of_arrays_is_trained_live(tmp_path):
   kit.same(again.params, live.params)
 
 
+DROPPING = {
+  "ringmaster_asgd": {"threshold": 1},
+  "rennala_sgd": {"every": 2},
+  "delay_adaptive": {"threshold": 1, "late": "drop"},
+  "adadelay": {},
+  "fedbuff": {"steps": 2, "every": 3},
+  "async_diloco": {"steps": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DROPPING)
+def test_recipes_that_scale_or_drop_late_messages_train_live(name, tmp_path):
+  recipe = getattr(asgd, name)(0.02, workers=3, **DROPPING[name])
+  given = loss, PARAMS, DATA, recipe
+  live = asgd.train_live(*given, messages=24, folder=tmp_path, **EVERY)
+  assert len(live.records.loss) == 24
+  fresh = live.records.staleness == 0
+  if recipe.max_staleness is not None:
+    late = live.records.staleness > recipe.max_staleness
+    np.testing.assert_array_equal(live.records.accepted, ~late)
+  assert fresh.any() and live.params["w"].any()
+  again = asgd.replay(tmp_path, *given)
+  assert again.same
+  kit.same(again.params, live.params)
+
+
+def test_a_live_run_refuses_stops():
+  recipe = asgd.mindflayer_sgd(0.02, workers=3, budget=2.0)
+  line = error_of(
+    asgd.train_live, loss, PARAMS, DATA, recipe, messages=24, **EVERY
+  )
+  assert "with_stops' is kept by simulations" in line and "budget" in line
+
+
+def test_stops_are_simulated_by_a_call():
+  recipe = asgd.ringmaster_asgd(0.02, workers=3, threshold=1, stops=True)
+  result = simulate(recipe=recipe, durations={"name": "heterogeneous"})
+  assert result.records.accepted.all() and not result.records.staleness.any()
+  actions = result.trace.action.tolist()
+  assert actions.count(base.STOP) > 5 and len(result.records.loss) == 16
+
+
 def test_an_optax_transform_is_a_recipe():
   tx = optax.chain(asgd.delay_compensation(0.04), optax.sgd(0.02))
   named = simulate(recipe=asgd.dc_asgd_c(0.02, workers=4, strength=0.04))
@@ -313,7 +356,7 @@ def test_an_optax_transform_is_a_recipe():
 
 @pytest.mark.parametrize("name", sorted(asgd.RECIPES))
 def test_every_recipe_takes_a_schedule_and_a_loss(name):
-  options = {"steps": 2} if name == "diloco" else {}
+  options = {"steps": 2} if "diloco" in name else {}
   rate = optax.linear_schedule(0.02, 0.01, 50)
   recipe = getattr(asgd, name)(rate, workers=2, **options)
   given = own.Objects(loss, PARAMS, DATA, recipe, batch_size=8)  # traces a job

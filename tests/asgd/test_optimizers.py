@@ -86,7 +86,7 @@ MADE = {
 }
 # What sends the parameters as they are, and so is plain for one worker.
 FRESH = ("asgd", "ssgd", "staleness_aware", "dc_asgd_c", "dc_asgd_a")
-FRESH += ("gap_aware",)
+FRESH += ("gap_aware", "delay_adaptive", "ringmaster_asgd", "rennala_sgd")
 
 
 @pytest.mark.parametrize("made", MADE)

@@ -28,6 +28,8 @@ def _recipes():
   out = {name: _run(name) for name in algorithms.RECIPES if name != "slowmo"}
   for name in ("model_averaging", "diloco", "fedasync", "easgd"):
     out[name]["runs"]["run"]["steps"] = 2
+  for name in ("async_diloco", "fedbuff"):
+    out[name]["runs"]["run"]["steps"] = 2
   for name in ("asgd", "ssgd", "nag_asgd", "multi_asgd", "gap_aware"):
     out[f"{name}-momentum"] = _run(name, {"momentum": 0.9})
   for name in ("asgd", "dana_zero", "dc_asgd_a", "gap_aware"):
@@ -37,6 +39,10 @@ def _recipes():
     "gap_aware-plain": _run("gap_aware", plain),
     "gap_aware-updates": _run("gap_aware", {**plain, "average": "updates"}),
     "dana_slim-decay": _run("dana_slim", {"weight_decay": 0.01}),
+    "ringmaster_asgd-stops": _run(
+      "ringmaster_asgd", {"stops": True, "threshold": 2}
+    ),
+    "mindflayer_sgd-budget": _run("mindflayer_sgd", {"budget": 1.1}),
     "schedule": _run(
       "dana_zero",
       learning_rate_schedule={"warmup_examples": 32, "decay_examples": (64,)},

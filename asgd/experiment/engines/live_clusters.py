@@ -93,8 +93,7 @@ def needs_totals(plan: ServerPlan) -> bool:
       " the same version: set config.server.consistent=True, or"
       " config.server.shards=1"
     )
-  gated = plan.run.config["gate"]["max_staleness"] is not None
-  if recipe.every > 1 or recipe.push_every > 1 or gated:
+  if not plan.server.alone:
     raise ValueError(
       f"{label} needs a norm over all shards, which requires that each message"
       " is an update: drop rounds, gate and averaging, or set"

@@ -213,7 +213,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
     return run.config["order"]
   if recipe.order != "asynchronous":
     _check_prescribed(run, recipe.order)
-    return {"name": recipe.order}
+    return {"name": recipe.order, **recipe.order_options}
   order, call = run.config["order"], recipe.made
   is_set = call is not None and call.options.get("fetch_every") is not None
   if recipe.fetch_every == 1 and not is_set:
@@ -265,6 +265,12 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
       rounds = {**options, "bound": math.inf, "round": every}
       return protocol.check_rules(protocol.Rules(**rounds))
     return protocol.check_rules(protocol.Rules(**options))
+  if name == "with_stops":
+    raise ValueError(
+      "config.order.name 'with_stops' is kept by simulations of one order only:"
+      " a live worker computes a job to its end. Leave out stops (Ringmaster)"
+      " or budget (MindFlayer): the server drops late messages as they arrive"
+    )
   raise ValueError(
     f"config.order.name {name!r} is kept by simulations only: a live worker"
     " takes the time it takes; use asynchronous, stale_synchronous,"

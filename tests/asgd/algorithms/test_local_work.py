@@ -19,14 +19,19 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 KEY = jax.random.key(0)
 SEND, RECEIVE, KEEP = base.SEND, base.RECEIVE, base.KEEP
-NAMES = ("downpour", "model_averaging", "slowmo", "easgd", "diloco", "fedasync")
+NAMES = (
+  *("downpour", "model_averaging", "slowmo", "easgd", "diloco", "async_diloco"),
+  *("fedasync", "fedbuff"),
+)
 SHORT = {  # jobs of three steps, and every part of the recipe in use
   "downpour": dict(push_every=3, fetch_every=6),
   "model_averaging": dict(steps=3, momentum=0.9),
   "slowmo": dict(steps=3),
   "easgd": dict(steps=3, momentum=0.9),
   "diloco": dict(steps=3),
+  "async_diloco": dict(steps=3),
   "fedasync": dict(steps=3, proximal=0.1),
+  "fedbuff": dict(steps=3),
 }
 
 
@@ -598,6 +603,74 @@ def test_fedasync_by_hand():
   # 6, made of 12, one late: 8.25 + 1.5.
   np.testing.assert_array_equal(simulation.server.params, [9.75])
   np.testing.assert_array_equal(records.staleness, [0, 1, 1])
+
+
+# Workers 0 and 1 start at the same parameters; worker 0 sends twice.
+INTERLEAVED = (
+  *((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (0, 2, SEND)),
+  *((1, 1, RECEIVE), (1, 3, SEND), (0, 2, RECEIVE)),
+)
+
+
+def path_of(recipe, rows, start=16.0):
+  """The parameters after each message, with all steps pulled to 0."""
+  ends = [i + 1 for i, row in enumerate(rows) if row[2] == RECEIVE]
+  found = [
+    run(recipe, trace_of(*rows[:end]), 0.0, np.array([start]), 2)[0]
+    for end in ends
+  ]
+  return [float(simulation.server.params[0]) for simulation in found]
+
+
+def test_fedbuff_by_hand():
+  # A step at rate 0.5 sends x_sent / 2; a buffer has two messages.
+  options = dict(steps=1, every=2, decay=1.0)
+  recipe = algorithms.build("fedbuff", 0.5, 2, **options)
+  rows = (*INTERLEAVED, (1, 3, RECEIVE))
+  # (8 + 8) / 2. Then worker 0's 8, made of 16 and one update late, counts half,
+  # and worker 1's 4, made of 8, in full: (4 + 4) / 2.
+  assert path_of(recipe, rows) == [16.0, 8.0, 8.0, 4.0]
+  # The first velocity is 8, of which half is subtracted. So worker 1's message
+  # is 6, and the second velocity is 0.5 * 8 + (4 + 6) / 2.
+  outer = dict(outer_rate=0.5, outer_momentum=0.5)
+  recipe = algorithms.build("fedbuff", 0.5, 2, **options, **outer)
+  assert path_of(recipe, rows) == [16.0, 12.0, 12.0, 7.5]
+
+
+def test_asynchronous_diloco_by_hand():
+  options = dict(steps=1, optimizer=optax.sgd)
+  options |= dict(outer_rate=0.5, outer_momentum=0.5)
+  recipe = algorithms.build("async_diloco", 0.5, 2, **options)
+  # 16 - 0.5 8 / 2; then v = (8 + 8) / 2 and 14 - 0.5 (0.5 8 + 8 / 2). Worker
+  # 0's second message is made of 14: 10 - 0.5 7 / 2.
+  assert path_of(recipe, INTERLEAVED) == [14.0, 10.0, 8.25]
+  # With c = 1/4 the second update has (1 - 2/4 + 1/4) mu v, the third mu v / 4.
+  recipe = algorithms.build(
+    "async_diloco", 0.5, 2, **options, momentum_share=0.25
+  )
+  assert path_of(recipe, INTERLEAVED) == [14.0, 10.5, 8.25]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1 / 3])
+def test_delayed_nesterov_of_a_round_is_diloco(share):
+  outer = dict(outer_rate=0.5, outer_momentum=0.75)
+  rounds = algorithms.build("diloco", 0.1, 3, **outer)
+  alone = algorithms.build(
+    "async_diloco", 0.1, 3, **outer, momentum_share=share
+  )
+  servers = rounds.server(), alone.server()
+  states = [server.init(jnp.array([1.0, -2.0])) for server in servers]
+  for number in range(4):
+    displacements = jnp.array(features(number, 3, 1)[:, 0, :2])
+    for i, server in enumerate(servers):
+      sent = server.send(states[i], jnp.int32(0))
+      for displacement in displacements:
+        states[i], _ = server.receive(states[i], sent, displacement)
+    velocity = optax.tree.get(states[1].opt_state, "velocity")
+    close(velocity, optax.tree.get(states[0].opt_state, "trace"))
+    # With a share the first updates of a round use the last round's velocity.
+    same = np.allclose(states[1].params, states[0].params, rtol=1e-13)
+    assert same == (share == 0.0)
 
 
 def test_fedasync_overwrites_when_nothing_of_the_server_is_kept():

@@ -115,7 +115,7 @@ MISTAKES = (
   ({"network": NETWORK, "server": {"shards": 99, "consistent": True}},
    "config.server.shards must be at most 90, .* not 99"),
   ({"network": NETWORK, "order": {"name": "fixed_delay"}},
-   "config.order.name 'fixed_delay' is an order without times"),
+   "config.order.name 'fixed_delay' is an order that a network cannot delay"),
   ({"network": NETWORK, "runs": PEERS},
    "config.network.port .* is not for the recipe 'd_psgd' .* no server"),
   ({"network": {"latency": 1.0}, "runs": {"a": {"recipe": "choco_sgd",

@@ -292,7 +292,7 @@ def test_a_network_out_of_range_is_refused(change, said):
 
 
 def test_an_order_without_times_is_refused():
-  with pytest.raises(ValueError, match="'fixed_delay' is an order without"):
+  with pytest.raises(ValueError, match="'fixed_delay' is an order that a"):
     orders.start("fixed_delay", durations.constant(), workers=2)
   with pytest.raises(ValueError, match=re.escape("unknown order 'sync'")):
     orders.start("sync", durations.constant(), workers=2)

@@ -65,6 +65,9 @@ TRANSFORMS = {
   ),
   "dana_momentum": case(transforms.dana_momentum, workers=2, decay=0.9),
   "delay_compensation": case(transforms.delay_compensation, strength=0.5),
+  "delayed_nesterov": case(
+    transforms.delayed_nesterov, momentum=0.9, every=2, share=0.25
+  ),
   "gap_aware": case(
     transforms.gap_aware, optimizer=SGD, learning_rate=RATE, decay=0.9, eps=0.1
   ),
@@ -108,13 +111,22 @@ TRANSFORMS = {
   "precede": case(
     lambda: transforms.precede(ALGORITHM, transforms.delay_compensation())
   ),
+  "scale_by_adadelay": case(
+    transforms.scale_by_adadelay, learning_rate=RATE, strength=0.5
+  ),
+  "scale_by_discount": case(
+    lambda decay: transforms.scale_by_discount(
+      transforms.polynomial_discount(decay)
+    ),
+    decay=0.5,
+  ),
   "scale_by_sent_rate": case(
     transforms.scale_by_sent_rate, learning_rate=RATE
   ),
   "scale_by_sent_rate, schedule": case(
     lambda: transforms.scale_by_sent_rate(lambda version: 0.5**version)
   ),
-  "scale_by_staleness": case(transforms.scale_by_staleness),
+  "scale_by_staleness": case(transforms.scale_by_staleness, grace=1.5),
   "slim": case(transforms.slim, optimizer=SGD),
   "velocity_lookahead": case(
     transforms.velocity_lookahead,

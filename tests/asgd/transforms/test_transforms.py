@@ -33,6 +33,14 @@ def test_staleness_divides_but_for_a_fresh_gradient(staleness, factor):
   close(update(tx, [3.0], staleness=staleness)[0], [3.0 * factor])
 
 
+@pytest.mark.parametrize(
+  ("staleness", "factor"), [(0, 1.0), (4, 1.0), (5, 0.8), (16, 0.25)]
+)
+def test_staleness_divides_beyond_a_grace(staleness, factor):
+  tx = transforms.scale_by_staleness(grace=4)
+  close(update(tx, [3.0], staleness=staleness)[0], [3.0 * factor])
+
+
 def test_compensation_is_lambda_g_g_times_the_distance():
   tx = transforms.delay_compensation(0.5)
   params, sent = jnp.array([1.0, -1.0]), jnp.array([0.0, 1.0])

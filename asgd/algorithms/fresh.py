@@ -1,0 +1,172 @@
+"""Recipes whose server takes fresh gradients only, and drops the others.
+
+A message may be dropped when it arrives: that works on every engine. Or the
+computation is stopped as soon as it is known to be of no use: that is an order
+(`asgd.orders.with_stops`), which only a simulation can keep.
+"""
+
+from collections.abc import Sequence
+
+import optax
+
+from asgd import checks
+from asgd.algorithms.recipe import Recipe
+from asgd.algorithms.sgd import sgd
+from asgd.optimizers import OptimizerLike
+from asgd.orders import stops as stops_lib
+
+
+def ringmaster_asgd(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, threshold: int | None = None, stops: bool = False,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """Ringmaster ASGD: only gradients below a threshold of delay are used.
+
+    params <- params - eta g   if the staleness is below R, else g is dropped
+
+  Either way the worker starts again at the present parameters. With stops, a
+  computation whose delay reaches R is stopped at that moment.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      the paper has no momentum.
+    threshold: R, in updates; None is N. R = 1 uses fresh gradients only, and a
+      large R is `asgd`.
+    stops: stop computations. Simulations only: a live computation runs to its
+      end, and its message is dropped.
+
+  Returns:
+    A Recipe for the asynchronous order, or for `with_stops`.
+
+  Source:
+    Maranjyan, Tyurin, Richtarik, "Ringmaster ASGD: the first asynchronous SGD
+    with optimal time complexity", ICML 2025, arXiv:2501.16168, algorithms 4
+    (without calculation stops) and 5 (with them).
+
+  Example:
+    Two workers compute a gradient of 4 at the same parameters. With R = 1 the
+    second one is too late.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.ringmaster_asgd(0.5, workers=2, threshold=1).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for ticket in [server.send(state, jnp.int32(i)) for i in range(2)]:
+    ...   state, report = server.receive(state, ticket, jnp.float32(4.0))
+    ...   print(report.staleness, report.accepted, state.params)
+    0 True 6.0
+    1 False 6.0
+  """
+  threshold = workers if threshold is None else threshold
+  checks.whole("threshold", threshold)
+  checks.flag("stops", stops)
+  recipe = Recipe(
+    sgd(learning_rate, momentum, weight_decay, optimizer),
+    max_staleness=threshold - 1,
+  )
+  return _stopped(recipe, stop_after=threshold) if stops else recipe
+
+
+def rennala_sgd(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, every: int | None = None,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """Rennala SGD: each update is of B gradients at the present parameters.
+
+    params <- params - eta (1 / B) sum_b g_b,   all g_b computed at params
+
+  No worker waits: each starts again at the present parameters when its message
+  is received, and one that is fast sends several of the B gradients. A gradient
+  that was computed at earlier parameters is dropped.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      the paper has no momentum.
+    every: B, the messages of an update; None is N.
+
+  Returns:
+    A Recipe for the asynchronous order.
+
+  Source:
+    Tyurin, Richtarik, "Optimal time complexities of parallel stochastic
+    optimization methods under a fixed computation model", NeurIPS 2023,
+    arXiv:2305.12387.
+
+  Example:
+    Worker 0 sends both gradients of the first update, 8 - 0.5 (4 + 2) / 2;
+    worker 1's is late.
+
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> server = asgd.rennala_sgd(0.5, workers=2).server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> slow = server.send(state, jnp.int32(1))
+    >>> for gradient in (4.0, 2.0):
+    ...   ticket = server.send(state, jnp.int32(0))
+    ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
+    >>> state, report = server.receive(state, slow, jnp.float32(4.0))
+    >>> print(state.params, report.accepted)
+    6.5 False
+  """
+  every = workers if every is None else every
+  return Recipe(
+    sgd(learning_rate, momentum, weight_decay, optimizer),
+    every=checks.whole("every", every),
+    max_staleness=0,
+  )
+
+
+def mindflayer_sgd(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, every: int | None = None,
+  budget: float | Sequence[float] | None = None,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """MindFlayer SGD: Rennala SGD whose computations have a budget of time.
+
+    params <- params - eta (1 / B) sum_b g_b,   all g_b computed at params
+
+  A computation of worker i that takes longer than t_i is stopped, and the
+  worker begins another one at the present parameters. It helps against times
+  with a heavy tail, such as `durations.pareto`. An update waits for B gradients
+  here; the paper's waits until worker i has made B_i trials, whatever their
+  number of gradients, and divides by the expected number.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      the paper has no momentum.
+    every: B, the messages of an update; None is N.
+    budget: t_i, in the unit of the order's durations, a number for all workers
+      or one for each; None is no budget, `rennala_sgd`. With a budget it is for
+      simulations only: a live computation runs to its end.
+
+  Returns:
+    A Recipe for the order `with_stops`, or without a budget the asynchronous
+    order.
+
+  Source:
+    Maranjyan, Omar, Richtarik, "MindFlayer SGD: efficient parallel SGD in the
+    presence of heterogeneous and random worker compute times", UAI 2025,
+    arXiv:2410.04285.
+
+  Example:
+    >>> import asgd
+    >>> recipe = asgd.mindflayer_sgd(0.5, workers=4, every=8, budget=1.5)
+    >>> recipe.every, recipe.max_staleness, recipe.order
+    (8, 0, 'with_stops')
+    >>> dict(recipe.order_options)
+    {'budget': 1.5}
+  """
+  recipe = rennala_sgd(
+    *(learning_rate, workers), momentum=momentum, weight_decay=weight_decay,
+    every=every, optimizer=optimizer,
+  )
+  stops_lib.budgets_of(budget, workers)  # checks it before an order is made
+  return recipe if budget is None else _stopped(recipe, budget=budget)
+
+
+def _stopped(recipe: Recipe, **options: object) -> Recipe:
+  """Returns a recipe for the order in which computations are stopped."""
+  return recipe._replace(order="with_stops", order_options=options)

@@ -1,0 +1,87 @@
+"""Nesterov's momentum for messages that each are an update."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import checks
+
+
+class DelayedNesterovState(NamedTuple):
+  """State of `delayed_nesterov`."""
+
+  count: jax.Array  # type: ignore[assignment]  # int32[], messages in `total`
+  total: optax.Updates  # like params, their sum
+  velocity: optax.Updates  # like params
+
+
+def delayed_nesterov(
+  momentum: float = 0.9, *, every: int = 1, share: float = 0.0
+) -> optax.GradientTransformation:
+  """Delayed Nesterov: the velocity changes with each N-th update only.
+
+    S <- S + g
+    each N-th:  v <- mu v + S / N;   S <- 0
+                u = (1 - c N + c) mu v + g / N
+    the others: u = c mu v + g / N
+
+  The N updates between two changes of v add up to mu v + S / N: Nesterov's
+  momentum on the mean of N messages. N = 1 is Nesterov's momentum.
+
+  Args:
+    momentum: mu, in [0, 1).
+    every: N, updates between two changes of the velocity.
+    share: c, in [0, 1 / N], the part of the velocity in each other update.
+
+  Returns:
+    A transform that keeps S and v.
+
+  Raises:
+    ValueError: for a value out of its range.
+
+  Source:
+    Liu et al., "Asynchronous local-SGD training for language modeling", 2024,
+    arXiv:2401.09135, delayed Nesterov momentum.
+
+  Example:
+    >>> from asgd import transforms
+    >>> tx = transforms.delayed_nesterov(0.5, every=2)
+    >>> state = tx.init(0.0)
+    >>> for g in (4.0, 2.0):  # 4 / 2, then v = (4 + 2) / 2, 0.5 3 + 2 / 2
+    ...   u, state = tx.update(g, state)
+    ...   print(u)
+    2.0
+    2.5
+  """
+  checks.fraction("momentum", momentum)
+  checks.whole("every", every)
+  in_range = f"from 0 to 1 / every, {1 / every:g}"
+  checks.real("share", share, lambda c: 0 <= c <= 1 / every, in_range)
+
+  def init_fn(params):
+    zeros = optax.tree.zeros_like(params)
+    return DelayedNesterovState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+  def update_fn(updates, state, params=None):
+    del params
+    total = optax.tree.add(state.total, updates)
+    is_full = state.count + 1 == every
+    velocity = jax.tree.map(
+      lambda v, s: jnp.where(is_full, momentum * v + s / every, v),
+      *(state.velocity, total),
+    )
+
+    def step(g, v):
+      weight = jnp.where(is_full, 1 - share * every + share, share)
+      return (weight * momentum).astype(v.dtype) * v + g / every
+
+    following = DelayedNesterovState(
+      jnp.where(is_full, 0, state.count + 1),
+      jax.tree.map(lambda s: jnp.where(is_full, 0, s), total),
+      velocity,
+    )
+    return jax.tree.map(step, updates, velocity), following
+
+  return optax.GradientTransformation(init_fn, update_fn)
