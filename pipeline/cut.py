@@ -58,12 +58,13 @@ def cut(
         " layers to another stage"
       )
     rules = recipes[stage]
-    if rules.worker is not None or rules.every > 1:
+    drops = rules.max_staleness is not None
+    if rules.worker is not None or rules.every > 1 or drops:
       raise ValueError(
         "a pipeline's stages send plain gradients, averaged as the schedule"
-        " says: recipes with local workers or rounds do not fit; use"
-        " asgd, nag_asgd, dana_zero, dana_slim, dc_asgd_c, dc_asgd_a,"
-        " staleness_aware or gap_aware"
+        " says: recipes with local workers or rounds, or that drop late"
+        " gradients, do not fit; use asgd, nag_asgd, dana_zero, dana_slim,"
+        " dc_asgd_c, dc_asgd_a, staleness_aware, adadelay or gap_aware"
       )
     fn = _stage_fn(problem.pieces, first, last)
     out.append(Part(fn, stage_params, rules.server(), rules.at_worker))

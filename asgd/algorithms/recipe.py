@@ -1,7 +1,6 @@
 """The type of a recipe: an algorithm, and where each of its parts runs."""
 
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,7 +55,7 @@ class Recipe(NamedTuple):
   # The server drops messages of a larger staleness. None: it drops none.
   max_staleness: int | None = None
   order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
-  order_options: Mapping[str, Any] = types.MappingProxyType({})  # of its maker
+  order_options: Mapping[str, Any] = {}  # of the maker of that order
   workers: int | None = None  # most workers it can serve; None: no limit
   # Makes a worker of a loss. None: a worker that sends one gradient.
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None

@@ -135,8 +135,11 @@ def _is_refused(engine: str, name: str) -> bool:
     return engine == "mesh" and algorithms.build(name, 0.1, 3).order == "pairs"
   if engine not in ("mesh", "pipeline") or name not in algorithms.RECIPES:
     return False
-  # Local steps of workers: both have one gradient for all of them.
-  return algorithms.build(name, 0.1, 3).worker is not None
+  # Local steps of workers: both have one gradient for all of them. A pipeline
+  # would drop the gradients of all stages but the last.
+  recipe = algorithms.build(name, 0.1, 3)
+  drops = engine == "pipeline" and recipe.max_staleness is not None
+  return recipe.worker is not None or drops
 
 
 def _runs(engine: str, kind: Any, each: Any) -> str:

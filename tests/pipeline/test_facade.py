@@ -116,6 +116,7 @@ def test_a_recipe_changed_by_hand_is_taken_where_it_fits():
     ({"stages": 3}, "stages"),
     ({"schedul": "gpipe"}, "'pipeline.schedul'"),
     ({"recipe": asgd.easgd(0.1, workers=2)}, "plain gradients"),
+    ({"recipe": asgd.ringmaster_asgd(0.1, workers=2)}, "drop late gradients"),
     ({"workers": 4}, "workers=4, but a pipeline is one worker with stages=2"),
     ({"criterion": lambda y, batch: y}, "must be a scalar"),
     ({"recipe": CHANGED, "schedule": "gpipe"}, "made or changed by hand"),

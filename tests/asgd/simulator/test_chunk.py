@@ -178,6 +178,8 @@ ROUNDS = {
   "backup_workers": ("ssgd", {"backup": [1]}),
   "backup_tasks": ("ssgd", {"late": [1.1, 1.5]}),
   "fixed_delay": ("dana_zero", {}),
+  "with_stops": ("dana_slim", {"stop_after": [2, 4], "budget": [1.3]}),
+  "asynchronous, gated": ("rennala_sgd", {}),
   "asynchronous, warm start": ("nag_asgd", {"warm_start": [5, 9]}),
   "bulk_synchronous, looking ahead": ("dana_zero", {}),
 }
