@@ -94,16 +94,15 @@ def budgets_of(
   """
   if budget is None:
     return [math.inf] * workers
-  if isinstance(budget, str) or not isinstance(budget, Sequence):
-    budget = [budget] * workers
-  if len(budget) != workers:
+  budgets = budget if isinstance(budget, Sequence) else [budget] * workers
+  if len(budgets) != workers:
     raise ValueError(
       f"budget must be a number, or one for each of the {workers} workers, not"
       f" {checks.shown(budget)}"
     )
-  for value in budget:
+  for value in budgets:
     checks.positive("budget", value)
-  return list(budget)
+  return list(budgets)
 
 
 class _Jobs:
