@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import checks
+from asgd import base, checks
 
 
 class DelayedNesterovState(NamedTuple):
@@ -19,7 +19,7 @@ class DelayedNesterovState(NamedTuple):
 
 def delayed_nesterov(
   momentum: float = 0.9, *, every: int = 1, share: float = 0.0
-) -> optax.GradientTransformation:
+) -> base.Transform:
   """Delayed Nesterov: the velocity changes with each N-th update only.
 
     S <- S + g
@@ -61,15 +61,18 @@ def delayed_nesterov(
   checks.real("share", share, lambda c: 0 <= c <= 1 / every, in_range)
 
   def init_fn(params):
-    zeros = optax.tree.zeros_like(params)
-    return DelayedNesterovState(jnp.zeros([], jnp.int32), zeros, zeros)
+    # Two trees of zeros: a buffer cannot be donated twice.
+    total, velocity = (optax.tree.zeros_like(params) for _ in range(2))
+    return DelayedNesterovState(jnp.zeros([], jnp.int32), total, velocity)
 
-  def update_fn(updates, state, params=None):
-    del params
+  def update_fn(updates, state, params=None, **extra_args):
+    del params, extra_args
     total = optax.tree.add(state.total, updates)
     is_full = state.count + 1 == every
     velocity = jax.tree.map(
-      lambda v, s: jnp.where(is_full, momentum * v + s / every, v),
+      lambda v, s: jnp.where(
+        is_full, (momentum * v + s / every).astype(v.dtype), v
+      ),
       *(state.velocity, total),
     )
 
@@ -84,4 +87,4 @@ def delayed_nesterov(
     )
     return jax.tree.map(step, updates, velocity), following
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
