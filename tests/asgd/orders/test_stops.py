@@ -41,12 +41,12 @@ def test_no_message_is_as_stale_as_the_limit(name, limit):
   # A job is stopped when, and only when, its delay reaches the limit.
   received, sent = 0, {}
   for row in trace.events(made):
-    received += row.action == base.RECEIVE
     if row.action == base.SEND:
       sent[row.key] = received
-    else:
-      delay = received - sent.pop(row.key)
-      assert (delay == limit) == (row.action == base.STOP)
+      continue
+    delay = received - sent.pop(row.key)
+    assert (delay == limit) == (row.action == base.STOP)
+    received += row.action == base.RECEIVE
 
 
 @pytest.mark.parametrize("name", ["unequal", "heavy tail"])
