@@ -94,7 +94,7 @@ def scale_by_staleness(grace: float = 1) -> base.Transform:
   checks.positive("grace", grace)
   # alpha(tau) / alpha_0 = 1 / tau; the paper does not divide if tau = 0.
   return scale_by_discount(
-    lambda staleness: 1.0 / jnp.maximum(staleness / grace, 1.0)
+    lambda staleness: 1.0 / jnp.maximum(1.0 * staleness / grace, 1.0)
   )
 
 
@@ -145,7 +145,9 @@ def scale_by_adadelay(
     # The rate of this update, at the count that the optimizer's schedule reads.
     rate = rates.at(learning_rate, state.count)
     count = optax.safe_increment(state.count)
-    scale = 1.0 / (1.0 + strength * rate * jnp.sqrt(count + staleness))
+    # 1.0 makes a float, of the default dtype, of the integers.
+    root = jnp.sqrt(1.0 * (count + staleness))
+    scale = 1.0 / (1.0 + strength * rate * root)
     return _times(updates, scale), AdaDelayState(count)
 
   return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

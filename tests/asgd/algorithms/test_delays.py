@@ -42,7 +42,7 @@ def test_adadelay_by_hand():
 
 def test_adadelay_reads_the_schedule_of_its_optimizer():
   # L = 1, then 2: the scale and the step read the rate of the same update.
-  recipe = algorithms.build("adadelay", lambda count: 1 / (1 + count), 2)
+  recipe = algorithms.build("adadelay", lambda count: 1.0 / (1.0 + count), 2)
   path, _ = path_of(recipe, (0, 4.0), (0, 4.0))
   close(path, [8 - 4 / (1 + 1), 6 - 4 / (2 + np.sqrt(2))])
 

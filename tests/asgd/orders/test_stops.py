@@ -79,7 +79,7 @@ def test_a_stopped_worker_starts_the_next_job_at_once():
   # A file keeps the action.
   text = orders.dump(made)
   assert ",stop\n" in text
-  kit.same(trace.load(text.splitlines()), made)
+  kit.same(trace.load(text.splitlines(keepends=True)), made)
 
 
 def test_a_job_that_takes_its_budget_is_not_stopped():
