@@ -153,20 +153,22 @@ def mindflayer_sgd(
 
   Example:
     >>> import asgd
-    >>> recipe = asgd.mindflayer_sgd(0.5, workers=4, every=8, budget=1.5)
+    >>> recipe = asgd.mindflayer_sgd(0.5, workers=2, every=8, budget=1.5)
     >>> recipe.every, recipe.max_staleness, recipe.order
     (8, 0, 'with_stops')
     >>> dict(recipe.order_options)
-    {'budget': 1.5}
+    {'budget': (1.5, 1.5)}
   """
   recipe = rennala_sgd(
     *(learning_rate, workers), momentum=momentum, weight_decay=weight_decay,
     every=every, optimizer=optimizer,
   )
-  stops_lib.budgets_of(budget, workers)  # checks it before an order is made
-  return recipe if budget is None else _stopped(recipe, budget=budget)
+  if budget is None:
+    return recipe
+  return _stopped(recipe, budget=tuple(stops_lib.budgets_of(budget, workers)))
 
 
 def _stopped(recipe: Recipe, **options: object) -> Recipe:
   """Returns a recipe for the order in which computations are stopped."""
-  return recipe._replace(order="with_stops", order_options=options)
+  pairs = tuple(options.items())
+  return recipe._replace(order="with_stops", order_options=pairs)

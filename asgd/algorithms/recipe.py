@@ -55,7 +55,8 @@ class Recipe(NamedTuple):
   # The server drops messages of a larger staleness. None: it drops none.
   max_staleness: int | None = None
   order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
-  order_options: Mapping[str, Any] = {}  # of the maker of that order
+  # (name, value) of each argument of that order's maker; a Recipe has a hash.
+  order_options: tuple[tuple[str, Any], ...] = ()
   workers: int | None = None  # most workers it can serve; None: no limit
   # Makes a worker of a loss. None: a worker that sends one gradient.
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None

@@ -213,7 +213,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
     return run.config["order"]
   if recipe.order != "asynchronous":
     _check_prescribed(run, recipe.order)
-    return {"name": recipe.order, **recipe.order_options}
+    return {"name": recipe.order, **dict(recipe.order_options)}
   order, call = run.config["order"], recipe.made
   is_set = call is not None and call.options.get("fetch_every") is not None
   if recipe.fetch_every == 1 and not is_set:

@@ -24,7 +24,7 @@ def order_of(recipe: Recipe, messages=120, clock=None):
     *(recipe.order, clock),
     workers=WORKERS,
     messages=messages,
-    **recipe.order_options,
+    **dict(recipe.order_options),
   )
 
 
@@ -41,7 +41,7 @@ def hand(name, clock, gradients, **options):
   Returns (job, accepted, parameter) of each message, from a parameter of 8."""
   recipe = algorithms.build(name, 0.5, 2, **options)
   trace = orders.build(
-    recipe.order, clock, workers=2, messages=3, **recipe.order_options
+    recipe.order, clock, workers=2, messages=3, **dict(recipe.order_options)
   )
   worker = asgd.gradient_worker(lambda w, batch: w * batch)
   host = simulator.make_host(recipe.server(), worker)
