@@ -49,6 +49,7 @@ DOCUMENTED = {
   **{f"compression.{k}": getattr(compression, k) for k in _COMPOSE},
   **{f"orders.{k}": v for k, v in own(makers).items()},
   "orders.backup_tasks": orders.backup_tasks,
+  "orders.with_stops": orders.with_stops,
   **{f"durations.{k}": v for k, v in own(durations).items()},
 }
 
