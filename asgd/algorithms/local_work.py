@@ -422,8 +422,7 @@ def fedasync(
 def fedbuff(
   learning_rate: optax.ScalarOrSchedule, workers: int, *,
   weight_decay: float = 0.0, steps: int = 10, every: int | None = None,
-  outer_rate: float = 1.0, outer_momentum: float = 0.0,
-  discount: str = "polynomial", decay: float | None = None, grace: int = 4,
+  outer_rate: float = 1.0, outer_momentum: float = 0.0, decay: float = 0.5,
   optimizer: OptimizerLike = None
 ) -> Recipe:
   """FedBuff: the server averages a buffer of stale displacements, then steps.
@@ -431,7 +430,7 @@ def fedbuff(
     worker: x^i <- params;   H steps of SGD on x^i;   send params - x^i
     server: of each K messages, from any workers, with staleness tau_k:
             D = (1 / K) sum_k s(tau_k) (params - x^i)_k;   v <- mu v + D
-            params <- params - eta_outer v
+            params <- params - eta_outer v,   s(tau) = (tau + 1)^-a
 
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options.
@@ -439,10 +438,7 @@ def fedbuff(
     every: K, the messages of an update; None is N.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
-    discount: name of s, see `transforms.make_discount`; the default is (tau +
-      1)^-0.5.
-    decay: a, see there.
-    grace: b, see there.
+    decay: a, positive.
 
   Returns:
     A Recipe for the asynchronous order, whose jobs are H batches.
@@ -470,7 +466,7 @@ def fedbuff(
   """
   rates.check("outer_rate", outer_rate)
   every = workers if every is None else every
-  s = transforms.make_discount(discount, decay, grace)
+  s = transforms.polynomial_discount(decay)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay)
   recipe = displacement_recipe(sgd(outer_rate, outer_momentum), tx, steps)
   # Each displacement is weighted before the mean, by its own staleness.

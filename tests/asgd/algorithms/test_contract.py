@@ -273,7 +273,7 @@ BESIDE = {
   "easgd": {"momentum": 0.9, "steps": 2},
   "diloco": {"steps": 2},
   "fedasync": {"discount": "hinge", "grace": 1, "steps": 2, "proximal": 0.1},
-  "fedbuff": {"discount": "hinge", "grace": 1, "steps": 2, "every": 2},
+  "fedbuff": {"decay": 1.0, "steps": 2, "every": 2},
 }
 
 
@@ -452,6 +452,7 @@ def test_workers_must_be_a_positive_whole_number(workers):
     ("async_diloco", dict(momentum_share=0.6), "share must be from 0 to 1 / "),
     ("async_diloco", dict(outer_rate=0.0), "outer_rate must be a positive"),
     ("fedbuff", dict(every=0), "every must be a positive whole"),
+    ("fedbuff", dict(decay=0.0), "decay .a. must be a positive"),
     ("fedbuff", dict(outer_rate=0.0), "outer_rate must be a positive"),
     ("downpour", dict(push_every=0), "push_every must be"),
     ("downpour", dict(fetch_every=0), "fetch_every must be"),
