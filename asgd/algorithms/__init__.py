@@ -36,7 +36,6 @@ from typing import Any
 import optax
 
 from asgd import checks, names, optimizers, rates
-from asgd.algorithms.diloco import async_diloco, diloco
 from asgd.algorithms.fresh import (
   mindflayer_sgd,
   rennala_sgd,
@@ -67,6 +66,7 @@ from asgd.algorithms.lookahead import (
   multi_asgd,
   nag_asgd,
 )
+from asgd.algorithms.outer_steps import async_diloco, diloco
 from asgd.algorithms.recipe import Recipe, RecipeBuild
 from asgd.algorithms.sgd import asgd, ssgd
 from asgd.algorithms.staleness import (

@@ -87,4 +87,4 @@ def delayed_nesterov(
     )
     return jax.tree.map(step, updates, velocity), following
 
-  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
+  return base.Transform(init_fn, update_fn)

@@ -144,7 +144,7 @@ def scale_by_adadelay(
     del params, extra_args
     # The rate of this update, at the count that the optimizer's schedule reads.
     rate = rates.at(learning_rate, state.count)
-    count = optax.safe_increment(state.count)
+    count = state.count + 1
     # 1.0 makes a float, of the default dtype, of the integers.
     root = jnp.sqrt(1.0 * (count + staleness))
     scale = 1.0 / (1.0 + strength * rate * root)

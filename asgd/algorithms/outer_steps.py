@@ -1,4 +1,4 @@
-"""DiLoCo: AdamW at the workers and Nesterov's momentum at the server."""
+"""DiLoCo and its asynchronous form: AdamW at workers, outer steps at a server."""
 
 import optax
 
@@ -88,7 +88,7 @@ def _at_workers(
   """Returns the workers' AdamW, or the optimizer that replaces it."""
   optimizers.refuse_beside(optimizer, weight_decay=(weight_decay, 0.1))
   if optimizer is not None:
-    return optimizers.at_version(optimizer, learning_rate)  # type: ignore[arg-type]
+    return optimizers.at_version(optimizer, learning_rate)
   return optax.chain(
     # AdamW: decay is added after Adam's scaling, before the rate.
     optax.scale_by_adam(),
