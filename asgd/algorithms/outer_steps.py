@@ -1,4 +1,4 @@
-"""DiLoCo and its asynchronous form: AdamW at workers, outer steps at a server."""
+"""DiLoCo and its asynchronous form: outer steps on displacements."""
 
 import optax
 
