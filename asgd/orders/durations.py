@@ -276,6 +276,70 @@ def bursts(
   return Durations(stream)
 
 
+def failing(
+  mean: float = 1.0, *, seed: int = 0, variation: float = 0.1,
+  mtbf: float = 100.0, mttr: float = 10.0,
+) -> Durations:
+  """Workers fail while they compute, and are replaced.
+
+    time = x + sum over the failures of the batch of (f_k + mttr),
+    x as of `gamma`,   f_k the time computed in vain before failure k
+
+  A machine computes for a time drawn from Exp(mtbf) until it fails. `mttr`
+  later a replacement begins the batch again, on the ticket of the batch. A
+  machine that waits does not fail. The mean of a batch of a constant x is
+
+    (mtbf + mttr) (exp(x / mtbf) - 1),
+
+  which is x / A for x << mtbf, where A = mtbf / (mtbf + mttr) is the
+  availability of a worker.
+
+  Args:
+    mean, seed: shared options; the mean is of batches without a failure.
+    variation: V of a batch, positive.
+    mtbf: mean time between failures, `mean` or more: of a machine, from the
+      start of its work to its failure.
+    mttr: time to replace a machine, 0 or more; all replacements take it.
+
+  Returns:
+    Durations in the unit of `mean`.
+
+  Source:
+    Barlow, Proschan, "Mathematical theory of reliability", 1965, for the
+    availability.
+
+  Example:
+    >>> import itertools
+    >>> from asgd.orders import durations
+    >>> clock = durations.failing(mtbf=50.0, mttr=10.0)
+    >>> times = list(itertools.islice(clock.stream(0), 100_000))
+    >>> f"{len(times) / sum(times):.2f}"  # batches in a unit of time
+    '0.83'
+    >>> round(50 / (50 + 10), 2)
+    0.83
+  """
+  base_clock = gamma(mean, seed=seed, variation=variation)
+  # Below it, most batches would fail, and some would hardly ever end.
+  required = f"{mean:g} or more, the mean time of a batch"
+  checks.real("mtbf", mtbf, lambda value: value >= mean, required)
+  checks.nonnegative("mttr", mttr)
+
+  def stream(worker):
+    # A separate generator, so that batches without a failure take the times of
+    # `gamma` with this seed.
+    rng = np.random.default_rng((seed, worker, 2))
+    left = rng.exponential(mtbf)  # work of the machine until it fails
+    for time in base_clock.stream(worker):
+      lost = 0.0
+      while left < time:
+        lost += left + mttr
+        left = rng.exponential(mtbf)
+      left -= time
+      yield lost + time
+
+  return Durations(stream)
+
+
 def measured(
   samples: Sequence[Sequence[float]], *, resample: bool = False, seed: int = 0
 ) -> Durations:
@@ -388,7 +452,10 @@ def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
   return Durations(checked)
 
 
-_KNOWN = constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts
+_KNOWN = (
+  *(constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts),
+  failing,
+)
 _MAKERS = {maker.__name__: maker for maker in _KNOWN}
 
 NAMES = tuple(_MAKERS)  # names that `build` knows
@@ -399,7 +466,7 @@ def build(name: str, *, seed: int = 0, **kwargs: Any) -> Durations:
 
   Args:
     name: "constant", "gamma", "homogeneous", "heterogeneous", "measured",
-      "pareto" or "bursts".
+      "pareto", "bursts" or "failing".
     seed: shared option, of those that draw.
     **kwargs: options of the maker.
 

@@ -258,7 +258,7 @@ def codec_sources() -> str:
 _ORDERS = "asynchronous", "bulk_synchronous", "stale_synchronous"
 _ORDERS += "backup_workers", "backup_tasks", "fixed_delay", "with_stops"
 _DURATIONS = "constant", "gamma", "homogeneous", "heterogeneous", "measured"
-_DURATIONS += "pareto", "bursts"
+_DURATIONS += "pareto", "bursts", "failing"
 
 TABLES: dict[str, Callable[[], str]] = {
   "recipes": recipes,

@@ -106,6 +106,7 @@ RANDOM = {
   "measured": lambda seed: durations.measured(ROWS, resample=True, seed=seed),
   "pareto": durations.pareto,
   "bursts": lambda seed: durations.bursts(every=3.0, length=2.0, seed=seed),
+  "failing": lambda seed: durations.failing(mtbf=3.0, mttr=2.0, seed=seed),
 }
 
 
@@ -232,6 +233,11 @@ MISTAKES = {
     (dict(every=-1), "every must be 1 or more, not -1"),
     (dict(length=0.1), "length must be 1 or more, not 0.1"),
   ],
+  "failing": [
+    (dict(mtbf=0.5), "mtbf must be 1 or more, .* not 0.5"),
+    (dict(mean=4.0, mtbf=3.0), "mtbf must be 4 or more, .* not 3.0"),
+    (dict(mttr=-1.0), "mttr must be 0 or more, not -1.0"),
+  ],
 }
 
 
@@ -265,3 +271,27 @@ def test_bursts_are_slow_for_a_while():
   # A burst ends with one chance in five, and begins with one in twenty.
   ends = slow[:-1] & ~slow[1:]
   assert ends.sum() / slow[:-1].sum() == pytest.approx(1 / 5, rel=0.1)
+
+
+# Failures.
+
+
+def test_a_batch_that_fails_is_computed_again_after_the_replacement():
+  options = {"mtbf": 20.0, "mttr": 30.0}
+  times = np.array(take(durations.failing(2.0, seed=1, **options), 1, 20_000))
+  plain = np.array(take(durations.gamma(2.0, seed=1), 1, 20_000))
+  failed = times != plain
+  # The others take the times of `gamma`: a batch of 2 fails with 1 - exp(-0.1).
+  assert failed.mean() == pytest.approx(1 - np.exp(-0.1), rel=0.05)
+  # One failure costs the replacement, and less than the batch.
+  once = failed & (times - plain < 60.0)
+  costs = times[once] - plain[once] - 30.0
+  assert costs.min() > 0
+  assert (costs < plain[once]).all()
+  assert times.mean() == pytest.approx(50 * np.expm1(0.1), rel=0.03)
+
+
+def test_availability_is_the_throughput_of_long_lived_workers():
+  clock = durations.failing(variation=1e-3, mtbf=200.0, mttr=100.0, seed=3)
+  times = take(clock, 0, 100_000)
+  assert len(times) / sum(times) == pytest.approx(200 / 300, rel=0.03)
