@@ -75,6 +75,7 @@ class Client:
     codec: ValueCodec | None = None,
     key: jax.Array | None = None,
     seed: int = 0,
+    key_caching: bool = True,
   ):
     """Starts without rows.
 
@@ -87,13 +88,16 @@ class Client:
       codec: of values.
       key: JAX key of the codec's random numbers.
       seed: of the filters' random numbers.
+      key_caching: whether a list of keys that was sent before is sent as its
+        digest.
     """
     self.worker, self.rules = worker, rules
     self._specs, self._filters = dict(specs), tuple(filters)
     self._codec, self._key, self._seed = codec, key, seed
     self._rows = {name: KeyedRows([], self._made(name, ())) for name in specs}
     self.factor = 1.0  # a read shows copy + factor * own updates
-    self.sender = KeyCache()
+    self._key_caching = key_caching
+    self.sender = KeyCache(sends_digests=key_caching)
     self.held = Held(0, 0)
     self.flushes = 0  # messages so far
     # Changes of the copies by the last message: table -> (keys, changes).
@@ -321,6 +325,7 @@ class Client:
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores the packed state of a client with the same arguments."""
     self._rows = {k: KeyedRows.unpack(x) for k, x in tree["rows"].items()}
-    self.sender, self.held = KeyCache(tree["cached"]), Held(*tree["held"])
+    self.sender = KeyCache(tree["cached"], sends_digests=self._key_caching)
+    self.held = Held(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
     self.in_flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}

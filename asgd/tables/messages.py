@@ -97,9 +97,16 @@ class KeyCache:
     (1000, 1000)
   """
 
-  def __init__(self, lists: Iterable[tuple[bytes, Keys]] = ()):
-    """Takes the cached lists by digest, the oldest first."""
+  def __init__(
+    self,
+    lists: Iterable[tuple[bytes, Keys]] = (),
+    *,
+    sends_digests: bool = True,
+  ):
+    """Takes the cached lists by digest, the oldest first. Without
+    `sends_digests` a sender sends the keys of each list again."""
     self.lists = collections.OrderedDict(lists)
+    self._sends_digests = sends_digests
 
   def _remember(self, digest: bytes, keys: Keys) -> None:
     """Caches a list as the latest, and drops the oldest beyond `_CACHED`."""
@@ -111,9 +118,9 @@ class KeyCache:
   def pack(self, keys: Keys) -> KeyList:
     """Returns keys as they are sent, and caches them."""
     digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
-    new = digest not in self.lists
+    is_known = self._sends_digests and digest in self.lists
     self._remember(digest, keys)
-    return KeyList(digest, keys if new else None)
+    return KeyList(digest, None if is_known else keys)
 
   def unpack(self, sent: KeyList) -> Keys:
     """Returns the keys of a message, and caches them.

@@ -37,6 +37,7 @@ class TableSettings(NamedTuple):
   rebalance_every: int = 0
   filters: tuple[filters_lib.Filter, ...] = ()
   codec: tuple[tuple[str, Any], ...] = ()
+  key_caching: bool = True
   # Whether workers compute values to push (`Problem.updates`), no gradients.
   direct: bool = False
   workers: int | None = None  # N; None: the run gives it
@@ -183,6 +184,7 @@ def table(
   rebalance_every: int = 0,
   filters: str | Sequence[str | Mapping[str, Any]] = (),
   codec: str | Mapping[str, Any] | None = None,
+  key_caching: bool = True,
   ftrl: Mapping[str, float] | None = None,
   proximal: Mapping[str, float] | None = None,
   optimizer: Any = None,
@@ -213,6 +215,8 @@ def table(
       (`FILTERS`); a single one may be given without the list.
     codec: of values, a name of `compression.CODECS`, or a dict of a `name` and
       options; None: values are sent as they are.
+    key_caching: whether workers send a list of keys that they have sent before
+      as its digest, of 8 bytes.
     ftrl: options of `ftrl_proximal`, which becomes the function at the server.
     proximal: options of `functions.proximal`, which becomes the function at the
       server with the run's learning rate. It requires a problem that computes
@@ -238,6 +242,7 @@ def table(
   """
   checks.whole("workers", workers)
   clock_every = checks.whole("clock_every", clock_every, most=10**6)
+  checks.flag("key_caching", key_caching)
   if not callable(learning_rate):
     checks.positive("learning_rate", learning_rate)
   if isinstance(filters, str | Mapping):
@@ -272,6 +277,7 @@ def table(
     checks.whole("rebalance_every", rebalance_every, 0),
     tuple(map(filters_lib.named, filters)),
     _codec_options(codec),
+    key_caching,
     workers=workers,
   )
   if any(_is_kkt(each) for each in filters) and function.additive:

@@ -147,7 +147,7 @@ class TableRun:
       Client(
         *(worker, self.server.specs, settings.rules),
         filters=settings.filters,
-        codec=codec,
+        codec=codec, key_caching=settings.key_caching,
         key=codec and jax.random.fold_in(key, worker),
         seed=seed,
       )

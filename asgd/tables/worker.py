@@ -76,7 +76,7 @@ class TableWorker:
       Client(
         *(worker, division.of_shard(shard), settings.rules),
         filters=settings.filters,
-        codec=codec,
+        codec=codec, key_caching=settings.key_caching,
         key=codec and jax.random.fold_in(key, shard),
         seed=seed * division.shards + shard,
       )

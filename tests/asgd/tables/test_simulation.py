@@ -55,6 +55,22 @@ def test_lists_of_keys_are_sent_once():
   assert many.records().bytes_up.sum() < 3 * first
 
 
+def test_without_key_caching_each_message_has_its_keys():
+  cached, plain = finished(), finished(key_caching=False)
+  same(cached, plain, but=("bytes_up",))
+  up = [run.records().bytes_up.sum() for run in (cached, plain)]
+  assert up[0] < up[1]
+  keys = np.arange(5)
+  sender = tables.KeyCache(sends_digests=False)
+  first, again = sender.pack(keys), sender.pack(keys)
+  assert first.nbytes == again.nbytes == 48
+  receiver = tables.KeyCache()
+  for sent in (first, again):
+    assert receiver.unpack(sent).tolist() == keys.tolist()
+  with pytest.raises(ValueError, match="key_caching must be True or False"):
+    tables.table(0.1, 2, key_caching="no")
+
+
 @pytest.mark.parametrize("bad", [0, 17])
 def test_a_row_that_is_not_finite_ends_its_job_only(bad):
   run = run_of(bad=bad)
