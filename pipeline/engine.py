@@ -335,7 +335,7 @@ class PipelineEngine(engines.Engine):
       "stage_peak_bytes": facts.peak_activations.tolist(),
       "bubble_predicted": facts.bubble_of_total if costs else float("nan"),
       "bubble_measured": self._log.bubble(),
-      **self._traffic(),
+      **plan.predicted_times(), **self._traffic(),
     }
 
   def _traffic(self):

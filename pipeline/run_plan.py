@@ -157,6 +157,21 @@ class PipelinePlan(NamedTuple):
     """Updates of each stage in the run."""
     return self.messages // self.table.every
 
+  def predicted_times(self) -> dict[str, float]:
+    """Returns the seconds of a microbatch in the table, which follow from the
+    seconds of layers; {} if these were not measured. Messages take no time."""
+    layers = self.measurements.get("layer_seconds")
+    if layers is None:
+      return {}
+    forward, backward = np.add.reduceat(np.array(layers), self.cuts[:-1]).T
+    # A stage that recomputes has a second forward in its backward.
+    backward = backward + np.where(self.recompute, forward, 0.0)
+    # How a backward divides was not measured: inputs and weights take halves.
+    half = backward / 2
+    costs = analyze.costs(len(half), forward=forward, input=half, weight=half)
+    makespan = float(analyze.times(self.table, costs).end.max())
+    return {"microbatch_seconds": makespan / self.table.microbatches}
+
   def describe_partition(self) -> str:
     """Returns a line with the layers and devices of each stage."""
     ranges = itertools.pairwise(self.cuts)

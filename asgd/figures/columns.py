@@ -66,7 +66,7 @@ OF_NETWORKS = (
   "service_utilisation",
   "queue_wait",
 )
-OF_PIPELINES = "bubble_predicted", "bubble_measured"
+OF_PIPELINES = "bubble_predicted", "bubble_measured", "microbatch_seconds"
 RESULTS = (
   *OF_PEERS,
   *OF_TABLES,

@@ -6,11 +6,11 @@ from asgd import checks
 from asgd.pipeline import analyze, validate
 from asgd.pipeline import table as table_lib
 from asgd.pipeline.schedules import layout
-from asgd.pipeline.schedules.play import Rule, play
-from asgd.pipeline.table import KNOWN, Schedule
+from asgd.pipeline.schedules.play import Rule, RuleState, play
+from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, Schedule, Step
 
 
-@layout.traits(listed=True)
+@layout.traits(listed=True, partitioner="mixed_pipe")
 def custom(
   rule: Rule,
   *,
@@ -83,6 +83,41 @@ def custom(
   costs = layout.costs_of(costs, len(places))
   orders = play(rule, places, microbatches, costs, every=every, flush=flush)
   return layout.valid(name, orders, every, flush=flush)
+
+
+def forwards_first(device: int, state: RuleState) -> Step | None:
+  """A rule for `custom`: a device does a backward when no forward is ready.
+
+  With a flush it is GPipe on devices that may hold several stages, which need
+  not be neighbours. There a backward may come before the last forwards, while
+  these are on other devices.
+
+  Args:
+    device: its number.
+    state: of the device.
+
+  Returns:
+    The next step, or None to wait.
+
+  Source:
+    none: it extends GPipe (Huang et al. 2019) to any devices.
+
+  Example:
+    >>> from asgd.pipeline import analyze, schedules, table
+    >>> from asgd.pipeline.schedules import user_rules
+    >>> mixed = schedules.custom(
+    ...   user_rules.forwards_first,
+    ...   devices=[0, 1, 0],
+    ...   microbatches=2,
+    ...   costs=analyze.costs(3, backward=1.0),
+    ... )
+    >>> print(table.to_text(mixed), end="")
+    # custom; every 2; flush
+    0 | F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 .    .    B0@1 B1@1 .
+  """
+  del device
+  return state.first(FORWARD) or state.first(BACKWARD)
 
 
 def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:

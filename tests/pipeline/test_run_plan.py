@@ -244,6 +244,59 @@ def test_the_partitioner_spares_the_last_stage_of_ftpipe():
   assert seen == ["but_last", "all", "none"]
 
 
+def test_the_time_of_a_microbatch_follows_from_the_seconds_of_layers():
+  """Two devices, stages of 1 + 2 and 2 + 4 seconds, and the flush of GPipe."""
+  seconds = [[0.0, 0.0], [1.0, 2.0], [0.5, 1.0], [0.5, 1.0], [1.0, 2.0]]
+  given = {"measurements": {"layer_seconds": seconds}}
+  stages = {"cuts": [0, 2, 5], "stages": 2}
+  config = small_config(
+    plain={"schedule": "gpipe", **stages},
+    again={"schedule": "gpipe", "recompute": "but_last", **stages},
+    free={"schedule": "ftpipe", **stages},
+    split={"schedule": "zb_h1", **stages},
+  )
+  exp = build_pipelines(config=config, **given)
+  times = {
+    label: plan_of(exp, label).predicted_times()["microbatch_seconds"]
+    for label in ("plain", "again", "free", "split")
+  }
+  # The second device is busy for 6 of each microbatch. It waits for the first
+  # forward, and the first device ends with a backward.
+  m = MICROBATCHES
+  assert times["plain"] == pytest.approx((6 * m + 1 + 2) / m)
+  assert times["again"] == pytest.approx((6 * m + 1 + 3) / m)
+  total = plan_of(exp, "free").messages
+  assert times["free"] == pytest.approx((6 * total + 1 + 3) / total)
+  assert 6 <= times["split"] <= times["plain"]
+  assert plan_of(build_pipelines()).predicted_times() == {}
+
+
+@pytest.mark.slow
+def test_gpipe_has_any_stages_on_a_device_by_a_rule():
+  """5 seconds on each of two devices, where cuts of a chain give 6 and 4."""
+  rule = "asgd.pipeline.schedules.user_rules:forwards_first"
+  config = small_config(
+    mixed={"schedule": "custom", "rule": rule, "partition": "mixed_pipe"},
+    plain={"schedule": "gpipe", "cuts": "time"},
+  )
+  config["pipeline"]["stages"] = 2
+  seconds = [[0.0, 0.0], [1.0, 3.0], [1.0, 1.0], [0.5, 0.5], [1.0, 2.0]]
+  exp = build_pipelines(config=config, measurements={"layer_seconds": seconds})
+  mixed = plan_of(exp, "mixed")
+  assert mixed.table.places() == [[0], [1], [0], [1]]
+  assert mixed.table.flush
+  times = [
+    plan_of(exp, label).predicted_times()["microbatch_seconds"]
+    for label in ("mixed", "plain")
+  ]
+  assert times[0] < times[1]
+  found, wanted = (
+    host_leaves(to_the_end(exp, label).snapshot().params)
+    for label in ("mixed", "plain")
+  )
+  kit.close(found, wanted, atol=2e-6)
+
+
 def test_pipemare_divides_the_rates_of_stages_by_their_delays():
   """By tau^p at update k, p = 1 - min(k / K, 1): tau is 7, 5, 3 and 1."""
   config = small_config(x={"schedule": "pipemare", "anneal": 2})
