@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import optax
 
-from asgd import algorithms, base, compression, gossip
+from asgd import algorithms, base, checks, compression, gossip
 from asgd.experiment.machine import Machine
 from asgd.orders.durations import Durations
 from asgd.orders.protocol import Rules
@@ -138,8 +138,12 @@ def read_options(
   Args:
     named: values of the first fields of `RunOptions`.
     further: values of its other fields, and keys of a config.
+
+  Raises ValueError for a folder that is no path.
   """
   fields = RunOptions._fields[len(named) :]
   known = {key: further[key] for key in fields if key in further}
+  if known.get("folder") is not None:
+    known["folder"] = checks.folder("folder", known["folder"])
   config = {k: v for k, v in further.items() if k not in known}
   return RunOptions(*named, **known), config

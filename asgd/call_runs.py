@@ -33,12 +33,6 @@ from asgd.experiment.engines import EngineKind
 from asgd.experiment.machine import Machine
 from asgd.problems import own
 
-# Columns of an evaluation's row that a caller gets.
-_RESULT_COLUMNS = (
-  *("message", "update", "time", "seconds", "megabytes", "train_loss"),
-  *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
-)
-
 
 class Result(NamedTuple):
   """The results of a training."""
@@ -184,6 +178,7 @@ def train(
     if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
     if not results and cell_folder is not None:
+      _check_evaluation(cell_folder, given)
       bar.line(f"{cell_folder} had finished already: its results are read")
       results += _read(cell_folder, experiment, cell)
     records, params, rows = results
@@ -206,6 +201,23 @@ def _check_every(options: RunOptions) -> int:
       f" between two evaluations; use {max(messages // every, 1) * every}"
     )
   return every
+
+
+def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
+  """Raises ValueError if `evaluate` is another function than that of a finished
+  cell, whose evaluations would be returned."""
+  asked = given.notes.get("evaluate")
+  noted = folder.read_cell(cell_folder).get("evaluate")
+  evaluations = map(_row, folder.read_rows(cell_folder))
+  was_evaluated = any(row.keys() - own.RESULT_COLUMNS for row in evaluations)
+  # Earlier releases evaluated, and did not note the function.
+  if asked in (None, noted) or (noted is None and was_evaluated):
+    return
+  text = "with another evaluate" if noted else "without evaluate"
+  raise ValueError(
+    f"{cell_folder} was trained {text}, and has finished: leave evaluate out,"
+    " and call it on the parameters of the result; or choose another folder"
+  )
 
 
 def _report(
@@ -247,18 +259,16 @@ def _machine() -> Machine:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
   """An evaluation as the caller knows it."""
-  columns = {
-    key: row[key] for key in _RESULT_COLUMNS if row.get(key) is not None
-  }
+  columns = {key: row[key] for key in own.RESULT_COLUMNS if key in row}
   columns |= {
     key.removeprefix("test_"): value
     for key, value in row.items()
-    if key.startswith("test_") and value is not None
+    if key.startswith("test_")
   }
   return {
     key: value
     for key, value in columns.items()
-    if not key.startswith("test_") and value == value  # not a NaN
+    if value is not None and value == value  # not a NaN
   }
 
 

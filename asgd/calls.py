@@ -390,15 +390,24 @@ def check_travels(given: own.Objects) -> None:
 
 
 @contextlib.contextmanager
-def in_words_of_calls() -> Iterator[None]:
-  """Replaces command-line words in errors by those of function calls."""
+def in_words_of_calls(engine: str = "") -> Iterator[None]:
+  """Replaces command-line words in errors by those of function calls.
+
+  Args:
+    engine: keys of a section of this name are arguments of the call.
+
+  Example:
+    >>> with in_words_of_calls("mesh"):
+    ...   raise ValueError("config.mesh.zero must be 0 to 3: see a/config.json")
+    Traceback (most recent call last):
+    ValueError: zero must be 0 to 3: see a/config.json
+  """
   try:
     yield
   except ValueError as error:
     text = str(error)
     for old, new in _WORDS:
-      text = text.replace(old, new)
-    text = re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
+      text = re.sub(old.format(engine), new, text)
     # A subclass with other arguments cannot be rebuilt from a text.
     plain = type(error).__init__ is ValueError.__init__
     if text == str(error) or not plain:
@@ -406,19 +415,28 @@ def in_words_of_calls() -> Iterator[None]:
     raise type(error)(text) from error.__cause__
 
 
-# Replaced from the first to the last: a longer text is before its parts.
+_NO_PATH = r"(?<![\w./-])"  # before a word that is no part of a path
+# Regular expressions, in which {} is an engine, and their replacements. A
+# longer text is before its parts.
 _WORDS = (
   ("choose another folder with --workdir", "choose another folder"),
   ("--workdir=", "folder="),
   ("--workdir", "folder"),
-  ("dataset.sha256", "the checksum of params and data"),
-  ("dataset.", ""),
+  (rf"{_NO_PATH}dataset\.sha256", "the checksum of params and data"),
+  (rf"{_NO_PATH}dataset\.", ""),
   (
     "JAX_PLATFORMS=cpu in the environment, where this command makes as many of"
     " the host's CPU as are needed",
     "on a CPU, jax.config.update('jax_num_cpu_devices', 8) before JAX is used",
   ),
   ("use fewer, or engine simulate", "use fewer, make more, or asgd.simulate"),
-  ("--config.", ""),
+  ("--config.on_nan=record", "on_nan='record'"),
+  (r"unknown config key '(?:{}\.)?", "unknown argument '"),
+  # The beginning of a key; config.json and config.py are files.
+  (
+    rf"(?:--|{_NO_PATH})config\.(?!json\b|py\b)"
+    r"(?:runs\.[\w-]+(?:\.|: ))?(?:{}\.)?",
+    "",
+  ),
   ("run the same command again", "make the same call again"),
 )

@@ -8,7 +8,9 @@ print an error about a name before they import it.
 import contextlib
 import math
 import numbers
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +139,18 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
     raise ValueError(
       f"{name} must be one of {', '.join(known)}, not {shown(value)}"
     )
+
+
+def folder(name: str, value: Any) -> Path:
+  """Returns the path of a folder. Raises ValueError unless `value` is a text or
+  an `os.PathLike` of one, not empty and without a null character."""
+  path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+  if isinstance(path, str) and path and "\0" not in path:
+    return Path(path)
+  raise ValueError(
+    f"{name} must be the path of a folder, a text such as 'runs/mine' or a"
+    f" pathlib.Path, not {shown(value)}"
+  )
 
 
 def flag(name: str, value: bool | None, *, none: str | None = None) -> None:

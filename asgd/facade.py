@@ -262,7 +262,7 @@ def _train(
   config, objects = calls.read_config(
     config, recipe.workers, live=kind.journaled
   )
-  with calls.in_words_of_calls():
+  with calls.in_words_of_calls(engine[0]):
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=options.batch_size,
@@ -273,6 +273,7 @@ def _train(
     return train(given, engine, config, options, quantum=quantum)
 
 
+@calls.in_words_of_calls()
 def replay(
   folder: str | os.PathLike[str],
   loss: Any = None,
@@ -299,13 +300,14 @@ def replay(
     trust: whether to import and run functions that another user's folder names.
 
   Returns:
-    A `Replay`; its `same` says whether it equals the run to the bit.
+    A `Replay`; its `same` says whether it equals the run to the bit. If not,
+    `reason` has the most likely reason, such as a trace that was cut short.
 
   Raises:
     ValueError: if there is nothing to replay, the trace cannot be replayed, or
       an argument is not what the run was trained on.
   """
-  folder = Path(folder)
+  folder = checks.folder("folder", folder)
   recorded = replay_lib.trained(folder)
   # [1] A run of a config names all that it needs.
   if recorded.get("name") != own.Objects.name:
@@ -332,13 +334,12 @@ def replay(
   recipe = calls.read_recipe(recipe, count)
   # [4] Recompute the run.
   codecs = {"compress": compress, "compress_down": compress_down}
-  with calls.in_words_of_calls():
-    given = own.Objects(
-      *(loss, params, data, recipe),
-      batch_size=recorded.get("batch_size"),
-      objects={key: codec for key, codec in codecs.items() if codec},
-    )
-    replayed = replay_lib.replay(folder, given=given, trust=trust)
+  given = own.Objects(
+    *(loss, params, data, recipe),
+    batch_size=recorded.get("batch_size"),
+    objects={key: codec for key, codec in codecs.items() if codec},
+  )
+  replayed = replay_lib.replay(folder, given=given, trust=trust)
   return replayed._replace(params=given.outward(replayed.params))
 
 

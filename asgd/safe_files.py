@@ -3,10 +3,13 @@
 Writing through a link changes its target, and emptying a linked folder empties
 the target. So a write replaces the file by a new one, a file that grows is
 opened without following links, and a folder is opened only if it is no link.
+
+A full disk raises `DiskFull`, whose text names the file and the remedy.
 """
 
 import contextlib
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +17,25 @@ from pathlib import Path
 from typing import IO, Any
 
 _NO_LINK = (errno.ELOOP, errno.ENOTDIR)  # errors of O_NOFOLLOW and O_DIRECTORY
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EDQUOT: a user's quota
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # to this user
+_BELOW_FILE = (errno.ENOTDIR, errno.EEXIST)  # of `Path.mkdir`
+
+
+class DiskFull(OSError):
+  """A file was not written, because its disk or the user's part of it is full.
+
+  Example:
+    >>> print(DiskFull(errno.ENOSPC, "No space left on device", "a/b.csv"))
+    cannot write a/b.csv (No space left on device): make room, and run this \
+again; a training with a folder resumes from its last save
+  """
+
+  def __str__(self) -> str:
+    return (
+      f"cannot write {self.filename} ({self.strerror}): make room, and run this"
+      " again; a training with a folder resumes from its last save"
+    )
 
 
 def _link(path: Path) -> ValueError:
@@ -25,13 +47,20 @@ def _link(path: Path) -> ValueError:
 
 
 @contextlib.contextmanager
-def _naming_folders(path: Path) -> Iterator[None]:
-  """Adds the folder's name and the remedy if a folder replaces a file."""
+def _explained(path: Path | str) -> Iterator[None]:
+  """Adds the path and the remedy to two errors: the disk is full, or a folder
+  is in the place of a file."""
   try:
     yield
+  except DiskFull:
+    raise
   except IsADirectoryError as error:
     reason = "a folder is in the place of a file: remove it"
     raise IsADirectoryError(errno.EISDIR, reason, str(path)) from error
+  except OSError as error:
+    if error.errno not in FULL:
+      raise
+    raise DiskFull(error.errno, error.strerror, str(path)) from error
 
 
 @contextlib.contextmanager
@@ -41,15 +70,18 @@ def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
   If the block fails, the new file is removed. If `path` is a link, its target
   stays unchanged. `disk` has a `replace` like that of `os`."""
   temporary = path.with_name(path.name + ".tmp")
-  with _naming_folders(temporary), contextlib.suppress(FileNotFoundError):
+  with _explained(temporary), contextlib.suppress(FileNotFoundError):
     temporary.unlink()  # left by a process that was killed
-  with contextlib.ExitStack() as stack:
-    file = stack.enter_context(temporary.open("x+b"))
+  with _explained(path), contextlib.ExitStack() as stack:
+    try:
+      file = stack.enter_context(temporary.open("x+b"))
+    except FileNotFoundError as error:
+      reason = "the folder of this file does not exist: make it"
+      raise FileNotFoundError(error.errno, reason, str(path)) from error
     try:
       yield file
       file.close()
-      with _naming_folders(path):
-        disk.replace(temporary, path)
+      disk.replace(temporary, path)
     except BaseException:
       with contextlib.suppress(OSError):
         temporary.unlink()
@@ -93,18 +125,41 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 def descriptor(path: Path | str, flags: int, mode: int = 0o666) -> int:
   """Opens a file as `os.open` does; ValueError if it is a symbolic link."""
   try:
-    return os.open(path, flags | os.O_NOFOLLOW, mode)
+    with _explained(path):
+      return os.open(path, flags | os.O_NOFOLLOW, mode)
   except OSError as error:
     if error.errno == errno.ELOOP:
       raise _link(Path(path)) from error
     raise
 
 
-def appending(path: Path, buffering: int = -1) -> IO[bytes]:
-  """Opens a file for appending, and creates it if it is missing. `buffering` is
-  that of `open`. ValueError if the path is a symbolic link."""
-  flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-  return os.fdopen(descriptor(path, flags), "ab", buffering=buffering)
+class _GrowingFile(io.FileIO):
+  """A file that is appended to: a write is complete, or raises `DiskFull`."""
+
+  def __init__(self, path: Path):
+    """Opens the file, or creates it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    super().__init__(descriptor(path, flags), "ab")
+    self._path = path
+
+  def write(self, data: Any) -> int:
+    """Writes all of `data`."""
+    content = unwritten = memoryview(data).cast("B")
+    with _explained(self._path):
+      while unwritten:
+        # A write may be partial.
+        unwritten = unwritten[super().write(unwritten) :]
+    return len(content)
+
+
+def appending(path: Path, *, buffered: bool = True) -> IO[bytes]:
+  """Opens a file for appending, and creates it if it is missing. A `buffered`
+  one is written when it is flushed. ValueError if the path is a symbolic link.
+  """
+  file = _GrowingFile(path)
+  if buffered:
+    return io.BufferedWriter(file)
+  return file
 
 
 def truncate(path: Path, size: int) -> None:
@@ -127,15 +182,42 @@ def _open_folder(path: Path) -> int:
     ) from error
 
 
+@contextlib.contextmanager
+def opening(folder: Path | str) -> Iterator[None]:
+  """Turns the OSError of a folder that cannot be opened or made into a
+  ValueError with the reason and the remedy.
+
+  Example:
+    >>> with opening("runs/mine"):
+    ...   raise PermissionError(errno.EACCES, "Permission denied", "runs")
+    Traceback (most recent call last):
+    ValueError: runs/mine cannot be opened (Permission denied: runs): change \
+its permissions, or name another folder
+  """
+  try:
+    yield
+  except OSError as error:
+    why, is_closed = error.strerror, error.errno in CLOSED
+    if error.errno in _BELOW_FILE:
+      why = "it is below a file"
+    elif not is_closed and error.errno != errno.ENAMETOOLONG:
+      raise
+    remedy = "change its permissions, or " * is_closed + "name another folder"
+    raise ValueError(
+      f"{folder} cannot be opened ({why}: {error.filename or folder}): {remedy}"
+    ) from error
+
+
 def make_folder(path: Path) -> None:
   """Makes a folder and its parents, unless they exist. ValueError if the path
   is a file or a symbolic link; links among the parents are followed."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  try:
-    path.mkdir()
-  except FileExistsError:
-    # Opening it checks that it is a folder and no link.
-    os.close(_open_folder(path))
+  with _explained(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+      path.mkdir()
+    except FileExistsError:
+      # Opening it checks that it is a folder and no link.
+      os.close(_open_folder(path))
 
 
 def hold_folder(path: Path) -> int:
@@ -152,9 +234,10 @@ def hold_folder(path: Path) -> int:
   Raises:
     ValueError: if the path is a link, a file or a folder of another user.
   """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with contextlib.suppress(FileExistsError):
-    path.mkdir(mode=0o700)
+  with _explained(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+      path.mkdir(mode=0o700)
   # The descriptor keeps the folder that was checked, whatever happens at the
   # path.
   handle = _open_folder(path)

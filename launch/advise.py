@@ -38,14 +38,8 @@ from .command_flags import ADVISE
 _MOST_MACHINES = 256
 _DEFAULT_MACHINES = 8  # for a config of one worker
 _WIDEST = 100  # columns of the sentences
-
-
-def _positive(flag: str, value: float, *, or_zero: bool = False) -> float:
-  """Returns a flag's value; ValueError if it is out of its range."""
-  if not (0 < value < 1e15 or (or_zero and value == 0)):
-    least = "0 or more" if or_zero else "above 0"
-    raise ValueError(f"--{flag} must be {least}, not {value!r}")
-  return value
+# Beyond these limits a number is a misprint.
+_SMALLEST, _LARGEST = 1e-9, 1e15
 
 
 def _cluster(given: dict[str, Any], config: Any) -> ways_lib.Machines:
@@ -54,14 +48,17 @@ def _cluster(given: dict[str, Any], config: Any) -> ways_lib.Machines:
   if machines is None:
     most = max(config["workers"])
     machines = most if most > 1 else _DEFAULT_MACHINES
-  elif not 1 <= machines <= _MOST_MACHINES:
-    raise ValueError(
-      f"--machines must be from 1 to {_MOST_MACHINES}, not {machines}"
-    )
-  bandwidth = _positive("bandwidth", given["bandwidth"]) * 1e9
+  else:
+    flags.in_range("machines", machines, 1, _MOST_MACHINES)
+  for name in ("latency", "service", "start"):
+    flags.in_range(name, given[name], 0, _LARGEST)
+  for name in ("bandwidth", "memory"):
+    if given[name] is not None:
+      flags.in_range(name, given[name], _SMALLEST, _LARGEST)
+  bandwidth = given["bandwidth"] * 1e9
   network = Network(
-    latency=_positive("latency", given["latency"], or_zero=True) * 1e-6,
-    service=_positive("service", given["service"], or_zero=True) * 1e-3,
+    latency=given["latency"] * 1e-6,
+    service=given["service"] * 1e-3,
     up=bandwidth,
     down=bandwidth,
     port=bandwidth,
@@ -72,8 +69,8 @@ def _cluster(given: dict[str, Any], config: Any) -> ways_lib.Machines:
   return ways_lib.Machines(
     machines,
     network,
-    _positive("memory", memory) * GB,
-    _positive("start", given["start"], or_zero=True),
+    memory * GB,
+    given["start"],
     ways_lib.slowness(config["durations"], machines),
   )
 

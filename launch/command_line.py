@@ -260,6 +260,8 @@ def run(main: Callable[..., None], name: str) -> None:
   command needs neither absl nor JAX."""
   words = sys.argv[1:]
   dispatch(name, words)
+  if "--" in words:  # the words that follow are no flags
+    words.remove("--")
   main(*words)
 
 

@@ -78,6 +78,12 @@ def _fail_of_flags(error: flags.Error | str) -> NoReturn:
   if match := re.match(r"flag (--(\w+)=.*): .*Non-boolean", str(error)):
     error = f"{match[1]}: {match[2]} is on or off; write --{match[2]}, or leave"
     error += " it out"
+  # The texts of int() and float().
+  not_a_number = r"flag --(\w+)=(.*): (invalid literal|could not convert)"
+  if match := re.match(not_a_number, str(error)):
+    kind = "a whole number" if match[3] == "invalid literal" else "a number"
+    error = f"--{match[1]} must be {kind}, as in --{match[1]}=4, not"
+    error += f" {match[2]!r}"
   fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 
@@ -252,6 +258,18 @@ def define(name: str) -> dict[str, Any]:
       holders[key] = flags.DEFINE_enum(key, default, list(kind), text)
       flags.FLAGS[key].parser = _Names(list(kind))
   return holders
+
+
+def in_range(
+  name: str, value: Any, least: Any, most: Any, *, or_zero: bool = False
+) -> Any:
+  """Returns the value of a flag; ValueError, with the range, if it is not in
+  it. A NaN is in no range."""
+  if least <= value <= most or (or_zero and value == 0):
+    return value
+  shown = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most))
+  limits = f"{'0, or ' * or_zero}from {' to '.join(shown)}"
+  raise ValueError(f"--{name} must be {limits}, not {value!r}")
 
 
 def _define_optional(

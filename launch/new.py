@@ -119,7 +119,8 @@ def main(*words: str) -> None:
     count = len(words)
     command_line.fail(f"asgd new takes one folder, not {count}: asgd new DIR")
   try:
-    print(write(Path(words[0])))
+    with safe_files.opening(words[0]):
+      print(write(Path(words[0])))
   except (ValueError, OSError, RuntimeError) as error:
     command_line.fail(str(error))
 

@@ -33,7 +33,7 @@ from .command_flags import PLAN
 
 _PICTURES = (".png", ".svg", ".pdf")
 # Beyond these limits a number is a misprint, and would overflow the costs.
-_MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
+_MOST_DEVICES, _MOST_BATCH, _MOST_SIZE = 1 << 20, 1 << 30, 10**15
 _SMALLEST, _LARGEST = 1e-9, 1e15  # range of positive flags
 
 
@@ -48,25 +48,19 @@ def _examples(resolved: schema.Resolved) -> int:
   return int(max(counts))
 
 
-def _positive(
-  flag: str, value: Any, most: float = _LARGEST, *, or_zero: bool = False
-) -> Any:
-  """Returns a flag's value; ValueError if it is out of its range."""
-  if not (_SMALLEST <= value <= most or (or_zero and value == 0)):
-    least = "0 or more" if or_zero else "positive"
-    least += f" ({_SMALLEST:g} at least)" if 0 < value < _SMALLEST else ""
-    limit = f" and at most {most:g}" if most < _LARGEST or value > most else ""
-    raise ValueError(f"--{flag} must be {least}{limit}, not {value!r}")
-  return value
+def _positive(flag: str, value: Any, *, or_zero: bool = False) -> Any:
+  """Returns the value of a flag with a unit; ValueError if it is out of its
+  range."""
+  return flags.in_range(flag, value, _SMALLEST, _LARGEST, or_zero=or_zero)
 
 
 def _hardware(given: Mapping[str, Any]) -> strategies.Hardware:
   """Returns the hardware that the flags describe."""
-  devices = _positive("devices", given["devices"], _MOST_DEVICES)
+  devices = flags.in_range("devices", given["devices"], 1, _MOST_DEVICES)
   bandwidth = _positive("bandwidth", given["bandwidth"])
   # From microseconds to seconds.
   latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
-  node = _positive("node", given["node"], _MOST_DEVICES)
+  node = flags.in_range("node", given["node"], 1, _MOST_DEVICES)
   # Links inside a node may be faster than those between nodes.
   node_link = given["node_bandwidth"]
   if node_link is not None:
@@ -94,7 +88,7 @@ def _options(
 ) -> workloads.TrainingOptions:
   """Returns the options of training; --batch replaces `batch` examples."""
   if given["batch"] is not None:
-    batch = _positive("batch", given["batch"], _MOST_BATCH)
+    batch = flags.in_range("batch", given["batch"], 1, _MOST_BATCH)
   # Errors name the nearest valid name.
   names.lookup("optimizer", given["optimizer"], memory.OPTIMIZERS)
   names.lookup("precision", given["precision"], memory.PRECISIONS)
@@ -102,16 +96,16 @@ def _options(
   for recipe in given["recipes"]:
     names.lookup("recipe", recipe, algorithms.RECIPES)
   microbatch, shards = given["microbatch"], given["shards"]
-  if microbatch is not None and batch % _positive(
-    "microbatch", microbatch, _MOST_BATCH
+  if microbatch is not None and batch % flags.in_range(
+    "microbatch", microbatch, 1, _MOST_BATCH
   ):
     raise ValueError(
       f"--microbatch={microbatch} does not divide the batch of {batch} examples"
     )
   if shards is not None:
-    _positive("shards", shards, given["devices"])
+    flags.in_range("shards", shards, 1, given["devices"])
   # A coefficient of variation above 3 is no batch time.
-  _positive("variation", given["variation"], 3, or_zero=True)
+  flags.in_range("variation", given["variation"], 0, 3)
   fields = {name: given[name] for name in workloads.TrainingOptions._fields}
   fields |= {"batch": batch, "recipes": tuple(given["recipes"])}
   return workloads.TrainingOptions(**fields)
@@ -128,7 +122,7 @@ def _workload(
     if resolved is not None and value is not None:
       raise ValueError(f"--{name} is part of the config's model: drop the flag")
     if value is not None:
-      _positive(name, value)
+      flags.in_range(name, value, 1, _MOST_SIZE)
 
   # [1] A GPT of the given size.
   if resolved is None:

@@ -4,18 +4,21 @@
 
 prints the config, the cells that are finished and those that are missing, the
 best results, and where the report is. It reads files only: no library is
-imported, and nothing is run or written.
+imported, and nothing is run or written. Damaged files are named at the end, and
+the exit status is then 1.
 """
 
 import contextlib
 import csv
 import json
 import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from asgd import output
+from asgd.pages import run_files
 
 from . import command_line
 
@@ -67,18 +70,18 @@ def _best(row: Mapping[str, str]) -> tuple[float, float]:
   )
 
 
-class Damaged(ValueError):
-  """A file of a results folder cannot be read."""
-
-
 @contextlib.contextmanager
-def _damage(path: Path, remedy: str) -> Iterator[None]:
-  """Turns whatever a damaged file raises into one line with the remedy."""
+def _noting(faults: list[str], path: Path, remedy: str) -> Iterator[None]:
+  """Adds a line with the remedy to `faults` for whatever a damaged file raises
+  in the block."""
   try:
     yield
+  except PermissionError:  # it names the file
+    raise
   except Exception as error:  # it may hold any bytes, or any JSON
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    raise Damaged(f"{path} is damaged ({text[:_WIDEST]}): {remedy}") from None
+    text = _printable(text[:_WIDEST])
+    faults.append(f"{path} is damaged ({text}): {remedy}")
 
 
 def _results(path: Path) -> str:
@@ -105,33 +108,54 @@ def _results(path: Path) -> str:
   return table + remainder * (len(rows) > _MOST)
 
 
-def describe(folder: Path) -> str:
-  """Returns the text of a results folder.
+def describe(folder: Path) -> tuple[str, list[str]]:
+  """Returns the text of a results folder, and a line with the remedy for each
+  of its files that is damaged.
 
   Raises:
-    Damaged: for a file that cannot be read; it names the remedy.
     ValueError: for a folder that holds no experiment.
   """
   path = folder / "config.json"
   if not path.is_file():
+    why = "holds no experiment, which has a config.json"
+    if not folder.is_dir():
+      why = "is a file" if folder.exists() else "does not exist"
     raise ValueError(
-      f"{folder} holds no experiment, which has a config.json: name a folder"
-      " that asgd train made, such as runs/digits-001"
+      f"{folder} {why}: name a folder that asgd train made, such as"
+      " runs/digits-001"
     )
+  lines, faults = [f"folder    {folder}"], list[str]()
   # The stored config is resolved: every key has a value.
-  with _damage(path, "restore it from a copy, or train in another folder"):
+  remedy = "restore it from a copy, or train in another folder"
+  with _noting(faults, path, remedy):
     config = json.loads(path.read_text("utf-8"))["config"]
-    progress = map(_printable, _progress(folder / "cells", config))
-    lines = [f"folder    {folder}", *progress]
+    lines += map(_printable, _progress(folder / "cells", config))
+  faults += _cell_faults(folder / "cells")
   report = folder / "report.html"
   lines.append(f"report    {report if report.is_file() else 'none yet'}")
   table = folder / "results.csv"
   # The table appears with the first finished cell.
   if table.is_file():
     again = f"train again with --workdir={shlex.quote(str(folder))}"
-    with _damage(table, f"{again}, which writes it anew"):
+    with _noting(faults, table, f"{again}, which writes it anew"):
       lines += ["", *_results(table).rstrip().splitlines()]
-  return "\n".join(lines)
+  return "\n".join(lines), faults
+
+
+def _is_finished(cell: Path) -> bool:
+  """Whether a cell has a result that can be read."""
+  return run_files.read_cell(cell).state == run_files.FINISHED
+
+
+def _cell_faults(cells: Path) -> Iterator[str]:
+  """Yields a line for each cell whose result cannot be read."""
+  for cell in sorted(cells.glob("*")):
+    paths = [path for name in _FINISHED if (path := cell / name).exists()]
+    if paths and not _is_finished(cell):
+      remedy = "restore it from a copy"
+      if paths[0].name == _FINISHED[0]:
+        remedy += ", or run the asgd train that made it: it trains it again"
+      yield f"{paths[0]} is damaged, empty or cut short: {remedy}"
 
 
 def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
@@ -144,13 +168,8 @@ def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
   yield f"problem   {problem}"
   yield f"runs      {', '.join(config['runs'])}"
   names = _cells(config)
-  finished = {
-    name
-    for name in names
-    if any((cells / name / file).is_file() for file in _FINISHED)
-  }
-  yield f"cells     {len(finished)} of {len(names)} finished"
-  missing = [name for name in names if name not in finished]
+  missing = [name for name in names if not _is_finished(cells / name)]
+  yield f"cells     {len(names) - len(missing)} of {len(names)} finished"
   if missing:
     more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
     yield f"to do     {', '.join(missing[:_MOST])}{more}"
@@ -169,11 +188,16 @@ def main(*words: str) -> None:
       f"asgd show takes one folder, not {len(words)}: asgd show runs/digits-001"
     )
   try:
-    print(describe(Path(words[0])))
-  except (Damaged, OSError) as error:
+    text, faults = describe(Path(words[0]))
+  except OSError as error:
     command_line.fail(str(error), status=1)
   except ValueError as error:
     command_line.fail(str(error))
+  print(text)
+  for fault in faults:
+    print(f"error: {fault}", file=sys.stderr)
+  if faults:
+    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -235,18 +235,15 @@ def _train(
     cells_at_once = 1 if machine.profile else jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in share)
   bar: ProgressBar | Silent = Silent()
-  naming: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
       total,
       describe=lambda name, row: flags.ENGINES[name].describe(row),
       quiet=flags.is_quiet(),
     )
-    # Errors about a full disk name this folder.
-    naming = storage.naming_folder(workdir, trains=True)
   # The report is written also after an error or a stop, from all finished
   # cells.
-  with naming, report.at_the_end(workdir, experiment, bar):
+  with report.at_the_end(workdir, experiment, bar):
     try:
       finished = jobs.train_all(
         experiment,

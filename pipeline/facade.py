@@ -126,7 +126,7 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
   return tuple(out)
 
 
-class TrainOptions(call_options.CallOptions, total=False):
+class TrainOptions(call_options.KeptOptions, total=False):
   """Further keyword arguments of `train`: settings of a pipeline, then options
   of its schedule."""
 
@@ -189,9 +189,9 @@ def train(
     schedule: one of `asgd.pipeline.schedules`; or a table, in a file.
     microbatches: of a batch of a synchronous schedule.
     machine: with processes=2 stages are in processes of Ray.
-    options: batch_size, folder, seed, evaluate, every, progress and clip_norm
-      as of `asgd.simulate`; further settings of a pipeline: cuts, weights,
-      predict, recompute, partition, or of its schedule.
+    options: batch_size, folder, seed, evaluate, every, progress, clip_norm and
+      on_nan as of `asgd.simulate`; further settings of a pipeline: cuts,
+      weights, predict, recompute, partition, or of its schedule.
 
   Example:
     >>> import numpy as np
@@ -219,7 +219,7 @@ def train(
   run = run._replace(workers=1)
   calls.check_length(run)
   meshes.want_cpu_devices(stages)
-  with calls.in_words_of_calls():
+  with calls.in_words_of_calls("pipeline"):
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
     # [1] The first batch gives the shapes; then layers become modules.
     first = streams.read_data(data, run.batch_size).first
@@ -234,7 +234,7 @@ def train(
     # [2] A problem in pieces: layers, criterion, and the caller's evaluation.
     evaluate = run.evaluate
     if callable(evaluate):
-      evaluate = functools.partial(_evaluate_as, evaluate, outward)
+      evaluate = _evaluating(evaluate, outward)
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )
@@ -251,7 +251,8 @@ def train(
     )
     models.own.check_layers(init, "or train with asgd.simulate")
     # [3] The settings of the run, in the keys of a config.
-    config = {"clip_norm": settings.pop("clip_norm", None)}
+    shared = call_options.FURTHER
+    config = {key: settings.pop(key) for key in shared if key in settings}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)
     if run.every is not None:
@@ -271,8 +272,13 @@ def _as_it_is(params: Any) -> Any:
   return params
 
 
-def _evaluate_as(
-  evaluate: Callable[[Any], Any], outward: Callable[[Any], Any], params: Any
-) -> Any:
-  """Evaluates parameters in the caller's form."""
-  return evaluate(outward(params))
+def _evaluating(
+  evaluate: Callable[[Any], Any], outward: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+  """Returns a function that evaluates parameters in the caller's form."""
+
+  @functools.wraps(evaluate)  # its source and signature are the caller's
+  def evaluate_outward(params: Any) -> Any:
+    return evaluate(outward(params))
+
+  return evaluate_outward

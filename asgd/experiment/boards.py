@@ -2,7 +2,7 @@
 
 tensorboardX writes events in a thread. On a full disk that thread ends with a
 traceback, and later callers wait for ever. `EventFile` writes in the calling
-thread and raises OSError there.
+thread and raises `safe_files.DiskFull` there.
 
 `--wandb` sets ASGD_WANDB=1, which the processes of a command inherit. Runs are
 written to WORKDIR/wandb; `wandb sync` sends them, or WANDB_MODE=online.
@@ -62,7 +62,7 @@ class EventFile:
     name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     path = folder / f"events.out.tfevents.{name}"
     # Without a buffer, closing the file writes nothing and cannot fail.
-    self._file = safe_files.appending(path, buffering=0)
+    self._file = safe_files.appending(path, buffered=False)
     self.close = self._file.close
     self._write(file_version="brain.Event:2")  # must be the first record
     if purge_step is not None:

@@ -9,11 +9,18 @@ from typing import Any
 import jax
 import numpy as np
 
+from asgd import checks, problems
 from asgd.experiment import build_cache, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Engine, due
+from asgd.experiment.signals import GO_ON
 
 _OF_CURVATURE = "sharpness", "rate_x_sharpness"  # columns of some evaluations
+# Columns of a result that the rows of evaluations do not have.
+_OF_RESULT = (
+  *("label", "recipe", "evaluations", "sent_accuracy", "sustained"),
+  *("rate_x_sharpness_limit", "params_sha256", "wall_seconds", *_OF_CURVATURE),
+)
 
 
 class Evaluations:
@@ -88,11 +95,18 @@ class Evaluations:
     }
     # Only process 0 writes rows; the others decide by their messages alone.
     if jax.process_index() == 0:
-      evaluation = self._problem.evaluate(snapshot.params)
+      evaluation = _evaluate(
+        self._problem, snapshot.params, self._cell, snapshot.message
+      )
       row["test_loss"] = evaluation.loss
       row["test_accuracy"] = evaluation.accuracy
       if storage.is_finite(evaluation.measure):  # of tasks that have one
         row["test_measure"] = evaluation.measure
+      if taken := evaluation.more.keys() & {*row, *_OF_RESULT}:
+        raise ValueError(
+          f"{self._cell.name}: evaluate returned {min(taken)!r}, and a row of"
+          " results has a column of this name already: return another name"
+        )
       row.update(evaluation.more)
       if self.next in self._checks:
         row["sharpness"] = self._sharpness(snapshot.params)
@@ -142,6 +156,17 @@ class Evaluations:
     }
 
 
+def _evaluate(
+  problem: problems.Problem, params: Any, cell: Cell, message: int
+) -> problems.Evaluation:
+  """Evaluates parameters at a message. Any error becomes a ValueError: a user's
+  function, model or data may raise it."""
+  failure = f"{cell.name}: evaluate(params) fails at message {message}"
+  remedy = ": mend the function, or the model or data that it uses, and"
+  with checks.user_code(failure, f"{remedy} {GO_ON}"):
+    return problem.evaluate(params)
+
+
 _compiled_evaluations = build_cache.BuildCache(8)
 
 
@@ -159,7 +184,7 @@ def compile_evaluation(experiment: Experiment, cell: Cell) -> None:
 
   def compile_both() -> Any:
     params = problem.init(jax.random.key(0))
-    problem.evaluate(params)
+    _evaluate(problem, params, cell, 0)
     return with_sharpness and sharpness(params)
 
   functions = problem.evaluate, sharpness

@@ -30,7 +30,6 @@ trains a cell locks it, so several processes may train one experiment.
 
 import contextlib
 import copy
-import fcntl
 import json
 import os
 import re
@@ -103,8 +102,16 @@ def open_folder(
 
   Without `workdir`, it is the newest of runs/NAME-001, -002, ... that has this
   experiment, else the next number. A read-only folder is not changed. Raises
-  FolderError if `workdir` has other contents or another experiment.
+  FolderError for other contents, and ValueError if it cannot be opened.
   """
+  with safe_files.opening(f"--workdir={workdir or 'runs'}"):
+    return _open(workdir, name, experiment)
+
+
+def _open(
+  workdir: str | None, name: str, experiment: cells_lib.Experiment
+) -> Path:
+  """See `open_folder`."""
   # As JSON reads it back, so that it can be compared with a file's content.
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
@@ -131,7 +138,7 @@ def open_folder(
     _grown(folder, written, wanted)  # its checks only
     return folder
   # Other commands may add runs to the same folder at this moment.
-  with alone(folder):
+  with storage.alone(folder):
     written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
@@ -152,15 +159,6 @@ def check_writable(folder: Path, cell: str) -> None:
       f"{cell} is not finished, and {folder} cannot be written to: make it"
       f" writable to train the cell, or {_REMEDY}"
     )
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-  """Locks a folder for a block: waits until no other process is in one."""
-  opened = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
-  with os.fdopen(opened, "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
-    yield
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
@@ -188,7 +186,7 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
       f" {VERSION}"
     )
   value = storage.read_sealed(path)
-  if value is None:
+  if value is None or not isinstance(value.get("config"), dict):
     raise _refused(
       f"{path} cannot be read or was changed: put it back as the run wrote it"
     )
@@ -250,6 +248,7 @@ def hold_cell(
       "dataset": experiment.dataset_identity,
       "modules": code.describe(config),
       "cpus": os.cpu_count(),
+      **getattr(experiment.dataset, "notes", {}),
     }
     path = cell_folder / "cell.json"
     new = json.loads(storage.to_json(description))
@@ -289,7 +288,8 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
   """Returns the contents of cell.json. Raises FolderError if the folder is no
   cell's."""
   # [1] From the file of a cell in training, or of a live cell.
-  value = storage.read_json(cell_folder / "cell.json")
+  with safe_files.opening(cell_folder):
+    value = storage.read_json(cell_folder / "cell.json")
   # [2] From the archive of a finished cell.
   if value is None:
     archive = cell_folder / ARCHIVE
@@ -327,9 +327,10 @@ def check_own(cell_folder: Path, description: Mapping[str, Any]) -> None:
 def only_cell(folder: Path) -> Path:
   """Returns the folder of a cell: `folder` itself, or its only cell if it is a
   WORKDIR. Raises FolderError for a WORKDIR with more cells or none."""
-  if not (folder / "cells").is_dir():
-    return folder
-  cells = sorted(path for path in (folder / "cells").iterdir() if path.is_dir())
+  with safe_files.opening(folder):
+    if not (folder / "cells").is_dir():
+      return folder
+    cells = _cell_folders(folder)
   if len(cells) != 1:
     names = ", ".join(path.name for path in cells[:5])
     raise FolderError(

@@ -6,8 +6,9 @@ is written; they never change a computed value.
 """
 
 import contextlib
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,25 @@ from asgd.experiment import (
   folder,
 )
 from asgd.experiment.cells import Cell, Experiment
-from asgd.experiment.engines import Context, Died, Engine, NonFiniteResult
+from asgd.experiment.engines import (
+  Context,
+  Died,
+  Engine,
+  NonFiniteResult,
+  Progress,
+)
 from asgd.experiment.evaluations import Evaluations, compile_evaluation
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
+from asgd.problems import finite
 
 _DEATHS = 3  # attempts without progress, then the loop gives up a cell
 _CLEARLY = 1.2  # times the loss at the beginning
 # Fraction of the loss of guessing, which for classes is log(classes). The
 # margin covers noise and class imbalance.
 _GUESSING = 0.95
+_SEARCHED = 64  # jobs after the last message, one of which was not finite
 
 
 def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
@@ -314,7 +323,12 @@ class _Attempt(contextlib.ExitStack):
       # [1] Train for about a second, up to the next evaluation.
       target = evaluations.next
       assert target is not None, "a cell without a due evaluation is finished"
-      progress = advance(target)
+      try:
+        progress = advance(target)
+      except NonFiniteResult as error:  # of a live worker's job
+        next_jobs = range(self.counted, self.counted + _SEARCHED)
+        jobs = itertools.product(range(self._cell.workers), next_jobs)
+        raise self._not_finite(str(error), jobs) from error
       for line in progress.news:
         self._machine.show(line)
       if progress.messages:
@@ -324,11 +338,7 @@ class _Attempt(contextlib.ExitStack):
           self._machine.worked()
       if progress.broken:
         evaluations.diverged = True
-        if config["on_nan"] == "stop":
-          raise NonFiniteResult(
-            f"{progress.broken}, or set --config.on_nan=record to keep the cell"
-            " as diverged and continue"
-          )
+        self._stop_or_warn(progress)
       # [2] Evaluate.
       if engine.done >= target or engine.ended:
         row = evaluations.evaluate()
@@ -349,6 +359,51 @@ class _Attempt(contextlib.ExitStack):
       if signal_number:
         state = f"{self._cell.name} at message {engine.done}{addition}"
         raise Stopped(f"stopped in {state}; {GO_ON}", signal_number)
+
+  def _stop_or_warn(self, progress: Progress) -> None:
+    """Raises NonFiniteResult for messages that are not finite. If `on_nan`
+    records them, a warning names data that are not finite."""
+    rows = progress.rows
+    is_finite = np.isfinite(progress.loss)
+    is_finite = is_finite & np.isfinite(getattr(rows, "update_norm", 0.0))
+    first = int(np.argmin(is_finite))  # the first False
+    message = self.counted - progress.messages + first
+    # A server and peers record the job of each message.
+    jobs = [(0, message)]
+    if hasattr(rows, "worker") and hasattr(rows, "job"):
+      jobs = [(int(rows.worker[first]), int(rows.job[first]))]
+    if self._experiment.config["on_nan"] == "stop":
+      text = f"{progress.broken}, or set --config.on_nan=record to keep the"
+      raise self._not_finite(f"{text} cell as diverged and continue", jobs)
+    if fault := self._data_fault(jobs):
+      self._machine.show(f"warning: {fault}")
+
+  def _not_finite(
+    self, text: str, jobs: Iterable[tuple[int, int]]
+  ) -> NonFiniteResult:
+    """Returns the error of a message that is not finite. It begins with data
+    that are not finite, if some are found."""
+    name = f"{self._cell.name}: "
+    if fault := self._data_fault(jobs):
+      # A loss may leave such values out: then the text is the reason.
+      of_loss = text.removeprefix(name)
+      text = f"{name}{fault}. If the loss leaves them out: {of_loss}"
+    return NonFiniteResult(text)
+
+  def _data_fault(self, jobs: Iterable[tuple[int, int]]) -> str:
+    """Returns a text, with the remedy, on a value that is not finite in stored
+    data or in the batches of jobs (worker, job); "" if none is found."""
+    experiment, cell = self._experiment, self._cell
+    steps = experiment.plan(cell).batches
+    fault = finite.find_fault(
+      experiment.problem_of(self._run),
+      getattr(experiment.dataset, "stored", None),
+      seed=cell.seed,
+      workers=cell.workers,
+      jobs=[(w, job * steps + h) for w, job in jobs for h in range(steps)],
+    )
+    remedy = "no learning rate cures that: replace or drop such values"
+    return f"{fault}; {remedy}" if fault else ""
 
   def _save(self, engine: Engine, evaluations: Evaluations) -> bool:
     """Writes a checkpoint, if the engine can give one now."""

@@ -58,6 +58,26 @@ class Replay(NamedTuple):
     """Whether the replay has the run's bits; True for an unfinished run."""
     return self.recorded in (None, self.digest)
 
+  @property
+  def reason(self) -> str:
+    """The most likely reason why the replay has other bits than the run; "" if
+    it has the same, or no reason is known."""
+    if self.same:
+      return ""
+    count = int((self.trace.action == base.RECEIVE).sum())
+    if count < (self.messages or 0):
+      text = f"the trace ends at message {count} of {self.messages}: it was cut"
+      return f"{text} short; put the files back as the run wrote them"
+    if self.changed:
+      return f"{', '.join(self.changed)} changed since"
+    if self.cpus != os.cpu_count():
+      return f"it had {self.cpus} CPU cores, this machine {os.cpu_count()}"
+    return ""
+
+  def __repr__(self) -> str:
+    """Returns a few lines: trace and parameters have too many numbers."""
+    return describe(self)
+
 
 def trained(folder: str | Path) -> dict[str, Any]:
   """Returns the `Experiment.dataset_identity` of a live cell."""
@@ -268,15 +288,7 @@ def describe(replayed: Replay) -> str:
   elif replayed.recorded == replayed.digest:
     lines.append("the same parameters as the run, to the bit")
   else:
-    # The most likely reason, if one is known.
-    why, messages = "", counts[base.RECEIVE]
-    if messages < (replayed.messages or 0):
-      why = f": the trace has {messages} messages, result.json"
-      why += f" {replayed.messages}; it was cut short"
-    elif replayed.changed:
-      why = f": {', '.join(replayed.changed)} changed since"
-    elif replayed.cpus != os.cpu_count():
-      why = f": it had {replayed.cpus} CPU cores, this machine {os.cpu_count()}"
+    why = replayed.reason and f": {replayed.reason}"
     lines.append(
       f"NOT the parameters of the run ({replayed.recorded[:16]}){why}"
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import csv
-import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -243,29 +243,27 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
   safe_files.write(path, content.getvalue())
 
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EDQUOT: a user's quota
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+  """Locks a folder for a block: waits until no other process is in one."""
+  opened = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
+  with os.fdopen(opened, "w") as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
+    yield
 
 
 @contextlib.contextmanager
-def naming_folder(folder: Path, *, trains: bool = False) -> Iterator[None]:
+def naming_folder(folder: Path) -> Iterator[None]:
   """Turns the OSError of a full disk or a read-only folder into a ValueError
-  with the folder and a remedy. With `trains`, which has no --out, only the
-  error of a full disk that names no file is turned."""
+  with the folder and a remedy, for commands that have --out."""
   try:
     yield
   except OSError as error:
-    is_full = error.errno in DISK_FULL
-    if trains:
-      # An error with a name may be of another folder, such as --memory_dir.
-      is_explained = is_full and error.filename is None
-    else:
-      is_explained = is_full or error.errno in _READ_ONLY
-    if not is_explained:
+    is_full = error.errno in safe_files.FULL
+    if not is_full and error.errno not in safe_files.CLOSED:
       raise
     remedy = "make room" if is_full else "make it writable"
-    then = " to resume" if trains else ", or choose another folder with --out"
     raise ValueError(
       f"cannot write to {folder} ({error.strerror}); {remedy} and run the same"
-      f" command again{then}"
+      " command again, or choose another folder with --out"
     ) from error

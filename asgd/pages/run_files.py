@@ -8,6 +8,7 @@ cannot be read is treated as missing.
 import contextlib
 import json
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,11 @@ _ARCHIVE = "cell.npz"  # has the files of a finished cell
 _MAX_PROGRESS_BYTES = 2**23  # a run writes some 100 kB
 _MAX_BYTES = 2**28  # of another file that is read whole
 
+# Errors of an archive that was changed: `zipfile` documents the first alone.
+_DAMAGES = (
+  *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError),
+  *(RuntimeError, ValueError),
+)
 
 # A cell is BEGUN from its first file on, FINISHED once it has a result.
 FINISHED, BEGUN = "finished", "begun"
@@ -46,9 +52,8 @@ def _content(cell_folder: Path, name: str) -> str:
       raise OSError
     return path.read_text("utf-8", "replace")
   # [2] The archive, which replaces the loose files of a finished cell.
-  absent = OSError, KeyError, zipfile.BadZipFile
   with (
-    contextlib.suppress(*absent),
+    contextlib.suppress(OSError, KeyError, *_DAMAGES),
     zipfile.ZipFile(cell_folder / _ARCHIVE) as file,
   ):
     return file.read(name).decode("utf-8", "replace")

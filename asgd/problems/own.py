@@ -6,7 +6,7 @@ anything runs. Each error is one ValueError, in words of the caller's arguments.
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,11 @@ from asgd.problems import own_params as params_lib
 from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
 _NAN = float("nan")
+# Columns of an evaluation's row that a caller gets beside those of `evaluate`.
+RESULT_COLUMNS = (
+  *("message", "update", "time", "seconds", "megabytes", "train_loss"),
+  *("staleness_mean", "gap_mean"),
+)
 _INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # keys of a dict
 
 
@@ -200,6 +205,11 @@ class Objects:
     return self._stream.sequential
 
   @property
+  def stored(self) -> Iterable[tuple[str, Any]]:
+    """(label, arrays) of data that are in memory, or are indexed."""
+    return self._stream.stored()
+
+  @property
   def per_epoch(self) -> int | None:
     """Batches in one pass over the data; None if it has no end."""
     return self._stream.per_epoch
@@ -239,12 +249,28 @@ class Objects:
     """Returns parameters in the caller's form."""
     return self._outward(params)
 
+  @property
+  def notes(self) -> dict[str, Any]:
+    """Facts for cell.json that may change when a cell resumes: the checksum of
+    `evaluate`, by its source and constants; {} without it."""
+    if self.evaluate is None:
+      return {}
+    described = descriptions.describe_object(self.evaluate)
+    return {"evaluate": described.rpartition(" ")[2]}
+
   def _evaluate(self, params) -> Evaluation:
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
     # Copy: the caller may keep them, and a runtime donates its buffers.
     result = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
-    return as_evaluation(result)
+    evaluation = as_evaluation(result)
+    for column in RESULT_COLUMNS:
+      if f"test_{column}" in evaluation.more:
+        raise ValueError(
+          f"evaluate returned {column!r}, which is the name of a column that"
+          f" every evaluation has: return another name, such as 'my_{column}'"
+        )
+    return evaluation
 
   def _check(self):
     """Traces a job and its update now, so that no error follows in the run."""

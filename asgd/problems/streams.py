@@ -15,6 +15,7 @@ from asgd.data import iterators
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # for more, no random order is drawn
+_MOST_STORED = 10_000  # elements of indexed data that `Stream.stored` yields
 # Threads (workers, stages of a pipeline) take turns to read the batches of a
 # loader that refills its arrays: another thread may not have copied them yet.
 _READING = threading.RLock()
@@ -63,6 +64,8 @@ class Stream(NamedTuple):
   resize: "Callable[[int], Stream] | None" = None
   sequential: bool = False  # from iterators, see `data.iterators`
   repeatable: bool = True  # the same calls give the same batches
+  # Yields (label, arrays) of data that are in memory, or are indexed.
+  stored: Callable[[], Iterable[tuple[str, Any]]] = tuple
 
 
 def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
@@ -187,7 +190,12 @@ def _size(batch) -> int:
   return max(*sizes.pop(), 1) if len(sizes) == 1 and () not in sizes else 1
 
 
-def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
+def _of_rows(
+  take: Callable[[Any], Any],
+  count: int,
+  size: int,
+  stored: Callable[[], Iterable[tuple[str, Any]]],
+) -> Stream:
   """Returns the stream of `count` examples; take(rows) is a batch of them."""
   if count > _MOST_EXAMPLES:
     raise ValueError(
@@ -210,9 +218,10 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
     return drawn._replace(take=take)
 
   def resize(size):
-    return _of_rows(take, count, size)
+    return _of_rows(take, count, size, stored)
 
-  return Stream(batches, take(rows[:size]), size, count // size, resize)
+  first = take(rows[:size])
+  return Stream(batches, first, size, count // size, resize, stored=stored)
 
 
 def _of_arrays(user_data, size):
@@ -238,7 +247,7 @@ def _of_arrays(user_data, size):
   def take(rows):
     return jax.tree.map(lambda leaf: leaf[rows], arrays)
 
-  return _of_rows(take, count, size)
+  return _of_rows(take, count, size, lambda: [("data", arrays)])
 
 
 def _of_indexed(user_data, size):
@@ -273,18 +282,24 @@ def _of_indexed(user_data, size):
       f"data[0] is {described(first)}, but the last is {described(last)}:"
       f" {unit} must have one shape; {remedy}"
     )
+
+  def stored_elements():
+    for index in range(min(count, _MOST_STORED)):
+      yield f"data[{index}]", element(index)
+
   if size is None:
 
     def batches(seed, workers):
       del seed, workers
       return lambda worker, job: element(job % count)
 
-    return Stream(batches, first, _size(first), None if endless else count)
+    facts = _size(first), None if endless else count
+    return Stream(batches, first, *facts, stored=stored_elements)
 
   def take(rows):
     return stacking.stack([element(int(row)) for row in rows])
 
-  return _of_rows(take, count, size)
+  return _of_rows(take, count, size, stored_elements)
 
 
 def _of_function(function, size):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -57,7 +58,9 @@ COMMANDS = (
   ("draw_schedule", 2, "give a table: either --schedule=NAME"),
   ("draw_schedule --schedule=one_f_one", 2, "did you mean 'one_f_one_b'?"),
   ("show", 2, "asgd show takes one folder"),
-  ("show {new}", 2, "holds no experiment"),
+  ("show {new}", 2, "does not exist: name a folder that asgd train made"),
+  ("show -- {live}", 0, "cells     1 of 1 finished"),
+  ("show {run}/cells", 2, "holds no experiment"),
   ("new {run}", 2, "is not empty: choose another folder"),
   ("replay", 2, "no run is named: write asgd replay WORKDIR/cells/NAME"),
   ("compare {run}", 2, "no finished live cell to compare"),
@@ -111,7 +114,7 @@ def test_a_command_line_gives_what_a_user_expects(folders, line, status, part):
 
 
 def test_there_are_as_many_as_were_asked_for():
-  assert len(COMMANDS) == len({line for line, *_ in COMMANDS}) == 49
+  assert len(COMMANDS) == len({line for line, *_ in COMMANDS}) == 51
 
 
 def test_json_is_one_object_on_stdout(folders):
@@ -221,15 +224,31 @@ def test_300_damages_of_a_folder_are_a_line_each(folders, tmp_path):
     name = ("config.json", "results.csv")[seed % 2]
     content = damaged((run / name).read_bytes(), rng)
     (tmp_path / name).write_bytes(content)
-    try:
-      said = show.describe(tmp_path)
-    except show.Damaged as error:
-      said, wrong = str(error), wrong + 1
-      assert said.isprintable() and len(said) < 500, (seed, said)
-      assert f"{tmp_path / name} is damaged (" in said
-      assert "train again" in said or "in another folder" in said
+    said, faults = show.describe(tmp_path)
+    for fault in faults:
+      wrong += 1
+      assert fault.isprintable() and len(fault) < 500, (seed, fault)
+      assert f"{tmp_path / name} is damaged (" in fault
+      assert "train again" in fault or "in another folder" in fault
     assert said.replace("\n", "").isprintable(), (seed, said)
   assert 100 < wrong < 300
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", "cut"])
+def test_a_damaged_cell_is_named_below_the_rest_of_the_folder(
+  folders, tmp_path, content
+):
+  shutil.copytree(folders["run"], tmp_path / "run")
+  path = tmp_path / "run" / "cells" / "asgd-n2-s0" / "cell.npz"
+  if content == "cut":
+    content = path.read_bytes()[:-100]
+  path.write_bytes(content)
+  result = asgd("show", tmp_path / "run", status=1)
+  assert "cells     1 of 2 finished\nto do     asgd-n2-s0\n" in result.stdout
+  assert "dana_zero" in result.stdout.partition("report ")[2]  # the table
+  (said,) = result.stderr.splitlines()
+  assert said.startswith(f"error: {path} is damaged, empty or cut short: ")
+  assert "asgd train that made it" in said
 
 
 def test_a_damaged_folder_is_no_wrong_usage(folders, tmp_path):
@@ -288,5 +307,5 @@ def test_the_problem_of_a_python_call_is_named_as_its_report_does(tmp_path):
   }
   text = json.dumps({"config": config})
   (tmp_path / "config.json").write_text(text)
-  said = show.describe(tmp_path)
+  said, _ = show.describe(tmp_path)
   assert "problem   a caller's data and model\n" in said
