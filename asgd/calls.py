@@ -435,8 +435,10 @@ _WORDS = (
   # The beginning of a key; config.json and config.py are files.
   (
     rf"(?:--|{_NO_PATH})config\.(?!json\b|py\b)"
-    r"(?:runs\.[\w-]+(?:\.|: ))?(?:{}\.)?",
+    r"(?:runs\.[\w-]+(?:\.|: ))?(?:{}(?:\.|: ))?",
     "",
   ),
+  ("the recipe 'given'", "the recipe"),
+  (r"use engine='simulate'(?:(?:, | or )'\w+')*", "use asgd.simulate"),
   ("run the same command again", "make the same call again"),
 )

@@ -218,6 +218,7 @@ def train(
     )
   run = run._replace(workers=1)
   calls.check_length(run)
+  checks.whole("stages", stages)
   meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls("pipeline"):
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)

@@ -363,15 +363,16 @@ class _Attempt(contextlib.ExitStack):
   def _stop_or_warn(self, progress: Progress) -> None:
     """Raises NonFiniteResult for messages that are not finite. If `on_nan`
     records them, a warning names data that are not finite."""
-    rows = progress.rows
+    rows = progress.rows._asdict() if progress.rows else {}
+    # A pipeline's columns are of stages, not of messages.
+    rows = {k: v for k, v in rows.items() if len(v) == progress.messages}
     is_finite = np.isfinite(progress.loss)
-    is_finite = is_finite & np.isfinite(getattr(rows, "update_norm", 0.0))
+    is_finite = is_finite & np.isfinite(rows.get("update_norm", 0.0))
     first = int(np.argmin(is_finite))  # the first False
-    message = self.counted - progress.messages + first
     # A server and peers record the job of each message.
-    jobs = [(0, message)]
-    if hasattr(rows, "worker") and hasattr(rows, "job"):
-      jobs = [(int(rows.worker[first]), int(rows.job[first]))]
+    jobs = [(0, self.counted - progress.messages + first)]
+    if {"worker", "job"} <= rows.keys():
+      jobs = [(int(rows["worker"][first]), int(rows["job"][first]))]
     if self._experiment.config["on_nan"] == "stop":
       text = f"{progress.broken}, or set --config.on_nan=record to keep the"
       raise self._not_finite(f"{text} cell as diverged and continue", jobs)

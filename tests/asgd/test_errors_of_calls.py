@@ -59,9 +59,9 @@ def train_mesh(data=DATA, **options):
   )
 
 
-def train_pipeline(data=DATA, **options):
+def train_pipeline(data=DATA, recipe=None, **options):
   options = {"messages": 16, "batch_size": 8, "progress": False, **options}
-  recipe = asgd.asgd(0.02, workers=1)
+  recipe = recipe or asgd.asgd(0.02, workers=1)
   return pipeline.train(LAYERS, criterion, data, recipe, **options)
 
 
@@ -268,16 +268,20 @@ def test_a_tree_is_searched_for_values_that_are_not_finite():
 
 
 def test_remedies_of_a_pipeline_name_arguments():
+  peers = asgd.d_psgd(0.1, workers=2)
   cases = (
     (dict(stages=5), "set stages=2, or a deeper model"),
+    (dict(stages="2"), "stages must be a positive whole number, not '2'"),
+    (dict(stages=257), "stages must be a whole number from 1 to 256, not 257"),
     (dict(schedule="gpipes"), "did you mean 'gpipe'"),
-    (dict(stages=0), "stages must be a whole number from 1 to 256, not 0"),
-    (dict(weights="newest"), "weights must be"),
+    (dict(schedule=5), "unknown schedule 5; known: "),
+    (dict(weights="newest"), "weights 'newest' is not known"),
     (dict(recompute="most"), "recompute must be True or False"),
-    (dict(cuts=[0, 1]), "2 stages are cut at 3 layers"),
+    (dict(cuts=[0, 1]), "cuts: 2 stages are cut at 3 layers"),
     (dict(partition="mixed_pipe"), "partition=mixed_pipe is not for"),
-    (dict(group=3), "group"),
-    (dict(microbatches=10**7), "microbatches must be a whole number from 1"),
+    (dict(group=3), "unknown argument 'group'"),
+    (dict(recipe=peers), "the recipe has peers instead"),
+    (dict(recipe=peers), "does not run: use asgd.simulate"),
   )
   for options, part in cases:
     with pytest.raises(ValueError) as caught:
@@ -289,15 +293,12 @@ def test_remedies_of_a_pipeline_name_arguments():
 
 def test_a_pipeline_that_diverges_names_arguments():
   recipe = asgd.asgd(1e30, workers=1, momentum=0.9)
-  options = {"batch_size": 8, "messages": 64, "progress": False}
   with pytest.raises(ValueError) as caught:
-    pipeline.train(LAYERS, criterion, DATA, recipe, **options)
+    train_pipeline(recipe=recipe, messages=64)
   said = str(caught.value)
   assert "set a lower learning_rate, a longer warm-up or clip_norm" in said
   assert "on_nan='record'" in said
-  result = pipeline.train(
-    LAYERS, criterion, DATA, recipe, on_nan="record", **options
-  )
+  result = train_pipeline(recipe=recipe, messages=64, on_nan="record")
   assert not np.isfinite(result.records.loss).all()
 
 
@@ -367,9 +368,12 @@ def test_a_file_that_grows_is_written_completely_or_named(tmp_path):
   path.symlink_to("/dev/full")
   with pytest.raises(ValueError, match="is a symbolic link"):
     safe_files.appending(path)
-  file = safe_files.appending(tmp_path / "rows", buffered=False)
-  os.dup2(os.open("/dev/full", os.O_WRONLY), file.fileno())
-  with pytest.raises(safe_files.DiskFull) as caught:
+  with (
+    Path("/dev/full").open("wb") as full,
+    safe_files.appending(tmp_path / "rows", buffered=False) as file,
+    pytest.raises(safe_files.DiskFull) as caught,
+  ):
+    os.dup2(full.fileno(), file.fileno())
     file.write(b"row")
   assert caught.value.errno == errno.ENOSPC
   assert str(caught.value).startswith(f"cannot write {tmp_path}/rows (No space")
