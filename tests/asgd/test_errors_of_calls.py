@@ -344,10 +344,13 @@ print(len(result.records.loss), len(result.evaluations))
 """
 
 
-@pytest.mark.parametrize("limit", [100, 2_000, 40_000])
-@pytest.mark.parametrize("call", ["simulate", "train_live"])
+@pytest.mark.process
+@pytest.mark.parametrize(
+  ("call", "limit"),
+  [("simulate", 100), ("simulate", 40_000), ("train_live", 2_000)],
+)
 def test_a_full_disk_is_named_and_the_same_call_resumes(call, limit, tmp_path):
-  """The limit is of one file: config.json, a journal, or the parameters."""
+  """The limit is of one file: config.json, the parameters, or a journal."""
 
   def run(limit):
     words = [sys.executable, "-c", FULL, tmp_path / "run", call, str(limit)]
