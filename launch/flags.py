@@ -82,8 +82,7 @@ def _fail_of_flags(error: flags.Error | str) -> NoReturn:
   not_a_number = r"flag --(\w+)=(.*): (invalid literal|could not convert)"
   if match := re.match(not_a_number, str(error)):
     kind = "a whole number" if match[3] == "invalid literal" else "a number"
-    error = f"--{match[1]} must be {kind}, as in --{match[1]}=4, not"
-    error += f" {match[2]!r}"
+    error = f"--{match[1]}={match[2]} must be {kind}, as in --{match[1]}=4"
   fail(str(error).replace(unread, "--flagfile cannot be read:"))
 
 

@@ -359,13 +359,12 @@ def _read_result(
     members = storage.read_archive(path, *names) or {}
     texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
     result, description = map(storage.json_object, texts)
-    if not (result and description and result.keys() >= _OF_A_RESULT):
-      result = None
+    result = description and result
   else:
     path = cell_folder / "result.json"
     result = storage.read_sealed(path)
     description = storage.read_json(cell_folder / "cell.json")
-  if result is None:
+  if not (result and result.keys() >= _OF_A_RESULT):
     fault_of_file = "was changed" if path.exists() else "is missing"
     return None, path, _CHANGED if packed else fault_of_file
   # [2] Whether it is of this cell: a folder may be a renamed copy.
@@ -483,7 +482,7 @@ def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder. They are sorted by
   workers, run and seed; if engines are compared, by run, workers and seed."""
   written = read_identity(workdir)
-  labels = list(written["config"]["runs"]) if written else []
+  labels = list(written["config"].get("runs", {})) if written else []
   folders = _cell_folders(workdir)
   readings = (_read_result(folder, written)[0] for folder in folders)
   results = list(filter(None, readings))

@@ -444,8 +444,8 @@ def test_evaluations_come_when_they_are_due():
   kit.same(jax.device_get(seen[1]), result.params)
 
 
-class Interrupted(Exception):
-  """Of a user's evaluation."""
+class Interrupted(BaseException):
+  """Ends a run in an evaluation, as Ctrl-C does."""
 
 
 def interrupted(train, folder):

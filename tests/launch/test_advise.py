@@ -66,10 +66,10 @@ def test_a_model_of_another_engine_is_advised():
     ([*TINY, "--bandwidth=1e30"], "must be from 1e-09 to 1e+15, not 1e+30"),
     (
       [*TINY, "--machines=many"],
-      "--machines must be a whole number, as in --machines=4, not 'many'",
+      "--machines=many must be a whole number, as in --machines=4",
     ),
     ([*TINY, "--machines=1e30"], "must be a whole number, as in --machines=4"),
-    ([*TINY, "--memory=much"], "--memory must be a number, as in"),
+    ([*TINY, "--memory=much"], "--memory=much must be a number, as in"),
     ([*TINY, "--machine=4"], "did you mean --machines=4?"),
     ([*TINY, "--config.only=nag_agsd"], "did you mean 'nag_asgd'?"),
     (

@@ -156,7 +156,7 @@ def test_the_command_and_its_one_line_about_a_mistake():
     *("--config.batch_size=10", "--recipes=asgd,dana_slim", "--nooverlap"),
     "--batch=none",
   )
-  kit.assert_one_line(done, "--batch=none")
+  kit.assert_one_line(done, "--batch=none must be a whole number, as in")
   assert done.stdout == ""
 
 

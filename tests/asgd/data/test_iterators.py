@@ -162,7 +162,7 @@ def test_an_iterable_starts_again_at_its_end(kind):
   kit.same(found.params, simulate(passes).params)
 
 
-class Interrupted(Exception):
+class Interrupted(BaseException):
   """Raised by a user's evaluation."""
 
 
