@@ -245,7 +245,7 @@ def test_a_damaged_cell_is_named_below_the_rest_of_the_folder(
   path.write_bytes(content)
   result = asgd("show", tmp_path / "run", status=1)
   assert "cells     1 of 2 finished\nto do     asgd-n2-s0\n" in result.stdout
-  assert "dana_zero" in result.stdout.partition("report ")[2]  # the table
+  assert "DANA-Zero" in result.stdout  # the table
   (said,) = result.stderr.splitlines()
   assert said.startswith(f"error: {path} is damaged, empty or cut short: ")
   assert "asgd train that made it" in said
