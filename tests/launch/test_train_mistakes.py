@@ -26,7 +26,7 @@ MISTAKES = (
   ([FILE, "--config.runs.asgd.title=DC-ASGD"], "have the same title 'DC-ASGD'"),
   ([FILE, "--config.only=dana"], "did you mean 'dana_zero'"),
   ([FILE, "--config.runs.dana_zero.recipe=[]"],
-   "config.runs.dana_zero: unknown algorithm []; known: ad_psgd, asgd"),
+   "config.runs.dana_zero: unknown algorithm []; known: ad_psgd, adadelay"),
   ([FILE, "--config.runs.asgd.engine=[]", "--config.runs.asgd.stages=2"],
    "config.runs.asgd.engine: unknown engine []"),
   ([FILE, "--config.model.hidden={[]:1}"],
