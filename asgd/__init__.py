@@ -50,6 +50,7 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     adadelay,
     asgd,
     async_diloco,
+    async_threshold_sharing,
     build,
     choco_sgd,
     d2,

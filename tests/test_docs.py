@@ -361,7 +361,9 @@ def test_the_table_of_protocols_says_which_engines_run_them(tables):
   drop = "`ringmaster_asgd`, `rennala_sgd`, `mindflayer_sgd`, "
   assert of_servers[4].replace(drop, "") == of_servers[3] != of_servers[4]
   assert "ssgd" not in of_servers[3]
-  assert served["peers"][3].strip() == "yes, except `ad_psgd`"
+  assert served["peers"][3].strip() == (
+    "yes, except `ad_psgd`, `async_threshold_sharing`"
+  )
 
 
 def test_the_page_of_configs_names_every_one():

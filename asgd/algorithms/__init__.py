@@ -43,6 +43,7 @@ from asgd.algorithms.fresh import (
 )
 from asgd.algorithms.gossip import (
   ad_psgd,
+  async_threshold_sharing,
   choco_sgd,
   d2,
   d_psgd,
@@ -100,7 +101,8 @@ _SYNCHRONOUS = (
 )
 # Recipes without a server.
 PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
-  recipe.__name__: recipe for recipe in (ad_psgd, *_SYNCHRONOUS)
+  recipe.__name__: recipe
+  for recipe in (ad_psgd, *_SYNCHRONOUS, async_threshold_sharing)
 }
 ALL = {**RECIPES, **PEER_RECIPES}
 _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that take a name, too

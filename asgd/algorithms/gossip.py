@@ -332,7 +332,7 @@ def choco_sgd(
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # x_i - x^_i already contains what earlier messages left out.
-  chosen = _codec(codec, error_feedback=False)
+  chosen = compression.as_codec(codec, error_feedback=False)
   built = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", built)
   # E||codec(x) - x||^2 <= (1 - delta) ||x||^2, None if nothing is proved. With
@@ -406,7 +406,50 @@ def threshold_sharing(
   # The rule holds u_i back until the peer mixes: it applies q_i, as all do.
   return _with_peers(
     Recipe(algorithm),
-    *(rules.share(_codec(codec)), "full", workers),
+    *(rules.share(compression.as_codec(codec)), "full", workers),
+    compressed=codec is not None,
+  )
+
+
+def async_threshold_sharing(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """Asynchronous threshold sharing: every peer adds each message on arrival.
+
+    u_i = -eta v_i;   q_i = codec(u_i);   x_j <- x_j + q_i when q_i arrives at j
+
+  A peer adds its own q_i at once, and starts its next job without waiting. All
+  peers add the same messages in different orders, so their parameters differ by
+  messages on the way. Messages are added, not averaged: N peers take N steps
+  where those of `threshold_sharing` take the mean of N, so eta is smaller here.
+
+  A gradient's staleness is how many messages its peer added during the job.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+      The codec encodes their updates, not gradients.
+    codec: with error feedback if it needs that; Strom's is "threshold".
+
+  Returns:
+    A Recipe of peers that mix arrivals, on the full graph.
+
+  Source:
+    Strom, "Scalable distributed DNN training using commodity GPU cloud
+    computing", Interspeech 2015.
+
+  Example:
+    >>> import asgd
+    >>> codec = {"name": "threshold", "tau": 0.01}
+    >>> asgd.async_threshold_sharing(0.1, workers=4, codec=codec).order
+    'arrivals'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(
+    Recipe(algorithm),
+    *(rules.share(compression.as_codec(codec)), "full", workers),
+    order=gossip.ARRIVALS,
     compressed=codec is not None,
   )
 
@@ -446,26 +489,3 @@ def local_d_psgd(
   # SGD with rate 1 on its own displacement puts a peer at the end of its job.
   recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)
-
-
-def _codec(codec: Any, **options: Any) -> compression.Codec:
-  """Returns a recipe's codec; `options` are defaults for a named one."""
-  if codec is None:
-    return compression.identity()
-  if isinstance(codec, str):
-    codec = {"name": codec}
-  if isinstance(codec, Mapping):
-    if "name" not in codec:
-      raise ValueError(
-        f"codec {checks.shown(dict(codec))} has no name: add one of"
-        f" {', '.join(sorted(compression.CODECS))}"
-      )
-    # An error about an option is prefixed by "codec".
-    with checks.below("codec", codec):
-      return compression.named(**{**options, **codec})
-  if not isinstance(codec, compression.Codec):
-    raise ValueError(
-      "codec must be a name, a dict of a name and options, or a Codec of"
-      f" asgd.compression, not {checks.shown(codec)}"
-    )
-  return codec

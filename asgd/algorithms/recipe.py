@@ -81,7 +81,9 @@ class Recipe(NamedTuple):
   @property
   def rounds(self) -> bool:
     """Whether messages are counted in rounds of all workers."""
-    return self.order not in ("asynchronous", "with_stops", gossip_lib.PAIRS)
+    if self.gossip:
+      return self.order == gossip_lib.ROUNDS
+    return self.order not in ("asynchronous", "with_stops")
 
   def in_rounds(self, workers: int) -> "Recipe":
     """Returns the recipe with updates on the mean of one message per worker."""

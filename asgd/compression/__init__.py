@@ -39,6 +39,7 @@ from asgd.compression.messages import shapes as shapes
 from asgd.compression.messages import split as split
 from asgd.compression.named import CODECS as CODECS
 from asgd.compression.named import REDUCERS as REDUCERS
+from asgd.compression.named import as_codec as as_codec
 from asgd.compression.named import named as named
 from asgd.compression.named import named_reducer as named_reducer
 from asgd.compression.onebit_adam import onebit_adam as onebit_adam

@@ -1,6 +1,6 @@
 """Codecs and reducers by name, for configs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asgd import checks, names
@@ -106,6 +106,51 @@ def named(
     codec = codec_lib.clip(codec, clip)
   checks.flag("entropy_coding", entropy_coding)
   return codec if entropy_coding else codec_lib.in_words(codec)
+
+
+def as_codec(codec: Any, **options: Any) -> Codec:
+  """Returns a codec that is given in any form.
+
+  Args:
+    codec: a Codec; a name or a dict of a name and options, see `named`; or
+      None, which sends everything.
+    **options: of `named`: defaults for a codec that is given by name.
+
+  Returns:
+    The Codec.
+
+  Raises:
+    ValueError: see `named`, and for a value of another kind.
+
+  Source:
+    none.
+
+  Example:
+    >>> from asgd import compression
+    >>> compression.as_codec({"name": "top_k", "density": 0.1}).feedback
+    'own'
+    >>> compression.as_codec("top_k", error_feedback=False).feedback
+    'needed'
+  """
+  if codec is None:
+    return identity()
+  if isinstance(codec, str):
+    codec = {"name": codec}
+  if isinstance(codec, Mapping):
+    if "name" not in codec:
+      raise ValueError(
+        f"codec {checks.shown(dict(codec))} has no name: add one of"
+        f" {', '.join(sorted(CODECS))}"
+      )
+    # An error about an option is prefixed by "codec".
+    with checks.below("codec", codec):
+      return named(**{**options, **codec})
+  if not isinstance(codec, Codec):
+    raise ValueError(
+      "codec must be a name, a dict of a name and options, or a Codec of"
+      f" asgd.compression, not {checks.shown(codec)}"
+    )
+  return codec
 
 
 def named_reducer(name: str, **options: Any) -> Reducer:

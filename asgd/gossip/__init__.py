@@ -14,7 +14,7 @@ Begin with `peer`, which defines the rows of a trace.
 
 from asgd.gossip import orders, rules, topologies
 from asgd.gossip.correction import correct_variance
-from asgd.gossip.orders import PAIRS, ROUNDS, Gossip
+from asgd.gossip.orders import ARRIVALS, PAIRS, ROUNDS, Gossip
 from asgd.gossip.peer import Job, Peer, PeerState, Rule, make_peer, message_key
 from asgd.gossip.topology import Topology
 from asgd.gossip.tracking import track

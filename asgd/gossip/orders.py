@@ -17,7 +17,7 @@ from asgd.orders import trace as trace_lib
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event
 
-ROUNDS, PAIRS = "rounds", "pairs"
+ROUNDS, PAIRS, ARRIVALS = "rounds", "pairs", "arrivals"
 
 
 def rounds(
@@ -155,24 +155,12 @@ def pairs(
   checks.whole("messages", messages)
   check_pairs(topology)
   n = topology.workers
-  streams = [durations.stream(peer) for peer in range(n)]
   draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
-  rows: list[Event] = []
-  running: list[tuple[float, int, int, int]] = []  # ties go by job
-  puts, jobs, seqs = [0] * n, 0, [0] * n
-
-  def send(peer: int, time: float) -> None:
-    nonlocal jobs
-    seq, end = seqs[peer], time + next(streams[peer])
-    rows.append(Event(time, peer, seq, jobs, base.SEND))
-    heapq.heappush(running, (end, jobs, peer, seq))
-    jobs, seqs[peer] = jobs + 1, seq + 1
-
-  for peer in range(n):
-    send(peer, 0.0)
+  jobs, puts = _Jobs(durations, n), [0] * n
+  rows = jobs.rows
   for count in range(messages):
-    time, job, peer, seq = heapq.heappop(running)
+    time, job, peer, seq = jobs.next_end()
     near = neighbours[peer]
     neighbour = near[int(draws[peer].integers(len(near)))]
     for member in (peer, neighbour):
@@ -185,8 +173,86 @@ def pairs(
     rows.append(Event(time, peer, seq, job, base.RECEIVE))
     # No job starts after the last message.
     if count + 1 < messages:
-      send(peer, time)
+      jobs.start(peer, time)
   return trace_lib.from_events(rows)
+
+
+def arrivals(
+  durations: Durations, topology: Topology, *, messages: int
+) -> base.Trace:
+  """Arrivals: a peer that ends a job sends a message to all its receivers,
+  which mix it at once, even while they compute. No peer waits.
+
+  The peer applies its job, puts the message and mixes it itself. Then each
+  receiver takes and mixes it, and the peer starts its next job. Jobs are
+  numbered in the order of their sends, and put and mix rows by the messages of
+  the sender.
+
+  Args:
+    durations: of jobs.
+    topology: which peers take messages of which.
+    messages: jobs of all peers together.
+
+  Returns:
+    A Trace. Up to n - 1 jobs are open at its end.
+
+  Example:
+    >>> from asgd import orders
+    >>> from asgd.gossip import orders as peers, topologies
+    >>> clock = orders.durations.constant(slowdown=[1, 3])
+    >>> trace = peers.arrivals(clock, topologies.full(2), messages=1)
+    >>> print(orders.dump(trace), end="")
+    time,worker,seq,job,action
+    0.0,0,0,0,send
+    0.0,1,0,1,send
+    1.0,0,0,0,receive
+    1.0,0,0,0,put
+    1.0,0,-1,0,mix
+    1.0,1,0,0,take
+    1.0,1,-1,0,mix
+  """
+  checks.whole("messages", messages)
+  jobs = _Jobs(durations, topology.workers)
+  for count in range(messages):
+    time, job, peer, seq = jobs.next_end()
+    jobs.rows += [
+      Event(time, peer, seq, job, base.RECEIVE),
+      Event(time, peer, seq, seq, base.PUT),
+      Event(time, peer, NO_SEQ, seq, base.MIX),
+    ]
+    for receiver in np.flatnonzero(topology.union[:, peer]).tolist():
+      jobs.rows.append(Event(time, receiver, seq, peer, base.TAKE))
+      jobs.rows.append(Event(time, receiver, NO_SEQ, seq, base.MIX))
+    # No job starts after the last message.
+    if count + 1 < messages:
+      jobs.start(peer, time)
+  return trace_lib.from_events(jobs.rows)
+
+
+class _Jobs:
+  """Jobs of peers that do not wait, and the rows of a trace."""
+
+  def __init__(self, durations: Durations, peers: int):
+    """Starts the first job of each peer."""
+    self.rows: list[Event] = []
+    self._streams = [durations.stream(peer) for peer in range(peers)]
+    # (end, job, peer, seq); ties go by job.
+    self._running: list[tuple[float, int, int, int]] = []
+    self._count, self._seqs = 0, [0] * peers
+    for peer in range(peers):
+      self.start(peer, 0.0)
+
+  def start(self, peer: int, time: float) -> None:
+    """Starts the next job of a peer."""
+    job, seq = self._count, self._seqs[peer]
+    self.rows.append(Event(time, peer, seq, job, base.SEND))
+    end = time + next(self._streams[peer])
+    heapq.heappush(self._running, (end, job, peer, seq))
+    self._count, self._seqs[peer] = job + 1, seq + 1
+
+  def next_end(self) -> tuple[float, int, int, int]:
+    """Returns (time, job, peer, seq) of the next job that ends."""
+    return heapq.heappop(self._running)
 
 
 def check_pairs(topology: Topology) -> None:
@@ -287,15 +353,17 @@ class Gossip(NamedTuple):
 
   rule: Rule
   topology: Topology
-  order: str = ROUNDS  # or PAIRS: a peer that ends a job meets one neighbour
+  # ROUNDS; PAIRS: a peer that ends a job meets one neighbour; or ARRIVALS: its
+  # receivers add its message when it arrives.
+  order: str = ROUNDS
   put_first: bool = False  # rounds: put before the job, not after it
   every: int = 1  # rounds from a message's put to its mix, and to the next put
   compressed: bool = False  # whether messages are codes, not all parameters
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
     """Returns the weight of a message that was put in a round."""
-    if self.order == PAIRS:
-      return 0.5
+    if self.order != ROUNDS:
+      return 0.5 if self.order == PAIRS else 1.0
     return self.topology.weight(round, receiver, sender)
 
   def keep(self, round: int, peer: int) -> float:
@@ -314,6 +382,8 @@ class Gossip(NamedTuple):
     """
     if self.order == PAIRS:
       return pairs(durations, self.topology, messages=messages, seed=seed)
+    if self.order == ARRIVALS:
+      return arrivals(durations, self.topology, messages=messages)
     return rounds(
       durations,
       self.topology,

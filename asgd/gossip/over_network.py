@@ -262,3 +262,76 @@ def pairs(
     start(i, 0.0)
   order.run()
   return order.result()
+
+
+def arrivals(
+  durations: Durations, topology: Topology, network: Network, *, nbytes: float,
+  messages: int
+) -> tuple[base.Trace, LinkUse]:
+  """Arrivals over a network: a peer that ends a job sends its message to all
+  its receivers, and starts the next job. Each receiver mixes the message at the
+  time when it arrives.
+
+  Messages that are on their way when the last job ends arrive, too.
+
+  Args:
+    durations, topology, messages: as of `asgd.gossip.orders.arrivals`.
+    network: the links of peers, in the durations' unit.
+    nbytes: of a message.
+
+  Returns:
+    A Trace, and the use of the links until its end.
+
+  Raises:
+    ValueError: for messages that are no whole number.
+
+  Example:
+    Messages take 0.5 on the way, and no peer waits for one.
+
+    >>> from asgd import base, orders
+    >>> from asgd.gossip import over_network, topologies
+    >>> from asgd.orders.network import Network
+    >>> trace, use = over_network.arrivals(
+    ...   orders.durations.constant(), topologies.full(2),
+    ...   Network(latency=0.5), nbytes=8, messages=4,
+    ... )
+    >>> trace.time[trace.action == base.RECEIVE].tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    >>> trace.time[trace.action == base.TAKE].tolist()
+    [1.5, 1.5, 2.5, 2.5]
+  """
+  checks.whole("messages", messages)
+  n = topology.workers
+  order = _Order(durations, network, n, nbytes)
+  seqs, jobs, received = [0] * n, 0, 0
+
+  def start(i, time):
+    nonlocal jobs
+    order.row(time, i, seqs[i], jobs, base.SEND)
+    order.compute(time, i, functools.partial(end, i, jobs))
+    jobs += 1
+
+  def end(i, job, time):
+    nonlocal received
+    if received == messages:  # the job stays open
+      return
+    seq = seqs[i]
+    order.row(time, i, seq, job, base.RECEIVE)
+    order.row(time, i, seq, seq, base.PUT)
+    order.row(time, i, NO_SEQ, seq, base.MIX)
+    seqs[i], received = seq + 1, received + 1
+    receivers = np.flatnonzero(topology.union[:, i]).tolist()
+    # Each begins with the next peer, or all would send to peer 0 first.
+    for j in sorted(receivers, key=lambda j: (j - i) % n):
+      order.carry(time, i, j, functools.partial(arrive, j, i, seq))
+    if received < messages:
+      start(i, time)
+
+  def arrive(j, sender, seq, time):
+    order.row(time, j, seq, sender, base.TAKE)
+    order.row(time, j, NO_SEQ, seq, base.MIX)
+
+  for i in range(n):
+    start(i, 0.0)
+  order.run()
+  return order.result()

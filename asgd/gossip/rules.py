@@ -318,7 +318,8 @@ def share(codec: Any) -> Rule:
   u_i is the update that the peer's optimizer computed from its gradient. All
   peers start from the same parameters and receive the same messages, so their
   parameters stay equal except for rounding. W_ij = 1 / n is the mean: with the
-  identity codec and no momentum this is all-reduce SGD.
+  identity codec and no momentum this is all-reduce SGD. W_ij = 1 adds: a peer
+  may then mix its own message and each other one by itself, in any order.
 
   Args:
     codec: of `asgd.compression`; a biased one, such as a threshold, with its

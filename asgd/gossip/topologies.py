@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from asgd import checks, names
+from asgd.gossip import matcha as matcha_lib
 from asgd.gossip.topology import (
   Links,
   Topology,
@@ -44,6 +45,8 @@ from asgd.gossip.topology import second_eigenvalue as second_eigenvalue
 from asgd.gossip.topology import second_singular_value as second_singular_value
 from asgd.gossip.topology import smallest_eigenvalue as smallest_eigenvalue
 from asgd.gossip.topology import two_colours as two_colours
+from asgd.gossip.user_topologies import graph as graph
+from asgd.gossip.user_topologies import matrix as matrix
 
 _MOST = 1024  # peers; a matrix is dense
 
@@ -327,100 +330,70 @@ def random_digraph(
   return of_matrices("random_digraph", of_links(links, "uniform"))
 
 
-def graph(
+def matcha(
   workers: int,
   *,
-  edges: Sequence[Sequence[int]] | np.ndarray = (),
-  directed: bool = False,
-  weights: str | None = None,
+  base: str | Mapping[str, Any] = "ring",
+  budget: float = 0.5,
+  rounds: int = 40,
+  seed: int = 0,
 ) -> Topology:
-  """A user's graph, given by its links.
+  """MATCHA: each round activates some matchings of a graph, for a budget.
+
+    W_k = I - alpha sum_j B_j(k) L_j,   sum_j P(B_j = 1) = budget M
+
+  L_j is the Laplacian of matching j of M. Probabilities maximise lambda_2 of
+  the expected Laplacian; alpha, at most 1 / the largest degree so that no
+  weight is negative, minimises the expected distance to the mean after a round.
+  A matching is active in its part of the `rounds`, in a drawn order, so that
+  the traffic of these rounds is that of the budget. Then they are repeated.
 
   Args:
     workers: n.
-    edges: pairs (i, j), or integers [E, 2]: i sends to j; unless `directed`, j
-      also sends to i.
-    directed: whether links have one direction.
-    weights: one of WEIGHTS.
+    base: the graph, an undirected topology by name or with options.
+    budget: part of the matchings in a round, in (0, 1]; 1 is the graph itself.
+    rounds: T, after which the draws repeat.
+    seed: of the draw.
 
   Raises:
-    ValueError: for an edge that is no pair of two different peers.
+    ValueError: for a value out of its range, or a directed graph.
+
+  Source:
+    Wang, Sahu, Yang, Joshi, Kar, "MATCHA: speeding up decentralized SGD via
+    matching decomposition sampling", 2019, arXiv:1905.09435. There each round
+    is drawn independently, and the matchings are those of Misra and Gries.
+
+  Example:
+    A ring of four peers has two matchings, each in half of the rounds.
+
+    >>> from asgd.gossip import topologies
+    >>> topology = topologies.build({"name": "matcha", "rounds": 8}, 4)
+    >>> topology.links.sum((1, 2)).sum().item()  # half of 8 rounds of 8
+    32
   """
-  checks.flag("directed", directed)
-  if isinstance(edges, np.ndarray):  # lists are checked the same way
-    edges = edges.tolist()
-  if isinstance(edges, str) or not isinstance(edges, Sequence):
-    raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
-  links = np.zeros((workers, workers), bool)
-  for edge in edges:
-    paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
-    pair: list[Any] = [*edge] if paired else [edge]
-    if len(pair) != 2:
-      raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
-    for peer in pair:
-      checks.whole("a peer of edges", peer, 0, workers - 1)
-    sender, receiver = pair
-    if sender == receiver:
-      raise ValueError(
-        f"edges has {checks.shown(edge)}, but no peer is its own neighbour:"
-        " drop it; a peer's weight of itself is 1 minus the others"
-      )
-    links[receiver, sender] = True
-    if not directed:
-      links[sender, receiver] = True
-  return of_matrices("graph", of_links(links, weights))
-
-
-def matrix(workers: int, *, weights: Any = ()) -> Topology:
-  """A user's weights: a matrix, or a sequence of matrices, one for each round.
-
-  Args:
-    workers: n.
-    weights: `[n][n]` or `[T][n][n]`, none negative, whose columns sum to 1;
-      `[i][j]` is the weight that peer i gives a message of peer j, `[i][i]` the
-      weight that it gives itself.
-
-  Raises:
-    ValueError: for weights of another shape, sign or sum, or that are no real
-      numbers.
-  """
-  try:
-    matrices = np.asarray(weights)
-  except ValueError:  # rows of different lengths
-    matrices = np.zeros(0)
-  if matrices.dtype.kind not in "biuf":
+  checks.portion("budget", budget)
+  checks.whole("rounds", rounds)
+  checks.whole("seed", seed, 0)
+  links = build(base, workers).union
+  if (links != links.T).any():
     raise ValueError(
-      "weights must be a matrix of real numbers, or several, not"
-      f" {checks.shown(weights)}"
+      f"base {checks.shown(base)} is directed, and the peers of a matching"
+      " exchange messages: use an undirected graph, such as ring or torus"
     )
-  matrices = matrices.astype(np.float64)
-  if matrices.ndim == 2:
-    matrices = matrices[None]
-  if matrices.ndim != 3 or matrices.shape[1:] != (workers, workers):
-    raise ValueError(
-      f"weights must be a matrix of {workers} rows and columns, one for each"
-      f" peer, or several, not {checks.shown(weights)}"
-    )
-  if not np.isfinite(matrices).all():
-    not_finite = matrices[~np.isfinite(matrices)][0]
-    raise ValueError(
-      f"weights must be finite, but one is {not_finite:g}: use 0 to 1"
-    )
-  if not len(matrices) or not (matrices >= 0).all():
-    raise ValueError(
-      f"weights must be 0 or more, not {checks.shown(weights)}"
-    )
-  topology = of_matrices("matrix", matrices)
-  check_sums(topology, columns=True)  # every rule needs these sums
-  return topology
+  colours = matcha_lib.matchings(links)
+  chances = matcha_lib.probabilities(colours, budget)
+  alpha = matcha_lib.consensus_step(colours, chances)
+  return of_matrices(
+    "matcha", matcha_lib.draw(colours, chances, alpha, rounds, seed)
+  )
 
 
 TOPOLOGIES: dict[str, Callable[..., Topology]] = {
   maker.__name__: maker
   for maker in (
     *(ring, torus, star, full, exponential, one_peer_exponential, hypercube),
-    *(random_regular, erdos_renyi, hierarchical, random_digraph, graph),
-    matrix,
+    *(random_regular, erdos_renyi, hierarchical, random_digraph, matcha),
+    *(graph, matrix),
   )
 }
 

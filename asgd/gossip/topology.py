@@ -38,6 +38,13 @@ class Topology:
     return len(self.matrices)
 
   @functools.cached_property
+  def first_rounds(self) -> list[int]:
+    """By round, the first round with the same matrix."""
+    first: dict[bytes, int] = {}
+    matrices = (matrix.tobytes() for matrix in self.matrices)
+    return [first.setdefault(m, k) for k, m in enumerate(matrices)]
+
+  @functools.cached_property
   def links(self) -> npt.NDArray[np.bool_]:
     """[T, n, n]: whether peer i receives from peer j in a round."""
     diagonal = np.eye(self.workers, dtype=bool)

@@ -233,14 +233,14 @@ def make_rounds(
     axis: the name of this axis.
 
   Raises:
-    ValueError: for peers in pairs, which have no rounds, or an axis of another
-      size.
+    ValueError: for peers in another order, which have no rounds, or an axis of
+      another size.
   """
   n = exchange.topology.workers
   if exchange.order != gossip.ROUNDS:
     raise ValueError(
-      "peers that meet in pairs have no rounds, and a program on a mesh is in"
-      " step: use engine simulate, or another recipe"
+      f"peers in the order {exchange.order!r} have no rounds, and a program on"
+      " a mesh is in step: use engine simulate, or another recipe"
     )
   if meshes.size(mesh, axis) != n:
     raise ValueError(
@@ -259,7 +259,7 @@ def make_rounds(
     row = RoundState(state, worker.init(state.server.params), waiting)
     return meshes.repeat(row, n)  # all peers start alike
 
-  # One program for each phase of the topology: pairs are constants of it.
+  # One program for each matrix of the topology: pairs are constants of it.
   @partial(jax.jit, static_argnums=0, donate_argnums=1)
   def program(phases, state, batch, root, k):
     return jax.shard_map(
@@ -273,7 +273,8 @@ def make_rounds(
   def phases_of(k):
     # Message m, put in round m `every`, uses matrix m of the topology.
     every = exchange.every
-    phase = k // every % exchange.topology.period
+    topology = exchange.topology
+    phase = topology.first_rounds[k // every % topology.period]
     return phase, k % every == 0, (k + 1) % every == 0
 
   def run_round(state, batch, root, k):

@@ -131,8 +131,8 @@ def _is_refused(engine: str, name: str) -> bool:
   """Whether a mesh or a pipeline, which run other recipes of its protocol,
   refuses a recipe."""
   if name in algorithms.PEER_RECIPES:
-    # A mesh is in step, and pairs are not.
-    return engine == "mesh" and algorithms.build(name, 0.1, 3).order == "pairs"
+    # A mesh is in step, and peers without rounds are not.
+    return engine == "mesh" and not algorithms.build(name, 0.1, 3).rounds
   if engine not in ("mesh", "pipeline") or name not in algorithms.RECIPES:
     return False
   # Local steps of workers: both have one gradient for all of them. A pipeline
@@ -226,7 +226,7 @@ def command_table() -> str:
   return format_markdown(("command", "description"), rows)
 
 
-_COMPOSED = "error_feedback", "clip", "named"
+_COMPOSED = "error_feedback", "clip", "named", "as_codec"
 _IN_STEP = "named_reducer", "average", "powersgd_reducer", "onebit_adam"
 _FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
 

@@ -100,8 +100,8 @@ class LivePeerEngine(live_engine.LiveEngine):
     return any(map(read_journal, self._journals()))
 
   @property
-  def _in_pairs(self):
-    return self._plan.gossip.order == gossip.PAIRS
+  def _counts_jobs(self):
+    return self._plan.gossip.order != gossip.ROUNDS
 
   def _network(self):
     return self._plan.call_network
@@ -112,7 +112,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     """Returns the cluster of peers, and its start; see the base."""
     plan, seed = self._plan, live.cell.seed
     # In rounds the cell resumes after the round that all peers have ended.
-    if not self._in_pairs:
+    if not self._counts_jobs:
       images = saved[0] if saved else {}
       ended_rounds = [notes["rounds"] for _, notes in images.values()]
       # The slowest peer's round: all messages up to it were received.
@@ -188,7 +188,7 @@ class LivePeerEngine(live_engine.LiveEngine):
       if self.cluster.finished:
         # At the end the peers keep their last parameters.
         views = self.cluster.views()
-    elif self._in_pairs:
+    elif self._counts_jobs:
       if self._received >= until or self.cluster.finished:
         views = self.cluster.views()
     elif self.cluster.rounds * self.quantum >= until:
@@ -199,7 +199,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     # [2] Without views, only report how far the cell is.
     if not views:
       reached = self._received
-      if not self._in_pairs:
+      if not self._counts_jobs:
         reached = self.cluster.rounds * self.quantum
       # Message `until` is not done before it is evaluated.
       self.done = max(self.done, min(reached, until - 1))
@@ -306,7 +306,7 @@ class LivePeerEngine(live_engine.LiveEngine):
   def stop(self) -> str:
     """See the base."""
     text = super().stop()
-    if not self._in_pairs:
+    if not self._counts_jobs:
       # Rounds that all peers have completed.
       self.done = self.cluster.rounds * self.quantum
     return text

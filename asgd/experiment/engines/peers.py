@@ -97,6 +97,8 @@ class PeerPlan(ServerPlan):
     options: dict[str, Any] = {"nbytes": self._nbytes, "messages": messages}
     if gossip_of.order == gossip.PAIRS:
       make, options["seed"] = over_network.pairs, seed
+    elif gossip_of.order == gossip.ARRIVALS:
+      make = over_network.arrivals
     else:
       make, options["every"] = over_network.rounds, gossip_of.every
       options["put_first"] = gossip_of.put_first

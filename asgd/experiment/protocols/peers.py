@@ -32,8 +32,8 @@ from asgd.orders import trace
 Description = Mapping[str, Any]
 _NO_SERVER = "its peers have no server"
 _CODEC = (
-  "of the recipes of peers only choco_sgd and threshold_sharing have a codec,"
-  " as their option codec="
+  "of the recipes of peers only choco_sgd, threshold_sharing and"
+  " async_threshold_sharing have a codec, as their option codec="
 )
 
 

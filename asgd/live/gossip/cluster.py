@@ -20,6 +20,7 @@ from asgd.live.cluster import Cluster
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
+from asgd.live.gossip.arrivals import Arrivals
 from asgd.live.gossip.counter import JobCounter
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.pairs import Pairs
@@ -57,7 +58,7 @@ class PeerMaker(NamedTuple):
     Args:
       index: of the peer.
       image: from which it resumes; None: it begins with the first parameters.
-      counter: of the jobs of pairs; None: the peer works in rounds.
+      counter: of jobs; None: the peer works in rounds.
       inside: of the host.
     """
     duty = self.make_duty()
@@ -71,6 +72,8 @@ class PeerMaker(NamedTuple):
     peer: LivePeer
     if counter is None:
       peer = Rounds(inside, rows, **options)
+    elif duty.gossip.order == gossip.ARRIVALS:
+      peer = Arrivals(inside, rows, counter=counter, **options)
     else:
       # Keyed by incarnation too: a new one does not repeat the draws of the
       # last.
@@ -110,10 +113,10 @@ class PeerCluster(Cluster):
     self.gossip, self._maker, self._refill = settings, maker, refill
     self._messages = messages
     peers = settings.topology.workers
-    counts = {PEER: peers, COUNTER: 1} if self._in_pairs else {PEER: peers}
+    counts = {PEER: peers, COUNTER: 1} if self._counts_jobs else {PEER: peers}
     super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
-    # Rounds of each peer. In pairs the counter ends the run, not a limit.
-    self._limit = sys.maxsize if self._in_pairs else messages // peers
+    # Rounds of each peer. A counter ends the run by itself, without a limit.
+    self._limit = sys.maxsize if self._counts_jobs else messages // peers
     self.incarnations: dict[int, int] = {}  # of peers that have joined
     self._starting: dict[int, int] = {}  # incarnations of peers being made
     self._paused = True  # until `start`
@@ -121,17 +124,17 @@ class PeerCluster(Cluster):
     self.rounds = 0  # ended by all peers at the last `check`
 
   @property
-  def _in_pairs(self) -> bool:
-    """Whether peers exchange in pairs, not in rounds."""
-    return self.gossip.order == gossip.PAIRS
+  def _counts_jobs(self) -> bool:
+    """Whether a counter numbers the jobs, as of peers without rounds."""
+    return self.gossip.order != gossip.ROUNDS
 
   # Starting.
 
   def start(self, images: dict[int, Image] | None = None) -> None:
     """Starts all peers. With images, only the peers of the images continue the
     run; the others join it as newcomers."""
-    # The counter first: each peer of pairs is made with a handle of it.
-    if self._in_pairs:
+    # The counter first: each peer is made with a handle of it.
+    if self._counts_jobs:
       self._start_counter()
     indices = range(self.gossip.topology.workers)
     members = sorted(images) if images else list(indices)
@@ -204,8 +207,10 @@ class PeerCluster(Cluster):
     """
     self._supervisor.progressed(messages)
     at_rest = self._at_rest()
-    # A peer of pairs that is not paused is quiet once no job is left.
-    ended = not self._paused if self._in_pairs else self.rounds >= self._limit
+    ended = self.rounds >= self._limit
+    if self._counts_jobs:
+      # A peer without rounds is quiet at a pause, and once no job is left.
+      ended = not self._paused
     self.finished = at_rest and ended
     if not self.finished:
       parties = self._supervisor.parties[PEER]
@@ -218,11 +223,11 @@ class PeerCluster(Cluster):
   def _at_rest(self) -> bool:
     """Handles exits; returns whether all other peers are quiet.
 
-    In pairs the driver asks twice: a peer that has reported that it is quiet
-    becomes busy again if another peer then begins an exchange with it.
+    Without rounds the driver asks twice: a peer that has reported that it is
+    quiet becomes busy again if another peer then sends it a frame.
     """
     self._handle_exits()
-    return self._all_quiet() and (not self._in_pairs or self._all_quiet())
+    return self._all_quiet() and (not self._counts_jobs or self._all_quiet())
 
   def _all_quiet(self) -> bool:
     """Asks for the peers' status, and ends those that take too long for a job;
@@ -245,7 +250,7 @@ class PeerCluster(Cluster):
   def _handle_exits(self) -> None:
     """Handles the peers, and the counter, that have exited."""
     supervisor = self._supervisor
-    for party in supervisor.exited(COUNTER) if self._in_pairs else ():
+    for party in supervisor.exited(COUNTER) if self._counts_jobs else ():
       self._replace_counter(party)
     for party, how in supervisor.take_ended(PEER):
       self._handle_peer_exit(party.index, how)
@@ -266,7 +271,7 @@ class PeerCluster(Cluster):
       clock, disk = self._supervisor.hosts.clock, self._supervisor.hosts.disk
       jobs = files.write_leave(run, peer, incarnation, clock(), disk)
       residual = files.last_residual_lost(run, peer)
-      if self._in_pairs:
+      if self._counts_jobs:
         self._supervisor.ask(COUNTER, "release", peer, incarnation, *jobs)
       # [2] The last messages are forwarded before `peer_exited`: after it, a
       # neighbour no longer waits for them.
@@ -309,7 +314,7 @@ class PeerCluster(Cluster):
     """Forwards each of a lost peer's last messages to all its receivers, if at
     least one of them has it. So all receivers mix the same messages."""
     # In pairs a message has one receiver.
-    if self._in_pairs:
+    if self.gossip.order == gossip.PAIRS:
       return
     topology = self.gossip.topology
     # Peer -> numbers of the messages that it has received from the lost one.
@@ -330,8 +335,8 @@ class PeerCluster(Cluster):
   # Pause and checkpoints.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes all peers end the same round (in pairs: their open jobs), and waits
-    for it. Raises as `check`.
+    """Makes all peers end the same round (without rounds: their open jobs), and
+    waits for it. Raises as `check`.
 
     Args:
       seconds: to wait at most.
@@ -343,7 +348,7 @@ class PeerCluster(Cluster):
     limits = self._ask("halt")
     # A peer that has begun a later round needs the messages of its neighbours
     # to end it. So all peers continue to the latest round that has begun.
-    if not self._in_pairs and limits:
+    if not self._counts_jobs and limits:
       self._ask("allow", max(limits.values()))
     return self._supervisor.wait_for_rest(self._at_rest, seconds)
 
@@ -379,7 +384,7 @@ class PeerCluster(Cluster):
     party, others = parties[PEER][peer], self._neighbours()
     incarnation = self.incarnations[peer] = self._starting.pop(peer)
     party.run = party.host.call("run")
-    if self._in_pairs:  # the counter may have been replaced meanwhile
+    if self._counts_jobs:  # the counter may have been replaced meanwhile
       self._ask("count_by", parties[COUNTER][0].host, among=[peer])
     # `join` comes first: before it, the newcomer drops all frames, loans too.
     self._ask("join", others, self.rounds, lenders, among=[peer])

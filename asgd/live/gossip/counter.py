@@ -1,4 +1,5 @@
-"""The counter of jobs for peers in pairs: each job is assigned to one peer."""
+"""The counter of jobs for peers without rounds: each job is assigned to one
+peer."""
 
 import heapq
 from collections.abc import Collection

@@ -36,6 +36,11 @@ class Outbox:
     self._first = 0
     self._frames: list[PeerFrame] = []  # `_first` and later ones
 
+  @property
+  def waiting(self) -> int:
+    """Count of the frames that the neighbour has not acknowledged."""
+    return len(self._frames)
+
   def put(self, frame: PeerFrame) -> None:
     """Adds a frame."""
     self._frames.append(frame)

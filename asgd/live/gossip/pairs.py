@@ -18,101 +18,43 @@ A peer grants its lock in the order of requests.
 """
 
 import collections
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
 from asgd.live.gossip import frames
+from asgd.live.gossip.counted import Counted
 from asgd.live.gossip.frames import PeerFrame
-from asgd.live.gossip.peer import AGAIN, LivePeer
-from asgd.live.hosts import Host, HostExited
 
 
-class Pairs(LivePeer):
+class Pairs(Counted):
   """A peer of AD-PSGD, in the order of `gossip.orders.pairs`."""
 
   def __init__(
     self,
     *args: Any,
-    counter: Host,
     draw: np.random.Generator,
     **options: Any,
   ):
-    """Takes the host of the run's `JobCounter`, and the generator that draws
-    the peer's partners."""
+    """Takes the generator that draws the peer's partners."""
     super().__init__(*args, **options)
-    self._counter: Host | None = counter
     self._draw = draw
-    self._asks_counter = False  # whether a call of the counter is open
-    self._next_job: int | None = None  # its number, from the counter
     self._partner: int | None = None  # of the exchange after the open job
     self._grant: PeerFrame | None = None  # of the partner, with its code
     # The initiator of the exchange that holds this peer's lock, and initiators
     # that wait for it. This peer's own index is among them if it initiates one.
     self._lock_owner: int | None = None
     self._queue: collections.deque[int] = collections.deque()
-    self._no_job_left = False
-
-  def count_by(self, counter: Host | None) -> None:
-    """Uses another counter from now on; None: no counter for now. A number that
-    the old counter has assigned, and that was not begun, is dropped: the new
-    counter assigns it again."""
-    self._counter, self._next_job = counter, None
-
-  def numbered(self, counter: Host, call: Future[int | None]) -> None:
-    """Handles the end of a call of a counter, or the loss of its
-    connection."""
-
-    def store_number() -> None:
-      self._asks_counter = False
-      try:
-        number = call.result()
-      except HostExited:  # retry until the driver passes another counter
-        if self._counter is not None:
-          self._ask_counter(self._counter, wait=AGAIN)
-        return
-      # A number of an earlier counter is dropped, as by `count_by`.
-      if counter is self._counter:
-        self._next_job, self._no_job_left = number, number is None
-
-    self._handle(store_number)
-
-  def _ask_counter(self, counter: Host, wait: float = 0.0) -> None:
-    """Asks a counter for a number, in another thread, after a wait in
-    seconds."""
-    self._asks_counter = True
-    inside, journal = self._inside, self.rows.journal
-    # The count of begun jobs makes the call idempotent: if an answer is lost,
-    # the retry gets the same number.
-    asker = self.index, journal.incarnation, journal.begun
-
-    def ask() -> int | None:
-      if wait:
-        inside.wait(wait)
-      number: int | None = counter.call("take", *asker).result()
-      return number
-
-    inside.later(ask, "numbered", counter)
-
-  def halt(self) -> int:
-    """Stops after the open job; returns the count of ended jobs at that
-    time."""
-    self.limit = min(self.limit, self.rounds + (self._job_start is not None))
-    return self.limit
 
   @property
   def quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised or
     another peer asks for an exchange."""
-    done = self._no_job_left or self.rounds >= self.limit
-    idle = not self._asks_counter and self._lock_owner is None
-    return super().quiet and done and idle
+    return super().quiet and self._lock_owner is None
 
   def peer_exited(self, peer: int) -> None:
     """Cancels or ends an exchange with the peer, too."""
     super().peer_exited(peer)
-    self._no_job_left = False  # the counter assigns the peer's job again
     # [1] The peer was the initiator.
     if peer in self._queue:
       self._queue.remove(peer)
@@ -164,20 +106,6 @@ class Pairs(LivePeer):
       return True
     return False
 
-  def _start_job(self) -> bool:
-    """Begins a job if its number is known, else asks the counter. Returns
-    whether it has begun one."""
-    if self._no_job_left or self.rounds >= self.limit:
-      return False
-    if self._next_job is None:
-      if self._counter is not None and not self._asks_counter:
-        self._ask_counter(self._counter)
-      return False
-    number, self._next_job = self._next_job, None
-    self._begin_job(number)
-    self._compute_job()
-    return True
-
   def _initiate_exchange(self, is_finite: bool) -> None:
     """Initiates an exchange with a random neighbour. The job ends without an
     exchange if no neighbour is alive, or if its message is not finite."""
@@ -221,8 +149,3 @@ class Pairs(LivePeer):
     self.rows.mix(0, [grant])
     self._partner = self._grant = self._lock_owner = None
     self._count_job()
-
-  def _count_job(self) -> None:
-    """Ends the open job, and counts it if its message was finite."""
-    if self._end_job():
-      self.rounds += 1

@@ -3,7 +3,8 @@
 A peer is an object in a host (`asgd.live.hosts`). Every event is a call of one
 of its methods, and the host makes one call at a time. Jobs, and calls of
 neighbours, run in other threads (`Inside.later`), so a peer receives messages
-while it computes. The subclasses `Rounds` and `Pairs` decide the next step.
+while it computes. The subclasses `Rounds`, `Pairs` and `Arrivals` decide the
+next step.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ class PeerStatus(NamedTuple):
   """The status that a peer reports."""
 
   quiet: bool  # it has stopped at its limit, and waits for no message
-  rounds: int  # ended by the peer; in pairs, jobs
+  rounds: int  # ended by the peer; without rounds, jobs
   # Seconds since the start of its job, by the peer's clock; None: no job.
   busy: float | None
 
@@ -50,7 +51,7 @@ class Loans:
 
 
 class LivePeer:
-  """One incarnation of a peer; the base of `Rounds` and `Pairs`.
+  """One incarnation of a peer; the base of `Rounds`, `Pairs` and `Arrivals`.
 
   The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
   threads report by `delivered` and `computed`. After each call the peer does

@@ -42,11 +42,13 @@ class PeerDuty(NamedTuple):
 
   @property
   def neighbour_counts(self) -> list[set[int]]:
-    """The numbers of senders that each peer has in its rounds."""
+    """The numbers of messages that each peer mixes at once."""
     topology = self.gossip.topology
     rounds, peers = range(topology.period), range(topology.workers)
     if self.gossip.order == gossip.PAIRS:
       return [{1} for _ in peers]
+    if self.gossip.order == gossip.ARRIVALS:  # its own message, or another one
+      return [{0, 1} for _ in peers]
     return [{len(topology.neighbours(i, k)) for k in rounds} for i in peers]
 
   def warm_up_all(self) -> None:

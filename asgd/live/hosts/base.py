@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 # Kinds of hosts.
 SHARD, WORKER, PEER = "shard", "worker", "peer"
-COUNTER = "counter"  # gives peers that train in pairs their job numbers
+COUNTER = "counter"  # gives peers without rounds their job numbers
 KINDS = SHARD, WORKER, PEER, COUNTER
 # Kinds that run on the driver's machine. Only one process may write the files
 # of such a host.

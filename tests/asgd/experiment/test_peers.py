@@ -18,7 +18,17 @@ RUNS = {
   "ring": {"recipe": "d_psgd", "topology": "ring"},
   "mesh": {"recipe": "d_psgd", "engine": "mesh"},
   "pairs": {"recipe": "ad_psgd", "topology": {"name": "full"}},
+  "arrivals": {
+    "recipe": "async_threshold_sharing",
+    "codec": {"name": "threshold", "tau": 0.01},
+  },
   "late": {"recipe": "sgp", "overlap": 2},
+  "matchings": {"recipe": "d_psgd", "topology": {"name": "matcha"}},
+  "matchings-mesh": {
+    "recipe": "d_psgd",
+    "topology": {"name": "matcha"},
+    "engine": "mesh",
+  },
   "late-mesh": {"recipe": "sgp", "overlap": 2, "engine": "mesh"},
 }
 SWAPS = [[[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]]
@@ -32,7 +42,10 @@ def build(*labels, **config):
 
 
 def test_the_mesh_comes_to_what_is_simulated():
-  for names in (("ring", "mesh"), ("late", "late-mesh")):
+  for names in (
+    *(("ring", "mesh"), ("late", "late-mesh")),
+    ("matchings", "matchings-mesh"),
+  ):
     exp = build(*names)
     (rows, params, said), other = (train(exp, index=i) for i in range(2))
     kit.close(params, other[1], rtol=1e-4, atol=1e-6)
@@ -46,7 +59,7 @@ def test_the_mesh_comes_to_what_is_simulated():
         assert mine[key] == pytest.approx(theirs[key], rel=1e-3)
 
 
-@pytest.mark.parametrize("label", ["pairs", "late", "late-mesh"])
+@pytest.mark.parametrize("label", ["pairs", "arrivals", "late", "late-mesh"])
 def test_a_cell_that_was_stopped_comes_to_the_same_bits(label, tmp_path):
   exp = build(label)
   whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -147,6 +160,7 @@ MISTAKES = (
   ("ring", {"engine": "pipeline", "stages": 2},
    "the recipe 'd_psgd' has peers instead of a server's update"),
   ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
+  ("arrivals", {"engine": "mesh"}, "has no rounds, and a mesh is in step: use"),
   ("mesh", {"axes": {"data": 2}},
    "config.mesh.axes data 2 does not fit config.workers 4, as each device"),
   ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),

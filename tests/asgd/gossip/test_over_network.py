@@ -34,6 +34,32 @@ def test_without_delays_pairs_are_those_of_an_order_without_a_network():
   assert list(trace.events(found)) == list(trace.events(expected))
 
 
+def test_without_delays_arrivals_are_those_of_an_order_without_a_network():
+  topology = topologies.full(4)
+  found, _ = over_network.arrivals(
+    CLOCK, topology, INSTANT, nbytes=8, messages=40
+  )
+  orders.check(found)
+  expected = peer_orders.arrivals(CLOCK, topology, messages=40)
+  # Rows at equal times are in another order.
+  assert sorted(trace.events(found)) == sorted(trace.events(expected))
+
+
+def test_a_message_is_mixed_when_it_arrives_also_after_the_last_job():
+  # Peer 0 sends at 1 and 2, and peer 1 takes at 1.75 and 2.75; peer 1, which
+  # takes 9 for its job, ends none.
+  found, _ = over_network.arrivals(
+    durations.constant(slowdown=[1, 9]),
+    *(topologies.full(2), Network(latency=0.75)),
+    nbytes=8,
+    messages=2,
+  )
+  orders.check(found)
+  assert times_of(found, base.PUT) == [1.0, 2.0]
+  assert times_of(found, base.TAKE) == [1.75, 2.75]
+  assert times_of(found, base.MIX) == [1.0, 1.75, 2.0, 2.75]
+
+
 def times_of(found, action):
   return found.time[found.action == action].tolist()
 

@@ -108,7 +108,7 @@ def test_what_has_no_rounds_or_other_devices_is_refused():
   mesh = meshes.make({"data": N})
   pairs = asgd.ad_psgd(0.1, N)
   worker = pairs.make_worker(loss)
-  with pytest.raises(ValueError, match="meet in pairs have no rounds"):
+  with pytest.raises(ValueError, match="order 'pairs' have no rounds"):
     peers.make_rounds(pairs.gossip, pairs.server(), worker, mesh)
   rounds = asgd.d_psgd(0.1, 8)
   with pytest.raises(ValueError, match="8 peers need 8 devices .* has 4"):

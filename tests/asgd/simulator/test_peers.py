@@ -112,6 +112,12 @@ def test_on_the_full_graph_it_is_all_reduce_sgd(recipe):
   assert_all(run(recipe), with_server(asgd.ssgd(0.1, workers=N)))
 
 
+def test_peers_that_add_all_updates_at_once_are_asgd_with_a_server():
+  # Of jobs that end at the same time both apply them in the same order.
+  recipe = asgd.async_threshold_sharing(0.1, workers=N)
+  assert_all(run(recipe), with_server(asgd.asgd(0.1, workers=N)))
+
+
 def test_local_sgd_on_the_full_graph_is_local_sgd_with_a_server():
   options = {"steps": 3, "momentum": 0.5}
   recipe = asgd.local_d_psgd(0.1, workers=N, topology="full", **options)
@@ -368,6 +374,38 @@ def test_a_pair_averages_and_then_the_stale_gradient_is_applied():
   assert rows.bytes_down.tolist() == rows.bytes_up.tolist() == [56, 56]
 
 
+def test_updates_of_half_are_added_as_they_arrive():
+  codec = {"name": "threshold", "tau": 0.5}
+  recipe = asgd.async_threshold_sharing(1.0, workers=2, codec=codec)
+  # Peer 0 ends jobs at 2 and 4, peer 1 ends its first one at 3.
+  trace = recipe.gossip.trace(
+    durations.constant(slowdown=[2, 3]), messages=3
+  )
+  assert orders.check(trace) == 2
+  gradients = [-0.75, 1.25, -0.375]
+
+  def linear(params, batch):
+    return jnp.sum(params["w"] * batch[0]) + jnp.sum(params["b"] * batch[0])
+
+  result = peers(
+    *(recipe, trace), loss=linear,
+    starts=np.zeros((2, 7)), batch=lambda w, j: np.full(1, gradients[j]),
+  )
+  # u = 0.75: 0.5 is added, 0.25 kept. u = -1.25: -0.5, and -0.75 kept.
+  # u = 0.375 + 0.25: 0.5, and 0.125 kept.
+  for job, (expected, left) in enumerate(
+    [(0.5, (0.25, 0.0)), (0.0, (0.25, -0.75)), (0.5, (0.125, -0.75))]
+  ):
+    end = np.flatnonzero(trace.action == base.RECEIVE)
+    end = [*end.tolist(), len(trace.time)][job + 1]
+    rows = result.run(end)
+    assert_all(params_of(result), expected, atol=0)
+    residuals = [state.own.codec.residual for state in result.states]
+    assert [float(r["b"][0]) for r in residuals] == list(left)
+    # Each job but the first began before another peer's message arrived.
+    assert rows.staleness.tolist() == [min(job, 1)]
+
+
 def test_a_transform_that_reads_a_delay_is_told_how_often_the_peer_mixed():
   recipe = asgd.ad_psgd(0.5, workers=2)
   recipe = recipe._replace(at_server=asgd.scale_by_staleness())
@@ -445,6 +483,9 @@ RECIPES = {
   "choco_sgd": asgd.choco_sgd(0.1, workers=N, gamma=0.5),
   "local_d_psgd": asgd.local_d_psgd(0.1, workers=N, steps=2, momentum=0.5),
   "threshold_sharing": asgd.threshold_sharing(0.1, workers=N),
+  "async_threshold_sharing": asgd.async_threshold_sharing(
+    0.1, workers=N, codec=CODEC
+  ),
 }
 recipes = pytest.mark.parametrize("name", RECIPES)
 

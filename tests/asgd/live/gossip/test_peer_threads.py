@@ -1,7 +1,6 @@
 """Live peers in threads: a replay of its journals equals each run, to the
 bit."""
 
-import functools
 import itertools
 import time
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
+from asgd.live.gossip.arrivals import Arrivals
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.peer import ALONE, PeerStatus
@@ -32,9 +32,18 @@ INSIDE = Inside(lambda: None, lambda seconds: None, time.monotonic)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 
 
-@functools.cache
+_compiled = {}
+
+
 def compiled(name, **options):
   """A recipe with its peer and worker, compiled once."""
+  key = repr((name, options))
+  if key not in _compiled:
+    _compiled[key] = _compile(name, **options)
+  return _compiled[key]
+
+
+def _compile(name, **options):
   recipe = getattr(asgd, name)(0.05, PEERS, **options)
   return recipe, recipe.peer(), recipe.make_worker(PROBLEM.loss)
 
@@ -128,6 +137,7 @@ RECIPES = {
   "threshold_sharing": {"codec": "top_k"},
   "local_d_psgd": {"steps": 2},
   "ad_psgd": {},
+  "async_threshold_sharing": {"codec": "top_k"},
 }
 
 
@@ -145,6 +155,15 @@ def test_a_run_replays_to_the_same_bits(tmp_path, name):
   assert kept.sum() == (run.messages - PEERS if compressed else 0)
 
 
+def test_drawn_matchings_replay_to_the_same_bits(tmp_path):
+  topology = {"name": "matcha", "rounds": 6}
+  run = Run(tmp_path, "d_psgd", topology=topology)
+  run.run()
+  peers = run.check()
+  # Half of the messages of a ring of 4 in 6 rounds.
+  assert peers.traffic.messages.sum() == 24
+
+
 def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path):
   run = Run(tmp_path, "choco_sgd", rounds=16, codec="qsgd", gamma=0.5)
   run.run(faults=[Fault(1, 2, "kill"), Fault(3, 5, "kill")])
@@ -158,6 +177,17 @@ def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path):
     "peer 1 died; it is replaced, the others continue; the update that its"
     f" codec kept is lost (RMS {lost:.3g})"
   ) in run.news
+
+
+def test_a_peer_of_arrivals_joins_with_all_that_the_others_have_added(tmp_path):
+  run = Run(tmp_path, "async_threshold_sharing", rounds=10, codec="top_k")
+  run.run(faults=[Fault(1, 2, "kill")])
+  peers = run.check()
+  assert run.trace().action.tolist().count(base.JOIN) == 1
+  assert sorted(run.records().job) == list(range(run.messages))
+  first, *others = (peers.states[i].server.params for i in range(PEERS))
+  for params in others:  # in another order of additions
+    np.testing.assert_allclose(params, first, rtol=0, atol=1e-6)
 
 
 def test_the_others_go_on_without_one_that_is_not_replaced(tmp_path):
@@ -218,6 +248,57 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
     newcomer.take_over(frames.PeerFrame(frames.MESSAGE, 2, 0, round=round))
   assert newcomer.message_of(2, 1) is None
   assert newcomer.message_of(2, 2) is not None
+
+
+def test_the_last_messages_of_the_lost_are_added_once_by_all():
+  how = asgd.async_threshold_sharing(0.05, PEERS, codec="top_k").gossip
+  mixed = {0: [], 1: []}
+  rows = [
+    SimpleNamespace(
+      index=i,
+      duty=SimpleNamespace(gossip=how),
+      mix=lambda number, taken, i=i: mixed[i].extend(f.seq for f in taken),
+    )
+    for i in mixed
+  ]
+  one, other = (Arrivals(INSIDE, r, faults=None, counter=None) for r in rows)
+  messages = [
+    frames.PeerFrame(frames.MESSAGE, 2, 0, seq=seq, round=seq)
+    for seq in range(7)
+  ]
+  for peer, count in ((one, 6), (other, 4)):
+    peer.meet({2: Neighbour(0, None)})
+    peer.ask("deliver", 2, 0, 0, messages[:count])
+  assert mixed == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2, 3]}
+  # A peer sends no fifth message before the first was acknowledged by all.
+  numbers = one.ask("received_from", 2)
+  assert numbers == [2, 3, 4, 5]
+  assert other.ask("received_from", 2) == [0, 1, 2, 3]
+  for number in numbers:
+    other.ask("take_over", one.message_of(2, number))
+  assert mixed[1] == mixed[0]
+  # What arrives now would reach this peer alone.
+  one.ask("deliver", 2, 0, 6, messages[6:])
+  assert mixed[0] == [0, 1, 2, 3, 4, 5]
+  # A newcomer's loan has all of them.
+  one.ask("present", 3, Neighbour(1, None), False)
+  assert one.message_of(2, 5) is None
+
+
+def test_a_peer_starts_no_job_while_four_messages_are_on_their_way():
+  how = asgd.async_threshold_sharing(0.05, PEERS).gossip
+  rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
+  peer = Arrivals(INSIDE, rows, faults=None, counter=None)
+  peer.meet({1: Neighbour(0, None)})
+  (outbox,) = peer._outboxes.values()
+  started = []
+  peer._start_job = lambda: started.append(outbox.waiting) or False
+  for _ in range(6):
+    assert not peer._step()
+    outbox.put(frames.PeerFrame(frames.MESSAGE, 0, 0))
+  assert started == [0, 1, 2, 3] and not peer.quiet
+  outbox.confirm(6)
+  assert not peer._step() and started[-1] == 0 and peer.quiet
 
 
 def test_a_newcomer_whose_lenders_have_exited_does_no_job():

@@ -16,7 +16,7 @@ from asgd.live.incarnation import Lease
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import WorkerLoop
-from asgd.live.world import explore, run, scenario, table_run
+from asgd.live.world import explore, peer_run, run, scenario, table_run
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Rules
 from asgd.orders.starters import Starters
@@ -90,6 +90,21 @@ def test_results_of_seeds_agree_with_their_traces(protocol):
   kinds = explore.PROTOCOLS[protocol].menu().kinds
   assert {kind for kind, _ in reached} == set(kinds)
   assert reached <= set(parties)
+
+
+def test_peers_that_add_arrivals_stay_equal_under_any_faults(tmp_path):
+  """The cases of the seeds are replaced by one that no seed draws."""
+  codec = (("codec", "top_k"),)
+  for seed in range(16):
+    case = peer_run.PeerCase(
+      "async_threshold_sharing", options=codec, kills=bool(seed % 2)
+    )
+    scene = explore.scenario_of(seed, "gossip")._replace(case=case)
+    folder = tmp_path / str(seed)
+    folder.mkdir()
+    kept = range(len(scene.faults))
+    outcome = peer_run.PeersRun(scene, folder).run(kept)
+    assert not outcome.error, (scene.describe(kept), outcome)
 
 
 @pytest.mark.parametrize("protocol", explore.PROTOCOLS)

@@ -1,0 +1,143 @@
+"""MATCHA: in each round some matchings of a graph, drawn for a budget.
+
+A matching is a set of links in which a peer has at most one, so its messages
+travel at the same time. The budget is the part of all matchings that a round
+activates on average. Links without which the graph would average slowly are
+activated more often.
+
+Index letters in shape comments:
+  n  peers
+  m  matchings
+  T  rounds
+"""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd.gossip.topology import Links, Matrix
+
+_STEPS = 200  # of the ascent that finds the probabilities
+_LEAST = 1e-12  # increase of lambda_2 that is more than rounding
+
+Colours = npt.NDArray[np.int_]  # [n, n], the matching of a link; -1: no link
+
+
+def matchings(links: Links) -> Colours:
+  """Divides the links of an undirected graph into matchings.
+
+  A link joins the first matching in which both of its peers are alone. So there
+  are fewer than 2 d, where d is the largest number of neighbours.
+
+  Example:
+    >>> from asgd.gossip import topologies
+    >>> matchings(topologies.ring(4).union).tolist()[0]
+    [-1, 0, -1, 1]
+  """
+  colours = np.full(links.shape, -1)
+  for i, j in np.argwhere(np.triu(links)):
+    taken = {*colours[i].tolist(), *colours[j].tolist()}
+    colour = next(c for c in range(len(taken)) if c not in taken)
+    colours[i, j] = colours[j, i] = colour
+  return colours
+
+
+def laplacian(colours: Colours, of_matching: npt.NDArray[np.float64]) -> Matrix:
+  """Returns sum_j of_matching[j] L_j, [n, n], for values [m]."""
+  # A colour of -1 reads the last entry, which is no matching's.
+  weights = np.append(of_matching, 0.0)[colours]
+  return np.asarray(np.diag(weights.sum(1)) - weights)
+
+
+def probabilities(
+  colours: Colours, budget: float
+) -> npt.NDArray[np.float64]:
+  """Returns the probability of each matching, [m].
+
+    max lambda_2(sum_j p_j L_j),   sum_j p_j = budget m,   0 <= p_j <= 1
+
+  lambda_2 is concave, and has the derivative u' L_j u for its eigenvector u.
+  The projected ascent begins with equal probabilities.
+  """
+  count = int(colours.max()) + 1
+  best = chances = np.full(count, budget)
+  most = -1.0
+  for step in range(_STEPS):
+    values, vectors = np.linalg.eigh(laplacian(colours, chances))
+    if values[1] > most + _LEAST:
+      most, best = values[1], chances
+    u = vectors[:, 1]
+    squares = (u[:, None] - u[None]) ** 2 / 2  # a link is in both triangles
+    slopes = np.array([squares[colours == j].sum() for j in range(count)])
+    size = np.linalg.norm(slopes - slopes.mean())
+    if size < _LEAST:
+      break
+    chances = _project(
+      chances + slopes / size / np.sqrt(step + 1.0), budget * count
+    )
+  return best
+
+
+def _project(values: npt.NDArray[np.float64], total: float) -> Any:
+  """Returns the nearest point of [0, 1]^m with a sum of `total`."""
+  low, high = values.min() - 1.0, values.max()  # the sum is m, and 0
+  for _ in range(60):
+    shift = (low + high) / 2
+    if np.clip(values - shift, 0.0, 1.0).sum() > total:
+      low = shift
+    else:
+      high = shift
+  return np.clip(values - high, 0.0, 1.0)
+
+
+def contraction(
+  colours: Colours, chances: npt.NDArray[np.float64], alpha: float
+) -> float:
+  """Returns || E[W' W] - J ||_2, the part of the squared distance to the mean
+  that is left after a round.
+
+    E[W' W] = I - 2 alpha L + alpha^2 (L^2 + 2 V)
+    L = sum_j p_j L_j,   V = sum_j p_j (1 - p_j) L_j
+  """
+  mean = laplacian(colours, chances)
+  spread = laplacian(colours, chances * (1 - chances))
+  n = len(mean)
+  square = np.eye(n) - 2 * alpha * mean
+  square += alpha**2 * (mean @ mean + 2 * spread)
+  return float(np.abs(np.linalg.eigvalsh(square - 1 / n)).max())
+
+
+def consensus_step(
+  colours: Colours, chances: npt.NDArray[np.float64]
+) -> float:
+  """Returns alpha, which minimises `contraction` between 0 and 1 / the largest
+  number of neighbours."""
+  from scipy import optimize  # only here: other topologies need no SciPy
+
+  most = 1 / int((colours >= 0).sum(1).max())
+  found = optimize.minimize_scalar(
+    lambda alpha: contraction(colours, chances, alpha),
+    bounds=(0.0, most),
+    method="bounded",
+    options={"xatol": 1e-9},
+  )
+  return float(found.x)
+
+
+def draw(
+  colours: Colours,
+  chances: npt.NDArray[np.float64],
+  alpha: float,
+  rounds: int,
+  seed: int,
+) -> npt.NDArray[np.float64]:
+  """Returns the weights of all rounds, [T, n, n]: each matching is active in
+  its part of the rounds, and in one at least."""
+  rng = np.random.default_rng((seed, len(colours), rounds))
+  counts = np.maximum(np.rint(chances * rounds), 1)
+  active = np.stack([rng.permutation(rounds) < c for c in counts], axis=1)
+  eye = np.eye(len(colours))
+  return np.stack(
+    [eye - alpha * laplacian(colours, row.astype(float)) for row in active]
+  )
