@@ -134,7 +134,7 @@ class TrainOptions(call_options.KeptOptions, total=False):
   batch_size: int | None
   cuts: str | Sequence[int]
   weights: str | None
-  predict: bool
+  predict: bool | str
   recompute: Any
   device_megabytes: Any
   partition: Any

@@ -21,14 +21,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
-from asgd import algorithms, base, models, problems, transforms
+from asgd import base, models, problems
 from asgd.checks import shown
 from asgd.experiment import build_cache, checks
 from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
-from asgd.pipeline import analyze, cut, discrepancy, residence, schedules
+from asgd.pipeline import (
+  analyze,
+  cut,
+  prediction,
+  residence,
+  schedules,
+  stage_recipes,
+)
 from asgd.pipeline import table as table_lib
 from asgd.pipeline.partition import graph, mixed_pipe, pipedream, placement
 from asgd.pipeline.stage import Part
@@ -55,6 +61,16 @@ def _list_or(*known: Any, kind: str) -> checks.Check:
     return value
 
   return check
+
+
+@checks.described(enum=[True, False, *prediction.NAMES])
+def _check_predict(value, key):
+  if type(value) is not bool and value not in prediction.NAMES:
+    known = ", ".join(map(repr, prediction.NAMES))
+    raise ValueError(
+      f"config.{key} must be True or False, {known}, not {shown(value)}"
+    )
+  return value
 
 
 _CUTS = _list_or(
@@ -94,8 +110,9 @@ SECTIONS: dict[str, Any] = {
       "weights": Setting(
         None, checks.optional(checks.choice(*analyze.WEIGHTS))
       ),
-      # Forwards read weights rolled forward by the stage's staleness.
-      "predict": Setting(False, checks.flag),
+      # Forwards read predicted weights: rolled forward by the stage's staleness
+      # (True), or by a name of `prediction`.
+      "predict": Setting(False, _check_predict),
       # Stages that keep their inputs only; None: the schedule's default.
       "recompute": Setting(None, checks.optional(_RECOMPUTE)),
       # MB of weights, optimizer states and sums of gradients that a device
@@ -299,81 +316,31 @@ def _parts(
 ) -> list[Part]:
   """Returns the stages. Runs of the same algorithm share compiled programs."""
   run, table, rate = planned.run, planned.table, planned.schedule
-  workers = analyze.in_flight(table, planned.weights).tolist()
-  if not _keeps_workers(run, rate, shapes):
-    workers = [1] * table.stages
-  cures = _cures(section, planned)
-  horizons = [None] * table.stages  # no prediction besides the recipe's
-  if section["predict"]:
-    stale = analyze.staleness(table, planned.weights).forward
-    horizons = np.median(stale, axis=1).astype(int).tolist()
-  variants = list(zip(workers, horizons, cures, strict=True))
+  variants = stage_recipes.variants(
+    *(run, rate, table, planned.weights),
+    section=section,
+    updates=planned.updates,
+    shapes=shapes,
+  )
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    recipes = [_recipe(run, rate, *variant) for variant in variants]
+    recipes = [stage_recipes.recipe(run, rate, each) for each in variants]
     parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
   cache_key = [run.recipe, run.options, table.every]
   cache_key += [run.config[key] for key in OF_A_RUN]
   for stage, variant in enumerate(variants):
-    built, cure = (parts[stage].server, parts[stage].at_worker), cures[stage]
+    built = parts[stage].server, parts[stage].at_worker
     server, at_worker = _servers.get(
       lambda built=built: built, [*cache_key, *variant], rate, run.given
     )
     parts[stage] = parts[stage]._replace(
       server=server,
       at_worker=at_worker,
-      correct=cure and discrepancy.extrapolate(cure),
+      correct=stage_recipes.correction(rate, variant),
     )
   return parts
 
 
 _servers = build_cache.BuildCache(256)  # of stages
-
-
-def _keeps_workers(run: Run, rate: Any, shapes: Any) -> bool:
-  """Returns whether a recipe keeps state for each worker.
-
-  The state may be at the worker or at the server. Each update in flight at a
-  stage counts as a worker: their number is DANA's N.
-  """
-  one = run.make_recipe(rate, 1)
-  try:
-    two = run.make_recipe(rate, 2)
-  except ValueError:  # a user's recipe for exactly one worker
-    return False
-  # A recipe that averages over workers: a schedule averages microbatches.
-  if two.every > 1:
-    return False
-  states = (jax.eval_shape(r.server().init, shapes) for r in (one, two))
-  first, second = map(jax.tree.leaves, states)
-  return two.at_worker is not None or first != second
-
-
-def _cures(section, planned) -> list[discrepancy.Cure | None]:
-  """Returns PipeMare's corrections of each stage; None for other schedules."""
-  table = planned.table
-  traits = schedules.SCHEDULES.get(table.name, schedules.custom).traits
-  if not traits.corrected or planned.weights != "latest":
-    return [None] * table.stages
-  updates = section.get("anneal") or max(planned.updates // 4, 1)
-  options = {"decay": section["decay"]} if "decay" in section else {}
-  return discrepancy.cures(table.stages, table.every, updates, **options)
-
-
-def _recipe(run, rate, workers, ahead, cure) -> algorithms.Recipe:
-  """Returns a stage's recipe for `workers` workers. `ahead` is the number of
-  updates by which tickets are predicted forward; None: no prediction."""
-  if cure is not None:
-    rate = discrepancy.reschedule(rate, cure)
-  recipe = run.make_recipe(rate, workers)
-  algorithm = recipe.algorithm
-  if ahead is not None:
-    algorithm = transforms.lookahead(
-      optax.GradientTransformationExtraArgs(algorithm.init, algorithm.update),
-      lambda worker: (worker + np.arange(-ahead, 0)) % workers,
-    )
-  if cure is not None:
-    algorithm = discrepancy.follow(algorithm, cure)
-  return recipe._replace(algorithm=algorithm)
 
 
 # Where layers are cut.

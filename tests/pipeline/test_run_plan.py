@@ -197,6 +197,74 @@ def test_a_prediction_is_the_roll_forward_of_momentum():
       np.testing.assert_allclose(leaf, -0.0125 * (1 + factor), rtol=1e-6)
 
 
+def sent_after_an_update(part):
+  """Returns the server's state and what it sends, after a gradient of ones on
+  weights of zero."""
+  params = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), part.params)
+  state = part.server.init(params)
+  ticket = part.server.send(state, np.int32(0))
+  ones = jax.tree.map(np.ones_like, params)
+  state, _ = part.server.receive(state, ticket, ones)
+  return state, part.server.send(state, np.int32(0)).params
+
+
+def test_predictions_by_name_are_along_the_velocity():
+  """The velocity is 1: weights are -rate, and each update ahead is f rates
+  more. Stage k of 4 is 3 - k updates stale."""
+  common = {"schedule": "pipedream", "momentum": 0.5}
+  latest = {"weights": "latest", **common}
+  forward = {"spectrain": (3, 2, 2, 1), "ftpipe": (0.875, 0.75, 0.5, 0.0)}
+  backward = {"spectrain": (0, 0, 1, 1), "ftpipe": (0, 0, 0, 0)}
+  runs = {name: {"predict": name, **latest} for name in forward}
+  exp = build_pipelines(config=small_config(**runs))
+  for name in runs:
+    for k, part in enumerate(plan_of(exp, name).parts):
+      state, sent = sent_after_an_update(part)
+      assert (part.correct is not None) == (backward[name][k] > 0)
+      read = part.correct(state) if part.correct else state.params
+      for params, factor in ((sent, forward[name][k]),
+          (read, backward[name][k])):
+        for leaf in host_leaves(params):
+          np.testing.assert_allclose(leaf, -0.0125 * (1 + factor), rtol=1e-6)
+
+
+def test_ftpipes_prediction_is_the_roll_forward_of_momentum():
+  common = {"schedule": "pipedream", "momentum": 0.9}
+  runs = {str(p): {"predict": p, **common} for p in (True, "ftpipe")}
+  plans = build_pipelines(config=small_config(**runs))
+  both = (plan_of(plans, label).parts for label in runs)
+  for rolled, named in zip(*both, strict=True):
+    _, sent = sent_after_an_update(rolled)
+    kit.close(sent_after_an_update(named)[1], sent, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_run_with_predictions_of_both_passes_is_finite():
+  run = {"schedule": "pipedream", "weights": "latest", "momentum": 0.9}
+  exp = build_pipelines(config=small_config(x={**run, "predict": "spectrain"}))
+  assert np.isfinite(to_the_end(exp, "x").records().loss).all()
+
+
+@pytest.mark.parametrize(
+  ("run", "why"),
+  [
+    ({"predict": "spectrain"}, "'spectrain' is for both passes of an"),
+    ({"predict": "spectrain", "schedule": "gpipe", "weights": None},
+     "not for gpipe with weights='latest'"),
+    ({"predict": "spectrain", "schedule": "pipemare", "weights": None},
+     "not for pipemare"),
+    ({"predict": "ftpipe", "recipe": "dana_zero"},
+     "'ftpipe' follows the velocity of SGD with momentum, of which"),
+    ({"predict": "ftpipe", "momentum": 0.0}, "set momentum=0.9 of the recipe"),
+    ({"predict": "xpipe"}, "must be True or False, 'spectrain', 'ftpipe', not"),
+  ],
+)
+def test_predictions_that_do_not_fit_are_refused(run, why):
+  run = {"schedule": "pipedream", "weights": "stash", **run}
+  with pytest.raises(ValueError, match=f"config.runs.x.predict.*{why}"):
+    plan_of(build_pipelines(config=small_config(x=run)))
+
+
 def test_ftpipe_stashes_nothing_and_recomputes_all_but_the_last_stage():
   runs = {
     "plain": {"schedule": "ftpipe"},

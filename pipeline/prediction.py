@@ -1,0 +1,178 @@
+"""Predictions by name: weights ahead along the velocity of momentum.
+
+The gradient of a stage counts some updates after its weights were read. A
+prediction reads, instead of w, the weights after these updates:
+
+    w - eta f v,   v <- gamma v + g
+
+  name        f of a forward             f of a backward
+  spectrain   floor(k / 2) + N - k - 1   floor(k / 2)
+  ftpipe      gamma + ... + gamma^s      0
+
+k is the stage, counted from 0, of N, and s the staleness of its forwards in
+updates. SpecTrain assumes that the velocity stays as it is, so each update
+moves by eta v. FTPipe assumes that all new gradients are zero, so the velocity
+decays; for SGD with momentum it equals the roll-forward of `predict=True`, at a
+cost that does not grow with s.
+
+References:
+  Chen, Yang, Cheng, "Efficient and robust parallel DNN training through model
+    parallelism on multi-GPU platform" (SpecTrain), 2018, arXiv:1809.02839.
+  Eliad et al., "Fine-tuning giant neural networks on commodity hardware with
+    automatic pipeline model parallelism" (FTPipe), USENIX ATC 2021.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from asgd import algorithms, base, checks, rates
+
+SPECTRAIN, FTPIPE = NAMES = "spectrain", "ftpipe"
+
+
+class Horizon(NamedTuple):
+  """The factors f of one stage, in updates along the velocity."""
+
+  forward: float
+  backward: float = 0.0
+
+
+def horizons(
+  name: str, staleness: Sequence[int], momentum: float
+) -> list[Horizon]:
+  """Returns the factors of all stages.
+
+  Args:
+    name: one of NAMES.
+    staleness: s of each stage, in updates; its length is N.
+    momentum: gamma, in [0, 1).
+
+  Raises:
+    ValueError: for another name.
+
+  Example:
+    >>> [tuple(h) for h in horizons("spectrain", [3, 2, 1, 0], 0.5)]
+    [(3, 0), (2, 0), (2, 1), (1, 1)]
+    >>> [h.forward for h in horizons("ftpipe", [3, 2, 1, 0], 0.5)]
+    [0.875, 0.75, 0.5, 0.0]
+  """
+  checks.one_of("predict", name, NAMES)
+  stages = len(staleness)
+  if name == SPECTRAIN:
+    return [Horizon(k // 2 + stages - k - 1, k // 2) for k in range(stages)]
+  sums = (sum(momentum**j for j in range(1, s + 1)) for s in staleness)
+  return [Horizon(float(factor)) for factor in sums]
+
+
+def momentum_of(name: str, recipe: algorithms.Recipe, shapes: Any) -> float:
+  """Returns gamma of a recipe whose state has one velocity of the weights.
+
+  Args:
+    name: one of NAMES, for the error.
+    recipe: of a stage.
+    shapes: of the weights.
+
+  Raises:
+    ValueError: for a recipe of another kind.
+
+  Example:
+    >>> recipe = algorithms.build("asgd", 0.1, workers=1, momentum=0.5)
+    >>> momentum_of("ftpipe", recipe, jax.ShapeDtypeStruct((3,), jnp.float32))
+    0.5
+  """
+  weights = base.weights_of(shapes)
+  try:
+    state = jax.eval_shape(recipe.algorithm.init, weights)
+    velocity = optax.tree.get(state, "trace")
+  except KeyError:  # several velocities
+    velocity = None
+  shape_of = lambda tree: jax.tree.map(lambda x: x.shape, tree)  # noqa: E731
+  if (made := recipe.made) and shape_of(velocity) == shape_of(weights):
+    options = {**algorithms.options(made.name), **made.options}
+    if options.get("optimizer") is None:
+      return float(options["momentum"])
+  raise ValueError(
+    f"predict {checks.shown(name)} follows the velocity of SGD with momentum,"
+    " of which the recipe has none, or one for each worker: set momentum=0.9 of"
+    " the recipe asgd, or predict=True, which rolls any optimizer forward"
+  )
+
+
+class CountedState(NamedTuple):
+  """State of `along_velocity`."""
+
+  count: jax.Array  # type: ignore[assignment] # int32[], updates made
+  inner: optax.OptState  # of the algorithm
+
+
+def along_velocity(
+  algorithm: base.Algorithm,
+  learning_rate: optax.ScalarOrSchedule,
+  factor: float,
+) -> base.Algorithm:
+  """Sends w - eta f v, with eta of the next update.
+
+  Args:
+    algorithm: with one velocity v in its state, an optax "trace".
+    learning_rate: eta, or a schedule over the algorithm's updates.
+    factor: f.
+
+  Returns:
+    The Algorithm with another send rule.
+
+  Example:
+    >>> tx = optax.sgd(0.5, momentum=0.5)
+    >>> algorithm = along_velocity(base.as_algorithm(tx), 0.5, 3.0)
+    >>> now = jnp.float32(8.0)
+    >>> update, state = algorithm.update(4.0, algorithm.init(now), now)
+    >>> ahead = algorithm.send(state, now + update, worker=jnp.int32(0))
+    >>> print(ahead)  # v = 4; 8 - 0.5 4, and 6 - 0.5 3 4
+    0.0
+  """
+
+  def init(params):
+    return CountedState(jnp.zeros([], jnp.int32), algorithm.init(params))
+
+  def update(updates, state, params=None, **extra_args):
+    updates, inner = algorithm.update(
+      updates, state.inner, params, **extra_args
+    )
+    return updates, CountedState(state.count + 1, inner)
+
+  def send(opt_state, params, *, worker):
+    del worker
+    rate = rates.at(learning_rate, opt_state.count)
+    return _ahead(params, opt_state, rate * factor)
+
+  return base.Algorithm(init, update, send)
+
+
+@functools.lru_cache(maxsize=256)
+def extrapolate(
+  learning_rate: optax.ScalarOrSchedule, factor: float
+) -> Callable[[base.ServerState], Any]:
+  """Returns the prediction of a backward for `stage.Part.correct`: state -> w -
+  eta f v, with the arguments of `along_velocity`."""
+
+  @jax.jit
+  def predicted(state):
+    rate = rates.at(learning_rate, state.version)
+    weights = base.weights_of(state.params)
+    ahead = _ahead(weights, state.opt_state, rate * factor)
+    return base.with_weights(state.params, ahead)
+
+  return predicted
+
+
+def _ahead(weights: Any, opt_state: Any, step: Any) -> Any:
+  """Returns the weights after a step along the velocity."""
+  velocity = optax.tree.get(opt_state, "trace")
+  # A float32 rate would widen bfloat16 weights.
+  return jax.tree.map(
+    lambda w, v: (w - step * v).astype(w.dtype), weights, velocity
+  )
