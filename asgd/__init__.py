@@ -80,6 +80,7 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     ssgd,
     staleness_aware,
     threshold_sharing,
+    worker_optimizer,
   )
   from asgd.base import (
     Algorithm,

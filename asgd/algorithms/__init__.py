@@ -36,6 +36,7 @@ from typing import Any
 import optax
 
 from asgd import checks, names, optimizers, rates
+from asgd.algorithms.added import worker_optimizer
 from asgd.algorithms.fresh import (
   mindflayer_sgd,
   rennala_sgd,
@@ -89,7 +90,7 @@ _FRESH = ringmaster_asgd, rennala_sgd, mindflayer_sgd
 _DANA = dana_zero, dana_slim, dana_dc
 _LOCAL_WORK = (
   *(downpour, model_averaging, slowmo, easgd),
-  *(diloco, async_diloco, fedasync, fedbuff),
+  *(diloco, async_diloco, fedasync, fedbuff, worker_optimizer),
 )
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe

@@ -54,14 +54,7 @@ def staleness_aware(
     >>> asgd.staleness_aware(0.5, workers=8, splits=3).every  # floor(8 / 3)
     2
   """
-  # c, the messages of an update, from any workers: two may be of one worker.
-  every = 1
-  if splits is not None:
-    if type(splits) is not int or not 1 <= splits <= workers:
-      raise ValueError(
-        f"splits must be from 1 to the {workers} workers, not {splits!r}"
-      )
-    every = workers // splits
+  every = 1 if splits is None else _softsync(splits, workers)
   # Each divides a message before the server's average; the velocity takes in
   # the mean. d_l = tau_l is IJCAI's rule, d_l = n Rudra's.
   divisors = {
@@ -184,10 +177,20 @@ def adadelay(
   return Recipe(base.as_algorithm(tx))
 
 
+def _softsync(splits: int, workers: int) -> int:
+  """Returns c = floor(N / n), the messages of an update of n-softsync, from any
+  workers: two may be of one worker. ValueError for another n."""
+  if type(splits) is not int or not 1 <= splits <= workers:
+    raise ValueError(
+      f"splits must be from 1 to the {workers} workers, not {splits!r}"
+    )
+  return workers // splits
+
+
 def gap_aware(
   learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
   weight_decay: float = 0.0, average: str | None = None,
-  optimizer: OptimizerLike = None
+  splits: int | None = None, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Gap-Aware: divides gradients by the elementwise gap.
 
@@ -202,6 +205,10 @@ def gap_aware(
     average: C is an average of "gradients" as received, or of "updates" with
       their penalties. None is the published rule: "gradients" for SGD without
       momentum, "updates" for all others.
+    splits: n of n-softsync, 1 to N: an update is the mean of floor(N / n)
+      messages, each divided by the gap to its own ticket, in units of a typical
+      step (`asgd.transforms.divide_by_gap`); weight decay is not divided. None
+      is one message, and the rule above.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -224,10 +231,23 @@ def gap_aware(
     0.000 6.000
     2.000 5.000
   """
-  del workers
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
+  if splits is not None:
+    every = _softsync(splits, workers)
+    if average is not None:
+      raise ValueError(
+        f"average {average!r} is for updates of one message, and splits"
+        f" {splits} makes C of the steps of the parameters: drop one of the two"
+      )
+    return Recipe(
+      base.as_algorithm(
+        at_server(learning_rate, momentum, weight_decay, optimizer)
+      ),
+      at_server=transforms.divide_by_gap(),
+      every=every,
+    )
   # The transform decides for SGD, by whether it has a velocity. Other
   # optimizers use "updates": -u / eta is no gradient, even without a state.
   is_sgd = optimizer is None or optimizers.momentum_of(optimizer) is not None

@@ -62,7 +62,7 @@ def make(
     >>> columns.make(protocol.Rules(depth=2), clock, 2, 4) is None
     True
   """
-  if rules.depth > 1 or rules.cache or rules.late < math.inf:
+  if rules.depth > 1 or rules.cache or rules.late < math.inf or rules.stages:
     return None
   # No worker has more than messages + 1 jobs, and a larger number could
   # overflow an int64.

@@ -18,18 +18,21 @@ batch, and an epoch is one pass in total over all workers. Shared options:
   The fetched parameters then lack the message that it is computing;
 - `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
 - `warm_start`: messages of one worker alone, which holds one ticket, before all
-  of them start on the parameters of that moment, at equal clocks.
+  of them start on the parameters of that moment, at equal clocks;
+- `stages`: pairs (workers, messages), both increasing: only so many workers
+  start jobs until so many messages are received. All do after the last stage.
 
 Each maker raises ValueError for a value out of its range, and for an incomplete
 last round.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from asgd import base, checks, names
 from asgd.orders import own, protocol
+from asgd.orders import stages as stages_lib
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes, begin, played
@@ -40,7 +43,7 @@ from asgd.orders.trace import Event, from_events
 def stale_synchronous(
   durations: Durations, *, workers: int, messages: int, bound: float,
   cache: bool = False, depth: int = 1, fetch_every: int = 1,
-  warm_start: int = 0,
+  warm_start: int = 0, stages: Sequence[Sequence[int]] = (),
 ) -> base.Trace:
   """Stale synchronous parallel: no worker is further ahead than a bound.
 
@@ -51,7 +54,7 @@ def stale_synchronous(
   worker is sent a ticket at time 0.
 
   Args:
-    durations, workers, messages, depth, warm_start: shared options.
+    durations, workers, messages, depth, warm_start, stages: shared options.
     bound: s, how many jobs a worker may be ahead of the slowest.
     cache: a worker reads a cached copy of the parameters, with its own writes
       (`asgd.own_writes`), while the copy is fresh enough for the bound, as the
@@ -90,13 +93,15 @@ def stale_synchronous(
     [0, 0, 2, 0]
   """
   counts = dict(depth=depth, fetch_every=fetch_every, warm_start=warm_start)
-  rules = protocol.Rules(bound=bound, cache=cache, **counts)
+  read = stages_lib.read(stages)
+  rules = protocol.Rules(bound=bound, cache=cache, stages=read, **counts)
   return played(rules, durations, workers, messages)
 
 
 def asynchronous(
   durations: Durations, *, workers: int, messages: int, depth: int = 1,
   fetch_every: int = 1, warm_start: int = 0,
+  stages: Sequence[Sequence[int]] = (),
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received.
 
@@ -104,6 +109,7 @@ def asynchronous(
 
   Args:
     durations, workers, messages, depth, fetch_every, warm_start: shared.
+    stages: shared option.
 
   Returns:
     A Trace.
@@ -130,7 +136,10 @@ def asynchronous(
     [0, 1, 1]
   """
   rules = protocol.Rules(
-    depth=depth, fetch_every=fetch_every, warm_start=warm_start
+    depth=depth,
+    fetch_every=fetch_every,
+    warm_start=warm_start,
+    stages=stages_lib.read(stages),
   )
   return played(rules, durations, workers, messages)
 

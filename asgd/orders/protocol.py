@@ -21,6 +21,7 @@ for N workers: `asgd.orders.starters` keeps the workers that may start,
   Rules(depth=2)                 fetch the next ticket while computing
   Rules(warm_start=n)            one worker alone for the first n messages (Dean
                                  et al. 2012)
+  Rules(stages=((k, n),))        k workers for the first n messages, then all
 """
 
 import collections
@@ -35,6 +36,7 @@ from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.checks import flag, real, whole
+from asgd.orders import stages
 from asgd.orders.arrivals import Arrivals, RoundArrivals, StartedJob
 from asgd.orders.starters import Starters
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
@@ -56,6 +58,8 @@ class Rules(NamedTuple):
   fetch_every: int = 1  # jobs that a worker does on one ticket
   cache: bool = False  # keep a ticket for as long as `bound` allows it
   warm_start: int = 0  # messages of one worker, before the others start
+  # (workers, messages) of each stage: so many workers, until so many messages.
+  stages: tuple[tuple[int, int], ...] = ()
   # A job of a round is late after this many times the median of the other
   # workers' latest times: an idle worker repeats it.
   late: float = math.inf
@@ -101,7 +105,8 @@ def check_rules(rules: Rules) -> Rules:
       f"warm_start {rules.warm_start} is for workers that do not wait for each"
       " other: a synchronous round needs all of them"
     )
-  return rules
+  read = stages.read(rules.stages, rules.round, rules.warm_start)
+  return rules if read == rules.stages else rules._replace(stages=read)
 
 
 class Grant(NamedTuple):
@@ -171,6 +176,7 @@ class Dispatcher:
     self.received = 0  # messages
     self.lost = 0  # tickets, with those of rejected messages
     self._starters = Starters()
+    self._admitted: set[int] = set()  # workers of the present stage
     self._arrivals = Arrivals(self._ledger)
     if rules.round:
       self._arrivals = RoundArrivals(self._ledger, rules.round, rules.late)
@@ -365,7 +371,8 @@ class Dispatcher:
 
   def _update_starters(self, worker: int) -> None:
     """Updates the starters after a worker has changed."""
-    if worker not in self._ledger.present:
+    waits = self.rules.stages and worker not in self._admitted
+    if waits or worker not in self._ledger.present:
       self._starters.remove(worker)
       return
     state, tickets = self._states[worker], self._ledger.open[worker]
@@ -405,6 +412,25 @@ class Dispatcher:
       # A newcomer starts at the slowest clock, or all would wait for it.
       state.finished = max(state.finished, slowest)
     self._update_starters(worker)
+    if self.rules.stages and action in (base.RECEIVE, base.JOIN, base.LEAVE):
+      self._update_stage(received=action == base.RECEIVE)
+
+  def _update_stage(self, *, received: bool) -> None:
+    """Admits the workers of the present stage, after a worker or the count of
+    received messages has changed."""
+    rules = self.rules
+    if received and not stages.ends(rules.stages, self.received):
+      return
+    present = self.workers
+    admitted = stages.admitted(rules.stages, self.received, present)
+    slowest = self.slowest()
+    for worker in admitted - self._admitted:
+      # It starts at the slowest clock, or all would wait for it.
+      state = self._states[worker]
+      state.finished = max(state.finished, slowest)
+    self._admitted = admitted
+    for worker in present:
+      self._update_starters(worker)
 
   def _open(
     self, event: Event, kept_ticket: StartedJob | None
@@ -466,8 +492,8 @@ class Dispatcher:
 
   @property
   def workers(self) -> list[int]:
-    """The indices of present workers."""
-    return list(self._starters.workers)
+    """The indices of present workers, sorted."""
+    return sorted(self._ledger.present)
 
   def open(self, worker: int) -> dict[int, StartedJob]:
     """A worker's open jobs by seq."""

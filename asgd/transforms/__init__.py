@@ -23,7 +23,7 @@ from asgd.transforms.compensation import (
   adaptive_delay_compensation,
   delay_compensation,
 )
-from asgd.transforms.gap import gap_aware
+from asgd.transforms.gap import divide_by_gap, gap_aware
 from asgd.transforms.lookahead import (
   dana_momentum,
   lookahead,

@@ -153,6 +153,78 @@ def gap_aware(
   return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
 
 
+class DivideByGapState(NamedTuple):
+  """State of `divide_by_gap`."""
+
+  samples: jax.Array  # int32[], t: steps averaged into mean_square
+  mean_square: optax.Updates  # A: like params
+  last: optax.Params  # the parameters at the last message
+
+
+def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
+  """Gap-Aware for each of several messages of an update, by its own ticket.
+
+    g <- g / (1 + |params - sent_params| / C)
+    C = sqrt(A / (1 - decay^t)) + eps
+    A <- decay A + (1 - decay) u * u,   all elementwise
+
+  u is the step of the parameters between two messages, if there was one. So C
+  is the size of a typical step at the rates so far, and needs no optimizer: as
+  the `at_server` transform of a server that averages several messages it
+  divides each before the mean. `gap_aware` gets one ticket, the oldest, for all
+  of them. Before the first step there is no penalty.
+
+  Args:
+    decay: of the average, in [0, 1).
+    eps: added to the root of the average.
+
+  Returns:
+    A transform whose update needs `params` and the extra arg `sent_params`.
+
+  Source:
+    Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
+    2020, arXiv:1909.10802. The average of steps is that of the code of FTPipe
+    (Eliad et al., USENIX ATC 2021) for Adam.
+
+  Example:
+    The parameter moved from 8 to 6 since one ticket, and not since the other.
+
+    >>> import jax.numpy as jnp
+    >>> from asgd import transforms
+    >>> tx, gradient = transforms.divide_by_gap(), jnp.float32(4.0)
+    >>> sent, now = jnp.array([8.0, 6.0])
+    >>> state = tx.init(sent)
+    >>> for ticket in (sent, now):
+    ...   g, state = tx.update(gradient, state, now, sent_params=ticket)
+    ...   print(f"{g:.3f}")  # 4 / (1 + |6 - 8| / 2), and 4
+    2.000
+    4.000
+  """
+  checks.fraction("decay", decay)
+
+  def init_fn(params):
+    last = jax.tree.map(jnp.asarray, params)
+    zeros = optax.tree.zeros_like(last)
+    return DivideByGapState(jnp.zeros([], jnp.int32), zeros, last)
+
+  def update_fn(updates, state, params=None, *, sent_params, **extra_args):
+    del extra_args
+    # [1] A step since the last message is a sample.
+    steps = optax.tree.sub(params, state.last)
+    moved = jnp.stack([(u != 0).any() for u in jax.tree.leaves(steps)]).any()
+    mean_square = jax.tree.map(
+      lambda m, u: jnp.where(moved, decay * m + (1 - decay) * u * u, m),
+      *(state.mean_square, steps),
+    )
+    samples = state.samples + moved
+    # [2] Divide by the gap, in units of a typical step: the rate is in it.
+    penalise = _penalty(samples, jnp.ones([]), decay, eps)
+    updates = jax.tree.map(penalise, updates, mean_square, params, sent_params)
+    return updates, DivideByGapState(samples, mean_square, params)
+
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
+
+
 def _penalty(
   samples: jax.Array, largest: jax.Array, decay: float, eps: float
 ) -> Callable[..., jax.Array]:

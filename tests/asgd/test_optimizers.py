@@ -98,7 +98,9 @@ def test_one_worker_is_the_plain_optimizer(name, made):
   close(params, plain(made, SCHEDULE, 12))
 
 
-@pytest.mark.parametrize("name", ["model_averaging", "fedasync", "diloco"])
+@pytest.mark.parametrize(
+  "name", ["model_averaging", "fedasync", "diloco", "worker_optimizer"]
+)
 @pytest.mark.parametrize("made", ["adamw", "muon"])
 def test_local_steps_are_the_plain_optimizers(name, made):
   # One job of all steps: the server takes over where the worker ends.

@@ -59,6 +59,7 @@ ORDERS = {
   "depth": ("asynchronous", {"depth": 3}),
   "fetch_every": ("asynchronous", {"fetch_every": 3}),
   "warm_start": ("asynchronous", {"warm_start": 7}),
+  "stages": ("asynchronous", {"stages": ((1, 20), (3, 80))}),
   "bulk": ("bulk_synchronous", {}),
   "ssp": ("stale_synchronous", {"bound": 2}),
   "ssp_cache": ("stale_synchronous", {"bound": 2, "cache": True}),
@@ -72,6 +73,7 @@ TOPOLOGIES = {
   "one_peer_exponential": {},
   "hypercube": {},
   "random_regular": {"degree": 3},
+  "matcha": {"rounds": 5},
 }
 
 

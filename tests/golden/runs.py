@@ -38,6 +38,7 @@ def _recipes():
   return out | {
     "gap_aware-plain": _run("gap_aware", plain),
     "gap_aware-updates": _run("gap_aware", {**plain, "average": "updates"}),
+    "gap_aware-splits": _run("gap_aware", {"splits": 1}),
     "dana_slim-decay": _run("dana_slim", {"weight_decay": 0.01}),
     "ringmaster_asgd-stops": _run(
       "ringmaster_asgd", {"stops": True, "threshold": 2}
@@ -70,6 +71,9 @@ def _protocols():
       "asgd", order={"name": "asynchronous", "fetch_every": 2}
     ),
     "warm_start": _run("asgd", order={"name": "asynchronous", "warm_start": 5}),
+    "stages": _run(
+      "asgd", order={"name": "asynchronous", "stage_epochs": ((1, 0.1),)}
+    ),
     "gate": _run("asgd", gate=gate),
     "network": _run("dana_zero", network=network),
     "network_shards": _run(
@@ -181,6 +185,16 @@ def _tables():
         "consistency": "value_bounded",
         "threshold": 0.5,
         "filters": (significant,),
+      }
+    ),
+    "within_clocks": _table(
+      {
+        "consistency": "managed",
+        **bounded,
+        "budget": 20,
+        "clock_every": 4,
+        "push_every": 2,
+        "filters": ({"name": "largest_change", "nbytes": 200},),
       }
     ),
     "adagrad": _table({"optimizer": "adagrad"}),

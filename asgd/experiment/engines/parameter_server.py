@@ -147,7 +147,8 @@ class ServerPlan:
     if self.recipe.worker is not None:
       return math.nan
     # The limit holds for the order after a warm start.
-    order = {key: v for key, v in self.order.items() if key != "warm_start"}
+    first = "warm_start", "stages"
+    order = {key: v for key, v in self.order.items() if key not in first}
     all_at_work = dataclasses.replace(self, order=order)
     rate = self.learning_rate
     # 40 messages of each worker: by then the staleness has settled.

@@ -50,7 +50,9 @@ SECTIONS: dict[str, Any] = {
 }
 # Above any seed of a run, so that delays and job times have other streams.
 _OF_DELAYS = 2**32  # seeds of runs are below it
-_WARM_EPOCHS = "warm_start_epochs"  # of config.order: warm_start, in epochs
+# Keys of config.order in epochs -> the keys in messages.
+_WARM_EPOCHS, _STAGE_EPOCHS = "warm_start_epochs", "stage_epochs"
+_IN_EPOCHS = {_WARM_EPOCHS: "warm_start", _STAGE_EPOCHS: "stages"}
 
 
 def out_of_step(run: Run) -> bool:
@@ -181,25 +183,37 @@ def _check_own_order(plan: Any) -> None:
 def of_run(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
-  """Returns name and options of a run's order, with a warm start in messages.
+  """Returns name and options of a run's order, with counts in messages.
 
   It is the recipe's order if the recipe has one, else the config's. ValueError
   names a key that does not fit.
   """
   order = _recipe_order(run, recipe)
-  if _WARM_EPOCHS not in order:
+  if not _IN_EPOCHS.keys() & order.keys():
     return order
   order = dict(order)
-  value = order.pop(_WARM_EPOCHS)
-  epochs = checks.number(most=1e9)(value, f"order.{_WARM_EPOCHS}")
-  if "warm_start" in order:
-    raise ValueError(
-      f"config.order.warm_start and .{_WARM_EPOCHS} say the same thing; drop"
-      " one"
-    )
-  # Epochs of batches become messages of `steps` batches.
-  messages = round(epochs * problem.batches_per_epoch / recipe.steps)
-  return {**order, "warm_start": messages}
+
+  def messages(epochs: Any, key: str) -> int:
+    """Epochs of batches become messages of `steps` batches."""
+    epochs = checks.number(most=1e9)(epochs, f"order.{key}")
+    return round(epochs * problem.batches_per_epoch / recipe.steps)
+
+  for key in _IN_EPOCHS.keys() & order.keys():
+    value, in_messages = order.pop(key), _IN_EPOCHS[key]
+    if in_messages in order:
+      raise ValueError(
+        f"config.order.{in_messages} and .{key} say the same thing; drop one"
+      )
+    if key == _WARM_EPOCHS:
+      order[in_messages] = messages(value, key)
+      continue
+    if not all(isinstance(s, tuple | list) and len(s) == 2 for s in value):
+      raise ValueError(
+        f"config.order.{key} must be pairs (workers, epochs), as ((1, 0.5), (4,"
+        f" 1.0)), not {shown(value)}"
+      )
+    order[in_messages] = tuple((n, messages(e, key)) for n, e in value)
+  return order
 
 
 def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
@@ -344,3 +358,19 @@ def check(plan: Any) -> None:
       f" worker, and a cell has {plan.messages} in all, so that the others"
       " would never start; make it smaller, or config.epochs larger"
     )
+  _check_stages(plan)
+
+
+def _check_stages(plan: Any) -> None:
+  """Raises ValueError for stages that a cell's workers or length never end."""
+  given, stages = plan.run.config["order"], plan.order.get("stages")
+  if not stages:
+    return
+  key = _STAGE_EPOCHS if _STAGE_EPOCHS in given else "stages"
+  for count, messages in stages:
+    if messages >= plan.messages or count >= plan.workers:
+      raise ValueError(
+        f"config.order.{key} {shown(given[key])} has a stage of {count} workers"
+        f" until message {messages}, and a cell has {plan.workers} workers and"
+        f" {plan.messages} messages: a stage has fewer of both"
+      )

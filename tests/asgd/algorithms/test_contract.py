@@ -109,6 +109,7 @@ READS = {
   "async_diloco": (),
   "fedasync": ("sent_params", "staleness"),
   "fedbuff": ("staleness",),
+  "worker_optimizer": (),
 }
 
 
@@ -194,6 +195,7 @@ COUNTERPARTS = {
   "async_diloco": (optax.adamw(RATE, weight_decay=DECAY), no_look_ahead),
   "fedasync": (sgd(0.0), no_look_ahead),
   "fedbuff": (sgd(0.0), no_look_ahead),
+  "worker_optimizer": (sgd(MOMENTUM), no_look_ahead),
 }
 # With which options. EASGD has no counterpart: a worker and the centre are two.
 PLAIN = {
@@ -204,6 +206,7 @@ PLAIN = {
   "fedbuff": {"steps": 3},
   "model_averaging": {"steps": 3},
   "slowmo": {"steps": 3, "slow_momentum": 0.0, "optimizer_state": "kept"},
+  "worker_optimizer": {"steps": 3},
 }
 
 
@@ -413,6 +416,21 @@ def test_dana_slim_keeps_its_velocity_at_each_worker():
   )
 
 
+def test_gap_aware_divides_each_of_two_messages_by_its_own_gap():
+  recipe = build("gap_aware", 2, 0.5, momentum=0.0, splits=1)
+  server = recipe.server()
+  state = server.init(jnp.float64(8.0))
+  old = server.send(state, jnp.int32(0))
+  # Nothing has moved: 8 - 0.5 4. Then C = 2, and the stale one counts half:
+  # 6 - 0.5 (4 / (1 + 2 / 2) + 4) / 2.
+  for expected in (6.0, 4.5):
+    tickets = old, server.send(state, jnp.int32(1))
+    for ticket in tickets:
+      state, report = server.receive(state, ticket, jnp.float64(4.0))
+    np.testing.assert_allclose(state.params, expected, rtol=1e-7)
+  assert int(state.version) == 2 and int(report.staleness) == 0
+
+
 # Errors.
 
 
@@ -454,6 +472,12 @@ def test_workers_must_be_a_positive_whole_number(workers):
     ("fedbuff", dict(every=0), "every must be a positive whole"),
     ("fedbuff", dict(decay=0.0), "decay .a. must be a positive"),
     ("fedbuff", dict(outer_rate=0.0), "outer_rate must be a positive"),
+    ("gap_aware", {"splits": 3}, "splits must be from 1 to the 2"),
+    (
+      "gap_aware",
+      {"splits": 1, "average": "updates"},
+      "average 'updates' is for updates of one message",
+    ),
     ("downpour", dict(push_every=0), "push_every must be"),
     ("downpour", dict(fetch_every=0), "fetch_every must be"),
     ("downpour", dict(local_rate=0.0), "local_rate must be a positive"),
@@ -468,6 +492,7 @@ def test_workers_must_be_a_positive_whole_number(workers):
     ("fedasync", dict(decay=-1.0), "decay .a. must be a positive"),
     ("fedasync", dict(discount="hinge", grace=-1), "grace .b. must be"),
     ("fedasync", dict(proximal=-1.0), "proximal strength must be"),
+    ("worker_optimizer", dict(steps=0), "steps must be"),
   ],
 )
 def test_values_out_of_range_are_refused(name, kwargs, message):

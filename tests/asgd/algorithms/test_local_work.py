@@ -21,7 +21,7 @@ KEY = jax.random.key(0)
 SEND, RECEIVE, KEEP = base.SEND, base.RECEIVE, base.KEEP
 NAMES = (
   *("downpour", "model_averaging", "slowmo", "easgd", "diloco", "async_diloco"),
-  *("fedasync", "fedbuff"),
+  *("fedasync", "fedbuff", "worker_optimizer"),
 )
 SHORT = {  # jobs of three steps, and every part of the recipe in use
   "downpour": dict(push_every=3, fetch_every=6),
@@ -32,6 +32,7 @@ SHORT = {  # jobs of three steps, and every part of the recipe in use
   "async_diloco": dict(steps=3),
   "fedasync": dict(steps=3, proximal=0.1),
   "fedbuff": dict(steps=3),
+  "worker_optimizer": dict(steps=3, momentum=0.9),
 }
 
 
@@ -671,6 +672,35 @@ def test_delayed_nesterov_of_a_round_is_diloco(share):
     # With a share the first updates of a round use the last round's velocity.
     same = np.allclose(states[1].params, states[0].params, rtol=1e-13)
     assert same == (share == 0.0)
+def test_updates_of_workers_are_added_by_hand():
+  # The gradient is w - b with b = 0, gamma and eta are 0.5.
+  recipe = algorithms.build("worker_optimizer", 0.5, 2, momentum=0.5)
+  trace = trace_of(
+    *((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (0, 2, SEND)),
+    *((1, 1, RECEIVE), (0, 2, RECEIVE)),
+  )
+  simulation, records = run(recipe, trace, 0.0, np.array([16.0]), 2)
+  # -0.5 16: 8. Worker 1, at 16 too: 0. Worker 0, at 8, with v = 0.5 16 + 8:
+  # -0.5 16.
+  np.testing.assert_array_equal(simulation.server.params, [-8.0])
+  np.testing.assert_array_equal(records.staleness, [0, 1, 1])
+  np.testing.assert_array_equal(records.update_norm, [8, 8, 8])
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_updates_without_momentum_are_asynchronous_sgd(steps):
+  # Two steps of one job are those of two jobs, if no other worker is between.
+  batches = kit.normal(12, 3)
+  found, expected = (
+    run(
+      algorithms.build(name, 0.1, 1, **options),
+      one_after_the_other(12 // options.get("steps", 1)),
+      batches,
+      np.zeros(3),
+    )[0].server.params
+    for name, options in (("worker_optimizer", {"steps": steps}), ("asgd", {}))
+  )
+  close(found, expected)
 
 
 def test_fedasync_overwrites_when_nothing_of_the_server_is_kept():

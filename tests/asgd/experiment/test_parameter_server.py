@@ -90,6 +90,7 @@ LOCAL = {
   "fedasync": {"recipe": "fedasync", "steps": 2},
   "fedbuff": {"recipe": "fedbuff", "steps": 2},
   "async_diloco": {"recipe": "async_diloco", "steps": 2},
+  "added": {"recipe": "worker_optimizer", "steps": 2, "optimizer": "adam"},
 }
 
 

@@ -490,6 +490,15 @@ def test_depth_2_in_an_order_by_hand():
     orders.check(trace)
 
 
+def test_stages_in_an_order_by_hand():
+  # Worker 1 may start after two messages of worker 0, at 2.
+  trace = free([[1], [2]], 4, stages=((1, 2),))
+  starts = trace.action == base.SEND
+  rows = zip(trace.time[starts], trace.worker[starts], strict=True)
+  assert list(rows) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0)]
+  assert orders.staleness(trace).tolist() == [0, 0, 0, 1]
+
+
 def test_a_warm_start_in_an_order_by_hand():
   trace = free([[1], [2]], 4, warm_start=2)
   assert kit.steps(trace) == [

@@ -116,6 +116,25 @@ BY_HAND = {
       ((0, 1), "receive 0:1, send 0:2, send 1:3, send 2:4"),
     ],
   ),
+  "stages begin with few workers, and newcomers at the slowest clock": (
+    Rules(stages=((1, 2), (2, 4)), bound=1), {"workers": 3}, [
+      ("start", "send 0:0"),
+      ((0, 0), "receive 0:0, send 0:1"),
+      # Clocks are 2, and 2 of worker 1, which joins the second stage.
+      ((0, 1), "receive 0:1, send 0:2, send 1:3"),
+      ((0, 2), "receive 0:2, send 0:4"),
+      ((1, 0), "receive 1:3, send 1:5, send 2:6"),
+    ],
+  ),
+  "a stage goes on with another worker": (
+    Rules(stages=((1, 2),)), {}, [
+      ("start", "send 0:0"),
+      ("leave 0", "lost 0:0, leave 0:0, send 1:0"),
+      ("join 0", "join 0:1, send 0:1"),  # the first by index
+      ((1, 0), "receive 1:0"),
+      ((0, 1), "receive 0:1, send 0:2, send 1:3"),
+    ],
+  ),
   "depth 2 hands out the next ticket early": (Rules(depth=2), {}, [
     ("start", "send 0:0, send 1:1, send 0:2, send 1:3"),
     ((0, 0), "receive 0:0, send 0:4"),
@@ -325,6 +344,21 @@ def test_a_ticket_is_kept_for_so_many_jobs():
   run.it.arrive(0, 3)
   run.it.deliver(0.0)
   assert run.it.grants(0.0) == [Grant(worker=0, seq=4, job=4, keep=True)]
+
+
+def test_a_stage_is_restored_with_its_workers():
+  run = Run(Rules(stages=[[1, 1], [2, 9]], bound=3), workers=3)
+  run.go()
+  run.end(0, 0)
+  again = Dispatcher(run.it.rules).replay(run.rows)
+  assert again.rules.stages == ((1, 1), (2, 9))
+  assert again.workers == run.it.workers == [0, 1, 2]
+  for it in (again, run.it):
+    assert it.slowest() == 1
+    assert [grant.worker for grant in it.grants(0.0)] == []
+    assert it.arrive(1, 0)
+    it.deliver(0.0)
+    assert [grant.worker for grant in it.grants(0.0)] == [1]
 
 
 def test_a_warm_start_is_restored_with_its_clocks():
@@ -626,6 +660,12 @@ def test_what_happens_between_two_decisions_may_be_much(rules, happenings):
     (Rules(fetch_every=0), "fetch_every must be a positive whole number"),
     (Rules(warm_start=-1), "warm_start must be a whole number, 0 or more"),
     (Rules(round=2, warm_start=3), "warm_start 3 is for workers that do not"),
+    (Rules(stages=((1, 2), (1, 3))), "stages must have more workers and mess"),
+    (Rules(stages=((2, 3), (3, 3))), "stages must have more workers and mess"),
+    (Rules(stages=(1, 2)), "stages must be pairs (workers, messages), as ((1"),
+    (Rules(stages=((0, 2),)), "a number of stages must be a positive whole"),
+    (Rules(stages=((1, 2),), round=2), "stages are for workers that do not"),
+    (Rules(stages=((1, 2),), warm_start=1), "stages are for workers that do"),
     (Rules(backup=1), "backup workers need rounds"),
     (Rules(cache=True), "a cache needs a finite bound"),
     (Rules(round=2, depth=2), "a synchronous round sends every worker"),

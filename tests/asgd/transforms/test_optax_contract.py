@@ -68,6 +68,7 @@ TRANSFORMS = {
   "delayed_nesterov": case(
     transforms.delayed_nesterov, momentum=0.9, every=2, share=0.25
   ),
+  "divide_by_gap": case(transforms.divide_by_gap, decay=0.9, eps=0.1),
   "gap_aware": case(
     transforms.gap_aware, optimizer=SGD, learning_rate=RATE, decay=0.9, eps=0.1
   ),

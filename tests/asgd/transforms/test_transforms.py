@@ -153,6 +153,20 @@ def test_gap_awareness_reads_distance_elementwise():
   close(updates, [-6.0, -2.0])
 
 
+def test_each_message_is_divided_by_the_gap_to_its_own_ticket():
+  tx = transforms.divide_by_gap(decay=0.5, eps=0.0)
+  path = np.array([8.0, 8.0, 6.0, 6.0, 7.0])  # two steps: -2, and 1
+  squares = [None, None, 4.0, 4.0, (0.25 * 4 + 0.5 * 1) / 0.75]
+  state = tx.init(jnp.array([path[0]]))
+  for now, square in zip(path, squares, strict=True):
+    updates, state = update(
+      tx, [4.0], jnp.array([now]), jnp.array([8.0]), state
+    )
+    gap = abs(now - 8.0) / np.sqrt(square) if square else 0.0
+    close(updates, [4.0 / (1 + gap)], rtol=1e-6)
+  assert int(state.samples) == 2
+
+
 def test_rows_read_what_was_last_written_to_each():
   rng = np.random.default_rng(0)
   rows = rows_lib.make_rows({"a": jnp.zeros((2,))}, 3)
@@ -237,6 +251,7 @@ test_factories_validate_first = kit.refuses(
       lambda: transforms.gap_aware(None, 0.1, weight_decay=-1.0),
       "weight_decay must be 0 or more",
     ),
+    (lambda: transforms.divide_by_gap(decay=1.0), "decay must be in"),
     (lambda: transforms.dana_momentum(2, 1.0), "momentum must be in"),
     (lambda: transforms.dana_momentum(0, 0.9), "workers must be"),
     (lambda: transforms.per_worker(optax.identity(), 0), "workers must be"),

@@ -1,0 +1,67 @@
+"""Stages: few workers at first, and more after so many messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from asgd.checks import shown, whole
+
+Stages = tuple[tuple[int, int], ...]  # (workers, messages), both increasing
+
+
+def read(given: Any, round: int = 0, warm_start: int = 0) -> Stages:
+  """Returns the stages of rules, as tuples.
+
+  Args:
+    given: pairs (workers, messages): so many workers may start jobs until so
+      many messages were received.
+    round: of the rules; stages are not for rounds.
+    warm_start: of the rules; a warm start is a stage of one worker.
+
+  Raises:
+    ValueError: for stages that are no such pairs, that do not increase, or
+      beside rounds or a warm start.
+
+  Example:
+    >>> read([[1, 100], [4, 300]])
+    ((1, 100), (4, 300))
+  """
+  stages: list[tuple[int, int]] = []
+  for stage in given:
+    if not isinstance(stage, tuple | list) or len(stage) != 2:
+      raise ValueError(
+        "stages must be pairs (workers, messages), as ((1, 100), (4, 300)), not"
+        f" {shown(stage)}"
+      )
+    workers, messages = (whole("a number of stages", value) for value in stage)
+    if stages and not (workers > stages[-1][0] and messages > stages[-1][1]):
+      raise ValueError(
+        "stages must have more workers and messages than those before, but"
+        f" {(workers, messages)} follows {stages[-1]}"
+      )
+    stages.append((workers, messages))
+  if stages and (round or warm_start):
+    raise ValueError(
+      "stages are for workers that do not wait for each other, not for rounds,"
+      " and a warm start is the stage (1, messages): leave round and warm_start"
+      " out"
+    )
+  return tuple(stages)
+
+
+def ends(stages: Stages, received: int) -> bool:
+  """Whether a stage has ended with the last of the received messages."""
+  return any(received == messages for _, messages in stages)
+
+
+def admitted(
+  stages: Stages, received: int, present: Sequence[int]
+) -> set[int]:
+  """Returns the workers of the present stage: the first of those that are
+  present, sorted; all of them after the last stage.
+
+  Example:
+    >>> admitted(((1, 100), (2, 300)), 100, [0, 3, 4])
+    {0, 3}
+  """
+  counts = (workers for workers, messages in stages if received < messages)
+  return {*present[: next(counts, len(present))]}
