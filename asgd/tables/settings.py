@@ -41,6 +41,7 @@ class TableSettings(NamedTuple):
   # Whether workers compute values to push (`Problem.updates`), no gradients.
   direct: bool = False
   workers: int | None = None  # N; None: the run gives it
+  push_every: int | None = None  # jobs between messages; None: a clock
 
   @property
   def rounds(self) -> bool:
@@ -126,7 +127,8 @@ class TableSettings(NamedTuple):
     its `jobs`; None if it sends no message then."""
     clock, rest = divmod(done, self.clock_every)
     # value_bounded bounds unsent updates, so it sends after each job.
-    if rest and done < jobs and not self.rules.by_value:
+    every = 1 if self.rules.by_value else self.push_every or self.clock_every
+    if done % every and done < jobs:
       return None
     # The last job completes its clock, even if the clock has fewer jobs.
     return clock + (done == jobs and rest > 0)
@@ -180,6 +182,7 @@ def table(
   threshold: float | None = None,
   budget: int | None = None,
   clock_every: int = 1,
+  push_every: int | None = None,
   shards: int = 1,
   rebalance_every: int = 0,
   filters: str | Sequence[str | Mapping[str, Any]] = (),
@@ -208,6 +211,9 @@ def table(
     budget: rows that the server of `managed` sends a worker per clock.
     clock_every: jobs in a clock; value_bounded sends a message after each job
       nevertheless.
+    push_every: jobs between two messages within a clock, a divisor of
+      clock_every, for a server that applies updates as they arrive. None: one
+      message a clock.
     shards: number of shards over which the rows of each table are divided.
     rebalance_every: clocks after which keys are divided again by load; 0 never.
       In a live run, workers rest meanwhile.
@@ -243,6 +249,10 @@ def table(
   checks.whole("workers", workers)
   clock_every = checks.whole("clock_every", clock_every, most=10**6)
   checks.flag("key_caching", key_caching)
+  if push_every is not None:
+    checks.whole("push_every", push_every)
+    each = "messages of {} jobs (push_every)"
+    checks.multiple(clock_every, "jobs of a clock", push_every, each)
   if not callable(learning_rate):
     checks.positive("learning_rate", learning_rate)
   if isinstance(filters, str | Mapping):
@@ -279,7 +289,16 @@ def table(
     _codec_options(codec),
     key_caching,
     workers=workers,
+    push_every=push_every,
   )
+  if push_every is not None and (
+    rules.deferred or rules.by_value or function.aggregates
+  ):
+    raise ValueError(
+      f"push_every {push_every} is for a server that applies updates as they"
+      f" arrive, and workers that send by clock: not for {consistency} with"
+      " these options; leave it out"
+    )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(
       "the filter kkt is for gradients, but workers push increments: use kkt"

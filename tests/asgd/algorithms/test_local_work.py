@@ -672,6 +672,8 @@ def test_delayed_nesterov_of_a_round_is_diloco(share):
     # With a share the first updates of a round use the last round's velocity.
     same = np.allclose(states[1].params, states[0].params, rtol=1e-13)
     assert same == (share == 0.0)
+
+
 def test_updates_of_workers_are_added_by_hand():
   # The gradient is w - b with b = 0, gamma and eta are 0.5.
   recipe = algorithms.build("worker_optimizer", 0.5, 2, momentum=0.5)

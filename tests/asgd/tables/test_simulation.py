@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from table_kit import MESSAGES, ROWS, finished, resumed, run_of, same
 
-from asgd import tables
+from asgd import orders, tables
 
 
 def test_shards_and_moves_change_no_bit():
@@ -18,6 +18,7 @@ def test_what_filters_hold_back_is_sent_later():
   for each in (
     dict(name="random_skip", probability=0.5),
     dict(name="significantly_modified", threshold=0.5),
+    dict(name="largest_change", nbytes=50),  # three rows of 16 bytes
   ):
     run = finished(filters=(each,))
     assert run.held[0] > 0
@@ -25,6 +26,52 @@ def test_what_filters_hold_back_is_sent_later():
     for client in run._clients:  # at the end nothing is left
       assert client.residual() == 0
     assert (run.tables()["w"][2:] != 0).all()
+
+
+def test_messages_within_a_clock_fit_their_budget():
+  """A clock is of two jobs. A row has 8 bytes, and its key 8."""
+  managed = dict(consistency="managed", budget=6)
+  same(finished(push_every=2, **managed), finished(**managed))
+  few = dict(name="largest_change", nbytes=48)
+  options = dict(push_every=1, filters=(few,), **managed)
+  run = finished(**options)
+  records, half = run.records(), MESSAGES // 2
+  assert (records.bytes_up > 0).sum() == MESSAGES  # after each job
+  assert run.held[0] > 0
+  # The last message of each worker bypasses filters.
+  last = [np.flatnonzero(records.worker == w)[-1] for w in range(3)]
+  others = np.delete(records.bytes_up, last)
+  assert others.max() < 3 * 16 + 100
+  first = run_of(**options)
+  first.advance(half)
+  same(resumed(first, **options), run)
+
+
+def test_the_first_half_of_a_clock_reaches_a_reader_in_that_clock():
+  settings = tables.table(
+    0.5, 2, consistency="asynchronous", clock_every=4, push_every=2
+  )
+  clocks = [settings.clock_of_message(done, 7) for done in range(1, 8)]
+  assert clocks == [None, 0, None, 1, None, 1, 2]
+  work = tables.Work(
+    lambda worker, job: job,
+    lambda job: {"w": np.arange(1)},
+    lambda rows, job, keys, worker, number: (0.0, {"w": -np.ones((1, 1))}),
+  )
+  reads = []
+  run = tables.Simulation(
+    settings,
+    {"w": np.zeros((1, 1))},
+    work,
+    orders.durations.constant(slowdown=[1, 3]),
+    workers=2,
+    messages=8,
+    observe=lambda read: reads.append((read.worker, read.values["w"].item())),
+  )
+  run.advance(8)
+  # Increments of a half. Worker 1 begins jobs at 0 and 3: by then worker 0 has
+  # sent two, and worker 1 adds its first one to that.
+  assert [value for worker, value in reads if worker == 1][:2] == [0.0, 1.5]
 
 
 def test_what_a_codec_leaves_out_is_sent_later():

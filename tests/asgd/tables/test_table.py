@@ -214,6 +214,7 @@ def test_range_clocks_split_where_they_are_told_of_a_part():
       "threshold must be 0 or more, not inf",
     ),
     (dict(name="kkt", l1=1.0, slack=1.0), "slack 1.0 must be below l1"),
+    (dict(name="largest_change", nbytes=0), "nbytes must be a positive whole"),
     (dict(name="ktt", l1=1.0), "unknown filter 'ktt'; did you mean 'kkt'"),
     (3, "filters must be a list of names and of dicts of a name and options"),
   ],
@@ -228,6 +229,11 @@ def test_a_filter_that_would_send_nothing_is_refused(given, wrong):
   [
     (dict(filters=[3]), "filters must be a list of names and of dicts"),
     (dict(filters=None), "filters must be a list of names and of dicts"),
+    (dict(clock_every=4, push_every=3), "not a whole number of messages of 3"),
+    (
+      dict(push_every=1, consistency="bulk_synchronous"),
+      "push_every 1 is for a server that applies updates as they arrive",
+    ),
     (dict(ftrl=3), "ftrl must be a dict of options"),
     (dict(ftrl=dict(l1=-1)), "^ftrl.l1 must be 0 or more, not -1"),
     (dict(ftrl=dict(x=1)), "function 'ftrl' takes no argument 'x'"),
