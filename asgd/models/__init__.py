@@ -4,8 +4,9 @@
     apply(layers, params, x) -> (output, statistics)
 
 `init`, `apply` and `count` also take a slice of layers, which is a pipeline
-stage. Models of images are in `images.py`, GPT in `transformer.py`, BERT in
-`encoder.py`; `own.py` adapts a user's model. Begin with `layers.py`.
+stage. Models of images are in `images.py`, GPT in `transformer.py`, LSTM in
+`recurrent.py`, BERT in `encoder.py`; `own.py` adapts a user's model. Begin with
+`layers.py`.
 """
 
 import functools
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from asgd import names
-from asgd.models import encoder, own, transformer
+from asgd.models import encoder, own, recurrent, transformer
 from asgd.models.images import (
   BasicBlock,
   Classifier,
@@ -23,7 +24,9 @@ from asgd.models.images import (
   Flatten,
   Head,
   Stem,
+  TowerConv,
   WideBlock,
+  alexnet,
   cnn,
   mlp,
   pad_shortcut,
@@ -37,7 +40,10 @@ from asgd.models.own import DECAY, Model, ModelError
 
 MODELS: dict[str, Callable[..., Layers]] = {
   model.__name__: model
-  for model in (mlp, cnn, resnet20, wrn16_4, transformer.gpt, encoder.bert)
+  for model in (
+    *(mlp, cnn, alexnet, resnet20, wrn16_4),
+    *(transformer.gpt, recurrent.lstm, encoder.bert),
+  )
 }
 
 

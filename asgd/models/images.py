@@ -21,8 +21,11 @@ NORMS = ("group", "batch", "none")
 _EPSILON = 1e-5  # added to variances, by both norms
 
 
-def _conv(features, size=3, *, stride=1, bias=False, name) -> nn.Conv:
-  """Returns a convolution whose output has the size of its input / stride."""
+def _conv(
+  features, size=3, *, stride=1, bias=False, towers=1, name
+) -> nn.Conv:
+  """Returns a convolution whose output has the size of its input / stride. Each
+  of the `towers` reads its part of the channels."""
   # Not "SAME": with an even size and stride 2 that pads only at the far side,
   # which centres the kernels on odd pixels, but shortcuts keep the even ones.
   return nn.Conv(
@@ -31,6 +34,7 @@ def _conv(features, size=3, *, stride=1, bias=False, name) -> nn.Conv:
     stride,
     padding=size // 2,
     use_bias=bias,
+    feature_group_count=towers,
     kernel_init=nn.initializers.he_normal(),
     name=name,
   )
@@ -55,6 +59,27 @@ def _check_images(x: jax.Array) -> None:
       f"a convolution takes images [B, H, W, C], not an array of shape"
       f" {x.shape}; reshape the batch"
     )
+
+
+def _check_patch(x: jax.Array) -> None:
+  """Raises ValueError for an image that is smaller than a 2x2 patch."""
+  if min(x.shape[1:3]) < 2:
+    raise ValueError(
+      f"no 2x2 patch to pool in an image of shape {x.shape[1:]}; give fewer"
+      f" features or larger images"
+    )
+
+
+def _pool(x: jax.Array) -> jax.Array:
+  """Returns the maximum of each 2x2 patch: [B, H, W, C] -> [B, H // 2, W // 2,
+  C]."""
+  _check_patch(x)
+  # Not nn.max_pool: its gradient is a scatter, so slow on XLA:CPU that the
+  # step of a small CNN takes twice as long.
+  b, h, w, c = x.shape
+  # Drop an odd last row and column.
+  x = x[:, : h // 2 * 2, : w // 2 * 2]
+  return x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))
 
 
 class Flatten(nn.Module):
@@ -106,20 +131,30 @@ class ConvPool(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     _check_images(x)
-    if min(x.shape[1:3]) < 2:
-      raise ValueError(
-        f"no 2x2 patch to pool in an image of shape {x.shape[1:]}; give fewer"
-        f" features or larger images"
-      )
+    _check_patch(x)
     # A norm adds a bias, so the convolution needs none.
     x = _conv(self.features, bias=self.norm == "none", name="conv")(x)
     x = nn.relu(_norm(self, x, train, "norm"))
-    # Not nn.max_pool: its gradient is a scatter, so slow on XLA:CPU that the
-    # step of a small CNN takes twice as long.
-    b, h, w, c = x.shape
-    # Drop an odd last row and column.
-    x = x[:, : h // 2 * 2, : w // 2 * 2]
-    return x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))
+    return _pool(x)
+
+
+class TowerConv(nn.Module):
+  """A convolution of separate towers, ReLU, and perhaps the maximum of each 2x2
+  patch: [B, H, W, C] -> [B, H', W', features]."""
+
+  features: int
+  size: int = 3
+  towers: int = 1  # each reads its part of the channels
+  stride: int = 1
+  pools: bool = False
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    del train
+    _check_images(x)
+    how = {"stride": self.stride, "bias": True, "towers": self.towers}
+    x = nn.relu(_conv(self.features, self.size, **how, name="conv")(x))
+    return _pool(x) if self.pools else x
 
 
 class Stem(nn.Module):
@@ -267,6 +302,51 @@ def cnn(
   _check_norm(norm, groups, features)
   convs = [ConvPool(c, norm, groups) for c in features]
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
+
+
+def alexnet(
+  classes: int,
+  *,
+  features: Sequence[int] = (96, 256, 384, 384, 256),
+  hidden: int = 4096,
+  towers: int = 2,
+  stride: int = 1,
+) -> Layers:
+  """AlexNet: five convolutions in towers, two dense layers, Classifier.
+
+  The second, fourth and fifth convolution read the channels of their tower
+  alone: two devices that hold a tower each exchange activations only before the
+  third convolution and the dense layers. Convolutions 1, 2 and 5 are followed
+  by 2x2 pooling; the paper's 3x3 patches, local response normalisation and
+  dropout are left out.
+
+  Args:
+    classes: number of logits.
+    features: channels of the five convolutions; multiples of the towers.
+    hidden: features of the two dense layers.
+    towers: 2 in the paper; 1 is one network.
+    stride: of the first convolution: 4 for images of ImageNet, whose kernel
+      then has 11x11 pixels, not 5x5.
+  """
+  checks.whole("classes", classes)
+  _check_widths("features", features, least=5)
+  checks.whole("the length of features", len(features), most=5)
+  checks.whole("hidden", hidden, most=MOST_FEATURES)
+  checks.whole("towers", towers, most=MOST_FEATURES)
+  checks.whole("stride", stride, most=MOST_FEATURES)
+  for width in features:
+    checks.multiple(width, "features", towers, "{} towers")
+  a, b, c, d, e = features
+  first = 11 if stride > 1 else 5
+  return (
+    # Every tower sees the complete image.
+    TowerConv(a, first, stride=stride, pools=True),
+    TowerConv(b, 5, towers, pools=True),
+    TowerConv(c),  # reads both towers
+    TowerConv(d, towers=towers),
+    TowerConv(e, towers=towers, pools=True),
+    *(Flatten(), Dense(hidden), Dense(hidden), Classifier(classes)),
+  )
 
 
 def resnet(

@@ -16,13 +16,13 @@ def tabulate(strategies: Sequence[Strategy]) -> str:
   rows = []
   for strategy in strategies:
     sizes = strategy.bytes, strategy.state, strategy.activations
-    parts = strategy.compute, strategy.communication, strategy.waiting
-    times = *parts, strategy.seconds
+    compute, send = strategy.compute, strategy.communication
+    times = compute, send, send / compute, strategy.waiting, strategy.seconds
     row = [strategy.name, "yes" if strategy.fits else "no"]
     row += [f"{size / memory.GB:.3g}" for size in sizes]
     rows.append([*row, f"{strategy.microbatch}", *(f"{t:.3g}" for t in times)])
   head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
-  head += ["compute", "send", "wait", "s/step"]
+  head += ["compute", "send", "send/compute", "wait", "s/step"]
   return output.table(head, rows)
 
 

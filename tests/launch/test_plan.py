@@ -20,7 +20,7 @@ def rows(said):
   start = next(i for i, line in enumerate(lines) if line.startswith("----"))
   table = {}
   for line in lines[start + 1 : lines.index("", start)]:
-    name, *cells = line.rsplit(maxsplit=9)
+    name, *cells = line.rsplit(maxsplit=10)
     table[name.strip()] = cells
   return table
 
@@ -94,6 +94,28 @@ def test_a_config_of_a_mesh_is_counted_without_its_devices(capsys):
   said = capsys.readouterr().out
   assert "gpt on pydoc: 216,960 parameters in 6 layers, counted" in said
   assert "batch 32" in said
+
+
+def test_a_recurrent_model_sends_more_for_what_it_computes(capsys):
+  """The weights of convolutions are used at each pixel, those of an LSTM once
+  for each token, and those of AlexNet's dense layers once for each image."""
+  ratios = {}
+  for name, model in (
+    ("lstm", {}),
+    ("digits", {"name": "cnn", "features": [32, 64], "hidden": 16}),
+    ("digits", {"name": "alexnet", "features": [8] * 5, "hidden": 512}),
+  ):
+    resolved = _config(name)
+    if model:
+      resolved.config["model"] = model
+    plan.main(config=resolved, devices=4, bandwidth=0.1, batch=64)
+    compute, send, ratio = rows(capsys.readouterr().out)["data, ring"][5:8]
+    assert float(ratio) == pytest.approx(
+      float(send) / float(compute), rel=0.01
+    )
+    ratios[resolved.config["model"]["name"]] = float(ratio)
+  assert ratios["alexnet"] > ratios["lstm"] > 0
+  assert ratios["alexnet"] > ratios["cnn"]
 
 
 def test_dense_layers_of_a_config_may_send_factors(capsys):

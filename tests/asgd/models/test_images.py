@@ -553,16 +553,60 @@ def test_vmap_over_models_agrees_with_one_by_one():
     kit.close(row, wanted, rtol=1e-3, atol=1e-4)
 
 
+# AlexNet.
+
+
+def test_a_tower_reads_its_own_channels_until_the_third_convolution():
+  layers = models.alexnet(10, features=(4, 8, 8, 8, 4), hidden=16)
+  x = np.asarray(kit.normal(2, 16, 16, 4), np.float32)
+  other = x + np.float32([0, 0, 1, 1])  # the second tower's channels
+  convolutions = layers[1:5]
+  for layer, mixes in zip(convolutions, (False, True, False, False),
+      strict=True):
+    params = models.init((layer,), jax.random.key(0), x)
+    before, after = (
+      np.asarray(run((layer,), params, each)[0]) for each in (x, other)
+    )
+    half = before.shape[-1] // 2
+    assert (before[..., half:] != after[..., half:]).any()
+    assert (before[..., :half] != after[..., :half]).any() == mixes
+    x, other = before, before + np.float32(1) * (
+      np.arange(2 * half) >= half
+    ).astype(np.float32)
+
+
+def test_towers_halve_the_weights_of_their_convolutions():
+  example = jax.ShapeDtypeStruct((1, 32, 32, 3), np.float32)
+  options = {"features": (8, 16, 16, 16, 8), "hidden": 32}
+
+  def counts(towers):
+    layers = models.build("alexnet", 10, towers=towers, **options)
+    make = partial(models.init, layers, example=example)
+    shapes = jax.eval_shape(lambda key: make(key), jax.random.key(0))
+    return [models.count(layer) for layer in shapes]
+
+  two, one = counts(2), counts(1)
+  biases = (8, 16, 16, 16, 8)
+  for i, (few, many, bias) in enumerate(zip(two, one, biases, strict=False)):
+    parts = 2 if i in (1, 3, 4) else 1
+    assert (many - bias) == parts * (few - bias)
+  assert two[5:] == one[5:]
+  assert two[6] == 4 * 4 * 8 * 32 + 32  # three poolings of 32
+
+
 # Errors.
 
 
 test_a_bad_value_is_refused_with_a_remedy = kit.refuses(
   [
-    (lambda: models.build("resnet", 10), "mean 'resnet20'.*: bert, cnn, gpt"),
+    (lambda: models.build("resnet", 10), "mean 'resnet20'.*: alexnet, bert"),
     (lambda: models.build("mlp", 10, hiden=(3,)), "'hiden'.*mean 'hidden'"),
     (lambda: models.build("wrn16_4", 10, widen=2), "no argument 'widen'"),
     (lambda: models.build("mlp", 0), "classes .* not 0"),
     (lambda: models.build("cnn", 10.0), "classes .* not 10.0"),
+    (lambda: models.alexnet(10, features=(8,) * 4), "length of features must"),
+    (lambda: models.alexnet(10, features=(8,) * 6), "length of features must"),
+    (lambda: models.alexnet(10, towers=5), "features are not a whole number"),
     (lambda: models.mlp(True), "classes .* not True"),
     (lambda: models.mlp(10, hidden=64), r"as \(64,\), not 64"),
     (lambda: models.mlp(10, hidden=(64, 0)), "hidden must be .* not 0"),

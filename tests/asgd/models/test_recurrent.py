@@ -1,0 +1,116 @@
+"""The LSTM against its equations, and what every model promises."""
+
+import jax
+import kit
+import numpy as np
+import pytest
+
+from asgd import models
+
+TOKENS, WIDTH = 7, 5
+EXAMPLE = jax.ShapeDtypeStruct((1, 6), np.int32)
+
+
+def make(**options):
+  layers = models.build("lstm", TOKENS, width=WIDTH, **options)
+  return layers, models.init(layers, jax.random.key(0), EXAMPLE)
+
+
+def tokens():
+  return np.random.default_rng(0).integers(0, TOKENS, (3, 6), np.int32)
+
+
+def logits(layers, params, x, **options):
+  return np.asarray(models.apply(layers, params, x, **options)[0])
+
+
+def sigmoid(x):
+  return 1 / (1 + np.exp(-x))
+
+
+def by_equations(params, x):
+  """The LSTM of Hochreiter and Schmidhuber with forget gates, in NumPy.
+
+    i, f, o = sigmoid(W x + U h + b),   g = tanh(W x + U h + b)
+    c <- f c + i g;   h <- o tanh(c)
+  """
+  embed, recurrent, last = params
+  x = np.asarray(embed["tokens"])[x]
+  (cell,) = (
+    p for p in jax.tree.leaves(recurrent, is_leaf=lambda p: "hi" in p)
+  )
+
+  def gate(name, x, h):
+    inward, hidden = cell[f"i{name}"]["kernel"], cell[f"h{name}"]
+    return x @ inward + h @ hidden["kernel"] + hidden["bias"]
+
+  h = c = np.zeros((len(x), WIDTH))
+  outputs = []
+  for t in range(x.shape[1]):
+    i, f, o = (sigmoid(gate(name, x[:, t], h)) for name in "ifo")
+    c = f * c + i * np.tanh(gate("g", x[:, t], h))
+    h = o * np.tanh(c)
+    outputs.append(h)
+  (dense,) = last.values()
+  return np.stack(outputs, 1) @ dense["kernel"] + dense["bias"]
+
+
+def test_it_follows_its_equations():
+  layers, params = make()
+  expected = by_equations(jax.device_get(params), tokens())
+  np.testing.assert_allclose(
+    logits(layers, params, tokens()), expected, rtol=0, atol=1e-6
+  )
+
+
+def test_a_position_depends_on_those_before_it():
+  layers, params = make(depth=2)
+  x = tokens()
+  before = logits(layers, params, x)
+  for t in range(6):
+    changed = x.copy()
+    changed[:, t] = (changed[:, t] + 1) % TOKENS
+    after = logits(layers, params, changed)
+    np.testing.assert_array_equal(after[:, :t], before[:, :t])
+    assert (np.abs(after[:, t:] - before[:, t:]).max((0, 2)) > 0).all()
+
+
+def test_slices_draw_what_the_whole_draws():
+  layers, params = make(depth=2, dropout=0.5)
+  key, x = jax.random.key(1), tokens()
+  whole = logits(layers, params, x, train=True, key=key)
+  y = x
+  for start, end in ((0, 2), (2, 4)):
+    part = layers[start:end], params[start:end]
+    y = logits(*part, y, train=True, key=key, first=start)
+  np.testing.assert_allclose(y, whole, rtol=0, atol=1e-6)
+  assert np.abs(logits(layers, params, x) - whole).max() > 0.01
+
+
+def test_it_has_the_parameters_of_eight_matrices():
+  _, params = make(depth=2)
+  lstm = 8 * WIDTH**2 + 4 * WIDTH
+  assert [models.count(layer) for layer in params] == [
+    *(TOKENS * WIDTH, lstm, lstm, (WIDTH + 1) * TOKENS)
+  ]
+
+
+@pytest.mark.parametrize(
+  ("options", "why"),
+  [
+    ({"depth": 0}, "depth must be a positive whole number, not 0"),
+    ({"width": True}, "width must be a positive whole number, not True"),
+    ({"dropout": 1.0}, "dropout must be in"),
+    ({"widht": 3}, "did you mean 'width'"),
+  ],
+)
+def test_mistakes_are_refused(options, why):
+  with pytest.raises(ValueError, match=why):
+    models.build("lstm", TOKENS, **options)
+
+
+def test_it_computes_in_the_dtype_of_its_parameters():
+  with jax.enable_x64(True):
+    layers, params = make()
+    run = lambda p: models.apply(layers, p, tokens())[0]  # noqa: E731
+    assert jax.eval_shape(run, kit.double(params)).dtype == np.float64
