@@ -420,6 +420,7 @@ _NO_PATH = r"(?<![\w./-])"  # before a word that is no part of a path
 # longer text is before its parts.
 _WORDS = (
   ("choose another folder with --workdir", "choose another folder"),
+  (r" \(--workdir\)", ""),
   ("--workdir=", "folder="),
   ("--workdir", "folder"),
   (rf"{_NO_PATH}dataset\.sha256", "the checksum of params and data"),

@@ -54,6 +54,7 @@ from asgd.live.world import explore
 
 from . import flags
 
+_MOST_SEEDS, _MOST_JOBS = 10**9, 1024  # of --simulate
 _SEEDS_A_LINE = 500  # between two printed lines of --simulate
 
 _F = flags.define("chaos")
@@ -149,9 +150,8 @@ def _simulate() -> None:
   count, first = _F["simulate"].value, _F["seed"].value
   fault_indices, jobs = _F["faults"].value, _F["jobs"].value
   kept_faults = None  # all faults of a seed
-  for name, value in (("simulate", count), ("jobs", jobs)):
-    if value < 1:
-      raise ValueError(f"--{name}={value} must be 1 or more")
+  flags.in_range("simulate", count, 1, _MOST_SEEDS)
+  flags.in_range("jobs", jobs, 1, _MOST_JOBS)
   for name, is_given in (
     ("config", flags.has_config()),
     ("workdir", _F["workdir"].value is not None),

@@ -23,7 +23,7 @@ import contextlib
 import inspect
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +141,17 @@ def _build(
   return table
 
 
+@contextlib.contextmanager
+def _reading(flag: str, path: str) -> Iterator[None]:
+  """Turns the OSError of a file that a flag names into a ValueError."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(
+      f"--{flag}={path} cannot be read ({error.strerror}): name a file"
+    ) from error
+
+
 def _drawing_folder(folder: Path) -> Path:
   """Returns the folder; ValueError if it holds anything but a drawing."""
   if folder.exists() and not folder.is_dir():
@@ -161,9 +172,10 @@ def _write(folder: Path, drawing: render.Drawing) -> str:
   timing = drawing.facts.timing
   perfetto = render.perfetto(drawing.table, timing, drawing.measured)
   texts = {**render.texts(drawing), "trace.json": storage.to_json(perfetto)}
-  safe_files.make_folder(folder.resolve())
-  for name, text in texts.items():
-    safe_files.write(folder / name, text)
+  with safe_files.opening(f"--out={folder}"):
+    safe_files.make_folder(folder.resolve())
+    for name, text in texts.items():
+      safe_files.write(folder / name, text)
   paths = folder / "gantt.png", folder / "gantt.svg"
   picture_line = f"{paths[0]}, .svg"
   try:
@@ -198,7 +210,8 @@ def _build_or_read(
     raise ValueError(
       f"--table already contains --{next(iter(options))}; drop one of them"
     )
-  return table_lib.read(Path(table))
+  with _reading("table", table):
+    return table_lib.read(Path(table))
 
 
 def main(
@@ -229,7 +242,8 @@ def main(
     # [2] Its costs: the given ones, else those of the measured run.
     measured_run, costs = None, None
     if given["measured"] is not None:
-      measured_run = spans.read(Path(given["measured"]))
+      with _reading("measured", given["measured"]):
+        measured_run = spans.read(Path(given["measured"]))
       if not (cost_texts or action_times):
         costs = analyze.measured_costs(table, measured_run)
     if costs is None:

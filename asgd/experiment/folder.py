@@ -307,11 +307,15 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
       f" reads {VERSION}: use the release that wrote it, or {_REMEDY}"
     )
   if value is None or version != VERSION:
-    wrong = "is not the folder of a cell: it should be"
-    wrong = wrong if cell_folder.exists() else "does not exist: it should be"
+    if (cell_folder / "cell.json").exists():
+      text = "cell.json is damaged or empty: restore it as the run wrote it"
+      raise FolderError(f"{cell_folder}/{text}")
+    wrong = "does not exist"
+    if cell_folder.exists():
+      wrong = "is not the folder of a cell"
     raise FolderError(
-      f"{cell_folder} {wrong} WORKDIR/cells/NAME, as asgd train makes them, or"
-      " the folder= of a training that was called from Python"
+      f"{cell_folder} {wrong}: it should be WORKDIR/cells/NAME, as asgd train"
+      " makes them, or the folder= of a training that was called from Python"
     )
   return value
 
@@ -446,13 +450,10 @@ def faults(workdir: Path) -> list[str]:
 def incomplete(workdir: Path, names: Sequence[str]) -> str:
   """Returns a text on the cells without a valid result, else on cells that lack
   messages because workers or peers exited; "" if there are none."""
-  results, absent = {}, []
-  for folder in [workdir / "cells" / name for name in names]:
-    result = finished_result(folder)
-    if result is None:
-      absent.append(folder)
-    else:
-      results[folder] = result
+  folders = [workdir / "cells" / name for name in names]
+  found = {folder: finished_result(folder) for folder in folders}
+  results = {folder: result for folder, result in found.items() if result}
+  absent = [folder for folder in folders if folder not in results]
   if absent:
     return (
       f"only {len(results)} of the {len(names)} requested cells are"

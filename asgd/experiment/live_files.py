@@ -15,7 +15,12 @@ from typing import Any, NamedTuple
 from asgd import base
 from asgd.experiment import checks, protocol, storage
 from asgd.experiment.folder import check_own, only_cell, read_cell
-from asgd.live.journal import check_journal, journal_path, read_journal
+from asgd.live.journal import (
+  check_journal,
+  journal_path,
+  read_begun,
+  read_journal,
+)
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
@@ -68,10 +73,7 @@ def read_traces(
   traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
-    events = read_journal(path)
-    if not events:
-      raise ValueError(f"{path} has no event: the run has not begun (yet)")
-    traces.append((path, events))
+    traces.append((path, read_begun(folder, path)))
   return traces
 
 

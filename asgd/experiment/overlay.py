@@ -95,7 +95,7 @@ def _read(workdir: Path) -> tuple[dict[str, Any], report.Table, report.Table]:
   if identity is None:
     raise ValueError(
       f"{workdir} is not the folder of an experiment, which has a config.json:"
-      " give folders that launch.train made (its --workdir)"
+      " give folders that asgd train made (its --workdir)"
     )
   results = folder.read_results(workdir)
   if not results:

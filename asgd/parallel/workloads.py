@@ -62,8 +62,8 @@ def count_of(text: str) -> float:
     if 1 <= value <= 1e18:
       return value
   raise ValueError(
-    "the number of parameters must be 1 or more, such as 1.5e9, 350M or 1.5B,"
-    f" not {text!r}"
+    "the number of parameters must be from 1 to 1e18, such as 1.5e9, 350M or"
+    f" 1.5B, not {text!r}"
   )
 
 

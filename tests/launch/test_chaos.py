@@ -218,6 +218,8 @@ def test_a_seed_says_which_faults_come_to_it():
   [
     (["--faults=0"], "--faults is for --simulate=1: add it"),
     (["--simulate=1", "--workdir=x"], "drop --workdir"),
+    (["--simulate=-1"], "--simulate must be from 1 to 1,000,000,000, not -1"),
+    (["--simulate=1", "--jobs=0"], "--jobs must be from 1 to 1,024, not 0"),
     (["--simulate=1", "--config=configs/digits.py"], "drop --config"),
   ],
 )

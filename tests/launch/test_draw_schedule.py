@@ -276,8 +276,8 @@ MISTAKES = (
    "gpipe of 1,000,000 forwards is too large to be drawn"),
   ({**GPIPE, "action_times": {"F": "3"}}, "own='F' is no action of the user's"),
   ({**GPIPE, "cost_texts": {"input": "1e31"}}, "input must be at most"),
-  ({"table": "nope.txt"}, "No such file or directory: 'nope.txt'"),
-  ({**GPIPE, "measured": "nope.json"}, "No such file or directory"),
+  ({"table": "nope.txt"}, "--table=nope.txt cannot be read .No such file"),
+  ({**GPIPE, "measured": "nope.json"}, "--measured=nope.json cannot be"),
 )
 
 

@@ -155,16 +155,24 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
   ]
 
 
+def finished_without_rows(place):
+  (place / "trace-0.csv").write_text("")
+  (place / "result.json").write_text("{}")
+
+
 @pytest.mark.parametrize(
   "change, message",
   [
     (lambda place: None, None),
     (lambda place: (place / "trace-0.csv").unlink(),
-     "has no event: the run has not begun"),
+     "holds no event: the run has not begun"),
+    (finished_without_rows, "missing or empty, but the run has a result: put"),
     (lambda place: (place / "cell.json").unlink(),
      "is not the folder of a cell: it should be WORKDIR/cells/NAME"),
     (lambda place: (place / "cell.json").write_text("{}"),
-     "is not the folder of a cell"),
+     "cell.json is damaged or empty: restore it as the run wrote it"),
+    (lambda place: (place / "cell.json").write_text(""),
+     "cell.json is damaged or empty: restore it as the run wrote it"),
     (
       lambda place: (place / "cell.json").write_text(
         json.dumps({"version": folder.VERSION, "engine": "simulate"})
