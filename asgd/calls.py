@@ -423,6 +423,7 @@ _WORDS = (
   (r" \(--workdir\)", ""),
   ("--workdir=", "folder="),
   ("--workdir", "folder"),
+  ("with --data_dir", "with data_dir="),
   (rf"{_NO_PATH}dataset\.sha256", "the checksum of params and data"),
   (rf"{_NO_PATH}dataset\.", ""),
   (
