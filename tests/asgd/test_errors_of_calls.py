@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -262,6 +263,27 @@ def test_a_tree_is_searched_for_values_that_are_not_finite():
   assert finite.first_fault(tree, "data") == "data['b'][1] is inf"
   tree["b"][1] = jnp.bfloat16(1)
   assert finite.first_fault(tree, "data") == ""
+
+
+def test_batches_of_a_problem_are_searched_unless_they_have_a_position():
+  def batches(worker, job):
+    if job == 4:
+      raise IndexError
+    return {"x": np.float32([worker, np.nan if job == 3 else 0])}
+
+  problem = types.SimpleNamespace(
+    init=lambda key: jnp.zeros(2),
+    batches=lambda seed, workers: batches,
+    sequential=False,
+  )
+  options = {"seed": 0, "workers": 2}
+  jobs = [(0, 0), (1, 3), (0, 4)]
+  assert finite.find_fault(problem, None, jobs=jobs, **options) == (
+    "batches(seed, workers)(1, 3)['x'][1] is nan"
+  )
+  assert finite.find_fault(problem, None, jobs=jobs[::2], **options) == ""
+  problem.sequential = True
+  assert finite.find_fault(problem, (), jobs=jobs, **options) == ""
 
 
 # Words.
