@@ -194,6 +194,38 @@ def test_an_evaluation_that_was_mended_continues_the_run(tmp_path):
   assert result.evaluations[-1]["value"] == 1
 
 
+MODEL = """
+import flax.linen as nn
+
+class Model(nn.Module):
+  classes: int
+
+  @nn.compact
+  def __call__(self, x, train):
+    if not train and len(x) > 1:
+      raise KeyError("statistics")
+    return nn.Dense(self.classes)(x.reshape(x.shape[0], -1))
+
+def make(classes):
+  return Model(classes)
+"""
+
+
+@pytest.mark.parametrize("engine", ["simulate", "threads"])
+def test_a_model_of_a_config_that_fails_in_an_evaluation_is_named(
+  engine, tmp_path, monkeypatch
+):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / "model_of_errors.py").write_text(MODEL)
+  with pytest.raises(ValueError) as caught:
+    kit.train_tiny(
+      tmp_path / "out", model={"name": "model_of_errors:make"}, engine=engine
+    )
+  said = str(caught.value)
+  assert ": evaluate(params) fails at message " in said
+  assert "KeyError: 'statistics'" in said and "run the same command" in said
+
+
 # Data that are not finite.
 
 
