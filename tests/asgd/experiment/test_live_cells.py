@@ -32,6 +32,7 @@ from asgd.live.tables import files
 
 CODED = {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5}
 PAIRS = {"recipe": "ad_psgd"}
+ARRIVALS = {"recipe": "async_threshold_sharing", "codec": "top_k"}
 BATCHES = {
   "recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2,
 }
@@ -149,6 +150,17 @@ def test_peers_without_a_checkpoint_begin_again(tmp_path):
   assert replay.replay(place).same
   assert (result["messages"], result["missed"]) == (40, 0)
   assert [row["message"] for row in rows(place)] == [13, 27, 40]
+
+
+def test_peers_of_arrivals_that_were_stopped_go_on_with_one_that_died(tmp_path):
+  stop(tmp_path, ARRIVALS)
+  machine = Machine(faults=[Fault(1, 9, "kill")], grace_seconds=60.0)
+  result, place = train(tmp_path, ARRIVALS, machine)
+  # Another peer has done the lost job.
+  assert (result["messages"], result["missed"]) == (40, 0)
+  assert replay.replay(place).same
+  # All have added the same messages, in different orders.
+  assert result["consensus"] < 1e-6
 
 
 def test_peers_replay_with_one_that_died(tmp_path):
