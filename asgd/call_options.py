@@ -144,6 +144,6 @@ def read_options(
   fields = RunOptions._fields[len(named) :]
   known = {key: further[key] for key in fields if key in further}
   if known.get("folder") is not None:
-    known["folder"] = checks.folder("folder", known["folder"])
+    known["folder"] = checks.path("folder", known["folder"])
   config = {k: v for k, v in further.items() if k not in known}
   return RunOptions(*named, **known), config

@@ -141,15 +141,15 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
     )
 
 
-def folder(name: str, value: Any) -> Path:
-  """Returns the path of a folder. Raises ValueError unless `value` is a text or
-  an `os.PathLike` of one, not empty and without a null character."""
-  path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-  if isinstance(path, str) and path and "\0" not in path:
-    return Path(path)
+def path(name: str, value: Any) -> Path:
+  """Returns the path of a file or a folder. Raises ValueError unless `value` is
+  a text or an `os.PathLike` of one, not empty and without a null character."""
+  text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+  if isinstance(text, str) and text and "\0" not in text:
+    return Path(text)
   raise ValueError(
-    f"{name} must be the path of a folder, a text such as 'runs/mine' or a"
-    f" pathlib.Path, not {shown(value)}"
+    f"{name} must be a path, a text such as 'runs/mine' or a pathlib.Path, not"
+    f" {shown(value)}"
   )
 
 

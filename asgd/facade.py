@@ -307,7 +307,9 @@ def replay(
     ValueError: if there is nothing to replay, the trace cannot be replayed, or
       an argument is not what the run was trained on.
   """
-  folder = checks.folder("folder", folder)
+  folder = checks.path("folder", folder)
+  if data_dir is not None:
+    data_dir = str(checks.path("data_dir", data_dir))
   recorded = replay_lib.trained(folder)
   # [1] A run of a config names all that it needs.
   if recorded.get("name") != own.Objects.name:

@@ -243,7 +243,7 @@ def _load_newsgroups(data_dir):
   """Returns (source, the messages of 20 newsgroups)."""
   datasets = sources.scikit_learn("datasets", "the data 'newsgroups'")
   remove = "headers", "footers", "quotes"
-  home = None if data_dir is None else os.fspath(data_dir)
+  home = data_dir and os.fspath(checks.path("data_dir", data_dir))
   try:
     newsgroups = datasets.fetch_20newsgroups(
       data_home=home, subset="all", remove=remove, download_if_missing=False

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd import names
+from asgd import checks, names
 from asgd.data import formats, sources
 from asgd.data.download import fetch
 
@@ -156,7 +156,7 @@ def load(
 def _expand(folder: str | os.PathLike[str], name: str) -> Path:
   """Returns a path with ~ replaced; ValueError if there is no home folder."""
   try:
-    return Path(folder).expanduser()
+    return checks.path(name, folder).expanduser()
   except RuntimeError as error:
     raise ValueError(
       f"{name} {str(folder)!r} begins with a home folder that is not known;"

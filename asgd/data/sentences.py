@@ -254,7 +254,7 @@ def _load_glue(name, data_dir):
       f"the task {name!r} needs data_dir: the archive of GLUE's tasks, or the"
       f" folder that contains {form.folder}/{_FILES[0]}"
     )
-  location = Path(os.path.expanduser(data_dir))
+  location = Path(os.path.expanduser(checks.path("data_dir", data_dir)))
   if location.is_dir() and (location / _ARCHIVE).is_file():
     location = location / _ARCHIVE
   read = _from_folder if location.is_dir() else _from_archive

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd import names
+from asgd import checks, names
 from asgd.data import formats
 from asgd.data.download import DataError
 
@@ -102,7 +102,7 @@ def file_of(kind: str, data_dir: str | os.PathLike[str] | None) -> Path:
   """Returns the path of a user's own file; ValueError if there is none."""
   if data_dir is None:
     raise ValueError(f"the {kind} 'file' needs data_dir, the path of a file")
-  return Path(os.path.expanduser(data_dir))
+  return Path(os.path.expanduser(checks.path("data_dir", data_dir)))
 
 
 def read_tokenizer(path: Path) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from flax import linen as nn
 
 import asgd
-from asgd import calls, pipeline, safe_files
+from asgd import calls, data, pipeline, safe_files
 from asgd.experiment.engines import NonFiniteResult
 from asgd.live.journal import journal_path, read_journal
 from asgd.problems import finite
@@ -94,8 +94,23 @@ def test_a_folder_that_is_no_path_is_refused(call, value):
   with pytest.raises(ValueError) as caught:
     call(folder=value)
   said = str(caught.value)
-  assert said.startswith("folder must be the path of a folder, a text such as")
+  assert said.startswith("folder must be a path, a text such as 'runs/mine'")
   assert repr(value) in said and "\n" not in said
+
+
+LOADS = (
+  lambda value: data.load("fashion", data_dir=value),
+  lambda value: data.text.load("file", data_dir=value),
+  lambda value: data.sentences.load("sst2", data_dir=value, context=8),
+  lambda value: asgd.replay("runs", data_dir=value),
+)
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("value", [5, b"x"])
+def test_data_that_are_at_no_path_are_refused(load, value):
+  with pytest.raises(ValueError, match="data_dir must be a path, a text such"):
+    load(value)
 
 
 @pytest.mark.parametrize("name", CALLS)
