@@ -63,7 +63,9 @@ def _version(package: str) -> str:
 
 def _git(folder: Path, *words: str) -> str | None:
   """Returns the output of git in a folder; None if it fails or is missing."""
-  command = ["git", "-C", str(folder), *words]
+  # Without the option, git status writes the index of the user's checkout, and
+  # a kill or a full disk leaves its lock there.
+  command = ["git", "--no-optional-locks", "-C", str(folder), *words]
   try:
     process = subprocess.run(
       command, capture_output=True, text=True, timeout=_SECONDS

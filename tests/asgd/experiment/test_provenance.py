@@ -1,6 +1,7 @@
 """What a command was run with."""
 
 import json
+import os
 import subprocess
 
 from asgd.experiment import provenance
@@ -24,6 +25,18 @@ def test_a_commit_says_whether_files_were_modified(tmp_path):
   assert provenance.commit(tmp_path) == name
   (tmp_path / "file").write_text("two")
   assert provenance.commit(tmp_path) == f"{name}, modified"
+
+
+def test_the_index_of_a_checkout_is_read_only(tmp_path):
+  git(tmp_path, "init")
+  (tmp_path / "file").write_text("one")
+  git(tmp_path, "add", "file")
+  git(tmp_path, "commit", "-m", "first")
+  index = tmp_path / ".git" / "index"
+  before = index.read_bytes()
+  os.utime(tmp_path / "file", (0, 0))  # git status would note the new time
+  assert len(provenance.commit(tmp_path)) == 40
+  assert index.read_bytes() == before
 
 
 def test_what_is_known_is_plain():
