@@ -19,7 +19,8 @@ the same runs fine-tune MiniLM on RTE (or sst2):
   python -m launch.train --config=configs/figures/ftpipe.py:rte \
     --data_dir=FOLDER
 
-30 cells; --quick in a minute or two on two cores.
+30 cells; --quick in a few minutes on two cores. No other program should run
+while the layers are measured, at the start.
 """
 
 import ml_collections
@@ -185,22 +186,21 @@ def time_claims():
     yield ratio(
       f"mixed-pipe is ahead, {PIPES[pipe]}",
       (
-        "the sequential partition takes longer (paper, RTE:"
+        "the sequential partition takes over 1.05 times as long (paper, RTE:"
         f" {HOURS['seq', pipe] / HOURS['mixed', pipe]:.2f} times)"
       ),
       *([label("seq", pipe)], [label("mixed", pipe)]),
-      above=1.0,
+      above=1.05,
     )
-  yield dict(
-    name="order of all",
-    says=(
-      "as in the paper, from the slowest: GPipe sequential, GPipe mixed,"
-      " asynchronous sequential, asynchronous mixed"
+  yield ratio(
+    "asynchrony before partition",
+    (
+      "GPipe on mixed-pipe takes over 1.05 times as long as asynchronous"
+      " sequential stages (paper, RTE:"
+      f" {HOURS['mixed', 'gpipe'] / HOURS['seq', 'stale']:.2f} times)"
     ),
-    kind="ordering",
-    order="falls",
-    column="microbatch_seconds",
-    runs=[label(*key) for key in HOURS],
+    *([label("mixed", "gpipe")], [label("seq", "stale")]),
+    above=1.05,
   )
   yield ratio(
     "stashing costs no time",
@@ -273,8 +273,10 @@ def get_figure():
     about=(
       "A small encoder without pretraining stands in for T5-3B, and the topics"
       f" of Python's manual for RTE, on {DEVICES} devices. Times are those of"
-      " the schedules' tables with the measured seconds of layers; messages"
-      " take no time. The paper's hours are to an accuracy."
+      " the schedules' tables with the seconds of layers, measured once for all"
+      " seeds; messages take no time. Blocks are equal, so that mixed-pipe can"
+      " level no more than embedding, head and the forward that the last stage"
+      " does not repeat. The paper's hours are to an accuracy."
     ),
     columns={},
     claims=[*accuracy_claims(), *time_claims()],
