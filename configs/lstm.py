@@ -7,6 +7,17 @@ the homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/lstm.py
   asgd plan --config=lstm --devices=8 --bandwidth=1
+
+Test accuracy of the next character in percent, mean and standard deviation of
+three seeds; DANA-Zero of two. It takes a minute and a half on two cores:
+
+  SGD, one worker     51.1 ± 0.9
+  DANA-Zero, 8        48.9 ± 0.4
+  ASGD, 8             47.2 ± 0.8
+  SSGD, 8             40.6 ± 0.6
+
+All have as many gradients, 640, of which SSGD makes 80 updates. Its rate is
+that of the others, not tuned for larger batches.
 """
 
 import ml_collections
