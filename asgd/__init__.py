@@ -28,7 +28,8 @@ import importlib
 from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
+# For type checkers. Python itself looks names up in `_NAMES_BY_MODULE`.
+if TYPE_CHECKING:
   from asgd import (
     algorithms,
     compression,
@@ -113,7 +114,8 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
   __version__: str
 
 _RECIPES_MODULE = "algorithms"  # each of its recipes is a function of `asgd`
-_HOMES = {  # module -> those of its names that are also names of `asgd`
+# Module -> those of its names that are also names of `asgd`.
+_NAMES_BY_MODULE = {
   _RECIPES_MODULE: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
   "base": (
     *("Algorithm", "Delay", "Records", "Report", "Server", "ServerState"),
@@ -134,47 +136,50 @@ _MODULES = (
   *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
   *("orders", "pipeline", "problems", "simulator", "transforms"),
 )
-_HOME_OF = {
-  name: module for module, names in _HOMES.items() for name in names
+_MODULE_OF_NAME = {
+  name: module
+  for module, names in _NAMES_BY_MODULE.items()
+  for name in names
 }
 
 
-def _attribute(name: str) -> Any:
+def _import_lazily(name: str) -> Any:
   """Imports a name at its first use: JAX alone takes a second."""
   if name == "__version__":
     return _version()
   if name.startswith("_") and name != "__all__":
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  collects = gc.isenabled()
+  gc_was_enabled = gc.isenabled()
   # Imported modules stay, JAX included. Garbage collections during the import
   # would find nothing and take a quarter of its time.
   gc.disable()
   try:
-    value = _imported(name)
+    value = _import(name)
   finally:
-    if collects:
+    if gc_was_enabled:
       gc.enable()
   globals()[name] = value  # later uses do not call __getattr__
   return value
 
 
 if not TYPE_CHECKING:  # to a type checker an unknown name is an error
-  __getattr__ = _attribute
+  __getattr__ = _import_lazily
 
 
-def _imported(name: str) -> Any:
-  """Returns a submodule, a name of `_HOMES`, a recipe or the list of names."""
+def _import(name: str) -> Any:
+  """Returns a submodule, a name of `_NAMES_BY_MODULE`, a recipe, or the list of
+  all names."""
   load = importlib.import_module
   if util.find_spec(f"asgd.{name}"):
     return load(f"asgd.{name}")
-  if name in _HOME_OF:
-    return getattr(load(f"asgd.{_HOME_OF[name]}"), name)
+  if name in _MODULE_OF_NAME:
+    return getattr(load(f"asgd.{_MODULE_OF_NAME[name]}"), name)
   algorithms = load(f"asgd.{_RECIPES_MODULE}")
   if name == "__all__":
-    return [*_HOME_OF, *_MODULES, *algorithms.ALL, "__version__"]
+    return [*_MODULE_OF_NAME, *_MODULES, *algorithms.ALL, "__version__"]
   if name not in algorithms.ALL:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  return algorithms.called(name)
+  return algorithms.recipe_function(name)
 
 
 def _version() -> str:
@@ -187,4 +192,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-  return sorted(_attribute("__all__"))
+  return sorted(_import_lazily("__all__"))

@@ -183,7 +183,7 @@ def _read_order(given: Any, workers: int, *, live: bool) -> Any:
     return given
   if live and callable(given) and orders.own.is_protocol(given):
     name = descriptions.name_of(given)
-    given = orders.own.called(given, name, {}, workers=workers)
+    given = orders.own.call_maker(given, name, {}, workers=workers)
   if isinstance(given, Rules):
     return orders.makers.named(given, workers)
   if live:

@@ -51,7 +51,7 @@ def _list_or(*known: Any, kind: str) -> checks.Check:
 
   integers = {"type": "array", "items": {"type": "integer"}}
 
-  @checks.described(anyOf=[{"enum": list(known)}, integers])
+  @checks.with_schema(anyOf=[{"enum": list(known)}, integers])
   def check(value, key):
     if isinstance(value, str) and _LIST.fullmatch(value):
       return [int(number) for number in value.split(",")]
@@ -203,7 +203,7 @@ def check(run: Run) -> None:
   """Checks the settings that need no data set."""
   section, key_path = run.config["pipeline"], f"config.runs.{run.label}"
   name, partitioner = section["schedule"], section["partition"]
-  with checks.blame(f"runs.{run.label}"):
+  with checks.prefix_errors(f"runs.{run.label}"):
     traits = schedules.describe(name)
   if partitioner is None:
     return
@@ -243,14 +243,14 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
   table = _table(run, section, stages, total)
-  with checks.blame(path, tuple(section)):
+  with checks.prefix_errors(path, tuple(section)):
     weights = schedules.weights_of(table, section["weights"])
     recompute = schedules.recompute_of(table, section["recompute"])
   peak = float(run.config["learning_rate"]) * table.every
   rate = learning_rates.schedule(
     run, problem, peak=peak, batches=table.every, start=_START * peak
   )
-  with checks.blame("pipeline.cuts"):
+  with checks.prefix_errors("pipeline.cuts"):
     cuts = _cuts(experiment, section, table.stages, problem, shapes)
   planned = PipelinePlan(
     run=run,
@@ -274,7 +274,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
         f"config.{path}.device_megabytes: config.clip_norm needs the gradients"
         " of all stages at once: drop one of them"
       )
-    with checks.blame(f"{path}.device_megabytes"):
+    with checks.prefix_errors(f"{path}.device_megabytes"):
       residence.check(table, parts, planned.room)
   return planned._replace(parts=tuple(parts))
 
@@ -307,7 +307,7 @@ def _table(run, section, stages, total) -> Schedule:
   except schedules.OptionError as error:
     raise ValueError(f"config.runs.{run.label}.{error}") from error
   except (TypeError, ValueError):
-    with checks.blame(f"runs.{run.label}", option_names):
+    with checks.prefix_errors(f"runs.{run.label}", option_names):
       raise
 
 
@@ -322,7 +322,7 @@ def _parts(
     updates=planned.updates,
     shapes=shapes,
   )
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+  with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     recipes = [stage_recipes.recipe(run, rate, each) for each in variants]
     parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
   cache_key = [run.recipe, run.options, table.every]
@@ -393,7 +393,7 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   count, speed = section["stages"], float(section["bandwidth"])
   layer_ends = _layer_ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
-  with checks.blame(f"runs.{run.label}"):
+  with checks.prefix_errors(f"runs.{run.label}"):
     layers, nodes = _profile(problem, shapes, seconds=seconds).nodes, []
     for start, stop in itertools.pairwise([0, *layer_ends]):
       group = layers[start:stop]

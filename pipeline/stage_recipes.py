@@ -57,7 +57,7 @@ def variants(
     stale = analyze.staleness(table, weights).forward
     ahead = np.median(stale, axis=1).astype(int).tolist()
   if isinstance(name := section["predict"], str):
-    with checks.blame(f"runs.{run.label}", ("predict",)):
+    with checks.prefix_errors(f"runs.{run.label}", ("predict",)):
       if name == prediction.SPECTRAIN and (
         table.flush or weights != "latest" or cures[0]
       ):

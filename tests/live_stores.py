@@ -13,11 +13,11 @@ class Memory(dict):
   (content, stamp)."""
 
   name = "memory"
-  sends_updates = False
+  has_updates = False
 
   def __init__(self):
     super().__init__()
-    self.fresh = False  # it is never lost while the journal is in memory
+    self.is_new = False  # it is never lost while the journal is in memory
     self._snapshot = None
 
   def write(self, kind, slot, tree, stamp):
@@ -31,7 +31,7 @@ class Memory(dict):
 
   device_view = read
 
-  def length(self, kind, slot):
+  def content_nbytes(self, kind, slot):
     tree, _ = self[kind, slot]
     return wire.layout(tree).nbytes
 
@@ -48,7 +48,7 @@ class Memory(dict):
     return self._snapshot
 
   def adopt(self):
-    self.fresh = False
+    self.is_new = False
 
   def forget(self):
     self._snapshot = None

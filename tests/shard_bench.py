@@ -487,17 +487,17 @@ def audit(shard):
   """No slot is lost, and none is used twice. Returns the free ones."""
   counts, state = slot_counts(shard.setup), shard.state
   slots = state.slots
-  uses = collections.Counter(slots.pinned)
+  uses = collections.Counter(slots.snapshot_slots)
   uses.update(opened.params for opened in state.tickets.values())
-  uses.update(opened.params for opened in state.reusable.values())
+  uses.update(opened.params for opened in state.reusable_tickets.values())
   if slots.published:
     uses[slots.published[1]] += 1
   assert uses == +slots.uses
   assert sorted([*slots.free_params, *uses]) == list(range(counts.params))
   taken = [opened.message for opened in state.tickets.values()]
-  for messages in slots.lost.values():
+  for messages in slots.lost_slots.values():
     taken += messages  # the workers that had them may still write
-  assert sorted([*slots.free_messages, *slots.logged, *taken]) == list(
+  assert sorted([*slots.free_messages, *slots.log_slots, *taken]) == list(
     range(counts.messages)
   )
   return sorted(slots.free_params), sorted(slots.free_messages)
@@ -508,13 +508,15 @@ def describe(shard):
   state = shard.state
   tickets = {
     (kind, key): (*opened[1:], bits(opened.ticket))
-    for kind, table in (("open", state.tickets), ("kept", state.reusable))
+    for kind, table in (
+      *(("open", state.tickets), ("kept", state.reusable_tickets)),
+    )
     for key, opened in table.items()
   }
   return {
     "state": bits(shard.state.server),
     "tickets": tickets,
-    "seqs": dict(state.seqs),
+    "seqs": dict(state.started_jobs),
     "rows": shard.state.rows,
     "received": shard.state.messages.count,
   }

@@ -80,7 +80,7 @@ def test_a_killed_worker_and_the_same_bits(folder, capsys):
       break
   hosts = [
     pid
-    for pid in processes.children(process.pid)
+    for pid in processes.descendants(process.pid)
     if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
   ]
   os.kill(max(hosts), signal.SIGKILL)

@@ -47,7 +47,7 @@ def _nothing(*args, **options):
 
 
 def _row_before_request(self, request, data):
-  self._write(self._shard.event(request, self._now()))
+  self._write(self._shard.trace_row(request, self._now()))
   self._log.append(data)
   self._shard.apply(request)
 
@@ -132,7 +132,7 @@ _batch = outbox.Outbox.batch
 
 
 def _present_with_old(self, peer_index, newcomer, lend):
-  peer.LivePeer.present(self, peer_index, newcomer, lend)
+  peer.LivePeer.add_newcomer(self, peer_index, newcomer, lend)
   self._first_numbers[peer_index] = self._next_put
 
 
@@ -236,7 +236,7 @@ FOUND = {
     Mutant("no frame again", 2, outbox.Outbox, batch=_confirmed_batch),
     Mutant(
       *("codes of a predecessor", 602, rounds.Rounds),
-      present=_present_with_old,
+      add_newcomer=_present_with_old,
     ),
     Mutant("no pause to join", 12, PeerCluster, _admit=_admit_at_once),
     Mutant(
@@ -244,7 +244,10 @@ FOUND = {
       write_leave=_no_jobs,
       last_residual_lost=_zero,
     ),
-    Mutant("jobs by records", 20, peer_files, numbers_of=lambda events: []),
+    Mutant(
+      *("jobs by records", 20, peer_files),
+      kept_job_numbers=lambda events: [],
+    ),
     Mutant("a lost number", 19, _COUNTER, release=_nothing),
     Mutant(
       *("two numbers", 179, _COUNTER),

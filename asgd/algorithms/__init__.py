@@ -228,11 +228,11 @@ def rebuild(
   )
 
 
-def called(name: str) -> Callable[..., Recipe]:
+def recipe_function(name: str) -> Callable[..., Recipe]:
   """Returns one of ALL as a function that checks like `build`.
 
   Example:
-    >>> called("dana_zero")(0.1, workers=8).workers
+    >>> recipe_function("dana_zero")(0.1, workers=8).workers
     8
   """
 

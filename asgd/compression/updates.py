@@ -75,8 +75,8 @@ def compressed_updates(
   if algorithm.send is not base.send_current:
     raise ValueError(
       "an algorithm that looks ahead sends parameters that workers cannot"
-      " rebuild from updates: compress only its messages (leave compress_down"
-      " out)"
+      " rebuild from updates: compress only the workers' messages, not the"
+      " server's updates"
     )
 
   def init(params: base.Params) -> CompressedUpdates:
@@ -98,8 +98,8 @@ def compressed_updates(
     code, codec_state = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
     # NaN marks an update that workers cannot rebuild.
-    norm = jnp.where(finite, residual_norm(codec_state), jnp.nan)
-    coded = Coded(code, None, norm)
+    residual_rms = jnp.where(finite, residual_norm(codec_state), jnp.nan)
+    coded = Coded(code, None, residual_rms)
     # Apply the decoded update, if there is one: workers rebuild exactly this.
     weights = optax.tree.where(finite, _decoded(codec, code), weights)
     codec_state = optax.tree.where(finite, codec_state, state.codec)
@@ -119,10 +119,10 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
   server's.
 
   Args:
-    codec: that of `compressed_updates`.
-    params: the worker's, before the update. Statistics of BatchNorm do not
-      change here: they are sent next to the codes.
-    code: the update's, `last_update(...).code`.
+    codec: the codec of `compressed_updates`.
+    params: the worker's parameters before the update. Statistics of BatchNorm
+      do not change here: they are sent next to the codes.
+    code: the encoded update, `last_update(...).code`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -137,8 +137,12 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
 
 
 def last_update(opt_state: optax.OptState) -> Coded | None:
-  """Returns the last update of `compressed_updates` from a server's state, in
-  the form that is sent and without statistics; None for other algorithms."""
+  """Returns the last update of `compressed_updates` from a server's state; None
+  for other algorithms.
+
+  The update is encoded, as it is sent, and without BatchNorm statistics, which
+  are sent next to it.
+  """
   nodes = jax.tree.leaves(
     opt_state, is_leaf=lambda x: isinstance(x, CompressedUpdates)
   )

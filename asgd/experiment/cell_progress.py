@@ -25,25 +25,27 @@ from asgd.orders.trace import ENDS, STARTS, Event, events
 from asgd.pages.run_files import PROGRESS
 
 _INTERVAL = 1.0  # least seconds between two writes
-_FIRST = 0.3  # seconds of training before the first write
-_SPARING = 100.0  # least time between two writes, in times of a write
+_FIRST_WRITE = 0.3  # seconds of training before the first write
+# The pause between two writes is at least this factor times the duration of the
+# last write.
+_PAUSE_FACTOR = 100.0
 # These bounds limit the size of the file, however long the run is.
-_POINTS = 240  # most points of the curves
-_BINS = 128  # most bins of the staleness
-_GAPS = (-12.0, 4.0)  # decimal logarithms of the smallest and the largest gap
-_EVENTS = 200  # most lines on faults and recoveries
-_SEGMENTS = 400  # most stretches of work
-_LANES = 32  # most workers with a strip
-_CALLS = 100  # most calls of `advance` in a strip
+_MAX_POINTS = 240  # points of the curves
+_N_BINS = 128  # bins of a histogram
+_GAP_RANGE = (-12.0, 4.0)  # decimal logarithms of smallest and largest gap
+_MAX_LOG_LINES = 200  # lines on faults and recoveries
+_MAX_SEGMENTS = 400  # segments of work
+_MAX_LANES = 32  # workers, or devices, that the file shows
+_MAX_CALLS = 100  # calls of `advance` that the file shows
 
-ROWS = 800  # last rows of a trace that the stretches of work are read from
+ROWS = 800  # last rows of a trace that the segments of work are read from
 
 
 class Segment(NamedTuple):
-  """A stretch of a worker's time; the worker waits between two of them."""
+  """A time in which a worker works. Between two segments the worker waits."""
 
   lane: int  # index of the worker, or of the device
-  kind: str  # compute, wire, or job, which is both together
+  kind: str  # compute, wire, or job, which is compute and wire
   start: float  # seconds, or simulated time
   end: float
 
@@ -57,30 +59,31 @@ def segments(
 
   Args:
     rows: of the trace; a job that starts before them is left out.
-    computed: (worker, seq) -> when the worker began and ended its computation;
-      the rest of the job is wire. (): it is not known.
-    kind: of jobs without a known computation.
+    computed: (worker, seq) -> times at which the worker began and ended its
+      computation; the rest of the job is on the wire. The function returns ()
+      for a job whose computation is not known.
+    kind: of the segment of a job whose computation is not known.
 
   Example:
     >>> row = Event(0.0, 3, 0, 7, base.SEND)
     >>> segments([row, row._replace(time=2.0, action=base.RECEIVE)])
     [Segment(lane=3, kind='compute', start=0.0, end=2.0)]
   """
-  stretches: list[Segment] = []
+  work: list[Segment] = []
   started: dict[tuple[int, int], float] = {}
   now = rows[-1].time if rows else 0.0
 
   def add(key: tuple[int, int], start: float, end: float) -> None:
-    """Adds the stretches of the job `key`, which is (worker, seq)."""
+    """Adds the segments of the job `key`, which is (worker, seq)."""
     computation = computed(*key)
     if not computation:
-      stretches.append(Segment(key[0], kind, start, end))
+      work.append(Segment(key[0], kind, start, end))
       return
-    # Of a job in progress the simulated end may be later than `now`.
+    # The simulated end of a job in progress may be later than `now`.
     began, ended = (min(time, end) for time in computation)
-    parts = ("wire", start, began), ("compute", began, ended)
-    for name, *times in (*parts, ("wire", ended, end)):
-      stretches.append(Segment(key[0], name, *times))
+    before = Segment(key[0], "wire", start, began)
+    after = Segment(key[0], "wire", ended, end)
+    work.extend((before, Segment(key[0], "compute", began, ended), after))
 
   for event in rows:
     if event.action in STARTS:
@@ -89,15 +92,15 @@ def segments(
       add(event.key, started.pop(event.key), event.time)
   for key, start in started.items():  # jobs in progress
     add(key, start, now)
-  # A ticket that takes no time has no stretch on the wire.
-  return [part for part in stretches if part.end > part.start]
+  # A ticket that takes no time has no segment on the wire.
+  return [segment for segment in work if segment.end > segment.start]
 
 
 def rows_before(
   trace: base.Trace | Sequence[Event], end: int
 ) -> Sequence[Event]:
-  """Returns the last `ROWS` rows, before row `end`, of a trace as columns or as
-  rows."""
+  """Returns up to `ROWS` rows of a trace, those before row `end`. The trace may
+  be a Trace of columns or a list of rows."""
   start = max(end - ROWS, 0)
   if isinstance(trace, base.Trace):
     return list(events(trace, start, end))
@@ -119,16 +122,16 @@ def last_lines(path: Path, size: int = 2**14) -> list[str]:
   return text.split("\n")[0 if is_whole else 1 : -1]
 
 
-def _event(line: str) -> Event | None:
-  """Returns the row of a journal's line, None if it is no row."""
+def _parse_row(line: str) -> Event | None:
+  """Returns the row in a line of a journal; None if the line is no row."""
   try:
     return Event.parse(line)
   except ValueError:  # the header
     return None
 
 
-def _stretch(lane: int, line: str) -> Segment | None:
-  """Returns the stretch of a span's line, None if it is no span."""
+def _parse_span(lane: int, line: str) -> Segment | None:
+  """Returns the segment of a span in a line; None if the line is no span."""
   try:
     name, start, end, *_ = line.split(",")
     kind = "compute" if name == "compute" else "wire"
@@ -138,28 +141,30 @@ def _stretch(lane: int, line: str) -> Segment | None:
 
 
 def read_work(folder: Path) -> list[Segment]:
-  """Returns the last stretches of work in the files of a live cell.
+  """Returns the last segments of work in the files of a live cell.
 
   The spans of a worker separate its fetches, computations and pushes. The
   jobs of workers without spans are taken from the journals.
   """
-  stretches: list[Segment] = []
+  work: list[Segment] = []
   jobs: dict[tuple[int, float], Segment] = {}
   # [1] spans-W.csv of worker W, a line for each fetch, computation and push
   for path in folder.glob("spans-*.csv"):
     lane = int(path.stem.partition("-")[2])
-    spans = (_stretch(lane, line) for line in last_lines(path))
-    stretches += filter(None, spans)
-  with_spans = {part.lane for part in stretches}
+    spans = (_parse_span(lane, line) for line in last_lines(path))
+    work += filter(None, spans)
+  lanes_with_spans = {segment.lane for segment in work}
   # [2] trace-S.csv of shard, peer or worker S; sorted, so the lead is first
   for path in sorted(folder.glob("trace-*.csv")):
-    rows = list(filter(None, map(_event, last_lines(path))))
-    for part in segments(rows, kind="job"):
-      # Each shard has rows of a job. The lead's count, unless the starts
-      # differ by a millisecond or more.
-      jobs.setdefault((part.lane, round(part.start, 3)), part)
-  without_spans = (p for p in jobs.values() if p.lane not in with_spans)
-  return [*stretches, *without_spans]
+    rows = list(filter(None, map(_parse_row, last_lines(path))))
+    for job in segments(rows, kind="job"):
+      # Each shard has rows of a job; only the lead's are used. A job whose
+      # starts at two shards differ by 1 ms or more appears twice.
+      jobs.setdefault((job.lane, round(job.start, 3)), job)
+  jobs_without_spans = (
+    job for job in jobs.values() if job.lane not in lanes_with_spans
+  )
+  return [*work, *jobs_without_spans]
 
 
 class _Totals:
@@ -168,12 +173,13 @@ class _Totals:
   def __init__(self) -> None:
     self.messages = self.bytes_up = self.bytes_down = 0
     # Bin b counts the staleness from b * width to (b + 1) * width - 1.
-    self.width, self.staleness = 1, np.zeros(_BINS, np.int64)  # int64[_BINS]
-    self.gap = np.zeros(_BINS, np.int64)  # int64[_BINS], logarithmic bins
+    self.width = 1
+    self.staleness = np.zeros(_N_BINS, np.int64)  # int64[_N_BINS]
+    self.gap = np.zeros(_N_BINS, np.int64)  # int64[_N_BINS], logarithmic bins
 
   def add(self, rows: Any) -> int:
-    """Counts the rows of records, without columns that they lack. Returns the
-    bytes that they sent."""
+    """Adds records to the totals. A missing column counts as 0. Returns the
+    bytes of the records' messages, up and down together."""
     up, down = (
       int(np.sum(getattr(rows, name, 0))) for name in ("bytes_up", "bytes_down")
     )
@@ -187,17 +193,18 @@ class _Totals:
     """Counts staleness and gaps in their bins."""
     # A column may have several values for a message; each counts.
     staleness = np.maximum(rows.staleness.ravel(), 0)
-    while staleness.max(initial=0) >= self.width * _BINS:
+    while staleness.max(initial=0) >= self.width * _N_BINS:
       # Bins of twice the width: two bins become one.
       self.width *= 2
       pairs = self.staleness.reshape(-1, 2).sum(1)
       self.staleness = np.append(pairs, np.zeros_like(pairs))
-    self.staleness += np.bincount(staleness // self.width, minlength=_BINS)
+    self.staleness += np.bincount(staleness // self.width, minlength=_N_BINS)
     gap = rows.gap.ravel()
     # Gaps of 0 and huge ones count in the outer bins. The factor 0.99 prevents
     # that rounding moves a gap beyond the last edge.
-    gap = np.clip(gap[np.isfinite(gap)], 10 ** _GAPS[0], 0.99 * 10 ** _GAPS[1])
-    self.gap += np.histogram(np.log10(gap), _BINS, _GAPS)[0]
+    smallest, largest = 10 ** _GAP_RANGE[0], 10 ** _GAP_RANGE[1]
+    gap = np.clip(gap[np.isfinite(gap)], smallest, 0.99 * largest)
+    self.gap += np.histogram(np.log10(gap), _N_BINS, _GAP_RANGE)[0]
 
   def content(self) -> dict[str, Any]:
     """Returns the totals as plain data, without empty bins at the end."""
@@ -206,7 +213,7 @@ class _Totals:
       "messages": self.messages,
       "bytes": [self.bytes_up, self.bytes_down],
       "staleness": {"width": self.width, "counts": bins},
-      "gap": {"range": _GAPS, "counts": self.gap.tolist()},
+      "gap": {"range": _GAP_RANGE, "counts": self.gap.tolist()},
     }
 
 
@@ -246,9 +253,12 @@ def _thinned(points: list[_Point]) -> list[_Point]:
   return thinned + points[2 * len(thinned) :]
 
 
-def _earlier(path: Path, done: int) -> tuple[list[_Point], list[Any]]:
-  """Returns the points and the lines of an earlier attempt, up to message
-  `done`; none if the file is missing or was damaged."""
+def _read_earlier_attempt(
+  path: Path, done: int
+) -> tuple[list[_Point], list[Any]]:
+  """Returns what an earlier attempt at the cell wrote: the points up to message
+  `done`, and all log lines. Both are empty if the file is missing or damaged.
+  """
   content = storage.read_json(path) or {}
   try:
     # JSON has no NaN: `_rounded` wrote null for it.
@@ -279,27 +289,28 @@ class ProgressFile:
       cell_folder: of the cell.
       about: name, engine and workers of the cell.
       engine: of the cell.
-      lines: printed on the cell. More are added while it trains, and those
-        that the file has are removed.
+      lines: the list to which the caller appends printed lines. Each write
+        moves the lines into the file and empties the list.
     """
     self._path, self._engine = cell_folder / PROGRESS, engine
     self._lines = [] if lines is None else lines
     self._about = {**about, "total": engine.total, "unit": engine.unit}
-    self._points, self._events = _earlier(self._path, engine.done)
+    self._points, self._log = _read_earlier_attempt(self._path, engine.done)
     # The clock continues at the last point, so the stop between has no length.
     seconds = self._points[-1].seconds if self._points else 0.0
     self._began = time.monotonic() - seconds
     # Not by the cell's clock, which `advance` sets back after the start-up.
-    self._next_write = time.monotonic() + _FIRST
+    self._next_write = time.monotonic() + _FIRST_WRITE
     # By the engine's clock, at the last message; None: it has no clock.
     self._engine_seconds: float | None = None
     self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
-      self._events.append([seconds, f"resumed at message {engine.done}"])
+      self._log.append([seconds, f"resumed at message {engine.done}"])
     self._new: list[Any] = []  # rows of records since the last point
-    # An engine without workers has one strip, with its calls.
-    self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
+    # An engine without workers has one lane, with its calls.
+    calls: list[Segment] = []
+    self._calls = collections.deque(calls, maxlen=_MAX_CALLS)
 
   def advance(self, until: int) -> engines.Progress:
     """Advances the engine, and counts its progress. Returns it without the
@@ -326,7 +337,8 @@ class ProgressFile:
     if now is None:
       now = time.monotonic() - self._began
     self._add_point(now)
-    # Counted anew: an engine may have given losses only while it trained.
+    # While it trains, an engine may report losses alone. The records are
+    # complete only now, so all totals are counted again.
     self._totals = _Totals()
     self._totals.add(self._engine.records())
     self._write(now)
@@ -341,7 +353,7 @@ class ProgressFile:
     self._message += len(losses)
     means = engines.mean(losses), engines.mean(staleness)
     self._points.append(_Point(now, self._message, *means, nbytes))
-    if len(self._points) > _POINTS:
+    if len(self._points) > _MAX_POINTS:
       self._points = _thinned(self._points)
 
   def _write(self, now: float) -> None:
@@ -349,32 +361,33 @@ class ProgressFile:
     write_began = time.monotonic()
     # [1] The curves, and the lines since the last write.
     self._add_point(now)
-    self._events += [[now, line] for line in self._lines]
+    self._log += [[now, line] for line in self._lines]
     self._lines.clear()
-    self._events = self._events[-_EVENTS:]
-    # [2] The last stretches of work, of the first workers.
+    self._log = self._log[-_MAX_LOG_LINES:]
+    # [2] The last segments of work, of the first workers.
     work = self._engine.work() or list(self._calls)
-    work = [part for part in work if part.lane < _LANES]
-    work.sort(key=lambda part: part.end)
+    work = [segment for segment in work if segment.lane < _MAX_LANES]
+    work.sort(key=lambda segment: segment.end)
     content = {
       **self._about,
       "seconds": now,
       **self._totals.content(),
       "points": _rounded(self._points),
-      "work": _rounded(work[-_SEGMENTS:]),
-      "events": _rounded(self._events),
+      "work": _rounded(work[-_MAX_SEGMENTS:]),
+      "events": _rounded(self._log),
     }
     with contextlib.suppress(OSError):  # the run does not need this file
       safe_files.write(self._path, json.dumps(content, allow_nan=False))
     # [3] The next write is due when this one is 1 % of the time.
     write_ended = time.monotonic()
-    took = write_ended - write_began
-    self._next_write = write_ended + max(_INTERVAL, _SPARING * took)
+    write_seconds = write_ended - write_began
+    pause = max(_INTERVAL, _PAUSE_FACTOR * write_seconds)
+    self._next_write = write_ended + pause
 
 
 def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
-  """Returns a column of records in parts; empty if they lack it."""
-  columns = [np.ravel(getattr(part, column, ())) for part in parts]
+  """Returns a column of several records, joined; empty if they lack it."""
+  columns = [np.ravel(getattr(records, column, ())) for records in parts]
   return np.concatenate(columns)
 
 

@@ -78,7 +78,7 @@ class Experiment:
     optimizer's state if the run averages it."""
     size = run.config["batch_size"]
     if size not in self._problems:
-      with checks.blame(f"runs.{run.label}.batch_size"):
+      with checks.prefix_errors(f"runs.{run.label}.batch_size"):
         shared = self._problems[self.config["batch_size"]]
         self._problems[size] = shared.with_batch_size(size)
     if run.label not in self._problems_of_runs:

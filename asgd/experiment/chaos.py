@@ -49,7 +49,7 @@ def wait_for_end(started: Iterable[tuple[int, str]]) -> list[int]:
     pids = []
     for pid, start_time in started:
       with contextlib.suppress(OSError):  # the process has ended
-        state, actual_start_time = processes.stat(pid)
+        state, actual_start_time = processes.process_stat(pid)
         # Z and X: it has ended, and its parent has not yet asked for its status
         if actual_start_time == start_time and state not in "ZX":
           pids.append(pid)
@@ -105,10 +105,10 @@ class InjectedRun:
 
   def _pids(self, memory: Path) -> dict[str, dict[int, int]]:
     """Returns kind -> index -> process id of a cell, and stores the ids."""
-    pids = processes.pids(memory)
+    pids = processes.live_pids(memory)
     for pid in [pid for each in pids.values() for pid in each.values()]:
       with contextlib.suppress(OSError):
-        self.processes.add((pid, processes.stat(pid)[1]))
+        self.processes.add((pid, processes.process_stat(pid)[1]))
     return pids
 
   def _events(self, cell: str) -> list[Event]:
@@ -175,7 +175,7 @@ class InjectedRun:
     running = {
       index: pid
       for index, pid in pids[party].items()
-      if processes.stat(pid)[0] not in "Tt"
+      if processes.process_stat(pid)[0] not in "Tt"
     }
     if not running:
       return False
@@ -237,7 +237,7 @@ class InjectedRun:
       self.process.wait()
       # Processes of a killed driver may be stopped, and end only by a kill.
       for memory in self.memories:
-        processes.end_all(memory)
+        processes.kill_run(memory)
 
 
 def inject(

@@ -22,16 +22,16 @@ MOST_INTEGER = 2**31 - 1  # int32 holds it
 MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 
-def _require(holds: Any, value: Any, key: str, kind: str) -> Any:
-  """Returns `value`; raises ValueError with the key and the kind that `value`
-  must be, unless it `holds`."""
-  if not holds:
-    raise ValueError(f"config.{key} must be {kind}, not {shown(value)}")
+def _require(is_valid: Any, value: Any, key: str, expected: str) -> Any:
+  """Returns `value` if `is_valid`; otherwise raises a ValueError that names the
+  key and says what is expected."""
+  if not is_valid:
+    raise ValueError(f"config.{key} must be {expected}, not {shown(value)}")
   return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Described:
+class CheckWithSchema:
   """A check, with the JSON schema of the values that it accepts."""
 
   run: Check
@@ -42,13 +42,14 @@ class Described:
     return self.run(value, key)
 
 
-def described(**schema: Any) -> Callable[[Check], Described]:
-  """Returns a decorator of a check with the keys of its JSON schema."""
-  return lambda check: Described(check, schema)
+def with_schema(**schema: Any) -> Callable[[Check], CheckWithSchema]:
+  """Returns a decorator that adds a JSON schema, with these keys, to a check.
+  """
+  return lambda check: CheckWithSchema(check, schema)
 
 
 # Decorates a check that accepts a name, or a dict of a name and options.
-named = described(type=["string", "object", "null"])
+name_or_options = with_schema(type=["string", "object", "null"])
 
 
 def schema_of(check: Check) -> JsonSchema:
@@ -57,11 +58,11 @@ def schema_of(check: Check) -> JsonSchema:
 
 
 def _make_check(
-  is_valid: Callable[[Any], bool], kind: str, **schema: Any
+  is_valid: Callable[[Any], bool], expected: str, **schema: Any
 ) -> Check:
   """Returns a check; `schema` has the keys of its JSON schema."""
-  return Described(
-    lambda value, key: _require(is_valid(value), value, key, kind), schema
+  return CheckWithSchema(
+    lambda value, key: _require(is_valid(value), value, key, expected), schema
   )
 
 
@@ -72,7 +73,7 @@ def anything(value: Any, key: str) -> Any:
 
 
 def whole_number(least: int = 1, most: int = MOST_COUNT) -> Check:
-  """Returns a check of a whole number in a range; a bool is none."""
+  """Returns a check of a whole number in a range. It refuses a bool."""
   return _make_check(
     # `type`, not isinstance: a bool is an int, and no number in a config.
     lambda value: type(value) is int and least <= value <= most,
@@ -109,15 +110,15 @@ text = _make_check(
 
 
 def choice(*options: str) -> Check:
-  """Returns a check of one of a few names."""
-  # The error lists a few names, and of many shows the nearest.
+  """Returns a check of one of several names."""
+  # The error lists up to three names; of more names it shows the nearest.
   if len(options) < 4:
-    kind = " or ".join(map(repr, options))
+    expected = " or ".join(map(repr, options))
     return _make_check(
-      lambda value: value in options, kind, enum=list(options)
+      lambda value: value in options, expected, enum=list(options)
     )
 
-  @described(enum=list(options))
+  @with_schema(enum=list(options))
   def check(value: Any, key: str) -> Any:
     if value not in options:
       hint = names.nearest(value, options)
@@ -130,7 +131,7 @@ def choice(*options: str) -> Check:
 def optional(check: Check) -> Check:
   """Returns a check that also accepts None."""
 
-  @described(anyOf=[schema_of(check), {"type": "null"}])
+  @with_schema(anyOf=[schema_of(check), {"type": "null"}])
   def either(value: Any, key: str) -> Any:
     if value is None:
       return None
@@ -145,7 +146,7 @@ def optional(check: Check) -> Check:
 def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
   """Returns a check of a list, with `check` for each of its values."""
 
-  @described(
+  @with_schema(
     type="array",
     items=schema_of(check),
     minItems=least,
@@ -155,7 +156,7 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
     _require(isinstance(value, list), value, key, "a list")
     for item in value:
       check(item, key)
-    # After the items: checked ones can be members of a set.
+    # Check the items first: only then are they sure to be hashable.
     unique = not distinct or len(set(value)) == len(value)
     _require(unique, value, key, "a list of different values")
     enough = len(value) >= least
@@ -165,8 +166,8 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
 
 
 @contextlib.contextmanager
-def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
-  """Prefixes errors of the block with `config.KEY: `, as ValueErrors.
+def prefix_errors(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
+  """Turns errors of the block into ValueErrors that begin with `config.KEY: `.
 
   If a message starts with one of `keys`, which are keys below `key`, the prefix
   is `config.KEY.` instead.
@@ -180,7 +181,7 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
   except ValueError as error:
     message = str(error)
     if message.startswith("config."):
-      raise  # an inner `blame`, which knows the key better, has named it
+      raise  # an inner block knows the key better, and has named it
     first_key = message.split(" ")[0].split(".")[0].rstrip(":")
     separator = "." if first_key in keys else ": "
     raise ValueError(f"config.{key}{separator}{message}") from error
@@ -193,7 +194,7 @@ _PARTITION_KEYS = {
 }
 
 
-@described(
+@with_schema(
   anyOf=[
     _PARTITION,
     {
@@ -208,7 +209,7 @@ def partition(value: Any, key: str) -> Any:
   """Checks a partition of the data: a name, or a dict of it and its options."""
   section, _, last_key = key.rpartition(".")
   # Errors of `divides` begin with "partition", which names the key.
-  with blame(section, (last_key,)):
+  with prefix_errors(section, (last_key,)):
     partitions.divides(value)
   return value
 

@@ -48,7 +48,7 @@ class LiveComparison(NamedTuple):
 
   name: str
   runs: dict[str, predict.Outcome]  # by kind, the live one first
-  zero: int  # index of the message at which times start, 1 or more
+  first_messages: int  # number of messages before times start, 1 or more
   # `predict.where_time_goes` of the live run; None: it was not measured
   parts: dict[str, float] | None
   # Rows (worker, seconds) of its jobs, for `durations` of a config.
@@ -78,9 +78,9 @@ def _measured_jobs(files: live_files.LiveFiles) -> list[predict.MeasuredJob]:
   journal, spans = files.journals[0], files.spans
   network, sizes = _transport(files)
   if network is None:
-    return predict.jobs(journal, spans)
+    return predict.measure_jobs(journal, spans)
   workers = files.description["cell"]["workers"]
-  return predict.off_network(journal, spans, network, sizes, workers)
+  return predict.measure_work(journal, spans, network, sizes, workers)
 
 
 def _streams(
@@ -102,14 +102,16 @@ def _streams(
   if not jobs:
     raise ValueError(f"{timed_name} has no message: {predict.SHORT}")
   timed_workers = 1 + max(job.worker for job in jobs)
-  settled = predict.settled(jobs, timed_workers)
+  settled = predict.settled_durations(jobs, timed_workers)
   # [2] Endless streams. IN_ORDER has the jobs of the simulated cell once, those
   # of its start too, and then the settled jobs again and again. With another
   # cell's durations it has the settled jobs only. DRAWN draws from these.
   repeated = durations.measured(predict.shifted(settled, cell.workers))
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
   is_own = timed is files
-  first_jobs = predict.in_order(jobs, timed_workers) if is_own else [[]]
+  first_jobs: list[list[float]] = [[]]
+  if is_own:
+    first_jobs = predict.durations_by_worker(jobs, timed_workers)
   workers = range(cell.workers)
   return {
     IN_ORDER: [
@@ -165,7 +167,7 @@ def compare(
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, _accuracy(cell_folder))}
   # [4] The simulations: an order from the durations, then training in it.
-  joins = predict.joins(journal, cell.workers)
+  joins = predict.join_times(journal, cell.workers)
   network, sizes = _transport(files)
   streams_of = _streams(cell, files, timed, durations_of or folder)
   for kind, streams in streams_of.items():
@@ -177,12 +179,14 @@ def compare(
     runs[kind] = predict.Outcome(float(trace.time[0]), simulated, accuracy)
   # [5] All runs are compared from a message on at which, in each run, every
   # worker has sent one.
-  workers = [run.records.worker for run in runs.values()]
-  zero = max(predict.all_there(column, cell.workers) for column in workers)
+  first_messages = max(
+    predict.count_until_all_sent(run.records.worker, cell.workers)
+    for run in runs.values()
+  )
   began = float(records.time[early - 1])
   parts = predict.where_time_goes(journal, files.spans, began)
   jobs = _rows(_measured_jobs(files))
-  return LiveComparison(cell.name, runs, zero, parts, jobs)
+  return LiveComparison(cell.name, runs, first_messages, parts, jobs)
 
 
 def _early_messages(
@@ -190,7 +194,7 @@ def _early_messages(
 ) -> int:
   """Returns the count of messages until each worker had sent one. Raises
   ValueError if these are more than half of all."""
-  early, messages = predict.all_there(worker, workers), len(worker)
+  early, messages = predict.count_until_all_sent(worker, workers), len(worker)
   if 2 * early > messages:
     text = f"{early} of {messages} messages arrived before each worker sent one"
     raise ValueError(f"{cell_folder.name}: {text}: {predict.SHORT}")
@@ -219,7 +223,7 @@ def _with_replay(
   columns = cell_files.read_records(cell_folder)
   records = base.Records(*(columns[name] for name in base.Records._fields))
   workers = files.description["cell"]["workers"]
-  zero = _early_messages(cell_folder, records.worker, workers)
+  first_messages = _early_messages(cell_folder, records.worker, workers)
   began = live_files.first_ticket(files.jobs)
   result = replay.replay(cell_folder, data_dir=data_dir, trust=trust)
   replayed = result.records
@@ -231,8 +235,9 @@ def _with_replay(
   digests = [str(x)[:16] for x in (result.recorded, result.digest)]
   text = f"parameters {digests[0]}, replayed {digests[1]}"
   text += f"; {first_difference(records, replayed) or 'the same records'}"
-  jobs = _rows(predict.jobs(files.jobs, files.spans))
-  return LiveComparison(cell_folder.name, runs, zero, None, jobs, text)
+  jobs = _rows(predict.measure_jobs(files.jobs, files.spans))
+  name = cell_folder.name
+  return LiveComparison(name, runs, first_messages, None, jobs, text)
 
 
 def first_difference(records: base.Records, replayed: Any) -> str:
@@ -268,26 +273,26 @@ def first_difference(records: base.Records, replayed: Any) -> str:
 
 
 def curves_of(
-  comparison: LiveComparison, zero: int
+  comparison: LiveComparison, first_messages: int
 ) -> dict[str, predict.Curve]:
-  """Returns the loss of each kind of run against the time since message `zero`;
-  see `predict.curve`."""
+  """Returns the curve of each kind of run after the first messages; see
+  `predict.curve`."""
   runs = comparison.runs.items()
-  return {kind: predict.curve(run, zero) for kind, run in runs}
+  return {kind: predict.curve(run, first_messages) for kind, run in runs}
 
 
 def quantities(comparison: LiveComparison) -> list[dict[str, Any]]:
   """Returns a row for each quantity: its value in each kind of run, and the
   ratios to the live run."""
-  zero = comparison.zero
-  curves = curves_of(comparison, zero)
+  first_messages = comparison.first_messages
+  curves = curves_of(comparison, first_messages)
   # Losses of the live run; a simulation may pass them at other times.
-  losses = {share: curves[LIVE].way(share) for share in _WAYS}
+  losses = {share: curves[LIVE].loss_after_share(share) for share in _WAYS}
   columns = {}
   for kind, run in comparison.runs.items():
-    staleness = run.records.staleness[zero:]
+    staleness = run.records.staleness[first_messages:]
     columns[kind] = {
-      "messages/s": predict.rate(run, zero),
+      "messages/s": predict.rate(run, first_messages),
       "staleness, mean": float(staleness.mean()),
       "staleness, max": float(staleness.max()),
       **{
@@ -367,7 +372,8 @@ def describe(
     f"\n{comparison.name}: live, and simulated with its durations in order, and"
     f" drawn from them{source}\n\n{table(rows)}\n{parts_text(comparison.parts)}"
   )
-  early, messages = comparison.zero, len(comparison.runs[LIVE].records.time)
+  early = comparison.first_messages
+  messages = len(comparison.runs[LIVE].records.time)
   if early > _EARLY * messages:
     text += (
       f"\nnote: {early} of {messages} messages arrived before each worker sent"
@@ -378,7 +384,7 @@ def describe(
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
   """Returns a loss that all runs reach: 90 % of the smallest decrease."""
-  # From the first ticket on (zero=0), as the start belongs to a race.
+  # From the first ticket on (0 first messages), as the start belongs to a race.
   curves = [curve for cell in cells for curve in curves_of(cell, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)
@@ -399,7 +405,8 @@ def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
   for cell in cells:
     row: dict[str, Any] = {"cell": cell.name}
     for kind in kinds:
-      row[f"{kind}, messages/s"] = predict.rate(cell.runs[kind], cell.zero)
+      rate = predict.rate(cell.runs[kind], cell.first_messages)
+      row[f"{kind}, messages/s"] = rate
     for kind in kinds:
       curve = predict.curve(cell.runs[kind], 0)
       row[f"{kind}, seconds"] = curve.reaches(loss)

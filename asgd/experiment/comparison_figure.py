@@ -30,11 +30,13 @@ _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
 def _edges(comparison: LiveComparison) -> np.ndarray:
-  """Returns the edges of the bins of time, in seconds since message `zero`:
-  float[_BINS + 1]. The longest run decides them, so that all runs share them.
+  """Returns the edges of the bins of time, in seconds since the last of the
+  first messages: float[_BINS + 1]. The longest run decides them, so that all
+  runs share them.
   """
   columns = (run.records.time for run in comparison.runs.values())
-  longest = max(time[-1] - time[comparison.zero - 1] for time in columns)
+  last_index = comparison.first_messages - 1
+  longest = max(time[-1] - time[last_index] for time in columns)
   return np.linspace(0, longest, _BINS + 1)
 
 
@@ -42,12 +44,12 @@ def _series(
   comparison: LiveComparison,
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
   """Yields (panel, kind, xs, values) of the picture."""
-  zero, edges = comparison.zero, _edges(comparison)
-  for kind, curve in curves_of(comparison, zero).items():
+  first_messages, edges = comparison.first_messages, _edges(comparison)
+  for kind, curve in curves_of(comparison, first_messages).items():
     records = comparison.runs[kind].records
-    counts = np.bincount(records.staleness[zero:])
+    counts = np.bincount(records.staleness[first_messages:])
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
-    times = records.time[zero:] - records.time[zero - 1]
+    times = records.time[first_messages:] - records.time[first_messages - 1]
     # The last bin that a run reaches is not full, so it is not drawn.
     full = int(np.searchsorted(edges, times[-1], "right")) - 1
     rates = np.histogram(times, edges)[0] / edges[1]  # of equal widths
@@ -99,7 +101,7 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
       bars.bar(left, 100 * values, _WIDTH, ec="white", lw=0, label=kind, **face)
       most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
     elif panel == "throughput":
-      rate = predict.rate(run, comparison.zero)
+      rate = predict.rate(run, comparison.first_messages)
       label = f"{kind}: {rate:.4g} in the mean"
       edges = _edges(comparison)[: len(x) + 1]  # one more than bins
       line = {"baseline": None, "lw": 1.1, "label": label}

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base
-from asgd.live.deadlines import DEAD
+from asgd.live.deadlines import DEAD_FACTOR
 from asgd.orders import trace
 
 Journal = Sequence[trace.Event]
@@ -141,7 +141,7 @@ def of_workers(
   # A worker may exit between a row and its record.
   well = received - exits <= len(records.loss) <= received
   yield Finding("updates", text, well)
-  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  slow = DEAD_FACTOR * plan.run.config["live"]["late_seconds"]
   # The next driver rolls back to a checkpoint, and drops the rows after it.
   drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
   last = drivers[-1] + 1 if drivers else 0

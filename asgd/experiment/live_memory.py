@@ -120,7 +120,7 @@ def _remove(fd_path: Path, memory: Path) -> None:
       except OSError as error:
         if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
           raise
-      processes.end_all(fd_path)
+      processes.kill_run(fd_path)
       time.sleep(_LOOK)
 
 
@@ -215,7 +215,7 @@ class LiveMemory:
       # its files.
       self.kept = resume and _is_of(fd_path, running, cell)
       if not self.kept:
-        processes.end_all(fd_path)
+        processes.kill_run(fd_path)
         _empty(fd_path, _LOCK)
       self._token = _owner(fd_path)[1] or uuid.uuid4().hex
       owner = {"cell": str(cell), "token": self._token}
@@ -269,6 +269,6 @@ def forget(cell_folder: Path) -> None:
   if os.path.lexists(memory):
     with _open_memory(memory) as fd_path:
       if _is_of(fd_path, running, cell):
-        processes.end_all(fd_path)
+        processes.kill_run(fd_path)
         _remove(fd_path, memory)
   (cell_folder / RUNNING).unlink(missing_ok=True)

@@ -335,7 +335,7 @@ class _Attempt(contextlib.ExitStack):
         self.counted += progress.messages
         self._bar.update(self._cell, progress)
         if processes.is_first() and not self._kind.elsewhere:
-          self._machine.worked()
+          self._machine.after_job()
       if progress.broken:
         evaluations.diverged = True
         self._stop_or_warn(progress)

@@ -60,11 +60,11 @@ class Machine:
     else:
       self.show_line(line)
 
-  def worked(self) -> None:
-    """Counts work that was done in this process; see `Profile.worked`."""
+  def after_job(self) -> None:
+    """Counts work that was done in this process; see `Profile.after_job`."""
     if self._tracing is None:
       self._tracing = Profile(self.profile)
-    self._tracing.worked()
+    self._tracing.after_job()
 
   def close(self) -> None:
     """Stops the profiler, and Ray if this object has started it."""

@@ -103,7 +103,7 @@ def _keys_of_run(
   keys: dict[str, Any] = {}
   if isinstance(engine, str) and engine in engines:
     engine_kind = engines[engine]
-    with checks.blame(f"runs.{label}"):
+    with checks.prefix_errors(f"runs.{label}"):
       engine_keys = schema.keys_of_engine(engine_kind, entry)
     keys = dict.fromkeys(engine_keys, schema.PLAIN)
     # The engine's sections, and the keys of its main section, which a run may

@@ -2,12 +2,14 @@
 
 A job starts when its ticket is sent, or when the worker's last job ends, if
 that is later. It ends when its message arrives. The server's work on ticket and
-message is included. Two times are excluded, in which the protocol holds a
-worker back: the time before a ticket, and the time in which a message waits for
-others of its round, which spans show.
+message is included. The time in which the protocol holds a worker back is
+excluded: the time until the worker gets its next ticket, and the time in which
+a message waits for the other messages of its round. Spans show the latter.
 
-`jobs` and `off_network` measure; `play` simulates the protocol with these
-durations. Times start when each worker has sent a message.
+`measure_jobs` and `measure_work` measure; `play` simulates the
+protocol with these durations. The time in which the first messages arrive is
+left out of durations, rates and shares: they begin with the message after which
+each worker has sent one.
 """
 
 import functools
@@ -67,33 +69,34 @@ def _arrivals(journal: Journal, spans: Spans) -> dict[tuple[int, int], float]:
   return arrivals
 
 
-def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
+def measure_jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
   ends = _arrivals(journal, spans)
-  free: dict[int, float] = {}  # end of the last job, by worker
-  joined: set[int] = set()  # workers that have ended no job since they joined
+  free_at: dict[int, float] = {}  # end of the last job, by worker
+  # Workers that have joined and not ended their first job since.
+  awaiting_first: set[int] = set()
   measured = []
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     worker, ticket = event.worker, ledger.apply(event)
     if event.action == base.JOIN:
-      joined.add(worker)
+      awaiting_first.add(worker)
     elif event.action == base.RECEIVE and ticket is not None:
       # A worker with two tickets starts the second job after the first.
-      start = max(ticket.time, free.get(worker, ticket.time))
-      free[worker] = end = ends[event.key]
-      is_first = worker in joined
+      start = max(ticket.time, free_at.get(worker, ticket.time))
+      free_at[worker] = end = ends[event.key]
+      is_first = worker in awaiting_first
       measured.append(MeasuredJob(worker, start, end, event.time, is_first))
-      joined.discard(worker)
+      awaiting_first.discard(worker)
   return measured
 
 
-def _carried(
+def _simulate_arrivals(
   sends: Iterable[tuple[float, int, str, tuple[int, int], Sequence[float]]],
   network: Network,
   workers: int,
 ) -> dict[tuple[str, tuple[int, int]], float]:
-  """Simulates a network; returns arrival times by (direction, key).
+  """Simulates a network; returns (direction, key) -> time of arrival.
 
   `sends` has (time, job, "up" or "down", key, bytes for each shard).
   """
@@ -102,13 +105,13 @@ def _carried(
   throttle = Throttle(network, workers, clock=lambda: now)
 
   def deliver(name: tuple[str, tuple[int, int]]) -> None:
-    # A message has arrived when its last part has.
+    # The last part of a message comes last, and sets the message's time.
     arrivals[name] = throttle.time
 
-  # In the order of their times; the queues of links keep that order.
+  # In the order of the times: the queues of links keep the order of sends.
   for time, _, direction, key, sizes in sorted(sends):
     now = time
-    carry = throttle.up if direction == "up" else throttle.down
+    carry = throttle.send_up if direction == "up" else throttle.send_down
     for shard, nbytes in enumerate(sizes):
       arrive = functools.partial(deliver, (direction, key))
       carry(key[0], shard, nbytes, arrive)
@@ -117,15 +120,16 @@ def _carried(
   return arrivals
 
 
-def off_network(
+def measure_work(
   journal: Journal,
   spans: Spans,
   network: Network,
   sizes: Sizes,
   workers: int,
 ) -> list[MeasuredJob]:
-  """Returns the jobs without the time in a network and its queues: the time of
-  worker and shard remains. Raises ValueError without spans."""
+  """Returns the jobs without the time that tickets and messages spend in the
+  network and its queues. The work of worker and shard remains. Raises
+  ValueError without spans."""
   kinds = ("fetch", "push")
   fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
   if not pushed:
@@ -147,30 +151,31 @@ def off_network(
       sends.append((end, job, "up", key, sizes.up(*key)))
     elif event.action == base.RECEIVE:
       groups.setdefault(event.time, []).append(key)
-  # [2] When each would have arrived, by the network alone.
-  arrivals = _carried(sends, network, workers)
+  # [2] The times of arrival if the network alone delayed tickets and messages.
+  arrivals = _simulate_arrivals(sends, network, workers)
   # [3] The jobs: from the fetch to the push, and the time by which ticket and
   # message were later than the network explains.
-  joined: set[int] = set()  # as in `jobs`
-  free: dict[int, float] = {}
+  awaiting_first: set[int] = set()  # as in `measure_jobs`
+  free_at: dict[int, float] = {}
   measured = []
   for event in journal:
     worker, key = event.worker, event.key
     if event.action == base.JOIN:
-      joined.add(worker)
+      awaiting_first.add(worker)
     elif event.action == base.RECEIVE and ("up", key) in arrivals:
       # Messages of a round are received together, after the last has arrived.
       last = max(arrivals.get(("up", each), 0.0) for each in groups[event.time])
-      # The shard's and the worker's work on ticket and message belongs to it.
+      # A delay that the network does not explain is work of the shard or the
+      # worker on ticket or message: it counts as part of the job.
       late = max(fetched[key].end - arrivals["down", key], 0.0)
       late += max(event.time - last, 0.0)
-      start = max(fetched[key].end, free.get(worker, 0.0))
-      free[worker] = end = pushed[key].end
-      is_first = worker in joined
+      start = max(fetched[key].end, free_at.get(worker, 0.0))
+      free_at[worker] = end = pushed[key].end
+      is_first = worker in awaiting_first
       measured.append(
         MeasuredJob(worker, start, end + late, event.time, is_first)
       )
-      joined.discard(worker)
+      awaiting_first.discard(worker)
   return measured
 
 
@@ -180,13 +185,13 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
 
   def sizes_in(name: str) -> Callable[[int, int], list[float]]:
     """Returns (worker, seq) -> bytes at each shard, of a column of records."""
-    columns = [getattr(part, name).astype(float) for part in records]
+    columns = [getattr(shard, name).astype(float) for shard in records]
     mean = [float(column.mean()) for column in columns]
     # bytes[worker][shard][seq]: the records of a worker are in order of seq.
     nbytes = [
       [
-        column[part.worker == w].tolist()
-        for column, part in zip(columns, records, strict=True)
+        column[shard.worker == w].tolist()
+        for column, shard in zip(columns, records, strict=True)
       ]
       for w in range(workers)
     ]
@@ -202,8 +207,8 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
   return Sizes(sizes_in("bytes_up"), sizes_in("bytes_down"))
 
 
-def all_there(worker: np.ndarray, workers: int) -> int:
-  """Returns the count of messages until each worker has sent one. Raises
+def count_until_all_sent(worker: np.ndarray, workers: int) -> int:
+  """Returns the number of messages until each worker has sent one. Raises
   ValueError if a worker sent none.
 
   Args:
@@ -217,7 +222,7 @@ def all_there(worker: np.ndarray, workers: int) -> int:
   return int(firsts.max()) + 1
 
 
-def joins(journal: Journal, workers: int) -> list[float]:
+def join_times(journal: Journal, workers: int) -> list[float]:
   """Returns the time of each worker's first JOIN, in seconds since the first
   ticket and at least 0. A worker that never joined has the latest time."""
   began = live_files.first_ticket(journal)
@@ -228,22 +233,26 @@ def joins(journal: Journal, workers: int) -> list[float]:
   return [times.get(worker, max(times.values())) for worker in range(workers)]
 
 
-def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
-  """Returns the durations of each worker's jobs, in their order."""
+def durations_by_worker(
+  jobs: Sequence[MeasuredJob], workers: int
+) -> list[list[float]]:
+  """Returns the durations of each worker's jobs, in the order of the jobs."""
   rows: list[list[float]] = [[] for _ in range(workers)]
   for job in jobs:
     rows[job.worker].append(max(job.end - job.start, _LEAST))
   return rows
 
 
-def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
+def settled_durations(
+  jobs: Sequence[MeasuredJob], workers: int
+) -> list[list[float]]:
   """Returns the durations of each worker's jobs that began after each worker
   had sent a message. First jobs are left out, because they compile. Raises
   ValueError if a worker has no such job."""
-  early = all_there(np.array([job.worker for job in jobs], int), workers)
-  zero = jobs[early - 1].received
-  late = [job for job in jobs if job.start >= zero and not job.first]
-  rows = in_order(late, workers)
+  senders = np.array([job.worker for job in jobs], int)
+  begin = jobs[count_until_all_sent(senders, workers) - 1].received
+  later_jobs = [job for job in jobs if job.start >= begin and not job.first]
+  rows = durations_by_worker(later_jobs, workers)
   if [] in rows:
     idle = f"worker {rows.index([])} ended no job after all {workers} had begun"
     raise ValueError(f"{idle}: {SHORT}")
@@ -274,7 +283,7 @@ def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
 def play(
   rules: protocol.Rules,
   streams: Sequence[Iterator[float]],
-  joins: Sequence[float],
+  comes: Sequence[float],
   messages: int,
   *,
   network: Network | None = None,
@@ -285,13 +294,13 @@ def play(
   Args:
     rules: of the order.
     streams: durations of each worker's jobs, in seconds.
-    joins: time at which each worker joins.
+    comes: time at which each worker joins.
     messages: count of messages.
     network: carries tickets and messages; None: they take no time.
     sizes: bytes of tickets and messages.
   """
   order = Play(
-    *(rules, streams, joins), jobs=messages, network=network, sizes=sizes
+    *(rules, streams, comes), jobs=messages, network=network, sizes=sizes
   )
   order.until(messages)
   return order.trace()
@@ -300,10 +309,10 @@ def play(
 class Curve(NamedTuple):
   """The loss of a run against time."""
 
-  time: np.ndarray  # seconds from zero
+  time: np.ndarray  # seconds since the message at which the curve begins
   loss: np.ndarray  # smoothed
 
-  def way(self, share: float) -> float:
+  def loss_after_share(self, share: float) -> float:
     """Returns the loss after a share of its total decrease."""
     return float(self.loss[0] - share * (self.loss[0] - self.loss.min()))
 
@@ -313,51 +322,70 @@ class Curve(NamedTuple):
     return float(self.time[below[0]]) if len(below) else float("nan")
 
 
-def curve(run: Outcome, zero: int) -> Curve:
-  """Returns the loss after message `zero`, by the time since that message; with
-  `zero` 0 since the first ticket. Losses are means over 1/40 of the messages.
+def curve(run: Outcome, first_messages: int) -> Curve:
+  """Returns the losses of all messages but the first few, against time.
+
+  Args:
+    run: live or simulated.
+    first_messages: number of messages to leave out. Times count from the last
+      of these, or from the first ticket if the number is 0.
+
+  Returns:
+    Means over 1/40 of the messages.
   """
-  times, loss = run.records.time, np.asarray(run.records.loss[zero:], float)
+  times = run.records.time
+  loss = np.asarray(run.records.loss[first_messages:], float)
   width = max(len(loss) // 40, 1)
   sums = np.cumsum(np.concatenate([[0.0], loss]))
-  start = times[zero - 1] if zero else run.began
+  start = times[first_messages - 1] if first_messages else run.began
   # means[i] = (loss[i] + ... + loss[i + width - 1]) / width, at the time of the
   # last of these messages
   means = (sums[width:] - sums[:-width]) / width
-  return Curve(times[zero + width - 1 :] - start, means)
+  return Curve(times[first_messages + width - 1 :] - start, means)
 
 
-def rate(run: Outcome, zero: int) -> float:
-  """Returns messages per second from message `zero` on; NaN if none follows."""
+def rate(run: Outcome, first_messages: int) -> float:
+  """Returns messages per second after the first ones; NaN if no message
+  follows.
+
+  Args:
+    run: live or simulated.
+    first_messages: number of messages to leave out, at least 1.
+  """
   times = run.records.time
-  seconds = times[-1] - times[zero - 1]
-  return (len(times) - zero) / seconds if seconds > 0 else float("nan")
+  seconds = times[-1] - times[first_messages - 1]
+  if not seconds > 0:
+    return float("nan")
+  return (len(times) - first_messages) / seconds
 
 
-BUSY = "the server is busy"  # a share of the time; the parts are in seconds
+# Keys of `where_time_goes`: the value of BUSY is a share of the time, the
+# values of _PARTS are seconds.
+BUSY = "the server is busy"
 _WORK = ("until the worker has the ticket", "fetching", "computing", "pushing")
 _PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
-  journal: Journal, spans: Spans, zero: float
+  journal: Journal, spans: Spans, begin: float
 ) -> dict[str, float] | None:
-  """Returns mean seconds of each part of a job, from its ticket on, and the
-  share of time in which the server is busy (BUSY). Only jobs that began after
-  time `zero` count. Returns None without spans."""
+  """Returns mean seconds of each part of a job, from the job's ticket on, and
+  the share of time in which the server is busy (BUSY). Only jobs that began at
+  time `begin` or later count. Returns None without spans."""
   kinds = ("fetch", "compute", "push")
   spans_of = [live_files.spans_by_job(spans, kind) for kind in kinds]
-  lengths = []  # for each job the seconds of _PARTS
+  part_seconds = []  # of each job: the seconds of _PARTS
   for ticket, end in live_files.ended_jobs(journal):
     fetch, compute, push = (by_job.get(end.key) for by_job in spans_of)
     if fetch is None or compute is None or push is None:
       continue
-    if end.action == base.RECEIVE and ticket.time >= zero:
+    if end.action == base.RECEIVE and ticket.time >= begin:
       times = ticket.time, fetch.start, compute.start, compute.end, push.end
-      lengths.append(np.diff((*times, end.time)))
-  if not lengths:
+      part_seconds.append(np.diff((*times, end.time)))
+  if not part_seconds:
     return None
-  means = dict(zip(_PARTS, np.mean(lengths, axis=0).tolist(), strict=True))
+  mean_seconds = np.mean(part_seconds, axis=0).tolist()
+  means = dict(zip(_PARTS, mean_seconds, strict=True))
   served = live_files.served(journal, spans)
-  work = sum(end - start for start, end in served if start >= zero)
-  return {**means, BUSY: work / max(journal[-1].time - zero, _LEAST)}
+  work = sum(end - start for start, end in served if start >= begin)
+  return {**means, BUSY: work / max(journal[-1].time - begin, _LEAST)}

@@ -12,7 +12,7 @@ from asgd import base, data, losses, models, names, problems
 from asgd.checks import shown, user_code
 from asgd.data import partitions, sentences, text
 from asgd.experiment import build_cache, schema, storage
-from asgd.experiment.checks import blame
+from asgd.experiment.checks import prefix_errors
 from asgd.models import encoder, own
 from asgd.problems import own as own_problem
 from asgd.problems import streams
@@ -98,10 +98,10 @@ def load(
   # [4] The model and the problem.
   def build() -> problems.Problem:
     """Builds the problem; the cache calls it for new configs only."""
-    with blame("model", tuple(model)), _of_function("model", kind):
+    with prefix_errors("model", tuple(model)), _of_function("model", kind):
       layers = models.build(kind, outputs, **model)
-    blame_data = blame("data") if from_user else contextlib.nullcontext()
-    with blame_data, _of_model(config):
+    errors = prefix_errors("data") if from_user else contextlib.nullcontext()
+    with errors, _of_model(config):
       sizes = {"batch_size": config["batch_size"]}
       problem = make(dataset, layers, **sizes, **options)
     _check_fit(config, problem, most)
@@ -186,7 +186,7 @@ def _load_data(
   encoder's, for sentences."""
   name, context = section["name"], section["context"]
   if name in TEXTS:
-    with blame("data"):
+    with prefix_errors("data"):
       return text.load(name, data_dir=data_dir, tokenizer=section["tokenizer"])
   if section["tokenizer"] != text.CHARACTERS and not names.is_import(name):
     raise ValueError(
@@ -194,12 +194,12 @@ def _load_data(
       f" {', '.join(TEXTS)}, not for {name!r}; drop it"
     )
   if name in sentences.TASKS:
-    with blame("data"):
+    with prefix_errors("data"):
       return sentences.load(
         name, context=context, data_dir=data_dir, tokenizer=tokenizer
       )
   if names.is_import(name):
-    with blame("data"):
+    with prefix_errors("data"):
       value = _call("dataset", section, {"data_dir": data_dir})
       with _naming(f"dataset {name!r}"):
         return data.as_dataset(value, name)
@@ -300,7 +300,7 @@ def _given(
       return problem
     return problem._replace(rebatch=make)
 
-  with blame("problem"):
+  with prefix_errors("problem"):
     function = names.imported("problem", name)
     if "batch_size" not in inspect.signature(function).parameters:
       raise ValueError(
@@ -333,7 +333,7 @@ def _evaluating(
 
   def evaluate_completely(params: base.Params) -> problems.Evaluation:
     value = evaluate(params)
-    with blame("problem"), _naming(f"evaluate of {name!r}"):
+    with prefix_errors("problem"), _naming(f"evaluate of {name!r}"):
       return own_problem.as_evaluation(value, "loss")
 
   return evaluate_completely
@@ -378,7 +378,7 @@ def _check_model(kind: str, model: Mapping[str, Any]) -> None:
   """Raises ValueError for a model or arguments that are wrong for any data.
   This comes before the data are loaded, which takes long."""
   arguments = {k: v for k, v in model.items() if k != "pretrained"}
-  with blame("model", tuple(arguments)):
+  with prefix_errors("model", tuple(arguments)):
     if names.is_import(kind):
       # A user's function is not called yet: its arguments' names must fit.
       maker = names.imported("model", kind)
@@ -406,7 +406,7 @@ def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
     if "vocabulary" in model:
       raise ValueError("config.model.vocabulary follows from the data; drop it")
     return None, None
-  with blame("model.pretrained"):
+  with prefix_errors("model.pretrained"):
     pooling = model.get("pooling", "mean")
     trained = encoder.pretrained(pretrained, pooling=pooling)
   # The sizes of the weights; `pooling` is no size, and may be chosen.

@@ -90,10 +90,10 @@ def start(
   if ray.is_initialized():
     return False
   # [1] Settings of this process, which remain after `stop`.
-  _quieten(ray_internals.driver())
+  _quieten(ray_internals.driver_module())
   # Ray forks only to start other programs, which is safe with threads.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
-  ray_internals.never_connect_unasked()
+  ray_internals.disable_auto_connect()
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
   options: dict[str, Any] = {
     "log_to_driver": False,
@@ -122,7 +122,7 @@ def start(
     else:
       _stay_on_loopback(ray, options)
     _undo.push(undo.pop_all())
-  if not ray_internals.asks_for_token():
+  if not ray_internals.requires_token():
     print(
       "Ray asks for no token (RAY_AUTH_MODE, or a Ray before 2.52): every"
       " user of this machine can run code as you; see docs/howto/security.md",
@@ -245,7 +245,7 @@ def _stay_on_loopback(ray: Any, options: dict[str, Any]) -> None:
   """Starts a cluster that listens on the loopback interface only. Raises
   ValueError if this version of Ray listens elsewhere."""
   with (
-    ray_internals.keeping_to_loopback(),
+    ray_internals.allow_loopback(),
     ray_internals.without_unused_processes(),
   ):
     _init(ray, {"_node_ip_address": "127.0.0.1", **options})
@@ -298,7 +298,8 @@ def _make_folder(undo: contextlib.ExitStack) -> str:
   _remove_abandoned(Path(above))
   closed = tempfile.mkdtemp(prefix="ray-", dir=above)  # mode 700
   processes.write_pid(Path(closed), "worker", 0)
-  processes.FOLDERS.add(closed)  # `processes.end_children` removes it, too
+  # `processes.kill_descendants` removes the folder, too.
+  processes.TEMPORARY_FOLDERS.add(closed)
   undo.callback(shutil.rmtree, closed, ignore_errors=True)
   return os.path.join(closed, "s")
 
@@ -313,7 +314,7 @@ def _remove_abandoned(above: Path) -> None:
       is_mine = folder.lstat().st_uid == os.geteuid()
       is_mine = is_mine and not folder.is_symlink()
       has_pid = (folder / "worker-0.pid").exists()
-      if is_mine and has_pid and not processes.pids(folder)["worker"]:
+      if is_mine and has_pid and not processes.live_pids(folder)["worker"]:
         shutil.rmtree(folder, ignore_errors=True)
 
 

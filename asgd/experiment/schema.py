@@ -55,14 +55,14 @@ class Section(NamedTuple):
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
-@checks.named
+@checks.name_or_options
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
     return None
   if isinstance(value, str):
     value = {"name": value}
-  with checks.blame(key):
+  with checks.prefix_errors(key):
     optimizers.check(optimizers.named(value))
   return dict(value)
 
@@ -202,7 +202,7 @@ class Run(NamedTuple):
       if not searches:
         optimizers.refuse_search(self.config["optimizer"])
       options["optimizer"] = self.config["optimizer"]
-    with checks.blame(f"runs.{self.label}", tuple(options)):
+    with checks.prefix_errors(f"runs.{self.label}", tuple(options)):
       if self.given is not None:
         recipe = algorithms.rebuild(self.given, learning_rate, workers)
       else:
@@ -324,7 +324,7 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
     return plain({**base, **value}, key)
   keys, options, above = keys_of(node), list[str](), f"{key}." if key else ""
   if isinstance(node, Section):
-    with checks.blame(key):
+    with checks.prefix_errors(key):
       options = list(value) if reads else node.options(value)
   for inner in value:
     if inner not in keys and inner not in options:
@@ -405,7 +405,7 @@ def entries(
     titles[title] = label
     engine = entry.get("engine", config["engine"])
     where = f"runs.{label}.engine" if "engine" in entry else "engine"
-    with checks.blame(where):
+    with checks.prefix_errors(where):
       kind = names.lookup("engine", engine, engines)
     yield label, entry, kind
 
@@ -424,7 +424,7 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     engine = entry.get("engine", config["engine"])
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_needs_recipe()}")
-    with checks.blame(f"runs.{label}"):
+    with checks.prefix_errors(f"runs.{label}"):
       options = {} if recipe == GIVEN else options_of(recipe)
       of_engine = keys_of_engine(kind, entry)
     shared = (*OF_A_RUN, *kind.sections, "workers")

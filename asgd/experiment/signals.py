@@ -66,7 +66,7 @@ class Signals:
         timeout = 1000 * _GRACE
     if self._prints:
       _say(f"ended at once, before all was saved; {GO_ON}")
-    processes.end_children()
+    processes.kill_descendants()
     os._exit(128 + signal.SIGINT)
 
 

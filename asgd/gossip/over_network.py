@@ -2,9 +2,11 @@
 
   peer j --up--> latency --down--> peer i
 
-The links are those of `asgd.orders.network`; the port of a peer is its link
-down. A peer sends a copy of its message to each receiver, one after the other.
-The rows are those of `asgd.gossip.orders`, and without delays equal to them.
+The links are those of `asgd.orders.network`. The receiving peer takes the place
+of a shard: the peer's download link is the shard's port. A peer sends a copy of
+its message to each receiver, one after the other. The trace has the same kinds
+of rows as that of `asgd.gossip.orders`; if messages take no time, it has the
+same rows.
 """
 
 import collections
@@ -22,11 +24,11 @@ from asgd.orders.durations import Durations
 from asgd.orders.network import Links, LinkUse, Network
 from asgd.orders.trace import NO_SEQ, Event
 
-_Act = Callable[[float], None]  # at a time
+_Act = Callable[[float], None]  # called with the time of its event
 
 
-class _Order:
-  """Events of peers in the order of their times, and the rows that they make.
+class _EventQueue:
+  """Events of peers in the order of their times, and the trace rows so far.
 
   Events at equal times keep the order in which they were added.
   """
@@ -34,44 +36,45 @@ class _Order:
   def __init__(
     self, durations: Durations, network: Network, peers: int, nbytes: float
   ):
-    shared = network._replace(port=network.down, shards=peers)
-    self.links, self._nbytes = Links(shared, peers), nbytes
+    peer_network = network._replace(port=network.down, shards=peers)
+    self.links, self._nbytes = Links(peer_network, peers), nbytes
     self._streams = [durations.stream(peer) for peer in range(peers)]
     self._heap: list[tuple[float, int, _Act]] = []
     self._count = 0
     self.rows: list[Event] = []
 
-  def row(self, *fields: Any) -> None:
+  def add_row(self, *fields: Any) -> None:
     """Adds a row: the fields of an Event."""
     self.rows.append(Event(*fields))
 
-  def compute(self, time: float, peer: int, end: _Act) -> None:
-    """Starts a job of a peer; `end` is called at its end."""
-    self._at(time + next(self._streams[peer]), end)
+  def compute(self, time: float, peer: int, on_end: _Act) -> None:
+    """Starts a job of a peer; `on_end` is called at the end of the job."""
+    self._schedule(time + next(self._streams[peer]), on_end)
 
   def carry(
-    self, time: float, sender: int, receiver: int, arrive: _Act
+    self, time: float, sender: int, receiver: int, on_arrival: _Act
   ) -> None:
-    """Sends a message; `arrive` is called when its last byte has arrived."""
-    part = self.links.up(arrive, sender, receiver, self._nbytes)
+    """Sends a message; `on_arrival` is called when the last byte arrives."""
+    part = self.links.message_part(on_arrival, sender, receiver, self._nbytes)
     self._move(time, part=part, line=None)
 
-  def _at(self, time: float, act: _Act) -> None:
+  def _schedule(self, time: float, act: _Act) -> None:
     heapq.heappush(self._heap, (time, self._count, act))
     self._count += 1
 
   def _move(self, time: float, *, part: Any, line: Any) -> None:
     """Moves a part of a message to its next line, or to its receiver."""
-    if line is None and part.arrived:
-      self.links.received(part.waited)
-      part.key(time)
+    if line is None and part.has_arrived:
+      self.links.count_received(part.waited)
+      on_arrival = part.key
+      on_arrival(time)
       return
     for next_time, next_part, next_line in self.links.advance(time, part, line):
       move = functools.partial(self._move, part=next_part, line=next_line)
-      self._at(next_time, move)
+      self._schedule(next_time, move)
 
   def run(self) -> None:
-    """Acts until no event is left."""
+    """Processes events until none is left."""
     while self._heap:
       time, _, act = heapq.heappop(self._heap)
       act(time)
@@ -84,7 +87,8 @@ class _Order:
     """Returns the trace and the use of the links."""
     end = max(row.time for row in self.rows)
     use = self.links.use(end)
-    # Links divide by their shards; a message of a peer has one receiver.
+    # `Links.use` averages over a part for each shard. Here a message has one
+    # part, for its receiver: undo the division by the number of shards.
     waited = use.waited * self.links.network.shards
     return trace_lib.from_events(self.rows), use._replace(waited=waited)
 
@@ -93,14 +97,14 @@ def rounds(
   durations: Durations, topology: Topology, network: Network, *, nbytes: float,
   messages: int, put_first: bool = False, every: int = 1
 ) -> tuple[base.Trace, LinkUse]:
-  """Rounds over a network: a peer mixes when all its neighbours' messages are
-  there.
+  """Rounds over a network: a peer mixes when all its neighbours' messages have
+  arrived.
 
   Args:
-    durations, topology, messages, put_first, every: as of
+    durations, topology, messages, put_first, every: as in
       `asgd.gossip.orders.rounds`.
-    network: the links of peers, in the durations' unit.
-    nbytes: of a message.
+    network: the links of peers; times in the unit of the durations.
+    nbytes: bytes of a message.
 
   Returns:
     A Trace, and the use of the links until its end.
@@ -126,7 +130,7 @@ def rounds(
   checks.whole("messages", messages)
   checks.multiple(messages, "messages", n, "rounds of {} peers")
   checks.whole("every", every)
-  order = _Order(durations, network, n, nbytes)
+  queue = _EventQueue(durations, network, n, nbytes)
   # By peer: its round, and whether it has ended the job of that round.
   round_of, job_ended = [0] * n, [False] * n
   # (receiver, message number) -> messages of that number that have arrived.
@@ -134,24 +138,25 @@ def rounds(
 
   def start(i, time):
     k = round_of[i]  # job k n + i is that of peer i in round k
-    order.row(time, i, k, k * n + i, base.SEND)
+    queue.add_row(time, i, k, k * n + i, base.SEND)
     if put_first:
       put(i, time)
-    order.compute(time, i, functools.partial(end, i))
+    queue.compute(time, i, functools.partial(end, i))
 
   def put(i, time):
     m, wait = divmod(round_of[i], every)
     if wait:  # message m is put in round m * every
       return
-    order.row(time, i, m, m, base.PUT)
+    queue.add_row(time, i, m, m, base.PUT)
     receivers = np.flatnonzero(topology.links[m % topology.period][:, i])
-    # Each begins with the next peer, or all would send to peer 0 first.
+    # Each peer begins with the next higher one. Otherwise all peers would send
+    # to peer 0 first.
     for j in sorted(receivers.tolist(), key=lambda j: (j - i) % n):
-      order.carry(time, i, j, functools.partial(arrive, j, m))
+      queue.carry(time, i, j, functools.partial(arrive, j, m))
 
   def end(i, time):
     k = round_of[i]
-    order.row(time, i, k, k * n + i, base.RECEIVE)
+    queue.add_row(time, i, k, k * n + i, base.RECEIVE)
     job_ended[i] = True
     if not put_first:
       put(i, time)
@@ -165,14 +170,15 @@ def rounds(
     """Ends the round of a peer, if it has all that it waits for."""
     if not job_ended[i]:
       return
-    count, rest = divmod(round_of[i] + 1, every)
-    if not rest:  # the last round of message m, which is mixed
-      near = topology.neighbours(i, m := count - 1)
-      if arrived[i, m] < len(near):
+    ended_rounds = round_of[i] + 1
+    if not ended_rounds % every:  # the last round of message m: mix it
+      m = ended_rounds // every - 1
+      senders = topology.neighbours(i, m)
+      if arrived[i, m] < len(senders):
         return
-      for j in near:
-        order.row(time, i, m, j, base.TAKE)
-      order.row(time, i, NO_SEQ, m, base.MIX)
+      for j in senders:
+        queue.add_row(time, i, m, j, base.TAKE)
+      queue.add_row(time, i, NO_SEQ, m, base.MIX)
     job_ended[i] = False
     round_of[i] += 1
     if round_of[i] < messages // n:
@@ -180,8 +186,8 @@ def rounds(
 
   for i in range(n):
     start(i, 0.0)
-  order.run()
-  return order.result()
+  queue.run()
+  return queue.result()
 
 
 def pairs(
@@ -195,9 +201,9 @@ def pairs(
   starts its next job. The neighbour computes all the while.
 
   Args:
-    durations, topology, messages, seed: as of `asgd.gossip.orders.pairs`.
-    network: the links of peers, in the durations' unit.
-    nbytes: of a message.
+    durations, topology, messages, seed: as in `asgd.gossip.orders.pairs`.
+    network: the links of peers; times in the unit of the durations.
+    nbytes: bytes of a message.
 
   Returns:
     A Trace, and the use of the links until its end.
@@ -218,50 +224,50 @@ def pairs(
   """
   checks.whole("messages", messages)
   n = topology.workers
-  order = _Order(durations, network, n, nbytes)
+  queue = _EventQueue(durations, network, n, nbytes)
   draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
   puts, seqs, jobs, received = [0] * n, [0] * n, 0, 0
 
   def start(i, time):
     nonlocal jobs
-    order.row(time, i, seqs[i], jobs, base.SEND)
-    order.compute(time, i, functools.partial(end, i, jobs))
+    queue.add_row(time, i, seqs[i], jobs, base.SEND)
+    queue.compute(time, i, functools.partial(end, i, jobs))
     jobs += 1
 
   def end(i, job, time):
     # The parameters of both peers travel, there and back; then both mix.
-    near = neighbours[i]
-    neighbour = near[int(draws[i].integers(len(near)))]
+    candidates = neighbours[i]
+    neighbour = candidates[int(draws[i].integers(len(candidates)))]
     meet_at = functools.partial(meet, i, neighbour, job)
     reply = functools.partial(
-      order.carry, sender=neighbour, receiver=i, arrive=meet_at
+      queue.carry, sender=neighbour, receiver=i, on_arrival=meet_at
     )
-    order.carry(time, i, neighbour, reply)
+    queue.carry(time, i, neighbour, reply)
 
   def meet(i, neighbour, job, time):
     nonlocal received
     # [1] Both put their present parameters.
     for member in (i, neighbour):
-      order.row(time, member, puts[member], 0, base.PUT)
+      queue.add_row(time, member, puts[member], 0, base.PUT)
     # [2] Each takes the other's message and mixes it.
     for member, partner in ((i, neighbour), (neighbour, i)):
-      order.row(time, member, puts[partner], partner, base.TAKE)
-      order.row(time, member, NO_SEQ, 0, base.MIX)
+      queue.add_row(time, member, puts[partner], partner, base.TAKE)
+      queue.add_row(time, member, NO_SEQ, 0, base.MIX)
     for member in (i, neighbour):
       puts[member] += 1
     # [3] The peer applies its job, and starts the next one.
-    order.row(time, i, seqs[i], job, base.RECEIVE)
+    queue.add_row(time, i, seqs[i], job, base.RECEIVE)
     seqs[i], received = seqs[i] + 1, received + 1
     if received < messages:
       start(i, time)
     else:
-      order.stop()
+      queue.stop()
 
   for i in range(n):
     start(i, 0.0)
-  order.run()
-  return order.result()
+  queue.run()
+  return queue.result()
 
 
 def arrivals(
@@ -302,13 +308,13 @@ def arrivals(
   """
   checks.whole("messages", messages)
   n = topology.workers
-  order = _Order(durations, network, n, nbytes)
+  queue = _EventQueue(durations, network, n, nbytes)
   seqs, jobs, received = [0] * n, 0, 0
 
   def start(i, time):
     nonlocal jobs
-    order.row(time, i, seqs[i], jobs, base.SEND)
-    order.compute(time, i, functools.partial(end, i, jobs))
+    queue.add_row(time, i, seqs[i], jobs, base.SEND)
+    queue.compute(time, i, functools.partial(end, i, jobs))
     jobs += 1
 
   def end(i, job, time):
@@ -316,22 +322,22 @@ def arrivals(
     if received == messages:  # the job stays open
       return
     seq = seqs[i]
-    order.row(time, i, seq, job, base.RECEIVE)
-    order.row(time, i, seq, seq, base.PUT)
-    order.row(time, i, NO_SEQ, seq, base.MIX)
+    queue.add_row(time, i, seq, job, base.RECEIVE)
+    queue.add_row(time, i, seq, seq, base.PUT)
+    queue.add_row(time, i, NO_SEQ, seq, base.MIX)
     seqs[i], received = seq + 1, received + 1
     receivers = np.flatnonzero(topology.union[:, i]).tolist()
     # Each begins with the next peer, or all would send to peer 0 first.
     for j in sorted(receivers, key=lambda j: (j - i) % n):
-      order.carry(time, i, j, functools.partial(arrive, j, i, seq))
+      queue.carry(time, i, j, functools.partial(arrive, j, i, seq))
     if received < messages:
       start(i, time)
 
   def arrive(j, sender, seq, time):
-    order.row(time, j, seq, sender, base.TAKE)
-    order.row(time, j, NO_SEQ, seq, base.MIX)
+    queue.add_row(time, j, seq, sender, base.TAKE)
+    queue.add_row(time, j, NO_SEQ, seq, base.MIX)
 
   for i in range(n):
     start(i, 0.0)
-  order.run()
-  return order.result()
+  queue.run()
+  return queue.result()

@@ -1,4 +1,4 @@
-"""Deadlines of workers: one ladder.
+"""Deadlines of workers: when a job is late, and when its worker is dead.
 
   T = median + k MAD of the durations of the last jobs,
       at least 3 medians, at least `floor` seconds
@@ -8,8 +8,8 @@
   more than 3 T        dead: its ticket is lost, its job goes to another worker,
                        and the cluster replaces it
 
-MAD is the median of the absolute deviations from the median. The durations are
-those of all workers: in a cluster of fast and slow machines the MAD grows with
+MAD is the median of the absolute deviations from the median. The durations of
+all workers count: in a cluster of fast and slow machines the MAD grows with
 the difference. Before five jobs have ended, T is `start` seconds, which must
 cover compiling.
 """
@@ -23,8 +23,8 @@ from typing import NamedTuple
 from asgd import base
 from asgd.orders.trace import STARTS, Event
 
-_FEW = 5  # count of ended jobs from which their times are used
-DEAD = 3.0  # a worker counts as dead after this multiple of T
+_MIN_JOBS = 5  # ended jobs that T can be computed from
+DEAD_FACTOR = 3.0  # a worker counts as dead after this multiple of T
 _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
@@ -46,10 +46,12 @@ class Deadlines:
   """Watches how long jobs take."""
 
   def __init__(self, ladder: Ladder):
-    """Raises ValueError for a setting that is no positive number up to 1e9."""
+    """Raises ValueError for a setting that is not a number above 0 and at most
+    1e9."""
     for name, value in ladder._asdict().items():
-      number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-      if not number or not 0 < value <= MOST_SECONDS:
+      is_number = isinstance(value, numbers.Real)
+      is_number = is_number and not isinstance(value, bool)
+      if not is_number or not 0 < value <= MOST_SECONDS:
         key = f" (live.{_KEYS[name]})" if name in _KEYS else ""
         raise ValueError(
           f"{name}{key} must be a positive number, at most {MOST_SECONDS:g},"
@@ -62,15 +64,15 @@ class Deadlines:
     )
     self._late: float | None = None  # T; None: to be computed again
 
-  def ended(self, seconds: float) -> None:
-    """Takes the duration of a job."""
+  def add_job(self, seconds: float) -> None:
+    """Adds the duration of an ended job."""
     self._times.append(seconds)
     self._late = None
 
   @property
-  def late(self) -> float:
-    """T, in seconds."""
-    if len(self._times) < _FEW:
+  def late_after(self) -> float:
+    """Seconds after which a job is late: T."""
+    if len(self._times) < _MIN_JOBS:
       return self._ladder.start
     if self._late is None:
       median = statistics.median(self._times)
@@ -81,9 +83,9 @@ class Deadlines:
     return self._late
 
   @property
-  def dead(self) -> float:
-    """Seconds after which a worker counts as dead."""
-    return DEAD * self.late
+  def dead_after(self) -> float:
+    """Seconds of a job after which its worker counts as dead."""
+    return DEAD_FACTOR * self.late_after
 
 
 class WorkerWatch:
@@ -91,47 +93,49 @@ class WorkerWatch:
 
   def __init__(self, ladder: Ladder, now: float):
     self._deadlines = Deadlines(ladder)
-    # When the shard started: no worker could send it a message or join before.
-    self.started = now
-    # Worker -> since when it has no connection.
+    # The time at which the shard started. No worker could join it, or send it
+    # a message, before.
+    self.started_at = now
+    # Worker -> time since which the worker has no connection.
     self._missing_since: dict[int, float] = {}
     self.last_alive: dict[int, float] = {}  # worker -> its last sign of life
-    self.late: set[int] = set()  # workers between T and 3 T
+    self.late_workers: set[int] = set()  # silent for more than T, up to 3 T
 
-  def ended(self, began: float, now: float) -> None:
-    """Takes the start and the end of a job, in seconds of the run."""
-    # A job may have been started by a predecessor of the shard.
-    self._deadlines.ended(now - max(began, self.started))
+  def add_job(self, began: float, now: float) -> None:
+    """Adds an ended job, by its start and end in seconds of the run."""
+    # A predecessor of the shard may have started the job.
+    self._deadlines.add_job(now - max(began, self.started_at))
 
-  def learn(self, events: Iterable[Event]) -> None:
-    """Takes the durations of a journal's jobs, after a restart: in a run that
+  def add_journal(self, events: Iterable[Event]) -> None:
+    """Adds the jobs of a journal, after a restart of the shard. In a run that
     hangs, few further jobs end."""
     start_times = {}
     for event in events:
       if event.action in STARTS:
         start_times[event.key] = event.time
       elif event.action == base.RECEIVE:
-        self._deadlines.ended(event.time - start_times[event.key])
+        self._deadlines.add_job(event.time - start_times[event.key])
 
-  def overdue(
+  def find_dead(
     self,
     start_times: Mapping[int, Sequence[float]],
     present: Collection[int],
     now: float,
   ) -> list[int]:
-    """Returns the workers that count as dead, and updates `late`.
+    """Returns the workers that count as dead, and updates `late_workers`.
 
     Args:
       start_times: worker -> times at which its open tickets were sent.
       present: workers with a connection.
       now: seconds since the run began.
     """
-    late, dead = self._deadlines.late, self._deadlines.dead
+    late_after = self._deadlines.late_after
+    dead_after = self._deadlines.dead_after
     silences = {}  # worker -> seconds without a sign of life, for each ticket
     for worker, times in start_times.items():
       # A worker computes its open tickets one after the other, so the time is
-      # divided by their count.
-      alive = self.last_alive.get(worker, self.started)
+      # divided by the number of tickets.
+      alive = self.last_alive.get(worker, self.started_at)
       silent_since = max(min(times, default=now), alive)
       silence = (now - silent_since) / max(len(times), 1)
       if worker in present:
@@ -140,8 +144,12 @@ class WorkerWatch:
         missing_since = self._missing_since.setdefault(worker, now)
         silence = max(silence, now - missing_since)
       silences[worker] = silence
-    lost = [worker for worker, silence in silences.items() if silence > dead]
-    for worker in lost:  # the time of its successor counts anew
+    dead = [w for w, silence in silences.items() if silence > dead_after]
+    for worker in dead:  # the silence of its successor counts from 0
       self._missing_since.pop(worker, None)
-    self.late = {w for w, silence in silences.items() if late < silence <= dead}
-    return lost
+    self.late_workers = {
+      worker
+      for worker, silence in silences.items()
+      if late_after < silence <= dead_after
+    }
+    return dead

@@ -18,7 +18,7 @@ from asgd.live.frames import Frame
 
 KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
 MOST_SECONDS = 1e6  # of a slow job: twelve days
-OF_LINKS = "lose", "double", "reorder"  # faults of frames to a server
+LINK_FAULTS = "lose", "double", "reorder"  # kinds of faults of frames
 
 
 class Fault(NamedTuple):
@@ -98,7 +98,7 @@ def append_fault(run: Path, fault: Fault) -> None:
 
 
 class Script:
-  """Injects faults into worker loops; each of them once."""
+  """Injects faults into worker loops, each fault once."""
 
   def __init__(
     self,
@@ -108,8 +108,14 @@ class Script:
     wait: Callable[[float], None],
     record: Callable[[Fault], None] = lambda fault: None,
   ):
-    """`kill` ends this worker, and does not return; `wait` blocks for some
-    seconds; `record` is called with each fault before it happens."""
+    """Takes the faults and the functions by which they act.
+
+    Args:
+      faults: of the run.
+      kill: ends this worker, and does not return.
+      wait: blocks for some seconds.
+      record: called with each fault before it happens.
+    """
     # (worker, seq, kind) -> fault that has not happened yet.
     self._pending = {fault[:3]: fault for fault in faults}
     self._kill, self._wait, self._record = kill, wait, record
@@ -127,8 +133,9 @@ class Script:
         self._record(fault)
     return fault
 
-  def before_work(self, worker: int, seq: int) -> None:
-    """Kills, hangs or slows down the worker."""
+  def apply_to_job(self, worker: int, seq: int) -> None:
+    """Kills, hangs or slows down the worker before a job, if a fault asks for
+    it."""
     if self._take(worker, seq, "kill"):
       self._kill()
     if self._take(worker, seq, "hang"):
@@ -137,8 +144,8 @@ class Script:
     if slow := self._take(worker, seq, "slow"):
       self._wait(slow.seconds)
 
-  def message(self, worker: int, seq: int, message: Any) -> Any:
-    """Replaces the real numbers of a message with NaN."""
+  def apply_to_message(self, worker: int, seq: int, message: Any) -> Any:
+    """Returns the message; with a "nan" fault its real numbers are NaN."""
     if not self._take(worker, seq, "nan"):
       return message
 
@@ -148,8 +155,9 @@ class Script:
 
     return jax.tree.map(with_nan, message)
 
-  def frames(self, worker: int, frame: Frame) -> list[Frame]:
-    """Drops a frame, doubles it, or delays it until after the next one."""
+  def apply_to_frame(self, worker: int, frame: Frame) -> list[Frame]:
+    """Returns the frames to send now. A fault drops the frame, doubles it, or
+    delays it until after the next one."""
     if self._take(worker, frame.seq, "lose"):
       return []
     if self._take(worker, frame.seq, "double"):
@@ -162,7 +170,7 @@ class Script:
 
 
 def script_of(faults: Sequence[Fault], run: Path, inside: Any) -> Script:
-  """Returns the script of a worker in a host. It writes each fault to the
-  folder of the run before it happens; `inside` is the host's."""
+  """Returns the script of a worker in a host with this `inside`. The script
+  writes each fault to the folder of the run before the fault happens."""
   record = functools.partial(append_fault, run)
   return Script(faults, kill=inside.kill, wait=inside.wait, record=record)

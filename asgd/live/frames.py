@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
-FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = OF_SHARDS = range(10, 16)
+FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = SHARD_KINDS = range(10, 16)
 # Parameters of a TICKET: complete in a slot, cached by the worker from its
 # latest ticket, or packed updates of the parameters that the worker has.
 WHOLE, KEPT, UPDATES = range(3)
@@ -73,39 +73,41 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
   workers, shards, jobs = setup.workers, setup.shards, setup.jobs
   valid = all(-1 <= number <= _MOST for number in frame[1:8])
   # [1] A shard of this kind receives such frames.
-  if kind in OF_SHARDS:
+  if kind in SHARD_KINDS:
     from_follower = kind in (FOLLOW, PREPARED, ASKED)
     valid &= setup.consistent and from_follower == (shard == 0)
   else:
-    # Besides HELLO, PUSH and BYE, a shard of each kind receives one more.
-    further = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
-    valid &= kind in (HELLO, PUSH, BYE, further)
+    # All shards receive HELLO, PUSH and BYE, and one more kind: the lead DRAIN,
+    # an independent shard FETCH.
+    extra_kind = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
+    valid &= kind in (HELLO, PUSH, BYE, extra_kind)
   # [2] The integers are those of a worker, shard or job of the run.
   if kind == FOLLOW:
     valid &= 0 < sender < shards and frame.version >= 0
-  elif kind not in OF_SHARDS or shard == 0:  # followers trust the lead's frames
+  # Followers trust the frames of the lead.
+  elif kind not in SHARD_KINDS or shard == 0:
     valid &= 0 <= sender < workers and seq >= 0
-    # -1: the lead, and only the lead, is to assign an incarnation.
+    # Job -1 asks for an incarnation, which only the lead assigns.
     if kind == HELLO:
       valid &= job >= (0 if shard else -1)
     else:
-      valid &= 0 < job < shards if kind in OF_SHARDS else 0 <= job < jobs
+      valid &= 0 < job < shards if kind in SHARD_KINDS else 0 <= job < jobs
     if kind == PUSH:
       valid &= frame.flag == 0 or frame.flag == 1 and math.isfinite(frame.value)
   if not valid:
     raise BadFrame(
-      f"shard {shard} of {shards} has no use for {frame}, of a run with"
+      f"shard {shard} of {shards} cannot receive {frame} in a run with"
       f" {workers} workers and {jobs} jobs"
     )
 
 
-def speaker(
+def sender_of(
   frame: Frame, known_sender: tuple[str, int] | None = None
 ) -> tuple[str, int]:
   """Returns the sender of a frame: ("worker" or "shard", index). Raises
   BadFrame if the connection belongs to another `known_sender`."""
   sender = "worker", frame.worker
-  if frame.kind in OF_SHARDS:
+  if frame.kind in SHARD_KINDS:
     index = frame.worker if frame.kind == FOLLOW else frame.job
     sender = "shard", index
   if known_sender not in (None, sender):

@@ -15,7 +15,7 @@ import numpy as np
 from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.held import HeldParams
+from asgd.live.rebuilt_params import RebuiltParams
 from asgd.live.slots import PARAMS
 
 
@@ -48,18 +48,20 @@ class OpenJob:
     version: Any = np.int32(self.tickets[0].version)
     return base.Ticket(index, version, params, np.bool_(not self.reuses_params))
 
-  def slots(self, memories: Sequence[Any]) -> Iterator[tuple[Any, Frame]]:
+  def memories_and_tickets(
+    self, memories: Sequence[Any]
+  ) -> Iterator[tuple[Any, Frame]]:
     """Returns (memory, TICKET) of each shard."""
     tickets = (self.tickets[shard] for shard in range(len(memories)))
     return zip(memories, tickets, strict=True)
 
-  def has_its_params(self, memories: Sequence[Any]) -> bool:
-    """Whether the slots of the parameters still have their content. The work
-    may read them until it ends. If not, the ticket was lost, and the result is
-    wrong."""
+  def has_unchanged_params(self, memories: Sequence[Any]) -> bool:
+    """Whether the slots of the job's parameters were not written again. The
+    computation reads these slots until it ends. If one was written, the ticket
+    was lost, and the result is wrong."""
     return all(
       memory.stamp(PARAMS, ticket.params) == int(ticket.value)
-      for memory, ticket in self.slots(memories)
+      for memory, ticket in self.memories_and_tickets(memories)
     )
 
 
@@ -68,54 +70,58 @@ class IncarnationState:
   incarnation with an empty state."""
 
   def __init__(
-    self, shards: int, held: list[HeldParams] | None, attempt: int = 0
+    self,
+    shards: int,
+    rebuilt_params: list[RebuiltParams] | None,
+    attempt: int = 0,
   ):
     self.attempt = attempt  # earlier incarnations of this loop
     # Each shard's parameters; None: each ticket carries the parameters.
-    self.held = held
+    self.rebuilt_params = rebuilt_params
     self.number = -1  # the incarnation; -1 until the lead assigns it
     self.state: Any = None  # of the worker's transform
     self.jobs: dict[int, OpenJob] = {}  # seq -> job that is not started
-    self.started: set[int] = set()  # seqs
-    # Jobs in computation, in their order; at most `Duty.depth`.
+    self.started_seqs: set[int] = set()
+    # Jobs in computation, in their order; at most `WorkerSpec.depth`.
     self.running: collections.deque[OpenJob] = collections.deque()
     # For each shard: seq -> PUSH that the shard has not acknowledged.
     self.unacked: list[dict[int, Frame]] = [{} for _ in range(shards)]
-    # Seq -> PUSH for the lead, sent once all other shards acknowledged theirs.
-    self.for_lead: dict[int, Frame] = {}
+    # Seq -> PUSH for the lead, sent once all other shards have acknowledged
+    # their PUSH of the seq.
+    self.pushes_for_lead: dict[int, Frame] = {}
 
   def take_ready_job(self, depth: int) -> OpenJob | None:
-    """Takes the next job that has all tickets, in order, as the depth
-    allows."""
+    """Returns the next job and counts it as started. Returns None if that job
+    lacks a ticket, or if `depth` jobs are running."""
     for seq, job in sorted(self.jobs.items()):
       if 0 not in job.tickets:
         continue  # a shard sent a ticket that the lead has ended already
       complete = len(job.tickets) == len(self.unacked)
       if not complete or len(self.running) >= depth:
         return None
-      self.started.add(seq)
+      self.started_seqs.add(seq)
       return self.jobs.pop(seq)
     return None
 
   def acknowledge(self, shard: int, seq: int) -> Frame | None:
-    """Notes an ACK. Returns the PUSH for the lead, if it waited for this ACK
-    alone."""
+    """Registers the ACK of a shard. Returns the PUSH for the lead if it waited
+    for this ACK alone, otherwise None."""
     self.unacked[shard].pop(seq, None)
     if any(seq in unacked for unacked in self.unacked):
       return None
-    return self.for_lead.pop(seq, None)
+    return self.pushes_for_lead.pop(seq, None)
 
   @property
-  def unsettled(self) -> bool:
-    """Whether some shard has not acknowledged a message."""
-    return bool(self.for_lead) or any(self.unacked)
+  def has_unacknowledged(self) -> bool:
+    """Whether a message exists that some shard has not acknowledged."""
+    return bool(self.pushes_for_lead) or any(self.unacked)
 
 
 class Lease:
   """The right of a worker loop to write to the slots of its worker index.
 
-  A thread that hung cannot be killed: it may wake when its successor has the
-  slots.
+  A thread that hangs cannot be killed: it may wake up after its successor took
+  over the slots.
   """
 
   def __init__(self) -> None:
@@ -129,7 +135,8 @@ class Lease:
       self.revoked = True
 
   def use(self, write: Callable[[], None]) -> bool:
-    """Calls `write` and returns True; after `revoke` only returns False."""
+    """Calls `write` and returns True. After `revoke` it returns False and does
+    not call."""
     with self._lock:
       if not self.revoked:
         write()

@@ -43,8 +43,8 @@ class FileJournal(AppendOnlyFile):
 
 
 def read_journal(path: Path) -> list[Event]:
-  """Reads a journal; a missing file has no row. Raises ValueError naming the
-  file and the line that is no row."""
+  """Reads a journal; returns [] for a missing file. Raises a ValueError that
+  names the file and the line that is no row."""
   if not path.exists():
     return []
   with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -54,9 +54,9 @@ def read_journal(path: Path) -> list[Event]:
       raise ValueError(f"{path}, {error}. {PUT_BACK}") from error
 
 
-def read_begun(run: Path, path: Path) -> list[Event]:
-  """Reads a journal with at least one row. Raises ValueError for an empty or
-  missing one, and as `read_journal` does."""
+def read_nonempty_journal(run: Path, path: Path) -> list[Event]:
+  """Reads a journal that must have a row. Raises ValueError for an empty or
+  missing journal, and the errors of `read_journal`."""
   events = read_journal(path)
   if events:
     return events
@@ -76,7 +76,7 @@ def cut_journal(path: Path, rows: int) -> None:
     safe_files.truncate(path, len(lines))
 
 
-def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
+def check_joined_trace(run: Path, joined: base.Trace, **options: Any) -> None:
   """Checks a trace made of all journals of a run, as `orders.check` does.
   Raises ValueError with the folder of the run."""
   try:

@@ -60,11 +60,11 @@ class Stages:
 
     future = push_thread.submit(push)
     self._jobs.append((job, future))
-    # Only now: a call of `wake` promises that `ready` is True.
+    # Only now: a call of `wake` promises that `is_ready` is True.
     future.add_done_callback(lambda future: self._wake())
 
   @property
-  def ready(self) -> bool:
+  def is_ready(self) -> bool:
     """Whether a job can be taken."""
     return bool(self._jobs) and self._jobs[0][1].done()
 

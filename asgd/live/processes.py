@@ -17,25 +17,31 @@ from pathlib import Path
 from asgd import safe_files
 
 _MOST_FILES = 2**16  # open files of a process, if the system allows so many
-# Folders that only the children of this process use.
-FOLDERS: set[str] = set()
+# Folders that only the descendants of this process use.
+TEMPORARY_FOLDERS: set[str] = set()
 
 
 def lock(path: Path, seconds: float, name: Path | None = None) -> int:
-  """Locks a file until this process ends, and returns its descriptor.
+  """Locks a file until this process ends, and returns the file's descriptor.
 
-  It waits `seconds` for another process to end. Raises ValueError if that has
-  not ended by then, or for a symbolic link; `name` is the path in the error.
+  Args:
+    path: of the file.
+    seconds: how long to wait for another process that has the lock.
+    name: the path in the error; by default `path`.
+
+  Raises:
+    ValueError: if another process still has the lock after `seconds`, or for a
+      symbolic link.
   """
   # The kernel unlocks the file when a process exits, also after a kill.
   descriptor = safe_files.descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
-  end = time.monotonic() + seconds
+  deadline = time.monotonic() + seconds
   while True:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
       return descriptor
     except OSError as error:
-      if time.monotonic() > end:
+      if time.monotonic() > deadline:
         os.close(descriptor)
         raise ValueError(
           f"{name or path} is held by another process; end it first"
@@ -51,7 +57,7 @@ def allow_open_files() -> None:
   resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
-def stat(pid: int) -> tuple[str, str]:
+def process_stat(pid: int) -> tuple[str, str]:
   """Returns (state, start time) of a process, as the kernel writes them. Raises
   OSError if there is no such process."""
   text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -61,15 +67,15 @@ def stat(pid: int) -> tuple[str, str]:
 
 
 def write_pid(folder: Path, kind: str, index: int) -> None:
-  """Writes, for `pids`, that this process is a party, such as worker 0."""
+  """Writes for `live_pids` which party this process is, such as worker 0."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
   # Replaced at once: a reader never sees half of it.
   temporary = path.with_suffix(f".{pid}")
-  temporary.write_text(f"{pid} {stat(pid)[1]}")
+  temporary.write_text(f"{pid} {process_stat(pid)[1]}")
   os.replace(temporary, path)
 
 
-def pids(folder: Path) -> dict[str, dict[int, int]]:
+def live_pids(folder: Path) -> dict[str, dict[int, int]]:
   """Returns the live processes of a run from its memory folder: kind -> index
   -> process id."""
   alive: dict[str, dict[int, int]] = collections.defaultdict(dict)
@@ -77,7 +83,7 @@ def pids(folder: Path) -> dict[str, dict[int, int]]:
     kind, index = path.stem.split("-")
     try:
       pid, start_time = path.read_text().split()
-      state, actual_start_time = stat(int(pid))
+      state, actual_start_time = process_stat(int(pid))
     except (OSError, ValueError):
       continue
     if actual_start_time == start_time and state not in "ZX":  # zombie, dead
@@ -85,33 +91,34 @@ def pids(folder: Path) -> dict[str, dict[int, int]]:
   return alive
 
 
-def end_all(folder: Path) -> None:
+def kill_run(folder: Path) -> None:
   """Kills the processes of a run after its driver was killed."""
-  for pid in [pid for alive in pids(folder).values() for pid in alive.values()]:
-    with contextlib.suppress(ProcessLookupError):
-      os.kill(pid, signal.SIGKILL)
+  for pids in live_pids(folder).values():
+    for pid in pids.values():
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
-def children(of: int | None = None) -> list[int]:
+def descendants(pid: int | None = None) -> list[int]:
   """Returns the descendants of a process, of this one by default."""
-  parents = {}  # process id -> that of its parent
+  parents = {}  # process id -> process id of the parent
   for path in Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(OSError):
       text = path.read_text(errors="replace")
       fields = text[text.rindex(")") + 1 :].split()
       parents[int(path.parent.name)] = int(fields[1])
-  family = [os.getpid() if of is None else of]
+  family = [os.getpid() if pid is None else pid]
   for ancestor in family:  # the list grows in the loop
-    family += [pid for pid, parent in parents.items() if parent == ancestor]
+    family += [child for child, parent in parents.items() if parent == ancestor]
   return family[1:]
 
 
-def end_children(of: int | None = None) -> None:
-  """Kills the descendants of a process. By default it is this process, and
-  FOLDERS are removed, too."""
-  for pid in children(of):
+def kill_descendants(ancestor: int | None = None) -> None:
+  """Kills the descendants of a process. By default these are the descendants of
+  this process, and TEMPORARY_FOLDERS are removed, too."""
+  for pid in descendants(ancestor):
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)
-  if of is None:
-    for folder in FOLDERS:
+  if ancestor is None:
+    for folder in TEMPORARY_FOLDERS:
       shutil.rmtree(folder, ignore_errors=True)

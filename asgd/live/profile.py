@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 
-SECONDS = 5.0  # length of the trace: one of a minute is hard to look at
+SECONDS = 5.0  # length of the trace: a trace of a minute is hard to look at
 
 
 class Profile:
-  """Traces this process once, from the first call of `worked` on."""
+  """Traces this process once, from the first call of `after_job` on."""
 
   def __init__(
     self,
@@ -26,18 +26,19 @@ class Profile:
   ):
     """Writes the trace to the folder; None traces nothing."""
     self._folder, self._seconds, self._clock = folder, seconds, clock
-    self._began: float | None = None
+    self._began_at: float | None = None
     self._stopping: threading.Thread | None = None
 
-  def worked(self) -> None:
-    """Takes the end of a job: begins the trace, or ends it after its seconds.
-    Raises RuntimeError if this process is traced already."""
+  def after_job(self) -> None:
+    """Begins the trace after the first job, and ends it after its seconds. Call
+    this after each job. Raises RuntimeError if this process is traced
+    already."""
     if self._folder is None or self._stopping:
       return
-    if self._began is None:  # the first job has compiled the programs
-      self._began = self._clock()
+    if self._began_at is None:  # the first job has compiled the programs
+      self._began_at = self._clock()
       jax.profiler.start_trace(str(self._folder))
-    elif self._clock() - self._began >= self._seconds:
+    elif self._clock() - self._began_at >= self._seconds:
       self._stop()
 
   def _stop(self) -> None:
@@ -47,7 +48,7 @@ class Profile:
 
   def close(self) -> None:
     """Ends the trace, and waits until it is written."""
-    if self._began is not None and not self._stopping:
+    if self._began_at is not None and not self._stopping:
       self._stop()
     if self._stopping:
       self._stopping.join()

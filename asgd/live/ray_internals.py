@@ -12,24 +12,26 @@ from unittest import mock
 from asgd import internals
 
 
-def driver() -> Any:
+def driver_module() -> Any:
   """Returns Ray's module of this process's connection to a cluster."""
   return internals.find("ray._private.worker")
 
 
 def node() -> Any:
-  """Returns the processes of Ray that this process has started, or None."""
-  return getattr(driver(), "_global_node", None)
+  """Returns Ray's object for the processes that this process has started, or
+  None."""
+  return getattr(driver_module(), "_global_node", None)
 
 
-def never_connect_unasked() -> None:
+def disable_auto_connect() -> None:
   """Prevents a call without a cluster from starting one, on all interfaces."""
   internals.find("ray._private.auto_init_hook").enable_auto_connect = False
 
 
 @contextlib.contextmanager
-def keeping_to_loopback() -> Iterator[None]:
-  """Makes Ray keep a loopback address, not replace it."""
+def allow_loopback() -> Iterator[None]:
+  """Returns a context in which Ray keeps a loopback address, which it would
+  replace otherwise."""
   internals.find("ray._private.services.resolve_ip_for_localhost")
   services = internals.find("ray._private.services")
   with mock.patch.object(
@@ -38,7 +40,7 @@ def keeping_to_loopback() -> Iterator[None]:
     yield
 
 
-def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
+def _start_node(cluster: str, address: str, resource: str, memory: int) -> Any:
   """Starts the processes of another node of a cluster on this machine, at an IP
   address or on loopback."""
   params = internals.find("ray._private.parameter.RayParams")(
@@ -54,7 +56,7 @@ def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
     include_log_monitor=False,
   )
   params.dashboard_agent_listen_port = None
-  with keeping_to_loopback():
+  with allow_loopback():
     return internals.find("ray._private.node.Node")(
       params, head=False, shutdown_at_exit=True, spawn_reaper=True
     )
@@ -62,46 +64,47 @@ def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
 
 @contextlib.contextmanager
 def second_node(resource: str, memory: int) -> Iterator[None]:
-  """Adds another node on this machine to the cluster of this process. It keeps
-  to loopback too: data between the nodes pass through sockets, as between
-  machines, not through shared memory.
+  """Returns a context in which the cluster of this process has another node on
+  this machine. The node uses loopback addresses, too: data between the nodes
+  pass through sockets, as between machines, not through shared memory.
 
   Args:
-    resource: that this node alone has, 1 of it.
+    resource: name of a resource; only this node has it, in the amount 1.
     memory: bytes of its object store.
   """
-  second = _join(node().gcs_address, "127.0.0.1", resource, memory)
+  started = _start_node(node().gcs_address, "127.0.0.1", resource, memory)
   try:
     yield
   finally:
-    second.kill_all_processes(check_alive=False, allow_graceful=True)
+    started.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def be_node(cluster: str, address: str, resource: str, memory: str) -> None:
-  """Runs a node of a cluster, at an IP address, until the standard input ends;
-  prints a line when it has joined. Arguments are as of `second_node`, as text.
-  """
-  other = _join(cluster, address, resource, int(memory))
+def run_node(cluster: str, address: str, resource: str, memory: str) -> None:
+  """Runs a node of a cluster, at an IP address, until the standard input ends.
+  Prints a line when the node has joined. `resource` and `memory` are those of
+  `second_node`, as text."""
+  started = _start_node(cluster, address, resource, int(memory))
   print("joined", flush=True)
   sys.stdin.read()
-  other.kill_all_processes(check_alive=False, allow_graceful=True)
+  started.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-# Processes of a node that serve an autoscaler, a dashboard, and a driver
-# that prints what workers print. Each imports Ray, on the cores of the run.
+# Methods that start processes for an autoscaler, for a dashboard, and for a
+# driver that prints the output of workers. Each process imports Ray, on the
+# cores of the run.
 _UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
 
 
 @contextlib.contextmanager
 def without_unused_processes() -> Iterator[None]:
-  """Makes Ray start a cluster without three processes that do not run tasks,
-  for which `ray.init` would wait."""
+  """Returns a context in which Ray starts a cluster without three processes
+  that run no tasks; `ray.init` would wait for them."""
   node = internals.find("ray._private.node.Node")
   with contextlib.ExitStack() as stack:
     for name in _UNUSED:
       if hasattr(node, name):
-        nothing = mock.patch.object(node, name, lambda self, **options: None)
-        stack.enter_context(nothing)
+        patch = mock.patch.object(node, name, lambda self, **options: None)
+        stack.enter_context(patch)
     yield
 
 
@@ -114,7 +117,7 @@ def read_environment() -> None:
     loader.instance().reset_cache()
 
 
-def asks_for_token() -> bool:
+def requires_token() -> bool:
   """Whether a cluster answers only calls with its token."""
   library = internals.find("ray._raylet")
   mode = getattr(library, "get_authentication_mode", None)  # from 2.52 on

@@ -13,11 +13,11 @@ from asgd.live import processes, ray_internals
 
 _LOOK = 1.0  # seconds between two looks
 # Processes that Ray needs to answer any call -> their names in errors.
-_KINDS = {"raylet": "raylet", "gcs_server": "GCS"}
+_NAMES_BY_KIND = {"raylet": "raylet", "gcs_server": "GCS"}
 
 
 class RayDied(ValueError):
-  """Ray itself has exited, with all processes that it had started."""
+  """Ray itself has exited, and with it all processes that it had started."""
 
 
 def dead_processes() -> list[str]:
@@ -27,18 +27,19 @@ def dead_processes() -> list[str]:
   if node is None:  # a cluster that others started
     return []
   ended = [kind for kind, _ in node.dead_processes()]
-  return [name for kind, name in _KINDS.items() if kind in ended]
+  return [name for kind, name in _NAMES_BY_KIND.items() if kind in ended]
 
 
 def end_processes() -> None:
-  """Kills the rest of the Ray that this process has started."""
+  """Kills the processes of Ray that this process started and that still
+  run."""
   for _, process in ray_internals.node().live_processes():
-    processes.end_children(process.pid)
+    processes.kill_descendants(process.pid)
     process.kill()
 
 
 def check() -> None:
-  """Raises RayDied if Ray has."""
+  """Raises RayDied if one of Ray's own processes has exited."""
   if dead := dead_processes():
     raise RayDied(
       f"Ray's own process ({', '.join(dead)}) has died: it was killed, or the"

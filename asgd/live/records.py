@@ -127,14 +127,15 @@ def check_count(
   count: int,
   events: Sequence[Event],
   lost: int,
-  what: str = "messages",
+  noun: str = "messages",
 ) -> None:
-  """Checks that a file has a record of each message of a journal, or up to
-  `lost` fewer. Raises ValueError, in which `what` names the messages."""
+  """Checks that a file has a record of each received message of a journal; up
+  to `lost` records may be missing. Raises ValueError, in which `noun` names the
+  messages."""
   received = sum(event.action == base.RECEIVE for event in events)
   if not received - lost <= count <= received:
     raise ValueError(
-      f"{path} has {count} records, and the trace beside it {received} {what}:"
+      f"{path} has {count} records, and the trace beside it {received} {noun}:"
       " one of the two was cut short or changed. Put it back as the run wrote"
       f" it, {ANEW}"
     )

@@ -24,8 +24,8 @@ class Setup(NamedTuple):
   together: bool = False  # the first job waits until all workers have joined
 
   @property
-  def gathered(self) -> int:
-    """Count of workers that the first job waits for.
+  def first_job_workers(self) -> int:
+    """Number of workers that must have joined before the first job starts.
 
     A synchronous round has one job for each worker. With fewer workers, the
     first ones to join would get several jobs of one round.
@@ -43,6 +43,6 @@ def slot_counts(setup: Setup) -> SlotCounts:
   rules = setup.rules
   # A worker has up to `depth` open tickets, and may keep one more.
   tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
-  # Twice: the tickets of now, and those of the last snapshot. Two more: the
-  # latest parameters that were sent, and those that replace them.
+  # Twice: the present tickets, and the tickets of the last snapshot. Two more:
+  # the latest parameters that were sent, and their successor.
   return SlotCounts(2 * tickets + 2, tickets + setup.log)

@@ -17,11 +17,11 @@ from asgd.compression import packing
 class Slot(NamedTuple):
   """The functions that write and read one slot."""
 
-  # Content -> how many bytes it took. Raises BadCode for a packed code that is
+  # (content) -> number of its bytes. Raises BadCode for a packed code that is
   # longer than a slot.
   write: Callable[[Any], int]
-  # Count of bytes of the content -> views for a tree, otherwise new arrays.
-  # Raises BadCode.
+  # (number of bytes of the content) -> the content: views of the slot for a
+  # tree, otherwise new arrays. Raises BadCode.
   read: Callable[[int], Any]
 
 
@@ -30,13 +30,14 @@ class SlotFormat(NamedTuple):
 
   nbytes: int  # of a slot
   open: Callable[[np.ndarray], Slot]  # of its bytes, uint8[nbytes]
-  fixed: bool = False  # each content has `nbytes`
-  shared: bool = False  # `read` returns views of the slot
+  is_fixed: bool = False  # each content has `nbytes`
+  gives_views: bool = False  # `read` returns views of the slot
 
-  def length(self, stored_length: int) -> int:
-    """Returns the bytes of a content by the length in its slot, at most those
-    of a slot: another process may have written any number there."""
-    if self.fixed:
+  def content_nbytes(self, stored_length: int) -> int:
+    """Returns how many bytes the content of a slot has, from the length that is
+    stored in the slot. Another process may have written any number there, so
+    the result is limited to the bytes of a slot."""
+    if self.is_fixed:
       return self.nbytes
     return min(max(stored_length, 0), self.nbytes)
 
@@ -66,8 +67,10 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
     return Slot(write_tree, lambda length: read())
 
   # Numbers that are stored compressed are converted, so they are no views.
-  shared = all(field.stored == field.dtype for field in layout.fields)
-  return SlotFormat(layout.nbytes, open_tree, fixed=True, shared=shared)
+  gives_views = all(field.stored == field.dtype for field in layout.fields)
+  return SlotFormat(
+    layout.nbytes, open_tree, is_fixed=True, gives_views=gives_views
+  )
 
 
 def _packed(
@@ -88,13 +91,13 @@ def _packed(
 def _write_code(
   layout: packing.CodeLayout, code: Any, slot: np.ndarray
 ) -> Any:
-  """Writes a code, packed (uint8[n]) or not; returns its bytes."""
+  """Writes a code, packed (uint8[n]) or not; returns its number of bytes."""
   if not isinstance(code, np.ndarray):
     return packing.pack(layout, code, slot)
   if code.size > len(slot):
     raise packing.BadCode(
-      f"a packed message of {code.size:,} bytes, where {len(slot):,} is the"
-      " most that one of this model and codec has"
+      f"a packed message of {code.size:,} bytes, where a message of this model"
+      f" and codec has at most {len(slot):,}"
     )
   return _write_bytes(code, slot)
 

@@ -3,15 +3,15 @@
 There are slots of sent parameters, of messages, and two of snapshots of the
 shard. If workers are sent updates, the updates of a ticket lie in the updates
 slot with the index of its message slot. All slots are mapped files in the
-kernel's memory (/dev/shm). These outlive a killed process, so they are a
+kernel's memory (/dev/shm). These files outlive a killed process, so they are a
 shard's log.
 
   a slot     content ........ unused ........ | length | stamp |   whole pages
   written    [2] content             [1] stamp 0, [3] length, [4] stamp
 
-The reader compares the stamp: so it refuses the content of a replaced file, of
-another message, or of a write that a kill cut short. `SharedMemory` is the
-memory; `slot_formats` defines the contents.
+The reader compares the stamp with the stamp that it expects. So it refuses the
+content of a replaced file, of another message, or of a write that a kill cut
+short. `SharedMemory` is the memory; `slot_formats` defines the contents.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ class DamagedSnapshot(ValueError):
 
 
 class WrongSlot(ValueError):
-  """A slot does not hold what was expected there."""
+  """A slot holds other content than the reader expects."""
 
   def __init__(self, memory: str, kind: int, slot: int):
     super().__init__(
@@ -80,8 +80,9 @@ def _stride(nbytes: int) -> int:
 def slots_nbytes(
   counts: SlotCounts, like: tuple[Any, ...], *, compress: str | None = None
 ) -> int:
-  """Returns the bytes of a shard's slots without the snapshots; `like` are the
-  contents of slots of params, messages and updates, as of `SharedMemory`."""
+  """Returns how many bytes a shard's slots take, without the snapshots; `like`
+  are the contents of slots of params, messages and updates, as in
+  `SharedMemory`."""
   strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
   kinds = zip(counts.of_kinds, strides, strict=False)  # perhaps no updates
   return sum(count * stride for count, stride in kinds)
@@ -90,11 +91,11 @@ def slots_nbytes(
 def check_room(folder: Path | str, nbytes: int) -> None:
   """Raises ValueError unless a folder's disk has room for `nbytes` bytes."""
   disk = os.statvfs(folder)
-  free = disk.f_bavail * disk.f_frsize
-  if nbytes > free:
+  free_bytes = disk.f_bavail * disk.f_frsize
+  if nbytes > free_bytes:
     raise ValueError(
       f"no room for {nbytes / 1e6:.0f} MB of shared memory in {folder}, which"
-      f" has {free / 1e6:.0f} MB left: use fewer workers, a smaller log"
+      f" has {free_bytes / 1e6:.0f} MB left: use fewer workers, a smaller log"
       " (server.log) or another folder for it"
     )
 
@@ -141,7 +142,8 @@ def is_usable(folder: Path, rows: int) -> bool:
 
 
 def disown(folder: Path) -> None:
-  """Makes the next shard that opens the memory take it for a new one."""
+  """Removes the mark of an adopted memory, so that the next shard that opens
+  the memory treats it as new."""
   (folder / _ADOPTED).unlink(missing_ok=True)
 
 
@@ -171,9 +173,9 @@ class SharedMemory:
       ValueError: if there is no room, or the files hold something else.
     """
     self._folder = Path(folder)
-    self.name = str(self._folder.parent)  # of all shards
+    self.name = str(self._folder.parent)  # of the memory of all shards
     # Whether the memory is new: no journal refers to it.
-    self.fresh = not _is_adopted(self._folder)
+    self.is_new = not _is_adopted(self._folder)
     *contents, snapshot = like
     if snapshot is not None:
       safe_files.make_private(self._folder)
@@ -187,10 +189,11 @@ class SharedMemory:
     self._slots = [slots for slots, _ in maps]
     self._lengths = [trailers["length"] for _, trailers in maps]
     self._stamps = [trailers["stamp"] for _, trailers in maps]
-    self._open: dict[tuple[int, int], Slot] = {}  # by kind and slot
-    self._device_views: dict[tuple[int, int], Any] = {}  # by kind and slot
+    # (kind, slot) -> its functions, and its content on the device.
+    self._opened: dict[tuple[int, int], Slot] = {}
+    self._device_views: dict[tuple[int, int], Any] = {}
     self._images: list[np.ndarray] = []  # the two images; []: not mapped yet
-    self._turn = 0  # the image to be written next
+    self._next_image = 0  # index of the image to be written next
 
   def _map(
     self, name: str, nbytes: int, count: int
@@ -233,13 +236,13 @@ class SharedMemory:
     return [row[:nbytes] for row in rows], trailers
 
   @property
-  def sends_updates(self) -> bool:
+  def has_updates(self) -> bool:
     """Whether there are slots of updates."""
     return len(self._formats) > UPDATES
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """Copies a tree into a slot, and sets its stamp; a packed slot takes a
-    code, packed (uint8[length]) or not."""
+    """Copies a tree into a slot, and sets the slot's stamp. A packed slot takes
+    a code, packed (uint8[n]) or not."""
     # A kill during the copy leaves stamp 0, which no reader expects.
     self._stamps[kind][slot] = 0
     self._lengths[kind][slot] = self._slot(kind, slot).write(tree)
@@ -251,7 +254,7 @@ class SharedMemory:
     for bytes that do not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
-    return self._slot(kind, slot).read(self.length(kind, slot))
+    return self._slot(kind, slot).read(self.content_nbytes(kind, slot))
 
   def device_view(self, kind: int, slot: int, stamp: int) -> Any:
     """Returns the content of a slot for a compiled program; see `read`.
@@ -261,7 +264,7 @@ class SharedMemory:
     call.
     """
     tree = self.read(kind, slot, stamp)
-    if not self._formats[kind].shared:
+    if not self._formats[kind].gives_views:
       return tree
     if (kind, slot) not in self._device_views:
       self._device_views[kind, slot] = jax.tree.map(_on_device, tree)
@@ -269,14 +272,14 @@ class SharedMemory:
 
   def _slot(self, kind: int, slot: int) -> Slot:
     """Returns the functions that write and read a slot, made once."""
-    if (kind, slot) not in self._open:
+    if (kind, slot) not in self._opened:
       data = self._slots[kind][slot]
-      self._open[kind, slot] = self._formats[kind].open(data)
-    return self._open[kind, slot]
+      self._opened[kind, slot] = self._formats[kind].open(data)
+    return self._opened[kind, slot]
 
-  def length(self, kind: int, slot: int) -> int:
+  def content_nbytes(self, kind: int, slot: int) -> int:
     """Returns how many bytes the content of a slot has."""
-    return self._formats[kind].length(int(self._lengths[kind][slot]))
+    return self._formats[kind].content_nbytes(int(self._lengths[kind][slot]))
 
   def stamp(self, kind: int, slot: int) -> int:
     """Returns the stamp of a slot's content."""
@@ -300,15 +303,15 @@ class SharedMemory:
     if not self._images:
       with contextlib.suppress(DamagedSnapshot):  # it is replaced now
         self._open_images()
-    wire.write(self._layout, tree, self._images[self._turn])
+    wire.write(self._layout, tree, self._images[self._next_image])
 
   def _save_meta(self, meta: Any) -> None:
-    text = json.dumps({"image": self._turn, "meta": meta})
+    text = json.dumps({"image": self._next_image, "meta": meta})
     try:
       store.write_body(self._folder / _SNAPSHOT, text.encode())
     except store.Changed as error:
       raise self._memory_lost() from error
-    self._turn = 1 - self._turn
+    self._next_image = 1 - self._next_image
 
   @property
   def _layout(self) -> wire.Layout:
@@ -322,12 +325,12 @@ class SharedMemory:
       self._images, _ = self._map("snapshots", self._layout.nbytes, 2)
     saved = _read_snapshot(self._folder)
     if saved is not None:
-      self._turn = 1 - saved["image"]
+      self._next_image = 1 - saved["image"]
     return saved
 
   def adopt(self) -> None:
-    """Marks it as the memory of the shard's journal. Raises ValueError if
-    another process removed or replaced its files."""
+    """Marks this memory as that of the shard's journal. Raises ValueError if
+    another process removed or replaced the memory's files."""
     try:
       # Workers would map a replaced file, this shard still maps the old one.
       for path, inode in self._files.items():
@@ -336,7 +339,7 @@ class SharedMemory:
       (self._folder / _ADOPTED).touch(0o600)
     except FileNotFoundError as error:
       raise self._memory_lost() from error
-    self.fresh = False
+    self.is_new = False
 
   def _memory_lost(self) -> ValueError:
     """Returns the error to raise for missing or replaced files."""
@@ -346,13 +349,14 @@ class SharedMemory:
     )
 
   def disown(self) -> None:
-    """Makes the next shard that opens the memory take it for a new one."""
+    """See `disown` of this module."""
     disown(self._folder)
 
   def forget(self) -> None:
     """Drops the snapshot, on which the log builds. No journal refers to the
     memory until it is adopted again."""
-    # First, or a kill between the two would leave a log without its snapshot.
+    # Disown first: a kill between the two steps must not leave a log without
+    # the snapshot that it builds on.
     self.disown()
     (self._folder / _SNAPSHOT).unlink(missing_ok=True)
 

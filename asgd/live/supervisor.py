@@ -13,41 +13,43 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.deadlines import DEAD_FACTOR, Deadlines, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _ANSWER_LOOK = 0.5  # seconds between two looks at calls
-_SOON = 2.0  # seconds after which a line names the party that is waited for
+_SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
 # Bounds for each party of a kind: the sum over a kind may be on one party.
 TRIES = 3  # refused messages in a row before a run ends
 _MOST_EXITS = 5  # exits between two received messages before a run ends
-_PATIENCE = 60.0  # seconds after which a silent party is ended, at least
-_REASON = 5.0  # seconds for a party that has failed to report why
-_POLL = 0.5  # seconds to wait for the answers to a poll
+_PATIENCE = 60.0  # least seconds after which a silent party is ended
+_REASON_SECONDS = 5.0  # for a party that has failed, to report the reason
+_POLL_SECONDS = 0.5  # to wait for the answers to a poll
 
 
 class Party:
   """One incarnation of a shard, a worker or a peer, as the driver sees it."""
 
-  def __init__(self, kind: str, index: int, host: Host, made: Call):
-    self.kind, self.index, self.host, self.made = kind, index, host, made
-    self.run: Call | None = None  # its long call, until it ends or rests
-    self.has_done_job = False  # so it has compiled
-    self.hung = False  # the supervisor ended it, as it took too long
-    self.done = 0  # count of its jobs when the supervisor last looked
-    # When the supervisor first saw that count; None: the party was idle.
+  def __init__(self, kind: str, index: int, host: Host, make_call: Call):
+    self.kind, self.index, self.host = kind, index, host
+    self.make_call = make_call  # makes the party's object
+    self.run: Call | None = None  # the party's long call, while it is open
+    self.has_done_job = False  # so the party has compiled
+    self.hung = False  # the supervisor ended the party: it took too long
+    self.done = 0  # count of the party's jobs when the supervisor last looked
+    # Time at which the supervisor first saw that count; None: the party was
+    # idle.
     self.job_start: float | None = None
     self.poll: Call | None = None  # the open call of `Supervisor.poll`
-    self.polled = 0.0  # when that call was made
+    self.polled_at = 0.0  # time of that call
 
   @property
-  def ready(self) -> bool:
-    """Whether its object is made, and it has not exited. Raises the error of
-    making it."""
-    return self.made.done() and answer_of(self.made) is not None
+  def is_ready(self) -> bool:
+    """Whether the party's object is made, and the party has not exited. Raises
+    the error of making the object."""
+    return self.make_call.done() and answer_of(self.make_call) is not None
 
 
 class Supervisor:
@@ -88,18 +90,18 @@ class Supervisor:
     self.replaced[kind] += (kind, index) in self._started
     self._started.add((kind, index))
     host = self.hosts.start(kind, index, make)
-    made = self.hosts.made(kind, index)
-    party = Party(kind, index, host, made)
+    party = Party(kind, index, host, self.hosts.make_call(kind, index))
     self.parties[kind][index] = party
     return party
 
   def await_made(self, parties: Sequence[Party]) -> list[Party]:
-    """Waits until the objects of some parties are made, and ends the parties
-    that take too long. Returns the parties that exited. Raises the error of
-    making one."""
-    calls = {(party.kind, party.index): party.made for party in parties}
-    self._end_unanswered(calls, max(DEAD * self._start_seconds, self._patience))
-    return [party for party in parties if answer_of(party.made) is None]
+    """Waits until the objects of parties are made, and ends the parties that
+    take too long. Returns the parties that exited. Raises the error of making
+    an object."""
+    calls = {(party.kind, party.index): party.make_call for party in parties}
+    limit = max(DEAD_FACTOR * self._start_seconds, self._patience)
+    self._end_unanswered(calls, limit)
+    return [party for party in parties if answer_of(party.make_call) is None]
 
   def end(self, party: Party) -> None:
     """Ends a party, even in a call; `exited` then reports it."""
@@ -113,29 +115,29 @@ class Supervisor:
     # A party that only lost its connection would write beside its successor.
     self.hosts.kill(party.kind, party.index)
 
-  def exited(self, kind: str) -> list[Party]:
+  def exited_parties(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
     parties = self.parties[kind]
-    exits = [index for kind_, index in self.hosts.exited() if kind_ == kind]
-    return [parties[index] for index in exits if index in parties]
+    indices = [index for kind_, index in self.hosts.exited() if kind_ == kind]
+    return [parties[index] for index in indices if index in parties]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.
 
-    Yields each with "died", "hung", or the result of its `run`. Raises the
-    error that kept a party from being made, or that ended its `run`.
+    Yields (party, "died", "hung" or the result of its `run`). Raises the error
+    of a party whose object could not be made, or whose `run` failed.
     """
-    ended = {party.index: party for party in self.exited(kind)}
+    ended = {party.index: party for party in self.exited_parties(kind)}
     for index, party in self.parties[kind].items():
       if party.run is not None and party.run.done():
         ended[index] = party
     for _, party in sorted(ended.items()):
-      answer_of(party.made)  # raises the error that kept it from being made
+      answer_of(party.make_call)  # raises the error of making the object
       result = None
       if party.run is not None and party.run.done():
         result = answer_of(party.run)
       self.drop(party)
-      # A party that the supervisor ended has no result either.
+      # A party without a result exited, or was ended by the supervisor.
       yield party, "hung" if party.hung else result[0] if result else "died"
 
   # Asking.
@@ -164,17 +166,17 @@ class Supervisor:
       for index in indices
     }
     limit = self._patience
-    if kind not in LOCAL:  # it may be at a job
-      limit = max(limit, self.deadlines.dead)
+    if kind not in LOCAL:  # the party may be computing a job
+      limit = max(limit, self.deadlines.dead_after)
     silent = self._end_unanswered(calls, limit)
     answers = {index: answer_of(call) for (_, index), call in calls.items()}
     lost = [parties[index] for index, answer in answers.items() if not answer]
-    # [2] A party that has failed reports the reason as the error of its `run`,
-    # if it is not ended before.
+    # [2] A party that has failed reports the reason as the error of its `run`.
+    # Wait for that before ending the party.
     runs = {(kind, party.index): party.run for party in lost if party.run}
     for key in silent:
       runs.pop(key, None)
-    self.unanswered(runs, min(_REASON, self._patience))
+    self.wait_for_calls(runs, min(_REASON_SECONDS, self._patience))
     # [3] End the parties without an answer.
     for party in lost:
       self.end(party)
@@ -194,17 +196,17 @@ class Supervisor:
     for index in among:
       party = self.parties[kind][index]
       if party.poll is None:
-        party.poll, party.polled = party.host.call(method, *args), now
+        party.poll, party.polled_at = party.host.call(method, *args), now
       calls[kind, index] = party.poll
-    silent = self.unanswered(calls, _POLL)
+    silent = self.wait_for_calls(calls, _POLL_SECONDS)
     for key, call in calls.items():
       party, answer = self.parties[kind][key[1]], None
       if key in silent:
-        if self.hosts.clock() - party.polled <= self._patience:
+        if self.hosts.clock() - party.polled_at <= self._patience:
           continue  # the next poll looks for this answer
       else:
         answer, party.poll = answer_of(call), None
-      if answer is None:  # it has exited, or its patience is over
+      if answer is None:  # it has exited, or was silent for too long
         self.end(party)
       else:
         answers[party.index] = answer[0]
@@ -241,7 +243,7 @@ class Supervisor:
           restart(index)
     return [answers[index] for index in indices]
 
-  def unanswered(
+  def wait_for_calls(
     self,
     calls: Mapping[tuple[str, int], Call],
     limit: float,
@@ -251,7 +253,7 @@ class Supervisor:
     """Waits for calls, all at once, so that one limit holds for all of them.
 
     Args:
-      calls: (kind, index) of a party -> a call of it.
+      calls: (kind, index) of a party -> a call of the party.
       limit: seconds to wait, at most.
       show: called after 2 seconds, with a line that names the silent parties.
 
@@ -266,7 +268,7 @@ class Supervisor:
         key: call for key, call in open_calls.items() if call not in ended
       }
       passed = clock() - start
-      if open_calls and passed > _SOON and not shown:
+      if open_calls and passed > _SHOW_AFTER and not shown:
         shown = True
         names = ", ".join(f"{kind} {index}" for kind, index in open_calls)
         show(f"waiting for {names}, which has not answered for {passed:.0f} s")
@@ -278,16 +280,16 @@ class Supervisor:
     self, calls: Mapping[tuple[str, int], Call], limit: float
   ) -> list[tuple[str, int]]:
     """Waits for calls, and ends the silent parties; returns their keys."""
-    silent = self.unanswered(calls, limit, show=self.hosts.show)
+    silent = self.wait_for_calls(calls, limit, show=self.hosts.show)
     for kind, index in silent:
       self.hosts.kill(kind, index)
     return silent
 
   # Exits.
 
-  def progressed(self, received: int) -> None:
-    """Takes the count of received messages; a further one sets the counts of
-    exits and refused messages to 0."""
+  def count_received(self, received: int) -> None:
+    """Takes the number of messages received so far. If it has grown, the counts
+    of exits and refused messages start from 0 again."""
     if received > self._received:
       self._received, self._refused = received, 0
       self._exits = dict.fromkeys(self._exits, 0)
@@ -323,9 +325,9 @@ class Supervisor:
 
   # Jobs that take too long.
 
-  def job_ended(self, party: Party, seconds: float) -> None:
-    """Takes the seconds of a party's job; the deadlines follow from them."""
-    self.deadlines.ended(seconds)
+  def add_job(self, party: Party, seconds: float) -> None:
+    """Adds an ended job of a party; the deadlines follow from its seconds."""
+    self.deadlines.add_job(seconds)
     party.has_done_job = True
 
   def watch(
@@ -335,9 +337,9 @@ class Supervisor:
 
     Args:
       party: the party.
-      done: count of the jobs or clocks that it has done; None: it is idle.
-      busy: seconds since the start of its job, as it reports them; None: the
-        supervisor measures them.
+      done: number of jobs or clocks that the party has done; None: it is idle.
+      busy: seconds since the start of the party's job, as the party reports
+        them; None: the supervisor measures them.
     """
     now = self.hosts.clock()
     if done is None:
@@ -346,13 +348,13 @@ class Supervisor:
     if party.job_start is None:
       party.done, party.job_start = done, now
     elif done > party.done:
-      self.job_ended(party, now - party.job_start)
+      self.add_job(party, now - party.job_start)
       party.done, party.job_start = done, now
     self.end_overdue(party, busy)
 
-  def excuse(self, kind: str) -> None:
-    """Counts no time of the parties of a kind until they are watched again:
-    they have waited for a lost party."""
+  def stop_job_times(self, kind: str) -> None:
+    """Stops measuring the jobs of the parties of a kind until `watch` is called
+    again, because these parties have waited for a lost party."""
     for party in self.parties[kind].values():
       party.job_start = None
 
@@ -370,7 +372,7 @@ class Supervisor:
       party.job_start = now
     if seconds is None:
       seconds = now - party.job_start
-    limit = self.deadlines.dead
+    limit = self.deadlines.dead_after
     if not party.has_done_job:
       limit = max(limit, self._start_seconds)
     if seconds > limit:
@@ -382,17 +384,17 @@ class Supervisor:
   def wait_for_rest(
     self, at_rest: Callable[[], bool], seconds: float = math.inf
   ) -> bool:
-    """Waits until `at_rest` returns True, for `seconds` at most. Returns
-    whether it did."""
-    end = self.hosts.clock() + seconds
+    """Waits until `at_rest` returns True, for `seconds` at most. Returns False
+    if the time is over before."""
+    deadline = self.hosts.clock() + seconds
     while not at_rest():
-      if self.hosts.clock() > end:
+      if self.hosts.clock() > deadline:
         return False
       self.hosts.sleep(_LOOK)
     return True
 
   def take_news(self) -> list[str]:
-    """Returns the lines for the user since the last time."""
+    """Returns the lines for the user since the last call."""
     news, self.news = self.news, []
     return news
 

@@ -7,8 +7,8 @@
 The loop (`WorkerLoop.run`) is the same in a thread and in a process; a
 `WorkerLink` carries its frames. With more than one ticket (`Rules.depth`), the
 worker starts the next job before it sends the message of the previous one. With
-`Duty.overlap` the loop fetches, and two threads compute and write messages
-(`asgd.live.overlap`).
+`WorkerSpec.overlap` the loop fetches, and two threads compute and write
+messages (`asgd.live.overlap`).
 """
 
 import contextlib
@@ -22,15 +22,15 @@ import numpy as np
 from asgd import base, compression, sharding, simulator
 from asgd.compression.packing import BadCode
 from asgd.live import frames, pace
-from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
-from asgd.live.held import OutOfStep
 from asgd.live.incarnation import IncarnationState, Lease, OpenJob
 from asgd.live.links.base import Disconnected, WorkerLink
 from asgd.live.overlap import Stages
+from asgd.live.rebuilt_params import OutOfStep
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
+from asgd.live.worker_spec import WorkerSpec
 
 # Seconds between two signs of life to the lead, while the worker waits for
 # another shard.
@@ -54,8 +54,8 @@ def is_finite(message: Any, loss: float) -> bool:
   return bool(np.isfinite(sums).all() and np.isfinite(loss))
 
 
-class Reach(NamedTuple):
-  """The connections, clock and callbacks that a worker loop uses."""
+class LoopContext(NamedTuple):
+  """The connections, clock and callbacks of a worker loop."""
 
   link: WorkerLink  # to all shards
   # Returns each shard's slots; called once all shards are connected.
@@ -73,8 +73,8 @@ class WorkerLoop:
   def __init__(
     self,
     worker: int,
-    duty: Duty,
-    reach: Reach,
+    spec: WorkerSpec,
+    context: LoopContext,
     *,
     restarts: int = 0,
     patience: float = 5.0,
@@ -82,15 +82,21 @@ class WorkerLoop:
     """Opens the slots of all shards, which are connected. `restarts` counts the
     earlier loops with this worker index. The loop sends frames again after
     `patience` seconds without an answer."""
-    self._worker, self._duty, self._restarts = worker, duty, restarts
-    self._reach, self._patience = reach, patience
-    self._memories = list(reach.memories())  # of each shard
+    self._worker, self._spec, self._restarts = worker, spec, restarts
+    self._context, self._patience = context, patience
+    self._memories = list(context.memories())  # of each shard
     self._shards = range(len(self._memories))
     self._lease = Lease()
-    self._incarnation = IncarnationState(len(self._memories), duty.hold())
-    self._stages: Stages | None = None  # with `Duty.overlap`
+    self._incarnation = self._new_incarnation(attempt=0)
+    self._stages: Stages | None = None  # with `WorkerSpec.overlap`
     self.draining = False  # the loop is to end after its open jobs
     self._drain_sent = False  # the lead starts no further job here
+
+  def _new_incarnation(self, attempt: int) -> IncarnationState:
+    """Returns the empty state of an incarnation; `attempt` earlier incarnations
+    had this loop."""
+    rebuilt_params = self._spec.make_rebuilt_params()
+    return IncarnationState(len(self._memories), rebuilt_params, attempt)
 
   def drain(self) -> None:
     """Asks the loop to end after the jobs that it has started."""
@@ -99,7 +105,7 @@ class WorkerLoop:
 
   def wake(self) -> None:
     """Ends a wait of the loop for a shard."""
-    self._reach.link.wake()
+    self._context.link.wake()
 
   def revoke(self) -> None:
     """Takes the worker index from this loop: when this returns, the loop writes
@@ -109,7 +115,7 @@ class WorkerLoop:
   def run(self) -> str:
     """Works until the end. Returns "stopped" if all jobs are received, "left"
     if it was drained, "replaced" if another loop has the worker index."""
-    if not self._duty.overlap:
+    if not self._spec.overlap:
       return self._run()
     stages = Stages(self._compute, self._write_message, self.wake)
     with stages as self._stages:
@@ -125,15 +131,17 @@ class WorkerLoop:
       # [2] Start jobs whose tickets are complete, or leave if none remain.
       self._start_ready_jobs()
       running = self._incarnation.running
-      if self._drain_sent and not running and not self._incarnation.unsettled:
+      unacknowledged = self._incarnation.has_unacknowledged
+      if self._drain_sent and not running and not unacknowledged:
         for shard in self._shards:
           self._send(shard, Frame(frames.BYE, self._worker))
         return "left"
       # [3] Receive a frame; do not wait for it if a job can be finished.
       received = None
       try:
-        ready = self._stages.ready if self._stages else bool(running)
-        received = self._reach.link.receive(0.0 if ready else self._patience)
+        can_submit = self._stages.is_ready if self._stages else bool(running)
+        timeout = 0.0 if can_submit else self._patience
+        received = self._context.link.receive(timeout)
       except Disconnected as error:
         self._reconnect(error.shard)
       # [4] Handle the frame, or finish a job, or retry after a timeout.
@@ -144,9 +152,10 @@ class WorkerLoop:
         if frame.kind == frames.EXPEL and frame.flag:
           return "replaced"
         self._handle(shard, frame)
-      elif ready:
+      elif can_submit:
         self._submit_next()
-      # After `patience`, or a `wake`; a drain first sends its frame.
+      # `receive` ended by `patience` or a `wake`. After `drain` the wake asks
+      # for the DRAIN of step [1], and for no repetition.
       elif not running and (not self.draining or self._drain_sent):
         self._send_again(self._shards)
     return "replaced"
@@ -158,13 +167,13 @@ class WorkerLoop:
     if self._lease.revoked:
       return  # another loop sends the frames of this worker index
     try:
-      self._reach.link.send(shard, frame)
+      self._context.link.send(shard, frame)
     except Disconnected:
       self._reconnect(shard)
 
   def _reconnect(self, shard: int) -> None:
     """Waits for a shard that is being replaced, then repeats open frames."""
-    link, clock = self._reach.link, self._reach.clock
+    link, clock = self._context.link, self._context.clock
     last_sign = clock()
     while not link.connect(shard) and not self._lease.revoked:
       if shard and clock() - last_sign > _SIGN_OF_LIFE:
@@ -183,14 +192,14 @@ class WorkerLoop:
   def _send_again(self, shards: Iterable[int]) -> None:
     """Sends shards the frames again that they have not answered. A shard
     ignores a frame that it has already applied."""
-    incarnation, link = self._incarnation, self._reach.link
+    incarnation, link = self._incarnation, self._context.link
     for shard in () if self._lease.revoked else shards:
       if shard and incarnation.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
         # The frames in the order in which the worker first sent them.
         link.send(shard, self._hello())
-        if shard and not self._duty.consistent:
+        if shard and not self._spec.consistent:
           for job in incarnation.jobs.values():
             if shard not in job.tickets and 0 in job.tickets:
               link.send(shard, job.fetch_frame(self._worker))
@@ -203,12 +212,12 @@ class WorkerLoop:
     """Applies a frame of a shard, other than STOP."""
     incarnation = self._incarnation
     if frame.kind == frames.WELCOME and not shard:
-      # A WELCOME that answers a HELLO before the latest EXPEL is meant for the
-      # earlier incarnation. A repeated one has the number that is known.
+      # A WELCOME that answers a HELLO from before the latest EXPEL is meant for
+      # the earlier incarnation. A repeated WELCOME has the present number.
       is_current = frame.version == incarnation.attempt
       if is_current and frame.job != incarnation.number:
         incarnation.number = frame.job
-        incarnation.state = self._duty.init(self._duty.params)
+        incarnation.state = self._spec.init(self._spec.params)
         for other in self._shards[1:]:
           self._send(other, self._hello())
     elif frame.kind == frames.TICKET:
@@ -218,7 +227,7 @@ class WorkerLoop:
         self._push(0, push)
     elif frame.kind == frames.EXPEL:
       if incarnation.number < 0:
-        return  # meant for the earlier incarnation; our HELLO is on its way
+        return  # meant for the earlier incarnation; the HELLO is on its way
       if shard:
         # The lead does not know that this shard lost the tickets.
         self._leave_lead(Frame(frames.BYE, self._worker))
@@ -229,7 +238,7 @@ class WorkerLoop:
     lead would take later frames for those of the same incarnation."""
     while not self._lease.revoked:
       try:
-        self._reach.link.send(0, bye)
+        self._context.link.send(0, bye)
         return
       except Disconnected:
         self._reconnect(0)
@@ -237,27 +246,26 @@ class WorkerLoop:
   def _start_next_incarnation(self) -> None:
     """Asks the lead for a new incarnation, which starts without the state and
     jobs of this one."""
-    attempt, held = self._incarnation.attempt + 1, self._duty.hold()
-    incarnation = IncarnationState(len(self._shards), held, attempt)
+    incarnation = self._new_incarnation(self._incarnation.attempt + 1)
 
-    def change() -> None:
+    def replace() -> None:
       self._incarnation = incarnation
 
     # Under the lease, so that no thread is writing to a slot meanwhile.
-    self._lease.use(change)
+    self._lease.use(replace)
     self._send(0, self._hello())
 
   def _take_ticket(self, shard: int, frame: Frame) -> None:
-    """Notes a shard's part of a ticket. After the lead's part, the worker
-    fetches those of independent shards."""
+    """Stores a shard's part of a ticket. After the lead's part, the worker
+    fetches the parts of independent shards."""
     incarnation = self._incarnation
     # A ticket of the earlier incarnation, or one that a shard sent again.
-    if incarnation.number < 0 or frame.seq in incarnation.started:
+    if incarnation.number < 0 or frame.seq in incarnation.started_seqs:
       return
     job = incarnation.jobs.get(frame.seq)
     if job is None:
-      job = incarnation.jobs[frame.seq] = OpenJob(frame, self._reach.clock())
-      if shard == 0 and not self._duty.consistent:
+      job = incarnation.jobs[frame.seq] = OpenJob(frame, self._context.clock())
+      if shard == 0 and not self._spec.consistent:
         for other in self._shards[1:]:
           self._send(other, job.fetch_frame(self._worker))
     job.tickets[shard] = frame
@@ -267,25 +275,25 @@ class WorkerLoop:
   def _start_ready_jobs(self) -> None:
     """Starts jobs that have all tickets, in order, as the depth allows."""
     incarnation = self._incarnation
-    while job := incarnation.take_ready_job(self._duty.depth):
+    while job := incarnation.take_ready_job(self._spec.depth):
       self._begin(job)
       if self._incarnation is not incarnation:  # `_begin` started the next
         return
 
   def _begin(self, job: OpenJob) -> None:
     """Reads a job's parameters, and computes it or passes it to the thread."""
-    incarnation, duty = self._incarnation, self._duty
-    self._reach.script.before_work(self._worker, job.seq)
-    job.compute_start = self._reach.clock()
+    incarnation, spec = self._incarnation, self._spec
+    self._context.script.apply_to_job(self._worker, job.seq)
+    job.compute_start = self._context.clock()
     self._report_span("fetch", job.first_ticket, job.compute_start, job)
     parts = self._read_params(job)
     if parts is None:
       return
     params, *_ = parts
-    if duty.plan is not None:
-      params = sharding.join(duty.plan, parts)
+    if spec.plan is not None:
+      params = sharding.join(spec.plan, parts)
     ticket = job.ticket(self._worker, params)
-    batch = duty.batch(self._worker, job.job)
+    batch = spec.batch(self._worker, job.job)
     incarnation.running.append(job)
     if self._stages:
       self._stages.begin((incarnation, job, ticket, batch))
@@ -300,22 +308,24 @@ class WorkerLoop:
     batch: Any,
   ) -> None:
     """Computes a job; the result may be an array that JAX still computes."""
-    duty = self._duty
-    incarnation.state, message, metrics = duty.work(
-      incarnation.state, ticket, batch, duty.root, np.int32(job.job)
+    spec = self._spec
+    incarnation.state, message, metrics = spec.work(
+      incarnation.state, ticket, batch, spec.root, np.int32(job.job)
     )
     job.result = message, metrics.loss
 
   def _read_params(self, job: OpenJob) -> list[Any] | None:
     """Returns each shard's part of a ticket, None if one cannot be read."""
-    held, parts = self._incarnation.held, []
-    for shard, (memory, ticket) in enumerate(job.slots(self._memories)):
+    rebuilt_params, parts = self._incarnation.rebuilt_params, []
+    tickets = enumerate(job.memories_and_tickets(self._memories))
+    for shard, (memory, ticket) in tickets:
       try:
-        if held is not None:
-          parts.append(held[shard].take(memory, ticket))
+        if rebuilt_params is not None:
+          parts.append(rebuilt_params[shard].take(memory, ticket))
         else:
-          # To join parts copies them, which NumPy does without a dispatch.
-          read = memory.read if self._duty.plan else memory.device_view
+          # With several shards `sharding.join` copies the parts. It needs no
+          # jax arrays: NumPy copies without a dispatch.
+          read = memory.read if self._spec.plan else memory.device_view
           parts.append(read(PARAMS, ticket.params, int(ticket.value)))
       except WrongSlot:  # the ticket was lost; its EXPEL is on its way
         return None
@@ -328,19 +338,19 @@ class WorkerLoop:
     return parts
 
   def _compute(self, task: tuple[Any, ...]) -> None:
-    """Computes a job: the second of the three stages, in a thread. `task` has
-    the arguments of `_work`."""
+    """Computes a job, in the thread of the second stage; `task` has the
+    arguments of `_work`."""
     _, job, _, _ = task
-    job.compute_start = self._reach.clock()
-    with self._duty.on_device(self._worker):
+    job.compute_start = self._context.clock()
+    with self._spec.on_device(self._worker):
       self._work(*task)
     jax.block_until_ready(job.result)
     self._slow_down(job)
 
   def _slow_down(self, job: OpenJob) -> None:
     """Waits until the job took as long as on a slow worker."""
-    clock, wait = self._reach.clock, self._reach.wait
-    factor = self._duty.factor(self._worker)
+    clock, wait = self._context.clock, self._context.wait
+    factor = self._spec.factor(self._worker)
     pace.slow_down(factor, job.compute_start, clock=clock, wait=wait)
     job.compute_end = clock()
 
@@ -362,43 +372,51 @@ class WorkerLoop:
   def _report_span(
     self, name: str, start: float, end: float, job: OpenJob
   ) -> None:
-    if self._reach.span:
-      self._reach.span(Span(name, start, end, job.seq, job.job))
+    if self._context.span:
+      self._context.span(Span(name, start, end, job.seq, job.job))
 
   def _write_message(self, task: tuple[Any, ...]) -> Frame | None:
     """Waits for the message of `task`, (incarnation, job, ...), and writes it
-    to its slots: the third stage. Returns the PUSH, None for a lost ticket."""
+    to its slots. With three stages the thread of the third calls this. Returns
+    the PUSH, or None if the ticket was lost."""
     incarnation, job, *_ = task
     message, loss = job.result
-    message = self._reach.script.message(self._worker, job.seq, message)
+    script = self._context.script
+    message = script.apply_to_message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if job.compute_end == math.inf:  # not by `_compute`
       self._slow_down(job)
-    # With updates, the parameters are the worker's, and not in a slot.
-    if incarnation.held is None and not job.has_its_params(self._memories):
+    # A worker that rebuilds the parameters does not read them from a slot.
+    reads_slots = incarnation.rebuilt_params is None
+    if reads_slots and not job.has_unchanged_params(self._memories):
       return None
     push = job.push_frame(self._worker, is_finite(message, loss), float(loss))
     return push if self._write(incarnation, job, message) else None
 
   def _submit(self, job: OpenJob, push: Frame) -> None:
-    """Sends a PUSH to all shards, to the lead last: it must not count a job as
-    received that another shard lacks. A consistent lead checks that (PREPARED);
-    another gets the PUSH once all other shards have acknowledged theirs."""
-    # All shards refuse a message with NaN or infinity, so it need not wait.
-    waits = push.flag and not self._duty.consistent and len(self._shards) > 1
+    """Sends a PUSH to all shards, and to the lead last: the lead must not count
+    a job as received that another shard lacks.
+
+    In a consistent run the lead itself makes sure of that (PREPARED). Otherwise
+    the lead gets its PUSH once all other shards have acknowledged theirs.
+    """
+    # All shards refuse a message with NaN or infinity, so the lead need not
+    # wait for it.
+    is_independent = not self._spec.consistent and len(self._shards) > 1
+    lead_waits = push.flag and is_independent
     for shard in reversed(self._shards):
       frame = push._replace(message=job.tickets[shard].message)
-      if shard or not waits:
+      if shard or not lead_waits:
         self._push(shard, frame)
       else:
-        self._incarnation.for_lead[job.seq] = frame
-    self._report_span("push", job.compute_end, self._reach.clock(), job)
+        self._incarnation.pushes_for_lead[job.seq] = frame
+    self._report_span("push", job.compute_end, self._context.clock(), job)
 
   def _write(
     self, incarnation: IncarnationState, job: OpenJob, message: Any
   ) -> bool:
     """Writes a message to its slots; False if the lease was revoked."""
-    plan, stamp = self._duty.plan, message_stamp(self._worker, job.seq)
+    plan, stamp = self._spec.plan, message_stamp(self._worker, job.seq)
     parts = compression.split(plan, message)
 
     def write() -> None:
@@ -413,7 +431,8 @@ class WorkerLoop:
   def _push(self, shard: int, frame: Frame) -> None:
     """Sends a PUSH to a shard, and keeps it until the shard's ACK."""
     self._incarnation.unacked[shard][frame.seq] = frame
-    script = self._reach.script
+    script = self._context.script
     # Scripted faults concern the PUSH to the lead: it is the last one sent.
-    for push in [frame] if shard else script.frames(self._worker, frame):
+    pushes = [frame] if shard else script.apply_to_frame(self._worker, frame)
+    for push in pushes:
       self._send(shard, push)

@@ -1,6 +1,7 @@
 """Journals and records that workers write about their own jobs.
 
-Peers and workers of tables have these files.
+Peers, and the workers of a parameter table (`asgd.tables`), have these files:
+they have no server that could record their messages.
 """
 
 import os
@@ -29,19 +30,29 @@ from asgd.orders.trace import STARTS, Event
 
 
 class WorkerFiles:
-  """Opens, reads and cuts the files of workers."""
+  """Opens, reads and cuts the files of workers.
 
-  def __init__(self, columns: Any, *last: Any):
-    """Takes the NamedTuple of the records' columns, and the column that only
-    this protocol has: (name, dtype) or (name, dtype, shape)."""
+  Attributes:
+    dtype: of a row of the records: RECORD with the extra column.
+  """
+
+  def __init__(self, columns: Any, *extra_column: Any):
+    """Defines the records of a protocol.
+
+    Args:
+      columns: the NamedTuple type of the records' columns.
+      *extra_column: the column that RECORD lacks: name, dtype and, for a
+        column of arrays, their shape.
+    """
     self._columns = columns
-    self.dtype = np.dtype([*RECORD.descr[:-1], last, RECORD.descr[-1]])
+    # The checksum stays the last column.
+    self.dtype = np.dtype([*RECORD.descr[:-1], extra_column, RECORD.descr[-1]])
 
   def open(
     self, run: Path, index: int, disk: Any = os
   ) -> tuple[FileJournal, FileSink]:
-    """Opens or creates the journal and the records of a worker; `disk` writes
-    them."""
+    """Opens or creates the journal and the records of a worker. `disk` makes
+    the writes to both."""
     path = records_path(run, index)
     journal = FileJournal(journal_path(run, index), disk=disk)
     return journal, FileSink(path, dtype=self.dtype, disk=disk)
@@ -60,18 +71,22 @@ class WorkerFiles:
     """Returns the records of all workers, in the order of their times."""
     return by_time([self.read(run, index) for index in range(workers)])
 
-  def length(self, run: Path, index: int) -> tuple[int, int]:
-    """Returns the numbers of rows and records that a worker has written."""
+  def counts(self, run: Path, index: int) -> tuple[int, int]:
+    """Returns the numbers of rows and of records that a worker has written."""
     rows = len(read_journal(journal_path(run, index)))
     return rows, len(self.read(run, index).loss)
 
-  def lengths(
-    self, run: Path, workers: int, images: Mapping[int, Sequence[int]]
+  def checkpoint_counts(
+    self, run: Path, workers: int, saved_counts: Mapping[int, Sequence[int]]
   ) -> list[Sequence[int]]:
-    """Returns the numbers of rows and records of each worker in a checkpoint:
-    the counts of its image, or all rows if a worker has no image."""
+    """Returns (rows, records) of each worker that a checkpoint covers.
+
+    These are the counts that were saved with the worker's state
+    (`saved_counts`), or all that the worker has written if its state was not
+    saved.
+    """
     return [
-      images[index] if index in images else self.length(run, index)
+      saved_counts[index] if index in saved_counts else self.counts(run, index)
       for index in range(workers)
     ]
 
@@ -79,28 +94,40 @@ class WorkerFiles:
     self,
     run: Path,
     workers: int,
-    lost: Callable[[Sequence[Event]], int],
-    what: str = "messages",
+    count_lost: Callable[[Sequence[Event]], int],
+    noun: str = "messages",
   ) -> None:
-    """Raises ValueError if a worker has fewer records than received jobs, less
-    the number that `lost` returns for its rows."""
+    """Checks that each worker has a record of each job that was received.
+
+    Args:
+      run: the folder of the run.
+      workers: the number of workers.
+      count_lost: takes the rows of a worker, and returns how many of its
+        records may be missing.
+      noun: names the received jobs in the error.
+
+    Raises:
+      ValueError: if a worker has more records than received jobs, or fewer than
+        received jobs - count_lost(rows).
+    """
     for index in range(workers):
       events = read_journal(journal_path(run, index))
       path, count = records_path(run, index), len(self.read(run, index).loss)
-      check_count(path, count, events, lost(events), what)
+      check_count(path, count, events, count_lost(events), noun)
 
   def cut_back(
     self,
     run: Path,
-    kept: Sequence[Sequence[int]],
-    others: Sequence[tuple[Path, int]] = (),
+    worker_counts: Sequence[Sequence[int]],
+    other_journals: Sequence[tuple[Path, int]] = (),
   ) -> int:
     """Cuts all files back to a checkpoint.
 
     Args:
       run: the folder of the run.
-      kept: (rows, records) of each worker in the checkpoint.
-      others: (journal, rows) of other parties.
+      worker_counts: (rows, records) of each worker in the checkpoint.
+      other_journals: (path, rows in the checkpoint) of journals that are not a
+        worker's.
 
     Returns:
       The number of rows that were dropped.
@@ -108,9 +135,9 @@ class WorkerFiles:
     Raises:
       ValueError: if a file has fewer rows than the checkpoint; nothing is cut.
     """
-    dropped, journals = 0, [*others]
+    dropped, journals = 0, [*other_journals]
     # [1] Check all files before any of them is cut.
-    for index, (rows, records) in enumerate(kept):
+    for index, (rows, records) in enumerate(worker_counts):
       journals.append((journal_path(run, index), rows))
       actual_records = len(self.read(run, index).loss)
       check_rows(records_path(run, index), actual_records, records)
@@ -121,14 +148,19 @@ class WorkerFiles:
     # [2] A kill between two cuts is harmless: the next command cuts again.
     for path, rows in journals:
       cut_journal(path, rows)
-    for index, (_, records) in enumerate(kept):
+    for index, (_, records) in enumerate(worker_counts):
       path = records_path(run, index)
       FileSink(path, dtype=self.dtype).truncate(records)
     return dropped
 
 
 class WorkerJournal:
-  """Appends to the journal and the records of one worker."""
+  """Appends rows to the journal of one worker. Subclasses append the records.
+
+  Attributes:
+    index: of the worker.
+    started_jobs: number of jobs that it started, earlier incarnations included.
+  """
 
   def __init__(
     self,
@@ -136,22 +168,22 @@ class WorkerJournal:
     files: tuple[FileJournal, FileSink],
     clock: Callable[[], float],
   ):
-    """Continues after the rows of the journal. `clock` returns the seconds of
-    the run."""
+    """Continues after the rows of the journal; `files` are the journal and the
+    records. `clock` returns the seconds since the beginning of the run."""
     self.index, self._clock = index, clock
     self._journal, self._sink = files
     self._time = 0.0  # of the last row
-    self.seqs = 0  # count of started jobs, earlier incarnations included
+    self.started_jobs = 0
     for event in self._journal.events():
       self._note(event)
 
   def _note(self, event: Event) -> None:
-    """Updates time and count by a row of the journal."""
+    """Updates the time and the count by a row of the journal."""
     self._time = max(self._time, event.time)
-    self.seqs += event.action in STARTS
+    self.started_jobs += event.action in STARTS
 
   def write(self, seq: int, job: int, action: int, **fields: Any) -> Event:
-    """Appends a row and returns it; `fields` are further ones of an Event."""
+    """Appends a row and returns it; `fields` are further fields of an Event."""
     # Times never decrease, though the clock may after a restart.
     time = max(self._clock(), self._time)
     event = Event(time, self.index, seq, job, action, **fields)
@@ -160,5 +192,5 @@ class WorkerJournal:
     return event
 
   def counts(self) -> tuple[int, int]:
-    """Returns the numbers of rows and records."""
+    """Returns the numbers of rows and of records."""
     return len(self._journal.events()), self._sink.count

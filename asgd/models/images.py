@@ -26,8 +26,9 @@ def _conv(
 ) -> nn.Conv:
   """Returns a convolution whose output has the size of its input / stride. Each
   of the `towers` reads its part of the channels."""
-  # Not "SAME": with an even size and stride 2 that pads only at the far side,
-  # which centres the kernels on odd pixels, but shortcuts keep the even ones.
+  # Do not use "SAME" padding. For images of even size and stride 2 it pads only
+  # right and bottom, so kernels centre on odd pixels; shortcuts keep the even
+  # pixels.
   return nn.Conv(
     features,
     (size, size),
@@ -158,7 +159,8 @@ class TowerConv(nn.Module):
 
 
 class Stem(nn.Module):
-  """A 3x3 convolution without bias; with a norm, then the norm and ReLU."""
+  """A 3x3 convolution without bias. If `norm` is not "none", the norm and ReLU
+  follow."""
 
   features: int
   norm: str = "none"
@@ -248,8 +250,10 @@ class WideBlock(nn.Module):
 def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
   """Raises ValueError unless `widths` has at least `least` valid widths."""
   if isinstance(widths, str) or not isinstance(widths, Sequence):
-    kind = f"a sequence of widths, as (64,), not {checks.shown(widths)}"
-    raise ValueError(f"{name} must be {kind}")
+    raise ValueError(
+      f"{name} must be a sequence of widths, as (64,), not"
+      f" {checks.shown(widths)}"
+    )
   checks.whole(f"the length of {name}", len(widths), least, MOST_LAYERS)
   for width in widths:
     checks.whole(f"each width of {name}", width, most=MOST_FEATURES)
@@ -371,12 +375,13 @@ def resnet(
 
 def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
   """Returns three groups of blocks; the second and third halve the image."""
-  return [
-    # Stride 2 in the first block of the second and third group.
-    block(width * widen, 2 if widen > 1 and i == 0 else 1, norm, groups)
-    for widen in (1, 2, 4)
-    for i in range(count)
-  ]
+  blocks = []
+  for multiplier in (1, 2, 4):
+    for i in range(count):
+      # The first block of the second and third group halves the image.
+      stride = 2 if multiplier > 1 and i == 0 else 1
+      blocks.append(block(width * multiplier, stride, norm, groups))
+  return blocks
 
 
 def wide_resnet(

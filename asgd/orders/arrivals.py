@@ -1,8 +1,9 @@
 """Messages that have arrived and were not received: which may be received next.
 
-A message waits for its worker's earlier ones, and in rounds for the others of
-its round. Each arrival and each closed ticket updates the set of messages that
-may be received, so the dispatcher does not search all waiting messages.
+A message waits for the earlier messages of its worker, and in rounds for the
+other messages of its round. Each arrival and each closed ticket updates the set
+of messages that may be received, so the dispatcher does not search all waiting
+messages.
 """
 
 import collections
@@ -29,7 +30,7 @@ class Arrivals:
 
   Attributes:
     round: index of the round of the jobs that start now.
-    granted: number of jobs that were started in this round and not lost.
+    n_granted: number of jobs that were started in this round and not lost.
     tickets: number of open tickets.
   """
 
@@ -37,32 +38,33 @@ class Arrivals:
     self._ledger = ledger
     self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
     self._arrival_counter = itertools.count()
-    # Messages on the earliest ticket of their worker; some tickets are closed.
+    # Messages whose ticket is the earliest of its worker; some of these tickets
+    # are closed.
     self._earliest: list[Key] = []
-    self.round = self.granted = self.tickets = 0
+    self.round = self.n_granted = self.tickets = 0
 
   def __contains__(self, key: Key) -> bool:
     return key in self._arrival_rank
 
-  def busy(self, worker: int) -> int:
+  def count_jobs(self, worker: int) -> int:
     """Returns the number of tickets that count against the worker's depth."""
     return len(self._ledger.open[worker])
 
-  def start(self, event: Event) -> None:
-    """Notes that a ticket is opened."""
+  def add_ticket(self, event: Event) -> None:
+    """Adds an opened ticket."""
     del event
     self.tickets += 1
 
-  def add(self, key: Key, seconds: float | None) -> None:
-    """Notes that a message has arrived, `seconds` after its ticket."""
+  def add_message(self, key: Key, seconds: float | None) -> None:
+    """Adds a message that has arrived, `seconds` after its ticket."""
     del seconds
     self._arrival_rank[key] = next(self._arrival_counter)
     # Only the earliest open ticket of a worker can be received next.
     if key[1] == next(iter(self._ledger.open[key[0]])):
       self._earliest.append(key)
 
-  def end(self, event: Event, ticket: StartedJob) -> bool:
-    """Notes that a ticket was closed; returns whether its job is lost."""
+  def close_ticket(self, event: Event, ticket: StartedJob) -> bool:
+    """Removes a closed ticket. Returns whether its job is lost."""
     del ticket
     worker = event.worker
     self.tickets -= 1
@@ -74,11 +76,12 @@ class Arrivals:
         self._earliest.append(earliest_key)
     return event.action != base.RECEIVE
 
-  def superseded(self) -> list[Key]:
-    """Returns messages that arrived after another message of their job."""
+  def take_superseded(self) -> list[Key]:
+    """Returns the messages that arrived since the last call, after another
+    message of their job."""
     return []
 
-  def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
+  def take_ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
     """Returns the messages to be received now, in their order."""
     del more_to_come
     # A ticket that was closed after its message arrived has no rank any more.
@@ -86,14 +89,15 @@ class Arrivals:
     self._earliest.clear()
     return sorted(keys, key=self._arrival_rank.__getitem__)
 
-  def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns no job: only those of a round are late."""
+  def find_late_jobs(self, before: float) -> list[tuple[float, int, int]]:
+    """Returns no job: only jobs of a round are late."""
     del before
     return []
 
 
 class RoundArrivals(Arrivals):
-  """Messages of rounds: those of a round are received together, by their jobs.
+  """Messages of rounds: the messages of a round are received together, in the
+  order of their jobs.
 
   Args:
     size: messages of a round.
@@ -106,29 +110,29 @@ class RoundArrivals(Arrivals):
     self._copies = Copies()
     self._received = 0  # messages of this round
     self._round_start = 0.0  # a lower bound of the times of this round's jobs
-    # worker -> arrived messages that were not received
+    # worker -> number of arrived messages that were not received
     self._arrived_counts = collections.Counter[int]()
-    # worker -> seq below which all its messages have arrived or ended. Only
-    # messages below it can be received.
+    # worker -> its front: the seq below which all messages of the worker have
+    # arrived or ended. Only messages below the front can be received.
     self._front: dict[int, int] = {}
     self._on_time: dict[Key, None] = {}  # messages of this round below a front
     # Workers that may have arrived messages of an earlier round.
     self._late_workers: set[int] = set()
 
-  def busy(self, worker: int) -> int:
+  def count_jobs(self, worker: int) -> int:
     """Returns the number of jobs that a worker computes: open tickets without
     those whose messages have arrived."""
     return len(self._ledger.open[worker]) - self._arrived_counts[worker]
 
-  def start(self, event: Event) -> None:
-    """Notes that a ticket is opened, perhaps the second of its job."""
-    super().start(event)
-    if not self.granted:
+  def add_ticket(self, event: Event) -> None:
+    """Adds an opened ticket, perhaps the second ticket of its job."""
+    super().add_ticket(event)
+    if not self.n_granted:
       self._round_start = event.time
-    self.granted += self._copies.start(event.job, event.key)
+    self.n_granted += self._copies.start(event.job, event.key)
 
-  def add(self, key: Key, seconds: float | None) -> None:
-    """Notes that a message has arrived, `seconds` after its ticket."""
+  def add_message(self, key: Key, seconds: float | None) -> None:
+    """Adds a message that has arrived, `seconds` after its ticket."""
     worker, seq = key
     self._arrival_rank[key] = next(self._arrival_counter)
     self._arrived_counts[worker] += 1
@@ -147,46 +151,50 @@ class RoundArrivals(Arrivals):
       front += 1
     self._front[worker] = front
 
-  def end(self, event: Event, ticket: StartedJob) -> bool:
-    """Notes that a ticket was closed; returns whether its job is lost."""
+  def close_ticket(self, event: Event, ticket: StartedJob) -> bool:
+    """Removes a closed ticket. Returns whether its job is lost."""
     self.tickets -= 1
     counts, key = event.action == base.RECEIVE, event.key
     if self._arrival_rank.pop(key, None) is not None:
       self._arrived_counts[event.worker] -= 1
       self._on_time.pop(key, None)
-    lost = self._copies.end(ticket.job, key, counts=counts)
+    is_lost = self._copies.end(ticket.job, key, counts=counts)
     if ticket.round != self.round:
-      return lost
+      return is_lost
     if counts:
       self._received += 1
       if self._received == self._round_size:
         self._next_round()
-    elif lost and event.action != base.DROP:
-      self.granted -= 1  # another worker will start the job again
-    return lost
+    elif is_lost and event.action != base.DROP:
+      self.n_granted -= 1  # another worker will start the job again
+    return is_lost
 
   def _next_round(self) -> None:
-    """Starts the next round. Messages that wait are late from now on."""
+    """Starts the next round. The waiting messages are late from now on."""
     self.round += 1
-    self.granted = self._received = 0
+    self.n_granted = self._received = 0
     self._late_workers.update(worker for worker, _ in self._on_time)
     self._on_time.clear()
 
-  def superseded(self) -> list[Key]:
-    """Returns messages that arrived after another message of their job."""
-    return self._copies.superseded()
+  def take_superseded(self) -> list[Key]:
+    """Returns the messages that arrived since the last call, after another
+    message of their job."""
+    return self._copies.take_superseded()
 
-  def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
-    """Returns late messages, which the server drops, then those of the round if
-    they are all that it will get. Both are sorted by the largest job that their
-    worker had started up to the message."""
+  def take_ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
+    """Returns late messages, which the server drops. If the round will get no
+    further message, the messages of the round follow.
+
+    Both groups are sorted by the largest job that the message's worker had
+    started up to the message.
+    """
     late_rows = [
       row for row in self._rows(self._late_workers) if row[2] != self.round
     ]
     chosen = sorted(late_rows)
     self._late_workers.clear()
-    # The round is received when it is complete, or when no job of it can still
-    # end: the last round of a run may have fewer messages.
+    # The round is received when it is complete, or when no further job of the
+    # round can end: the last round of a run may have fewer messages.
     missing = self._round_size - self._received
     if self._on_time and (
       len(self._on_time) >= missing
@@ -199,8 +207,8 @@ class RoundArrivals(Arrivals):
   def _rows(
     self, workers: set[int]
   ) -> Iterator[tuple[int, tuple[int, int], int]]:
-    """Yields (largest job so far, message, round) for the messages of workers
-    that can be received."""
+    """Yields (largest job so far, message, round) for those messages of the
+    workers that can be received."""
     for worker in workers:
       largest_job = 0
       for seq, ticket in self._ledger.open[worker].items():
@@ -209,16 +217,19 @@ class RoundArrivals(Arrivals):
         largest_job = max(largest_job, ticket.job)
         yield largest_job, (worker, seq), ticket.round
 
-  def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns (time at which it is late, worker, job) of this round's jobs that
-    have one open ticket. The list may be empty if none is late at `before`."""
+  def find_late_jobs(self, before: float) -> list[tuple[float, int, int]]:
+    """Returns (time from which the job is late, worker, job) for the jobs of
+    this round that have one open ticket. The list may be empty if no job is
+    late at time `before`."""
     factor = self._late_factor
     # A quick exit: no job can be late before this bound.
-    if self._round_start + factor * self._copies.least_usual() > before:
+    if self._round_start + factor * self._copies.least_median_time() > before:
       return []
     late_jobs = []
     for worker, seq in self._copies.single.values():
-      ticket, usual = self._ledger.open[worker][seq], self._copies.usual(worker)
-      if ticket.round == self.round and usual is not None:
-        late_jobs.append((ticket.time + factor * usual, worker, ticket.job))
+      ticket = self._ledger.open[worker][seq]
+      median_time = self._copies.median_time(worker)
+      if ticket.round == self.round and median_time is not None:
+        late_time = ticket.time + factor * median_time
+        late_jobs.append((late_time, worker, ticket.job))
     return late_jobs

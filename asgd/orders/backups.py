@@ -38,7 +38,7 @@ class Copies:
     >>> copies.end(5, (1, 0), counts=True)
     False
     >>> copies.arrive(5, (0, 0))
-    >>> copies.superseded()
+    >>> copies.take_superseded()
     [(0, 0)]
   """
 
@@ -48,19 +48,20 @@ class Copies:
     self.awaited: set[int] = set()
     self._done: set[int] = set()  # open jobs of which a message was received
     self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
-    self._repeats: list[tuple[int, Key]] = []  # candidates for `superseded`
+    self._repeats: list[tuple[int, Key]] = []  # perhaps superseded
     self._time_of: dict[int, float] = {}  # worker -> duration of its latest job
     self._sorted_times: list[float] = []  # the values of `_time_of`, sorted
 
   def start(self, job: int, key: Key) -> bool:
-    """Notes an opened ticket; returns whether it is the only one of its job."""
+    """Adds an opened ticket. Returns whether it is the only ticket of its job.
+    """
     keys = self.open.setdefault(job, [])
     keys.append(key)
     self._update_sets(job)
     return len(keys) == 1
 
   def arrive(self, job: int, key: Key) -> None:
-    """Notes that a message has arrived."""
+    """Adds a message that has arrived."""
     keys = self._arrived.setdefault(job, [])
     keys.append(key)
     if len(keys) > 1 or job in self._done:
@@ -68,10 +69,10 @@ class Copies:
     self._update_sets(job)
 
   def end(self, job: int, key: Key, *, counts: bool) -> bool:
-    """Notes that a ticket was closed, because its message `counts` or for
-    another reason; returns whether the job is lost: no ticket is open, and no
-    message was received."""
-    other_keys, done = self.open[job], job in self._done
+    """Removes a ticket that was closed, because its message `counts` or for
+    another reason. Returns whether the job is lost: it has no open ticket, and
+    no message of it was received."""
+    other_keys, is_done = self.open[job], job in self._done
     other_keys.remove(key)
     arrived = self._arrived.get(job, [])
     if key in arrived:
@@ -84,7 +85,7 @@ class Copies:
     elif counts:
       self._done.add(job)
     self._update_sets(job)
-    return not (counts or other_keys or done)
+    return not (counts or other_keys or is_done)
 
   def _update_sets(self, job: int) -> None:
     """Updates `awaited` and `single` after a job has changed."""
@@ -100,12 +101,13 @@ class Copies:
     else:
       self.single.pop(job, None)
 
-  def superseded(self) -> list[Key]:
+  def take_superseded(self) -> list[Key]:
     """Returns the messages that arrived since the last call, in their order,
     after another message of their job."""
     repeats, self._repeats = self._repeats, []
     superseded_keys = []
-    # The ticket may have been closed, or the first message lost, since then.
+    # Since its arrival the ticket may have been closed, or the first message of
+    # the job lost.
     for job, key in repeats:
       keys = self._arrived.get(job, [])
       if key in keys and (job in self._done or keys[0] != key):
@@ -121,18 +123,19 @@ class Copies:
     self._time_of[worker] = time
     bisect.insort(self._sorted_times, time)
 
-  def usual(self, worker: int) -> float | None:
-    """Returns the median of the latest times of the other workers; None if no
-    other worker has one."""
+  def median_time(self, worker: int) -> float | None:
+    """Returns the median of the other workers' latest times; None if no other
+    worker has a time."""
     if worker not in self._time_of:
       return _median(self._sorted_times, None)
     own_position = bisect.bisect_left(self._sorted_times, self._time_of[worker])
     return _median(self._sorted_times, own_position)
 
-  def least_usual(self) -> float:
-    """Returns a lower bound of `usual` for all workers; infinity if no worker
-    has a time."""
-    # The median is smallest for the slowest worker, whose own time is left out.
+  def least_median_time(self) -> float:
+    """Returns a lower bound of `median_time` for all workers; infinity if no
+    worker has a time."""
+    # The median is smallest for the slowest worker: it leaves the largest time
+    # out.
     last_index = len(self._sorted_times) - 1
     lower_bound = _median(
       self._sorted_times, last_index if last_index > 0 else None
@@ -141,7 +144,7 @@ class Copies:
 
 
 def _median(ordered: list[float], excluded: int | None) -> float | None:
-  """Returns the median of sorted numbers, leaving out the one at the index
+  """Returns the median of sorted numbers without the number at the index
   `excluded`; None if no number is left."""
   count = len(ordered) - (excluded is not None)
   if not count:
@@ -155,8 +158,8 @@ def _median(ordered: list[float], excluded: int | None) -> float | None:
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:
-  """Returns (backup tasks that were started, those whose result counted) of a
-  trace."""
+  """Returns (number of backup tasks that were started, number of backup tasks
+  whose result counted) of a trace."""
   copies, started, counted = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:

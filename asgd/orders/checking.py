@@ -56,7 +56,7 @@ def check(
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
-    if reason := _forbidden(ledger, event, depth):
+    if reason := _find_violation(ledger, event, depth):
       ledger.refuse(event, reason)
     ledger.apply(event)
     workers = max(workers, event.worker + 1)
@@ -64,8 +64,8 @@ def check(
 
 
 def _is_valid(trace: base.Trace, depth: float) -> bool:
-  """Whether a trace of SEND, KEEP and RECEIVE rows is right, by NumPy: False
-  also where only the check row by row can decide."""
+  """Checks a trace of SEND, KEEP and RECEIVE rows by NumPy. Returns True if it
+  is right, False if it is wrong or if only the check row by row can decide."""
   time, worker, seq, job, _ = trace
   indices = np.stack([worker, job])
   if len(time) and not (time[0] >= 0 and time[-1] <= LATEST):
@@ -92,11 +92,11 @@ def _is_valid(trace: base.Trace, depth: float) -> bool:
   return bool((same_worker & (ends[needed_end] < starts[later])).all())
 
 
-def _forbidden(
+def _find_violation(
   ledger: Ledger[Event], event: Event, depth: float
 ) -> str | None:
-  """Returns why a protocol forbids a row that the ledger would accept, or
-  None."""
+  """Returns why a protocol forbids a row that the ledger would accept; None if
+  no protocol does."""
   time, worker, seq, job, action, *_ = event
   tickets = ledger.open[worker]
   if not 0 <= time <= LATEST:

@@ -1,4 +1,4 @@
-"""Makers of orders: a protocol is played with durations.
+"""Makers of orders: a protocol is play_rules with durations.
 
 Asynchronous, bulk synchronous and stale synchronous training differ only in
 when a worker may start. Each maker plays durations through one such protocol
@@ -35,7 +35,7 @@ from asgd.orders import own, protocol
 from asgd.orders import stages as stages_lib
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
-from asgd.orders.play import Play, Sizes, begin, played
+from asgd.orders.play import Play, Sizes, begin, play_rules
 from asgd.orders.stops import with_stops
 from asgd.orders.trace import Event, from_events
 
@@ -55,7 +55,7 @@ def stale_synchronous(
 
   Args:
     durations, workers, messages, depth, warm_start, stages: shared options.
-    bound: s, how many jobs a worker may be ahead of the slowest.
+    bound: s, by how many jobs a worker may be ahead of the slowest.
     cache: a worker reads a cached copy of the parameters, with its own writes
       (`asgd.own_writes`), while the copy is fresh enough for the bound, as the
       paper's clients do; without it, it fetches before each job (eager SSP, Dai
@@ -95,7 +95,7 @@ def stale_synchronous(
   counts = dict(depth=depth, fetch_every=fetch_every, warm_start=warm_start)
   read = stages_lib.read(stages)
   rules = protocol.Rules(bound=bound, cache=cache, stages=read, **counts)
-  return played(rules, durations, workers, messages)
+  return play_rules(rules, durations, workers, messages)
 
 
 def asynchronous(
@@ -141,7 +141,7 @@ def asynchronous(
     warm_start=warm_start,
     stages=stages_lib.read(stages),
   )
-  return played(rules, durations, workers, messages)
+  return play_rules(rules, durations, workers, messages)
 
 
 def backup_workers(
@@ -185,7 +185,7 @@ def backup_workers(
     4.0 1
   """
   rules = _backup_rules(workers, backup)
-  return played(rules, durations, workers, messages)
+  return play_rules(rules, durations, workers, messages)
 
 
 def _backup_rules(workers: int, backup: int) -> protocol.Rules:
@@ -239,7 +239,7 @@ def backup_tasks(
   """
   _check_rounds(workers, messages)
   rules = protocol.Rules(round=workers, late=late)
-  return played(rules, durations, workers, messages)
+  return play_rules(rules, durations, workers, messages)
 
 
 def _check_rounds(workers: int, messages: int) -> None:
@@ -251,7 +251,7 @@ def _check_rounds(workers: int, messages: int) -> None:
 def bulk_synchronous(
   durations: Durations, *, workers: int, messages: int
 ) -> base.Trace:
-  """All workers start a round together, when all have ended the one before.
+  """All workers start a round together, when all have ended the last round.
 
   Use it with `make_server(..., every=workers)`.
 
@@ -277,7 +277,7 @@ def bulk_synchronous(
     [0, 0, 0, 0]
   """
   _check_rounds(workers, messages)
-  return played(protocol.Rules(bound=0), durations, workers, messages)
+  return play_rules(protocol.Rules(bound=0), durations, workers, messages)
 
 
 def fixed_delay(*, delay: int, messages: int) -> base.Trace:

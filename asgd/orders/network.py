@@ -6,16 +6,16 @@ may wait in a queue. A ticket takes the opposite way:
   worker --up--> latency --port--> service        a part for each shard
   worker <-down-- latency <-port-- shard
 
-Each arrow is a `Line`: it carries one part after the other, first come, first
-served, and a part of b bytes occupies it for b / bandwidth. Lines are
-cut-through, as in switches: the first bytes of a part enter the next line while
-the last bytes leave this one. So a part that meets no other takes latency + b /
-(the slower bandwidth). Parts that arrive at a busy line wait: this is incast.
-With `incast="share"` the port of a shard divides its bandwidth equally among
-the parts on it instead.
+Each arrow, and the service of a shard, is a `Line`. A line carries one part
+after the other, first come, first served. A part of b bytes occupies an arrow
+for b / bandwidth. The arrows are cut-through, as in switches: the first bytes
+of a part enter the next line while the last bytes leave this one. So a part
+that meets no other takes latency + b / (the slower bandwidth). Parts that
+arrive at a busy line wait: this is incast. With `incast="share"` the port of a
+shard divides its bandwidth equally among the parts on it instead.
 
-The caller passes the time to `Links.advance`: a drawn one (`asgd.orders.play`)
-or a real one (`asgd.live.links.throttled`).
+The time comes from the caller of `Links.advance`: simulated time
+(`asgd.orders.play`) or wall-clock time (`asgd.live.links.throttled`).
 """
 
 import heapq
@@ -79,37 +79,38 @@ class Line:
   """Carries one part after the other, first come, first served."""
 
   def __init__(self) -> None:
-    self.free = 0.0  # time at which all parts so far are through
+    self.free_at = 0.0  # time at which all parts so far are through
     self._busy = 0.0  # time taken by all parts so far
 
-  def take(self, now: float, length: float) -> float:
-    """Adds a part that takes `length`; returns the time at which it begins."""
-    begin = max(now, self.free)
-    self.free = begin + length
-    self._busy += length
+  def take(self, now: float, duration: float) -> float:
+    """Adds a part that takes `duration`; returns when the part begins."""
+    begin = max(now, self.free_at)
+    self.free_at = begin + duration
+    self._busy += duration
     return begin
 
-  def busy(self, end: float) -> float:
-    """Returns how long it was busy until a time, not before the last part."""
-    return self._busy - max(self.free - end, 0.0)
+  def busy_time(self, end: float) -> float:
+    """Returns the time that the line was busy up to `end`, which must not be
+    earlier than the time at which the last part began."""
+    return self._busy - max(self.free_at - end, 0.0)
 
   def pack(self) -> list[Any]:
     """Returns the line as JSON."""
-    return [self.free, self._busy]
+    return [self.free_at, self._busy]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
     """Restores what was packed."""
     del part_of
-    self.free, self._busy = packed
+    self.free_at, self._busy = packed
 
 
 class SharedLine:
   """Carries all parts on it at the same time, each at an equal share.
 
   With n parts on the line each has 1 / n of the bandwidth. The line counts
-  "served" time, which grows by time / n: a part of length d that entered at
-  served V is through at served V + d (processor sharing; Kleinrock, "Queueing
-  systems", volume 2, 1976, section 4.4).
+  "served" time, which grows by time / n. A part that alone would take the time
+  d, and that entered at served V, is through at served V + d (processor
+  sharing; Kleinrock, "Queueing systems", volume 2, 1976, section 4.4).
   """
 
   def __init__(self) -> None:
@@ -126,10 +127,10 @@ class SharedLine:
       self._busy += now - self._served_at
     self._served_at = now
 
-  def join(self, now: float, length: float, part: Any) -> None:
-    """Adds a part that takes `length` if no other part is on the line."""
+  def join(self, now: float, duration: float, part: Any) -> None:
+    """Adds a part that takes `duration` if no other part is on the line."""
     self._serve_until(now)
-    heapq.heappush(self._heap, (self._served + length, self._entered, part))
+    heapq.heappush(self._heap, (self._served + duration, self._entered, part))
     self._entered += 1
 
   def next_end(self) -> tuple[float, Any] | None:
@@ -147,8 +148,9 @@ class SharedLine:
     self._serve_until(now)
     self._served = max(self._served, heapq.heappop(self._heap)[0])
 
-  def busy(self, end: float) -> float:
-    """Returns how long it was busy until a time, not before the last part."""
+  def busy_time(self, end: float) -> float:
+    """Returns the time that the line was busy up to `end`, which must not be
+    earlier than the time of the last `join` or `leave`."""
     return self._busy + (end - self._served_at if self._heap else 0.0)
 
   def pack(self) -> list[Any]:
@@ -171,7 +173,7 @@ class Hop(NamedTuple):
   """A line on the way of a part."""
 
   line: Any  # Line or SharedLine
-  length: float  # time that the part takes there if it meets no other
+  duration: float  # time that the part takes there if it meets no other
   latency: float = 0.0  # to the next line
   # Whether the line begins when the last byte has arrived, not the first.
   store_and_forward: bool = False
@@ -189,13 +191,13 @@ class MessagePart:
     self._last_byte = 0.0  # time at which its last byte is at the next hop
 
   @property
-  def arrived(self) -> bool:
-    """Whether it has passed its last line."""
+  def has_arrived(self) -> bool:
+    """Whether the part has passed its last line."""
     return self._next == len(self._hops)
 
   def is_on(self, line: Any) -> bool:
-    """Whether a line is the present or the next one."""
-    return not self.arrived and self._hops[self._next].line is line
+    """Whether the part is on this shared line, or enters this `Line` next."""
+    return not self.has_arrived and self._hops[self._next].line is line
 
   def pack(self) -> list[Any]:
     """Returns the progress as JSON."""
@@ -206,9 +208,10 @@ class MessagePart:
     self.waited, self._next, self._ready, self._last_byte = packed
 
 
-# (time, part, line): with line None the part enters its next line; else the
-# part is through on that shared line, unless another part has entered since.
-Happening = tuple[float, MessagePart, Any]
+# (time, part, line). If `line` is None, `part` enters its next line, or has
+# arrived. If `line` is a shared line, `part` leaves that line; the event is
+# obsolete if another part has entered the line since.
+LinkEvent = tuple[float, MessagePart, Any]
 
 
 class LinkUse(NamedTuple):
@@ -216,7 +219,9 @@ class LinkUse(NamedTuple):
 
   utilisation: float  # share of the time in which the busiest port was busy
   service: float  # the same for the service of the busiest shard
-  waited: float  # mean time of a message and its ticket in queues of shards
+  # Mean time in queues of shards that a shard's part of a message and of the
+  # message's ticket took together.
+  waited: float
 
 
 class Links:
@@ -228,12 +233,12 @@ class Links:
     >>> from asgd.orders.network import Links, Network
     >>> links = Links(Network(latency=1.0, port=4.0), workers=2)
     >>> for worker in range(2):
-    ...   part = links.up("message", worker, shard=0, nbytes=8)
-    ...   happenings = links.advance(0.0, part)
-    ...   while not part.arrived:
-    ...     (time, part, line), = happenings
-    ...     happenings = links.advance(time, part, line)
-    ...   print(happenings[0][0], part.waited)
+    ...   part = links.message_part("message", worker, shard=0, nbytes=8)
+    ...   events = links.advance(0.0, part)
+    ...   while not part.has_arrived:
+    ...     (time, part, line), = events
+    ...     events = links.advance(time, part, line)
+    ...   print(events[0][0], part.waited)
     3.0 0.0
     5.0 2.0
   """
@@ -246,12 +251,12 @@ class Links:
     self._in: list[Any] = [SharedLine() if shared else Line() for _ in shards]
     self._out: list[Any] = [SharedLine() if shared else Line() for _ in shards]
     self._service = [Line() for _ in shards]
-    self._waited, self._messages = 0.0, 0  # sum over messages, their number
+    self._waited, self._messages = 0.0, 0  # sum over messages, and their count
 
-  def up(
+  def message_part(
     self, key: Any, worker: int, shard: int, nbytes: float
   ) -> MessagePart:
-    """Returns the part of a message for a shard, of `nbytes` bytes."""
+    """Returns the part of a message for a shard; it has `nbytes` bytes."""
     net = self.network
     hops = (
       Hop(self._up[worker], nbytes / net.up, net.latency, is_worker_link=True),
@@ -260,10 +265,10 @@ class Links:
     )
     return MessagePart(key, hops)
 
-  def down(
+  def ticket_part(
     self, key: Any, worker: int, shard: int, nbytes: float
   ) -> MessagePart:
-    """Returns the part of a ticket from a shard, of `nbytes` bytes."""
+    """Returns the part of a ticket from a shard; it has `nbytes` bytes."""
     net = self.network
     hops = (
       Hop(self._out[shard], nbytes / net.port, net.latency),
@@ -273,16 +278,16 @@ class Links:
 
   def advance(
     self, now: float, part: MessagePart, line: Any = None
-  ) -> list[Happening]:
+  ) -> list[LinkEvent]:
     """Moves a part to its next line, or takes it off a shared line.
 
     Args:
-      now: the time of the happening.
-      part, line: the values of the happening.
+      now: the time of the event.
+      part, line: of the event. For a part that sets out, `line` is None.
 
     Returns:
-      The happenings that follow. The caller passes each to `advance` at its
-      time, except for a part that has passed its last line: it is `arrived`.
+      The events that follow. The caller passes each to `advance` at its time,
+      except the event with `line` None of a part that `has_arrived`.
     """
     if line is None:
       return self._enter(now, part)
@@ -290,60 +295,61 @@ class Links:
     if next_end is None or part is not next_end[1] or next_end[0] > now:
       return []  # another part has entered since: this one takes longer
     line.leave(now)
-    happenings = [self._leave(now, part, part._ready, now)]
-    return happenings + self._next_end(line)
+    events = [self._leave(now, part, part._ready, now)]
+    return events + self._next_end(line)
 
-  def _enter(self, now: float, part: MessagePart) -> list[Happening]:
-    """Puts a part on its next line; returns the happenings that follow."""
-    line, length, _, _, is_worker_link = part._hops[part._next]
-    # A part may be passed here later than it was ready: a `Line` takes it as of
-    # the time at which it was ready.
+  def _enter(self, now: float, part: MessagePart) -> list[LinkEvent]:
+    """Puts a part on its next line; returns the events that follow."""
+    line, duration, _, _, is_worker_link = part._hops[part._next]
+    # Events may be late (`_leave` returns none before its `now`). After the
+    # first hop, use the time at which the part was ready instead of `now`.
     part._ready = ready = part._ready if part._next else now
     if isinstance(line, SharedLine):
-      line.join(now, length, part)
+      line.join(now, duration, part)
       return self._next_end(line)
-    begin = line.take(ready, length)
+    begin = line.take(ready, duration)
     # Waiting for the worker's own link is no queue at a shard.
     part.waited += 0.0 if is_worker_link else begin - ready
-    return [self._leave(now, part, begin, begin + length)]
+    return [self._leave(now, part, begin, begin + duration)]
 
-  def _next_end(self, line: SharedLine) -> list[Happening]:
-    """Returns the next happening of a shared line, if a part is on it."""
+  def _next_end(self, line: SharedLine) -> list[LinkEvent]:
+    """Returns the next event of a shared line, if a part is on the line."""
     next_end = line.next_end()
     return [] if next_end is None else [(*next_end, line)]
 
   def _leave(
     self, now: float, part: MessagePart, began: float, ended: float
-  ) -> Happening:
-    """Returns the happening of a part at its next line, after it has passed
-    this one from `began` to `ended`."""
+  ) -> LinkEvent:
+    """Returns the event in which a part enters its next line. The part was on
+    the present line from `began` to `ended`."""
     hops, index = part._hops, part._next
     hop = hops[index]
     if isinstance(hop.line, SharedLine):
-      part.waited += max(ended - began - hop.length, 0.0)
+      part.waited += max(ended - began - hop.duration, 0.0)
     # If an earlier line is slower, the last byte arrives later than this line
     # alone would deliver it.
     ended = max(ended, part._last_byte)
     part._next += 1
     part._ready = part._last_byte = ended + hop.latency
-    if not part.arrived and not hops[index + 1].store_and_forward:
-      # Cut-through: it begins so late that the next line is busy without a gap.
-      gap = max(ended - began - hops[index + 1].length, 0.0)
-      part._ready = began + hop.latency + gap
+    if not part.has_arrived and not hops[index + 1].store_and_forward:
+      # Cut-through: begin on the next line as early as possible, but so late
+      # that the next line never waits for bytes of the part.
+      lead = max(ended - began - hops[index + 1].duration, 0.0)
+      part._ready = began + hop.latency + lead
     return max(part._ready, now), part, None
 
-  def received(self, waited: float) -> None:
-    """Counts a received message. Its parts, and those of its ticket, have spent
-    `waited` in queues of shards."""
+  def count_received(self, waited: float) -> None:
+    """Counts a received message. The parts of the message and of its ticket
+    have spent `waited` in queues of shards, all together."""
     self._messages += 1
     self._waited += waited
 
   def use(self, end: float) -> LinkUse:
     """Returns the use until `end`, the time of the last message, above 0."""
-    port_busy = max(line.busy(end) for line in (*self._in, *self._out))
-    service_busy = max(line.busy(end) for line in self._service)
-    parts = max(self._messages, 1) * self.network.shards
-    return LinkUse(port_busy / end, service_busy / end, self._waited / parts)
+    port_busy = max(line.busy_time(end) for line in (*self._in, *self._out))
+    service_busy = max(line.busy_time(end) for line in self._service)
+    n_parts = max(self._messages, 1) * self.network.shards
+    return LinkUse(port_busy / end, service_busy / end, self._waited / n_parts)
 
   # Checkpoints.
 
@@ -352,7 +358,7 @@ class Links:
     return [*self._up, *self._down, *self._in, *self._out, *self._service]
 
   def number_of(self, line: Any) -> int | None:
-    """Returns the number of a line for `line_of`; None for None."""
+    """Returns the number by which `line_of` finds a line; None for None."""
     return None if line is None else list(map(id, self._lines)).index(id(line))
 
   def line_of(self, number: int | None) -> Any:

@@ -5,9 +5,9 @@
   base.Trace, or rows of five values     the rows, until enough are received
   a function                             it returns one of these, or Rules
 
-A function takes those of `durations`, `workers` and `messages` that it names,
-and its own options. A function that takes neither durations nor messages, and
-returns `protocol.Rules`, is a protocol, which live workers can keep.
+A function gets its options, and `durations`, `workers` and `messages` as far as
+its parameters name them. A function that takes neither durations nor messages,
+and returns `protocol.Rules`, is a protocol, which live workers can keep, too.
 """
 
 import inspect
@@ -31,9 +31,10 @@ FORMS = (
 _FIELDS = 5  # number of values in a row of a trace
 
 
-def turns(workers: int, order: Iterable[int]) -> Iterator[Event]:
-  """Yields the rows of an order in which one worker after the other is
-  received. Each is sent the next ticket at once; all start at time 0.
+def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
+  """Yields the rows of an order in which the server receives one worker after
+  the other. The worker gets the next ticket at once; all workers start at time
+  0.
 
   Args:
     workers: N.
@@ -121,7 +122,7 @@ def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
 def _rows(
   given: Iterable[Any], workers: int, messages: int | None
 ) -> Iterator[Event]:
-  """Yields rows until `messages` are received, of rows or workers."""
+  """Yields rows until `messages` are received; `given` has rows or workers."""
   items = iter(given)
   # The first item decides whether all are workers or rows.
   first_item = next(items, None)
@@ -130,7 +131,7 @@ def _rows(
   items = itertools.chain([first_item], items)
   rows: Iterator[Event] = map(_row, items)
   if isinstance(first_item, numbers.Integral):
-    rows = turns(workers, items)
+    rows = rows_in_turn(workers, items)
   received = 0
   for row in rows:
     yield row
@@ -153,12 +154,12 @@ def _row(value: Any) -> Event:
     ) from None
 
 
-def called(
+def call_maker(
   maker: Callable[..., Any], name: str, options: Mapping[str, Any],
   **common: Any,
 ) -> Any:
-  """Returns the result of a user's function, which gets the options and those
-  of the `common` arguments that it takes; errors are those of `names.call`."""
+  """Returns the result of a user's function. The function gets the options, and
+  the `common` arguments that it takes. Raises the errors of `names.call`."""
   parameters = inspect.signature(maker).parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   parameter_names = {p.name for p in parameters}
@@ -203,9 +204,9 @@ def make(
     [0, 1, 1]
   """
   common = {"durations": durations, "workers": workers, "messages": messages}
-  result = called(maker, name, options, **common)
+  result = call_maker(maker, name, options, **common)
   if isinstance(result, protocol.Rules):
-    return play.played(result, durations, workers, messages)
+    return play.play_rules(result, durations, workers, messages)
   try:
     return read(result, workers=workers, messages=messages)
   except ValueError as error:

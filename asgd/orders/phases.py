@@ -39,8 +39,8 @@ def check(phases: Sequence[Phase], flops: float) -> int:
   """Checks K phases and the operations per second of a machine; returns P.
 
   Raises ValueError for no phase or machine, phases of different numbers of
-  machines, negative operations or bytes, a receiver that is none of the others,
-  or a speed that is not positive.
+  machines, negative operations or bytes, a receiver that is not another
+  machine, or a speed that is not positive.
 
   Example:
     >>> from asgd.orders import phases
@@ -48,26 +48,27 @@ def check(phases: Sequence[Phase], flops: float) -> int:
     2
   """
   checks.positive("flops", flops)
-  count = len(phases[0].flops) if phases else 0
-  if not count:
+  n_machines = len(phases[0].flops) if phases else 0
+  if not n_machines:
     raise ValueError("a step needs a phase at least, and a phase a machine")
-  for number, phase in enumerate(phases):
+  for index, phase in enumerate(phases):
     sizes = {len(phase.flops), len(phase.sends)}
-    if sizes != {count}:
+    if sizes != {n_machines}:
       raise ValueError(
-        f"phase {number} must have operations and messages of {count} machines,"
-        f" as the first has, not of {len(phase.flops)} and {len(phase.sends)}"
+        f"phase {index} must have operations and messages of {n_machines}"
+        f" machines, as the first has, not of {len(phase.flops)} and"
+        f" {len(phase.sends)}"
       )
     for machine, messages in enumerate(phase.sends):
-      checks.nonnegative(f"flops of phase {number}", phase.flops[machine])
+      checks.nonnegative(f"flops of phase {index}", phase.flops[machine])
       for receiver, nbytes in messages.items():
-        checks.nonnegative(f"bytes of phase {number}", nbytes)
-        if receiver == machine or receiver not in range(count):
+        checks.nonnegative(f"bytes of phase {index}", nbytes)
+        if receiver == machine or receiver not in range(n_machines):
           raise ValueError(
-            f"phase {number}: machine {machine} of {count} cannot send to"
+            f"phase {index}: machine {machine} of {n_machines} cannot send to"
             f" {receiver!r}; name another machine, from 0"
           )
-  return count
+  return n_machines
 
 
 class _Step:
@@ -76,26 +77,27 @@ class _Step:
   def __init__(
     self,
     phases: Sequence[Phase],
-    lengths: Sequence[Sequence[float]],
+    durations: Sequence[Sequence[float]],
     network: Network,
   ):
-    """`lengths` are the seconds of computing, [phase][machine]."""
-    count = len(phases[0].flops)
-    self._phases, self._lengths = phases, lengths
-    self._links = Links(network._replace(shards=count), count)
+    """`durations` are the seconds of computing, by [phase][machine]."""
+    n_machines = len(phases[0].flops)
+    self._phases, self._durations = phases, durations
+    self._links = Links(network._replace(shards=n_machines), n_machines)
     # By machine: the index of its present phase.
-    self._phase_of = [0] * count
-    self._computed = [math.inf] * count  # time at which its part is computed
+    self._phase_of = [0] * n_machines
+    # By machine: the time at which it has computed its part of the phase.
+    self._computed = [math.inf] * n_machines
     # [phase][machine]: messages that have not arrived, and the time of the last
     # arrival.
-    self._missing = [[0] * count for _ in phases]
-    self._last_arrival = [[0.0] * count for _ in phases]
+    self._missing = [[0] * n_machines for _ in phases]
+    self._last_arrival = [[0.0] * n_machines for _ in phases]
     for missing, phase in zip(self._missing, phases, strict=True):
       for messages in phase.sends:
         for receiver in messages:
           missing[receiver] += 1
     # Heap of (time, rank of entry, None, machine that has computed) and of
-    # (time, rank, part, line), the happenings of `Links`.
+    # (time, rank, part, line), the events of `Links`.
     self._heap: list[tuple[float, int, Any, Any]] = []
     self._count, self._end = 0, 0.0
 
@@ -113,8 +115,8 @@ class _Step:
 
   def _begin(self, machine: int, now: float) -> None:
     """Starts the present phase of a machine."""
-    length = self._lengths[self._phase_of[machine]][machine]
-    self._put(now + length, None, machine)
+    duration = self._durations[self._phase_of[machine]][machine]
+    self._put(now + duration, None, machine)
 
   def _put(self, time, part, machine_or_line):
     self._count += 1
@@ -122,37 +124,39 @@ class _Step:
 
   def _compute(self, machine: int, now: float) -> None:
     """Sends the messages of a machine that has computed its part of a phase."""
-    number, count = self._phase_of[machine], len(self._phase_of)
-    messages = self._phases[number].sends[machine]
+    phase_index, n_machines = self._phase_of[machine], len(self._phase_of)
+    messages = self._phases[phase_index].sends[machine]
     # Each machine sends to the next higher one first. Otherwise all messages
     # would meet at the port of the first machine.
-    for receiver in sorted(messages, key=lambda to: (to - machine) % count):
+    receivers = sorted(messages, key=lambda to: (to - machine) % n_machines)
+    for receiver in receivers:
       nbytes = messages[receiver]
-      key = number, receiver
-      self._move(now, self._links.up(key, machine, receiver, nbytes), None)
+      key = phase_index, receiver
+      part = self._links.message_part(key, machine, receiver, nbytes)
+      self._move(now, part, None)
     self._computed[machine] = now
     self._end_phase(machine)
 
   def _move(self, now: float, part: MessagePart, line: Any) -> None:
     """Moves a part of a message, and ends a phase that it completes."""
-    for time, following, next_line in self._links.advance(now, part, line):
-      if following.arrived and next_line is None:
-        number, machine = following.key
-        self._missing[number][machine] -= 1
-        arrivals = self._last_arrival[number]
+    for time, next_part, next_line in self._links.advance(now, part, line):
+      if next_part.has_arrived and next_line is None:
+        phase_index, machine = next_part.key
+        self._missing[phase_index][machine] -= 1
+        arrivals = self._last_arrival[phase_index]
         arrivals[machine] = max(arrivals[machine], time)
         self._end_phase(machine)
       else:
-        self._put(time, following, next_line)
+        self._put(time, next_part, next_line)
 
   def _end_phase(self, machine: int) -> None:
     """Starts a machine's next phase if it has computed and has all messages."""
-    number, computed = self._phase_of[machine], self._computed[machine]
-    if computed == math.inf or self._missing[number][machine]:
+    phase_index, computed = self._phase_of[machine], self._computed[machine]
+    if computed == math.inf or self._missing[phase_index][machine]:
       return
     self._computed[machine] = math.inf
     self._phase_of[machine] += 1
-    now = max(computed, self._last_arrival[number][machine])
+    now = max(computed, self._last_arrival[phase_index][machine])
     if self._phase_of[machine] < len(self._phases):
       self._begin(machine, now)
     else:
@@ -195,10 +199,10 @@ def step_seconds(
     5.5
   """
   check(phases, flops)
-  lengths = np.array([phase.flops for phase in phases], float) / flops
+  durations = np.array([phase.flops for phase in phases], float) / flops
   if factors is not None:
-    lengths = lengths * factors
-  return _Step(phases, lengths.tolist(), network).run()
+    durations = durations * factors
+  return _Step(phases, durations.tolist(), network).run()
 
 
 def most_seconds(

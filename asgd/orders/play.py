@@ -5,10 +5,10 @@
 If no worker joins or leaves and messages take no time, `asgd.orders.columns`
 makes the same rows faster.
 
-A ticket has the version at which it was granted, and its SEND row has that
-time. A RECEIVE row has the time at which the last shard has processed its part.
-A job on a kept ticket is granted by a message without parameters, which takes
-the latency. All shards keep one order, that of the lead.
+A ticket has the version at the time of its grant, and its SEND row has that
+time. A RECEIVE row has the time at which the last shard has processed its part
+of the message. A job on a kept ticket is granted by a message without
+parameters, which takes the latency. All shards keep the order of the lead.
 """
 
 import array
@@ -46,14 +46,14 @@ class _Job:
   """A job from its grant until its message is received."""
 
   __slots__ = (
-    *("worker", "seq", "number", "order", "length", "parts", "parts_left"),
+    *("worker", "seq", "number", "order", "duration", "parts", "parts_left"),
     "computed",
   )
 
-  def __init__(self, grant: protocol.Grant, length: float):
+  def __init__(self, grant: protocol.Grant, duration: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
-    self.order = grant.job, grant.worker  # sorts events at the same time
-    self.length = length  # time that it takes to compute
+    self.order = grant.job, grant.worker  # sort key of events at one time
+    self.duration = duration  # time that it takes to compute
     self.parts: list[MessagePart] = []  # the ticket's, then the message's too
     self.parts_left = 0  # parts in transit
     self.computed = False
@@ -106,14 +106,14 @@ class Play:
     self._sizes = sizes or fixed(no_bytes, no_bytes)
     self._instant = self.links.network.is_instant
     self._streams, self._repeats_late_jobs = streams, rules.late < math.inf
-    # Time at which each worker has ended the jobs that it has begun.
-    self._free = list(comes or [0.0] * workers)
-    # Granted jobs of each worker that have not begun: they begin in this order.
+    # Worker -> time at which it has ended the jobs that it has begun.
+    self._free_at = list(comes or [0.0] * workers)
+    # Worker -> granted jobs that have not begun; they begin in this order.
     self._granted: list[collections.deque[_Job]] = [
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
-    # Start and end of each worker's computations, one after the other.
+    # Worker -> start and end of each computation, one after the other.
     self._computed = [array.array("d") for _ in range(workers)]
     self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
     self._count = 0  # heap entries so far: sorts those of equal time and order
@@ -166,17 +166,20 @@ class Play:
   def _put(
     self, time: float, order: tuple[int, int], call: Any, argument: Any
   ) -> None:
-    """Plans `call(argument)` at a time; at equal times the least order is
-    first."""
+    """Schedules `call(argument)` at a time. Among calls at the same time the
+    least `order` is first."""
     self._count += 1
     heapq.heappush(self._heap, (time, order, self._count, call, argument))
 
   def _join(self, worker: int) -> None:
-    """Adds a worker; tickets are sent once all that join now are present."""
+    """Adds a worker. Tickets are sent once all workers that join now are
+    present."""
     self._dispatcher.join(worker, self.now)
-    following = self._heap[0][:2] if self._heap else (math.inf, (0, 0))
+    next_time, next_order = math.inf, (0, 0)
+    if self._heap:
+      next_time, next_order = self._heap[0][:2]
     # Workers that join together get tickets together.
-    self._may_send = following[0] != self.now or following[1][0] >= 0
+    self._may_send = next_time != self.now or next_order[0] >= 0
 
   def _send(self) -> None:
     """Starts the jobs that may start now, and sends their tickets."""
@@ -187,18 +190,20 @@ class Play:
       self._jobs[worker, seq] = job
       self._granted[worker].append(job)
       if self._instant:
-        self._fetched(job)
+        self._start_fetched_jobs(job)
         continue
       no_bytes = [0.0] * self.links.network.shards
       sizes = no_bytes if keep else self._sizes.down(worker, seq)
-      self._set_out(job, self.links.down, range(len(sizes)), sizes)
+      self._send_parts(job, self.links.ticket_part, range(len(sizes)), sizes)
 
-  def _set_out(
-    self, job: _Job, way: Callable[..., MessagePart],
+  def _send_parts(
+    self, job: _Job, make_part: Callable[..., MessagePart],
     shards: Iterable[int], sizes: Sequence[float],
   ) -> None:
     """Sends the parts of a job's ticket, or of its message."""
-    parts = [way(job, job.worker, shard, sizes[shard]) for shard in shards]
+    parts = [
+      make_part(job, job.worker, shard, sizes[shard]) for shard in shards
+    ]
     job.parts += parts
     job.parts_left = len(parts)
     for part in parts:
@@ -206,47 +211,51 @@ class Play:
 
   def _move(self, part_and_line):
     part, line = part_and_line
-    if line is None and part.arrived:
+    if line is None and part.has_arrived:
       self._arrive(part.key)
       return
-    for time, following, on in self.links.advance(self.now, part, line):
-      self._put(time, following.key.order, self._move, (following, on))
+    for time, next_part, next_line in self.links.advance(self.now, part, line):
+      order = next_part.key.order
+      self._put(time, order, self._move, (next_part, next_line))
 
   def _arrive(self, job):
-    """Counts a part of a job that has arrived at its worker, or its shard."""
+    """Counts a part of a ticket that has arrived at its worker, or a part of a
+    message that a shard has processed."""
     job.parts_left -= 1
     if not job.parts_left:
-      (self._arrived if job.computed else self._fetched)(job)
+      (self._receive if job.computed else self._start_fetched_jobs)(job)
 
-  def _arrived(self, job: _Job) -> None:
+  def _receive(self, job: _Job) -> None:
     """Gives the dispatcher a message that all shards have processed."""
     self._may_send = True
     self._dispatcher.arrive(job.worker, job.seq, self.now)
     for worker, seq, _ in self._dispatcher.deliver(self.now):
       parts = self._jobs.pop((worker, seq)).parts
-      self.links.received(sum(part.waited for part in parts))
+      self.links.count_received(sum(part.waited for part in parts))
 
-  def _fetched(self, job: _Job) -> None:
-    """Begins the worker's jobs whose tickets, and all earlier ones, are at the
-    worker."""
+  def _start_fetched_jobs(self, job: _Job) -> None:
+    """Begins the granted jobs of the job's worker, in order, up to the first
+    whose ticket has not arrived."""
     worker = job.worker
     waiting = self._granted[worker]
     while waiting and not waiting[0].parts_left:
       job = waiting.popleft()
-      self._free[worker] = max(self.now, self._free[worker]) + job.length
-      self._put(self._free[worker], job.order, self._compute, job)
+      begin = max(self.now, self._free_at[worker])
+      self._free_at[worker] = begin + job.duration
+      self._put(self._free_at[worker], job.order, self._compute, job)
 
   def _compute(self, job: _Job) -> None:
     """Sends a message that its worker has computed."""
     job.computed = True
     if self._instant:
-      self._arrived(job)
+      self._receive(job)
       return
-    self._computed[job.worker].extend((self.now - job.length, self.now))
+    self._computed[job.worker].extend((self.now - job.duration, self.now))
     sizes = self._sizes.up(job.worker, job.seq)
-    # The lead's part leaves last: when the lead receives its part, the others
-    # have been sent.
-    self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)
+    # The lead's part leaves last: when the lead receives its part, all other
+    # parts have been sent.
+    shards = reversed(range(len(sizes)))
+    self._send_parts(job, self.links.message_part, shards, sizes)
 
 
 def begin(
@@ -259,7 +268,7 @@ def begin(
   return Play(rules, streams, **options)
 
 
-def played(
+def play_rules(
   rules: protocol.Rules, durations: Durations, workers: int, messages: int
 ) -> base.Trace:
   """Returns the order of a protocol until `messages` messages are received.

@@ -194,8 +194,8 @@ class Dispatcher:
     return incarnation
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """Removes a worker and frees its open jobs for others; returns the seqs of
-    those jobs."""
+    """Removes a worker and frees its open jobs for other workers. Returns the
+    seqs of these jobs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -212,57 +212,61 @@ class Dispatcher:
     return [seq, *self.leave(worker, now)]
 
   def pause(self, worker: int) -> None:
-    """Grants no new job to a worker that is about to leave."""
+    """Stops the starts of jobs at a worker that is about to leave."""
     self._states[worker].paused = True
     self._update_starters(worker)
 
   def arrive(
     self, worker: int, seq: int, now: float | None = None
   ) -> bool:
-    """Takes a message that has arrived; returns False if it has arrived before
-    or its ticket is closed. `now` is the end of the job's time, which
+    """Adds a message that has arrived. Returns False if it has arrived before,
+    or if its ticket is closed. `now` is the end of the job's time, which
     `Rules.late` compares."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrivals:
       return False
-    self._arrivals.add(key, None if now is None else now - ticket.time)
+    self._arrivals.add_message(key, None if now is None else now - ticket.time)
     if self.rules.round:
       self._update_starters(worker)
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
     """Returns the (worker, seq, job) that the server receives now, in order.
-    Messages of a round wait for each other. They are received in the order of
-    their jobs, so that a sum over them does not depend on their arrivals."""
+
+    The messages of a round wait for each other. They are received in the order
+    of their jobs, so that a sum over them does not depend on their arrivals.
+    """
     delivered = []
-    for worker, seq in self._arrivals.superseded():
+    for worker, seq in self._arrivals.take_superseded():
       job = self._ledger.open[worker][seq].job
       self._write(now, worker, seq, job, base.DROP)
-    while ready := self._arrivals.ready(self._more_to_come):
-      for worker, seq in ready:
+    while keys := self._arrivals.take_ready(self._has_jobs_left):
+      for worker, seq in keys:
         job = self._ledger.open[worker][seq].job
         self._write(now, worker, seq, job, base.RECEIVE)
         delivered.append((worker, seq, job))
     return delivered
 
-  def _more_to_come(self) -> bool:
+  def _has_jobs_left(self) -> bool:
     """Whether a job has yet to start."""
-    return self._fresh_jobs() > 0 or bool(self._lost_jobs)
+    return self._count_new_jobs() > 0 or bool(self._lost_jobs)
 
   def grants(self, now: float) -> list[Grant]:
-    """Starts all jobs that may start now, one a worker at a time."""
+    """Starts all jobs that may start now, and returns them. In each turn of the
+    loop a worker starts one job."""
     grants: list[Grant] = []
     while starters := self._next_starters():
-      earlier = len(grants)
+      n_earlier = len(grants)
       for worker in starters:
         job = self._take_job(worker)
         if job is None:
           self._update_starters(worker)
           continue
-        keep = self._keeps(worker)
+        keep = self._keeps_ticket(worker)
         grants.append(self._start(now, worker, job, keep=keep))
       # With one ticket each, all workers that could start have started.
-      if len(grants) == earlier or (self.rules.depth == 1 and not self._owned):
+      all_started = self.rules.depth == 1 and not self._owned
+      if len(grants) == n_earlier or all_started:
         break
     return grants + self._start_backup_tasks(now)
 
@@ -279,20 +283,20 @@ class Dispatcher:
     if self._in_warm_start:
       if self._arrivals.tickets:
         return ()
-      free = (w for w in starters.workers if not self._states[w].paused)
-      return list(itertools.islice(free, 1))
+      candidates = (w for w in starters.workers if not self._states[w].paused)
+      return list(itertools.islice(candidates, 1))
     # `limit` is the largest clock at which a worker may start.
     limit, max_starters = math.inf, len(starters.workers)
     if rules.round:
-      max_starters = rules.round + rules.backup - self._arrivals.granted
+      max_starters = rules.round + rules.backup - self._arrivals.n_granted
     elif rules.bound < math.inf:
       limit = self.slowest() + rules.bound
-    fresh = self._fresh_jobs()
+    n_new_jobs = self._count_new_jobs()
     # Any worker may redo a lost job, unless jobs belong to workers.
     if not self._owned:
-      jobs = fresh + len(self._lost_jobs.get(0, ()))
-      return starters.take(limit, min(max_starters, jobs))
-    if fresh > 0:
+      n_jobs = n_new_jobs + len(self._lost_jobs.get(0, ()))
+      return starters.take(limit, min(max_starters, n_jobs))
+    if n_new_jobs > 0:
       return starters.take(limit, max_starters)
     # Only workers with lost jobs have something to do.
     owners = (w for w in self._lost_jobs if starters.allows(w, limit))
@@ -302,28 +306,28 @@ class Dispatcher:
     """Starts backup tasks: copies of late jobs at idle workers."""
     grants: list[Grant] = []
     for late_time, _, job in sorted(self._late_jobs(now)):
-      idle = self._starters.first_free()
-      if late_time > now or idle is None:
+      idle_worker = self._starters.first_free()
+      if late_time > now or idle_worker is None:
         break
-      grants.append(self._start(now, idle, job, keep=False))
+      grants.append(self._start(now, idle_worker, job, keep=False))
     return grants
 
   def next_late(self, before: float = math.inf) -> float:
-    """Returns the next time at which a job is late, so that `grants` can start
-    a copy of it; infinity if no job is late before `before`."""
+    """Returns the next time at which a job is late and `grants` can start a
+    copy of the job; infinity if no job is late before `before`."""
     late_times = (late_time for late_time, *_ in self._late_jobs(before))
     return min(late_times, default=math.inf)
 
   def _late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns (time at which it is late, worker, job) of each job that an idle
-    worker may repeat. A worker is idle if it has ended all its jobs and no
-    other job is left for it."""
+    """Returns (time from which the job is late, worker, job) for each job that
+    an idle worker may repeat. A worker is idle if it has ended all its jobs and
+    no other job is left for it."""
     arrivals = self._arrivals
-    if self.rules.late == math.inf or arrivals.granted < self.rules.round:
+    if self.rules.late == math.inf or arrivals.n_granted < self.rules.round:
       return []
     if self._starters.first_free() is None:
       return []
-    return arrivals.late_jobs(before)
+    return arrivals.find_late_jobs(before)
 
   @property
   def _in_warm_start(self):
@@ -331,31 +335,31 @@ class Dispatcher:
     return self.received < self.rules.warm_start
 
   def slowest(self) -> int:
-    """The clock of the slowest worker that has a job to do; in a warm start
-    the largest clock, that of the worker that computes."""
+    """The clock of the slowest worker that has a job to do; in a warm start the
+    clock of the worker that computes, which is the largest."""
     if self._in_warm_start:
       return self._starters.largest_clock
     job_for_all = bool(self._lost_jobs) and not self._owned
-    all_workers = self._fresh_jobs() > 0 or job_for_all
+    all_workers = self._count_new_jobs() > 0 or job_for_all
     return self._starters.slowest(all_workers=all_workers)
 
   def _clock(self, worker: int) -> int:
     """The worker's clock once its open jobs have ended."""
     return self._states[worker].finished + len(self._ledger.open[worker])
 
-  def _keeps(self, worker: int) -> bool:
+  def _keeps_ticket(self, worker: int) -> bool:
     """Whether the worker computes its next job on its latest ticket."""
     rules, state = self.rules, self._states[worker]
     if not state.on_ticket:
       return False
-    # A cached ticket lacks updates of the slowest worker since it was sent: the
-    # bound counts from that worker's clock at the time.
+    # A cached ticket lacks the updates of the slowest worker since the ticket
+    # was sent. So the bound counts from the slowest clock at that time.
     if rules.cache:
       clocks_ahead = self._clock(worker) - state.slowest
       return not self._in_warm_start and clocks_ahead <= rules.bound
     return state.on_ticket < rules.fetch_every
 
-  def _fresh_jobs(self) -> float:
+  def _count_new_jobs(self) -> float:
     """The number of jobs that were never started; infinity without an end."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
@@ -367,7 +371,7 @@ class Dispatcher:
   def _take_job(self, worker):
     if lost_jobs := self._lost_jobs.get(self._owner(worker)):
       return lost_jobs[0]
-    return self._next_job if self._fresh_jobs() > 0 else None
+    return self._next_job if self._count_new_jobs() > 0 else None
 
   def _update_starters(self, worker: int) -> None:
     """Updates the starters after a worker has changed."""
@@ -376,12 +380,13 @@ class Dispatcher:
       self._starters.remove(worker)
       return
     state, tickets = self._states[worker], self._ledger.open[worker]
-    free = not state.paused and self._arrivals.busy(worker) < self.rules.depth
+    n_jobs = self._arrivals.count_jobs(worker)
+    is_free = not state.paused and n_jobs < self.rules.depth
     self._starters.update(
       worker,
       state.finished,
       has_job=bool(tickets) or (self._owned and worker in self._lost_jobs),
-      start_clock=state.finished + len(tickets) if free else None,
+      start_clock=state.finished + len(tickets) if is_free else None,
     )
 
   def _write(
@@ -401,7 +406,8 @@ class Dispatcher:
   def _apply(self, event: Event) -> None:
     """Applies a row, written now or replayed, to all of the state."""
     worker, action = event.worker, event.action
-    # Before the worker is present, as its own clock could be the slowest.
+    # Compute this before the worker is present: its own clock could be the
+    # slowest.
     slowest = self.slowest() if action == base.JOIN else 0
     ticket = self._ledger.apply(event)
     if action in ENDS:
@@ -409,7 +415,8 @@ class Dispatcher:
     elif action == base.JOIN:
       state = self._states[worker]
       state.paused, state.on_ticket = False, 0
-      # A newcomer starts at the slowest clock, or all would wait for it.
+      # A newcomer starts at the slowest clock. Otherwise all workers would wait
+      # for it.
       state.finished = max(state.finished, slowest)
     self._update_starters(worker)
     if self.rules.stages and action in (base.RECEIVE, base.JOIN, base.LEAVE):
@@ -439,7 +446,8 @@ class Dispatcher:
     del kept_ticket
     job, state = event.job, self._states[event.worker]
     owner = self._owner(event.worker)
-    # Whether the job was lost is not in the row: a lost job is granted first.
+    # The row does not tell whether the job was lost, but lost jobs are granted
+    # before new ones.
     lost_jobs = self._lost_jobs.get(owner)
     if lost_jobs and lost_jobs[0] == job:
       heapq.heappop(lost_jobs)
@@ -453,12 +461,12 @@ class Dispatcher:
         state.slowest = self.slowest()
     state.on_ticket += 1
     ticket = StartedJob(job, self._arrivals.round, event.time)
-    self._arrivals.start(event)
+    self._arrivals.add_ticket(event)
     return ticket
 
   def _end(self, event: Event, ticket: Any) -> None:
     """Applies a row that closes a ticket."""
-    is_lost = self._arrivals.end(event, ticket)
+    is_lost = self._arrivals.close_ticket(event, ticket)
     if event.action == base.RECEIVE:
       state = self._states[event.worker]
       state.finished += 1
@@ -468,13 +476,13 @@ class Dispatcher:
         self._end_warm_start(clock)
     elif event.action != base.DROP:
       self.lost += 1
-      # Others may do the job if no copy of it is open or was received.
+      # The job starts again, unless a copy of it is open or was received.
       if is_lost:
         lost_jobs = self._lost_jobs.setdefault(self._owner(event.worker), [])
         heapq.heappush(lost_jobs, ticket.job)
 
   def _end_warm_start(self, clock: int) -> None:
-    """Sets all clocks to that of the worker that was alone."""
+    """Sets all clocks to the clock of the worker that was alone."""
     for state in self._states.values():
       state.finished, state.on_ticket = clock, 0
     for worker in list(self._starters.workers):

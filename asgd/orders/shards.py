@@ -26,7 +26,7 @@ from asgd.orders.durations import Durations
 from asgd.orders.trace import STARTS, Event, events, from_events
 
 
-class _Ways:
+class _MessageDelays:
   """Arrival times of messages from workers at shards."""
 
   def __init__(self, delays: Durations | None, workers: int, shards: int):
@@ -35,13 +35,14 @@ class _Ways:
     self._delays = [delays.stream(way) for way in range(count)]
     self._last_arrival = [0.0] * count  # arrival time of the last message
 
-  def arrive(self, now: float, worker: int, shard: int) -> float:
-    """Returns the arrival time of a message that is sent now."""
-    way = worker * self._shards + shard
-    self._last_arrival[way] = max(
-      self._last_arrival[way], now + next(self._delays[way])
+  def arrival_time(self, now: float, worker: int, shard: int) -> float:
+    """Returns the arrival time at a shard of a message that a worker sends
+    now."""
+    pair = worker * self._shards + shard
+    self._last_arrival[pair] = max(
+      self._last_arrival[pair], now + next(self._delays[pair])
     )
-    return self._last_arrival[way]
+    return self._last_arrival[pair]
 
 
 def out_of_step(
@@ -53,9 +54,9 @@ def out_of_step(
   Args:
     rules: the protocol, without rounds.
     durations: time that each job of the N workers takes to compute.
-    delays: time from a worker to a shard, in the same unit; stream i S + s is
-      that of worker i and shard s. None is no time: each trace is then that of
-      one server.
+    delays: time of a message from a worker to a shard, in the same unit; stream
+      i S + s is for worker i and shard s. None: messages take no time, so each
+      trace equals the trace of one server.
     workers: N.
     messages: RECEIVE rows of the lead. At the end each shard has this number.
     shards: S.
@@ -93,9 +94,9 @@ def out_of_step(
       f"rounds of {rules.round} messages need shards in step: shards that are"
       " out of step would make different rounds; use shards=1"
     )
-  ways = _Ways(delays, workers, shards)
+  message_delays = _MessageDelays(delays, workers, shards)
   streams = [durations.stream(worker) for worker in range(workers)]
-  free = [0.0] * workers  # time at which each worker has ended its jobs
+  free_at = [0.0] * workers  # time at which each worker has ended its jobs
   # Rows of each shard. Rows of the same time keep the order in which the lead
   # made them.
   rows: list[list[Event]] = [[] for _ in range(shards)]
@@ -103,23 +104,26 @@ def out_of_step(
   for worker in range(workers):
     dispatcher.join(worker, 0.0)
   rows[0].clear()  # workers present at time 0 get no JOIN row
-  # Heap of (end, job, worker, seq, None), then of (arrival at the lead, ...,
-  # arrival at each shard).
+  # Heap of (end, job, worker, seq, None) for computations, and of (arrival at
+  # the lead, job, worker, seq, arrival at each shard) for messages.
   running: list[Any] = []
   now = 0.0
   while dispatcher.received < messages:
     for worker, seq, job, keep in dispatcher.grants(now):
-      ready, action = now, base.KEEP if keep else base.SEND
+      ready_at, action = now, base.KEEP if keep else base.SEND
       for shard in range(1, shards):
-        time = ways.arrive(now, worker, shard)
+        time = message_delays.arrival_time(now, worker, shard)
         rows[shard].append(Event(time, worker, seq, job, action))
-        ready = max(ready, time)
-      free[worker] = max(ready, free[worker]) + next(streams[worker])
-      heapq.heappush(running, (free[worker], job, worker, seq, None))
+        ready_at = max(ready_at, time)
+      free_at[worker] = max(ready_at, free_at[worker]) + next(streams[worker])
+      heapq.heappush(running, (free_at[worker], job, worker, seq, None))
     # Times are None for the end of a job, else the arrival at each shard.
     now, job, worker, seq, times = heapq.heappop(running)
     if times is None:  # the job has ended: its message is sent to all shards
-      times = [ways.arrive(now, worker, shard) for shard in range(shards)]
+      times = [
+        message_delays.arrival_time(now, worker, shard)
+        for shard in range(shards)
+      ]
       heapq.heappush(running, (times[0], job, worker, seq, times))
       continue
     for shard in range(1, shards):
@@ -135,10 +139,11 @@ def out_of_step(
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
-  """Counts how far apart the versions of the parts of each ticket were: returns
+  """Returns how far apart the versions of the parts of each ticket were,
   int32[U], for the lead's messages in their order.
 
-    spread = most - least messages that a shard had received before it sent
+    spread = max - min over shards of the messages that the shard had received
+             before it sent its part of the ticket
 
   Example:
     >>> import numpy as np

@@ -1,7 +1,7 @@
 """The workers that may start a job, kept up to date as each of them changes.
 
 A dispatcher reports each change of a worker, and asks for the workers that may
-start. Neither takes a loop over all workers: workers and clocks are in heaps,
+start. Neither needs a loop over all workers: workers and clocks are in heaps,
 and an outdated heap entry is dropped when it reaches the top.
 """
 
@@ -93,10 +93,11 @@ class Starters:
     """Updates the state of a present worker.
 
     Args:
-      clock: its clock now.
-      has_job: whether it holds a ticket, or must repeat a lost job of its own.
-      start_clock: its clock once its open jobs have ended; None if it is not
-        free for another job.
+      worker: its index.
+      clock: of the worker, now.
+      has_job: whether the worker holds a ticket, or must repeat a lost job.
+      start_clock: the worker's clock once its open jobs have ended; None if the
+        worker is not free for another job.
     """
     if worker not in self._clocks:
       bisect.insort(self.workers, worker)
@@ -117,8 +118,8 @@ class Starters:
     self._free.pop(worker, None)
 
   def slowest(self, *, all_workers: bool) -> int:
-    """Returns the least clock of all workers, or of those with a job; 0 if no
-    worker qualifies."""
+    """Returns the least clock of all workers, or of the workers with a job; 0
+    if there is no such worker."""
     return (self._clocks if all_workers else self._with_job).least()
 
   def allows(self, worker: int, limit: float) -> bool:
@@ -137,7 +138,8 @@ class Starters:
 
   def take(self, limit: float, count: float = float("inf")) -> list[int]:
     """Returns at most `count` free workers that would start at a clock of at
-    most `limit`, sorted by index. They are busy until the next `update`."""
+    most `limit`, sorted by index. They count as busy until the next `update`.
+    """
     self._admit(limit)
     starters: list[int] = []
     while self._allowed and len(starters) < count:

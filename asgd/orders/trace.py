@@ -11,10 +11,10 @@
 
 A job is a piece of data; `seq` counts the jobs of a worker index, so (worker,
 seq) names a message. An `Event` is a row, a `base.Trace` the columns. A file is
-CSV with one line for each row; the journal of a live shard is the same file
-with more columns, the last a checksum of those before it. `Ledger` defines what
-the actions mean: every engine, check and figure that follows a trace asks it
-which tickets are open.
+CSV with one line for each row. The journal of a live shard is such a file with
+more columns; the last one is a checksum of the other columns. `Ledger` defines
+what the actions mean: every engine, check and figure that follows a trace asks
+it which tickets are open.
 """
 
 import collections
@@ -32,7 +32,7 @@ T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
 ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP, base.STOP
 PUTS = base.PUT, base.LEND  # rows of a peer that makes a message
-TAKES = base.TAKE, base.ADOPT  # rows of a peer that takes one
+TAKES = base.TAKE, base.ADOPT  # rows of a peer that takes a message
 NO_SEQ = -1  # seq of rows without a message
 LATEST = 1e15  # the largest time in a file
 
@@ -383,9 +383,9 @@ def pair(trace: base.Trace) -> TicketRows | None:
   """Finds the ticket of each message of a trace, by NumPy.
 
   Returns:
-    TicketRows. None for a trace that has to be read row by row: one with rows
-    other than SEND, KEEP and RECEIVE, or one in which the jobs of a worker
-    begin with a KEEP, do not have rising `seq` or do not end in their order.
+    TicketRows. None for a trace that has to be read row by row: a trace with
+    other rows than SEND, KEEP and RECEIVE, or a trace in which the jobs of a
+    worker begin with a KEEP, do not have rising `seq` or do not end in order.
   """
   _, worker, seq, job, action = trace
   is_end = action == base.RECEIVE
@@ -454,9 +454,9 @@ def staleness(
   ) * (every == 1)
   # `ends` are sorted by worker; the result is in the order of receipt.
   message_number = received[ends] - 1
-  out = np.empty(len(ends), np.int32)
-  out[message_number] = message_number // every - versions[started]
-  return out
+  counts = np.empty(len(ends), np.int32)
+  counts[message_number] = message_number // every - versions[started]
+  return counts
 
 
 def _staleness_by_rows(

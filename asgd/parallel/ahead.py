@@ -1,22 +1,23 @@
 """Programs compiled ahead of time, and compared with the planner.
 
-`compile_program` lowers and compiles a step for devices that need not be here,
-from shapes alone, and reads the optimised program. `compare` says where it
-differs from the plan:
+`compile_program` lowers and compiles a step from shapes alone, for devices that
+this machine need not have, and reads the optimised program. `compare` lists the
+differences between the program and the plan:
 
   - arguments and results of a device: the arrays that the shardings divide, and
     their bytes with the padding of their layouts, exactly;
-  - matrix products: within 2 % of the planner's operations. XLA's own number
-    counts a loop's body once, and other operations too, so products are counted
-    from the program, each loop as often as it turns;
+  - matrix products: within 2 % of the planner's operations. They are counted
+    from the program, each loop as often as it turns: XLA's own number counts a
+    loop's body once, and has other operations in it;
   - temporary bytes: within 15 %, of a device's main memory, from 256 MiB on
     (a TPU has smaller arrays in its vector memory);
-  - collectives: each of the program's is one of the plan's, and each of the
-    plan's is in the program.
+  - collectives: each collective of the program is in the plan, and each
+    collective of the plan is in the program.
 
 XLA may change collectives, and `compare` allows these changes:
 
-  - several collectives become one, of several arrays or of one flat array;
+  - several collectives become one collective of several arrays, or of one flat
+    array;
   - a reduce-scatter, or a gather, becomes an all-reduce (of small arrays);
   - a reduce-scatter pads its array by less than an eighth, and a permutation
     shifts the parts;
@@ -44,14 +45,17 @@ from asgd.parallel import hlo, memory, meshes, transfers
 from asgd.parallel.targets import Target
 
 FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
-_LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
-_PADDING = 1 / 8  # largest part by which a reduce-scatter may pad its array
+# Smaller temporary arrays are in a TPU's vector memory, and not compared.
+_MIN_TEMPORARY = 2**28  # bytes
+_MAX_PADDING = 1 / 8  # largest part by which a reduce-scatter may pad its array
 _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}  # JAX -> HLO
-_TABLES = 32, 512  # bytes to which TPUs round the table of a tuple's arrays
+# TPUs round the bytes of the table of a tuple's arrays up to one of these.
+_TABLE_UNITS = 32, 512
 
 
 class ProgramPlan(NamedTuple):
-  """The planner's numbers of a program, for one device; None: not planned."""
+  """The planner's numbers of a program, for one device. None stands for a
+  number that the planner does not give."""
 
   transfers: Sequence[transfers.Transfer] | None
   flops: float | None = None  # operations of matrix products
@@ -91,9 +95,9 @@ class Compiled(NamedTuple):
 
 
 def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
-  """Lowers and compiles a program, without running it; `options` are the
-  compiler's. ValueError if the compiler refuses it, as a TPU's does one that
-  needs more memory than there is."""
+  """Lowers and compiles a program, and does not run it; `options` are options
+  of the compiler. Raises ValueError if the compiler refuses the program: the
+  compiler for TPUs does so if the program needs more memory than a TPU has."""
   # [1] Lower and compile, for the devices of the arguments' shardings.
   lowered = job.function.lower(*job.static, *job.arguments)
   try:
@@ -113,21 +117,21 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   )
   leaves = jax.tree.leaves(tuple(job.arguments))
   tree: Any = jax.tree.structure(tuple(job.arguments))
-  # None for an argument that no result needs, which JAX left out.
+  # The sharding is None for an argument that no result needs: JAX left it out.
   shardings = tree.flatten_up_to(compiled.input_shardings[0])
   pairs = zip(leaves, shardings, strict=True)
-  used = [leaf for leaf, sharding in pairs if sharding is not None]
+  used_leaves = [leaf for leaf, sharding in pairs if sharding is not None]
   return Compiled(
     job,
     hlo.read(compiled.as_text()),
     *(stats.argument_size_in_bytes, stats.output_size_in_bytes),
     *(stats.temp_size_in_bytes, stats.alias_size_in_bytes),
-    (used, jax.tree.leaves(shapes)),
+    (used_leaves, jax.tree.leaves(shapes)),
   )
 
 
 def _dtype(dtype: Any) -> str:
-  """The name of a dtype in HLO."""
+  """Returns the name of a dtype in HLO."""
   name = str(dtype)
   if name == "bool":
     return "pred"
@@ -138,9 +142,9 @@ def _dtype(dtype: Any) -> str:
 _ArrayCounts = collections.Counter[tuple[str, tuple[int, ...]]]
 
 
-def _parts(leaves: Iterable[Any]) -> _ArrayCounts:
-  """Counts (dtype, shape) of a device's part of each array, keys of
-  `jax.random` left out."""
+def _count_shards(leaves: Iterable[Any]) -> _ArrayCounts:
+  """Counts (dtype, shape) of a device's part of each array. Keys of
+  `jax.random` are left out."""
   return collections.Counter(
     (_dtype(leaf.dtype), tuple(leaf.sharding.shard_shape(leaf.shape)))
     for leaf in leaves
@@ -149,29 +153,31 @@ def _parts(leaves: Iterable[Any]) -> _ArrayCounts:
 
 
 def _compare_arrays(
-  what: str,
+  label: str,
   leaves: Iterable[Any],
   program_arrays: Sequence[hlo.Array],
   xla_bytes: int,
   tables: Sequence[int],
 ) -> list[str]:
-  """Returns differences between arrays by shardings, those of the program, and
-  the bytes that XLA reports, with a tuple's table of one of some sizes."""
-  planned = _parts(leaves)
+  """Returns the differences between the arrays that shardings divide, the
+  arrays of the program, and the bytes that XLA reports. XLA's bytes include a
+  tuple's table, of one of the sizes `tables`."""
+  planned = _count_shards(leaves)
   actual = _ArrayCounts((a.dtype, a.shape) for a in program_arrays)
   # A key of jax.random is uint32[2] in the program, and not in `planned`.
   keys = _ArrayCounts({("u32", (2,)): actual[("u32", (2,))]})
   lines = []
-  for name, rest in (
+  for phrase, missing in (
     ("the program lacks", planned - actual),
     ("the plan lacks", actual - planned - keys),
   ):
-    if rest:
-      lines.append(f"{what}: {name} {dict(itertools.islice(rest.items(), 3))}")
+    if missing:
+      examples = dict(itertools.islice(missing.items(), 3))
+      lines.append(f"{label}: {phrase} {examples}")
   padded = sum(map(hlo.padded_bytes, program_arrays))
   if xla_bytes not in [padded + table for table in tables]:
     lines.append(
-      f"{what}: {padded:,} bytes by their layouts, and XLA has {xla_bytes:,}"
+      f"{label}: {padded:,} bytes by their layouts, and XLA has {xla_bytes:,}"
     )
   return lines
 
@@ -200,10 +206,11 @@ class Matches(NamedTuple):
 
   rows: list[tuple[transfers.Transfer, int, int]]  # planned, times, bytes sent
   unplanned: list[hlo.Collective]  # collectives that are not in the plan
-  missing: list[transfers.Transfer]  # planned ones that the program lacks
+  missing: list[transfers.Transfer]  # transfers that the program lacks
 
 
-_SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
+# Kind in the program -> kinds of the plan that it may be, the likeliest first.
+_PLANNED_KINDS = {
   transfers.REDUCE: (transfers.REDUCE, transfers.SCATTER, transfers.GATHER),
   transfers.SCATTER: (transfers.SCATTER,),
   transfers.GATHER: (transfers.GATHER,),
@@ -212,63 +219,66 @@ _SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
 
 
 class _Row:
-  """Collectives of one sort: planned, and matched so far."""
+  """A planned transfer, with the times and the bytes of the collectives that
+  were matched with it so far."""
 
   def __init__(self, planned: transfers.Transfer):
-    """Starts with none matched."""
+    """Starts without a matched collective."""
     self.planned, self.times, self.bytes = planned, 0, 0
 
   @property
-  def lacking(self) -> int:
-    """The number of required collectives that were not matched yet."""
+  def n_missing(self) -> int:
+    """The number of required calls that were not matched yet."""
     return max((self.planned.least or 0) - self.times, 0)
 
-  def take(
-    self, collective: hlo.Collective, most: int | None
+  def match(
+    self, collective: hlo.Collective, limit: int | None
   ) -> hlo.Collective:
-    """Counts a collective, up to `most` in all; returns its other calls."""
-    count = max(min(collective.times, (most or 0) - self.times), 0)
+    """Counts calls of a collective, up to `limit` calls in this row; returns
+    the collective with the other calls."""
+    count = max(min(collective.times, (limit or 0) - self.times), 0)
     self.times += count
     self.bytes += count * collective.bytes
     return collective._replace(times=collective.times - count)
 
 
-def _inside(
+def _pairs_inside(
   pairs: Iterable[tuple[int, int]], size: int
 ) -> set[tuple[int, int]]:
   """Returns the pairs inside slices of `size` devices, numbered within a slice.
-  All slices run one program, which sends to other slices in another way."""
+  All slices run one program, and it sends to other slices by the hosts."""
   return {(i % size, j % size) for i, j in pairs if i // size == j // size}
 
 
-def _fits(
+def _is_match(
   planned: transfers.Transfer,
   collective: hlo.Collective,
   kind: str,
   axes_of: dict[_Groups, frozenset[str]],
   slack: float,
 ) -> bool:
-  """Whether a collective may be one of `kind` that is planned. `slack` is the
-  part of its elements by which it may be padded."""
+  """Returns whether a collective may be the planned transfer, if that has the
+  kind `kind`. `slack` is the part of its elements by which the collective may
+  be padded."""
   if planned.kind != kind:
     return False
   if kind == transfers.PERMUTE:
-    same_devices = set(collective.groups) == set(planned.pairs)
+    has_devices = set(collective.groups) == set(planned.pairs)
   else:
     groups = frozenset(map(frozenset, collective.groups))
-    same_devices = axes_of.get(groups) == planned.axes
-  most = planned.elements * (1 + slack)
-  same_size = planned.elements <= collective.elements <= most
+    has_devices = axes_of.get(groups) == planned.axes
+  max_elements = planned.elements * (1 + slack)
+  has_size = planned.elements <= collective.elements <= max_elements
   # An array that was scattered along another axis before it was added up.
-  same_size |= collective.elements * planned.parts == planned.elements
-  narrow = hlo.itemsize(collective.dtype) <= planned.itemsize
-  return same_devices and same_size and narrow
+  has_size |= collective.elements * planned.parts == planned.elements
+  is_narrow = hlo.itemsize(collective.dtype) <= planned.itemsize
+  return has_devices and has_size and is_narrow
 
 
 def traffic(compiled: Compiled, slices: int = 1) -> Matches:
-  """Matches the collectives of a program with those of its plan. With several
-  slices, planned permutations have only the pairs inside a slice, and sends to
-  other slices, of a planned size, are left out."""
+  """Matches the collectives of a program with the transfers of its plan. With
+  several slices, planned permutations have only the pairs inside a slice, and
+  sends of a planned size to other slices are left out."""
   program, mesh = compiled.program, compiled.job.mesh
   axes_of = _axes_of_groups(mesh)
   # [1] A row for each sort of collective that the plan has.
@@ -276,7 +286,7 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
   if slices > 1:
     size = mesh.size // slices
     planned = [
-      transfer._replace(pairs=tuple(_inside(transfer.pairs, size)))
+      transfer._replace(pairs=tuple(_pairs_inside(transfer.pairs, size)))
       for transfer in planned
     ]
   rows = [
@@ -284,17 +294,18 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
     for transfer in transfers.add_up(x for x in planned if x.elements > 1)
   ]
 
-  def take(collective, kind, limit, slack=0.0):
-    """Counts a collective in rows of a kind, up to their least or times."""
+  def match(collective, kind, limit, slack=0.0):
+    """Matches a collective with rows of a kind, up to the field `limit` of each
+    transfer; returns the collective with the calls that are left."""
     for row in rows:
-      if collective.times and _fits(
+      if collective.times and _is_match(
         row.planned, collective, kind, axes_of, slack
       ):
-        collective = row.take(collective, getattr(row.planned, limit))
+        collective = row.match(collective, getattr(row.planned, limit))
     return collective
 
-  # [2] Match. The plan's least comes first, and collectives of the plan's own
-  # kind; then its times, and kinds that may serve for another.
+  # [2] Match: first up to the least number of calls, then up to the largest,
+  # and each time first with transfers of the likeliest kind.
   sizes = {row.planned.elements for row in rows}
   unmatched = [
     x
@@ -303,38 +314,43 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
   ]
   for limit, rank in itertools.product(("least", "times"), range(3)):
     for number, collective in enumerate(unmatched):
-      kinds = _SERVES.get(collective.kind, ())
+      kinds = _PLANNED_KINDS.get(collective.kind, ())
       if rank < len(kinds):
-        unmatched[number] = take(collective, kinds[rank], limit)
+        unmatched[number] = match(collective, kinds[rank], limit)
   unmatched = [x for x in unmatched if x.times]
-  # [3] Padded reduce-scatters; if there are any, permutations are their shifts.
+  # [3] Padded reduce-scatters. If there are any, permutations shift the parts.
   unplanned = [
-    take(x, transfers.SCATTER, "times", _PADDING) for x in unmatched
+    match(x, transfers.SCATTER, "times", _MAX_PADDING) for x in unmatched
   ]
-  padded = [x.times for x in unplanned] != [x.times for x in unmatched]
+  has_padded = [x.times for x in unplanned] != [x.times for x in unmatched]
   unplanned = [
     x
     for x in unplanned
-    if x.times and not (padded and x.kind == transfers.PERMUTE)
+    if x.times and not (has_padded and x.kind == transfers.PERMUTE)
   ]
-  # [4] Arrays that hold several others.
-  numbers = 2 * len(program.arguments)  # single ones: a norm, whether finite
-  unplanned = _take_flat(rows, unplanned, axes_of, numbers)
+  # [4] Flat arrays that hold several planned arrays, and single numbers such as
+  # a norm or whether an array is finite.
+  max_numbers = 2 * len(program.arguments)
+  unplanned = _match_flat(rows, unplanned, axes_of, max_numbers)
   return Matches(
     [(row.planned, row.times, row.bytes) for row in rows],
     unplanned,
-    [row.planned._replace(times=row.lacking) for row in rows if row.lacking],
+    [
+      row.planned._replace(times=row.n_missing)
+      for row in rows
+      if row.n_missing
+    ],
   )
 
 
-def _take_flat(
+def _match_flat(
   rows: list[_Row],
   unplanned: list[hlo.Collective],
   axes_of: dict[_Groups, frozenset[str]],
-  numbers: int,
+  max_numbers: int,
 ) -> list[hlo.Collective]:
-  """Takes arrays into which XLA for GPUs wrote several, and up to `numbers`
-  single ones; returns the collectives that are left."""
+  """Matches flat arrays, into which XLA for GPUs writes several arrays and up
+  to `max_numbers` single numbers; returns the collectives that are left."""
   for axes in axes_of.values():
     flat = [
       x
@@ -342,46 +358,51 @@ def _take_flat(
       if x.kind == transfers.REDUCE
       and axes_of.get(frozenset(map(frozenset, x.groups))) == axes
     ]
-    lacking = [row for row in rows if row.planned.axes == axes and row.lacking]
-    # Nothing distinguishes the arrays, so only their total size is compared.
+    open_rows = [
+      row for row in rows if row.planned.axes == axes and row.n_missing
+    ]
+    # The parts of a flat array have no marks: compare only the total size.
     total = sum(x.elements * x.times for x in flat)
-    expected = sum(row.lacking * row.planned.elements for row in lacking)
-    if not expected <= total <= expected + numbers:
+    expected = sum(row.n_missing * row.planned.elements for row in open_rows)
+    if not expected <= total <= expected + max_numbers:
       continue
     unplanned = [x for x in unplanned if x not in flat]
-    for row in lacking:
-      row.bytes += row.lacking * row.planned.elements * row.planned.itemsize
-      row.times += row.lacking
+    for row in open_rows:
+      row.bytes += row.n_missing * row.planned.elements * row.planned.itemsize
+      row.times += row.n_missing
   return unplanned
 
 
 def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
-  """Returns the transfers between slices: collectives are inside of one, as all
-  slices run the same program, and the compiler sends to others by host."""
-  return [one for one in program.collectives if one.kind == hlo.SEND]
+  """Returns the transfers between slices. All slices run the same program:
+  its collectives stay inside a slice, and it sends to other slices by the
+  hosts."""
+  return [x for x in program.collectives if x.kind == hlo.SEND]
 
 
 def _compare_numbers(
-  what: str, actual: float, planned: float | None, tolerance: float
+  label: str, actual: float, planned: float | None, tolerance: float
 ) -> list[str]:
-  """Returns a line if a number differs from the plan's by more than a part."""
+  """Returns a line if a number differs from the plan by more than the part
+  `tolerance` of the planned number; no line if there is none."""
   if planned is None or abs(actual - planned) <= tolerance * planned:
     return []
   return [
-    f"{what}: {actual:.4g} in the program, {planned:.4g} by the plan"
+    f"{label}: {actual:.4g} in the program, {planned:.4g} by the plan"
     f" ({actual / max(planned, 1) - 1:+.1%}; {tolerance:.0%} are allowed)"
   ]
 
 
 def compare(compiled: Compiled, sent: Matches) -> list[str]:
-  """Returns where a program, which sends what `traffic` has found, differs from
-  its plan, a line each; none if it is as planned."""
+  """Returns a line for each difference between a program and its plan; `sent`
+  is the result of `traffic`."""
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
-  # Results are a tuple, with a table of pointers: of 8 bytes each, or on TPUs
-  # of 4 bytes, rounded up; none for a single result.
-  count = len(program.results)
-  tables = [0, 8 * count, *(-(-4 * count // unit) * unit for unit in _TABLES)]
+  # Several results are a tuple, with a table of pointers of 8 bytes. On TPUs a
+  # pointer has 4 bytes, and the table is rounded up.
+  n_results = len(program.results)
+  tables = [0, 8 * n_results]
+  tables += (-(-4 * n_results // unit) * unit for unit in _TABLE_UNITS)
   lines = _compare_arrays(
     *("arguments", arguments, program.arguments, compiled.arguments, [0])
   )
@@ -391,7 +412,7 @@ def compare(compiled: Compiled, sent: Matches) -> list[str]:
   plan = job.plan
   products = "flops of products"
   lines += _compare_numbers(products, program.flops, plan.flops, FLOPS)
-  if (plan.temporary or 0) >= _LEAST:
+  if (plan.temporary or 0) >= _MIN_TEMPORARY:
     lines += _compare_numbers(
       *("temporary bytes", compiled.temporary, plan.temporary, TEMPORARY)
     )
@@ -413,16 +434,16 @@ def compare(compiled: Compiled, sent: Matches) -> list[str]:
 
 
 def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
-  """Returns the bytes of all collectives of a step, and of those that are sent
+  """Returns the bytes of all collectives of a step, and the bytes that are sent
   while the device computes (an asynchronous pair of start and end)."""
   sizes = [(x.bytes * x.times, x.asynchronous) for x in program.collectives]
-  hidden = sum(size for size, asynchronous in sizes if asynchronous)
-  return sum(size for size, _ in sizes), hidden
+  hidden = sum(nbytes for nbytes, is_asynchronous in sizes if is_asynchronous)
+  return sum(nbytes for nbytes, _ in sizes), hidden
 
 
 def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
-  """Returns a report of a program: its memory, operations and collectives (as
-  of `traffic`), beside the plan's."""
+  """Returns a report of a program beside its plan: memory, operations, and the
+  collectives `sent`, the result of `traffic`."""
   job, program, plan = compiled.job, compiled.program, compiled.job.plan
   mib, unknown = 2**20, "-"
   logical = sum(array.bytes for array in program.arguments)
@@ -438,15 +459,15 @@ def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
   def cell(value, unit):
     return unknown if value is None else f"{value / unit:,.2f}"
 
-  # The plan's arguments: what the shardings divide, without padding.
-  shards = sum(
+  # The plan's arguments: the arrays that the shardings divide, without padding.
+  planned_bytes = sum(
     math.prod(shape) * hlo.itemsize(dtype) * count
-    for (dtype, shape), count in _parts(compiled.shapes[0]).items()
+    for (dtype, shape), count in _count_shards(compiled.shapes[0]).items()
   )
   rows = [
     [name, cell(actual, unit), cell(planned, unit)]
     for name, actual, planned, unit in (
-      ("arguments, MiB", logical, shards, mib),
+      ("arguments, MiB", logical, planned_bytes, mib),
       ("arguments in their layouts, MiB", compiled.arguments, None, mib),
       ("temporary, MiB", compiled.temporary, plan.temporary, mib),
       ("products, GFLOP", program.flops, plan.flops, 1e9),

@@ -3,9 +3,10 @@
 All devices run the same loop. In each step a device applies its layers to the
 microbatch that its neighbour sent in the step before; the last device sends to
 the first. With `rounds` > 1 a microbatch passes several times and a device
-holds several chunks of layers (looped, as breadth-first schedules are). It is
-synchronous (GPipe's order), all stages have the same shapes, and XLA derives
-the backward. It needs one program over all devices, as on a TPU or a GPU host.
+holds several chunks of layers (looped, as breadth-first schedules are). The
+pipeline is synchronous (GPipe's order), all stages have the same shapes, and
+XLA derives the backward. One program runs on all devices, as on a TPU or a GPU
+host.
 
 References:
   Huang et al., "GPipe", NeurIPS 2019. Xu et al., "GSPMD", 2021, section 3.3.
@@ -30,8 +31,9 @@ Apply = Callable[[Any, jax.Array, jax.Array], jax.Array]  # params, x, key -> y
 def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
   """Returns a function that applies a stack of L layers by a pipeline.
 
-  It is for use inside shard_map, on the axis "pipe" of S stages; the layer may
-  use the other axes of the mesh. With check_vma gradients may be taken inside.
+  Call the function inside shard_map, on the axis "pipe" of S stages; the layer
+  may use the other axes of the mesh. With check_vma gradients may be taken
+  inside shard_map.
 
   Args:
     layer: (params of one layer, x, key) -> y, of x's shape and dtype. Given
@@ -52,39 +54,41 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
 
   def run(chunks, x, key):
     stages, stage = jax.lax.axis_size(_AXIS), jax.lax.axis_index(_AXIS)
-    count = x.shape[0]
-    if rounds > 1 and count < stages:
+    n_microbatches = x.shape[0]
+    if rounds > 1 and n_microbatches < stages:
       raise ValueError(
-        f"{count} microbatches are fewer than the {stages} stages, and go"
-        f" around {rounds} times: use {stages} or more, or one round"
+        f"{n_microbatches} microbatches are fewer than the {stages} stages, and"
+        f" go around {rounds} times: use {stages} or more, or one round"
       )
     is_last = stage == stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
-    # With one round all turns have the same weights: chosen outside of the
-    # loop, they are kept for the backward once, not for each turn.
+    # With one round all turns have the same weights. If they are chosen outside
+    # of the loop, the backward keeps one copy of them, not one for each turn.
     first_chunk = jax.tree.map(lambda leaf: leaf[0], chunks)
 
     def step(carry, time):
-      # The neighbour's last output; [M, ...], inputs of the next round (used at
-      # stage 0) and final outputs (used at the last stage).
-      arriving, waiting, done = carry
-      # [1] At stage 0 outputs of the last stage wait for their next round.
+      # `received` is the neighbour's last output. `round_inputs` are the inputs
+      # of the next round, [M, ...], which stage 0 uses; `outputs` are the final
+      # outputs, [M, ...], which the last stage uses.
+      received, round_inputs, outputs = carry
+      # [1] Stage 0 stores an output of the last stage for the next round.
       returned = time - stages  # number of the last stage's previous output
-      begins = (stage == 0) & (returned >= 0)
-      waiting = _put(waiting, arriving, returned % count, begins)
+      is_returned = (stage == 0) & (returned >= 0)
+      row = returned % n_microbatches
+      round_inputs = _put(round_inputs, received, row, is_returned)
       # [2] This stage's pass: number r M + m is round r of microbatch m. Stage
       # s begins s steps after stage 0.
       number = time - stage
-      at_work = (number >= 0) & (number < rounds * count)
-      number = jnp.clip(number, 0, rounds * count - 1)
-      turn, microbatch = number // count, number % count
+      has_work = (number >= 0) & (number < rounds * n_microbatches)
+      number = jnp.clip(number, 0, rounds * n_microbatches - 1)
+      turn, microbatch = number // n_microbatches, number % n_microbatches
       # [3] Its input.
-      fresh = x[microbatch]
-      entering = jnp.where(turn == 0, fresh, waiting[microbatch])
-      h = jnp.where(stage == 0, entering, arriving)
-      # A device without work computes on real numbers and drops the result:
-      # zero times NaN would be NaN, in the backward too.
-      h = jnp.where(at_work, h, fresh)
+      new_input = x[microbatch]
+      stage_0_input = jnp.where(turn == 0, new_input, round_inputs[microbatch])
+      h = jnp.where(stage == 0, stage_0_input, received)
+      # A device without work computes on an input, not on the empty slots, and
+      # drops the result: zero times NaN would be NaN, also in the backward.
+      h = jnp.where(has_work, h, new_input)
       # [4] Apply the layers of this turn, with a key of the microbatch.
       microbatch_key = jax.random.fold_in(key, microbatch)
       chunk = first_chunk
@@ -92,20 +96,23 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
         chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
       h = _apply_chunk(layer, chunk, h, turn * stages + stage, microbatch_key)
       # [5] Keep a final output; send every output on.
-      done = _put(done, h, microbatch, at_work & is_last & (turn == rounds - 1))
-      return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None
+      is_final = has_work & is_last & (turn == rounds - 1)
+      outputs = _put(outputs, h, microbatch, is_final)
+      return (jax.lax.ppermute(h, _AXIS, ring), round_inputs, outputs), None
 
-    def empty(array):
-      # The carry varies over stages, and where x does.
+    def make_empty(array):
+      # The carry varies over stages, and over the axes over which x varies.
       axes = (_AXIS, *meshes.varying(array))
       return meshes.vary(jnp.full_like(array, _EMPTY), axes)
 
     # v M passes of a stage; the last stage begins S - 1 steps late.
-    times = jnp.arange(rounds * count + stages - 1)
-    begin = empty(x[0]), empty(x), empty(x)
-    (_, _, done), _ = jax.lax.scan(step, begin, times)
+    times = jnp.arange(rounds * n_microbatches + stages - 1)
+    begin = make_empty(x[0]), make_empty(x), make_empty(x)
+    (_, _, outputs), _ = jax.lax.scan(step, begin, times)
     # All stages return the result, which the loss needs.
-    return jax.lax.psum(jnp.where(is_last, done, jnp.zeros_like(done)), _AXIS)
+    return jax.lax.psum(
+      jnp.where(is_last, outputs, jnp.zeros_like(outputs)), _AXIS
+    )
 
   return run
 
@@ -126,9 +133,10 @@ def _apply_chunk(
 
 
 def _put(
-  array: jax.Array, value: jax.Array, index: jax.Array, when: jax.Array
+  array: jax.Array, value: jax.Array, index: jax.Array, is_replaced: jax.Array
 ) -> jax.Array:
-  """Returns the array with row `index` replaced if `when`, bool[]."""
+  """Returns the array; if `is_replaced`, bool[], with `value` as row `index`.
+  """
   # A `where` over one row, not over the array: the scan writes it in place.
-  value = jnp.where(when, value, array[index])
+  value = jnp.where(is_replaced, value, array[index])
   return jax.lax.dynamic_update_index_in_dim(array, value, index, 0)

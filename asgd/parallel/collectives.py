@@ -45,11 +45,11 @@ from asgd.parallel.memory import bytes_of
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
 BUCKET_BYTES = 4 * 1024 * 1024  # default of all_reduce_tree
-_MOST_BRANCHES = 16  # most devices for a program with a branch for each
+_MAX_BRANCHES = 16  # largest number of devices with one branch for each
 
 
 def _cut(x: jax.Array, pieces: int) -> jax.Array:
-  """Returns x as [pieces, C], zeros at the end."""
+  """Returns x as [pieces, C], padded with zeros at the end."""
   flat = x.reshape(-1)
   chunk = -(-flat.size // pieces)
   flat = jnp.pad(flat, (0, pieces * chunk - flat.size))
@@ -79,7 +79,7 @@ def _in_device_order(
     order = [(device - i) * step % devices for i in range(rows)]
     return lambda arrays: jnp.stack([arrays[i] for i in order])
 
-  if devices <= _MOST_BRANCHES:
+  if devices <= _MAX_BRANCHES:
     # One branch for each device, which copies whole arrays. With a dynamic
     # index, XLA's CPU backend selects element by element, which is slow.
     return jax.lax.switch(rank, list(map(stack, range(devices))), arrays)
@@ -88,11 +88,11 @@ def _in_device_order(
 
 
 def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
-  """Returns this device's chunk of the sum, [C] of the flat sum padded to
-  [N, C], as `jax.lax.psum_scatter`.
+  """Returns this device's chunk of the sum, as `jax.lax.psum_scatter`: [C] of
+  the flat sum padded to [N, C].
 
-  In each of N - 1 rounds every device sends a chunk to the next, or with a
-  `step` of -1 to the previous one.
+  In each of N - 1 rounds every device sends a chunk to the next device, or to
+  the previous device if `step` is -1.
   """
   devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = _cut(jnp.asarray(x), devices)
@@ -100,15 +100,16 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   total = chunks[(rank - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
-    # It began at the device `turn` steps back, with the chunk one step before.
+    # This sum began at the device `turn` steps back, with the chunk one step
+    # before that device.
     total = total + chunks[(rank - (turn + 1) * step) % devices]
   return total
 
 
 def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
-  """Gathers all devices' arrays, [...] -> [N, ...], as `jax.lax.all_gather`: in
-  each of N - 1 rounds every device forwards the last array to the next, or with
-  a `step` of -1 to the previous one."""
+  """Gathers all devices' arrays, [...] -> [N, ...], as `jax.lax.all_gather`. In
+  each of N - 1 rounds every device forwards the last array to the next device,
+  or to the previous device if `step` is -1."""
   devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = [jnp.asarray(x)]
   # After i rounds the last array is from the device i steps before this one.
@@ -118,8 +119,8 @@ def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
-  """Reduce-scatter, then all-gather, around a ring: 2 (N - 1) rounds of an N-th
-  of the array. Each device sends about twice the array, whatever N is."""
+  """Reduce-scatter, then all-gather, around a ring: 2 (N - 1) rounds, each with
+  an N-th of the array. For every N a device sends about twice the array."""
   x = jnp.asarray(x)
   return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
 
@@ -144,29 +145,31 @@ def _on_power_of_two(
   axis: Axis,
   inner: Callable[[list[int], jax.Array, jax.Array], jax.Array],
 ) -> jax.Array:
-  """Runs inner(members, x, index of this device among them) on 2^k of the N
+  """Runs inner(members, x, index of this device in `members`) on 2^k of the N
   devices, the members.
 
   If N is no power of 2, the first 2 (N - 2^k) devices form pairs. The even
-  device of a pair sends its array to the odd one, which is a member, and
+  device of a pair sends its array to the odd device, which is a member, and
   receives the sum at the end."""
   devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  size = 1 << (devices.bit_length() - 1)  # 2^k, the largest that is at most N
-  extra = devices - size  # count of pairs
-  members = [2 * i + 1 if i < extra else i + extra for i in range(size)]
-  member = jnp.where(rank < 2 * extra, rank // 2, rank - extra)
-  if not extra:
-    return inner(members, x, member)
-  even_to_odd = [(2 * i, 2 * i + 1) for i in range(extra)]
+  n_members = 1 << (devices.bit_length() - 1)  # the largest 2^k up to N
+  n_pairs = devices - n_members
+  members = [
+    2 * i + 1 if i < n_pairs else i + n_pairs for i in range(n_members)
+  ]
+  member_index = jnp.where(rank < 2 * n_pairs, rank // 2, rank - n_pairs)
+  if not n_pairs:
+    return inner(members, x, member_index)
+  even_to_odd = [(2 * i, 2 * i + 1) for i in range(n_pairs)]
   # [1] Even devices of pairs hand in their arrays. A device that receives
   # nothing adds zeros.
   x = x + jax.lax.ppermute(x, axis, even_to_odd)
-  # [2] The members add up. Other devices run along, and drop the result.
-  x = inner(members, x, member)
-  # [3] Even devices of pairs get the sum.
+  # [2] The members add up. The other devices compute too, and drop the result.
+  x = inner(members, x, member_index)
+  # [3] The odd devices send the sum to the even devices of their pairs.
   odd_to_even = [(odd, even) for even, odd in even_to_odd]
   total = jax.lax.ppermute(x, axis, odd_to_even)
-  return jnp.where((rank < 2 * extra) & (rank % 2 == 0), total, x)
+  return jnp.where((rank < 2 * n_pairs) & (rank % 2 == 0), total, x)
 
 
 def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
@@ -183,12 +186,12 @@ def _powers(end: int) -> list[int]:
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Partners at distance 1, 2, 4, ... exchange their sums.
 
-  log2 N rounds of the whole array. No algorithm has fewer rounds, so this is
-  the best for small arrays. If N is no power of 2 there are two more rounds,
-  see `_on_power_of_two`."""
+  log2 N rounds of the whole array. No algorithm has fewer rounds, so this
+  algorithm is the best for small arrays. If N is no power of 2, there are two
+  more rounds (`_on_power_of_two`)."""
 
-  def inner(members, x, member):
-    del member
+  def inner(members, x, member_index):
+    del member_index
     for bit in _powers(len(members)):
       x = x + jax.lax.ppermute(x, axis, _exchange(members, bit))
     return x
@@ -200,25 +203,25 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   """Rabenseifner's algorithm: reduce-scatter by halves, all-gather by doubling.
 
   2 log2 N rounds, and as many bytes as a ring, if N is a power of 2. Otherwise
-  there are two more rounds of the whole array, see `_on_power_of_two`."""
+  there are two more rounds of the whole array (`_on_power_of_two`)."""
 
-  def inner(members, x, member):
+  def inner(members, x, member_index):
     bits = _powers(len(members))
     part = _cut(x, len(members))
-    # [1] Reduce-scatter: `part` shrinks from 2^k chunks to this member's one.
+    # [1] Reduce-scatter: `part` shrinks from 2^k chunks to this member's chunk.
     for bit in reversed(bits):
-      # Keeps the half with its own chunk, and sends the other one.
+      # A member keeps the half with its own chunk, and sends the other half.
       halves = part.reshape(2, bit, part.shape[-1])
-      side = (member // bit) % 2
+      side = (member_index // bit) % 2
       pairs = _exchange(members, bit)
       part = halves[side] + jax.lax.ppermute(halves[1 - side], axis, pairs)
     # [2] All-gather: `part` doubles, in the order of chunks.
     for bit in bits:
       received = jax.lax.ppermute(part, axis, _exchange(members, bit))
-      low = (member // bit) % 2 == 0
-      first = jnp.where(low, part, received)
-      second = jnp.where(low, received, part)
-      part = jnp.concatenate([first, second])
+      is_low = (member_index // bit) % 2 == 0
+      low_part = jnp.where(is_low, part, received)
+      high_part = jnp.where(is_low, received, part)
+      part = jnp.concatenate([low_part, high_part])
     return _paste(part, x)
 
   return _on_power_of_two(jnp.asarray(x), axis, inner)
@@ -235,10 +238,11 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
     children = range(distance, devices, 2 * distance)
     return [(child, child - distance) for child in children]
 
-  # [1] Reduce, from the leaves to device 0; others receive zeros.
+  # [1] Reduce, from the leaves to device 0. A device that is no parent on a
+  # level receives zeros.
   for distance in _powers(devices):
     x = x + jax.lax.ppermute(x, axis, edges(distance))
-  # [2] Broadcast, on the same edges in reverse.
+  # [2] Broadcast, from device 0 to the leaves.
   for distance in reversed(_powers(devices)):
     to_child = [(parent, child) for child, parent in edges(distance)]
     received = jax.lax.ppermute(x, axis, to_child)
@@ -251,8 +255,8 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
   chunk between nodes, all-gather inside each node.
 
   The slow links between nodes carry one array for each node, not one for each
-  device. `axis` has two names of the mesh: inside a node, and between nodes.
-  Raises ValueError for another axis."""
+  device. `axis` has two names of axes of the mesh: inside a node, and between
+  nodes. Raises ValueError for another axis."""
   x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
     raise ValueError(
@@ -270,10 +274,11 @@ def parameter_server(
   """A sharded parameter server, in one step of all workers.
 
   Device j < P is a worker and also owns chunk j of P. Every other worker sends
-  its chunk j to device j, which sends the sum back to each. A device has one
-  link, so it receives and sends one message at a time. 2 (N - 1) rounds of a
-  P-th of the array: as long as a ring if P = N, else N / P times as long.
-  `shards` is P, from 1 to N (None is N); raises ValueError for another number.
+  its chunk j to device j, and device j sends the sum back to each worker. A
+  device has one link, so it receives and sends one message at a time. There are
+  2 (N - 1) rounds, each with a P-th of the array: as long as a ring if P = N,
+  else N / P times as long. `shards` is P, from 1 to N (None is N). Raises
+  ValueError for another number.
   """
   x = jnp.asarray(x)
   devices, rank = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -289,8 +294,8 @@ def parameter_server(
     from one worker."""
     return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
-  # [1] Push: owners add up their chunk. As all devices run one program, a
-  # device that owns none adds to a chunk, too, and drops it.
+  # [1] Push: owners add up their chunks. As all devices run one program, a
+  # device without a chunk computes a sum, too, and drops it.
   total = chunks[jnp.minimum(rank, shards - 1)]
   for turn in range(1, devices):
     part = chunks[jnp.minimum((rank + turn) % devices, shards - 1)]
@@ -316,7 +321,7 @@ COLLECTIVES: dict[str, Reduce] = {
 
 
 def lookup(reduce: str | Reduce) -> Reduce:
-  """Returns a collective by its name, or the function that it is given."""
+  """Returns the collective of a name; a function is returned unchanged."""
   if callable(reduce):
     return reduce
   return names.lookup("collective", reduce, COLLECTIVES)
@@ -364,17 +369,17 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   checks.whole("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
   sizes = [bytes_of(leaf) for leaf in leaves]
-  filling: dict[Any, list[int]] = {}  # dtype -> the bucket that is not full yet
-  full = []
+  open_buckets: dict[Any, list[int]] = {}  # dtype -> a bucket that is not full
+  full_buckets = []
   for i in reversed(range(len(leaves))):
-    bucket = filling.setdefault(jnp.dtype(leaves[i].dtype), [])
+    bucket = open_buckets.setdefault(jnp.dtype(leaves[i].dtype), [])
     if bucket and sizes[i] + sum(sizes[j] for j in bucket) > bucket_bytes:
-      full.append(tuple(bucket))
+      full_buckets.append(tuple(bucket))
       bucket.clear()
     bucket.append(i)
-  full += (tuple(bucket) for bucket in filling.values())
-  # A bucket is complete with its last leaf, the first one of the forward.
-  return tuple(sorted(full, key=lambda bucket: -bucket[-1]))
+  full_buckets += (tuple(bucket) for bucket in open_buckets.values())
+  # A bucket is complete with its last leaf, which is first in the forward.
+  return tuple(sorted(full_buckets, key=lambda bucket: -bucket[-1]))
 
 
 def all_reduce_tree(

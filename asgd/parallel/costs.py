@@ -1,10 +1,10 @@
 """Costs of communication: formulas in seconds and bytes.
 
-The alpha-beta model: a message of n bytes takes alpha + n / B seconds, alpha
-being the link's latency and B its bandwidth. A device has one link, which sends
-one message and receives one at the same time. A `Cost` counts the rounds of a
-collective and the bytes of the largest message of each round, exactly those of
-`asgd.parallel.collectives`.
+The alpha-beta model: a message of n bytes takes alpha + n / B seconds; alpha is
+the latency of the link, and B its bandwidth. A device has one link, which sends
+one message and receives one message at the same time. A `Cost` counts the
+rounds of a collective and the bytes of the largest message of each round,
+exactly as `asgd.parallel.collectives` sends them.
 
 Index letters:
   N  devices
@@ -57,7 +57,7 @@ def seconds(cost: Cost, link: LinkSpeed) -> float:
 
 
 def add(*costs: Cost) -> Cost:
-  """Returns the cost of several, one after the other."""
+  """Returns the cost of several collectives, one after the other."""
   return Cost(*(sum(column) for column in zip(FREE, *costs, strict=True)))
 
 
@@ -68,22 +68,24 @@ def _check(size: float, devices: int, grain: int) -> None:
 
 
 def _chunk(size: float, pieces: int, grain: int) -> int:
-  """Bytes of the largest of equal pieces, in whole elements."""
+  """Returns the bytes of the largest of nearly equal pieces of whole elements.
+  """
   return grain * math.ceil(size / grain / pieces)
 
 
-# Collectives. `grain` is the bytes of an element: chunks hold whole ones.
+# Collectives. `grain` is the bytes of an element: a chunk has whole elements.
 
 
 def ring_reduce_scatter(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """(N - 1) / N S; an all-gather to S bytes costs the same."""
+  """Returns the cost of (N - 1) / N S; an all-gather to S bytes costs the same.
+  """
   _check(size, devices, grain)
-  moved = (devices - 1) * _chunk(size, devices, grain)
-  return Cost(devices - 1, moved, moved)
+  link_bytes = (devices - 1) * _chunk(size, devices, grain)
+  return Cost(devices - 1, link_bytes, link_bytes)
 
 
 def ring(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """2 (N - 1) / N S: reduce-scatter and all-gather.
+  """Returns the cost of a reduce-scatter and an all-gather, 2 (N - 1) / N S.
 
   Example:
     >>> ring(800, 4)
@@ -94,39 +96,45 @@ def ring(size: float, devices: int, *, grain: int = 1) -> Cost:
 
 
 def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """A ring's rounds, of half its bytes on each of two links."""
+  """Returns the cost of the rounds of a ring, with half its bytes on each of
+  two links."""
   _check(size, devices, grain)
   steps = 2 * (devices - 1)
-  moved = steps * _chunk(size, 2 * devices, grain)
-  return Cost(steps, moved, 2 * moved)  # both links send at once
+  link_bytes = steps * _chunk(size, 2 * devices, grain)
+  return Cost(steps, link_bytes, 2 * link_bytes)  # both links send at once
 
 
-def _on_cube(cost: Cost, size: float, devices: int) -> Cost:
-  """Adds the two rounds in which devices beyond a power of 2 lend a part."""
+def _add_pair_rounds(cost: Cost, size: float, devices: int) -> Cost:
+  """Adds two rounds if N is no power of 2: the even device of a pair sends its
+  array to the odd device, and the odd device sends the sum back."""
   if not devices & (devices - 1):
     return cost
-  # The busiest device receives a lent part and sends the sum back.
   return Cost(cost.steps + 2, cost.bytes + 2 * size, cost.sent + size)
 
 
 def recursive_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """log2 N rounds of S; N no power of 2: two rounds more."""
+  """Returns the cost of log2 N rounds of S; two rounds more if N is no power of
+  2."""
   _check(size, devices, grain)
   rounds = devices.bit_length() - 1
-  return _on_cube(Cost(rounds, rounds * size, rounds * size), size, devices)
+  cost = Cost(rounds, rounds * size, rounds * size)
+  return _add_pair_rounds(cost, size, devices)
 
 
 def halving_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """2 log2 N rounds, 2 (N - 1) / N S; N no power of 2: 2 more of S."""
+  """Returns the cost of 2 log2 N rounds with 2 (N - 1) / N S in all; two rounds
+  of S more if N is no power of 2."""
   _check(size, devices, grain)
   rounds = devices.bit_length() - 1
   # Halves, quarters, ... add up to 2^k - 1 chunks of a 2^k-th, twice.
-  moved = 2 * ((1 << rounds) - 1) * _chunk(size, 1 << rounds, grain)
-  return _on_cube(Cost(2 * rounds, moved, moved), size, devices)
+  link_bytes = 2 * ((1 << rounds) - 1) * _chunk(size, 1 << rounds, grain)
+  cost = Cost(2 * rounds, link_bytes, link_bytes)
+  return _add_pair_rounds(cost, size, devices)
 
 
 def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """2 ceil(log2 N) rounds of S; the root sends half of them."""
+  """Returns the cost of 2 ceil(log2 N) rounds of S; the root sends in half of
+  them."""
   _check(size, devices, grain)
   depth = (devices - 1).bit_length()
   return Cost(2 * depth, 2 * depth * size, depth * size)
@@ -135,21 +143,22 @@ def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
 def hierarchical(
   size: float, inside: int, between: int, *, grain: int = 1
 ) -> tuple[Cost, Cost]:
-  """Returns the costs on the links inside of nodes, 2 (g - 1) / g S, and
-  between them, 2 (n - 1) / n S / g; `inside` is g, the devices of a node,
-  `between` n, the nodes."""
+  """Returns the cost on the links inside nodes, 2 (g - 1) / g S, and the cost
+  on the links between nodes, 2 (n - 1) / n S / g. `inside` is g, the devices of
+  a node, and `between` is n, the number of nodes."""
   _check(size, between, grain)
-  # Each device of a node takes its chunk around the ring between nodes.
-  outer = ring(_chunk(size, inside, grain), between, grain=grain)
-  return ring(size, inside, grain=grain), outer
+  # Each device of a node sends its chunk around a ring between nodes.
+  between_cost = ring(_chunk(size, inside, grain), between, grain=grain)
+  return ring(size, inside, grain=grain), between_cost
 
 
 def parameter_server(
   size: float, devices: int, *, shards: int | None = None, grain: int = 1
 ) -> Cost:
-  """2 (N - 1) / P S: a push to P shards and a pull, of N workers at once. The
-  shards (None is N of them) are on the first P workers: N - 1 workers send to
-  each, one after the other. ValueError for more than N."""
+  """Returns the cost of a push to P shards and a pull, of N workers at once:
+  2 (N - 1) / P S. The shards (None is N shards) are on the first P workers: N -
+  1 workers send to each shard, one after the other. Raises ValueError for more
+  than N shards."""
   shards = devices if shards is None else shards
   _check(size, devices, grain)
   checks.whole("shards", shards)
@@ -182,8 +191,8 @@ def fastest(
   *,
   grain: int = 1,
 ) -> str:
-  """Returns the collective of `COSTS` that takes the least time on such links;
-  of several, the first of `among`.
+  """Returns the collective that takes the least time on such links, by `COSTS`;
+  of several equally fast, the first of `among`.
 
   Example:
     A small array is sent whole, as a round costs more than its bytes.
@@ -203,16 +212,18 @@ def fastest(
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:
-  """(N - 1) K (M + N') elements of `grain` bytes: an all-gather, by a ring, of
-  a dense layer's M inputs and N' output gradients in K rows of each device."""
+  """Returns the cost of a dense layer's factors: a ring gathers M inputs and N'
+  output gradients in K rows of each device, (N - 1) K (M + N') elements of
+  `grain` bytes."""
   device_bytes = rows * (inputs + outputs) * grain
   _check(device_bytes, devices, grain)
-  moved = (devices - 1) * device_bytes
-  return Cost(devices - 1, moved, moved)
+  link_bytes = (devices - 1) * device_bytes
+  return Cost(devices - 1, link_bytes, link_bytes)
 
 
 def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
-  """Poseidon's rule, algorithm 1: whether factors move no more than gradients.
+  """Returns whether factors move no more bytes than gradients, by Poseidon's
+  rule (algorithm 1).
 
   2 K (P - 1) (M + N) <= 2 M N (2 P - 2) / P elements in and out of a node that
   is one of P workers and P shards (table 1), with K rows of a worker's batch, M
@@ -225,8 +236,9 @@ def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
     False
   """
   # Table 1, the column for a node that is server and worker: PS, then SFB.
-  dense = 2 * inputs * outputs * (2 * workers - 2) / workers
-  return 2 * rows * (inputs + outputs) * (workers - 1) <= dense
+  gradient_elements = 2 * inputs * outputs * (2 * workers - 2) / workers
+  factor_elements = 2 * rows * (inputs + outputs) * (workers - 1)
+  return factor_elements <= gradient_elements
 
 
 def hybrid(
@@ -237,17 +249,19 @@ def hybrid(
   *,
   grain: int = 4,
 ) -> Cost:
-  """Poseidon's hybrid communication: an all-gather of the factors of the layers
-  for which the rule prefers them, and a ring all-reduce of the rest.
+  """Returns the cost of Poseidon's hybrid communication: an all-gather of the
+  factors of the layers for which the rule prefers factors, and a ring
+  all-reduce of all other gradients.
 
-  `dense` are (inputs, outputs) of each dense layer, `others` the bytes of all
-  other parameters, biases among them, and `rows` those of a device.
+  `dense` are (inputs, outputs) of each dense layer. `others` are the bytes of
+  all other parameters, biases among them. `rows` is the number of rows of one
+  device's batch.
   """
   # Kernels without factors are reduced with the other parameters, in one ring.
-  size, gathered = float(others), []
+  size, factor_costs = float(others), []
   for inputs, outputs in dense:
     if devices > 1 and prefers_factors(rows, inputs, outputs, devices):
-      gathered.append(factors(rows, inputs, outputs, devices, grain=grain))
+      factor_costs.append(factors(rows, inputs, outputs, devices, grain=grain))
     else:
       size += inputs * outputs * grain
-  return add(ring(size, devices), *gathered)
+  return add(ring(size, devices), *factor_costs)

@@ -1,19 +1,20 @@
 """Data parallel training: many devices, one step, the numbers of one device.
 
-Each of d devices computes gradients on its part of a batch; their mean is the
-gradient of the batch. `zero` sets what each device keeps between steps:
+Each of d devices computes gradients on its part of a batch; the mean of these
+gradients is the gradient of the batch. `zero` sets which arrays each device
+keeps between steps:
 
-  0  parameters, gradients and the optimizer's state, all whole
-  1  a d-th of the state: gradients are added up by reduce-scatter, each device
-     updates a d-th of the parameters, and all gather them
-  2  and a d-th of the gradients, also while they are accumulated
-  3  and a d-th of the parameters, which are gathered where the loss needs them,
-     and in the backward once more (XLA's CPU backend keeps them instead)
+  0  all parameters, all gradients and the whole optimizer state
+  1  a d-th of the optimizer state: gradients are added up by reduce-scatter,
+     each device updates a d-th of the parameters, and all devices gather them
+  2  as 1, and a d-th of the gradients, also while they are accumulated
+  3  as 2, and a d-th of the parameters: devices gather them for the loss, and
+     again for the backward (XLA's CPU backend keeps them)
 
 Gradients are computed and reduced in shard_map. The optimizer runs outside of
-it, on global arrays placed by `asgd.parallel.zero`: XLA derives what has to be
-sent, so a transform need not be elementwise. Adam sends nothing, LAMB its
-norms, Adafactor its means.
+shard_map, on global arrays placed by `asgd.parallel.zero`. XLA derives which
+numbers have to be sent, so a transform need not be elementwise: Adam sends
+nothing, LAMB its norms, Adafactor its means.
 
 Index letters:
   B  examples of the batch
@@ -42,9 +43,9 @@ from asgd import losses as losses_lib
 from asgd.parallel import meshes, precision, step_checks
 from asgd.parallel import zero as zero_lib
 
-# A loop over pieces is written out up to here: XLA's CPU backend runs
+# Longest loop over pieces that is written out. XLA's CPU backend runs
 # convolutions in loops many times slower (see `asgd.worker`).
-_UNROLLED = 8
+_MAX_UNROLLED = 8
 _AXIS = meshes.DATA
 _REDUCER = 0x726564  # folded into a step's key for the draws of a reducer
 
@@ -62,27 +63,27 @@ class StepState(NamedTuple):
 class StepMetrics(NamedTuple):
   """The metrics of a step, the same on every device."""
 
-  loss: jax.Array  # float[], mean over the batch, at the parameters before
-  norm: jax.Array  # float[], the gradient's, before it is clipped
+  loss: jax.Array  # float[], mean over the batch, before the update
+  norm: jax.Array  # float[], norm of the gradient before it is clipped
   finite: jax.Array  # bool[], False for a step skipped by the loss scale
 
 
 class Step(NamedTuple):
-  """A training step and the functions that go with it. `init` and `place` of
-  shapes (jax.ShapeDtypeStruct) return shapes with their shardings, for which
-  `step` can be lowered on devices that are not here; not in the form "pmap"."""
+  """A training step and the functions that go with it. Given shapes
+  (jax.ShapeDtypeStruct), `init` and `place` return shapes with shardings, to
+  lower `step` for devices of another machine; not in the form "pmap"."""
 
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
   step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
-  params: Callable[[StepState], optax.Params]  # whole again, on every device
+  params: Callable[[StepState], optax.Params]  # all of them, on every device
   place: Callable[[base.Batch], base.Batch]  # -> global arrays
 
 
 class StepOptions(NamedTuple):
-  """How a step is made: the options of `make_step`."""
+  """The options of `make_step`."""
 
   accumulate: int = 1  # a, pieces that a device computes one after the other
-  clip_norm: float | None = None  # largest norm of the whole gradient
+  clip_norm: float | None = None  # largest norm of the batch's gradient
   zero: int = 0  # 0 to 3, see above
   # Dtypes, a Policy or a name of `precision.POLICIES`.
   policy: str | precision.Policy = "unchanged"
@@ -90,13 +91,13 @@ class StepOptions(NamedTuple):
   loss_scale: precision.Dynamic | None = None
   form: str = "shard_map"  # or "pmap": one process, one axis, zero 0
   statistics_decay: float = 0.9  # weight of the old statistics in a step
-  # Averages the devices' gradients, as `compression.named_reducer` does; None:
-  # exactly. Not with ZeRO, other axes or the form "pmap". If one gradient is
-  # not finite, nothing is sent and the mean is NaN. The mean is clipped.
+  # Averages the gradients of the devices, as `compression.named_reducer`; None
+  # averages exactly. ZeRO, other axes and the form "pmap" exclude it. If one
+  # gradient is not finite, nothing is sent and the mean is NaN.
   reducer: compression.Reducer | None = None
   # The transform searches along a line (`optimizers.lbfgs`): its update gets
-  # `value`, the loss of the batch, and `value_fn`, that as a function of the
-  # weights. For the form "shard_map" with zero 0, no other axis, no clip_norm.
+  # `value`, the loss of the batch, and `value_fn`, weights -> that loss. Needs
+  # the form "shard_map", zero 0, no other axis and no clip_norm.
   searches: bool = False
 
 
@@ -110,32 +111,32 @@ def make_step(
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
-  The batch is cut into d a pieces of b examples, in order; dropout and
+  The batch is cut into d a pieces of b examples, in order. Dropout and
   augmentation of piece i draw from fold_in(key, i), and BatchNorm normalises
-  within a piece. So meshes, forms and stages of ZeRO with the same d a, and one
-  device with accumulate = d a, give the same numbers but for round-off. A loss
-  without draws and batch statistics gives the same for every d a. Metrics and
-  updates are those of the mean over all examples.
+  within a piece. So all meshes, forms and stages of ZeRO with the same d a give
+  the same numbers but for round-off, and so does one device with accumulate =
+  d a. A loss without draws and batch statistics gives the same numbers for
+  every d a. Metrics and updates belong to the mean over all examples.
 
-  With `base.Variables` (BatchNorm) the statistics of the pieces are averaged,
-  and the running statistics are updated as the server updates them.
+  With `base.Variables` (BatchNorm) a step averages the pieces' statistics, and
+  updates the running statistics as a server does.
 
   Args:
-    loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
-      the form "shard_map" it is called inside of shard_map, with all axes of
-      the mesh, and must return the same on all devices along every axis but
-      "data". With other axes types are checked (check_vma): the carry of a scan
-      must vary from the start as at the end (`meshes.vary`).
-    tx: any optax transform; or an Algorithm: the gradient is then taken at the
-      parameters that it sends to worker 0. The update gets a Delay of staleness
-      0.
+    loss: (params, piece, key) -> (float[], Aux), the mean over the piece. The
+      form "shard_map" calls it inside shard_map, with all axes of the mesh; it
+      must return the same value on all devices along every axis but "data".
+      With other axes JAX checks types (check_vma): the carry of a scan must
+      vary over the same axes at its start and at its end (`meshes.vary`).
+    tx: an optax transform or an Algorithm. With an Algorithm the gradient is
+      taken at the parameters that it sends to worker 0, and the update gets a
+      Delay of staleness 0.
     mesh: a mesh with the axis "data", which divides the examples.
     specs: how other axes of the mesh divide the parameters.
-    **options: those of `StepOptions`.
+    **options: the fields of `StepOptions`.
 
   Raises:
-    ValueError: for arguments out of range or that exclude one another; by the
-      step, for a batch that d a does not divide.
+    ValueError: for arguments that are out of range or exclude one another. The
+      step raises it for a batch that d a does not divide.
 
   Example:
     >>> def loss(w, piece, key):  # mean over the examples of a piece
@@ -160,24 +161,25 @@ def make_step(
   make_form = names.lookup("form", chosen.form, FORMS)
   if chosen.loss_scale is not None:
     precision.check_dynamic(chosen.loss_scale)
-  # Options that some other option needs to have one value.
-  given = {**chosen._asdict(), "specs": specs, "processes": jax.process_count()}
+  # Check options that "pmap", a reducer or a search needs to have one value.
+  count = jax.process_count()
+  values = {**chosen._asdict(), "specs": specs, "processes": count}
   of_pmap = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
-  compresses = chosen.reducer is not None
-  for applies, what, needed in (
+  has_reducer = chosen.reducer is not None
+  for is_used, beginning, needed in (
     (chosen.form == "pmap", "the form 'pmap' (use 'shard_map') needs", of_pmap),
-    (compresses, step_checks.REDUCER, step_checks.OF_A_REDUCER),
+    (has_reducer, step_checks.REDUCER, step_checks.OF_A_REDUCER),
     (chosen.searches, step_checks.SEARCH, step_checks.OF_A_SEARCH),
   ):
-    if applies:
-      step_checks.check_alone(what, mesh, given, needed)
+    if is_used:
+      step_checks.check_alone(beginning, mesh, values, needed)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, chosen.statistics_decay)
   return make_form(_Program(loss, algorithm, mesh, clip, specs, policy, chosen))
 
 
 class _Program(NamedTuple):
-  """The parts of both forms of a step, checked by `make_step`."""
+  """The checked arguments of a step, and the functions of both forms."""
 
   loss: losses_lib.Loss
   algorithm: base.Algorithm
@@ -192,8 +194,8 @@ class _Program(NamedTuple):
     """d a, the pieces of a batch."""
     return self.mesh.shape[_AXIS] * self.options.accumulate
 
-  def begin(self, params: optax.Params) -> StepState:
-    """Returns the first state, of whole parameters."""
+  def first_state(self, params: optax.Params) -> StepState:
+    """Returns the state before the first step."""
     params = precision.cast(params, self.policy.param)
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
@@ -208,20 +210,20 @@ class _Program(NamedTuple):
     first = self.options.reducer.init(grads)
     return state._replace(reducer=meshes.repeat(first, self.mesh.shape[_AXIS]))
 
-  def scale_of(self, state: StepState) -> jax.Array:
+  def loss_scale(self, state: StepState) -> jax.Array:
     """Returns the loss scale, float32[]; 1 without one."""
     if self.options.loss_scale is None:
       return jnp.float32(1)
     return state.scale.scale
 
-  def sent(self, state: StepState) -> optax.Params:
-    """Returns the parameters that the gradient is taken at."""
+  def sent_params(self, state: StepState) -> optax.Params:
+    """Returns the parameters at which the gradient is taken."""
     worker = jnp.int32(0)
     return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
   def _objective(self, params, key, scale, dims):
-    """Returns (weights, piece, its number) -> the scaled loss, (loss,
-    statistics)."""
+    """Returns (weights, piece, number of the piece) -> (scaled loss, (loss,
+    statistics))."""
     policy = self.policy
 
     def gather(leaf, dim):
@@ -244,20 +246,20 @@ class _Program(NamedTuple):
       )
       return value * scale.astype(value.dtype), (value, stats)
 
-    # The backward gathers weights again; all else that it needs is kept.
+    # The backward gathers the weights again; all its other inputs are kept.
     if self.options.zero == 3:
       return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
     return objective
 
   def gradient(self, params, batch, key, scale, reducer, dims):
-    """Returns one device's mean loss, gradient, statistics and compression
-    state (`reducer` is the one before).
+    """Returns the mean loss, the gradient, the statistics and the new
+    compression state, at one device in shard_map.
 
-    `dims` has the divided dimension of each weight, or WHOLE.
+    `reducer` is the compression state before the step. `dims` has the divided
+    dimension of each weight, or WHOLE.
     """
     accumulate = self.options.accumulate
-    # Varying weights: with check_vma JAX would otherwise add up their gradients
-    # over devices at once, before they are accumulated, in the weights' dtype.
+    # Varying, as JAX adds up other weights' gradients over devices at once.
     weights = meshes.vary(base.weights_of(params), _AXIS)
     first = jax.lax.axis_index(_AXIS) * accumulate  # this device's first piece
     gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
@@ -265,7 +267,7 @@ class _Program(NamedTuple):
     def scatter(grads):
       return jax.tree.map(zero_lib.scatter, grads, dims)
 
-    def of_piece(i):
+    def compute_piece(i):
       piece = jax.tree.map(
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
@@ -274,20 +276,20 @@ class _Program(NamedTuple):
       return value, scatter(grads) if self.options.zero == 2 else grads, stats
 
     # [1] The sums of loss, gradient and statistics over this device's pieces.
-    total = of_piece(0)
+    total = compute_piece(0)
     if accumulate > 1:
       total, _ = jax.lax.scan(
-        lambda total, i: (jax.tree.map(jnp.add, total, of_piece(i)), None),
+        lambda total, i: (jax.tree.map(jnp.add, total, compute_piece(i)), None),
         total,
         jnp.arange(1, accumulate),
-        unroll=accumulate <= _UNROLLED or 1,
+        unroll=accumulate <= _MAX_UNROLLED or 1,
       )
     value, grads, stats = total
     # ZeRO 1 scatters the sum over pieces; 2 and 3 have scattered each piece.
     if self.options.zero == 1:
       grads = scatter(grads)
 
-    def add_whole(g, dim):
+    def sum_undivided(g, dim):
       return jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g
 
     def divide(grads, count):
@@ -298,16 +300,16 @@ class _Program(NamedTuple):
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
     if self.options.reducer is None:
-      grads = divide(jax.tree.map(add_whole, grads, dims), pieces)
+      grads = divide(jax.tree.map(sum_undivided, grads, dims), pieces)
       return value, grads, stats, reducer
     # A reducer averages over devices, so it gets this device's mean.
     grads, reducer = self.reduce(divide(grads, accumulate), reducer, key)
     return value, grads, stats, reducer
 
   def reduce(self, grads, state, key):
-    """Returns (mean of the gradients that devices send, new state); NaNs
-    and the old state if a device's gradient is not finite."""
-    # All devices must agree, so that residuals and NaNs are the same on all.
+    """Returns (mean of the gradients that devices send, new state). If a
+    device's gradient is not finite, returns NaNs and the old state."""
+    # All devices decide alike: residuals and NaNs must agree on all devices.
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
     before = jax.tree.map(lambda x: x[0], state)  # this device's row
     assert self.options.reducer is not None
@@ -324,12 +326,11 @@ class _Program(NamedTuple):
   def update(self, state, sent, value, grads, stats, reducer, value_fn=None):
     """Applies the optimizer to a gradient taken at `sent`; `value_fn` is the
     loss as a function of the weights, for an optimizer that searches."""
-    # optax's line searches take these two as extra args.
     search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = server.all_finite(grads)
-    # Clip in the dtype of the reduction, then cast to that of the parameters.
+    # Clip in the dtype of the reduction, then cast to the parameters' dtype.
     grads, _ = self.clip.update(grads, optax.EmptyState())
     if isinstance(state.params, base.Variables):
       grads = base.Variables(grads, stats)
@@ -340,64 +341,63 @@ class _Program(NamedTuple):
     )
     params = optax.apply_updates(state.params, updates)
     scale: Any = ()
-    # With a loss scale a gradient that is not finite is skipped, and lowers it.
+    # A gradient that is not finite only lowers the loss scale.
     if self.options.loss_scale is not None:
       params, opt_state = optax.tree.where(
         finite, (params, opt_state), (state.params, state.opt_state)
       )
       scale = precision.adjust(self.options.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
-    new = StepState(state.count + 1, params, opt_state, scale, reducer)
-    return new, metrics
+    new_state = StepState(state.count + 1, params, opt_state, scale, reducer)
+    return new_state, metrics
 
-  def layouts(self, params: optax.Params) -> tuple[Any, Any]:
-    """Returns the specs of parameters: between steps, and while they are
-    updated."""
+  def param_specs(self, params: optax.Params) -> tuple[Any, Any]:
+    """Returns the specs of parameters between steps, and during an update."""
     weights = base.weights_of(params)
     specs = self.specs(weights)
-    parts = jax.tree.map(self.divided, weights, specs)
+    parts = jax.tree.map(self.zero_spec, weights, specs)
     between = parts if self.options.zero == 3 else specs
     if isinstance(params, base.Variables):
       stats = zero_lib.replicated(params.stats)
       return base.Variables(between, stats), base.Variables(parts, stats)
     return between, parts
 
-  def divided(self, leaf: Any, spec: P) -> P:
-    """Returns the spec of an array that ZeRO divides if it can."""
+  def zero_spec(self, leaf: Any, spec: P) -> P:
+    """Returns the spec of an array; ZeRO divides the array if it can."""
     if not self.options.zero:
       return spec
-    return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
+    return zero_lib.add_data_axis(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
   def constrain(self, tree: Any, specs: Any) -> Any:
-    """Returns a traced tree that XLA has to lay out by these specs."""
+    """Returns a traced tree, which XLA has to lay out by `specs`."""
     shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
   def state_specs(self, state: StepState) -> StepState:
     """Returns the specs of a state between steps."""
-    between, parts = self.layouts(state.params)
+    between, parts = self.param_specs(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
       base.weights_of(state.params),
       base.weights_of(parts),
-      lambda leaf: self.divided(leaf, P()),
+      lambda leaf: self.zero_spec(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
     reducer = jax.tree.map(lambda _: P(_AXIS), state.reducer)
     specs: Any = (P(), between, opt_specs, scale, reducer)
     return StepState(*specs)
 
-  def settle(self, state: StepState) -> StepState:
+  def constrain_state(self, state: StepState) -> StepState:
     """Returns the state with the shardings that states have between steps."""
-    settled: StepState = self.constrain(state, self.state_specs(state))
-    return settled
+    result: StepState = self.constrain(state, self.state_specs(state))
+    return result
 
 
-def _function_of(
+def _differentiable_value(
   value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
 ) -> Callable[[Any], jax.Array]:
-  """Returns the value of weights -> (float[], gradient) as a function that JAX
-  may differentiate: its backward is the gradient."""
+  """Returns weights -> float[], with the gradient of `value_and_grad` as its
+  derivative."""
 
   @jax.custom_vjp
   def value_fn(weights):
@@ -413,18 +413,20 @@ def _function_of(
 def _shard_map_step(program: _Program) -> Step:
   """Makes the form "shard_map": global arrays, and a program of all devices."""
   mesh = program.mesh
-  begin = jax.jit(lambda params: program.settle(program.begin(params)))
+  begin = jax.jit(
+    lambda params: program.constrain_state(program.first_state(params))
+  )
 
   def init(params):
     if meshes.are_shapes(params):
-      state = jax.eval_shape(program.begin, params)
+      state = jax.eval_shape(program.first_state, params)
       return meshes.place(state, mesh, program.state_specs(state))
-    return begin(meshes.place(params, mesh, program.layouts(params)[0]))
+    return begin(meshes.place(params, mesh, program.param_specs(params)[0]))
 
   def step(state, batch, key):
     step_checks.check_batch(batch, program.pieces)
-    between, parts = program.layouts(state.params)
-    sent, grad_specs = program.sent(state), base.weights_of(parts)
+    between, parts = program.param_specs(state.params)
+    sent, grad_specs = program.sent_params(state), base.weights_of(parts)
     weights = base.weights_of(state.params)
     dims = jax.tree.map(
       lambda _, spec: zero_lib.dimension(spec), weights, grad_specs
@@ -434,24 +436,24 @@ def _shard_map_step(program: _Program) -> Step:
       mesh=mesh,
       in_specs=(between, P(_AXIS), P(), P(), P(_AXIS)),
       out_specs=(P(), grad_specs, P(), P(_AXIS)),
-      # Where nothing but the data is divided, any loss is right as it is.
+      # With the axis "data" alone, a loss needs no checks of its types.
       check_vma=len(mesh.axis_names) > 1,
     )
     # [1] Each device computes on its examples, and the gradients are reduced.
-    inputs = batch, key, program.scale_of(state), state.reducer
+    inputs = batch, key, program.loss_scale(state), state.reducer
     value, grads, stats, reducer = gradient(sent, *inputs)
     value_fn = None
     if program.options.searches:
-      value_fn = _function_of(
+      value_fn = _differentiable_value(
         lambda weights: gradient(base.with_weights(sent, weights), *inputs)[:2]
       )
-    # [2] Each device updates its part; `settle` gathers those of the others.
+    # [2] Each device updates its part; `constrain_state` gathers the parts.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
     state, metrics = program.update(
       *(state, sent, value, grads, stats, reducer, value_fn)
     )
-    return program.settle(state), metrics
+    return program.constrain_state(state), metrics
 
   return Step(
     init,
@@ -467,7 +469,7 @@ def _pmap_step(program: _Program) -> Step:
 
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
-    scale, sent = program.scale_of(state), program.sent(state)
+    scale, sent = program.loss_scale(state), program.sent_params(state)
     totals = program.gradient(sent, batch, key, scale, (), dims)
     return program.update(state, sent, *totals)
 
@@ -480,7 +482,7 @@ def _pmap_step(program: _Program) -> Step:
     donate_argnums=0,
   )
 
-  begin = jax.jit(lambda params: meshes.repeat(program.begin(params), size))
+  begin = jax.jit(lambda p: meshes.repeat(program.first_state(p), size))
 
   def init(params):
     return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))

@@ -1,16 +1,17 @@
 """Images in tiles; neighbouring tiles exchange their boundaries.
 
-Each device of the axes "rows" and "columns", or of one of them, holds a tile of
-every image in all layers. The rows and columns beyond it that a convolution
-reads (the halo) are sent by the neighbours with `ppermute`, zeros at the
-image's border. Columns are sent with their halo of rows, which has the corners
-of the diagonal neighbours. GroupNorm adds up its moments over the axes, the
-head its mean. The rest of a ResNet computes each pixel alone.
+Each device of the axes "rows" and "columns", or of one of these axes, holds a
+tile of every image in all layers. A convolution reads rows and columns beyond
+the tile (the halo): the neighbours send them with `ppermute`, and at the
+image's border they are zeros. Columns are sent with their halo of rows, which
+has the corners of the diagonal neighbours. GroupNorm adds up its moments over
+the axes, and the head its mean. All other operations of a ResNet compute each
+pixel alone.
 
-Layers are not written again. While `apply` runs, flax passes each call of a
-convolution or a norm inside of `asgd.models`' layers to this module
-(`nn.intercept_methods`), which runs the same module on more pixels. So the
-parameters are those of the whole model.
+The layers of `asgd.models` are used as they are. While `apply` runs, flax
+passes each call of a convolution or a norm inside a layer to this module
+(`nn.intercept_methods`), which runs the same flax module on more pixels. So the
+parameters have the shapes of the whole model.
 
 In DistBelief's models (`locally_connected`) pixels share no weights: a tile's
 weights are on one device, and only boundaries are sent, forward and backward.
@@ -21,7 +22,7 @@ Index letters:
   W  columns, of which it has W / c
   C  channels
   r  devices of the axis "rows", 1 without it
-  c  the same of the axis "columns"
+  c  devices of the axis "columns", 1 without it
 
 References:
   Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3.
@@ -46,7 +47,7 @@ _DIMS = {meshes.ROWS: 1, meshes.COLUMNS: 2}  # of [B, H, W, C]
 
 
 def _axes() -> tuple[str, ...]:
-  """The axes of AXES that the mesh has, inside shard_map."""
+  """Returns the axes of AXES that the mesh has, inside shard_map."""
   mesh_axes = jax.sharding.get_abstract_mesh().axis_names
   return tuple(axis for axis in AXES if axis in mesh_axes)
 
@@ -54,30 +55,30 @@ def _axes() -> tuple[str, ...]:
 def exchange(
   x: jax.Array, before: int, after: int, axis: str = meshes.ROWS
 ) -> jax.Array:
-  """Adds the neighbours' nearest rows, or columns, to this device's.
+  """Adds the nearest rows (or columns) of the neighbours to a device's tile.
 
-  float[B, H / r, W / c, C] -> float[B, before + H / r + after, W / c, C], or as
-  much for columns, with zeros beyond the image; ValueError if neighbours have
-  fewer than are needed.
+  float[B, H / r, W / c, C] -> float[B, before + H / r + after, W / c, C], and
+  likewise for columns, with zeros beyond the image. Raises ValueError if a
+  neighbour has fewer rows than `before` or `after`.
   """
   dim = _DIMS[axis]
-  size, length = jax.lax.axis_size(axis), x.shape[dim]
-  if max(before, after) > length:
+  n_devices, tile_size = jax.lax.axis_size(axis), x.shape[dim]
+  if max(before, after) > tile_size:
     raise ValueError(
-      f"a device of the axis {axis!r} has {length} {axis}, and its neighbour"
+      f"a device of the axis {axis!r} has {tile_size} {axis}, and its neighbour"
       f" needs {max(before, after)} of them: use fewer devices or larger images"
     )
-  # Not a ring: a device at the border receives nothing, which ppermute makes
-  # zeros, the padding of a convolution.
-  to_next = [(i, i + 1) for i in range(size - 1)]
+  # The pairs form no ring: a device at the border receives nothing. ppermute
+  # then returns zeros, the padding of a convolution.
+  to_next = [(i, i + 1) for i in range(n_devices - 1)]
   parts = [x]
   if before:
-    last = jax.lax.slice_in_dim(x, length - before, length, axis=dim)
-    parts.insert(0, jax.lax.ppermute(last, axis, to_next))
+    last_rows = jax.lax.slice_in_dim(x, tile_size - before, tile_size, axis=dim)
+    parts.insert(0, jax.lax.ppermute(last_rows, axis, to_next))
   if after:
     to_previous = [(b, a) for a, b in to_next]
-    first = jax.lax.slice_in_dim(x, 0, after, axis=dim)
-    parts.append(jax.lax.ppermute(first, axis, to_previous))
+    first_rows = jax.lax.slice_in_dim(x, 0, after, axis=dim)
+    parts.append(jax.lax.ppermute(first_rows, axis, to_previous))
   return jnp.concatenate(parts, axis=dim)
 
 
@@ -102,13 +103,16 @@ def _pair(value: Any) -> tuple[int, int]:
 def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   """Computes this device's tile of a convolution of whole images.
 
-  ValueError for other than two dimensions, dilation, a padding that is not of
-  zeros, or outputs that cannot be divided in tiles as the inputs are.
+  Raises ValueError for a convolution without exactly two dimensions, for
+  dilation, for a padding that is not of zeros, and for outputs that cannot be
+  divided into tiles as the inputs are.
   """
   kernel = tuple(module.kernel_size)
   stride = tuple(n or 1 for n in _pair(module.strides))
   sizes = {axis: jax.lax.axis_size(axis) for axis in _axes()}
-  whole = [x.shape[dim] * sizes.get(axis, 1) for axis, dim in _DIMS.items()]
+  image_sizes = [
+    x.shape[dim] * sizes.get(axis, 1) for axis, dim in _DIMS.items()
+  ]
   if (
     len(kernel) != 2
     or module.padding in ("CIRCULAR", "REFLECT", "CAUSAL")
@@ -118,45 +122,47 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
       "only convolutions of images without dilation, and padded with zeros, can"
       f" be split into tiles; not {module}"
     )
-  # [1] The padding as numbers, that of "SAME" of the whole image.
+  # [1] The padding as numbers; "SAME" is the padding of the whole image.
   padding = module.padding
   if isinstance(padding, str):
-    padding = jax.lax.padtype_to_pads(whole, kernel, stride, padding)
+    padding = jax.lax.padtype_to_pads(image_sizes, kernel, stride, padding)
   pads = [_pair(pair) for pair in _pair(padding)]
   # [2] The halo of each axis. Rows come first, so that columns are sent with
   # their corners.
   for axis in sizes:
     dim = _DIMS[axis] - 1  # without the axis of examples
-    k, s, length, (low, high) = kernel[dim], stride[dim], whole[dim], pads[dim]
-    tile_length = length // sizes[axis]
-    outputs = (length + low + high - k) // s + 1
-    if tile_length % s or outputs != length // s:
+    k, s, image_size = kernel[dim], stride[dim], image_sizes[dim]
+    low, high = pads[dim]
+    tile_size = image_size // sizes[axis]
+    n_outputs = (image_size + low + high - k) // s + 1
+    if tile_size % s or n_outputs != image_size // s:
       raise ValueError(
         f"a convolution with a kernel of {k} {axis}, stride {s} and padding"
-        f" {(low, high)} makes {outputs} {axis} of {length}, which cannot be"
-        f" divided as {tile_length} on each device of the axis {axis!r}: use"
+        f" {(low, high)} makes {n_outputs} {axis} of {image_size}, which cannot"
+        f" be divided as {tile_size} on each device of the axis {axis!r}: use"
         f" fewer devices, or images with more {axis}"
       )
-    # The last window of a tile begins s before its end, and reads k.
+    # The last window begins s pixels before the end of a tile, and reads k.
     x = exchange(x, low, max(k - s - low, 0), axis)
-    pads[dim] = 0, 0  # the halo has the padding
+    pads[dim] = 0, 0  # the halo contains the padding
   # [3] The same module, on the tile and its halo.
   return _rerun(module, x, padding=tuple(pads))
 
 
-_RERUN_NAME = "tile"  # the name of modules that are not intercepted again
+_RERUN_NAME = "tile"  # name of the copies, which `_intercept` does not change
 
 
 def _rerun(module: nn.Module, x: jax.Array, **changes: Any) -> Any:
-  """Applies a copy of a module, with other fields and the same parameters."""
-  changed = module.clone(parent=None, name=_RERUN_NAME, **changes)
-  return changed.apply({"params": module.variables["params"]}, x)
+  """Applies a copy of a module with changed fields and the same parameters."""
+  copy = module.clone(parent=None, name=_RERUN_NAME, **changes)
+  return copy.apply({"params": module.variables["params"]}, x)
 
 
 def _intercept(
   method: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
-  """Runs a layer's method on a tile; flax calls it in place of each method."""
+  """Runs a method of a module on a tile; flax calls this function in place of
+  each method."""
   module = context.module
   if context.method_name != "__call__" or module.name == _RERUN_NAME:
     return method(*args, **kwargs)
@@ -204,13 +210,13 @@ def locally_connected(
 ) -> models.Layers:
   """Returns DistBelief's kind of model: locally connected layers and a head.
 
-  All layers but the first halve the image. ValueError for a number that is not
-  positive and whole, or no features.
+  All layers but the first halve the image. Raises ValueError for a number that
+  is not positive and whole, and for no features.
 
   Args:
     classes: number of logits.
-    features: feature maps of each layer; in the paper 8 to 36.
-    kernel: pixels on a side that a pixel is connected to; in the paper 10.
+    features: number of feature maps of each layer; in the paper 8 to 36.
+    kernel: side, in pixels, of the square that a pixel reads; in the paper 10.
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")
@@ -248,10 +254,10 @@ def apply(
   """Applies layers to this device's tile, float[B, H / r, W / c, C], as
   `models.apply` does to whole images.
 
-  For use inside shard_map. Parameters are those of the whole model; those of a
-  Local are this device's part (`partition`). The output of a Head is the same
-  on all devices. ValueError for a layer that cannot be split, or too small a
-  tile.
+  Call it inside shard_map. Parameters have the shapes of the whole model; the
+  parameters of a Local are this device's part (`partition`). A Head returns the
+  same output on all devices. Raises ValueError for a layer that cannot be
+  split, and for a tile that is too small.
   """
   check(layers)
   with nn.intercept_methods(_intercept):
@@ -262,7 +268,8 @@ def partition(
   params: optax.Params, axes: Sequence[str] = (meshes.ROWS,)
 ) -> Any:
   """Returns the PartitionSpecs of a model's parameters on a mesh with these
-  axes: locally connected layers are split as the images are."""
+  axes. Locally connected layers are split as the images are; other parameters
+  are whole on every device."""
   # A locally connected kernel is [H, W, ...]: its first axes are the pixels.
   spec_of_tile = P(*(axis if axis in axes else None for axis in AXES))
 

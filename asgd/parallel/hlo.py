@@ -1,14 +1,15 @@
 """Reads compiled programs: XLA's optimised HLO, as text.
 
-A program has computations, each a list of instructions. The reader counts how
-often a step runs each computation (the body of a loop as often as XLA knows
-that it turns), and returns the collectives with their devices, elements and
-number of runs, and the arrays that enter and leave the program.
+A program has computations, and a computation is a list of instructions. The
+reader counts how often a step runs each computation; the body of a loop runs as
+often as XLA says that the loop turns. The reader returns the collectives with
+their devices, elements and number of runs, and the arrays that enter and leave
+the program.
 
-The TPU compiler divides an asynchronous collective over several fusions, that
-name the same collective: the first (AsyncCollectiveStart) counts, the others do
-not. XLA also combines collectives of the same devices: a combined one counts as
-one for each array.
+The TPU compiler divides an asynchronous collective over several fusions, which
+name the same collective: the first fusion (AsyncCollectiveStart) counts, the
+other fusions do not. XLA also combines collectives of the same devices: a
+combined collective counts as one collective for each array.
 """
 
 import math
@@ -23,7 +24,8 @@ KINDS = (
   *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
 )
 SEND = "send"  # to another slice
-ALL: tuple[tuple[int, ...], ...] = ()  # groups of a collective of all devices
+# Groups of a collective over all devices.
+ALL: tuple[tuple[int, ...], ...] = ()
 
 _BYTES = {"pred": 1, "token": 0}  # dtypes without a number in their name
 # f32[8,128]{1,0:T(8,128)}: dtype, shape, layout.
@@ -32,7 +34,7 @@ _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\](\{[^{}]*\})?")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
 # ENTRY %main (a: f32[8]) -> f32[8] {
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-# Computations that an instruction names, alone and in a list.
+# Computations that an instruction calls: one, or a list.
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')  # of a while
@@ -66,7 +68,7 @@ class Collective(NamedTuple):
   dtype: str
   elements: int  # elements of the whole array: before a scatter, after a gather
   times: int = 1  # number of calls in a step
-  asynchronous: bool = False  # the program computes while it is sent
+  asynchronous: bool = False  # whether the program computes meanwhile
 
   @property
   def bytes(self) -> int:
@@ -111,17 +113,18 @@ def arrays(text: str) -> list[Array]:
 
 
 def padded_bytes(array: Array) -> int:
-  """Returns the bytes of an array as its layout stores it: a tile T(a,b) pads
-  the minor dimensions to multiples, a second tile (c,1) the rows of a tile.
+  """Returns the bytes of an array in its layout. A tile T(a,b) pads the minor
+  dimensions to multiples; a second tile (c,1) pads the rows of a tile.
 
   Example:
     >>> padded_bytes(arrays("f32[4,129]{1,0:T(4,128)}")[0])
     4096
   """
-  order, _, rest = array.layout.strip("{}").partition(":")
+  order, _, tiling = array.layout.strip("{}").partition(":")
   dims = [array.shape[i] for i in _numbers(order)][::-1]  # major to minor
-  tiles = re.findall(r"\(([0-9,*]+)\)", rest.split("S(")[0])  # S: memory space
-  if rest.startswith("T") and tiles:
+  # S(...) is the memory space.
+  tiles = re.findall(r"\(([0-9,*]+)\)", tiling.split("S(")[0])
+  if tiling.startswith("T") and tiles:
     tile = _numbers(tiles[0])
     # An array with fewer dimensions than the tile is padded in front.
     dims = [1] * (len(tile) - len(dims)) + dims
@@ -131,7 +134,8 @@ def padded_bytes(array: Array) -> int:
 
 
 def _iota(shape: list[int], order: str | None) -> np.ndarray:
-  """Numbers from 0 in a grid, its axes put in another order."""
+  """Returns the numbers from 0 in a grid, with its axes transposed by `order`.
+  """
   grid = np.arange(math.prod(shape)).reshape(shape)
   return grid.transpose(_numbers(order)) if order else grid
 
@@ -143,7 +147,7 @@ def _numbers(text: str) -> list[int]:
 def _mesh_groups(
   sizes: str, ids: tuple[str, str | None] | None, axes: str
 ) -> np.ndarray:
-  """Returns groups along some axes of a mesh, or along parts of axes,
+  """Returns groups along some axes of a mesh, or along parts of axes, written
   (before)size: int[groups, devices of each]."""
   shape = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", sizes)}
   grid = np.arange(math.prod(shape.values()))
@@ -151,7 +155,7 @@ def _mesh_groups(
     grid = _iota(_numbers(ids[0]), ids[1]).ravel()
   parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
   # Cut each axis into parts, outermost first: `dims` are the lengths of all
-  # parts, `along` the indices of those along which the groups lie.
+  # parts, and `along` are the indices of the parts along which groups lie.
   dims, along = [], []
   for name, length in shape.items():
     cuts = [(int(b or 1), int(n or length)) for a, b, n in parts if a == name]
@@ -166,31 +170,33 @@ def _mesh_groups(
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-  """The devices of a collective, in one of three forms: {{0,1},{2,3}},
-  [2,2]<=[4]T(1,0), or mesh['a'=2,'b'=2], device_ids=([4]) {'b'}."""
+  """Returns the devices of a collective. XLA writes them in one of three forms:
+  {{0,1},{2,3}}, [2,2]<=[4]T(1,0), or mesh['a'=2,'b'=2], device_ids=([4]) {'b'}.
+  """
   match = re.search(r"(?:replica_groups|source_target_pairs)=", line)
   if match is None:
     return ALL
-  rest = line[match.end() :]
-  if rest.startswith("{"):  # a list of groups, or of pairs
-    inner = re.match(r"\{((?:\{[0-9,]*\},?)*)\}", rest)
+  text = line[match.end() :]
+  if text.startswith("{"):  # a list of groups, or of pairs
+    inner = re.match(r"\{((?:\{[0-9,]*\},?)*)\}", text)
     rows = re.findall(r"\{([0-9,]+)\}", inner[1] if inner else "")
     return tuple(tuple(_numbers(row)) for row in rows)
-  iota = re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", rest)
+  iota = re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text)
   ids = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
-  of_mesh = re.match(rf"mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", rest)
+  of_mesh = re.match(rf"mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", text)
   if iota is not None:
     grid = _iota(_numbers(iota[2]), iota[3]).reshape(_numbers(iota[1]))
   elif of_mesh is not None:
-    order = (of_mesh[2], of_mesh[3]) if of_mesh[2] else None
-    grid = _mesh_groups(of_mesh[1], order, of_mesh[4])
+    device_ids = (of_mesh[2], of_mesh[3]) if of_mesh[2] else None
+    grid = _mesh_groups(of_mesh[1], device_ids, of_mesh[4])
   else:
-    raise ValueError(f"cannot read the devices of a collective: {rest[:80]!r}")
+    raise ValueError(f"cannot read the devices of a collective: {text[:80]!r}")
   return tuple(map(tuple, grid.tolist()))
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
-  """The lines of each computation by its name, and the name of the entry."""
+  """Returns the lines of each computation by its name, and the name of the
+  entry computation."""
   bodies: dict[str, list[str]] = {}
   name, entry = "", ""
   for line in text.splitlines():
@@ -204,10 +210,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return bodies, entry
 
 
-def _turns(bodies: dict[str, list[str]], line: str) -> int:
-  """Returns how often a loop turns: as XLA knows, or the number that its
-  condition compares with, as loops of JAX count from 0 by 1; 1 if it is no
-  loop."""
+def _count_turns(bodies: dict[str, list[str]], line: str) -> int:
+  """Returns how often a loop turns; 1 if the instruction is no loop. XLA may
+  write the number. If not, the number in the loop's condition is used, because
+  loops of JAX count from 0 by 1."""
   condition = re.search(r" while\(.*condition=%?([\w.\-]+)", line)
   if condition is None:
     return 1
@@ -219,7 +225,7 @@ def _turns(bodies: dict[str, list[str]], line: str) -> int:
   return max(map(int, ends), default=1)
 
 
-def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
+def _count_runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
   """Returns how often a step runs each computation."""
   # Callees stand before their callers, and the entry last.
   counts = dict.fromkeys(bodies, 0) | {entry: 1}
@@ -228,18 +234,18 @@ def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
       called = _CALLED.findall(line)
       for listed in _BRANCHES.findall(line):
         called += [part.strip().lstrip("%") for part in listed.split(",")]
-      times = counts[name] * _turns(bodies, line)
-      # Two calls of one computation add up.
+      times = counts[name] * _count_turns(bodies, line)
+      # The runs by several callers add up.
       for callee in called:
         if callee in counts:
           counts[callee] += times
   return counts
 
 
-def _taps(window: str, size: int, out: int, i: int) -> int:
-  """Returns how many numbers of an input of `size` are multiplied, for all
-  `out` outputs along spatial dimension i. Padding and the holes of a dilated
-  input are no products."""
+def _count_taps(window: str, size: int, n_outputs: int, i: int) -> int:
+  """Returns the number of products along spatial dimension i, of an input of
+  `size` numbers and `n_outputs` outputs. Padding and the holes of a dilated
+  input make no products."""
 
   def field(name, default):
     # "size=3x3 stride=2x2 pad=1_1x1_1": dimension i is the i-th part.
@@ -251,20 +257,20 @@ def _taps(window: str, size: int, out: int, i: int) -> int:
   dilation = int(field("lhs_dilate", "1"))
   # Positions in the dilated input that each output reads, [out, kernel].
   taps = np.arange(int(field("size", "1"))) * spacing - low
-  positions = np.arange(out)[:, None] * stride + taps
+  positions = np.arange(n_outputs)[:, None] * stride + taps
   inside = (positions >= 0) & (positions <= (size - 1) * dilation)
   return int((inside & (positions % dilation == 0)).sum())
 
 
 def _product_flops(line: str, types: dict[str, Array]) -> int:
-  """Multiplications and additions of a dot or convolution (the TPU compiler
-  writes a dot as a convolution)."""
+  """Returns the multiplications and additions of a dot or a convolution; the
+  TPU compiler writes a dot as a convolution."""
   operands = re.search(r" (dot|convolution)\(([^)]*)\)", line)
   if "__cublas$" in line:  # GPUs: a product by a library
     operands = re.search(r" (custom-call)\(([^)]*)\)", line)
   if operands is None:
     return 0
-  # XLA prints operands with or without their types: the name comes last.
+  # XLA prints an operand with or without its type; the name comes last.
   names = [part.split("%")[-1].strip() for part in operands[2].split(",")]
   (result,) = arrays(line[: operands.start()].split("=", 1)[1])[:1]
   left, right = (types[name] for name in names[:2])
@@ -286,8 +292,8 @@ def _product_flops(line: str, types: dict[str, Array]) -> int:
   count *= right.shape[labels[2].index("i")]
   for i in range(len(labels[1]) - 2):
     size = left.shape[labels[1].index(str(i))]
-    out = result.shape[labels[3].index(str(i))]
-    count *= _taps(window[1] if window else "", size, out, i)
+    n_outputs = result.shape[labels[3].index(str(i))]
+    count *= _count_taps(window[1] if window else "", size, n_outputs, i)
   return count
 
 
@@ -322,13 +328,13 @@ def _collectives(
         continue
       fused = '"async_collective_fusion_config"' in line
       if has_done or (fused and not has_start):
-        continue  # a later part of one that was counted
-      kind, begins = operation[1], bool(operation[2])
+        continue  # a later part of a collective that was counted
+      kind, is_start = operation[1], bool(operation[2])
       # The type of the result, before the operation, lists its arrays.
       results = arrays(match[2][: operation.start()])
       if kind == SEND:  # (numbers, context, token)
         results = results[:1]
-      if begins and kind != "all-reduce":  # (operands, results, ...)
+      if is_start and kind != "all-reduce":  # (operands, results, ...)
         results = [x for x in results if x.shape or x.dtype[0] != "u"]
         half = len(results) // 2
         results = results[half : 2 * half]
@@ -337,31 +343,32 @@ def _collectives(
       scale = len(groups[0]) if kind == "reduce-scatter" and groups else 1
       for array in results:
         sizes = array.dtype, array.elements * scale
-        times, hidden = counts[name], begins or has_start
-        yield Collective(kind, groups, *sizes, times, hidden)
+        is_asynchronous = is_start or has_start
+        yield Collective(kind, groups, *sizes, counts[name], is_asynchronous)
 
 
 def read(text: str) -> HloProgram:
   """Reads the text of a compiled program, `compiled.as_text()`.
 
-  ValueError for a text without an entry.
+  Raises ValueError for a text without an entry.
   """
   bodies, entry = _computations(text)
   head = re.search(r"entry_computation_layout=\{\((.*?)\)->(.*)", text)
   if not entry or head is None:
     raise ValueError("this text is no compiled program: it has no entry")
-  arguments, rest = arrays(head[1]), head[2]
-  counts = _runs(bodies, entry)
+  arguments, result_text = arrays(head[1]), head[2]
+  counts = _count_runs(bodies, entry)
   collectives = list(_collectives(bodies, counts))
   flops = _flops(bodies, counts)
-  return HloProgram(arguments, _results(rest), collectives, flops)
+  return HloProgram(arguments, _results(result_text), collectives, flops)
 
 
-def _results(rest: str) -> list[Array]:
-  """The arrays of the entry's result, up to the brace that ends its layout."""
+def _results(text: str) -> list[Array]:
+  """Returns the arrays of the entry's result, whose type ends at the first
+  unmatched brace of the text."""
   depth = 0
-  for end, letter in enumerate(rest):
+  for end, letter in enumerate(text):
     depth += (letter in "{(") - (letter in "})")
     if depth < 0:
-      return arrays(rest[:end])
-  return arrays(rest)
+      return arrays(text[:end])
+  return arrays(text)

@@ -6,12 +6,12 @@ A mesh names its axes, and each name says what its devices share:
   tensor  the matrices of a GPT: `asgd.parallel.tensor`
   pipe    the blocks of a GPT: `asgd.parallel.circular`
   rows    the images of a ResNet: `asgd.parallel.halo`
-  columns the same, beside rows or alone
+  columns the images of a ResNet, beside rows or alone
 
 A MeshModel is a loss for use inside shard_map, the placement of parameters, and
-functions from whole parameters and back. Its step gives the numbers of one
-device on any mesh, as far as `data_parallel.make_step` promises: there a
-replica counts as one device. So any mesh can load the checkpoint of another.
+functions from whole parameters and back. On any mesh the step gives the numbers
+that `data_parallel.make_step` gives on one device for each replica. So any mesh
+can load the checkpoint of another mesh.
 
 References:
   Narayanan et al., "Efficient large-scale language model training on GPU
@@ -42,7 +42,7 @@ from asgd.parallel import (
 
 
 class MeshModel(NamedTuple):
-  """A model made for a mesh; by default each device has all of it."""
+  """A model for a mesh; by default each device has the whole model."""
 
   loss: losses_lib.Loss  # inside shard_map; the mean over a replica's examples
   specs: zero.Specs = zero.replicated  # divide the trained parameters
@@ -62,8 +62,9 @@ def language(
 ) -> MeshModel:
   """Makes a GPT for the axes "tensor" and "pipe", as far as the mesh has them.
 
-  The loss is that of `problems.language`, of windows int[B, T + 1]. Dropout is
-  that of one device, except in a pipeline, where blocks have other keys.
+  The loss is the loss of `problems.language`, of windows int[B, T + 1]. Dropout
+  draws the numbers of one device, except in a pipeline, where blocks have other
+  keys.
 
   Args:
     layers: the layers of `transformer.gpt`.
@@ -76,21 +77,22 @@ def language(
       backward computes the block again.
 
   Raises:
-    ValueError: as `tensor.parallel_layers`, for other layers, blocks that the
-      stages do not divide, and `sequence` without the axis "tensor"; by the
-      loss, for examples that are no multiple of the microbatches.
+    ValueError: as `tensor.parallel_layers`; for other layers, for blocks that
+      the stages do not divide, and for `sequence` without the axis "tensor".
+      The loss raises it for examples that are no multiple of the microbatches.
   """
   vocabulary, depth = _check_gpt(layers)
-  # The axes decide; the functions below apply both divisions, one or none.
-  splits, pipelined = meshes.TENSOR in mesh.shape, meshes.PIPE in mesh.shape
-  if sequence and not splits:
+  # The functions below apply both divisions, one or none.
+  is_split = meshes.TENSOR in mesh.shape
+  is_pipelined = meshes.PIPE in mesh.shape
+  if sequence and not is_split:
     raise ValueError(
       f"sequence=True is for a mesh with the axis {meshes.TENSOR!r}, and this"
       f" one has {tuple(mesh.axis_names)}"
     )
-  if splits:
+  if is_split:
     layers = tensor.parallel_layers(layers, mesh, sequence=sequence)
-  if pipelined:
+  if is_pipelined:
     checks.whole("microbatches", microbatches)
     checks.whole("rounds", rounds)
     turns = mesh.shape[meshes.PIPE] * rounds
@@ -103,12 +105,12 @@ def language(
   def loss(params, batch, key):
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
-    if pipelined:
+    if is_pipelined:
       options = microbatches, rounds, recompute
       logits = _pipelined_logits(layers, params, tokens, key, *options)
     else:
       logits, _ = models.apply(layers, params, tokens, train=True, key=key)
-    if splits:
+    if is_split:
       losses = tensor.cross_entropy(logits, labels, vocabulary=vocabulary)
     else:
       logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
@@ -118,15 +120,15 @@ def language(
   # Whole parameters -> padded vocabulary -> stacked blocks; `join` goes back.
   def split(params):
     params = tensor.pad(params, mesh.shape.get(meshes.TENSOR, 1))
-    return _stack(params, rounds) if pipelined else params
+    return _stack(params, rounds) if is_pipelined else params
 
   def join(params):
-    params = _unstack(params, depth) if pipelined else params
+    params = _unstack(params, depth) if is_pipelined else params
     return tensor.unpad(params, vocabulary)
 
   def specs(params):
-    specs = (tensor.partition if splits else zero.replicated)(params)
-    if not pipelined:
+    specs = (tensor.partition if is_split else zero.replicated)(params)
+    if not is_pipelined:
       return specs
     first, stages, last = specs  # stacked: the second axis, of blocks
     return first, jax.tree.map(lambda s: P(None, meshes.PIPE, *s), stages), last
@@ -136,7 +138,8 @@ def language(
 
 def _check_gpt(layers: models.Layers) -> tuple[int, int]:
   """Returns (tokens of the vocabulary, blocks) of a GPT's layers."""
-  # Stages apply one block with the parameters of each: all must be equal.
+  # A stage applies one block module with the parameters of each of its blocks:
+  # all blocks must be equal.
   if len(layers) > 2 and len(set(layers[1:-1])) == 1:
     embed, *blocks, unembed = layers
     # Exactly these types: a parallel form would be divided twice.
@@ -153,11 +156,11 @@ def _check_gpt(layers: models.Layers) -> tuple[int, int]:
 def _pipelined_logits(
   layers, params, tokens, key, microbatches, rounds, recompute
 ):
-  """Returns the logits of a GPT with its blocks as stages, int[B, T] ->
-  float[B, T, V]; params as `_stack` returns."""
+  """Returns the logits of a GPT in a pipeline of its blocks, int[B, T] ->
+  float[B, T, V]; `params` are the result of `_stack`."""
   first, stages, last = params
-  # Every stage computes embedding and logits of the whole batch, as all devices
-  # run one program.
+  # Every stage computes the embedding and the logits of the whole batch, as all
+  # devices run one program.
   x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
   if len(x) % microbatches:
     raise ValueError(
@@ -190,7 +193,7 @@ def _stack(params: Any, rounds: int) -> tuple[Any, Any, Any]:
 
 
 def _unstack(params: tuple[Any, Any, Any], count: int) -> tuple[Any, ...]:
-  """The inverse of `_stack`, for `count` blocks."""
+  """Returns the parameters that `_stack` got, of `count` blocks."""
   first, stages, last = params
   flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), stages)
   blocks = [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
@@ -202,9 +205,9 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   "columns", as far as the mesh has them.
 
   Every device prepares the whole images of its replica, as augmentation moves
-  pixels, and computes on its tile. ValueError for layers that `halo.check`
-  refuses; by the loss, for rows or columns that an axis does not divide, down
-  to the smallest image inside the model.
+  pixels, and computes on its tile. Raises ValueError for layers that
+  `halo.check` refuses. The loss raises it for rows or columns that an axis does
+  not divide, in any image inside the model.
   """
   layers = step_checks.layers_of(pieces)
   halo.check(layers)
@@ -226,11 +229,12 @@ def mesh_model(
   """Makes the model of a problem for a mesh. The axes "rows" and "columns" need
   a model of images, "tensor" and "pipe" a GPT, "data" alone any model.
 
-  Options are those of `language`. ValueError for axes that exclude one another,
-  a problem without pieces, and as `language` and `images`.
+  The options are the options of `language`. Raises ValueError for axes that
+  exclude one another, for a problem without pieces, and as `language` and
+  `images` do.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
-  # A model is a GPT or one of images: the axes of both exclude one another.
+  # A model is a GPT or a model of images, so their axes exclude one another.
   if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {*halo.AXES}):
     raise ValueError(
       "the axes of a mesh are data, and tensor and pipe, or rows and columns;"
@@ -256,8 +260,8 @@ def make_step(
 ) -> data_parallel.Step:
   """Makes the step of a MeshModel, from and to whole parameters.
 
-  The options are those of `data_parallel.make_step`, and so are the errors; the
-  mesh is the model's, with the axis "data".
+  The options and errors are as in `data_parallel.make_step`. `mesh` is the mesh
+  for which the model was made, with the axis "data".
   """
   step = data_parallel.make_step(
     model.loss, tx, mesh, specs=model.specs, **options

@@ -1,9 +1,10 @@
 """Memory of training: bytes of parameters, optimizer and activations.
 
-Training with Adam in mixed precision holds 16 bytes a parameter: 2 of weights
-and 2 of gradients in bfloat16, and 4 each of a float32 copy and two moments. So
-1.5 billion parameters are 24 GB of 10^9 bytes. Formulas estimate before there
-is a model; `bytes_of` and `optimizer_bytes` count a given one.
+Training with Adam in mixed precision needs 16 bytes a parameter: 2 for the
+weight and 2 for the gradient in bfloat16, and 4 each for a float32 copy and two
+moments. So 1.5 billion parameters need 24 GB of 10^9 bytes. The formulas
+estimate the bytes from sizes alone; `bytes_of` and `optimizer_bytes` count them
+for given arrays.
 
 Index letters:
   N  devices that share states (ZeRO)
@@ -47,12 +48,12 @@ class Bytes(NamedTuple):
 
   @property
   def total(self) -> float:
-    """All of them."""
+    """The sum of all fields."""
     return sum(self)
 
 
 class Precision(NamedTuple):
-  """Bytes of a number of each kind."""
+  """Bytes of one number, by its kind."""
 
   weights: int
   gradients: int
@@ -64,10 +65,10 @@ PRECISIONS = {
   "float32": Precision(4, 4, 0, 4),
   # bfloat16 weights and gradients, all else float32 (ZeRO's 16 with Adam).
   "mixed": Precision(2, 2, 4, 4),
-  # The same, with gradients added up in float32 (Megatron's 18).
+  # As "mixed", with gradients added up in float32 (Megatron's 18 with Adam).
   "mixed_main_gradients": Precision(2, 4, 4, 4),
-  # float32 weights and gradients, and a bfloat16 copy to compute with, as JAX
-  # has it when a loss casts parameters.
+  # float32 weights and gradients, and a bfloat16 copy to compute with: JAX has
+  # it when a loss casts parameters.
   "cast": Precision(2, 4, 4, 4),
   "bfloat16": Precision(2, 2, 0, 2),
 }
@@ -89,12 +90,13 @@ def state(
   stages: int = 1,
   versions: int = 1,
 ) -> Bytes:
-  """Returns the bytes of all but activations on one device; ValueError for an
-  unknown name, or a number out of range.
+  """Returns the bytes on one device without activations. Raises ValueError for
+  an unknown name, and for a number out of range.
 
   Parameters are split evenly over tensor x stages. N `data` parallel devices
-  share by `zero`: 0 nothing, 1 the optimizer's state (and master copy), 2
-  gradients too, 3 weights too. A pipeline keeps `versions` of the weights.
+  divide arrays by `zero`: 0 no arrays, 1 the optimizer's state and the master
+  copy, 2 also gradients, 3 also weights. A pipeline keeps `versions` versions
+  of the weights.
 
   Example:
     >>> [state(zero=z, data=4).total for z in ZERO_STAGES]
@@ -113,9 +115,10 @@ def state(
   device_parameters = parameters / (tensor * stages)
 
   def share(bytes_, stage):
-    """Bytes of one kind of number, which ZeRO divides from `stage` on."""
-    divided = bytes_ / data if zero >= stage else float(bytes_)
-    return device_parameters * divided
+    """Returns the bytes of one kind of number, which ZeRO divides from `stage`
+    on."""
+    number_bytes = bytes_ / data if zero >= stage else float(bytes_)
+    return device_parameters * number_bytes
 
   return Bytes(
     share(numbers.weights, 3),
@@ -133,7 +136,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
-  """Returns the bytes of an optimizer's state, of params or their shapes."""
+  """Returns the bytes of an optimizer's state, given parameters or shapes."""
   return bytes_of(jax.eval_shape(tx.init, params))
 
 
@@ -146,7 +149,7 @@ class RecipeBytes(NamedTuple):
 
   @property
   def total(self) -> float:
-    """At the server, beside the parameters."""
+    """Bytes at the server, beside the parameters."""
     return self.server + self.tickets
 
 
@@ -156,9 +159,9 @@ _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   """Counts the float32 memory of a recipe of `asgd.algorithms`.
 
-  Tickets are counted if its update reads them (compensation, the gap); a server
-  that reports gaps keeps them in any case. Arguments and errors are those of
-  `algorithms.build`.
+  Tickets count if the recipe's update reads them (compensation, the gap); a
+  server that reports gaps keeps tickets for every recipe. Arguments and errors
+  are as in `algorithms.build`.
 
   Example:
     >>> recipe_bytes("dana_zero", 8)  # 8 velocities, a pending one, their sum
@@ -172,7 +175,7 @@ def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   algorithm = rule.one_message()
   state = jax.eval_shape(algorithm.init, params)
   server_bytes = bytes_of(state)
-  if rule.every > 1:  # messages are added up until there are enough
+  if rule.every > 1:  # the server has the sum of the messages of an update
     server_bytes += bytes_of(params)
   # [2] Tickets: float32 parameters of each worker.
   reads_sent = rule.server().reads_sent
@@ -186,7 +189,7 @@ def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
     zero_loss = jnp.float32(0), losses.Aux(())
     worker = rule.make_worker(lambda params, batch, key: zero_loss)
     worker_bytes = bytes_of(jax.eval_shape(worker.init, params))
-  # Whole bytes a parameter: counters are none.
+  # Round down to whole bytes a parameter, so that counters do not count.
   server, worker_state = (
     float(size // _SAMPLE) for size in (server_bytes, worker_bytes)
   )
@@ -204,7 +207,7 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes; ValueError for impossible ones."""
+  """Returns the sizes; raises ValueError for impossible sizes."""
   for name, value in gpt._asdict().items():
     checks.whole(name, value)
   if gpt.width % gpt.heads:
@@ -215,16 +218,17 @@ def check_gpt(gpt: Gpt) -> Gpt:
 
 
 def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
-  """Additions and multiplications of a forward and backward.
+  """Returns the additions and multiplications of a forward and a backward.
 
   72 B T L C^2 (1 + T / (6 C) + V / (12 L C)), or, if the forward of all blocks
   is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
   """
   depth, width, _, context, vocabulary = gpt
-  # A position's forward: 12 C^2 weights of a block, each a multiplication and
-  # an addition; scores and their product with values, 2 T C each.
+  # The forward of a position in a block: a multiplication and an addition for
+  # each of 12 C^2 weights, and 2 T C operations each for the scores and for
+  # their product with the values.
   block = 24 * width**2 + 4 * context * width
-  # A backward counts twice: gradients of inputs, and of weights.
+  # A backward counts twice: gradients of inputs, and gradients of weights.
   passes = 4 if recompute else 3
   position = passes * depth * block + 3 * 2 * width * vocabulary
   return sequences * context * position
@@ -240,11 +244,13 @@ def step_flops(
   stages: int = 1,
   recompute: bool = False,
 ) -> int:
-  """Additions and multiplications of matrix products, of one device in a step.
+  """Returns the additions and multiplications of the matrix products of one
+  device in a step.
 
-  The operations of `gpt_flops` divided by the devices, and the surplus of a
-  circular pipeline: it drops S - 1 of its v M + S - 1 turns, and each stage
-  computes all logits. The vocabulary is rounded up to a multiple of `tensor`.
+  These are the operations of `gpt_flops` divided by the devices, and the
+  surplus of a circular pipeline: it drops the results of S - 1 of its v M + S -
+  1 turns, and each stage computes all logits. The vocabulary is rounded up to a
+  multiple of `tensor`.
 
   Args:
     gpt: sizes of the model.
@@ -267,12 +273,12 @@ def step_flops(
   turns = microbatches * rounds + stages - 1 if stages > 1 else microbatches
   blocks = depth // (stages * rounds) if stages > 1 else depth
   block = 24 * width**2 + 4 * context * width
-  passed = context * sequences // microbatches * turns  # positions
+  positions = context * sequences // microbatches * turns
   logits = 2 * width * tokens * context * sequences
-  # The last product of a block (4 C x C) need not be computed again: only its
-  # inputs are read in the backward.
+  # The last product of a block (4 C x C) is not computed again: the backward
+  # reads only its inputs.
   recomputed = block - 8 * width**2 if recompute else 0
-  return (blocks * (3 * block + recomputed) * passed + 3 * logits) // tensor
+  return (blocks * (3 * block + recomputed) * positions + 3 * logits) // tensor
 
 
 def loop_activations(
@@ -283,18 +289,20 @@ def loop_activations(
   sequence: bool = False,
   itemsize: int = 2,
 ) -> float:
-  """Returns the bytes that a block without dropout keeps in a loop, where XLA
-  keeps all that JAX does, of numbers of a bytes:
+  """Returns the bytes that a block without dropout keeps in a loop, with
+  numbers of a bytes. In a loop XLA keeps all arrays that JAX keeps for a
+  backward:
 
     T B C (24 + 2 a + (28 a + 2 a A T / C) / t)
 
-  The norms compute in float32: six times the stream. Split are four times the
-  queries, keys, values and outputs, six times the hidden features, and twice
-  the scores. With `sequence` all of it is split.
+  The norms compute in float32: six times the stream. The devices divide four
+  arrays of the size of the stream (queries, keys, values and outputs), six
+  arrays of hidden features and two of scores. With `sequence` they divide all
+  arrays.
   """
   _, width, heads, context, _ = check_gpt(gpt)
-  # Bytes per number of the stream: complete on each device (the norms' float32
-  # and two inputs), and split over "tensor".
+  # Bytes for a number of the stream: `whole` are complete on each device (the
+  # norms in float32, and two inputs), and `split` are divided over "tensor".
   whole, split = 24 + 2 * itemsize, 28.0 * itemsize
   split += 2 * itemsize * heads * context / width
   if sequence:
@@ -322,37 +330,39 @@ def step_temporary(
   itemsize: int = 2,
   zero: int = 0,
 ) -> float:
-  """Returns the bytes of a step on one device, beside its state.
+  """Returns the temporary bytes of a step on one device, beside its state.
 
   Without a pipeline the peak is at one of two times:
 
   - the end of the forward: activations of all blocks, weights in the dtype of
-    computing, and logits. Of `activations` only the part that is split counts:
-    XLA computes the rest again as it is read;
+    the computation, and logits. Of `activations` only the part that devices
+    divide counts: XLA computes the other arrays again where they are read;
   - the end of the backward: all gradients, in float32.
 
-  A circular pipeline is a loop. It has the activations of all turns and of the
-  current turn, and gradients in float32. With several rounds each turn keeps
-  its weights. At the end of a step ZeRO 1 and 2 have gradients and new weights,
-  both whole.
+  A circular pipeline is a loop. It has the activations of all turns and once
+  more those of the current turn, and gradients in float32. With several rounds
+  each turn keeps its weights. At the end of a step ZeRO 1 and 2 have gradients
+  and new weights, both whole.
 
-  `parameters` are those of the device; other arguments as of `step_flops` and
-  `loop_activations`. It was fitted to programs of libtpu 0.0.42.
+  `parameters` is the number of parameters on the device; the other arguments
+  are as in `step_flops` and `loop_activations`. The formula was fitted to
+  programs of libtpu 0.0.42.
   """
   gpt, sequences, sequence, microbatches, rounds, recompute = stream
-  cast_bytes = itemsize if itemsize < 4 else 0  # bytes of a weight that is cast
-  # [1] Logits in float32, and weights in the dtype of computing.
+  cast_nbytes = itemsize if itemsize < 4 else 0  # bytes of a cast weight
+  # [1] Logits in float32, and weights in the dtype of the computation.
   total = 4 * sequences * gpt.context * gpt.vocabulary / tensor
-  total += parameters * cast_bytes
+  total += parameters * cast_nbytes
   # The end of a step: gradients, and with ZeRO 1 and 2 new weights.
-  at_end = parameters * (cast_bytes + (8 if zero in (1, 2) else 4))
+  at_end = parameters * (cast_nbytes + (8 if zero in (1, 2) else 4))
   # [2] Without a pipeline: all blocks at the end of the forward, or all
   # gradients and one block at the end of the backward.
   if stages == 1:
     inputs = gpt.context * sequences * gpt.width * itemsize
     block = inputs * (12 + gpt.heads * gpt.context / gpt.width) / tensor
     return max(total + gpt.depth * block, at_end, 4 * parameters + block)
-  # [3] A pipeline: what the loop keeps of each turn, and of one more.
+  # [3] A pipeline: the arrays that the loop keeps for each turn, and for one
+  # turn more.
   turns = microbatches * rounds + stages - 1
   blocks = gpt.depth // (stages * rounds)
   micro = sequences // microbatches
@@ -360,13 +370,13 @@ def step_temporary(
     gpt, micro, tensor=tensor, sequence=sequence, itemsize=itemsize
   )
   if recompute:  # inputs of blocks, and all of one block
-    part = tensor if sequence else 1
+    n_parts = tensor if sequence else 1
     inputs = micro * gpt.context * gpt.width * itemsize
-    total += (turns + 1) * blocks * inputs / part + block
+    total += (turns + 1) * blocks * inputs / n_parts + block
   else:
     total += (turns + 1) * blocks * block
   total += 4 * parameters  # gradients in float32
-  # With several rounds a turn's weights are chosen in the loop, and kept.
+  # With several rounds the loop chooses the weights of a turn, and keeps them.
   if rounds > 1:
     total += turns * blocks * 12 * gpt.width**2 / tensor * itemsize
   return max(total, at_end)
@@ -388,15 +398,16 @@ def activations(
   itemsize: int = 2,
 ) -> float:
   """Returns the bytes of activations that a block keeps for its backward on one
-  device; of 16-bit numbers, and masks of dropout of one byte:
+  device, with 16-bit numbers and masks of dropout of one byte:
 
-    plain     T B C (34 + 5 A T / C), of one device; of t tensor parallel ones
+    plain     T B C (34 + 5 A T / C) on one device; on t tensor parallel devices
               T B C (10 + 24 / t + 5 A T / (C t))
     sequence  (T B C / t) (34 + 5 A T / C)
     full      2 T B C
 
-  `sequences` are B, `itemsize` the bytes of an activation: 4 doubles all but
-  the masks. ValueError for another `kind`, or impossible sizes.
+  `sequences` is B, and `itemsize` the bytes of an activation: 4 doubles the
+  bytes of all arrays but the masks. Raises ValueError for another `kind`, and
+  for impossible sizes.
 
   Example:
     >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)
@@ -411,10 +422,10 @@ def activations(
   stream = context * sequences * width
   if kind == "full":
     return float(itemsize * stream)
-  # The 34 of the paper's formula: bytes that are complete on each device
-  # (norms, inputs, two masks), and bytes split by columns or heads.
+  # The 34 of the paper's formula: `whole` bytes are complete on each device
+  # (norms, inputs, two masks), `split` bytes are divided by columns or heads.
   whole, split = 4 * itemsize + 2, 12 * itemsize
-  # The softmax's output, that after dropout, and the mask.
+  # The softmax's output before and after dropout, and the mask of dropout.
   scores = (2 * itemsize + 1) * heads * context / width
   if kind == "sequence":
     return stream * (whole + split + scores) / tensor
@@ -424,17 +435,18 @@ def activations(
 def residual_bytes(
   forward: Callable[..., Any], params: Any, *inputs: Any
 ) -> int:
-  """Counts the bytes that JAX keeps of a forward for its backward, without the
-  parameters: an upper bound, as XLA fuses operations and recomputes cheap ones.
-  `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes."""
+  """Returns the bytes that JAX keeps of a forward for its backward, without the
+  parameters. This is an upper bound, as XLA fuses operations and computes cheap
+  operations again. `forward`, (params, *inputs) -> y, is traced and not run;
+  arrays may be shapes."""
 
   def run(params, *inputs):
     return jax.vjp(lambda p: forward(p, *inputs), params)
 
   program, (y, _) = jax.make_jaxpr(run, return_shape=True)(params, *inputs)
   weights = set(program.jaxpr.invars[: len(jax.tree.leaves(params))])
-  # The outputs behind y are what the backward function holds. A set: an array
-  # that two operations need is kept once.
+  # The outputs after y are the arrays that the backward function keeps. A set,
+  # as an array that two operations need is kept once.
   residuals = {
     variable
     for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]

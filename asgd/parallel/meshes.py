@@ -6,8 +6,9 @@ stages. The devices may belong to several processes, which then all call the
 same functions.
 
 Inside shard_map with check_vma (the default) JAX tracks over which axes a value
-varies. A value that does not vary is cast where it meets one that does, and the
-derivative of that cast is a sum over the axis. `vary` is this cast.
+varies. Where an operation combines a value that does not vary with a value that
+varies, JAX casts the former, and the derivative of the cast is a sum over the
+axis. `vary` is this cast.
 """
 
 import contextlib
@@ -28,7 +29,8 @@ ROWS, COLUMNS = "rows", "columns"
 
 
 def cpu_devices() -> int:
-  """Returns how many CPU devices JAX makes when it starts; -1: its default."""
+  """Returns how many CPU devices JAX makes when it starts; -1 is JAX's default.
+  """
   count: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
   return count
 
@@ -41,11 +43,11 @@ def want_cpu_devices(count: int) -> None:
 
 
 def find_devices() -> None:
-  """Starts JAX; ValueError if it finds no device."""
+  """Starts JAX; raises ValueError if it finds no device."""
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
-    # JAX asserts it, for a platform of which nothing is installed.
+    # JAX raises AssertionError for a platform that is not installed.
     raise ValueError(
       f"JAX finds no device: {str(error) or 'none'}; see the variable"
       f" JAX_PLATFORMS, which is {os.environ.get('JAX_PLATFORMS', 'not set')}"
@@ -58,14 +60,15 @@ def make(
   """Lays devices out in a grid, with all axes `AxisType.Auto`.
 
   Args:
-    shape: size of each axis, outermost first; one may be -1, for all devices
-      that are left.
-    devices: None for those of all processes. One process takes the first of
-      them if there are more than `shape` has.
+    shape: size of each axis, outermost first. One size may be -1: this axis
+      gets all devices that are left.
+    devices: None for the devices of all processes. If there are more devices
+      than the mesh has, a single process takes the first of them.
 
   Raises:
-    ValueError: for no axis, a size that is not positive and whole, fewer
-      devices than asked for, or more if there are several processes.
+    ValueError: for no axis, for a size that is not positive and whole, for
+      fewer devices than the mesh has, and for more devices if there are several
+      processes.
 
   Example:
     >>> make({"data": 1, "tensor": 1}).shape_tuple
@@ -75,43 +78,46 @@ def make(
   if not shape:
     raise ValueError("a mesh needs an axis, as {'data': 8}")
   sizes = dict(shape)
-  free = [name for name, size in sizes.items() if size == -1]
-  if len(free) > 1:
+  unsized = [name for name, size in sizes.items() if size == -1]
+  if len(unsized) > 1:
     raise ValueError(
-      f"only one axis can have all remaining devices, not {free}"
+      f"only one axis can have all remaining devices, not {unsized}"
     )
   for name, size in sizes.items():
     if size != -1:
       checks.whole(f"the size of the mesh's axis {name!r}", size)
-  if free:
-    others = -math.prod(sizes.values())  # the free axis is -1 in the product
-    if len(devices) % others:
+  if unsized:
+    # The product of the other axes: the unsized axis is -1.
+    sized = -math.prod(sizes.values())
+    if len(devices) % sized:
       raise ValueError(
-        f"{len(devices)} devices cannot be divided by {others}, the other axes"
+        f"{len(devices)} devices cannot be divided by {sized}, the other axes"
         f" of the mesh {text(sizes)}"
       )
-    sizes[free[0]] = max(len(devices) // others, 1)
-  count = math.prod(sizes.values())
-  if count > len(devices):
+    sizes[unsized[0]] = max(len(devices) // sized, 1)
+  n_devices = math.prod(sizes.values())
+  if n_devices > len(devices):
     raise ValueError(
-      f"the mesh {text(sizes)} needs {count} devices and there are"
-      f" {len(devices)}; for {count} on this host's CPU, call"
-      f" jax.config.update('jax_num_cpu_devices', {count}) before JAX is used"
-      f" (and set JAX_PLATFORMS=cpu)"
+      f"the mesh {text(sizes)} needs {n_devices} devices and there are"
+      f" {len(devices)}; for {n_devices} on this host's CPU, call"
+      f" jax.config.update('jax_num_cpu_devices', {n_devices}) before JAX is"
+      " used (and set JAX_PLATFORMS=cpu)"
     )
-  if count < len(devices) and jax.process_count() > 1:
+  if n_devices < len(devices) and jax.process_count() > 1:
     raise ValueError(
-      f"the mesh {text(sizes)} needs {count} devices and the"
+      f"the mesh {text(sizes)} needs {n_devices} devices and the"
       f" {jax.process_count()} processes have {len(devices)}: use all of them"
     )
-  kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-  devices, lengths = devices[:count], tuple(sizes.values())
+  axis_types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  devices, lengths = devices[:n_devices], tuple(sizes.values())
   # jax.make_mesh orders the devices of one slice for fast links. The order of
   # several slices is kept: devices of a slice are together, slices outermost.
   if len({getattr(device, "slice_index", None) for device in devices}) > 1:
     grid = np.array(devices).reshape(lengths)
-    return Mesh(grid, tuple(sizes), axis_types=kinds)
-  return jax.make_mesh(lengths, tuple(sizes), axis_types=kinds, devices=devices)
+    return Mesh(grid, tuple(sizes), axis_types=axis_types)
+  return jax.make_mesh(
+    lengths, tuple(sizes), axis_types=axis_types, devices=devices
+  )
 
 
 def text(sizes: Mapping[str, int]) -> str:
@@ -129,16 +135,18 @@ def size(mesh: Mesh, axis: str) -> int:
 
 
 def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
-  """Puts whole arrays on a mesh, as global ones: each device has its part.
+  """Puts whole arrays on a mesh as global arrays: each device has its part.
 
   Args:
-    tree: a tree of arrays; every process has the same ones, or they are global
-      already. Given shapes (jax.ShapeDtypeStruct), the result is these shapes
-      with shardings.
+    tree: a tree of arrays. Every process has the same arrays, or the arrays are
+      global already. Given shapes (jax.ShapeDtypeStruct), the result is these
+      shapes with shardings.
     mesh: a mesh of the devices of one or more processes.
-    specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None
-      puts each array on every device. ValueError for one that does not divide
-      its array.
+    specs: a tree of PartitionSpecs like `tree`, or one PartitionSpec for all
+      leaves; None puts each array on every device.
+
+  Raises:
+    ValueError: for a PartitionSpec that does not divide its array.
   """
   common = PartitionSpec() if specs is None else specs
   if isinstance(common, PartitionSpec):
@@ -163,7 +171,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
       return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.process_count() == 1:
       return jax.device_put(x, sharding)
-    # Canonical, as jax.device_put makes it: float64 without x64 is float32.
+    # Without x64 float64 becomes float32, as in jax.device_put.
     x = np.asarray(x)
     x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
@@ -172,7 +180,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 
 
 def are_shapes(tree: Any) -> bool:
-  """Whether the leaves are jax.ShapeDtypeStruct instead of arrays."""
+  """Returns whether the leaves are jax.ShapeDtypeStruct instead of arrays."""
   leaves = jax.tree.leaves(tree)
   return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
@@ -208,33 +216,34 @@ def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:
-  """Copies global arrays, all of each to every device."""
+  """Copies global arrays; every device gets the whole arrays."""
   return copy(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def copy(tree: Any, shardings: Any) -> Any:
-  """Copies arrays to where the shardings say, for a step that donates them."""
-  return jax.jit(_copies, out_shardings=shardings)(tree)
+  """Copies arrays to the given shardings, for a step that donates the copies.
+  """
+  return jax.jit(_copy_leaves, out_shardings=shardings)(tree)
 
 
-def _copies(tree: Any) -> Any:  # one function, so that JAX compiles it once
+def _copy_leaves(tree: Any) -> Any:  # a function that JAX compiles once
   return jax.tree.map(jnp.copy, tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-  """Returns the manual axes over which a traced value may vary: none outside
-  shard_map, or with check_vma=False."""
+  """Returns the manual axes over which a traced value may vary. There are none
+  outside shard_map and with check_vma=False."""
   return jax.typeof(x).mat.varying
 
 
 def vary(tree: Any, axes: str | Sequence[str]) -> Any:
-  """Casts values to ones that vary over `axes`, too; the derivative is summed
-  over them. With check_vma=False it is the identity."""
+  """Casts values so that they vary over `axes`, too. The derivative of the cast
+  is a sum over these axes. With check_vma=False `vary` is the identity."""
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
 
   def cast(x):
     # pcast refuses an axis over which the value varies already.
-    new = tuple(axis for axis in axes if axis not in varying(x))
-    return jax.lax.pcast(x, new, to="varying") if new else x
+    new_axes = tuple(axis for axis in axes if axis not in varying(x))
+    return jax.lax.pcast(x, new_axes, to="varying") if new_axes else x
 
   return jax.tree.map(cast, tree)

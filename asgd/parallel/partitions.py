@@ -1,21 +1,23 @@
-"""Model parallelism: what each machine computes and sends, of a model's shapes.
+"""Model parallelism: products and messages of each machine, from shapes alone.
 
 A model replica is divided among P machines, layer by layer:
 
-  - of a vector each machine has an equal part. All machines send their inputs
-    of a dense layer to each that computes a part of its outputs; in the
-    backward pass the gradients of these inputs return;
-  - of an image each machine has a tile of a grid, as square as possible. A
-    locally connected layer reads pixels beyond the tile (a halo), which their
-    owners send; in the backward pass their gradients return;
-  - a mean over the image adds up the sums of the tiles, each feature at one
-    machine;
+  - each machine has an equal part of a vector. For a dense layer all machines
+    send their inputs to every machine that computes a part of the outputs; in
+    the backward pass the gradients of these inputs return;
+  - each machine has a tile of an image; the grid of tiles is as square as
+    possible. A locally connected layer reads pixels beyond the tile (a halo):
+    the machines that have these pixels send them, and in the backward pass
+    their gradients return;
+  - a mean over the image adds up the sums of the tiles; each feature is added
+    up at one machine;
   - for the softmax each machine sends the maximum and the sum of its logits.
 
 Every machine reads its part of the input itself, and a weight belongs to one
-machine, so neither is sent. Operations are those of the products (2 for a
-product and a sum); the backward pass has twice as many, once for weights and
-once for inputs, which the first layer does without.
+machine, so inputs and weights are not sent. Operations are 2 for a product and
+its addition. The backward pass has twice the operations of the forward pass,
+once for the gradients of weights and once for the gradients of inputs; the
+first layer needs no gradients of inputs.
 
 Index letters:
   B  examples of a batch
@@ -54,26 +56,28 @@ class _Activations(NamedTuple):
   counts: list[int]  # P, count of numbers
   shape: tuple[int, ...]  # (C,) or (H, W, C)
   rows: list[Span] = []  # P, each machine's rows of an image
-  columns: list[Span] = []  # P, its columns
+  columns: list[Span] = []  # P, each machine's columns of an image
 
 
 class _Stage(NamedTuple):
   """A layer, or a part of one, in the forward pass."""
 
   products: list[int]  # P, products for an example
-  sends: Sends  # sent before it for an example; nothing before the first stage
-  activations: _Activations  # its outputs
+  # Numbers sent for an example before the stage; none before the first stage.
+  sends: Sends
+  activations: _Activations  # outputs of the stage
 
 
 def grid(machines: int) -> tuple[int, int]:
-  """Returns the rows and columns of tiles, as near to each other as can be.
+  """Returns the numbers of rows and columns of tiles, as equal as possible.
 
   Example:
     >>> grid(8), grid(81)
     ((4, 2), (9, 9))
   """
   checks.whole("machines", machines)
-  # The largest divisor that is at most the square root; a prime makes rows.
+  # The largest divisor up to the square root; with a prime number of machines
+  # there is one column.
   columns = next(
     n for n in range(math.isqrt(machines), 0, -1) if machines % n == 0
   )
@@ -81,7 +85,7 @@ def grid(machines: int) -> tuple[int, int]:
 
 
 def _spans(length: int, parts: int) -> list[Span]:
-  """Cuts a length into nearly equal parts, some of them empty."""
+  """Cuts a length into nearly equal parts; some may be empty."""
   cuts = [length * i // parts for i in range(parts + 1)]
   return list(itertools.pairwise(cuts))
 
@@ -91,7 +95,7 @@ def _overlap(span: Span, other: Span) -> int:
 
 
 def _divide(shape: tuple[int, ...], machines: int) -> _Activations:
-  """Divides activations of an example."""
+  """Divides the activations of an example among machines."""
   if len(shape) == 1:
     return _Activations([b - a for a, b in _spans(shape[0], machines)], shape)
   # Tiles in row-major order: machine m has row m // width of the grid.
@@ -105,12 +109,12 @@ def _divide(shape: tuple[int, ...], machines: int) -> _Activations:
   return _Activations(counts, shape, rows, columns)
 
 
-def _vector(
+def _vector_stage(
   before: _Activations, outputs: int, *, mean: bool = False
 ) -> _Stage:
-  """Returns a dense layer, for which each machine sends all its inputs to every
-  other that has outputs; or a mean over the image, for which it sends as many
-  sums as the other has features."""
+  """Returns the stage of a dense layer, or of a mean over the image. For a
+  dense layer each machine sends all its inputs to every other machine with
+  outputs; for a mean it sends a sum for each feature of the other machine."""
   machines = len(before.counts)
   after = _divide((outputs,), machines)
   sends: Sends = [
@@ -121,22 +125,23 @@ def _vector(
     }
     for sender, count in enumerate(before.counts)
   ]
-  # A mean has sums, and no products.
+  # A mean has no products.
   inputs = 0 if mean else math.prod(before.shape)
   return _Stage([inputs * count for count in after.counts], sends, after)
 
 
-def _local(
+def _local_stage(
   before: _Activations, layer: halo.Local, shape: tuple[int, ...]
 ) -> _Stage:
-  """Returns a locally connected layer: pixels beyond a tile come from their
-  owners."""
+  """Returns the stage of a locally connected layer: other machines send the
+  pixels beyond a tile."""
   machines = len(before.counts)
   after = _divide(shape, machines)
   low = (layer.kernel - 1) // 2  # as the padding of `halo.Local`
 
-  def needed(span):
-    """Inputs of a span of outputs. Those beyond the image have no owner."""
+  def input_span(span):
+    """Returns the inputs of a span of outputs, pixels beyond the image among
+    them: no machine has these."""
     first, last = span[0] * layer.stride - low, (span[1] - 1) * layer.stride
     return first, last - low + layer.kernel
 
@@ -144,8 +149,8 @@ def _local(
   for receiver in range(machines):
     if not after.counts[receiver]:
       continue
-    rows = needed(after.rows[receiver])
-    columns = needed(after.columns[receiver])
+    rows = input_span(after.rows[receiver])
+    columns = input_span(after.columns[receiver])
     for sender in range(machines):
       pixels = _overlap(before.rows[sender], rows)
       pixels *= _overlap(before.columns[sender], columns)
@@ -164,8 +169,8 @@ def _check(layers: Any) -> None:
       " machines; give a tuple of layers, as asgd.models.build('mlp', 10) does"
     )
   for layer in layers:
-    plain = isinstance(layer, models.Head) and layer.norm == "none"
-    if not plain and not isinstance(layer, _LAYERS):
+    is_plain_head = isinstance(layer, models.Head) and layer.norm == "none"
+    if not is_plain_head and not isinstance(layer, _LAYERS):
       raise ValueError(
         f"layer {type(layer).__name__} cannot be divided among machines; these"
         " can: Flatten, Dense, Classifier, Local, and Head without a norm"
@@ -191,18 +196,19 @@ def _forward(
   for layer in layers:
     x = _shape_after(layer, x)
     shape = x.shape[1:]
-    # A tile stays where it is when it is flattened: nothing is sent.
+    # To flatten a tile, a machine sends nothing.
     if isinstance(layer, models.Flatten):
       activations = _Activations(activations.counts, shape)
       continue
     if isinstance(layer, halo.Local):
-      stages.append(_local(activations, layer, shape))
+      stages.append(_local_stage(activations, layer, shape))
     else:
       # A head is a mean over the image, then a dense layer.
       if isinstance(layer, models.Head):
-        stages.append(_vector(activations, activations.shape[2], mean=True))
+        features = activations.shape[2]
+        stages.append(_vector_stage(activations, features, mean=True))
         activations = stages[-1].activations
-      stages.append(_vector(activations, shape[0]))
+      stages.append(_vector_stage(activations, shape[0]))
     activations = stages[-1].activations
   return stages
 
@@ -217,7 +223,8 @@ def phases(
   """Returns the phases of a step: the layers, forward and then backward.
 
   Args:
-    layers: dense layers of `asgd.models`, or locally connected ones and a head.
+    layers: dense layers of `asgd.models`, or locally connected layers and a
+      head.
     example: a batch of inputs, [B, C] or [B, H, W, C]; its shape is read.
     machines: P, at most MOST_MACHINES.
     itemsize: bytes of an activation, and of its gradient.
@@ -226,8 +233,8 @@ def phases(
     Phases for `asgd.orders.phases.step_seconds`.
 
   Raises:
-    ValueError: for a layer that cannot be divided, too many machines, inputs of
-      another shape, or outputs that are no logits.
+    ValueError: for a layer that cannot be divided, for too many machines, for
+      inputs of another shape, and for outputs that are no logits.
 
   Example:
     Two machines, each with 2 of 4 hidden units and 1 of 2 logits.
@@ -257,8 +264,9 @@ def phases(
 
 
 def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
-  """Returns the phases of the forward, the softmax's message, and the backward.
-  A phase computes, then sends what the next one needs."""
+  """Returns the phases of the forward and of the backward. A phase computes,
+  then sends the numbers that the next phase needs; the last phase of the
+  forward sends the numbers of the softmax."""
   machines = range(len(stages[0].products))
 
   def phase(stage: _Stage, times: int, sends: Sends) -> Phase:
@@ -267,8 +275,9 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
     sent = [{to: n * number_bytes for to, n in s.items()} for s in sends]
     return Phase(flops, sent)
 
-  def back(sends: Sends) -> Sends:
-    """Gradients, sent to the owners of the activations: the reverse."""
+  def reverse(sends: Sends) -> Sends:
+    """Returns the sends of gradients: from the receivers of activations back to
+    the senders."""
     return [
       {to: s[machine] for to, s in enumerate(sends) if machine in s}
       for machine in machines
@@ -282,11 +291,13 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
     for machine in machines
   ]
   first, *others = stages
-  # Stage i sends what stage i + 1 reads, the last one the softmax's numbers.
+  # Stage i sends the numbers that stage i + 1 reads; the last stage sends the
+  # numbers of the softmax.
   after = [*(stage.sends for stage in others), softmax]
   forward = [
     phase(stage, 1, sends) for stage, sends in zip(stages, after, strict=True)
   ]
-  # Gradients of weights and of inputs; the first stage's inputs need none.
-  backward = [phase(stage, 2, back(stage.sends)) for stage in others[::-1]]
+  # Gradients of weights and of inputs; the first stage needs no gradients of
+  # inputs.
+  backward = [phase(stage, 2, reverse(stage.sends)) for stage in others[::-1]]
   return [*forward, *backward, phase(first, 1, [{} for _ in machines])]

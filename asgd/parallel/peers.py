@@ -1,8 +1,8 @@
 """Rounds of peers as one program: each device of an axis is a peer.
 
 Inside shard_map each device calls the functions of `asgd.gossip.peer` on its
-state, as a simulator does. Messages are sent by `jax.lax.ppermute`, once a
-round for each neighbour of a peer.
+state, as a simulator does. `jax.lax.ppermute` sends the messages: a peer sends
+one to each neighbour in a round.
 
 Index letters in shape comments:
   n  peers, which are the devices of the axis
@@ -34,14 +34,15 @@ class Turns(NamedTuple):
   weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer receives nothing
   # [n, c], `Topology.slots` where a peer receives nothing
   slots: npt.NDArray[np.int32]
-  keep: npt.NDArray[np.float64]  # [n], weights of peers' own parameters
+  keep: npt.NDArray[np.float64]  # [n], weight of each peer's own parameters
 
 
 def turns(topology: gossip.Topology, round: int) -> Turns:
   """Returns the messages of round number `round` in turns.
 
-  A graph in which all peers receive from the same hops has a turn for each hop;
-  any other has at most twice the largest number of neighbours.
+  A hop is the distance of two peers around the ring of peers. If all peers
+  receive over the same hops, there is a turn for each hop; else there are at
+  most twice as many turns as the largest number of neighbours.
 
   Example:
     >>> from asgd.gossip import topologies
@@ -53,14 +54,14 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
   matrix = topology.links[round % topology.period]
   # links[i, j]: peer i receives from peer j; transposed, (sender, receiver).
   links = [(int(i), int(j)) for i, j in np.argwhere(matrix.T)]
-  # Links over the same distance around the ring of peers never collide.
+  # Links with the same hop fit in one turn: senders and receivers differ.
   by_hop: dict[int, list[tuple[int, int]]] = {}
   for sender, receiver in links:
     by_hop.setdefault((receiver - sender) % n, []).append((sender, receiver))
   hops = [by_hop[hop] for hop in sorted(by_hop)]
   pairs = min(hops, _first_fit(links), key=len)
   weights = np.zeros((n, len(pairs)))
-  # Where a peer receives nothing: the slot after the last, with the weight 0.
+  # A peer that receives nothing uses the slot after the last, with weight 0.
   slots = np.full((n, len(pairs)), topology.slots, np.int32)
   for turn, turn_pairs in enumerate(pairs):
     for sender, receiver in turn_pairs:
@@ -72,8 +73,8 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
 
 def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
   """Puts each link into the first turn in which its sender sends nothing and
-  its receiver receives nothing, else into a new turn: at most twice the largest
-  number of neighbours."""
+  its receiver receives nothing, else into a new turn. There are at most twice
+  as many turns as the largest number of neighbours."""
   result: list[list[tuple[int, int]]] = []
   for sender, receiver in links:
     for turn in result:
@@ -91,7 +92,7 @@ class RoundState(NamedTuple):
 
   peers: gossip.PeerState
   workers: Any  # states of the workers
-  # If `every` is above 1: the message that a later round mixes.
+  # The message that a later round mixes, if `every` is above 1; else ().
   codes: tuple[Any, ...]
 
 
@@ -115,7 +116,7 @@ class RoundProgram(NamedTuple):
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
   phases: Callable[[int], Any]  # round -> (phase, puts, mixes)
   # Jitted: (phases, state, batches, root, round) -> as `round`. Given shapes,
-  # `init` and `place` return shapes, for which it can be lowered.
+  # `init` and `place` return shapes, with which `program` can be lowered.
   program: Callable[..., tuple[RoundState, RoundMetrics]]
 
 
@@ -138,7 +139,7 @@ def message_bytes(
 
 
 class _Device(NamedTuple):
-  """A round at one device, inside shard_map."""
+  """The functions of a round at one device, inside shard_map."""
 
   exchange: gossip.Gossip
   peer: gossip.Peer
@@ -153,11 +154,11 @@ class _Device(NamedTuple):
     return self.peer.put(state, keep, key)
 
   def mix(self, phase, state, code):
-    """Exchanges a message of each peer, and mixes them."""
+    """Sends this peer's message, and mixes the messages that it receives."""
     i = jax.lax.axis_index(self.axis)
     table = turns(self.exchange.topology, phase)
-    # One message in each turn. A peer that receives none gets zeros, with the
-    # weight 0.
+    # One message in each turn. A peer that receives no message gets zeros, with
+    # the weight 0.
     codes = tuple(
       jax.tree.map(
         lambda x, p=pairs: jax.lax.ppermute(x, self.axis, p), code
@@ -208,9 +209,9 @@ class _Device(NamedTuple):
       jnp.stack([x.astype(jnp.float32) for x in real]),
       code if exchange.compressed else (),
     )
-    waiting = () if exchange.every == 1 else (code,)
-    after = RoundState(peer_state, workers, waiting)
-    return jax.tree.map(lambda x: x[None], (after, row))
+    codes = () if exchange.every == 1 else (code,)
+    new_state = RoundState(peer_state, workers, codes)
+    return jax.tree.map(lambda x: x[None], (new_state, row))
 
 
 def make_rounds(
@@ -221,8 +222,8 @@ def make_rounds(
   *,
   axis: str = meshes.DATA,
 ) -> RoundProgram:
-  """Makes the program of a round, which computes what the simulator computes by
-  `Gossip.trace`, but for the order in which messages are added up.
+  """Makes the program of a round. It computes the same as the simulator with
+  `Gossip.trace`, but adds messages up in another order.
 
   Args:
     exchange: topology and rule of the peers, in rounds.
@@ -252,14 +253,15 @@ def make_rounds(
   device = _Device(exchange, peer, worker, axis)
   rows = NamedSharding(mesh, P(axis))
 
-  def first(params):
+  def first_state(params):
     state = peer.init(params)
     zeros = optax.tree.zeros_like(message_shapes(peer, params))
-    waiting = () if exchange.every == 1 else (zeros,)
-    row = RoundState(state, worker.init(state.server.params), waiting)
-    return meshes.repeat(row, n)  # all peers start alike
+    codes = () if exchange.every == 1 else (zeros,)
+    row = RoundState(state, worker.init(state.server.params), codes)
+    return meshes.repeat(row, n)  # all peers have the same first state
 
-  # One program for each matrix of the topology: pairs are constants of it.
+  # One program for each matrix of the topology: the pairs are constants of the
+  # program.
   @partial(jax.jit, static_argnums=0, donate_argnums=1)
   def program(phases, state, batch, root, k):
     return jax.shard_map(
@@ -281,11 +283,11 @@ def make_rounds(
     return program(phases_of(k), state, batch, root, jnp.int32(k))
 
   place = partial(meshes.place, mesh=mesh, specs=P(axis))
-  begin = jax.jit(first, out_shardings=rows)
+  begin = jax.jit(first_state, out_shardings=rows)
 
   def init(params):
     if meshes.are_shapes(params):
-      return place(jax.eval_shape(first, params))
+      return place(jax.eval_shape(first_state, params))
     return begin(params)
 
   return RoundProgram(init, run_round, place, phases_of, program)

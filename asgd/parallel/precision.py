@@ -1,9 +1,9 @@
-"""Mixed precision: which dtype for what, and a loss scale that adapts.
+"""Mixed precision: dtypes of a step, and a loss scale that adapts.
 
-float16 has 5 bits of exponent: gradients below 6e-8 become 0. So the loss is
-multiplied by a scale before it is differentiated, and the gradient divided by
-it. The scale is halved at each gradient that is not finite, for which no step
-is taken, and doubled after many finite ones. bfloat16 needs no scale.
+float16 has 5 bits of exponent: gradients below 6e-8 become 0. So a step
+multiplies the loss by a scale before it differentiates, and divides the
+gradient by the scale. A gradient that is not finite changes no parameters, and
+halves the scale; many finite gradients double it. bfloat16 needs no scale.
 
 Reference:
   Micikevicius et al., "Mixed precision training", ICLR 2018, sections 3.1, 3.2.
@@ -34,18 +34,18 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy, given it or its name; ValueError for neither, or a dtype
-  that is not of floating point."""
+  """Returns a Policy, given a Policy or its name. Raises ValueError for other
+  arguments, and for a dtype that is not of floating point."""
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)
   if not isinstance(which, Policy):
     raise ValueError(f"policy must be a Policy or a name, not {which!r}")
   for field, dtype in which._asdict().items():
     try:
-      floating = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except TypeError:  # no dtype at all
-      floating = False
-    if not floating:
+      is_valid = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # the value is no dtype
+      is_valid = False
+    if not is_valid:
       raise ValueError(
         f"the dtype {field} of a policy must be of floating point, not"
         f" {getattr(dtype, '__name__', dtype)}"
@@ -58,8 +58,8 @@ def cast(tree: Any, dtype: Any) -> Any:
 
   def cast_leaf(x):
     # Labels and tokens stay integers, keys stay keys.
-    floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
-    return x.astype(dtype) if floating else x
+    is_floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+    return x.astype(dtype) if is_floating else x
 
   return tree if dtype is None else jax.tree.map(cast_leaf, tree)
 
@@ -75,8 +75,8 @@ class Dynamic(NamedTuple):
   """The rule by which a loss scale changes."""
 
   initial: float = 2.0**15
-  factor: float = 2.0  # it is multiplied or divided by this
-  interval: int = 2000  # finite gradients in a row, after which it grows
+  factor: float = 2.0  # the scale is multiplied or divided by this factor
+  interval: int = 2000  # finite gradients in a row after which the scale grows
   least: float = 1.0
   most: float = 2.0**24  # beyond that float16's gradients are never finite
 
@@ -89,7 +89,7 @@ def check_dynamic(rule: Dynamic) -> None:
   smallest, largest = float(float32.smallest_normal), float(float32.max)
   kind = f"a positive number of float32, from {smallest:.2g} to {largest:.2g}"
   for field in ("initial", "factor", "least", "most"):
-    # They are kept in float32, where others are 0 or infinite.
+    # The scale is in float32, in which other numbers are 0 or infinite.
     name, value = f"{field} of a loss scale", getattr(rule, field)
     checks.real(name, value, lambda x: smallest <= x <= largest, kind)
   if rule.factor <= 1:
@@ -109,13 +109,13 @@ def check_dynamic(rule: Dynamic) -> None:
 
 
 def start(rule: Dynamic) -> LossScale:
-  """Returns the scale to begin with."""
+  """Returns the scale of the first step."""
   return LossScale(jnp.float32(rule.initial), jnp.int32(0))
 
 
 def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
-  """Returns the scale after a gradient that was computed with `state`; `finite`
-  says whether all of it was, bool[].
+  """Returns the scale after a gradient that was computed with `state`.
+  `finite`, bool[], is whether all numbers of the gradient are finite.
 
   Example:
     >>> rule = Dynamic(initial=8.0, interval=1)
@@ -129,5 +129,5 @@ def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
   larger = jnp.where(grows, state.scale * rule.factor, state.scale)
   scale = jnp.where(finite, larger, state.scale / rule.factor)
   scale = jnp.clip(scale, rule.least, rule.most)
-  # Both changes start the count again: growth needs an interval in a row.
+  # Both changes of the scale start the count again.
   return LossScale(scale, jnp.where(finite & ~grows, count, 0))

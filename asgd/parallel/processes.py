@@ -3,8 +3,8 @@
 On one machine `asgd.parallel.supervisor` starts the same command N times, each
 process with its share of the devices. On several machines the user starts each
 process with its number and the address of process 0, or a scheduler that JAX
-knows does (AUTO). Any machine that can reach the coordinator's port can take
-part: use it on trusted networks only.
+knows starts them (AUTO). Any machine that can reach the coordinator's port can
+take part: use several machines on trusted networks only.
 
 Errors name the flags of a command with `role`'s arguments: --num_processes,
 --process_id, --coordinator and --start_seconds.
@@ -29,22 +29,28 @@ from jax.experimental import multihost_utils
 from asgd import internals
 from asgd.parallel import meshes
 
-AUTO = "auto"  # the coordinator, where JAX finds it
+AUTO = "auto"  # as --coordinator: JAX finds the address of the coordinator
 USAGE_ERROR = 2  # exit status of a process that could not take part
 INCOMPLETE = 3  # exit status of a process that ends without all cells
-LIFELINE = "ASGD_LIFELINE"  # variable: a pipe that the supervisor's end closes
-_SAVE_SECONDS = 10.0  # to save, after the supervisor has exited
-_MOST_DEVICES = 2048  # of more JAX takes some for another process's
-_MOST_ERROR = 300  # bytes of an error that is sent to the other processes
+# Environment variable with the read end of a pipe. The pipe closes when the
+# supervisor exits.
+LIFELINE = "ASGD_LIFELINE"
+_SAVE_SECONDS = 10.0  # time to save after the supervisor has exited
+# Devices of a process. JAX takes a device above this number for a device of
+# another process.
+_MAX_DEVICES = 2048
+_MAX_ERROR = 300  # bytes of an error that is sent to the other processes
 
 
 class ProcessRole(NamedTuple):
   """The part of this process in the training."""
 
-  count: int | None  # type: ignore[assignment] # None: JAX finds out
-  process_id: int | None  # None: it is alone, or JAX finds out
+  # Number of processes; None: JAX finds the number.
+  count: int | None  # type: ignore[assignment]
+  # None if this process is alone or the supervisor, or JAX finds the number
+  process_id: int | None
   coordinator: str | None  # HOST:PORT of process 0, or AUTO
-  start_seconds: float  # for all processes to come
+  start_seconds: float  # time in which all processes have to connect
 
   @property
   def auto(self) -> bool:
@@ -53,7 +59,7 @@ class ProcessRole(NamedTuple):
 
   @property
   def supervises(self) -> bool:
-    """Whether it starts the other processes, and trains nothing itself."""
+    """Whether this process starts the other processes, and trains nothing."""
     several = self.count is not None and self.count > 1
     return several and self.process_id is None and not self.auto
 
@@ -64,8 +70,8 @@ def role(
   coordinator: str | None = None,
   start_seconds: float = 60.0,
 ) -> ProcessRole:
-  """Returns the role of a command's flags, `count` of --num_processes;
-  ValueError for values that exclude one another."""
+  """Returns the role that a command's flags set; `count` is --num_processes.
+  Raises ValueError for values that exclude one another."""
   if count < 1:
     raise ValueError(f"--num_processes must be 1 or more, not {count}")
   if not 0 < start_seconds < 1e6:
@@ -92,16 +98,17 @@ def role(
 
 
 def join(role: ProcessRole, devices: int | None) -> None:
-  """Starts JAX, and connects this process to the others if there are any. If
-  they do not connect in time, this process ends with one line.
+  """Starts JAX, and connects this process to the other processes, if there are
+  any. If they do not connect in time, this process ends with one line.
 
   Args:
     role: the role of this process.
-    devices: CPU devices of all processes; None: the devices of the machine.
+    devices: CPU devices of all processes together; None: the devices of the
+      machine.
 
   Raises:
     ValueError: if the processes cannot share the devices evenly, or JAX finds
-      none.
+      no device.
   """
   share, supervised = None, False
   # [1] The number of CPU devices, which JAX reads when it starts.
@@ -119,24 +126,25 @@ def join(role: ProcessRole, devices: int | None) -> None:
 
 
 def devices_of_each(devices: int, count: int) -> int:
-  """Returns how many devices each process has; ValueError if `count` does not
-  divide them, or for more than JAX can make."""
+  """Returns the number of devices of each process. Raises ValueError if `count`
+  does not divide the devices, or each process has more than JAX can make."""
   total = f"the {devices} devices of config.mesh (or config.devices)"
   if devices % count:
     raise ValueError(
       f"{total} cannot be divided among --num_processes={count}: use another"
       f" mesh, or a divisor of {devices}"
     )
-  if devices // count > _MOST_DEVICES:
+  if devices // count > _MAX_DEVICES:
     raise ValueError(
       f"{total} are {devices // count:,} for each process; JAX makes at most"
-      f" {_MOST_DEVICES:,}: use a smaller mesh, or more --num_processes"
+      f" {_MAX_DEVICES:,}: use a smaller mesh, or more --num_processes"
     )
   return devices // count
 
 
 def _connect(role: ProcessRole, share: int | None) -> None:
-  """Connects to the other processes, with `share` devices here; None is all."""
+  """Connects to the other processes, with `share` devices of this process; None
+  is all devices."""
   # JAX's preemption service would take SIGTERM, by which runs save and end.
   jax.config.update("jax_enable_preemption_service", False)
   name = "this process"
@@ -148,7 +156,7 @@ def _connect(role: ProcessRole, share: int | None) -> None:
     assert role.process_id is not None  # a supervisor gives each a number
     first = role.process_id * share
     options["local_device_ids"] = list(range(first, first + share))
-    # On the loopback interface only, not on all of them.
+    # Listen on the loopback interface only.
     options["coordinator_bind_address"] = role.coordinator
 
   def give_up():
@@ -176,7 +184,7 @@ def _connect(role: ProcessRole, share: int | None) -> None:
       shutdown_timeout_seconds=10,
     )
   except (RuntimeError, ValueError) as error:
-    line = " ".join(str(error).split())[:_MOST_ERROR]
+    line = " ".join(str(error).split())[:_MAX_ERROR]
     raise ValueError(
       f"{name} cannot take part at --coordinator={role.coordinator}: {line}"
     ) from error
@@ -201,7 +209,8 @@ def _loopback() -> Iterator[None]:
 
 
 def _watch_supervisor() -> bool:
-  """Ends this process if its supervisor ends; False if there is none."""
+  """Ends this process when its supervisor ends. Returns False if this process
+  has no supervisor."""
   pipe = os.environ.pop(LIFELINE, None)
   if pipe is None:
     return False
@@ -212,7 +221,8 @@ def _watch_supervisor() -> bool:
     os.read(int(pipe), 1)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(_SAVE_SECONDS)
-    os._exit(1)  # it waits for other processes, which may have exited
+    # The main thread may wait for other processes that have exited.
+    os._exit(1)
 
   threading.Thread(target=watch, daemon=True).start()
   return True
@@ -232,7 +242,7 @@ def gather(numbers: Any) -> np.ndarray:
 
 
 def _gather_bytes(content: bytes) -> list[bytes]:
-  """Returns the bytes of every process; spaces at the end are lost."""
+  """Returns the content of every process without spaces at its end."""
   # All rows need one length, so the lengths are gathered first.
   size = int(gather([len(content)]).max())
   row = np.frombuffer(content.ljust(size + 1), np.uint8)
@@ -249,14 +259,16 @@ def share(value: Any) -> Any:
 
 
 def share_arrays(tree: Any) -> Any:
-  """Returns process 0's arrays; the others pass arrays of these shapes."""
+  """Returns the arrays of process 0; the other processes pass arrays of the
+  same shapes."""
   if jax.process_count() == 1:
     return tree
   return multihost_utils.broadcast_one_to_all(tree)
 
 
 def fail_together(make: Callable[[], Any]) -> Any:
-  """Returns make(); if it fails on one process, raises ValueError on all."""
+  """Returns make(). If it fails on one process, raises ValueError on all
+  processes."""
   if not jax.distributed.is_initialized():
     return make()
   value, error = None, None
@@ -264,9 +276,9 @@ def fail_together(make: Callable[[], Any]) -> Any:
     value = make()
   except (ValueError, OSError) as caught:
     error = caught
-  # All processes take part in this exchange, also those that failed: otherwise
-  # the others would wait for them in their next collective.
-  errors = _gather_bytes(str(error or "").encode()[:_MOST_ERROR])
+  # A failed process also takes part in this exchange: otherwise the other
+  # processes would wait for it in their next collective.
+  errors = _gather_bytes(str(error or "").encode()[:_MAX_ERROR])
   if error is not None:
     raise error
   for number, text in enumerate(errors):
@@ -276,7 +288,7 @@ def fail_together(make: Callable[[], Any]) -> Any:
 
 
 def check_same(name: str, digest: str) -> None:
-  """Raises ValueError on all processes if one has another digest of `name`."""
+  """Raises ValueError on all processes if their digests of `name` differ."""
   if jax.process_count() == 1:
     return
   first, *others = _gather_bytes(digest.encode())
@@ -289,16 +301,18 @@ def check_same(name: str, digest: str) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-  """Calls `main`; if it fails, ends without waiting for the others."""
+  """Calls `main`. If it fails, ends this process without waiting for the other
+  processes."""
   try:
     main()
   except BaseException as error:
     status: Any = error.code if isinstance(error, SystemExit) else 1
     failed = status in (1, USAGE_ERROR)
-    # Interrupted twice: the others may be in the middle of a step.
+    # After a second interrupt the other processes may be in the middle of a
+    # step.
     failed |= isinstance(error.__context__, KeyboardInterrupt)
-    # Any other status (of a signal, of missing cells) is that of all processes,
-    # which end together.
+    # With any other status (of a signal, of missing cells) all processes end
+    # together.
     if not failed or not jax.distributed.is_initialized():
       raise
     if not isinstance(error, SystemExit):

@@ -1,4 +1,4 @@
-"""Checks of steps: options that exclude others, batches, and layers."""
+"""Checks of steps: options that exclude one another, batches, and layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,31 +13,36 @@ from asgd.parallel import meshes
 # Beginnings of errors, for `check_alone`.
 REDUCER = "compressed gradients need"
 SEARCH = "an optimizer that searches along a line (lbfgs) needs"
-# Options that a reducer needs; an optimizer that searches along a line decides
-# by numbers that each device computes from the whole parameters.
+# Values of options that a reducer needs, and values that a search along a line
+# needs: in a search each device decides by numbers that it computes from the
+# whole parameters.
 OF_A_REDUCER = {"zero": 0, "form": "shard_map"}
 OF_A_SEARCH = {**OF_A_REDUCER, "clip_norm": None, "reducer": None}
 
 
 def check_alone(
-  what: str, mesh: Mesh, options: Mapping[str, Any], needed: Mapping[str, Any]
+  beginning: str,
+  mesh: Mesh,
+  options: Mapping[str, Any],
+  needed: Mapping[str, Any],
 ) -> None:
   """Raises ValueError for an option that has another value than `needed`, or a
-  mesh with an axis beside "data"; `what` begins the message, with its verb."""
+  mesh with an axis beside "data". `beginning` is the subject and the verb of
+  the message."""
   for name, value in needed.items():
     if options[name] != value:
       raise ValueError(
-        f"{what} {name}={_shown(value)}, not {_shown(options[name])}"
+        f"{beginning} {name}={_as_text(value)}, not {_as_text(options[name])}"
       )
   if tuple(mesh.axis_names) != (meshes.DATA,):
     raise ValueError(
-      f"{what} a mesh of the axis {meshes.DATA!r} alone, not of"
+      f"{beginning} a mesh of the axis {meshes.DATA!r} alone, not of"
       f" {tuple(mesh.axis_names)}"
     )
 
 
-def _shown(value: Any) -> str:
-  """Returns plain data as code; the name or the type of anything else."""
+def _as_text(value: Any) -> str:
+  """Returns plain data as code, and any other value as its name or type."""
   if value is None or isinstance(value, str | int | float):
     return repr(value)
   return getattr(value, "__name__", f"a {type(value).__name__}")
@@ -52,7 +57,7 @@ def layers_of(pieces: problems.Pieces) -> models.Layers:
 
 
 def check_batch(batch: base.Batch, pieces: int) -> None:
-  """Raises ValueError for a batch that cannot be cut into so many pieces."""
+  """Raises ValueError for a batch that cannot be cut into `pieces` pieces."""
   shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
   lengths = {shape[:1] for shape in shapes}
   if len(lengths) != 1 or () in lengths:

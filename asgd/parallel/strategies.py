@@ -1,18 +1,18 @@
 """Strategies to train a model on some devices, and the cost of each.
 
 From a Workload, Hardware and TrainingOptions `find` makes a Strategy for each
-way to divide the work: bytes of a device, and seconds of a step in computing,
-sending and waiting.
+way to divide the work. A Strategy has the bytes of a device, and the seconds of
+a step that a device computes, sends and waits.
 
 Assumptions:
 
-  - times are those of `asgd.parallel.costs`; each device has one link to all
-    others, and maybe a faster one inside of a node. Without `overlap` nothing
-    is sent while computing;
-  - bytes are those of `asgd.parallel.memory`. Layers are alike: a pipeline's
-    stages differ by the layers that cannot be divided evenly;
-  - each strategy takes the fastest microbatch that fits, unless one is given.
-    The batch is of all devices together;
+  - `asgd.parallel.costs` gives the times. Each device has one link to all other
+    devices, and maybe a faster link inside a node. Without `overlap` a device
+    sends nothing while it computes;
+  - `asgd.parallel.memory` gives the bytes. All layers have equal sizes: the
+    stages of a pipeline differ by the layers that cannot be divided evenly;
+  - each strategy takes the fastest microbatch that fits, unless the options
+    have one. The batch is of all devices together;
   - ZeRO-2 scatters gradients, and ZeRO-3 gathers weights twice, for each
     microbatch;
   - an asynchronous step is a message of each worker. Parameters and the
@@ -31,8 +31,9 @@ from asgd.parallel import costs, memory, meshes, waiting
 from asgd.parallel.workloads import TrainingOptions, Workload
 
 ONE = "one device"  # name of a strategy
-_MOST_HYBRIDS = 3  # strategies of several axes that `find` returns
-_BACKWARD = 2 / 3  # part of a step's computing that can hide sent gradients
+_MAX_HYBRIDS = 3  # strategies of several axes that `find` returns
+# Part of a step's computing time in which gradients can be sent meanwhile.
+_BACKWARD = 2 / 3
 
 
 class Hardware(NamedTuple):
@@ -46,7 +47,7 @@ class Hardware(NamedTuple):
   near: costs.LinkSpeed | None = None  # inside a node; None: as `far`
 
   def link(self, devices: int) -> costs.LinkSpeed:
-    """Returns the link that joins so many neighbouring devices."""
+    """Returns the slowest link between so many neighbouring devices."""
     if self.near is None or devices > self.node:
       return self.far
     return self.near
@@ -61,9 +62,9 @@ class Strategy(NamedTuple):
   activations: float  # bytes of a device
   microbatch: int
   compute: float  # seconds of a step
-  communication: float  # seconds that computation does not hide
+  communication: float  # seconds in which a device sends and does not compute
   waiting: float  # seconds of waiting for the slowest device, or in a bubble
-  stale: bool = False  # whether gradients are of older weights
+  stale: bool = False  # whether gradients are taken at older weights
 
   @property
   def bytes(self) -> float:
@@ -77,11 +78,11 @@ class Strategy(NamedTuple):
 
 
 class _Division(NamedTuple):
-  """How devices share a synchronous step, or a pipeline without a flush."""
+  """The division of a synchronous step, or of a pipeline without a flush."""
 
   name: str
-  data: int = 1  # devices that hold the same part
-  tensor: int = 1  # devices that share a layer
+  data: int = 1  # devices that have the same part of the model
+  tensor: int = 1  # devices that share each layer
   stages: int = 1  # stages of a pipeline
   zero: int = 0  # stage of ZeRO among `data`
   versions: int = 1  # versions of the weights in memory
@@ -101,15 +102,19 @@ class _Planner(NamedTuple):
     return memory.PRECISIONS[self.options.precision]
 
   def microbatches(self, data: int) -> list[int]:
-    """Sizes that divide the examples of each of `data` parts of a step."""
-    examples, rest = divmod(self.options.batch, data)
+    """Returns the microbatch sizes that divide the examples of each of `data`
+    parts of a batch; none if `data` does not divide the batch."""
+    examples, remainder = divmod(self.options.batch, data)
     sizes = _divisors(examples)
     if self.options.microbatch is not None:
       sizes = [self.options.microbatch]
-    return [] if rest else [size for size in sizes if examples % size == 0]
+    if remainder:
+      return []
+    return [size for size in sizes if examples % size == 0]
 
-  def compute(self, devices: int) -> float:
-    """Mean seconds of a device's part of a step."""
+  def compute_seconds(self, devices: int) -> float:
+    """Returns the mean seconds in which a device computes its part of a step.
+    """
     flops = self.work.flops
     if self.options.activations == "full":
       flops += self.work.recompute_flops
@@ -118,27 +123,27 @@ class _Planner(NamedTuple):
   def strategy(
     self, name: str, state: float, activations: float, *others: Any
   ) -> Strategy:
-    """Returns a Strategy that fits if its bytes do; `others` are the fields
-    from `microbatch` on."""
+    """Returns a Strategy, which fits if the device has memory for its bytes;
+    `others` are the fields from `microbatch` on."""
     fits = state + activations <= self.hardware.memory
     return Strategy(name, fits, state, activations, *others)
 
   def make(self, name: str, **parts: Any) -> Strategy | None:
-    """Returns a synchronous strategy, or a pipeline without a flush, of these
+    """Returns a synchronous strategy, or a pipeline without a flush, given
     fields of _Division; None if they do not divide the batch."""
     division = _Division(name, **parts)
     sizes = self.microbatches(division.data)
     return _smallest_cost(self._cost(division, micro) for micro in sizes)
 
   def _cost(self, division: _Division, micro: int) -> Strategy:
-    """Returns a division with microbatches of `micro` examples, and its
-    cost."""
+    """Returns the strategy of a division with microbatches of `micro`
+    examples."""
     work, options = self.work, self.options
     _, data, tensor, stages, zero, versions, flush, _ = division
     devices, count = data * tensor * stages, options.batch // data // micro
     far = self.hardware.link(devices)
-    # [1] Bytes. The stage with most layers sets the pace, and has the most to
-    # hold: `uneven` is its share over an equal one.
+    # [1] Bytes. The stage with most layers takes most time and memory: `uneven`
+    # is its share of the layers, divided by an equal share.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
     whole = memory.state(
       *(work.parameters, options.optimizer, options.precision),
@@ -154,19 +159,20 @@ class _Planner(NamedTuple):
     # 1F1B: the first stage holds one microbatch for each stage.
     in_flight = min(stages, count) if flush else stages
     activations = uneven * in_flight / stages * work.activations(micro, tensor)
-    # [2] Seconds of computing, and of waiting: for the slowest device, and in
-    # the bubble of S - 1 microbatches. Without a flush there are neither.
-    compute, wait = uneven * self.compute(devices), 0.0
+    # [2] Seconds in which a device computes, and in which it waits: for the
+    # slowest device, and in the bubble of S - 1 microbatches. Without a flush
+    # it does not wait.
+    compute, wait = uneven * self.compute_seconds(devices), 0.0
     if flush:
       wait = waiting.expected_slowest(devices, variation=options.variation) - 1
       wait = wait * compute + (stages - 1) * (compute / count)
-    # [3] Seconds of sending, of the stage with most layers.
+    # [3] Seconds in which a device of the stage with most layers sends.
     part = work.parameters * uneven / (tensor * stages)
-    sending = self._reducing(division, part, count, far)
+    sending = self._reduce_seconds(division, part, count, far)
     if options.overlap:
       sending = max(sending - _BACKWARD * compute, 0.0)
     if tensor > 1:
-      sending += self._inside_layers(division, micro, count)
+      sending += self._tensor_seconds(division, micro, count)
     if stages > 1:  # stages send activations and their gradients
       turns = count + stages - 2 if flush else count
       stream = work.border * micro / tensor
@@ -176,7 +182,7 @@ class _Planner(NamedTuple):
       division.name, state, activations, micro, *times, not flush
     )
 
-  def _reducing(
+  def _reduce_seconds(
     self, division: _Division, part: float, count: int, link: costs.LinkSpeed
   ) -> float:
     """Returns the seconds in which replicas send gradients and weights of
@@ -196,25 +202,26 @@ class _Planner(NamedTuple):
     )
     return by_zero[division.zero]
 
-  def _inside_layers(
+  def _tensor_seconds(
     self, division: _Division, micro: int, count: int
   ) -> float:
     """Returns the seconds in which tensor parallel devices reduce
     activations."""
     work, tensor = self.work, division.tensor
     assert work.gpt is not None  # only a GPT is split into tensors
-    once = costs.seconds(
+    reduce_seconds = costs.seconds(
       costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
     )
-    # All-reduces of a block and microbatch: 2 forward, 2 backward, and 2 of a
-    # forward that is computed again.
+    # All-reduces of a block and microbatch: 2 in the forward, 2 in the
+    # backward, and 2 in a forward that is computed again.
     times = 6 if self.options.activations == "full" else 4
-    return count * times * math.ceil(work.gpt.depth / division.stages) * once
+    blocks = math.ceil(work.gpt.depth / division.stages)
+    return count * times * blocks * reduce_seconds
 
 
 def _smallest_cost(candidates: Iterable[Strategy | None]) -> Strategy | None:
-  """Returns the fastest that fits, or the smallest; of equal ones the largest
-  microbatch."""
+  """Returns the fastest strategy that fits; if none fits, the smallest. Of
+  equal strategies it returns the one with the largest microbatch."""
 
   def order(strategy):
     cost = strategy.seconds if strategy.fits else strategy.bytes
@@ -223,7 +230,7 @@ def _smallest_cost(candidates: Iterable[Strategy | None]) -> Strategy | None:
   return min(filter(None, candidates), key=order, default=None)
 
 
-def _data(plan: _Planner) -> Iterator[Strategy | None]:
+def _data_strategies(plan: _Planner) -> Iterator[Strategy | None]:
   """Yields the data parallel strategies."""
   hardware, options, work = plan.hardware, plan.options, plan.work
   count = hardware.devices
@@ -251,7 +258,7 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       return costs.seconds(inside, near) + far
 
     yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
-  # [3] Poseidon's factors, if they pay for any dense layer.
+  # [3] Poseidon's factors, if its rule prefers them for any dense layer.
   examples = options.batch // count
   if any(
     costs.prefers_factors(d.rows * examples, d.inputs, d.outputs, count)
@@ -260,7 +267,7 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
     grain = plan.precision.gradients
 
     def reduce_hybrid(size):
-      """Poseidon: factors where they are smaller."""
+      """Returns the seconds of Poseidon's hybrid communication."""
       dense = [(d.inputs, d.outputs) for d in work.dense]
       others = size - grain * sum(m * n for m, n in dense)
       rows = work.dense[0].rows * examples
@@ -274,7 +281,7 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
     yield plan.make(f"data, ZeRO-{zero}", data=count, zero=zero)
 
 
-def _model(plan: _Planner) -> Iterator[Strategy | None]:
+def _model_strategies(plan: _Planner) -> Iterator[Strategy | None]:
   """Yields the model parallel strategies on all devices."""
   count, work = plan.hardware.devices, plan.work
   if work.gpt is not None and work.gpt.heads % count == 0:
@@ -292,7 +299,7 @@ def _divisors(count: int) -> list[int]:
   return sorted({*low, *(count // n for n in low)})
 
 
-def _hybrids(plan: _Planner) -> list[Strategy]:
+def _hybrid_strategies(plan: _Planner) -> list[Strategy]:
   """Returns the best of data x tensor x pipeline."""
   hardware, work = plan.hardware, plan.work
   hybrids: list[Strategy | None] = []
@@ -319,20 +326,21 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
     filter(None, hybrids),
     key=lambda strategy: (not strategy.fits, strategy.seconds),
   )
-  return by_cost[:_MOST_HYBRIDS]
+  return by_cost[:_MAX_HYBRIDS]
 
 
-def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
-  """Yields a parameter server with each of the recipes."""
+def _asynchronous_strategies(plan: _Planner) -> Iterator[Strategy | None]:
+  """Yields a strategy with a parameter server for each recipe."""
   work, options, hardware = plan.work, plan.options, plan.hardware
   count, numbers = hardware.devices, plan.precision
   shards = options.shards or count
-  compute = plan.compute(count)
+  compute = plan.compute_seconds(count)
   size = float(work.parameters * max(numbers.weights, numbers.gradients))
   speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
-  # A step is N messages: its time beside computing is communication.
+  # A step is N messages. The time in which a device does not compute counts as
+  # communication.
   times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
     # Bytes a parameter; the server's own parameters are float32.
@@ -352,21 +360,22 @@ def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
 def find(
   work: Workload, hardware: Hardware, options: TrainingOptions
 ) -> list[Strategy]:
-  """Returns the strategies that batch, heads and layers allow, those that do
-  not fit into memory among them."""
+  """Returns the strategies that batch, heads and layers allow. It also returns
+  strategies that do not fit into memory."""
   plan = _Planner(work, hardware, options)
   candidates = [plan.make(ONE)]
   if hardware.devices > 1:
-    candidates += [*_data(plan), *_model(plan), *_hybrids(plan)]
-    candidates += _asynchronous(plan)
+    candidates += [*_data_strategies(plan), *_model_strategies(plan)]
+    candidates += _hybrid_strategies(plan)
+    candidates += _asynchronous_strategies(plan)
   return [strategy for strategy in candidates if strategy is not None]
 
 
 def left_out(
   work: Workload, hardware: Hardware, options: TrainingOptions
 ) -> list[str]:
-  """Returns the strategies on all devices that `find` leaves out, with the
-  reasons."""
+  """Returns a line for each kind of strategy on all devices that `find` leaves
+  out, with the reason."""
   count = hardware.devices
   reasons: list[str] = []
   if options.batch % count:
@@ -385,6 +394,7 @@ def left_out(
 
 
 def best(strategies: Sequence[Strategy], *, stale: bool) -> Strategy | None:
-  """Returns the fastest that fits, of the asynchronous or the others."""
+  """Returns the fastest strategy that fits, with stale gradients (`stale`) or
+  without."""
   fitting = [x for x in strategies if x.fits and x.stale == stale]
   return min(fitting, key=lambda strategy: strategy.seconds, default=None)

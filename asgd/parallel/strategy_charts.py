@@ -49,57 +49,59 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
 
 
 def _one_device(strategies: Sequence[Strategy]) -> list[str]:
-  """Returns a line on one device alone, if others are compared with it."""
-  alone = next((one for one in strategies if one.name == ONE), None)
-  others = [one for one in strategies if one is not alone]
+  """Returns a line on one device alone, if there are other strategies that fit.
+  """
+  alone = next((x for x in strategies if x.name == ONE), None)
+  others = [x for x in strategies if x is not alone]
   fastest = strategies_lib.best(others, stale=False)
   if alone is None or fastest is None:
     return []
   times = alone.seconds / fastest.seconds
   if not alone.fits:
-    why = f"does not fit: it needs {alone.bytes / memory.GB:.3g} GB"
+    predicate = f"does not fit: it needs {alone.bytes / memory.GB:.3g} GB"
   elif times > 1:
-    why = f"is {times:.3g} times slower than {fastest.name}"
+    predicate = f"is {times:.3g} times slower than {fastest.name}"
   else:
-    why = "is the fastest: do not distribute"
-  return [f"{ONE} alone, {alone.seconds:.3g} s a step, {why}"]
+    predicate = "is the fastest: do not distribute"
+  return [f"{ONE} alone, {alone.seconds:.3g} s a step, {predicate}"]
 
 
 def bars(
   strategies: Sequence[Strategy], limit: float, columns: int = 100
 ) -> str:
-  """Returns memory as bars up to twice the limit, `|`, and time as bars of `#`
-  computing, `=` sending and `.` waiting; all have the same scale."""
-  name = max(len(strategy.name) for strategy in strategies)
-  width = max((columns - name - 6) // 2, 10)
+  """Returns the memory and the time of each strategy as bars. A bar of memory
+  reaches to twice the limit, and `|` marks the limit. A bar of time has `#` for
+  computing, `=` for sending and `.` for waiting; all have the same scale."""
+  name_width = max(len(strategy.name) for strategy in strategies)
+  width = max((columns - name_width - 6) // 2, 10)
   fitting = [strategy for strategy in strategies if strategy.fits]
   longest = max((strategy.seconds for strategy in fitting), default=0.0)
-  # If nothing fits, the scale is that of the slowest strategy.
+  # If nothing fits, the longest bar is the slowest strategy.
   longest = longest or max(strategy.seconds for strategy in strategies)
   title = f"memory, | is {limit / memory.GB:g} GB".ljust(width)
   marks = f"# compute = send . wait, to {longest:.3g} s"
-  lines = [f"{'':{name}} {title}  {marks}"]
+  lines = [f"{'':{name_width}} {title}  {marks}"]
   for strategy in strategies:
     filled = min(round(strategy.bytes / (2 * limit) * width), width)
-    space = ["#" if i < filled else " " for i in range(width)]
-    space[width // 2] = "|"
+    memory_bar = ["#" if i < filled else " " for i in range(width)]
+    memory_bar[width // 2] = "|"
     if strategy.bytes > 2 * limit:
-      space[-1] = ">"
-    # Ends of the three parts in characters: rounding them, and not the parts,
-    # keeps the whole bar true.
+      memory_bar[-1] = ">"
+    # Round the ends of the three parts to characters: if the parts were
+    # rounded, the errors in the length of the bar would add up.
     times = strategy.compute, strategy.communication, strategy.waiting
     ends = [
       round(end / longest * width) if longest else 0
       for end in itertools.accumulate(times)
     ]
-    time = ""
+    time_bar = ""
     for mark, end in zip("#=.", ends, strict=True):
-      time += mark * (min(end, width) - len(time))
+      time_bar += mark * (min(end, width) - len(time_bar))
     if ends[-1] > width:
-      time = time[:-1] + ">"
-    mark = "  " if strategy.fits else " x"
-    line = f"{strategy.name:{name}}{mark} {''.join(space)} {time}"
-    lines.append(line.rstrip())
+      time_bar = time_bar[:-1] + ">"
+    fit_mark = "  " if strategy.fits else " x"
+    line = f"{strategy.name:{name_width}}{fit_mark} {''.join(memory_bar)}"
+    lines.append(f"{line} {time_bar}".rstrip())
   return "\n".join(lines) + "\n"
 
 
@@ -135,7 +137,7 @@ def _draw(axes: Any, strategies: Sequence[Strategy], limit: float) -> None:
       opacities = [1.0 if strategy.fits else 0.35 for strategy in strategies]
       colors = [(palette[i], opacity) for opacity in opacities]
       axis.barh(names, values, left=start, color=colors)
-      # An empty bar for the legend, as the others may be pale.
+      # An empty bar for the legend, as the bars of strategies may be pale.
       axis.barh([names[0]], [0], color=palette[i], label=part)
       start = [a + b for a, b in zip(start, values, strict=True)]
     axis.set_xlabel(label)

@@ -1,10 +1,10 @@
 """Starts a command as several processes that train together, and ends them.
 
 The processes connect on the loopback interface. The supervisor prints the
-output of process 0. When a signal asks it to stop, it sends all processes
-SIGTERM and waits a minute for them to save. If one fails, it kills the others
-after two seconds. If the supervisor itself exits, the processes save and end
-(`asgd.parallel.processes.join` watches it).
+output of process 0. When a signal asks the supervisor to stop, it sends all
+processes SIGTERM and waits a minute for them to save. If a process fails, the
+supervisor kills the other processes after two seconds. If the supervisor itself
+exits, the processes save and end (`asgd.parallel.processes.join`).
 """
 
 import collections
@@ -22,8 +22,8 @@ from typing import Any
 
 from asgd.parallel.processes import INCOMPLETE, LIFELINE
 
-_GRACE_SECONDS = 2.0  # for the other processes to end after one has failed
-_SAVE_SECONDS = 60.0  # to save after a signal
+_GRACE_SECONDS = 2.0  # time to end after another process has failed
+_SAVE_SECONDS = 60.0  # time to save after a signal
 _POLL_SECONDS = 0.5  # between two checks for a signal
 _DROPPED_PREFIX = "[Gloo]"  # lines of Gloo begin so, and are not printed
 
@@ -32,9 +32,9 @@ def supervise(count: int) -> None:
   """Runs this command `count` times, as processes that train together.
 
   Raises:
-    ValueError: if a process fails, with its last line.
-    SystemExit: if a signal stopped this process, and so the others, or if cells
-      are missing at the end.
+    ValueError: if a process fails, with the last line of that process.
+    SystemExit: if a signal stopped this process and the processes that it
+      started, or if cells are missing at the end.
   """
   # The system chooses a free port. It is closed again at once, so that process
   # 0 can listen there.
@@ -55,7 +55,7 @@ class _Supervisor:
       collections.deque(maxlen=100) for _ in range(count)
     ]
     self._threads: list[threading.Thread] = []
-    # (process, exit status), from the threads that wait for them.
+    # (process, exit status), from the threads that wait for the processes.
     self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
     self._signal = 0  # the last signal that this process got; 0: none
 
@@ -64,18 +64,18 @@ class _Supervisor:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(signum, self._end_children)
     killed: list[str] = []
-    # The processes inherit the read end. This process keeps the write end open:
-    # when it exits, they read an end of file and exit, too.
+    # The processes inherit the read end, and this process keeps the write end
+    # open. When this process exits, they read an end of file and exit, too.
     read_end, write_end = os.pipe()
     try:
       # [1] Start the processes.
       for number in range(self._count):
         self._start(number, read_end)
       os.close(read_end)
-      # [2] Wait for all, or for a failure and the grace that follows it.
+      # [2] Wait for all processes, or for a failure and `_GRACE_SECONDS`.
       failed = self._wait()
     finally:
-      # [3] Kill those that still run, and read the rest of their output.
+      # [3] Kill the processes that still run, and read the end of the output.
       for number, child in enumerate(self._children):
         if child.poll() is None:
           child.kill()
@@ -84,7 +84,7 @@ class _Supervisor:
       for thread in self._threads:
         thread.join(_GRACE_SECONDS)
       os.close(write_end)
-    # [4] Report the result as this process's own.
+    # [4] End this process with the result of the processes.
     if self._signal and killed:
       print(
         f"process {', '.join(killed)} of {self._count} did not stop in"
@@ -103,7 +103,7 @@ class _Supervisor:
 
   def _start(self, number: int, pipe: int) -> None:
     """Starts a process, and the threads that read its output."""
-    # The same command with two more flags, so `join` connects it.
+    # The same command with two more flags, by which `join` connects.
     role_flags = f"--process_id={number}", f"--coordinator={self._coordinator}"
     command = [sys.executable, *sys.orig_argv[1:], *role_flags]
     child = subprocess.Popen(
@@ -128,8 +128,8 @@ class _Supervisor:
       self._threads.append(thread)
 
   def _forward_output(self, number: int) -> None:
-    """Prints the output of process 0; only reads that of another process, which
-    a full pipe would stop."""
+    """Prints the output of process 0. Reads and drops the output of another
+    process, because a full pipe would stop that process."""
     stdout = self._children[number].stdout
     assert stdout is not None
     with stdout:
@@ -138,11 +138,11 @@ class _Supervisor:
           print(line, end="", flush=True)
 
   def _record_errors(self, number: int) -> None:
-    """Keeps a process's last lines on stderr, for the error at the end; prints
-    the lines of process 0."""
+    """Keeps the last lines of a process on stderr, for the error at the end,
+    and prints the lines of process 0."""
     stderr = self._children[number].stderr
     assert stderr is not None
-    interrupted = False
+    is_interrupted = False
     with stderr:
       for line in stderr:
         self._lines[number].append(line.strip())
@@ -150,10 +150,10 @@ class _Supervisor:
         if self._signal and line.startswith(
           ("Traceback (", "Could not import")
         ):
-          interrupted = True
-        if interrupted or number != 0:
+          is_interrupted = True
+        if is_interrupted or number != 0:
           continue
-        # The error line comes at the end, once, from `_describe`.
+        # `_describe` prints the error line once, at the end.
         if not line.startswith(("error: ", _DROPPED_PREFIX)):
           print(line, end="", file=sys.stderr, flush=True)
 
@@ -161,8 +161,8 @@ class _Supervisor:
     self._exits.put((number, self._children[number].wait()))
 
   def _end_children(self, signum: int, frame: Any) -> None:
-    """Sends all processes SIGTERM, whatever the signal, as Python may lose a
-    SIGINT while it starts."""
+    """Sends all processes SIGTERM, for every signal: Python may lose a SIGINT
+    while it starts."""
     del frame
     self._signal = signum
     for child in self._children:
@@ -170,11 +170,11 @@ class _Supervisor:
         child.terminate()
 
   def _wait(self) -> tuple[int, int] | None:
-    """Waits until all processes have exited or the deadline has passed; returns
+    """Waits until all processes have exited or the deadline has passed. Returns
     (number, status) of the first failure, or None."""
     failure: tuple[int, int] | None = None
-    deadline, running = math.inf, self._count
-    while running:
+    deadline, n_running = math.inf, self._count
+    while n_running:
       if self._signal and deadline == math.inf:
         deadline = time.monotonic() + _SAVE_SECONDS
       # A signal handler does not wake `get`, so it waits for short times.
@@ -184,8 +184,8 @@ class _Supervisor:
         if time.monotonic() > deadline:
           break
         continue
-      running -= 1
-      # The first failure is the cause; the others follow from it.
+      n_running -= 1
+      # The first failure is the cause; later failures follow from it.
       if status and failure is None:
         failure = number, status
         seconds = _SAVE_SECONDS if self._signal else _GRACE_SECONDS
@@ -202,7 +202,8 @@ class _Supervisor:
     return f"process {number} of {self._count} {result}: {last}{remedy}"
 
   def _last_line(self, number: int) -> str:
-    """Returns a process's last error line on stderr, else its last line."""
+    """Returns the last error line of a process on stderr; its last line if
+    there is no error line."""
     lines = list(filter(None, self._lines[number]))
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1]

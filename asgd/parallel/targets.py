@@ -1,9 +1,9 @@
-"""Devices that are not here, to compile programs for.
+"""Devices to compile programs for, which this machine need not have.
 
 TPU topologies come from libtpu (`pip install 'asgd[tpu]'`), which needs no TPU.
 For GPUs the CUDA plugin of JAX (`pip install 'asgd[cuda]'`) compiles for a
-description of a GPU, and needs none: no kernel is timed to choose among
-several, as XLA does where there is one.
+description of a GPU, and needs no GPU. On a machine with a GPU, XLA times
+several kernels and chooses the fastest; here it does not.
 """
 
 import os
@@ -16,21 +16,21 @@ from asgd import names
 
 _SIZES = r"(\d+(?:x\d+)*)"
 _FORM = re.compile(rf"([a-z0-9]+):{_SIZES}(?:\*(\d+))?")  # kind:grid*slices
-_MOST_SLICES = 64
+_MAX_SLICES = 64
 _GIB = 2**30
 
-# Bytes of a device's memory, as its maker says.
+# Bytes of a device's memory, from the maker's data sheets.
 TPUS = {"v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _GIB}
 
 
 class Gpu(NamedTuple):
-  """A GPU as XLA's compiler has to know it."""
+  """The properties of a GPU that XLA's compiler needs."""
 
   memory: int  # bytes
   cores: int
-  capability: int  # CUDA's, the major number
-  cache: int  # bytes, of level 2
-  speed: float  # bytes a second, of its memory
+  capability: int  # major number of the CUDA compute capability
+  cache: int  # bytes of the level 2 cache
+  speed: float  # bytes a second that the memory transfers
   clock: float  # GHz
   name: str
 
@@ -79,10 +79,11 @@ class Target(NamedTuple):
 
 
 def find(text: str) -> Target:
-  """Returns the devices of a text: v5p:4x4x4, two slices v5e:2x2*2, h100:8.
+  """Returns the devices that a text names: v5p:4x4x4, h100:8, or v5e:2x2*2 for
+  two slices.
 
-  ValueError for another text, a topology that libtpu does not know, or where
-  libtpu (or JAX's CUDA plugin) is not installed.
+  Raises ValueError for another text, for a topology that libtpu does not know,
+  and if libtpu (for GPUs: JAX's CUDA plugin) is not installed.
   """
   match = _FORM.fullmatch(text.strip())
   if match is None:
@@ -92,8 +93,8 @@ def find(text: str) -> Target:
     )
   kind, sizes, slices = match[1], match[2], int(match[3] or 1)
   names.lookup("kind of device", kind, {**TPUS, **GPUS})
-  if not 1 <= slices <= _MOST_SLICES:
-    raise ValueError(f"slices of {text!r} must be 1 to {_MOST_SLICES}")
+  if not 1 <= slices <= _MAX_SLICES:
+    raise ValueError(f"slices of {text!r} must be 1 to {_MAX_SLICES}")
   if kind in GPUS:
     return _gpus(text, kind, sizes, slices)
   return _tpus(text, kind, sizes, slices)
@@ -101,8 +102,8 @@ def find(text: str) -> Target:
 
 def _tpus(text: str, kind: str, sizes: str, slices: int) -> Target:
   """Returns a topology of libtpu."""
-  # libtpu asks the machine's metadata server otherwise, and waits for it; and
-  # several processes may compile at once, as none of them uses a TPU.
+  # Without these variables libtpu waits for the machine's metadata server, and
+  # only one process may load it. Here no process uses a TPU.
   for name, value in (
     ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
     ("TPU_SKIP_MDS_QUERY", "1"),
@@ -113,7 +114,7 @@ def _tpus(text: str, kind: str, sizes: str, slices: int) -> Target:
   grid = {} if slices == 1 else {"num_slices": slices}
   try:
     topology = topologies.get_topology_desc(f"{kind}:{sizes}", "tpu", **grid)
-  except Exception as error:  # XLA does not document which kind it raises
+  except Exception as error:  # XLA does not document the type of its errors
     line = " ".join(str(error).split())[:200]
     if "not installed" in line:
       line = f"libtpu is not installed: pip install 'asgd[tpu]' ({line})"
@@ -129,7 +130,8 @@ def _gpus(text: str, kind: str, sizes: str, slices: int) -> Target:
       f"GPUs have no grid: give their number on a host, as {kind}:8, or of two"
       f" hosts as {kind}:8*2; not {text!r}"
     )
-  # Otherwise the plugin does not load where no CUDA driver is installed.
+  # Without this variable the plugin does not load on a machine without a CUDA
+  # driver.
   os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   try:
     topology = topologies.get_topology_desc(
@@ -143,6 +145,6 @@ def _gpus(text: str, kind: str, sizes: str, slices: int) -> Target:
       f"{text!r} needs JAX's CUDA plugin, which compiles for a GPU without one:"
       f" pip install 'asgd[cuda]' ({' '.join(str(error).split())[:200]})"
     ) from error
-  # There is nothing here to time kernels on.
+  # This machine need not have a GPU on which XLA could time kernels.
   options = {"xla_gpu_autotune_level": 0}
   return Target(text, gpu.memory, list(topology.devices), slices, options)

@@ -1,27 +1,30 @@
 """Tensor parallel layers: the devices of an axis divide each layer's matrices.
 
 The first of two consecutive matrices is split by columns and the second by
-rows, so that activations between them stay split. Attention and MLP need one
-all-reduce each in the forward, and one each in the backward. Attention is split
-by heads, embedding and logits by the vocabulary; the cross-entropy is computed
-from split logits. Each device has the whole table of positions.
+rows, so that the activations between the two stay split. Attention and MLP need
+one all-reduce each in the forward, and one each in the backward. Attention is
+split by heads, embedding and logits are split by the vocabulary; the
+cross-entropy is computed from split logits. Each device has the whole table of
+positions.
 
-The layers are flax modules for use inside shard_map, where each sees its part
-of the parameters. Parameters have the names of those in
-`asgd.models.transformer`, and after `pad` the same shapes once the parts are
-joined, so a checkpoint fits both (`partition`, `pad`). Initialize with the
-unsplit model: these modules draw zeros only.
+The layers are flax modules for use inside shard_map, where each module gets the
+device's part of the parameters. The parameters have the same names as in
+`asgd.models.transformer`. After `pad` the joined parts also have the same
+shapes, so a checkpoint fits both models (`partition`, `pad`). Initialize with
+the unsplit model: these modules draw only zeros.
 
-Megatron's operators are f, the identity with an all-reduce as its derivative,
-and g, the reverse. Under shard_map with check_vma f is JAX's cast to a value
-that varies over devices, and g is psum. `enter` and `leave` apply them
-explicitly: JAX's own casts would make six all-reduces of a block's backward
-instead of two. With check_vma=False psum's derivative is another psum, and
-gradients taken inside shard_map are wrong: `enter` refuses it.
+Megatron's operator f is the identity with an all-reduce as its derivative; g is
+an all-reduce with the identity as its derivative. Under shard_map with
+check_vma f is JAX's cast to a value that varies over devices, and g is psum.
+`enter` and `leave` apply f and g explicitly: with JAX's own casts the backward
+of a block would have six all-reduces instead of two. With check_vma=False the
+derivative of psum is another psum, and gradients taken inside shard_map are
+wrong: `enter` then raises an error.
 
-With `sequence`, norms, dropout and the stream between the split regions are
-split by positions: f gathers positions and g scatters them. Devices send as
-many bytes as without, and these activations are 1/t as large.
+With `sequence`, devices also divide norms, dropout and the stream between the
+split regions, by positions: f gathers positions and g scatters them. Devices
+send as many bytes as without `sequence`, and these activations are 1/t as
+large.
 
 Index letters:
   B  sequences
@@ -55,18 +58,18 @@ _POSITIONS = 1  # dimension of the positions, which `sequence` splits
 
 
 def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
-  """Megatron's f: casts a shared value for a region that is split.
+  """Megatron's f: casts a value that all devices have for a split region.
 
-  Given `dim`, each device has a part of x along it, and parts are gathered. The
-  derivative is added up over the devices (and with `dim` scattered). ValueError
-  inside shard_map with check_vma=False.
+  Given `dim`, each device has a part of x along `dim`, and `enter` gathers the
+  parts. The derivative is added up over the devices (and with `dim` scattered).
+  Raises ValueError inside shard_map with check_vma=False.
   """
   if dim is None:
     shared = meshes.vary(x, _AXIS)
   else:
     shared = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
-  # With check_vma=False JAX marks no value as varying. While tracing there is
-  # no other sign of it.
+  # With check_vma=False JAX marks no value as varying. A traced function has no
+  # other sign of this option.
   if _AXIS not in meshes.varying(shared):
     raise ValueError(
       f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
@@ -78,29 +81,29 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
 def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
   """Megatron's g: adds up the devices' parts of a sum.
 
-  All devices return the sum; given `dim`, a part along it each. The derivative
-  of each summand is that of the sum.
+  All devices return the sum; given `dim`, each device returns a part along
+  `dim`. The derivative of each summand is the derivative of the sum.
   """
   if dim is None:
     return jax.lax.psum(x, _AXIS)
   return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
 
 
-def _divide(what: str, number: int, size: int | None = None) -> int:
-  """Divides a number by the number of devices; ValueError if it leaves a
-  remainder. `what` names the things in the error."""
+def _divide(plural: str, number: int, size: int | None = None) -> int:
+  """Returns a number divided by the number of devices. Raises ValueError if
+  there is a remainder; `plural` names the divided things in the message."""
   size = jax.lax.axis_size(_AXIS) if size is None else size
   if number % size:
     raise ValueError(
-      f"{number} {what} cannot be divided among the {size} devices of the axis"
-      f" {_AXIS!r}: use another number of {what}, or another mesh"
+      f"{number} {plural} cannot be divided among the {size} devices of the"
+      f" axis {_AXIS!r}: use another number of {plural}, or another mesh"
     )
   return number // size
 
 
 def _summed_dot_general(dim: int | None) -> Callable[..., jax.Array]:
-  """Returns a dot_general that adds up the devices' partial products. The layer
-  then adds its bias once, to the sum."""
+  """Returns a dot_general that adds up the partial products of the devices. The
+  layer then adds its bias once, to the sum."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)
@@ -113,7 +116,7 @@ def column_dense(
 ) -> nn.Dense:
   """Returns an affine map split by outputs, inside shard_map:
   float[..., C_in] -> float[..., features / t]. All devices have the same
-  inputs, or with `sequence` those of different positions."""
+  inputs; with `sequence` each device has the inputs of its positions."""
 
   def dot_general(x, *args, **kwargs):
     x = enter(x, _POSITIONS if sequence else None)
@@ -127,8 +130,9 @@ def row_dense(
   features: int, *, sequence: bool = False, **options: Any
 ) -> nn.Dense:
   """Returns an affine map split by inputs: float[..., C_in / t] ->
-  float[..., features]. All devices have the same outputs, or with `sequence`
-  those of different positions. The bias is added once, to the sum."""
+  float[..., features]. All devices have the same outputs; with `sequence` each
+  device has the outputs of its positions. The bias is added once, to the sum.
+  """
   dot_general = _summed_dot_general(_POSITIONS if sequence else None)
   return nn.Dense(features, dot_general=dot_general, **options)
 
@@ -137,8 +141,8 @@ def _stream_dropout(
   x: jax.Array, rate: float, sequence: bool, name: str
 ) -> jax.Array:
   """Applies dropout to the stream in training, with the mask that one device
-  alone would draw. With `sequence` each device draws the full mask, and takes
-  its positions."""
+  alone would draw. With `sequence` each device draws the full mask, and uses
+  its positions of the mask."""
   dropout = nn.Dropout(rate, deterministic=False, name=name)
   if not sequence or not rate:
     return dropout(x)
@@ -163,12 +167,12 @@ class ParallelEmbed(transformer.Embed):
     if self.sequence:
       _divide("positions", length)
     count = -(-self.vocabulary // jax.lax.axis_size(_AXIS))
-    # Zeros: only the shapes matter, as the unsplit model draws the parameters.
+    # Draw zeros: the unsplit model draws the parameters.
     zeros = nn.initializers.zeros_init()
     table = self.param("tokens", zeros, (count, self.width))
     positions = self.param("positions", zeros, (self.context, self.width))
     positions = positions[:length]
-    # One device has the row of a token; the others add zeros.
+    # One device has the row of a token; the other devices add zeros.
     row, is_here = _local_token(tokens, count)
     rows = jnp.where(is_here[..., None], jnp.take(table, row, axis=0), 0)
     x = leave(rows, _POSITIONS if self.sequence else None)
@@ -181,16 +185,16 @@ class ParallelEmbed(transformer.Embed):
 
 
 def _local_token(tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-  """Returns (index among this device's `count` tokens, whether it is one of
-  them), int32[...] and bool[...]."""
+  """Returns (index in this device's `count` tokens, whether this device has the
+  token), int32[...] and bool[...]."""
   local = tokens - jax.lax.axis_index(_AXIS) * count
   is_here = (local >= 0) & (local < count)
   return jnp.where(is_here, local, 0), is_here  # 0: any index that is valid
 
 
 class ParallelBlock(transformer.Block):
-  """A Block with its heads and hidden features split: float[B, T, C] -> the
-  same; with `sequence`, T / t positions."""
+  """A Block with its heads and hidden features split: float[B, T, C] ->
+  float[B, T, C]; with `sequence`, T / t positions."""
 
   sequence: bool = False
 
@@ -267,9 +271,9 @@ def cross_entropy(
   count = logits.shape[-1]
   token = jax.lax.axis_index(_AXIS) * count + jnp.arange(count)
   logits = jnp.where(token < vocabulary, logits, -jnp.inf)
-  # [1] The largest logit, a constant to the derivative: it cancels.
+  # [1] The largest logit, without a derivative: in the result it cancels.
   largest_logit = jax.lax.stop_gradient(logits).max(-1)
-  # Finite: some device has a token.
+  # The maximum is finite, as at least one device has a token.
   largest_logit = jax.lax.pmax(largest_logit, _AXIS)
   # [2] The label's logit, which one device has.
   column, is_here = _local_token(labels, count)
@@ -286,8 +290,8 @@ def parallel_layers(
 ) -> models.Layers:
   """Returns the tensor parallel forms of layers of `transformer.gpt`, for
   `models.apply` inside shard_map; with `sequence` the stream is split by
-  positions. ValueError for an axis that the mesh lacks, a layer without a
-  parallel form, or heads that the axis does not divide."""
+  positions. Raises ValueError for an axis that the mesh lacks, for a layer
+  without a parallel form, and for heads that the axis does not divide."""
   size = meshes.size(mesh, _AXIS)
 
   def parallel_layer(layer):
@@ -326,7 +330,8 @@ def _path_end(path: Sequence[Any]) -> tuple[str, ...]:
 
 
 def partition(params: optax.Params) -> Any:
-  """Returns the PartitionSpecs of a GPT's parameters, or of some layers'."""
+  """Returns the PartitionSpecs of the parameters of a GPT, or of some of its
+  layers."""
 
   def spec(path, _):
     dim = _SPLIT.get(_path_end(path))
@@ -349,8 +354,9 @@ def _map_vocabulary(
 
 
 def pad(params: optax.Params, size: int) -> optax.Params:
-  """Adds zeros to the vocabulary until `size` divides it. Their gradients are
-  0: no token selects these rows, and `cross_entropy` ignores these logits."""
+  """Adds zeros to the vocabulary until `size` divides it. The gradients of
+  these zeros are 0: no token selects their rows, and `cross_entropy` ignores
+  their logits."""
 
   def widen(x, dim):
     widths = [(0, 0)] * x.ndim

@@ -34,17 +34,18 @@ REDUCE, SCATTER, GATHER, PERMUTE = (
 class Transfer(NamedTuple):
   """Collectives along some axes, for arrays of one size."""
 
-  kind: str  # one of the four above
+  kind: str  # REDUCE, SCATTER, GATHER or PERMUTE
   axes: frozenset[str]  # the axes along which devices send
-  # Elements of a device's whole array: before a scatter, after a gather.
+  # Elements of a device's whole array, which is before a scatter and after a
+  # gather.
   elements: int
   itemsize: int  # largest number of bytes of an element
   times: int  # largest number of calls in a step
   least: int | None = None  # least number of calls in a step; None: `times`
   pairs: tuple[tuple[int, int], ...] = ()  # for PERMUTE: (from, to)
   label: str = ""
-  # XLA may add up a part of each array, 1 / parts, once it is scattered along
-  # another axis.
+  # XLA may scatter each array along another axis first, and then add up only a
+  # part of it, 1 / parts.
   parts: int = 1
 
   @property
@@ -54,16 +55,17 @@ class Transfer(NamedTuple):
 
 
 class Replicas(NamedTuple):
-  """How the axis "data" is used, as in `data_parallel.StepOptions`."""
+  """Options of the axis "data", as in `data_parallel.StepOptions`."""
 
   zero: int = 0
   accumulate: int = 1
   compute: int = 4  # bytes of a number in the loss
-  reduce: int = 4  # bytes of a number in a gradient that is added up
+  reduce: int = 4  # bytes of a number in the sum of gradients
 
 
 def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
-  """Returns one transfer of each sort, with the sum of their calls."""
+  """Returns one transfer of each sort, with the sum of the calls of its sort.
+  """
   sums: dict[Any, Transfer] = {}
   for transfer in transfers:
     least = transfer.times if transfer.least is None else transfer.least
@@ -75,8 +77,8 @@ def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
   return list(sums.values())
 
 
-def _local(leaf: Any, mesh: Mesh, spec: P) -> int:
-  """Returns the elements of a device's part."""
+def _count_local(leaf: Any, mesh: Mesh, spec: P) -> int:
+  """Returns the number of elements of a device's part of an array."""
   sharding = jax.sharding.NamedSharding(mesh, spec)
   return math.prod(sharding.shard_shape(leaf.shape))
 
@@ -86,7 +88,7 @@ def parameters_here(params: Any, mesh: Mesh) -> int:
   shapes with shardings, as `data_parallel.Step.init` returns; a division along
   the axis "data" does not count."""
   return sum(
-    _local(leaf, mesh, _without_data(leaf.sharding.spec))
+    _count_local(leaf, mesh, _without_data(leaf.sharding.spec))
     for leaf in jax.tree.leaves(base.weights_of(params))
   )
 
@@ -103,24 +105,27 @@ def of_weights(
   also: frozenset[str] = frozenset(),
   turns: int = 1,
 ) -> Iterator[Transfer]:
-  """Yields what replicas send of gradients and weights.
+  """Yields the transfers of gradients and weights between replicas.
 
   Args:
     params: shapes with their shardings, as `data_parallel.Step.init` returns.
     mesh: a mesh with the axis "data".
     replicas: options of the step.
-    also: axes beside "data" that add up the gradients of weights that they do
-      not divide: "tensor", if the stream is split by positions.
-    turns: turns of a pipeline, which adds up a block's gradients in each.
+    also: axes beside "data" along which devices add up the gradients of weights
+      that the axis does not divide: "tensor", if the stream is split by
+      positions.
+    turns: turns of a pipeline, which adds up a block's gradients in each turn.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
   pieces, size = replicas.accumulate, replicas.reduce
   for leaf in jax.tree.leaves(base.weights_of(params)):
     spec = _without_data(leaf.sharding.spec)
-    count = _local(leaf, mesh, spec)
-    divided = zero.divided(leaf.shape, spec, parts) if replicas.zero else spec
-    whole = zero.dimension(divided) == zero.WHOLE
-    # [1] Along other axes, on which the weight is whole.
+    count = _count_local(leaf, mesh, spec)
+    zero_spec = spec
+    if replicas.zero:
+      zero_spec = zero.add_data_axis(leaf.shape, spec, parts)
+    whole = zero.dimension(zero_spec) == zero.WHOLE
+    # [1] Along the axes `also`, on which the weight is whole.
     for axis in also - {axis for axis in spec if axis is not None}:
       part, along = 1 if whole else parts, frozenset({axis})
       transfer = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
@@ -131,26 +136,26 @@ def of_weights(
         times = blocks * turns * pieces
         transfer = Transfer(REDUCE, along, block, size, times)
       yield transfer._replace(label="gradients")
-    # [2] Along "data": all-reduced, or scattered and gathered by ZeRO.
+    # [2] Along "data": devices all-reduce, or with ZeRO scatter and gather.
     if parts == 1:
       continue
     if whole:
       yield Transfer(REDUCE, data, count, size, 1, label="gradients")
       continue
-    # XLA may add pieces up first, as sums may be exchanged.
+    # XLA may add pieces up first, because the order of sums does not matter.
     times = pieces if replicas.zero > 1 else 1
     yield Transfer(SCATTER, data, count, size, times, 1, label="gradients")
     if replicas.zero < 3:
       itemsize = leaf.dtype.itemsize
       yield Transfer(GATHER, data, count, itemsize, 1, label="weights")
-    else:  # the backward does not need all of them again
+    else:  # the backward does not need all weights again
       itemsize = max(replicas.compute, 4)  # XLA sends biases in float32
       times = 2 * pieces
       yield Transfer(GATHER, data, count, itemsize, times, 1, label="weights")
 
 
 def _ring(mesh: Mesh, step: int) -> tuple[tuple[int, int], ...]:
-  """Pairs of neighbours along the axis "pipe"."""
+  """Returns the pairs of neighbours along the axis "pipe"."""
   return _pairs(
     mesh, meshes.PIPE, [(s, s + step) for s in range(mesh.shape[meshes.PIPE])]
   )
@@ -160,7 +165,8 @@ def _pairs(
   mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
   """Returns pairs along an axis as pairs of the mesh's devices, by number."""
-  # Rows [groups, n]: the devices along the axis, for each index of the others.
+  # Rows [groups, n]: each row has the devices along the axis, for one index of
+  # the other axes.
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   rows = np.moveaxis(grid, list(mesh.shape).index(axis), -1)
   rows = rows.reshape(-1, mesh.shape[axis])
@@ -179,37 +185,38 @@ def turns_of(stream: memory.GptStream, mesh: Mesh) -> int:
 def of_stream(
   stream: memory.GptStream, mesh: Mesh, replicas: Replicas
 ) -> Iterator[Transfer]:
-  """Yields what devices of a replica send of activations of a GPT, forward and
-  backward."""
+  """Yields the transfers of a GPT's activations between the devices of a
+  replica, forward and backward."""
   depth, width, _, length, _ = stream.gpt
   tensor = mesh.shape.get(meshes.TENSOR, 1)
   stages = mesh.shape.get(meshes.PIPE, 1)
   pieces, size = replicas.accumulate, replicas.compute
   positions = stream.sequences * length
   whole = positions * width  # the stream of a replica
-  # Blocks that a device applies in a turn, and numbers of the stream in them.
+  # Blocks that a device applies in a turn, and numbers of the stream in a turn.
   turns, blocks, micro = turns_of(stream, mesh), depth, whole
   if stages > 1:
     micro = whole // stream.microbatches
     blocks = depth // (stages * stream.rounds)
-  # [1] Between tensor parallel devices. By positions, each all-reduce is a
-  # gather and a scatter.
+  # [1] Between tensor parallel devices. If the stream is split by positions, a
+  # gather and a scatter replace each all-reduce.
   if tensor > 1:
     axes = frozenset({meshes.TENSOR})
     kinds = [REDUCE]
     if stream.sequence:
       kinds = [GATHER, SCATTER]
     for kind in kinds:
-      # Embedding and logits have one each; a block two, forward and backward.
+      # Embedding and logits have one transfer each. A block has two in the
+      # forward and two in the backward.
       yield Transfer(kind, axes, whole, size, 2 * pieces, label="ends")
-      # A block is computed again without its last sum, which nothing reads.
+      # If a block is computed again, its last sum is left out: it is not read.
       repeats = (2 if kind == GATHER else 1) if stream.recompute else 0
       times = (4 + repeats) * blocks * turns * pieces
       yield Transfer(kind, axes, micro, size, times, label="blocks")
-    # The largest logit, the sum of exponentials, and the label's.
+    # The largest logit, the sum of exponentials, and the label's logit.
     yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, label="loss")
-  # [2] Between stages: the last stage's result and the gradient of the
-  # embedding's output, which all stages get, and the messages of each turn.
+  # [2] Between stages: all stages get the last stage's result and the gradient
+  # of the embedding's output; and the messages of each turn.
   if stages > 1:
     axes, part = frozenset({meshes.PIPE}), tensor if stream.sequence else 1
     yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, label="ends")
@@ -226,8 +233,9 @@ def of_stream(
 def of_round(
   exchange: gossip.Gossip, code: Any, mesh: Mesh, axis: str, phases: Any
 ) -> Iterator[Transfer]:
-  """Yields what peers send in a round; `code` are shapes of a message, `phases`
-  (phase, puts, mixes) of `peers`. A round that does not mix sends nothing."""
+  """Yields the transfers of peers in a round. `code` are the shapes of a
+  message, and `phases` is (phase, puts, mixes) of `peers`. A round that does
+  not mix sends nothing."""
   phase, _, mixes = phases
   if not mixes:
     return

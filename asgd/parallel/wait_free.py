@@ -1,16 +1,16 @@
-"""Wait-free backpropagation: send a layer's gradient while others are computed.
+"""Wait-free backpropagation: sends a gradient while the backward goes on.
 
-The gradient of a layer is complete after its backward, so its all-reduce can
-overlap the backward of the layers before it. Here the backward is computed
-layer by layer, and each all-reduce depends on nothing that is computed later,
-so that XLA may overlap the two. (XLA combines small all-reduces, up to a size
-that depends on the backend.)
+The gradient of a layer is complete after the backward of the layer, so its
+all-reduce can overlap the backward of the layers before it. Here the backward
+is computed layer by layer, and each all-reduce depends only on gradients that
+are complete, so that XLA may overlap the two. (XLA combines small all-reduces,
+up to a size that depends on the backend.)
 
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
-[K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
-these two and multiply, instead of adding up products of M x N; Poseidon's rule
-says for which layers that moves fewer bytes. A kernel with another use, as in a
-tied embedding, is reduced.
+[K, M] and dy [K, N], K rows of a batch. If K is small, all devices gather x and
+dy and multiply them, instead of adding up products of M x N numbers; by
+Poseidon's rule this moves fewer bytes for some layers. If other code also uses
+a kernel, as in a tied embedding, devices reduce its gradient.
 
 Everything here is for use inside `jax.shard_map` with check_vma=False.
 
@@ -50,34 +50,35 @@ Path = tuple[str, ...]  # flax's path of a module inside a layer
 
 
 class DenseGradient(NamedTuple):
-  """A dense layer and how its kernel's gradient is sent."""
+  """A dense layer, and the way in which devices send its kernel's gradient."""
 
   layer: int  # index of the layer in the model
-  path: Path  # path of the dense layer in it
+  path: Path  # path of the dense layer inside the model's layer
   rows: int  # K
   inputs: int  # M
   outputs: int  # N
   factors: bool  # whether devices gather factors; else they reduce the gradient
-  output: Any  # the shape and dtype of what the layer returns, float[..., N]
+  output: Any  # shape and dtype of the dense layer's output, float[..., N]
 
 
 @contextlib.contextmanager
 def _watch(
   calls: list[tuple[Any, ...]], taps: Mapping[Path, jax.Array]
 ) -> Iterator[None]:
-  """Records calls of nn.Dense, (path, float[..., M], float[..., N]), and adds
-  taps to their results. The derivative by a tap of zeros is dy."""
+  """Records calls of nn.Dense as (path, input float[..., M], output
+  float[..., N]), and adds taps to the outputs. A tap is an array of zeros: the
+  derivative of the loss by the tap is dy."""
 
   def intercept(next_call, args, kwargs, context):
-    out = next_call(*args, **kwargs)
+    output = next_call(*args, **kwargs)
     module = context.module
     # A subclass may compute something else than x times a kernel.
     if type(module) is not nn.Dense or context.method_name != "__call__":
-      return out
+      return output
     if module.path in taps:
-      out = out + taps[module.path]
-    calls.append((module.path, args[0], out))
-    return out
+      output = output + taps[module.path]
+    calls.append((module.path, args[0], output))
+    return output
 
   with nn.intercept_methods(intercept):
     yield
@@ -95,18 +96,19 @@ def _weights_of(params: Any) -> Any:
 def apply_layer(
   layer: nn.Module, weights: Any, params: Any, number: int, x: Any, key: Any
 ) -> tuple[Any, Any]:
-  """Applies layer `number` of a model in training: (y, its statistics)."""
+  """Applies layer `number` of a model in training; returns (y, statistics of
+  the layer)."""
   layer_params: Any = (weights,)
   if isinstance(params, base.Variables):
     stats: Any = params.stats
     layer_params = base.Variables(layer_params, stats[number : number + 1])
-  # A model of one layer; `first` gives it the keys of layer `number`.
+  # Apply a model of one layer; `first` gives it the keys of layer `number`.
   return models.apply(
     (layer,), layer_params, x, train=True, key=key, first=number
   )
 
 
-def _read_once(
+def _weights_read_once(
   layer: nn.Module, params: Any, number: int, x: Any, key: Any
 ) -> set[Path]:
   """Returns the weights of a layer that exactly one operation reads."""
@@ -114,7 +116,7 @@ def _read_once(
   program = jax.make_jaxpr(
     lambda weights: apply_layer(layer, weights, params, number, x, key)
   )(weights).jaxpr
-  # A weight that is an output counts as read, too.
+  # A weight that is an output of the program counts as read, too.
   reads = collections.Counter(id(v) for eqn in program.eqns for v in eqn.invars)
   reads.update(id(v) for v in program.outvars)
   leaves = jax.tree_util.tree_leaves_with_path(weights)
@@ -133,12 +135,14 @@ def choose(
   *,
   factors: str = "rule",
 ) -> tuple[DenseGradient, ...]:
-  """Chooses for every dense layer how its gradient is sent, in forward order.
+  """Chooses for every dense layer how devices send its gradient, in forward
+  order.
 
-  Layers that are called twice, or with a kernel that other code reads, are left
-  out: their gradient is not one product. Params and batch, of one device, may
-  be shapes. `factors` is "rule" for Poseidon's (`costs.prefers_factors`),
-  "always" or "never"; ValueError for another word.
+  Layers that are called twice, and layers with a kernel that other code reads,
+  are left out: their gradient is not one product. `params` and `batch` of one
+  device may be shapes. `factors` is "rule" for Poseidon's rule
+  (`costs.prefers_factors`), "always" or "never". Raises ValueError for another
+  value.
   """
   checks.one_of("factors", factors, FACTORS)
   chosen: list[DenseGradient] = []
@@ -156,7 +160,7 @@ def choose(
     x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for number, layer in enumerate(step_checks.layers_of(pieces)):
       calls: list[tuple[Any, ...]] = []
-      read_once = _read_once(layer, params, number, x, key)
+      read_once = _weights_read_once(layer, params, number, x, key)
       with _watch(calls, {}):
         x, _ = apply_layer(layer, weights[number], params, number, x, key)
       times = collections.Counter(path for path, *_ in calls)
@@ -167,7 +171,7 @@ def choose(
       )
     return x
 
-  # Traced, not run: shapes are enough.
+  # Trace the forward for its shapes; it is not run.
   jax.eval_shape(forward, params, batch, jax.random.key(0))
   return tuple(chosen)
 
@@ -181,15 +185,15 @@ def _forward(
   sending: list[DenseGradient],
   first: bool,
 ) -> tuple[Any, Callable[..., Any], Any]:
-  """Runs a layer, of which `sending` are the dense layers that send factors.
+  """Runs a layer; `sending` are its dense layers that send factors.
 
-  Returns (y, backward, stats): backward(dy) returns the gradient of the weights
-  without those kernels, by path, (x, dy) of each of them, and dx; None for the
-  `first` layer with weights, which needs no dx.
+  Returns (y, backward, stats). backward(dy) returns (gradients by path, without
+  the kernels of `sending`; (x, dy) of each of these kernels by path; dx). dx is
+  None for the `first` layer with weights.
   """
   reduced = traverse_util.flatten_dict(_weights_of(params)[number])
-  # Kernels that send factors are constants here: their gradient, x^T dy, is not
-  # computed on this device.
+  # The kernels of `sending` are constants: this device does not compute their
+  # gradients x^T dy.
   kernels = {_kernel(d.path): reduced.pop(_kernel(d.path)) for d in sending}
   taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in sending}
 
@@ -206,7 +210,7 @@ def _forward(
 
   def backward(dy):
     d_reduced, d_taps, *dx = pull(dy)
-    # (x, dy) of each of these kernels.
+    # (x, dy) of each kernel of `sending`.
     pairs = {path: (factors[path], d_taps[path]) for path in factors}
     return d_reduced, pairs, dx[0] if dx else None
 
@@ -228,14 +232,14 @@ def gradient(
     axis: an axis of the mesh with D devices, which each have a part of the
       batch.
     reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
-    bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
-      each layer alone.
-    factors: which dense layers send factors, see `choose`.
+    bucket_bytes: a device sends gradients once they have so many bytes; with 0
+      it sends the gradients of each layer alone.
+    factors: as in `choose`.
 
   Returns:
     (params, batch, key) -> ((loss, aux), gradients), for use inside shard_map,
-    as `jax.value_and_grad(problem.loss, has_aux=True)`, of the devices' mean
-    loss and statistics. Batch and key are the device's own.
+    as `jax.value_and_grad(problem.loss, has_aux=True)`. Loss, statistics and
+    gradients are means over devices. Each device passes its batch and its key.
 
   Example:
     problem = problems.classification(...)
@@ -254,7 +258,8 @@ def gradient(
 
   def call(params, batch, key):
     devices = jax.lax.axis_size(axis)
-    # [1] How each dense layer sends, from shapes: the same on all devices.
+    # [1] Choose how each dense layer sends. All devices choose alike, as they
+    # decide by shapes.
     dense: tuple[DenseGradient, ...] = ()
     if factors != "never":
       dense = choose(pieces, params, batch, devices, factors=factors)
@@ -265,7 +270,7 @@ def gradient(
       return jax.tree.map(lambda x: x / devices, tree)
 
     def send(layers):
-      """All-reduces gradients of some layers, as one array of a dtype."""
+      """All-reduces gradients of some layers, as one array for each dtype."""
       size = bytes_of(layers) or 1
       sums = collectives.all_reduce_tree(
         layers, axis, bucket_bytes=size, reduce=all_reduce
@@ -273,7 +278,8 @@ def gradient(
       return mean(sums)
 
     def multiply(x, dy, dtype):
-      """Averages x^T dy, of the rows that all devices have."""
+      """Returns the mean over devices of x^T dy, from the rows of all devices.
+      """
       flat = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
       x, dy = (
         jax.lax.all_gather(part.astype(dtype), axis, tiled=True)
@@ -281,13 +287,14 @@ def gradient(
       )
       return mean(x.T @ dy)
 
-    # [3] The backward, in which gradients are sent as they are complete.
+    # [3] The backward sends gradients when they are complete.
     grads = _backward_all(
       base.weights_of(params), backwards, dy, send, multiply, bucket_bytes
     )
     loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
     if isinstance(params, base.Variables):
-      # As jax.grad has it: in training nothing depends on the given ones.
+      # jax.grad also returns zeros: in training the loss does not depend on the
+      # given statistics.
       grads = base.Variables(grads, optax.tree.zeros_like(params.stats))
     return (loss, losses_lib.Aux(stats)), grads
 
@@ -301,10 +308,10 @@ def _forward_all(
   key: jax.Array,
   dense: tuple[DenseGradient, ...],
 ) -> tuple[jax.Array, Any, list[Callable[..., Any]], list[Any]]:
-  """Returns (loss, its derivative at the last layer's output, each layer's
-  backward as of `_forward`, statistics)."""
+  """Returns (loss, derivative of the loss at the last layer's output, each
+  layer's backward as in `_forward`, statistics)."""
   weights = _weights_of(params)
-  # The keys of problems.whole_loss, so that the gradient is that of its loss.
+  # The keys of problems.whole_loss, so that both losses draw the same numbers.
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
   backwards: list[Callable[..., Any]] = []
@@ -331,16 +338,18 @@ def _backward_all(
   multiply: Callable[..., jax.Array],
   bucket_bytes: int,
 ) -> tuple[Any, ...]:
-  """Runs the backward from the last layer to the first, and sends gradients on
-  the way; dy is the derivative at the last layer's output.
+  """Runs the backward from the last layer to the first, and sends gradients
+  meanwhile; returns the gradients of all layers.
 
-  Both average over devices: send, {layer: gradient} -> the same, and multiply,
-  (x, dy, dtype) -> a kernel's gradient.
+  `dy` is the derivative at the last layer's output. `send`, {layer: gradient}
+  -> {layer: gradient}, and `multiply`, (x, dy, dtype) -> a kernel's gradient,
+  average over devices.
   """
   # The lowest layer with weights.
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
-  sent: dict[int, Any] = {}  # layer -> its gradients, without these kernels'
-  products: dict[int, dict[Path, jax.Array]] = {}  # layer -> kernels' gradients
+  # Layer -> gradients of kernels that send factors.
+  products: dict[int, dict[Path, jax.Array]] = {}
+  sent: dict[int, Any] = {}  # layer -> gradients of its other weights
   waiting: dict[int, Any] = {}  # gradients that are not sent yet
   for number in reversed(range(lowest, len(backwards))):
     waiting[number], pairs, dy = backwards[number](dy)
@@ -353,7 +362,7 @@ def _backward_all(
       sent |= send(waiting)
       waiting = {}
   sent |= send(waiting)
-  # Each layer's gradient, of both kinds, in the structure of its weights.
+  # The gradients of each layer, in the structure of its weights.
   return tuple(
     traverse_util.unflatten_dict(sent.get(i, {}) | products.get(i, {}))
     for i in range(len(weights))

@@ -22,9 +22,11 @@ from asgd.parallel import costs
 
 
 def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
-  """Returns the expected time of a step that waits for all workers, in mean
-  times of a batch: E[max] of N gamma batch times, the integral of 1 - F(x)^N.
-  `variation` is V of `asgd.orders.durations.gamma`, from 0 to 3.
+  """Returns the expected time of a step that waits for all workers. The unit is
+  the mean time of a batch.
+
+  It is E[max] of N gamma batch times, the integral of 1 - F(x)^N. `variation`
+  is V of `asgd.orders.durations.gamma`, from 0 to 3.
 
   Example:
     >>> expected_slowest(1), round(expected_slowest(64), 2)
@@ -40,21 +42,24 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
 
   shape = 1 / variation**2  # alpha of the gamma model, at a mean of 1
 
-  def waiting(x):
-    """Probability that some worker takes longer than x: 1 - F(x)^N."""
+  def probability_later(x):
+    """Returns the probability that a worker takes longer than x: 1 - F(x)^N."""
     late = special.gammaincc(shape, x * shape)  # 1 - F(x), of one worker
-    # As 1 - (1 - late)^N, which would lose small numbers to rounding.
+    # This is 1 - (1 - late)^N, but does not round small numbers to 0.
     return special.betainc(1, workers, late)
 
-  # The end of the range: behind it the integrand is 0 in float64.
+  # The end of the range, after which the integrand is 0 in float64.
   end = 2.0
-  while waiting(end) > 1e-15:
+  while probability_later(end) > 1e-15:
     end *= 2
-  # In pieces: one quadrature over the whole range would miss where the
-  # integrand falls from 1 to 0.
+  # Integrate in pieces: one quadrature over the whole range could miss the
+  # place where the integrand falls from 1 to 0.
   pieces = itertools.pairwise(np.linspace(0, end, 33))
   exact = {"epsabs": 1e-12, "epsrel": 1e-10}
-  return float(sum(integrate.quad(waiting, *ab, **exact)[0] for ab in pieces))
+  integrals = (
+    integrate.quad(probability_later, *piece, **exact)[0] for piece in pieces
+  )
+  return float(sum(integrals))
 
 
 def asynchronous_throughput(
@@ -67,16 +72,17 @@ def asynchronous_throughput(
 ) -> float:
   """Returns the messages a second of N workers that wait for the server only.
 
-  It is the lesser of two rates: that of the workers, each of which computes,
-  pushes S bytes and fetches S; and that of the busiest link, between a worker
-  and a shard, which carries S (N + P - 2) / (P N) each way for a message.
+  It is the lesser of two rates. One is the rate of the workers: each worker
+  computes, pushes S bytes and fetches S bytes. The other is the rate of the
+  busiest link, of a worker that also has a shard: it carries S (N + P - 2) /
+  (P N) bytes each way for a message.
 
   Args:
     workers: N.
     compute: mean seconds of a batch.
     size: S; 0 is free.
-    link: the workers' links.
-    shards: P, which are on the first P workers; ValueError for more than N.
+    link: the link of each worker.
+    shards: P, on the first P workers. Raises ValueError for more than N.
 
   Example:
     >>> link = costs.link(1000.0)  # bytes a second
@@ -86,10 +92,12 @@ def asynchronous_throughput(
   # Raises for shards that do not fit.
   costs.parameter_server(size, workers, shards=shards)
   checks.positive("compute", compute)
-  # A worker's slice for the shard on its own device is no message.
+  # A worker sends no message to a shard on its own device.
   messages = 2 * (shards - int(shards == workers))
   cycle = compute + messages * (link.latency + size / shards / link.bandwidth)
   # Bytes on the busiest link for each message of a worker.
-  busiest = size / shards * ((workers + shards - 2) / workers)
-  demand = workers * (1 / cycle)
-  return min(demand, link.bandwidth / busiest) if busiest else demand
+  busiest_nbytes = size / shards * ((workers + shards - 2) / workers)
+  worker_rate = workers * (1 / cycle)
+  if not busiest_nbytes:
+    return worker_rate
+  return min(worker_rate, link.bandwidth / busiest_nbytes)

@@ -1,5 +1,6 @@
-"""Workloads: parameters, operations and bytes of a model, by the formulas of a
-GPT or counted on any problem of layers, for `asgd.parallel.strategies`."""
+"""Workloads: parameters, operations and bytes of a model, for
+`asgd.parallel.strategies`. They are computed by the formulas of a GPT, or
+counted in any problem that is made of layers."""
 
 import contextlib
 import math
@@ -14,11 +15,11 @@ from asgd.parallel import hlo, memory, step_checks, wait_free
 
 RECIPES = ("asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
-_HEADS = (128, 64, 8)  # features of a head, the first of which fits well
+_HEADS = (128, 64, 8)  # features of a head, the preferred number first
 
 
 class Workload(NamedTuple):
-  """A model in numbers."""
+  """The parameters, operations and bytes of a model."""
 
   name: str
   parameters: int
@@ -28,28 +29,28 @@ class Workload(NamedTuple):
   recompute_flops: float  # operations for an example in a second forward
   # (examples, tensor) -> bytes of all activations
   activations: Callable[[int, int], float]
-  border: float  # largest bytes of an example between two layers
+  border: float  # bytes of an example between two layers, the largest
   gpt: memory.Gpt | None = None  # only a GPT can be tensor parallel
   dense: tuple[wait_free.DenseGradient, ...] = ()  # rows for one example
 
 
 class TrainingOptions(NamedTuple):
-  """Options of training that all strategies share."""
+  """Options of a training, which hold for all strategies."""
 
   batch: int  # examples of a step, on all devices together
-  microbatch: int | None = None  # None: the best
+  microbatch: int | None = None  # examples; None: the fastest that fits
   optimizer: str = "adam"
   precision: str = "mixed"
   activations: str = "plain"
   variation: float = 0.1
   overlap: bool = False
-  shards: int | None = None  # shards of a server; None: one a device
+  shards: int | None = None  # shards of a server; None: one on each device
   recipes: tuple[str, ...] = RECIPES
 
 
 def count_of(text: str) -> float:
-  """Reads a number of parameters: 1.5e9, 350M or 1.5B; ValueError for another
-  text, or less than 1.
+  """Reads a number of parameters, as 1.5e9, 350M or 1.5B. Raises ValueError for
+  another text, and for a number less than 1.
 
   Example:
     >>> count_of("1.5B"), count_of("350m")
@@ -68,23 +69,24 @@ def count_of(text: str) -> float:
 
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
-  """Returns the sizes of a GPT with about that many parameters in its blocks;
-  `sizes` are fields of `memory.Gpt`, or None. ValueError if they make another
-  number of parameters."""
+  """Returns the sizes of a GPT whose blocks have about `parameters` parameters.
+  `sizes` are fields of `memory.Gpt`, or None. Raises ValueError if these sizes
+  make another number of parameters."""
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
   vocabulary = given.get("vocabulary", 51200)  # as in Megatron's papers
   depth, width = given.get("depth"), given.get("width")
-  # Blocks have 12 L C^2 parameters. If both sizes are free, C = 128 L, about
+  # Blocks have 12 L C^2 parameters. If neither size is given, C = 128 L, about
   # the proportion of published models.
   if depth is None and width is None:
     depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
   if width is None:
     assert depth is not None  # one of the two was given, or depth is guessed
     exact = math.sqrt(parameters / (12 * depth))
-    # A multiple of the heads, or of a head's features that leaves 4 heads.
-    fitting = next((n for n in _HEADS if exact >= 4 * n), 1)
-    step = given.get("heads", fitting)
+    # A multiple of the number of heads, or of a head's features, so that there
+    # are 4 heads or more.
+    head_features = next((n for n in _HEADS if exact >= 4 * n), 1)
+    step = given.get("heads", head_features)
     width = max(round(exact / step), 1) * step
   if depth is None:
     depth = max(round(parameters / (12 * width**2)), 1)
@@ -107,7 +109,7 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
 def of_gpt(
   gpt: memory.Gpt, parameters: int, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a GPT, by the formulas of its papers."""
+  """Returns the workload of a GPT, by the formulas of `memory`."""
   itemsize = memory.PRECISIONS[options.precision].weights
   plain = memory.gpt_flops(gpt, 1)
 
@@ -117,12 +119,13 @@ def of_gpt(
     )
     return gpt.depth * block
 
-  # Blocks, and the embeddings of tokens and positions; biases are few.
-  made = 12 * gpt.depth * gpt.width**2
-  made += (gpt.vocabulary + gpt.context) * gpt.width
+  # Parameters of the blocks, and of the embeddings of tokens and positions;
+  # biases are few.
+  computed = 12 * gpt.depth * gpt.width**2
+  computed += (gpt.vocabulary + gpt.context) * gpt.width
   return Workload(
-    f"GPT of {parameters:,} parameters, as asked ({made / 1e9:.3g} x 10^9 with"
-    f" the embeddings of these sizes): {gpt.depth} blocks of {gpt.width},"
+    f"GPT of {parameters:,} parameters, as asked ({computed / 1e9:.3g} x 10^9"
+    f" with the embeddings of these sizes): {gpt.depth} blocks of {gpt.width},"
     f" {gpt.heads} heads, {gpt.context} positions, {gpt.vocabulary} tokens",
     parameters=parameters,
     layers=gpt.depth,
@@ -157,16 +160,16 @@ def find_gpt(
 def products(
   loss: Callable[..., Any], params: Any, batch: Any, examples: int
 ) -> int:
-  """Returns the additions and multiplications of the matrix products (and
-  convolutions) of a loss and its gradient, counted from the program for the
-  first `examples` of a batch. XLA's own count has all operations in it, and the
-  body of a loop once."""
+  """Returns the additions and multiplications of the matrix products and
+  convolutions of a loss and its gradient. They are counted in the program for
+  the first `examples` examples of a batch: XLA's own count has all operations
+  in it, and the body of a loop once."""
   first = jax.tree.map(
     lambda x: x.update(shape=(examples, *x.shape[1:])), batch
   )
   key = jax.eval_shape(lambda: jax.random.key(0))
   gradient = jax.jit(jax.grad(loss, has_aux=True))
-  # Lower, but do not compile: products are the same, and compiling takes time.
+  # Lower, but do not compile: a compiled program has the same products.
   lowered = gradient.lower(
     *jax.tree.map(lambda x: x.update(sharding=None), (params, first, key))
   )
@@ -176,7 +179,7 @@ def products(
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem, counted in the traced model."""
+  """Returns the workload of a problem, counted in its traced programs."""
   pieces = problem.pieces
   if pieces is None:
     raise ValueError(
@@ -190,7 +193,7 @@ def of_problem(
   # [1] Operations, counted in the program of the whole batch.
   shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, batch))
   flops = products(problem.loss, params, shapes, examples) / examples
-  # [2] Bytes: all that JAX keeps for the backward, and after each layer.
+  # [2] Bytes that JAX keeps for the backward, and bytes after each layer.
   residuals, borders = _activations(pieces, params, batch, key)
   # [3] Layers, and whether tensor parallel strategies apply.
   weights: Any = base.weights_of(params)
@@ -200,14 +203,15 @@ def of_problem(
   )
   dense = wait_free.choose(pieces, params, batch, 2)  # for two devices or more
   layers = sum(size > 0 for size in sizes)
-  recomputing = options.activations == "full"
-  example_bytes = (sum(borders) if recomputing else residuals) / examples
+  recomputes = options.activations == "full"
+  example_bytes = (sum(borders) if recomputes else residuals) / examples
   gpt = find_gpt(step_checks.layers_of(pieces), tokens)
 
   def activations(examples: int, tensor: int) -> float:
-    if tensor == 1 or recomputing:
+    if tensor == 1 or recomputes:
       return examples * example_bytes
-    # Counted bytes of one device, divided as the formula divides its own.
+    # The counted bytes of one device, divided by the same ratio as the bytes of
+    # the formula.
     assert gpt is not None
     split = memory.activations(gpt, 1, kind=options.activations, tensor=tensor)
     return examples * example_bytes * (split / memory.activations(gpt, 1))
@@ -220,7 +224,7 @@ def of_problem(
     flops=flops,
     recompute_flops=flops / 3,  # a forward is a third of forward and backward
     activations=activations,
-    # Between two layers: the last one's output is not sent.
+    # The output of the last layer is not sent.
     border=max(borders[: len(sizes) - 1], default=borders[-1]) / examples,
     gpt=gpt,
     dense=tuple(d._replace(rows=d.rows // examples) for d in dense),
@@ -230,8 +234,8 @@ def of_problem(
 def _activations(
   pieces: problems.Pieces, params: Any, batch: base.Batch, key: jax.Array
 ) -> tuple[int, list[int]]:
-  """Returns (bytes kept for the backward of a batch, bytes after each
-  layer)."""
+  """Returns (bytes kept for the backward of a batch, bytes of each layer's
+  output)."""
   borders: list[int] = []
 
   def forward(params, batch, key):

@@ -1,9 +1,9 @@
 """The sharding of parameters, gradients and optimizer state in ZeRO.
 
-A leaf is divided over the data axis along its longest dimension that the axis
-divides and no other axis has, or kept whole if there is none. Its shape as a
-global array stays, so a checkpoint depends neither on the stage of ZeRO nor on
-the number of devices.
+A leaf is divided over the data axis along one dimension: the longest dimension
+that the axis divides and that no other axis divides already. If there is no
+such dimension, the leaf is kept whole. The global array keeps its shape, so a
+checkpoint depends neither on the stage of ZeRO nor on the number of devices.
 
 Reference:
   Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
@@ -25,30 +25,31 @@ WHOLE = -1  # instead of a dimension: the leaf is not divided
 
 
 def replicated(params: optax.Params) -> Any:
-  """The specs of parameters that are whole on every device."""
+  """Returns the specs of parameters that are whole on every device."""
   return jax.tree.map(lambda _: P(), params)
 
 
-def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
-  """Adds the data axis, of `parts` devices, to the spec of a whole array: at
-  the first of the longest free dimensions that it divides, if there is one.
+def add_data_axis(shape: tuple[int, ...], spec: P, devices: int) -> P:
+  """Returns the spec of a whole array with the data axis, of so many devices.
+  The axis divides the longest dimension that no axis divides yet; of equal
+  dimensions the first. Returns `spec` if no dimension can be divided.
 
   Example:
-    >>> tuple(divided((3, 3, 16, 32), P(), 8))
+    >>> tuple(add_data_axis((3, 3, 16, 32), P(), 8))
     (None, None, None, 'data')
-    >>> tuple(divided((10,), P(), 8))
+    >>> tuple(add_data_axis((10,), P(), 8))
     ()
   """
   # A PartitionSpec may leave out its last dimensions.
   entries = [*spec, *(None,) * (len(shape) - len(spec))]
-  free = [
+  dims = [
     i
     for i, length in enumerate(shape)
-    if entries[i] is None and length and length % parts == 0
+    if entries[i] is None and length and length % devices == 0
   ]
-  if not free:
+  if not dims:
     return spec
-  entries[max(free, key=lambda i: shape[i])] = _AXIS
+  entries[max(dims, key=lambda i: shape[i])] = _AXIS
   return P(*entries)
 
 
@@ -64,8 +65,8 @@ def state_specs(
   choose: Callable[[jax.Array], P],
 ) -> Any:
   """Returns specs of the optimizer's state. A leaf with the path and shape of a
-  weight has the weight's spec; `choose` makes the spec of any other leaf. A
-  wrong guess costs time and changes no number."""
+  weight gets the spec of that weight; `choose` makes the spec of any other
+  leaf. A wrong spec costs time and changes no number."""
   leaves = jax.tree_util.tree_leaves_with_path(weights)
   by_path = {
     (path, leaf.shape): spec
@@ -73,7 +74,8 @@ def state_specs(
   }
 
   def spec_of(path, leaf):
-    # A moment of weight w has a path such as [0].mu['w']: its end is that of w.
+    # A moment of weight w has a path such as [0].mu['w']: it ends with the path
+    # of w.
     ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
     spec = next((by_path[end] for end in ends if end in by_path), None)
     return choose(leaf) if spec is None else spec
@@ -82,8 +84,8 @@ def state_specs(
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy of jax.checkpoint: the backward repeats each custom_vjp_call of
-  the loss, as `gather` is one."""
+  """Returns, as a policy of jax.checkpoint, whether a result is kept. The
+  backward repeats each custom_vjp_call of the loss: `gather` is one."""
   return primitive.name != "custom_vjp_call"
 
 
@@ -97,7 +99,7 @@ def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
   def whole(part):
     return jax.lax.all_gather(part, _AXIS, axis=dim, tiled=True)
 
-  # Without it JAX would reduce-scatter in the dtype of computing.
+  # JAX's own derivative would reduce-scatter in the dtype of the weights.
   def backward(_, cotangent):
     total = scatter(precision.cast(cotangent, reduce), dim)
     return (total.astype(cotangent.dtype),)

@@ -51,7 +51,7 @@ class BatchWorker:
     self.fetched, self.ticket = -1, None
 
   @property
-  def idle(self) -> bool:
+  def is_idle(self) -> bool:
     """Whether the worker waits for a job."""
     return self.alive and self.ticket is None
 
@@ -83,7 +83,7 @@ class BatchWorkers:
   @property
   def idle(self) -> list[int]:
     """The workers that wait for a job."""
-    return [worker for worker, state in enumerate(self.all) if state.idle]
+    return [worker for worker, state in enumerate(self.all) if state.is_idle]
 
   def write(self, worker: int, action: int) -> Event:
     """Writes a row of a worker, and returns it."""

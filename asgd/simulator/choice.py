@@ -7,10 +7,11 @@ import jax
 import numpy as np
 
 from asgd import base, internals
-from asgd.simulator.chunk import make_chunk, obstacle
+from asgd.simulator.chunk import make_chunk
 from asgd.simulator.rounds import make_rounds
 from asgd.simulator.simulation import Simulator
 from asgd.simulator.stepwise import make_host
+from asgd.simulator.tickets import why_only_host
 
 AUTO, HOST, CHUNK, ROUNDS = "auto", "host", "chunk", "rounds"
 ENGINES = (AUTO, HOST, CHUNK, ROUNDS)
@@ -18,12 +19,14 @@ ENGINES = (AUTO, HOST, CHUNK, ROUNDS)
 # A chunk's program takes half a second more to compile than the functions of
 # the host engine, and saves 0.1 to 0.2 ms a message.
 _MIN_MESSAGES = 3000
-# In bulk synchronous rounds of 64 and 512 gradients of an MLP the rounds engine
-# was 1.2 to 1.3 times as fast as the chunk engine with 4,810 parameters; of 64,
-# 1.07 times with 50,890 and 0.86 with 269,322 (two busy cores).
+# Speed of the rounds engine, relative to the chunk engine, in bulk synchronous
+# rounds of an MLP (two busy cores): 1.2 to 1.3 in rounds of 64 and of 512
+# gradients with 4,810 parameters; in rounds of 64, 1.07 with 50,890 parameters
+# and 0.86 with 269,322.
 _LARGE_ROUND = 32  # messages
 _SMALL_MODEL = 2**16  # bytes of parameters
-_SLOW_IN_LOOPS = ("conv_general_dilated",)  # on CPUs, 9 times
+# Operations that take 9 times as long in the loops of a CPU's programs.
+_SLOW_IN_LOOPS = ("conv_general_dilated",)
 
 
 class Choice(NamedTuple):
@@ -58,15 +61,16 @@ def choose(
 
   Host and chunk compute the same parameters, to the bit in float32 on CPUs; the
   `message_norm` of their records may differ in the last bits. With rounds the
-  last bits of the parameters may differ, too (`make_rounds`).
+  last bits of the parameters may also differ (`make_rounds`).
 
   Args:
-    server, worker, trace: what is simulated.
+    server, worker, trace: the algorithm and the order of the simulation.
     jobs: shapes and number of the jobs.
-    asked: an engine, or "auto": the faster one.
+    asked: an engine, or "auto", which chooses the faster engine.
 
   Raises:
-    ValueError: for an engine that is unknown, or cannot simulate this.
+    ValueError: for an unknown engine, and for an engine that cannot simulate
+      these jobs.
 
   Example:
     >>> import jax.numpy as jnp
@@ -84,56 +88,58 @@ def choose(
       f"the simulator's engine must be one of {', '.join(ENGINES)}, not"
       f" {asked!r}"
     )
-  reason = asked != HOST and _obstacle(server, worker, trace, jobs)
+  reason = asked != HOST and _reason_for_host(server, worker, trace, jobs)
   if reason and asked != AUTO:
     raise ValueError(
       f"the engine {asked!r} cannot simulate this: {reason}; use {AUTO!r} or"
       f" {HOST!r}"
     )
   if asked == AUTO:
-    reason = reason or _drawback(worker, jobs)
+    reason = reason or _reason_against_program(worker, jobs)
   if reason or asked == HOST:
     return Choice(HOST, reason or "as asked", make_host(server, worker))
   if asked == ROUNDS:
     return Choice(ROUNDS, "as asked", make_rounds(server, worker))
   if asked == CHUNK:
     return Choice(CHUNK, "as asked", make_chunk(server, worker))
-  if reason := _advantage(server, trace, jobs):
+  if reason := _reason_for_rounds(server, trace, jobs):
     return Choice(ROUNDS, reason, make_rounds(server, worker))
   reason = "many messages in one program"
   return Choice(CHUNK, reason, make_chunk(server, worker))
 
 
-def _obstacle(
+def _reason_for_host(
   server: base.Server, worker: base.Worker, trace: base.Trace, jobs: JobShapes
 ) -> str:
-  """Returns why only the host engine can simulate this; "" if others can."""
+  """Returns why only the host engine can simulate these jobs; "" if the other
+  engines can."""
   if not jobs.even:
     return "batches of jobs differ in size"
   if not jax.tree.leaves(jobs.batch):
     return "a job has no arrays"
   server_state = jax.eval_shape(server.init, jobs.params)
   worker_state = jax.eval_shape(worker.init, jobs.params)
-  return obstacle(server_state.opt_state, worker_state, trace)
+  return why_only_host(server_state.opt_state, worker_state, trace)
 
 
-def _drawback(worker: base.Worker, jobs: JobShapes) -> str:
-  """Returns why the host engine is as fast as others; "" if not."""
+def _reason_against_program(worker: base.Worker, jobs: JobShapes) -> str:
+  """Returns why the host engine is as fast as the other engines; "" if it is
+  slower."""
   if jobs.messages < _MIN_MESSAGES:
     return f"{jobs.messages:,} messages are fewer than {_MIN_MESSAGES:,}"
   shapes = jax.eval_shape(lambda *x: x, jobs.params, jobs.batch)
   leaves, structure = jax.tree.flatten(shapes)
   on_cpu = jax.default_backend() == "cpu"
-  if on_cpu and _convolves(worker, structure, tuple(leaves)):
+  if on_cpu and _has_convolution(worker, structure, tuple(leaves)):
     return "convolutions are slow in the loops of a CPU's programs"
   return ""
 
 
-def _advantage(
+def _reason_for_rounds(
   server: base.Server, trace: base.Trace, jobs: JobShapes
 ) -> str:
-  """Returns why the rounds engine is faster than the chunk engine; "" if not.
-  """
+  """Returns why the rounds engine is faster than the chunk engine; "" if it is
+  slower."""
   action = np.asarray(trace.action)
   received = np.flatnonzero(action == base.RECEIVE)
   if not server.sends_current or (action == base.KEEP).any():
@@ -141,23 +147,28 @@ def _advantage(
   sends = np.flatnonzero(action == base.SEND)
   received_before = np.searchsorted(received, sends)
   # Tickets sent between the same two messages are equal.
-  tickets = len(np.unique(received_before[received_before < len(received)]))
-  size = len(received) // max(tickets, 1)  # mean number of a round's messages
+  is_used = received_before < len(received)
+  n_tickets = len(np.unique(received_before[is_used]))
+  # The mean number of messages in a round.
+  round_size = len(received) // max(n_tickets, 1)
   shapes = jax.tree.leaves(jax.eval_shape(lambda x: x, jobs.params))
   nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
-  if size < _LARGE_ROUND or nbytes > _SMALL_MODEL:
+  if round_size < _LARGE_ROUND or nbytes > _SMALL_MODEL:
     return ""
-  return f"{size:,} gradients at the same parameters are computed together"
+  return (
+    f"{round_size:,} gradients at the same parameters are computed together"
+  )
 
 
-@functools.lru_cache(maxsize=32)  # cells of one worker ask again
-def _convolves(worker, structure, leaves) -> bool:
-  """Whether a job has a convolution; `leaves` are shapes of (params, batch)."""
+@functools.lru_cache(maxsize=32)  # cells with the same worker call it again
+def _has_convolution(worker, structure, leaves) -> bool:
+  """Returns whether a job has a convolution; `leaves` and `structure` are the
+  shapes of (params, batch)."""
   params, batch = jax.tree.unflatten(structure, leaves)
   state = jax.eval_shape(worker.init, params)
   number = jax.ShapeDtypeStruct((), np.int32)
-  fresh = jax.ShapeDtypeStruct((), np.bool_)
-  ticket = base.Ticket(number, number, params, fresh)
+  is_fresh = jax.ShapeDtypeStruct((), np.bool_)
+  ticket = base.Ticket(number, number, params, is_fresh)
   key = jax.eval_shape(lambda: jax.random.key(0))
   program = jax.make_jaxpr(worker.work)(state, ticket, batch, key)
   names = internals.operations(program.jaxpr)

@@ -1,11 +1,13 @@
 """The chunk engine: many messages of a trace in one compiled program.
 
-A small model's step takes less time than the four calls by which the host
-engine makes it. Here one program has a loop over messages: it reads the ticket
-of each, does the worker's job, gives the server the message, and keeps the
-ticket that is sent next. Tickets are rows (slots) of one buffer (`tickets`),
-and worker states are rows of another. A row is written at the start of the next
-message, as XLA copies a buffer that is read and then written in one loop step.
+The host engine makes four calls for a message; with a small model these calls
+take longer than the computation. The program of this engine has a loop over
+messages. Each step of the loop reads the ticket of a message, does the worker's
+job, gives the message to the server, and stores the ticket that is sent next.
+
+Tickets are rows (slots) of one buffer (`tickets`), and worker states are rows
+of another buffer. A row is written at the start of the next message, as XLA
+copies a buffer that is read and then written in one loop step.
 
 The number of messages is an argument of the program, so the same instructions
 compute a message wherever a run is cut: a resumed run has the same bits.
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, compression, stacking
+from asgd import base, stacking
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, of_columns
 from asgd.simulator.simulation import (
@@ -34,6 +36,7 @@ from asgd.simulator.tickets import (
   plan_tickets,
   sends_from,
   tickets_at,
+  why_only_host,
 )
 from asgd.simulator.traffic import Traffic
 from asgd.stacking import Batches
@@ -41,7 +44,7 @@ from asgd.transforms import rows as rows_lib
 
 _MAX_MESSAGES = 256  # messages of a call
 _MAX_BYTES = 2**25  # bytes of the batches and the codes of a call
-_AHEAD = 2  # calls whose records have not been fetched
+_MAX_CALLS_AHEAD = 2  # calls whose records have not been fetched
 
 
 class Carry(NamedTuple):
@@ -52,20 +55,20 @@ class Carry(NamedTuple):
   params: base.Params  # parameters of tickets, `TicketPlan.slots` + 1 rows
   version: jax.Array  # int32[slots + 1], versions of tickets
   sent_slot: jax.Array  # int32[], slot of the ticket that is sent now
-  sent_worker: jax.Array  # int32[], worker of that ticket
+  sent_worker: jax.Array  # int32[], worker of the ticket in `sent_slot`
   workers: rows_lib.WorkerRows  # N states
 
 
 class Messages(NamedTuple):
-  """Inputs of the program for the messages of a call, [C]."""
+  """Inputs of the program for the C messages of a call, [C]."""
 
   worker: Any  # int32
   job: Any  # int32
   slot: Any  # int32, slot of the message's ticket
   earlier_jobs: Any  # int32, earlier jobs on the same ticket
   is_first: Any  # bool, first message of a worker that joined
-  sent_slot: Any  # int32, slot of the ticket that is sent after it
-  sent_worker: Any  # int32, worker of that ticket
+  sent_slot: Any  # int32, slot of the ticket that is sent after the message
+  sent_worker: Any  # int32, worker of the ticket in `sent_slot`
 
 
 class ChunkPrograms(NamedTuple):
@@ -89,13 +92,13 @@ class ComputedMessage(NamedTuple):
 class ProgramParts(NamedTuple):
   """The parts of a program that replays messages."""
 
-  # (Carry) -> the same, with the latest ticket and worker state in their rows
+  # Carry -> Carry with the latest ticket and worker state in their rows
   settle: Callable[[Carry], Carry]
-  # (settled Carry, Messages of one) -> its ticket
+  # (settled Carry, row of Messages) -> the ticket of that message
   ticket: Callable[[Carry, Messages], base.Ticket]
-  # (settled Carry, root, Messages of one, batch, ticket) -> ComputedMessage
+  # (settled Carry, root, row of Messages, batch, ticket) -> ComputedMessage
   work: Callable[..., ComputedMessage]
-  # (settled Carry, Messages of one, job) -> (Carry, (Observation, code))
+  # (settled Carry, row of Messages, job) -> (Carry, (Observation, code))
   receive: Callable[[Carry, Messages, ComputedMessage], tuple[Carry, Any]]
 
 
@@ -116,7 +119,7 @@ def program_parts(
   pure: steps_lib.PureSteps,
   joins: bool,
 ) -> ProgramParts:
-  """Returns the parts of programs; arguments are those of `compile_chunk`."""
+  """Returns the parts of a program, with the arguments of `compile_chunk`."""
 
   def settle(carry):
     carry = _send(pure, carry)
@@ -159,7 +162,7 @@ def program_parts(
   return ProgramParts(settle, ticket, work, receive)
 
 
-def outputs(
+def blank_results(
   parts: ProgramParts, carry: Carry, root: jax.Array, rows: Any, batches: Any
 ) -> Any:
   """Returns zeros, [C, ...], for the (Observation, code) of each message."""
@@ -196,8 +199,8 @@ def compile_chunk(
   """Compiles the program of a server and its workers, once.
 
   Args:
-    server: any.
-    worker: any.
+    server: a server whose updates are not codes.
+    worker: a worker whose jobs have batches of one shape.
     wire: as in `compile_steps`.
     joins: whether workers join; a join resets the worker's state.
   """
@@ -206,19 +209,19 @@ def compile_chunk(
 
   @functools.partial(jax.jit, donate_argnums=0)
   def messages(carry, root, count, rows, batches):
-    out = outputs(parts, carry, root, rows, batches)
+    results = blank_results(parts, carry, root, rows, batches)
 
     def step(index, loop_state):
-      carry, out = loop_state
+      carry, results = loop_state
       row, batch = jax.tree.map(lambda x: x[index], (rows, batches))
       carry = parts.settle(carry)
       job = parts.work(carry, root, row, batch, parts.ticket(carry, row))
-      carry, results = parts.receive(carry, row, job)
-      out = jax.tree.map(lambda x, y: x.at[index].set(y), out, results)
-      return carry, out
+      carry, result = parts.receive(carry, row, job)
+      results = jax.tree.map(lambda x, y: x.at[index].set(y), results, result)
+      return carry, results
 
-    carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
-    return carry, *out
+    carry, results = jax.lax.fori_loop(0, count, step, (carry, results))
+    return carry, *results
 
   return ChunkPrograms(messages, compile_sends(pure), pure)
 
@@ -229,8 +232,8 @@ def make_chunk(
   """Builds the chunk engine of a server and its workers.
 
   Args:
-    server: one whose updates are not codes.
-    worker: one whose jobs have batches of one shape.
+    server: a server whose updates are not codes.
+    worker: a worker whose jobs have batches of one shape.
     wire: as in `compile_steps`.
 
   Returns:
@@ -243,24 +246,6 @@ def make_chunk(
     return ChunkRun(parts, simulation, trace, batch=batch, root=root)
 
   return make_simulator(server, worker, follow)
-
-
-def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
-  """Returns why only the host engine can replay a trace; "" if others can.
-
-  Args:
-    opt_state: the server's, or its shapes.
-    worker_state: that of a worker, or its shapes.
-    trace: the trace that is replayed.
-  """
-  if compression.last_update(opt_state) is not None:
-    return "the server's updates are codes (compress_down)"
-  action = np.asarray(trace.action)
-  if (action == base.ROLLBACK).any():
-    return "the order rolls back"
-  if (action == base.DROP).any() and jax.tree.leaves(worker_state):
-    return "a worker with a state has messages that are dropped"
-  return ""
 
 
 class ChunkRun:
@@ -279,7 +264,7 @@ class ChunkRun:
     server, worker, _ = parts
     # [1] Check, and plan all messages of the trace.
     state = simulation.server.opt_state
-    if reason := obstacle(state, simulation.workers[:1], trace):
+    if reason := why_only_host(state, simulation.workers[:1], trace):
       raise NotCompiled(reason)
     self._plan = plan = plan_tickets(trace, shared=server.sends_current)
     self._trace, self._batch, self._root = trace, batch, root
@@ -292,23 +277,25 @@ class ChunkRun:
     self._stops = np.array(sorted(plan.sends), np.int64)
     # [3] Continue at a row, between two messages.
     self._event = simulation.event
-    # Messages received, and those before the latest of `plan.sends`.
     self._received = int(np.searchsorted(plan.row, self._event))
-    self._received_at_sends = self._received
-    # [4] Send the tickets between this row and the next message. Slots that
-    # take the server's parameters as they are need no program.
+    self._received_at_sends = self._received  # when tickets were sent last
+    # [4] Send the tickets between this row and the next message. If the server
+    # sends its parameters as they are, copy them into the slots; otherwise a
+    # program computes the tickets.
     slots, workers = sends_from(plan, trace, self._event)
-    current = slots
+    copied_slots = slots
     if not server.sends_current or parts[2] is not None:
-      current = slots[:0]  # a program computes what is sent
-    self._carry = _initial_carry(plan, trace, simulation, server.alone, current)
-    if not len(current):
+      copied_slots = slots[:0]
+    self._carry = _initial_carry(
+      plan, trace, simulation, server.alone, copied_slots
+    )
+    if not len(copied_slots):
       self._send(slots, workers)
 
   @property
   def server(self) -> base.ServerState:
-    """The server's state. Parameters are a copy; the next call of `until`
-    donates the rest."""
+    """The server's state. Its parameters are a copy; the next call of `until`
+    donates its other buffers."""
     state = self._carry.server
     return state._replace(params=jax.tree.map(jnp.copy, state.params))
 
@@ -316,34 +303,35 @@ class ChunkRun:
     """Replays the rows up to, not including, row `end`."""
     start, stop = self._received, int(np.searchsorted(self._plan.row, end))
     self._event = end
-    calls, parts = [], []
+    calls, fetched = [], []
     # A call returns at once, so the host prepares the next one meanwhile. Few
     # calls are in flight, as each holds its batches and records.
     while self._received < stop:
-      self._send_between()
+      self._send_between_messages()
       calls.append(self._call(stop))
-      if len(calls) > _AHEAD:
-        parts.append(self._fetch(*calls.pop(0)))
-    parts += [self._fetch(*call) for call in calls]
-    return self._records(slice(start, stop), parts)
+      if len(calls) > _MAX_CALLS_AHEAD:
+        fetched.append(self._fetch(*calls.pop(0)))
+    fetched += [self._fetch(*call) for call in calls]
+    return self._records(slice(start, stop), fetched)
 
   def pause(self) -> SimulationState:
     """Returns the simulation in new buffers."""
-    # Write the tickets sent after the last message, which wait until now.
-    self._send_between()
-    latest = self._carry.sent_slot, self._carry.sent_worker
-    self._send(*(np.asarray(x)[None] for x in latest))
+    # Write the tickets that were sent after the last message: a row is written
+    # at the start of the next message, and there is none.
+    self._send_between_messages()
+    last_ticket = self._carry.sent_slot, self._carry.sent_worker
+    self._send(*(np.asarray(x)[None] for x in last_ticket))
     carry, trace, starts = self._carry, self._trace, self._plan.starts
-    stored, versions = fetch((carry.params, carry.version))
+    slot_params, versions = fetch((carry.params, carry.version))
     states = fetch(rows_lib.settle(carry.workers))
-    params = functools.cache(lambda slot: _row(stored, slot))
+    params = functools.cache(lambda slot: _row(slot_params, slot))
 
     def ticket(start):
-      slot, jobs = int(starts.slot[start]), int(starts.earlier_jobs[start])
-      version = int(versions[slot]) + (jobs if self._alone else 0)
+      slot, earlier_jobs = starts.slot[start], starts.earlier_jobs[start]
+      version = int(versions[slot]) + int(earlier_jobs) * self._alone
       worker = jnp.int32(trace.worker[starts.row[start]])
-      fresh = np.bool_(jobs == 0)
-      return base.Ticket(worker, jnp.int32(version), params(slot), fresh)
+      arrays = worker, jnp.int32(version), params(int(slot))
+      return base.Ticket(*arrays, np.bool_(earlier_jobs == 0))
 
     workers = range(self._workers)
     tickets = tuple({} for _ in workers)
@@ -363,15 +351,15 @@ class ChunkRun:
       {},
     )
 
-  def _send_between(self):
-    """Sends the tickets between two messages, if there are several."""
+  def _send_between_messages(self):
+    """Sends the tickets between two messages that the loop cannot send."""
     sends = self._plan.sends.get(self._received)
     if sends is not None and self._received_at_sends < self._received:
       self._send(*sends)
       self._received_at_sends = self._received
 
   def _send(self, slots: np.ndarray, workers: np.ndarray) -> None:
-    """Sends tickets into these slots, by a compiled program."""
+    """Sends tickets into `slots`, by a compiled program."""
     count = len(slots)
     if not count:
       return
@@ -381,13 +369,14 @@ class ChunkRun:
 
   @functools.cached_property
   def _call_size(self):
-    """Messages of a call."""
-    # The batch of the next job: an iterator cannot return to an earlier one.
+    """The number of messages of a call."""
+    # Measure the batch of the next job, as an iterator cannot return to an
+    # earlier batch.
     worker, job = self._worker[self._received], self._job[self._received]
     batch = self._batch(int(worker), int(job))
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     if self._program.pure.codec is not None:
-      size += self._traffic.dense
+      size += self._traffic.dense_nbytes
     return max(1, min(_MAX_MESSAGES, _MAX_BYTES // max(size, 1)))
 
   def _limit(self, end: int, stop: int) -> int:
@@ -395,11 +384,11 @@ class ChunkRun:
     # A call must end where several tickets are sent: only a program between two
     # calls sends them.
     begin = self._received
-    following = self._stops[np.searchsorted(self._stops, begin, "right") :]
-    return min(stop, end, *following[:1].tolist())
+    later_stops = self._stops[np.searchsorted(self._stops, begin, "right") :]
+    return min(stop, end, *later_stops[:1].tolist())
 
   def _inputs(self, begin: int, end: int, count: int) -> tuple[Messages, Any]:
-    """Returns Messages and batches of some messages, with `count` rows."""
+    """Returns Messages and batches of a call, padded to `count` rows."""
     call, plan = slice(begin, end), self._plan
     columns = self._worker, self._job, plan.slot, plan.earlier_jobs
     columns += plan.is_first, plan.sent_slot, plan.sent_worker
@@ -410,8 +399,8 @@ class ChunkRun:
     return rows, jax.tree.map(lambda x: padded(x, count), batches)
 
   def _call(self, stop: int) -> tuple[Any, ...]:
-    """Starts to compute the next messages, not past `stop`; returns (count,
-    Observations, codes)."""
+    """Starts the computation of the next messages, up to message `stop` at
+    most; returns (count, Observations, codes)."""
     begin = self._received
     end = self._limit(begin + self._call_size, stop)
     count, inputs = end - begin, self._inputs(begin, end, self._call_size)
@@ -422,49 +411,57 @@ class ChunkRun:
     return count, *results
 
   def _fetch(self, count: int, observations: Any, codes: Any) -> tuple:
-    """Returns Observations [count], bytes up and norms of residuals."""
+    """Fetches the results of a call; returns (integers, reals, bytes up,
+    residual norms), each with `count` rows."""
     observations = jax.tree.map(lambda x: x[:count], fetch(observations))
-    up, norms = self._traffic.dense, 0.0
+    bytes_up, norms = self._traffic.dense_nbytes, 0.0
     if codes is not None:
       leaves, structure = jax.tree.flatten(fetch(codes))
       message_leaves = ([x[i, ...] for x in leaves] for i in range(count))
       unflatten = functools.partial(jax.tree.unflatten, structure)
-      messages = map(unflatten, message_leaves)
-      up, norms = zip(*map(self._traffic.up, messages), strict=True)
-    return *observations, *(np.resize(x, count) for x in (up, norms))
+      sizes = map(
+        self._traffic.measure_message, map(unflatten, message_leaves)
+      )
+      bytes_up, norms = zip(*sizes, strict=True)
+    return *observations, *(np.resize(x, count) for x in (bytes_up, norms))
 
-  def _records(self, messages, parts):
-    """Returns the records of some messages, from what `_fetch` returned."""
-    if not parts:
+  def _records(self, messages, fetched):
+    """Returns the records of a slice of messages, from the results of `_fetch`.
+    """
+    if not fetched:
       return concatenate([])
-    integers, reals, up, norms = map(np.concatenate, zip(*parts, strict=True))
+    integers, reals, bytes_up, norms = map(
+      np.concatenate, zip(*fetched, strict=True)
+    )
     # A job on a kept ticket receives no bytes.
-    down = self._traffic.dense * (self._plan.earlier_jobs[messages] == 0)
+    is_new = self._plan.earlier_jobs[messages] == 0
+    bytes_down = self._traffic.dense_nbytes * is_new
     time = np.asarray(self._trace.time)[self._plan.row[messages]]
-    of_trace = time, self._worker[messages], self._job[messages]
-    return of_columns(*of_trace, up, down, norms, whole=integers, real=reals)
+    columns = time, self._worker[messages], self._job[messages]
+    columns += bytes_up, bytes_down, norms
+    return of_columns(*columns, whole=integers, real=reals)
 
 
 def _row(stored, index):
-  """A row of NumPy arrays, as arrays of JAX."""
+  """Returns a row of NumPy arrays, as arrays of JAX."""
   return jax.tree.map(lambda x: jnp.array(x[index]), stored)
 
 
 def padded(column: Any, count: int) -> Any:
-  """Returns a column with so many rows, zeros at its end."""
-  missing = count - len(column)
-  if not missing:
+  """Returns a column with zeros at its end, so that it has `count` rows."""
+  n_missing = count - len(column)
+  if not n_missing:
     return column
-  padding = np.zeros((missing, *column.shape[1:]), column.dtype)
+  padding = np.zeros((n_missing, *column.shape[1:]), column.dtype)
   return np.concatenate([column, padding])
 
 
 def _initial_carry(
   plan: TicketPlan, trace: base.Trace, simulation: SimulationState,
-  alone: bool, current: np.ndarray,
+  alone: bool, copied_slots: np.ndarray,
 ) -> Carry:
   """Returns the carry of a simulation: its tickets and worker states as rows.
-  The slots `current` hold tickets with the server's own parameters."""
+  The tickets in `copied_slots` have the present parameters of the server."""
   server, states = simulation.server, simulation.workers
   blank = fetch((server.params, server.version))
   stored = jax.tree.map(
@@ -480,15 +477,17 @@ def _initial_carry(
     for worker, start in latest.items()
     if simulation.kept[worker] is not None
   ]
-  # A row holds the version as sent; the program adds the jobs on the ticket.
+  # A row holds the version that was sent; the program adds the number of
+  # earlier jobs on the ticket.
   for start, ticket in held_tickets:
     version = int(ticket.version) - alone * int(starts.earlier_jobs[start])
     leaves = map(jax.tree.leaves, (stored, (ticket.params, version)))
     for rows, value in zip(*leaves, strict=True):
       rows[starts.slot[start]] = value
   for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
-    rows[current] = value
-  # New simulations share one state object: repeat it on the device.
+    rows[copied_slots] = value
+  # The workers of a new simulation share one state object: repeat it on the
+  # device.
   if all(state is states[0] for state in states):
     workers = rows_lib.make_rows(states[0], len(states))
   else:

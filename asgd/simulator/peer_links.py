@@ -21,7 +21,7 @@ def read_key(name: str) -> Key:
 
 
 class LinkTraffic(NamedTuple):
-  """Messages and bytes that were taken over each link."""
+  """Messages and bytes that peers have taken over each link."""
 
   messages: npt.NDArray[np.int64]  # [n, n], by receiver and sender
   nbytes: npt.NDArray[np.int64]  # [n, n]
@@ -31,15 +31,15 @@ class SentCode(NamedTuple):
   """A message that at least one peer has yet to take."""
 
   code: Any
-  round: int  # in which it was put
-  nbytes: int  # on a link
+  round: int  # the round in which the sender put it
+  nbytes: int  # bytes of the message on a link
 
 
 class Taken(NamedTuple):
   """A message that a peer mixes."""
 
   sender: int
-  round: int  # in which it was put
+  round: int  # the round in which the sender put it
   code: Any
 
 
@@ -54,17 +54,17 @@ class PeerLinks:
     keys = zip(
       trace.job[is_take].tolist(), trace.seq[is_take].tolist(), strict=True
     )
-    # message -> rows that will take it
+    # message -> number of rows that will take it
     self._takes_left = collections.Counter(keys)
     zeros = np.zeros((peers, peers), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
 
   def put(self, event: Event, code: Any, nbytes: int) -> None:
-    """Sends a message; it is kept if at least one peer will take it."""
+    """Sends a message, and keeps it if at least one peer will take it."""
     if self._takes_left[event.key]:
       self.messages[event.key] = SentCode(code, event.job, nbytes)
 
-  def _carry(self, event: Event) -> tuple[Key, int]:
+  def _count_on_link(self, event: Event) -> tuple[Key, int]:
     """Counts a message on its link; returns (its key, its bytes)."""
     key, i = (event.job, event.seq), event.worker
     nbytes = self.messages[key].nbytes
@@ -74,13 +74,13 @@ class PeerLinks:
 
   def take(self, event: Event) -> int:
     """Takes a message, which the peer mixes later; returns its bytes."""
-    key, nbytes = self._carry(event)
+    key, nbytes = self._count_on_link(event)
     self._inboxes[event.worker].append(key)
     return nbytes
 
   def adopt(self, event: Event) -> tuple[Any, int]:
     """Takes a message that the peer uses at once; returns (code, bytes)."""
-    key, nbytes = self._carry(event)
+    key, nbytes = self._count_on_link(event)
     code = self.messages[key].code
     self._count_take(key)
     return code, nbytes
@@ -101,16 +101,19 @@ class PeerLinks:
       del self.messages[key]
 
   def join(self, peer: int) -> None:
-    """Starts the next incarnation of a peer, which has taken no message."""
+    """Empties the inbox of a peer whose next incarnation joins."""
     self._inboxes[peer].clear()
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a tree of arrays and JSON, for `restore`."""
-    names = {f"{sender},{seq}": m for (sender, seq), m in self.messages.items()}
-    tree = {"codes": {name: message.code for name, message in names.items()}}
+    by_name = {
+      f"{sender},{seq}": message
+      for (sender, seq), message in self.messages.items()
+    }
+    tree = {"codes": {name: message.code for name, message in by_name.items()}}
     notes = {
-      "codes": list(names),
-      "sizes": [message.nbytes for message in names.values()],
+      "codes": list(by_name),
+      "sizes": [message.nbytes for message in by_name.values()],
     }
     return {**tree, "traffic": self.traffic}, notes
 
@@ -118,7 +121,7 @@ class PeerLinks:
     self, codes: Mapping[str, Any], traffic: Any, notes: Mapping[str, Any]
   ) -> None:
     """Restores what `save` returned. The caller then passes the earlier rows to
-    `note`, which restores the open messages."""
+    `apply_saved_row`, which restores the rounds and the inboxes."""
     sizes = dict(zip(notes["codes"], notes["sizes"], strict=True))
     self.messages = {
       read_key(name): SentCode(code, 0, sizes[name])
@@ -126,9 +129,9 @@ class PeerLinks:
     }
     self.traffic = LinkTraffic(*(np.array(x) for x in traffic))
 
-  def note(self, event: Event) -> None:
+  def apply_saved_row(self, event: Event) -> None:
     """Restores the effects of a row that was replayed before `save`."""
-    i, key = event.worker, (event.job, event.seq)
+    i, key = event.worker, (event.job, event.seq)  # key of a taken message
     if event.action in trace_lib.PUTS and event.key in self.messages:
       message = self.messages[event.key]
       self.messages[event.key] = message._replace(round=event.job)

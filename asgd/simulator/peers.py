@@ -1,8 +1,8 @@
 """The engine for peers without a server: replays their trace.
 
 A Python loop calls the compiled functions of each peer in the order of the
-trace (`asgd.gossip.peer` explains its rows). JAX arrays are immutable, so a
-message is a reference until it is mixed.
+trace (`asgd.gossip.peer` explains the rows). JAX arrays are immutable, so a
+message is a reference, not a copy, until a peer mixes it.
 """
 
 import functools
@@ -33,7 +33,7 @@ from asgd.simulator.traffic import ReceivedMessage
 
 
 class PeerSteps(NamedTuple):
-  """The compiled functions of a peer; same calls, same bits."""
+  """The compiled functions of a peer. The same calls give the same bits."""
 
   # (worker state, ticket, batch, root, job): as Worker.work
   work: Callable[..., Any]
@@ -53,7 +53,8 @@ class PeerSteps(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
-  """Compiles the functions of runtimes, once for each peer and worker."""
+  """Compiles the functions that runtimes call, once for each peer and worker.
+  """
 
   def receive(state, job, message, loss):
     state, report = peer.receive(state, job, message)
@@ -99,7 +100,8 @@ class PeerRecords(NamedTuple):
   # [U], bytes of the messages that the peer put since its previous row; each
   # message counts once, for any number of receivers
   bytes_up: npt.NDArray[np.int64]
-  bytes_down: npt.NDArray[np.int64]  # [U], bytes of those taken since then
+  # [U], bytes of the messages that the peer took since its previous row
+  bytes_down: npt.NDArray[np.int64]
   residual_norm: npt.NDArray[np.float32]  # [U]
   # [U], sum of the RMS of changes by mixing since the peer's previous row
   mix_norm: npt.NDArray[np.float32]
@@ -110,9 +112,9 @@ def peer_records(
   observations: Sequence[Observation],
   mixes: Sequence[Sequence[Any]],
 ) -> PeerRecords:
-  """Fetches, once for all, the results of `PeerSteps.receive` and `residual`
-  for each message; `mixes` are those of `PeerSteps.mix` since the one before.
-  """
+  """Fetches the results of `PeerSteps.receive` and `residual` for all messages
+  at once, and returns their records. `mixes` has, for each message, the norms
+  of `PeerSteps.mix` since the peer's previous message."""
   residual_norms = records_lib.fetch(
     [message.residual_norm for message in messages]
   )
@@ -129,7 +131,7 @@ def peer_records(
 
 
 def join_records(parts: Sequence[PeerRecords]) -> PeerRecords:
-  """Joins records of consecutive stretches of a run."""
+  """Joins records of consecutive parts of a run."""
   if parts:
     return PeerRecords(*map(np.concatenate, zip(*parts, strict=True)))
   return peer_records([], [], [])
@@ -151,31 +153,31 @@ PeerRow = tuple[ReceivedMessage, Observation, list[Any]]
 
 
 class OnePeer:
-  """One peer.
+  """The states of one peer, and its counts since its last record.
 
   Attributes:
     state: the PeerState.
-    worker: the state of its worker.
-    bytes_up: bytes of the messages that it put since its last record.
-    bytes_down: bytes of the messages that it took since then.
-    norms: RMS of each change by mixing since then.
+    worker: the state of the peer's worker.
+    bytes_up: bytes of the messages that the peer put since its last record.
+    bytes_down: bytes of the messages that it took since its last record.
+    norms: RMS of each change by mixing since its last record.
   """
 
   def __init__(
     self,
     index: int,
-    how: gossip.Gossip,
+    rules: gossip.Gossip,
     steps: PeerSteps,
     root: jax.Array,
     start: tuple[gossip.PeerState, Any],
   ):
     """`start` are the first states of the peer and of its worker."""
-    self._index, self._gossip, self._steps = index, how, steps
+    self._index, self._gossip, self._steps = index, rules, steps
     self._root, self._index_array = root, np.int32(index)
     self.begin(*start)
 
   def begin(self, state: gossip.PeerState, worker: Any) -> None:
-    """Sets the states, with no message put or taken so far."""
+    """Sets the states, and the counts to zero."""
     self.state, self.worker = state, worker
     self.bytes_up = self.bytes_down = 0
     self.norms: list[Any] = []
@@ -185,8 +187,8 @@ class OnePeer:
     return self._steps.send(self.state, self._index_array)
 
   def work(self, job: gossip.Job, batch: base.Batch, number: int) -> Any:
-    """Computes a job; returns (worker state after it, message, loss). It does
-    not change the peer."""
+    """Computes a job, and returns (worker state after the job, message, loss).
+    The peer does not change."""
     state, message, metrics = self._steps.work(
       *(self.worker, job.ticket, batch, self._root, np.int32(number))
     )
@@ -210,7 +212,7 @@ class OnePeer:
     return received, observation, norms
 
   def put(self, round: int, seq: int) -> Any:
-    """Returns the code of the peer's message `seq`, of a round."""
+    """Makes the peer's message `seq` in a round, and returns its code."""
     keep = np.float64(self._gossip.keep(round, self._index))
     self.state, code = self._steps.put(
       self.state, keep, self._root, self._index_array, np.int32(seq)
@@ -218,7 +220,7 @@ class OnePeer:
     return code
 
   def mix(self, taken: Sequence[Taken]) -> None:
-    """Mixes messages, in this order."""
+    """Mixes the taken messages into the parameters, in their order."""
     rules, i = self._gossip, self._index
     weights = [
       rules.weight(message.round, i, message.sender) for message in taken
@@ -235,23 +237,25 @@ class OnePeer:
   def lend(self, borrower: int) -> Any:
     """Returns this peer's loan to `borrower`, for its `adopt`."""
     topology = self._gossip.topology
-    # Another peer has no slot here, and the loan nothing about it.
+    # Only a neighbour has a slot at this peer. A loan to another peer has no
+    # values of that peer.
     is_neighbour = topology.union[self._index, borrower]
     slot = np.int32(topology.slot(self._index, borrower) if is_neighbour else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     return loan
 
-  def adopt(self, loan: Any, lender: int, *, first: bool) -> None:
-    """Takes what another peer lends; `first` if this newcomer took none yet."""
+  def adopt(self, loan: Any, lender: int, *, is_first: bool) -> None:
+    """Takes the loan of another peer; `is_first` is whether this newcomer has
+    taken no loan before."""
     slot = np.int32(self._gossip.topology.slot(self._index, lender))
-    self.state = self._steps.adopt(self.state, loan, slot, np.bool_(first))
+    self.state = self._steps.adopt(self.state, loan, slot, np.bool_(is_first))
 
 
 class Peers:
   """All peers of a run, and their position in its trace.
 
   Args:
-    how: the rule, the topology and the order of the run.
+    rules: the mixing rule, the topology and the order of the run.
     peer: the functions of a peer.
     worker: the functions of a peer's worker.
     params: the parameters with which all peers begin.
@@ -265,7 +269,7 @@ class Peers:
 
   def __init__(
     self,
-    how: gossip.Gossip,
+    rules: gossip.Gossip,
     peer: gossip.Peer,
     worker: base.Worker,
     params: base.Params,
@@ -274,9 +278,9 @@ class Peers:
     batch: Callable[[int, int], base.Batch],
     root: jax.Array,
   ):
-    self.gossip, self._steps = how, compile_peer(peer, worker)
+    self.gossip, self._steps = rules, compile_peer(peer, worker)
     self.trace, self._batch, self._root = trace, batch, root
-    n = how.topology.workers
+    n = rules.topology.workers
     last_peer = int(trace.worker.max(initial=-1))
     if last_peer >= n:
       raise ValueError(
@@ -286,7 +290,9 @@ class Peers:
     self._first_states = lambda: (peer.init(params), worker.init(params))
     state = peer.init(params)
     start = state, worker.init(state.server.params)
-    self.peers = [OnePeer(i, how, self._steps, root, start) for i in range(n)]
+    self.peers = [
+      OnePeer(i, rules, self._steps, root, start) for i in range(n)
+    ]
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
     self._restored: dict[Key, gossip.Job] | None = None
     self._links = PeerLinks(n, trace)
@@ -310,12 +316,12 @@ class Peers:
 
   @property
   def traffic(self) -> LinkTraffic:
-    """The traffic of each link, of messages that were taken."""
+    """The traffic of each link; only taken messages count."""
     return self._links.traffic
 
   @property
   def codes(self) -> dict[Key, Any]:
-    """Messages that some peer has still to take."""
+    """The codes of messages that at least one peer has yet to take."""
     messages = self._links.messages.items()
     return {key: message.code for key, message in messages}
 
@@ -341,8 +347,8 @@ class Peers:
       elif event.action == base.ADOPT:
         code, nbytes = self._links.adopt(event)
         peer.bytes_down += nbytes
-        first = event.worker in self._newcomers
-        peer.adopt(code, event.job, first=first)
+        is_first = event.worker in self._newcomers
+        peer.adopt(code, event.job, is_first=is_first)
         self._newcomers.discard(event.worker)
       elif event.action == base.MIX:
         peer.mix(self._links.mix(event.worker))
@@ -350,15 +356,15 @@ class Peers:
     return peer_records(*columns)
 
   def _send(self, event: Event, kept_ticket: Any) -> Any:
-    """Returns the job of a SEND row; while restoring, the saved one."""
+    """Returns the job of a SEND row; during `restore`, the saved job."""
     del kept_ticket
-    # A checkpoint has the open jobs only. Ended jobs are not read again.
+    # A checkpoint has only open jobs: nothing reads an ended job again.
     if self._restored is not None:
       return self._restored.get(event.key, ())
     return self.peers[event.worker].send()
 
   def _put(self, peer: OnePeer, event: Event) -> None:
-    """Makes the message of a PUT or LEND row, and sends it."""
+    """Makes and sends the message of a PUT or LEND row."""
     if event.action == base.LEND:
       code = peer.lend(event.job)
     else:
@@ -389,7 +395,8 @@ class Peers:
     return tree, notes
 
   def template(self, notes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tree of the same structure, of peers that were not run."""
+    """Returns a tree with the structure of the tree that `save` returned with
+    `notes`; these peers have not run."""
     state = self.peers[0].state
     job = self._steps.send(state, np.int32(0))
     root = self._root
@@ -411,16 +418,17 @@ class Peers:
     }
 
   def restore(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Continues from a tree of `save`, of arrays of any kind."""
-    parts = {k: v for k, v in tree.items() if k != "traffic"}
-    arrays = jax.tree.map(jnp.array, parts)
+    """Continues from the tree and the notes of `save`."""
+    without_traffic = {k: v for k, v in tree.items() if k != "traffic"}
+    arrays = jax.tree.map(jnp.array, without_traffic)
     jobs = arrays["jobs"].items()
     self._restored = {read_key(name): job for name, job in jobs}
     self._links.restore(arrays["codes"], tree["traffic"], notes)
-    # Replay the rows without computing: ledger, inboxes, newcomers.
+    # Replay the rows without computation: they restore the ledger, the inboxes
+    # and the newcomers.
     for event in trace_lib.events(self.trace, 0, notes["event"]):
       self.ledger.apply(event)
-      self._links.note(event)
+      self._links.apply_saved_row(event)
       if event.action == base.JOIN:
         self._newcomers.add(event.worker)
       elif event.action == base.ADOPT:
@@ -441,7 +449,7 @@ class Peers:
 def mean_params(
   states: Sequence[gossip.PeerState], weights: Sequence[Any]
 ) -> base.Params:
-  """Returns the mean of peers' parameters, as NumPy arrays.
+  """Returns the mean of the parameters of peers, as NumPy arrays.
 
   Args:
     states: states of the present peers.

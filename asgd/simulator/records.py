@@ -12,8 +12,8 @@ from asgd.simulator.traffic import ReceivedMessage
 
 
 def fetch(tree: Any) -> Any:
-  """Returns a tree as NumPy arrays, like `jax.device_get`, which is slow for
-  arrays that are in the host's memory already."""
+  """Returns a tree as NumPy arrays. `jax.device_get` does the same, but is slow
+  for arrays that are in the host's memory already."""
   first_leaf = next(iter(jax.tree.leaves(tree)), None)
   if isinstance(first_leaf, jax.Array) and (
     not first_leaf.is_fully_replicated
@@ -26,7 +26,8 @@ def fetch(tree: Any) -> Any:
 def records(
   messages: list[ReceivedMessage], observations: list[Observation]
 ) -> base.Records:
-  """Fetches, in one call, what `Steps.receive` returned for each message."""
+  """Fetches the Observations of all messages in one call, and returns the
+  records of these messages."""
   columns = zip(*messages, strict=True) if messages else ((),) * 6
   rows = fetch(observations)
   whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3)
@@ -75,7 +76,7 @@ def of_columns(
 
 
 def concatenate(parts: list[base.Records]) -> base.Records:
-  """Joins records of consecutive stretches of a run."""
+  """Joins records of consecutive parts of a run."""
   if not parts:
     return records([], [])
   return base.Records(*map(np.concatenate, zip(*parts, strict=True)))

@@ -4,10 +4,10 @@ A round is a series of messages whose tickets were all sent before the first of
 the messages is received. So no gradient of a round depends on another one. In a
 bulk synchronous order these are the jobs of a round, in an asynchronous order
 the jobs in flight. A compiled program computes the gradients of a round
-together. Then it gives them to the server one after the other, with the parts
-of the chunk engine (`chunk`). If all jobs of a round have the same ticket, as
-in a bulk synchronous order, the model multiplies one matrix with the examples
-of all workers.
+together. Then it gives them to the server one after the other, with the program
+parts of the chunk engine (`chunk`). If all jobs of a round have the same
+ticket, as in a bulk synchronous order, the model multiplies one matrix with the
+examples of all workers.
 
 Index letters used in shape comments:
   U  messages of the trace
@@ -44,16 +44,16 @@ class Spans(NamedTuple):
   """The rounds of a call, [R]. A run that was cut within a round recomputes the
   round and receives its remaining messages."""
 
-  begin: Any  # int32, index of its first message among those of the call
+  begin: Any  # int32, index of its first message in the call
   first: Any  # int32, lane of the first message that is received
   end: Any  # int32, lane after the last message that is received
-  out: Any  # int32, index of the record of lane `first`
+  first_record: Any  # int32, index of the record of lane `first`
 
 
 class RoundPlan(NamedTuple):
   """The rounds of a trace."""
 
-  starts: npt.NDArray[np.int64]  # [R], the first message of each
+  starts: npt.NDArray[np.int64]  # [R], the first message of each round
   lanes: int  # L
   shared: bool  # whether all jobs of a round have one ticket
 
@@ -63,7 +63,7 @@ def find_rounds(
   worker: npt.NDArray[np.int32],
   *,
   stateful: bool,
-  most: int = _MAX_LANES,
+  max_lanes: int = _MAX_LANES,
 ) -> RoundPlan:
   """Divides the messages of a trace into rounds.
 
@@ -72,7 +72,7 @@ def find_rounds(
     worker: int32[U], worker of each message.
     stateful: whether workers have a state. A job needs the state after the
       worker's previous job, so a round then has one message of each worker.
-    most: largest number of lanes.
+    max_lanes: largest number of lanes.
 
   Example:
     A bulk synchronous order of four workers.
@@ -84,8 +84,8 @@ def find_rounds(
     >>> trace = orders.bulk_synchronous(times, workers=4, messages=12)
     >>> plan = tickets.plan_tickets(trace, shared=True)
     >>> worker = trace.worker[plan.row]
-    >>> found = rounds.find_rounds(plan, worker, stateful=False)
-    >>> found.starts.tolist(), found.lanes, found.shared
+    >>> result = rounds.find_rounds(plan, worker, stateful=False)
+    >>> result.starts.tolist(), result.lanes, result.shared
     ([0, 4, 8], 4, True)
   """
   # The start that each row of the trace ends, or -1.
@@ -100,11 +100,10 @@ def find_rounds(
   def divide(max_size):
     starts, round_workers = [0], set()
     for i, (position, sender) in enumerate(zip(*messages, strict=True)):
-      # The ticket was sent after the round's first message, or the round is
-      # full.
-      ends = position > starts[-1] or i - starts[-1] >= max_size
+      is_sent_later = position > starts[-1]  # after the round's first message
+      is_full = i - starts[-1] >= max_size
       repeats = stateful and sender in round_workers
-      if i and (ends or i in plan.sends or repeats):
+      if i and (is_sent_later or is_full or i in plan.sends or repeats):
         starts.append(i)
         round_workers.clear()
       round_workers.add(sender)
@@ -113,11 +112,12 @@ def find_rounds(
   def sizes(starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.diff(starts, append=len(ticket_position))
 
-  # Divide twice: a long round in parts of equal size wastes fewer lanes than
-  # full parts and a small last one.
+  # Divide twice: parts of equal size of a long round waste fewer lanes than
+  # full parts and a small last part.
   starts = divide(len(ticket_position))
   longest = max(1, int(sizes(starts).max()))
-  lanes = -(-longest // -(-longest // most))  # ceil(longest / number of parts)
+  n_parts = -(-longest // max_lanes)  # ceil(longest / max_lanes)
+  lanes = -(-longest // n_parts)
   starts = divide(lanes)
   # The slot of the first message of each message's round.
   slots = np.repeat(plan.slot[starts], sizes(starts)) if len(worker) else []
@@ -157,7 +157,7 @@ def compile_rounds(
 
   Returns:
     (carry, root, count, Spans, Messages, batches) -> (carry, Observations,
-    codes); the last two arguments have L rows more than messages.
+    codes). Messages and batches have C + L rows.
   """
   pure = steps_lib.pure_steps(server, worker, wire)
   parts = chunk.program_parts(server, worker, pure, joins)
@@ -181,39 +181,40 @@ def compile_rounds(
     tickets = read_tickets(carry, rows)
     return compute_jobs(carry, root, rows, batches, tickets)
 
-  def one_round(carry, out, root, span, rows, batches):
+  def one_round(carry, results, root, span, rows, batches):
     # [1] Compute all gradients of the round, with the tickets of its start.
     carry = parts.settle(carry)
     jobs = work(carry, root, rows, batches)
 
     # [2] The server receives them one after the other.
     def step(lane, loop_state):
-      carry, out = loop_state
+      carry, results = loop_state
       row = jax.tree.map(lambda x: rows_lib.get_row(x, lane), rows)
       carry = parts.settle(carry)
       job = _job_of(jobs, lane, shared=shared)
-      carry, results = parts.receive(carry, row, job)
-      record_index = span.out + lane - span.first
+      carry, result = parts.receive(carry, row, job)
+      record_index = span.first_record + lane - span.first
       put = functools.partial(rows_lib.put_row, index=record_index)
-      return carry, jax.tree.map(put, out, results)
+      return carry, jax.tree.map(put, results, result)
 
-    return jax.lax.fori_loop(span.first, span.end, step, (carry, out))
+    return jax.lax.fori_loop(span.first, span.end, step, (carry, results))
 
   @functools.partial(jax.jit, donate_argnums=0)
   def rounds(carry, root, count, spans, rows, batches):
-    out = chunk.outputs(parts, carry, root, rows, batches)
+    results = chunk.blank_results(parts, carry, root, rows, batches)
 
     def step(index, loop_state):
       span = jax.tree.map(lambda x: rows_lib.get_row(x, index), spans)
-      # Always L lanes. A shorter round does not receive the last ones.
+      # Compute L lanes in each round. In a shorter round the server does not
+      # receive the messages of the last lanes.
       round_inputs = jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, span.begin, lanes),
         (rows, batches),
       )
       return one_round(*loop_state, root, span, *round_inputs)
 
-    carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
-    return carry, *out
+    carry, results = jax.lax.fori_loop(0, count, step, (carry, results))
+    return carry, *results
 
   return rounds
 
@@ -229,17 +230,18 @@ def abstract_call(
   lanes: int,
   shared: bool = True,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-  """Returns the program, and its arguments as shapes, to be compiled ahead.
+  """Returns the program of the rounds engine, and its arguments as shapes, for
+  a compilation ahead of time.
 
   Args:
-    server, worker: what is simulated.
+    server, worker: as in `compile_rounds`.
     params: parameters, or their shapes.
     batch: the batch of any job, or its shapes.
     workers: N.
     messages: C.
     lanes: L.
-    shared: whether all jobs of a round have one ticket, in one row; else each
-      of the N workers has a row.
+    shared: whether all jobs of a round have one ticket, in one slot; if not,
+      the ticket of each of the N workers has a slot.
 
   Returns:
     The jitted function, and arguments for its `lower`.
@@ -279,7 +281,7 @@ def abstract_call(
 
 
 def _with_rows(count, shapes):
-  """Shapes with so many rows."""
+  """Returns the shapes of arrays with `count` such rows."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes
   )
@@ -290,8 +292,8 @@ def make_rounds(
 ) -> Simulator:
   """Builds the rounds engine of a server and its workers.
 
-  Its gradients are those of the host engine to 1e-12 in float64. In float32
-  they differ from them in the last bits, as XLA adds up a product of several
+  In float64 its gradients agree with the gradients of the host engine to 1e-12.
+  In float32 they differ in the last bits, as XLA adds up a product of several
   jobs in another order; parameters after some hundred messages agree to 1e-5.
 
   Args:
@@ -322,13 +324,15 @@ class RoundsRun(chunk.ChunkRun):
   ) -> None:
     """Continues a SimulationState; `parts` are server, worker and wire."""
     super().__init__(parts, simulation, trace, batch=batch, root=root)
-    sizes = [x.nbytes for x in jax.tree.leaves(simulation.server.params)]
+    params_nbytes = sum(
+      x.nbytes for x in jax.tree.leaves(simulation.server.params)
+    )
     max_lanes = min(
-      _MAX_LANES, self._call_size, _MAX_BYTES // max(sum(sizes), 1)
+      _MAX_LANES, self._call_size, _MAX_BYTES // max(params_nbytes, 1)
     )
     stateful = bool(jax.tree.leaves(simulation.workers[:1]))
     self._rounds = find_rounds(
-      self._plan, self._worker, stateful=stateful, most=max(max_lanes, 1)
+      self._plan, self._worker, stateful=stateful, max_lanes=max(max_lanes, 1)
     )
     self._rounds_program = compile_rounds(
       *parts,
@@ -338,8 +342,8 @@ class RoundsRun(chunk.ChunkRun):
     )
 
   def _call(self, stop):
-    """Like the method of a ChunkRun, with complete rounds where `stop` allows
-    it."""
+    """Starts the computation of the next messages, as in a ChunkRun. The call
+    ends after a complete round if `stop` and the size of a call allow that."""
     # [1] The messages of the call, from the start of the present round.
     begin, starts = self._received, self._rounds.starts
     round_begin = int(starts[np.searchsorted(starts, begin, "right") - 1])
@@ -347,7 +351,8 @@ class RoundsRun(chunk.ChunkRun):
     last_boundary = int(starts[np.searchsorted(starts, end, "right") - 1])
     if end == round_begin + self._call_size and last_boundary > begin:
       end = last_boundary
-    # [2] The rounds of the call. The first may be received in part already.
+    # [2] The rounds of the call. The server may have received the first
+    # messages of the first round already.
     call_rounds = starts[(starts >= round_begin) & (starts < end)]
     round_ends = np.minimum(np.append(call_rounds[1:], end), end)
     first_lanes = np.maximum(begin - call_rounds, 0)

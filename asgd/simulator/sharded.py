@@ -1,7 +1,7 @@
-"""The engine for a server in shards: replays one trace a shard.
+"""The engine for a server in shards: replays one trace for each shard.
 
-The work ties the shards together: a job starts when all of them have sent their
-part of the ticket, and none can receive its part of the message before that.
+The jobs connect the shards: a job starts when all shards have sent their parts
+of its ticket, and no shard can receive its part of the message before that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +16,7 @@ from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import fetch
-from asgd.simulator.simulation import needs_of
+from asgd.simulator.simulation import replay_options
 from asgd.simulator.stepwise import ServerReplay
 from asgd.simulator.traffic import Sent
 
@@ -24,33 +24,33 @@ _Key = tuple[int, int]  # (worker, seq), which names a message
 
 
 class ShardedRun(NamedTuple):
-  """The result of a run."""
+  """The result of a run with S shards."""
 
-  states: tuple[base.ServerState, ...]  # S
-  records: tuple[base.Records, ...]  # S
+  states: tuple[base.ServerState, ...]  # S, the last state of each shard
+  records: tuple[base.Records, ...]  # S, the messages of each shard
 
 
 class _Shard(ServerReplay):
   """One shard, its trace and its position in it."""
 
   def __init__(self, state, steps, trace, worker_indices):
-    super().__init__(state, steps, worker_indices, **needs_of(trace))
+    super().__init__(state, steps, worker_indices, **replay_options(trace))
     self.events = list(trace_lib.events(trace))
     # Kept until the job has ended at all shards: the lead may close a ticket
     # whose message another shard receives.
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:
-    """Goes to a row, with tickets (worker, seq, version, fresh, params), where
-    seq is None for a worker's latest."""
+    """Restores the position after `rows` rows. Each of `tickets` is (worker,
+    seq, version, fresh, params); seq is None for the latest ticket of a worker.
+    """
     past, ledger = trace_lib.follow(self.events[:rows]), self.ledger
-    copied = "rows", "time", "next_seq", "incarnations", "present", "ended"
-    for name in copied:
-      setattr(ledger, name, getattr(past, name))
-    ledger.received = past.received
-    for worker, seq, version, fresh, params in tickets:
+    fields = "rows", "time", "next_seq", "incarnations", "present", "ended"
+    for field in (*fields, "received"):
+      setattr(ledger, field, getattr(past, field))
+    for worker, seq, version, is_fresh, params in tickets:
       worker_and_version = jnp.int32(worker), jnp.int32(version)
-      ticket = base.Ticket(*worker_and_version, params, np.bool_(fresh))
+      ticket = base.Ticket(*worker_and_version, params, np.bool_(is_fresh))
       if seq is None:
         ledger.latest[worker] = ticket
         continue
@@ -59,14 +59,14 @@ class _Shard(ServerReplay):
         ledger.open[worker][seq] = ticket
 
   @property
-  def next(self) -> Event | None:
-    """The next row, None after the last."""
+  def next_row(self) -> Event | None:
+    """The next row of the trace; None after the last row."""
     row = self.ledger.rows
     return self.events[row] if row < len(self.events) else None
 
 
 class ShardOptions(NamedTuple):
-  """How shards and workers of a run compute."""
+  """Options of a run with a server in shards."""
 
   # As in `compile_steps`.
   wire: str | None = None
@@ -74,25 +74,25 @@ class ShardOptions(NamedTuple):
   # [shard][row]: sums over all shards that the row's message needs; None if
   # the algorithm needs none.
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None
-  # The division of the parameters; None is `sharding.make_plan`. With a
-  # pipeline's stages as shards, and their traces (`analyze.traces` of
-  # `asgd.pipeline`), the delays are those of the pipeline.
+  # The division of the parameters; None is `sharding.make_plan`. If the shards
+  # are the stages of a pipeline, and the traces come from `analyze.traces` of
+  # `asgd.pipeline`, the run has the delays of the pipeline.
   plan: sharding.ShardPlan | None = None
 
 
 class Sharded:
-  """A run of a server in shards, replayed as far as is asked for.
+  """A run of a server in shards; `until` replays it step by step.
 
   Args:
-    server: the pure server that each shard runs on its part.
+    server: the pure server that each shard runs on its part of the parameters.
     worker: as in `compile_steps`.
-    params: before the first message.
-    traces: of each shard; S of them, at least two. (worker, seq) names the same
-      message in all of them; ValueError is raised if they do not fit.
+    params: the parameters before the first message.
+    traces: S traces, at least two, one for each shard. (worker, seq) names the
+      same message in all traces.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    options: how they compute.
+    options: of shards and workers.
 
   Attributes:
     plan: the rows of each shard.
@@ -112,7 +112,7 @@ class Sharded:
   ):
     wire, group, totals, plan = options
     plan = sharding.make_plan(params, len(traces)) if plan is None else plan
-    if any(needs_of(trace)["keeps"] for trace in traces):
+    if any(replay_options(trace)["keeps"] for trace in traces):
       worker = own_writes.own_writes(worker, server, plan)
     steps = steps_lib.compile_steps(
       server, worker, wire=wire, group=group, keeps_messages=True
@@ -127,33 +127,33 @@ class Sharded:
     self._steps, self._batch, self._root = steps, batch, root
     self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
     self._incarnations: dict[_Key, int] = {}  # message -> incarnation
-    self._messages: dict[_Key, tuple[Any, ...]] = {}  # S parts, and the loss
+    self._messages: dict[_Key, tuple[Any, ...]] = {}  # -> (S parts, loss)
     # message -> number of shards at which its job has ended
     self._ended_shards: dict[_Key, int] = {}
 
   def until(self, messages: int | None = None) -> None:
     """Replays rows, the earliest first, until the lead has received `messages`
     messages in all and the other shards have replayed all earlier rows; None
-    replays all rows."""
-    while following := sorted(self._following(messages)):
+    replays all rows. Raises ValueError if no shard can replay its next row."""
+    while next_rows := sorted(self._next_rows(messages)):
       # The earliest row may wait for a later one of another shard: apply the
       # first row that can be applied, then sort again.
-      if any(self._apply(index) for _, index in following):
+      if any(self._apply(index) for _, index in next_rows):
         continue
-      rows = {i: self._shards[i].next.format() for _, i in following}
+      rows = {i: self._shards[i].next_row.format() for _, i in next_rows}
       raise ValueError(
         f"the shards' traces do not belong together: no row of {rows}"
         f" ({trace_lib.HEADER}) can be replayed"
       )
 
-  def _following(self, messages: int | None) -> Iterator[tuple[float, int]]:
-    """Yields (time, shard) of the next rows. Once the lead has received
-    `messages`, only rows before its time, and at its time those of shards that
-    have received fewer."""
+  def _next_rows(self, messages: int | None) -> Iterator[tuple[float, int]]:
+    """Yields (time, shard) of the next row of each shard. If the lead has
+    received `messages` messages, yields only rows before the time of the lead,
+    and rows at that time of shards that have received fewer messages."""
     lead = self._shards[0].ledger
     lead_is_done = messages is not None and len(lead.received) >= messages
     for index, shard in enumerate(self._shards):
-      event = shard.next
+      event = shard.next_row
       if event is None:
         continue
       if lead_is_done:
@@ -165,14 +165,16 @@ class Sharded:
       yield event.time, index
 
   def _apply(self, index: int) -> bool:
-    """Replays a shard's next row; False if it has to wait for other shards."""
+    """Replays the next row of a shard. Returns False if the row has to wait for
+    other shards, or there is none."""
     shard = self._shards[index]
-    event = shard.next
+    event = shard.next_row
     if event is None:
       return False
     key, row, message = event.key, shard.ledger.rows, None
-    with_message = base.RECEIVE, base.DROP  # both change the worker's state
-    if event.action in with_message and key in shard.tickets:
+    # A dropped message also changes the worker's state.
+    is_computed = event.action in (base.RECEIVE, base.DROP)
+    if is_computed and key in shard.tickets:
       message = self._message(key, event.job)
       if message is None:
         return False
@@ -190,7 +192,8 @@ class Sharded:
     return True
 
   def _message(self, key: _Key, job: int) -> tuple[Any, ...] | None:
-    """Returns a message, computing it if all shards have sent; else None."""
+    """Returns (parts, loss) of a message, and computes it if needed. Returns
+    None if a shard has not sent its part of the ticket."""
     if key in self._messages:
       return self._messages[key]
     tickets = [shard.tickets.get(key) for shard in self._shards]
@@ -211,8 +214,8 @@ class Sharded:
     return self._messages[key]
 
   def _end(self, key: _Key) -> None:
-    """Counts a job that has ended at a shard; drops it once all have ended it.
-    """
+    """Counts a shard at which a job has ended; drops the job once it has ended
+    at all shards."""
     self._ended_shards[key] = self._ended_shards.get(key, 0) + 1
     if self._ended_shards[key] == len(self._shards):
       for shard in self._shards:
@@ -236,8 +239,8 @@ class Sharded:
     return {"incarnation": self._incarnations, "ends": self._ended_shards}
 
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the position of the run, without records: a tree of arrays and
-    JSON, for `unpack` of a run of the same arguments."""
+    """Returns the position of the run, without records, for `unpack` of a run
+    with the same arguments: a tree of arrays, and JSON."""
     sent_params: list[Any] = []
     tree: dict[str, Any] = {"servers": list(self.states), "sent": sent_params}
     notes: dict[str, Any] = {"shards": []}
@@ -245,11 +248,11 @@ class Sharded:
       latest = {(w, None): t for w, t in shard.ledger.latest.items()}
       tickets = []
       for (worker, seq), ticket in (shard.tickets | latest).items():
-        version, fresh = int(ticket.version), bool(ticket.fresh)
-        tickets.append((worker, seq, version, fresh))
+        version, is_fresh = int(ticket.version), bool(ticket.fresh)
+        tickets.append((worker, seq, version, is_fresh))
         sent_params.append((index, ticket.params))
-      total, version, seen, ticket_bytes = shard.traffic.sent
-      codes = [total, version, list(seen.items())]
+      total, version, total_at_ticket, ticket_bytes = shard.traffic.sent
+      codes = [total, version, list(total_at_ticket.items())]
       codes.append([(*key, number) for key, number in ticket_bytes.items()])
       notes["shards"].append([shard.ledger.rows, tickets, codes])
     notes["parts"] = [index for index, _ in sent_params]
@@ -263,8 +266,8 @@ class Sharded:
       notes[name] = [(*key, number) for key, number in table.items()]
     return tree, notes
 
-  def like(self, notes: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tree with the shapes of the one that `pack` returned with
+  def pack_template(self, notes: dict[str, Any]) -> dict[str, Any]:
+    """Returns a tree with the shapes of the tree that `pack` returned with
     `notes`."""
     parts = [state.params for state in self.states]
     codec = self._steps.codec
@@ -278,15 +281,16 @@ class Sharded:
     }
 
   def unpack(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Goes to a packed position; the run may then overwrite the arrays."""
+    """Restores a packed position; the run may then overwrite the arrays."""
     sent_params = iter(tree["sent"])
     for shard, state, shard_notes in zip(
       self._shards, tree["servers"], notes["shards"], strict=True
     ):
-      rows, tickets, (total, version, seen, ticket_bytes) = shard_notes
+      rows, tickets, codes = shard_notes
+      total, version, totals, ticket_bytes = codes
       shard.state = state
       shard.traffic.sent = Sent(
-        *(total, version, dict(seen)),
+        *(total, version, dict(totals)),
         {(w, seq): n for w, seq, n in ticket_bytes},
       )
       shard.go_to(rows, [(*ticket, next(sent_params)) for ticket in tickets])
@@ -300,14 +304,15 @@ class Sharded:
       table.update(((w, seq), number) for w, seq, number in notes[name])
 
   def records(self, start: int = 0) -> tuple[base.Records, ...]:
-    """Returns the records of each shard's messages, from index `start` on; S.
-    """
+    """Returns the records of the messages of each of the S shards, from index
+    `start` on."""
     return tuple(shard.records(start) for shard in self._shards)
 
 
 def run_sharded(*args: Any, **options: Any) -> ShardedRun:
-  """Replays a complete run with a server in shards. Arguments and errors are
-  those of `Sharded`, with the fields of `ShardOptions` by name."""
+  """Replays a complete run with a server in shards. It takes the arguments of
+  `Sharded`, with the fields of `ShardOptions` by name, and raises its errors.
+  """
   option_names = ShardOptions._fields
   shard_options = {
     key: options.pop(key) for key in option_names if key in options

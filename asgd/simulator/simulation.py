@@ -1,8 +1,8 @@
 """A simulation between two rows of a trace, and what all engines share.
 
 An engine replays a trace. The host engine (`stepwise`) calls one compiled
-function after the other, the chunk engine (`chunk`) has many messages in one
-program. They start from, and give back, the same SimulationState.
+function after the other, the chunk engine (`chunk`) replays many messages in
+one program. All engines start from a SimulationState, and return one.
 """
 
 import functools
@@ -14,7 +14,7 @@ from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate
 from asgd.simulator.traffic import NOTHING_SENT, Sent
 
-_ROWS = 2000  # rows that are replayed in one call
+_ROWS_PER_CALL = 2000  # rows that `run_whole` replays in one call
 
 
 class SimulationState(NamedTuple):
@@ -27,7 +27,7 @@ class SimulationState(NamedTuple):
   # N, the ticket of each worker's latest job, if the trace has KEEP rows
   kept: tuple[base.Ticket | None, ...]
   marks: dict[int, base.ServerState]  # row -> state before it, for rollbacks
-  sent: Sent = NOTHING_SENT  # sent bytes, if the server's updates are codes
+  sent: Sent = NOTHING_SENT  # counted if the server's updates are codes
 
 
 class TraceRun(Protocol):
@@ -35,7 +35,7 @@ class TraceRun(Protocol):
 
   @property
   def server(self) -> base.ServerState:
-    """The server's state, up to the next call of `until`."""
+    """The server's state, which is valid up to the next call of `until`."""
 
   def until(self, end: int) -> base.Records:
     """Replays the rows up to, not including, row `end`; returns the records of
@@ -43,7 +43,8 @@ class TraceRun(Protocol):
     rows before it."""
 
   def pause(self) -> SimulationState:
-    """Returns the simulation as it is, up to the next call of `until`."""
+    """Returns the simulation between two rows. The state is valid up to the
+    next call of `until`."""
 
 
 # (worker, simulation, trace, *, batch, root) -> TraceRun
@@ -53,12 +54,15 @@ Follow = Callable[..., TraceRun]
 class Simulator(NamedTuple):
   """An engine for a server and its workers.
 
-  `init(params, workers)` starts a simulation of N workers. `follow(simulation,
-  trace, *, batch, root)` returns a TraceRun; `batch` is (worker, job) -> new
-  NumPy arrays, `root` the key of the run. It consumes the simulation and may
-  donate its buffers. If jobs share a ticket, the workers are wrapped by
-  `own_writes`; ValueError if that is impossible. `run(simulation, trace, end,
-  **data)` replays up to a row and returns (simulation, Records).
+  `init(params, workers)` starts a simulation of N workers.
+
+  `follow(simulation, trace, *, batch, root)` returns a TraceRun. `batch` is
+  (worker, job) -> new NumPy arrays, `root` the key of the run. `follow`
+  consumes the simulation and may donate its buffers. If jobs share a ticket, it
+  wraps the workers by `own_writes`; it raises ValueError if that is impossible.
+
+  `run(simulation, trace, end, **data)` replays up to a row and returns
+  (simulation, Records).
   """
 
   init: Callable[[Any, int], SimulationState]
@@ -67,7 +71,7 @@ class Simulator(NamedTuple):
   def run(
     self, simulation: SimulationState, trace: base.Trace, end: int, **data: Any
   ) -> tuple[SimulationState, base.Records]:
-    """Replays up to, not including, row `end`; see the class."""
+    """Replays the rows up to, not including, row `end`; see the class."""
     run = self.follow(simulation, trace, **data)
     records = run.until(end)
     return run.pause(), records
@@ -83,7 +87,7 @@ def initial(
       f" has {workers}; build both with the same number"
     )
   state = steps_lib.start(server, params)
-  # All workers start alike, as `Worker.init` reads shapes only.
+  # `Worker.init` reads shapes only: all workers have the same first state.
   states = (worker.init(state.params),) * workers
   tickets = tuple({} for _ in range(workers))
   return SimulationState(0, state, states, tickets, (None,) * workers, {})
@@ -105,7 +109,7 @@ def make_simulator(
         f" {len(simulation.workers)} workers, counted from 0"
       )
     wrapped_worker = worker
-    if needs_of(trace)["keeps"]:
+    if replay_options(trace)["keeps"]:
       wrapped_worker = own_writes.own_writes(worker, server)
     if wrapped_worker is not worker:
       params = simulation.server.params
@@ -128,15 +132,15 @@ def run_whole(
 ) -> tuple[SimulationState, base.Records]:
   """Replays a whole trace of N `workers`; `data` are `batch` and `root`."""
   run = simulator.follow(simulator.init(params, workers), trace, **data)
-  count = len(trace.time)
-  ends = [*range(_ROWS, count, _ROWS), count]
+  n_rows = len(trace.time)
+  ends = [*range(_ROWS_PER_CALL, n_rows, _ROWS_PER_CALL), n_rows]
   records = concatenate([run.until(end) for end in ends])
   return run.pause(), records
 
 
-def needs_of(trace: base.Trace) -> dict[str, Any]:
-  """Returns what the rows of a trace need: `keeps`, whether jobs share tickets,
-  and `returns`, the rows to which it rolls back."""
+def replay_options(trace: base.Trace) -> dict[str, Any]:
+  """Returns the options of a `ServerReplay` for a trace: `keeps`, whether jobs
+  share tickets, and `returns`, the rows to which the trace rolls back."""
   return {
     "keeps": bool((trace.action == base.KEEP).any()),
     "returns": trace.job[trace.action == base.ROLLBACK].tolist(),

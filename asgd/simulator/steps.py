@@ -1,7 +1,8 @@
 """The compiled functions that every runtime calls, simulated or live.
 
-They are a worker's work and the server's receive and send, and not one fused
-step, so that a recorded run replays to the same bits.
+A step consists of three programs: the worker's work, the server's receive and
+the server's send. One fused program would give other bits; with the same three
+programs a recorded run replays to the same bits.
 """
 
 import functools
@@ -20,7 +21,8 @@ _MANY_LEAVES = 3000
 
 
 class Steps(NamedTuple):
-  """The compiled functions that every runtime calls; same calls, same bits.
+  """The compiled functions that every runtime calls. The same calls give the
+  same bits.
 
   `receive` donates opt_state and inbox, but not params and version, because
   open tickets refer to them. It also donates a message of JAX arrays, unless
@@ -32,7 +34,8 @@ class Steps(NamedTuple):
   send: Callable[..., Any]  # (ServerState, worker) -> Ticket
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
   receive: Callable[..., Any]
-  # (totals, *as receive) -> sharding.Ask, or Done with the result of `receive`
+  # (totals, *arguments of `receive`) -> sharding.Ask, or sharding.Done with
+  # the result of `receive`
   stage: Callable[..., Any]
   wire: str | None = None  # dtype in which parameters travel
   codec: compression.Codec | None = None  # the messages' codec
@@ -40,8 +43,8 @@ class Steps(NamedTuple):
 
   def keep(self, ticket: base.Ticket) -> base.Ticket:
     """Returns the ticket of another job on a kept ticket. If each message is
-    one update, the version counts the update of the worker's last job, which is
-    then no staleness."""
+    one update, the version counts the update of the worker's last job, so that
+    this update does not count as staleness."""
     version = ticket.version + 1 if self.alone else ticket.version
     return ticket._replace(version=version, fresh=np.False_)
 
@@ -49,15 +52,15 @@ class Steps(NamedTuple):
 class Observation(NamedTuple):
   """The server's measurements of one message, on the device; see `records`."""
 
-  whole: jax.Array  # int32[3], version after it, staleness, accepted
+  whole: jax.Array  # int32[3], version after the message, staleness, accepted
   real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
 
 
 class WorkerDevices(NamedTuple):
-  """Devices that do the work of one worker together."""
+  """Devices that share the work of one worker."""
 
   devices: int = 1
-  parallel: str = "data"  # splits examples; "tensor" splits weights
+  parallel: str = "data"  # divides examples; "tensor" divides weights
   axis: int = 0  # axis of the examples in a batch
 
 
@@ -65,7 +68,7 @@ ALONE = WorkerDevices()
 
 
 class PureSteps(NamedTuple):
-  """The same functions before they are compiled, as parts of a program."""
+  """The functions of `Steps` before compilation, as parts of a program."""
 
   # (state, ticket, batch, root, job) -> as Worker.work
   work: Callable[..., Any]
@@ -91,7 +94,8 @@ def _pure_work(worker: base.Worker) -> Callable[..., Any]:
 def pure_steps(
   server: base.Server, worker: base.Worker | None, wire: str | None = None
 ) -> PureSteps:
-  """Returns what `compile_steps` compiles; arguments are as there."""
+  """Returns the functions that `compile_steps` compiles, with the same
+  arguments."""
   codec = server.codec
 
   def receive(state, ticket, message, loss):
@@ -100,7 +104,8 @@ def pure_steps(
     else:
       message = compression.decode(codec, message)
     state, report = server.receive(state, ticket, message)
-    # Two arrays for one message: a fetch costs as much for one number.
+    # Two arrays for one message, as the fetch of one number costs as much as
+    # the fetch of an array.
     integers = jnp.stack([state.version, report.staleness, report.accepted])
     reals = report.gap, loss, report.message_norm, report.update_norm
     reals = jnp.stack([x.astype(jnp.float32) for x in reals])
@@ -120,12 +125,15 @@ def compile_work(
 ) -> Callable[..., Any]:
   """Compiles a worker once, however many servers it serves.
 
-  The worker's devices are the first of this process. XLA divides the work among
-  them: in a "data" group each takes part of the examples, in a "tensor" group
-  part of the last axis of each weight. If their number does not divide the
-  axis, each device computes all of it. Groups that divide otherwise add up in
-  another order, and give other bits. The result is (state, ticket, batch, root,
-  job) -> as Worker.work, whole on each device.
+  The worker has the first devices of this process. XLA divides the work among
+  them: in a "data" group each device takes some of the examples, in a "tensor"
+  group a part of the last axis of each weight. If the number of devices does
+  not divide the axis, each device computes the whole axis. Two groups that
+  divide the work differently add up in another order, and give other bits.
+
+  Returns:
+    (state, ticket, batch, root, job) -> as Worker.work; each device has the
+    complete result.
   """
 
   work = _pure_work(worker)
@@ -140,31 +148,33 @@ def compile_work(
     )
   mesh = jax.sharding.Mesh(devices[: group.devices], ("group",))
 
-  def over_group(*names: str | None) -> jax.sharding.NamedSharding:
+  def group_sharding(*names: str | None) -> jax.sharding.NamedSharding:
     spec = jax.sharding.PartitionSpec(*names)
     return jax.sharding.NamedSharding(mesh, spec)
 
-  def split(x, axis):
+  def divide(x, axis):
     names = [None] * x.ndim
     if x.ndim > axis >= -x.ndim and x.shape[axis] % group.devices == 0:
       names[axis] = "group"
-    return jax.lax.with_sharding_constraint(x, over_group(*names))
+    return jax.lax.with_sharding_constraint(x, group_sharding(*names))
 
-  def divided(state, ticket, batch, root, job):
+  def divided_work(state, ticket, batch, root, job):
     if group.parallel == "data":
-      batch = jax.tree.map(lambda x: split(x, group.axis), batch)
+      batch = jax.tree.map(lambda x: divide(x, group.axis), batch)
     else:
-      params = jax.tree.map(lambda x: split(x, -1), ticket.params)
+      params = jax.tree.map(lambda x: divide(x, -1), ticket.params)
       ticket = ticket._replace(params=params)
     return work(state, ticket, batch, root, job)
 
-  replicated = over_group()
-  return jax.jit(divided, in_shardings=replicated, out_shardings=replicated)
+  replicated = group_sharding()
+  return jax.jit(
+    divided_work, in_shardings=replicated, out_shardings=replicated
+  )
 
 
 def _after_transfer(tree: Any, dtype: str | None) -> Any:
-  """Returns a tree with its real numbers rounded as by a transfer in `dtype`.
-  """
+  """Returns a tree whose real numbers are rounded as a transfer in `dtype`
+  rounds them."""
   if dtype is None:
     return tree
   bits = jnp.finfo(dtype)
@@ -172,7 +182,7 @@ def _after_transfer(tree: Any, dtype: str | None) -> Any:
   def round_leaf(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return x
-    # Two casts would not do: XLA drops a conversion that is undone at once.
+    # Two casts would not round: XLA removes a cast and the cast back.
     return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
   return jax.tree.map(round_leaf, tree)
@@ -187,15 +197,21 @@ def compile_steps(
   group: WorkerDevices = ALONE,
   keeps_messages: bool = False,
 ) -> Steps:
-  """Compiles the functions of runtimes, once; without a worker, no `work`.
+  """Compiles the functions of runtimes, once for the same arguments.
 
-  `wire` is the dtype in which parameters and messages travel, such as
-  "bfloat16"; with None they travel in their own. Messages of a server with a
-  codec travel as codes, and are decoded here. Tickets have the parameters as
-  they arrive. `group` are the devices of each worker. With `keeps_messages` no
-  message is overwritten: those of a live run are in shared memory. Programs
-  with and without it may differ in the last bit, so a replay is compiled as its
-  run was.
+  Messages of a server with a codec travel as codes, and `receive` decodes them.
+  Tickets have the parameters as they arrive at the worker.
+
+  Args:
+    server: of the run.
+    worker: of the run; with None, `Steps.work` is None.
+    wire: dtype in which parameters and messages travel, such as "bfloat16";
+      with None they travel in their own dtypes.
+    group: the devices of each worker.
+    keeps_messages: whether `receive` may not overwrite messages. The messages
+      of a live run are in shared memory. Programs with and without the option
+      may differ in the last bit, so compile a replay with the option of its
+      run.
   """
   pure = pure_steps(server, worker, wire)
 
@@ -203,18 +219,20 @@ def compile_steps(
     state = base.ServerState(params, opt_state, version, inbox)
     return pure.receive(state, ticket, message, loss)
 
-  # Not params and version: open tickets refer to them.
-  donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
-  reading = jax.jit(receive_parts, donate_argnums=(0, 1))
+  # Do not donate params and version: open tickets refer to them.
+  donating_receive = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
+  reading_receive = jax.jit(receive_parts, donate_argnums=(0, 1))
 
   def receive(state, ticket, message, loss):
     leaves = jax.tree.leaves(message)
     keeps_message = keeps_messages or not all(
       isinstance(x, jax.Array) for x in leaves
     )
-    step = reading if keeps_message else donating
-    parts = state.opt_state, state.inbox, message, state.params, state.version
-    return step(*parts, ticket, loss)
+    compiled = reading_receive if keeps_message else donating_receive
+    return compiled(
+      *(state.opt_state, state.inbox, message, state.params, state.version),
+      *(ticket, loss),
+    )
 
   send = server.send
   if not server.sends_current or wire is not None:
@@ -235,16 +253,16 @@ def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
 def start(server: base.Server, params: Any) -> base.ServerState:
   """Returns a server's first state, sharing no buffer with `params`.
 
-  Warns of more than 3,000 leaves. A step of SGD's server is compiled in 1 s of
-  a core for 100 leaves, 8 s for 1,000 and half a minute for 3,000, and each
-  leaf is passed with each message.
+  Warns of more than 3,000 leaves. XLA compiles a step of SGD's server in 1 s of
+  a core for 100 leaves, in 8 s for 1,000 leaves and in 30 s for 3,000 leaves,
+  and each call of the step passes all leaves.
   """
-  count = len(jax.tree.leaves(params))
-  if count > _MANY_LEAVES:
+  n_leaves = len(jax.tree.leaves(params))
+  if n_leaves > _MANY_LEAVES:
     warnings.warn(
-      f"the parameters have {count:,} leaves, and a server's step takes minutes"
-      f" to compile for more than {_MANY_LEAVES:,}: stack those of one shape"
-      " (jax.tree.map over jnp.stack), or make all of them one vector"
+      f"the parameters have {n_leaves:,} leaves, and a server's step takes"
+      f" minutes to compile for more than {_MANY_LEAVES:,}: stack those of one"
+      " shape (jax.tree.map over jnp.stack), or make all of them one vector"
       " (jax.flatten_util.ravel_pytree)",
       stacklevel=2,
     )

@@ -2,8 +2,8 @@
 
 A Python loop calls the compiled functions of `asgd.simulator.steps` in the
 order of the trace. JAX arrays are immutable, so a ticket is a reference to
-parameters, not a copy: memory is (distinct versions in flight) x parameters,
-and sending costs nothing.
+parameters, not a copy: a send costs nothing, and the memory is (distinct
+versions in flight) x parameters.
 """
 
 import functools
@@ -22,7 +22,7 @@ from asgd.simulator.simulation import (
   SimulationState,
   Simulator,
   make_simulator,
-  needs_of,
+  replay_options,
 )
 from asgd.simulator.steps import Steps
 from asgd.simulator.traffic import (
@@ -41,12 +41,12 @@ def make_host(
   group: steps_lib.WorkerDevices = steps_lib.ALONE,
   **options: Any,
 ) -> Simulator:
-  """Builds the host engine of a server and its workers; arguments and options
-  are those of `compile_steps`."""
+  """Builds the host engine of a server and its workers, with the arguments and
+  options of `compile_steps`."""
 
   def follow(wrapped_worker, simulation, trace, **data):
     begin = begin_host(server, wrapped_worker, group=group, **options)
-    return begin(simulation, trace=trace, **data, **needs_of(trace))
+    return begin(simulation, trace=trace, **data, **replay_options(trace))
 
   return make_simulator(server, worker, follow)
 
@@ -59,7 +59,7 @@ def begin_host(
   **options: Any,
 ) -> Callable[..., "StepwiseRun"]:
   """Returns StepwiseRun without its first argument, for an order that is made
-  while it is replayed; arguments are as of `make_host`."""
+  while it is replayed. The arguments are as in `make_host`."""
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
   return functools.partial(StepwiseRun, (worker, steps, group))
 
@@ -82,9 +82,9 @@ class StepwiseRun:
     keeps: bool = True,
     returns: Iterable[int] = (),
   ) -> None:
-    """Continues a SimulationState, which is consumed; `parts` are worker, steps
-    and group, `trace` is that of `until`, `keeps` and `returns` as of
-    `needs_of`."""
+    """Continues a SimulationState, and consumes it. `parts` are worker, steps
+    and group, `trace` has the rows that `until` replays, `keeps` and `returns`
+    are as in `replay_options`."""
     self._worker, self._steps, self._group = parts
     self._trace = trace
     self._batch, self._root = batch, root
@@ -101,14 +101,15 @@ class StepwiseRun:
     ledger.rows = simulation.event
     ledger.open.update(enumerate(map(dict, simulation.tickets)))
     ledger.latest |= {w: t for w, t in enumerate(simulation.kept) if t}
-    # Messages before their RECEIVE rows, in the order of each worker's jobs:
-    # seq -> (state of the worker after it, message, loss)
+    # For each worker, the messages that were computed before their RECEIVE
+    # rows, in the order of its jobs: seq -> (worker state after the job,
+    # message, loss)
     self._early_results: list[dict[int, Any]] = [{} for _ in self._states]
-    self._returned_count = 0  # messages with records that were returned already
+    self._n_returned = 0  # messages whose records were returned already
 
   def apply(self, event: trace_lib.Event) -> None:
-    """Replays the next row; raises TraceError if it cannot follow the earlier
-    rows."""
+    """Replays the next row. Raises TraceError if the row cannot follow the
+    earlier rows."""
     replay = self._replay
     ticket, w = replay.apply(event), event.worker
     # Messages are computed as late as possible, at the rows that need them.
@@ -132,9 +133,9 @@ class StepwiseRun:
     return state, message, loss
 
   def bytes_up(self, worker: int, seq: int, job: int) -> int:
-    """Computes a message with an open ticket and returns its bytes. The message
-    is kept until it is received. The caller has asked for all earlier messages
-    of the worker."""
+    """Computes a message with an open ticket, keeps it until its RECEIVE row,
+    and returns its bytes. The caller has called this function for all earlier
+    messages of the worker."""
     replay, early_results = self._replay, self._early_results[worker]
     state = self._states[worker]
     # The job starts from the worker's state after its latest computed job.
@@ -145,10 +146,10 @@ class StepwiseRun:
     if self._steps.codec is not None:
       message = fetch(message)  # to be packed
     early_results[seq] = state, message, loss
-    return replay.traffic.up(message)[0]
+    return replay.traffic.measure_message(message)[0]
 
   def bytes_down(self, worker: int, seq: int) -> int:
-    """Returns the bytes of a ticket that was sent, and is open."""
+    """Returns the bytes of an open ticket."""
     return self._replay.traffic.sent_bytes(worker, seq)
 
   @property
@@ -165,8 +166,8 @@ class StepwiseRun:
 
   def records(self) -> base.Records:
     """Returns the records of the messages received since the last call."""
-    records = self._replay.records(self._returned_count)
-    self._returned_count += len(records.loss)
+    records = self._replay.records(self._n_returned)
+    self._n_returned += len(records.loss)
     return records
 
   def pause(self) -> SimulationState:
@@ -185,7 +186,7 @@ class StepwiseRun:
 
 
 class ServerReplay:
-  """A server that replays the rows of a trace."""
+  """The server's part of a trace, replayed row by row."""
 
   def __init__(
     self,
@@ -198,7 +199,7 @@ class ServerReplay:
     returns: Iterable[int] = (),
   ):
     """Starts with a ServerState; `worker_indices` are on the device, `sent` is
-    as in `Traffic`, `keeps` and `returns` as in `needs_of`."""
+    as in `Traffic`, `keeps` and `returns` are as in `replay_options`."""
     self.state, self._steps, self._worker_indices = state, steps, worker_indices
     self._returns = set(returns)
     self.marks: dict[int, base.ServerState] = {}  # row -> state before it
@@ -210,7 +211,7 @@ class ServerReplay:
   def _send(self, event, kept_ticket):
     if kept_ticket is not None:
       return self._steps.keep(kept_ticket)
-    self.traffic.send(event.worker, event.seq)
+    self.traffic.count_ticket(event.worker, event.seq)
     return self._steps.send(self.state, self._worker_indices[event.worker])
 
   def apply(self, event: trace_lib.Event) -> base.Ticket | None:
@@ -220,9 +221,9 @@ class ServerReplay:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
     ticket = self.ledger.apply(event)
     if event.action == base.JOIN:
-      self.traffic.join(event.worker)
+      self.traffic.forget_worker(event.worker)
     if event.action in (base.LOST, base.REJECT, base.STOP):
-      self.traffic.lose(*event.key)
+      self.traffic.drop_ticket(*event.key)
     if event.action == base.ROLLBACK:
       self.state = jax.tree.map(jnp.copy, self.marks[event.job])
       self.traffic.roll_back(self.state)
@@ -231,23 +232,23 @@ class ServerReplay:
   def receive(
     self, event: trace_lib.Event, message: Any, totals: Any = None
   ) -> None:
-    """Gives the server the (ticket, updates, loss) of the last RECEIVE row."""
+    """Gives the server the message of the last RECEIVE row: (ticket, updates,
+    loss). `totals` are sums over all shards, if the algorithm needs them."""
     ticket, updates, loss = message
     if self._steps.codec is not None:
       updates = fetch(updates)  # to be packed
-    up, residual_norm = self.traffic.up(updates)
-    message = ticket, updates, loss
+    bytes_up, residual_norm = self.traffic.measure_message(updates)
+    arguments = self.state, ticket, updates, loss
     if totals is None:
-      self.state, observation = self._steps.receive(self.state, *message)
+      self.state, observation = self._steps.receive(*arguments)
     else:
-      sums = steps_lib.as_totals(totals)
-      done = self._steps.stage(sums, self.state, *message)
+      done = self._steps.stage(steps_lib.as_totals(totals), *arguments)
       self.state, observation = done.result
-    self.traffic.update(self.state)
+    self.traffic.count_update(self.state)
     trace_columns = event.time, event.worker, event.job
-    down = self.traffic.end(*event.key, ticket)
+    bytes_down = self.traffic.close_ticket(*event.key, ticket)
     self._messages.append(
-      ReceivedMessage(*trace_columns, up, down, residual_norm)
+      ReceivedMessage(*trace_columns, bytes_up, bytes_down, residual_norm)
     )
     self._observations.append(observation)
 

@@ -1,9 +1,9 @@
 """Assigns each ticket of a trace a slot in one buffer of parameters.
 
 A ticket occupies its slot from its SEND until its last job ends; in a trace
-with KEEP rows, also until the worker's next SEND. Then a later ticket reuses
-the slot. Tickets of one version share a slot if the server sends its parameters
-as they are: memory is (distinct versions in flight) x parameters.
+with KEEP rows, at least until the worker's next SEND. Then a later ticket
+reuses the slot. If the server sends its parameters as they are, tickets of one
+version share a slot: memory is (distinct versions in flight) x parameters.
 
 Index letters used in shape comments:
   E  rows of the trace
@@ -11,12 +11,13 @@ Index letters used in shape comments:
   K  SEND and KEEP rows
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
-from asgd import base
+from asgd import base, compression
 from asgd.orders import trace as trace_lib
 
 _Ints = npt.NDArray[np.int32]
@@ -27,11 +28,30 @@ class NotCompiled(ValueError):
   """A trace or an algorithm needs the host engine; the message says why."""
 
 
+def why_only_host(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
+  """Returns why only the host engine can replay a trace; "" if the chunk and
+  rounds engines can, too.
+
+  Args:
+    opt_state: the optimizer state of the server, or its shapes.
+    worker_state: the state of a worker, or its shapes.
+    trace: the trace that is replayed.
+  """
+  if compression.last_update(opt_state) is not None:
+    return "the server's updates are codes (compress_down)"
+  action = np.asarray(trace.action)
+  if (action == base.ROLLBACK).any():
+    return "the order rolls back"
+  if (action == base.DROP).any() and jax.tree.leaves(worker_state):
+    return "a worker with a state has messages that are dropped"
+  return ""
+
+
 class Sends(NamedTuple):
   """Tickets that are sent between two messages."""
 
-  slots: _Ints  # one a ticket, distinct
-  workers: _Ints  # one a ticket
+  slots: _Ints  # the slot of each ticket; all are distinct
+  workers: _Ints  # the worker of each ticket
 
 
 class Starts(NamedTuple):
@@ -50,11 +70,12 @@ class TicketPlan(NamedTuple):
   slot: _Ints  # [U], slot of the message's ticket
   earlier_jobs: _Ints  # [U], earlier jobs on the same ticket; 0: it is fresh
   is_first: npt.NDArray[np.bool_]  # [U], first message of a worker that joined
-  # [U], the slot written after the message; `slots` if none or several are
+  # [U], the slot written after the message; `slots` if no slot is written, or
+  # several slots are
   sent_slot: _Ints
-  sent_worker: _Ints  # [U], worker of the ticket that is written there
-  # Messages received before -> tickets that `sent_slot` cannot hold: they need
-  # several slots, or are sent before the first message.
+  sent_worker: _Ints  # [U], worker of the ticket in `sent_slot`
+  # Number of messages received before -> tickets that `sent_slot` cannot name:
+  # they need several slots, or are sent before the first message.
   sends: dict[int, Sends]
   starts: Starts
   slots: int  # number of slots in the buffer
@@ -70,7 +91,7 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
 
   Raises:
     TraceError: for an end without a start, or a KEEP without a ticket.
-    NotCompiled: for a message's number that is used twice.
+    NotCompiled: if two messages of a worker have the same number.
 
   Example:
     Two workers: three versions are never in flight at once.
@@ -183,25 +204,25 @@ def _last_uses(trace, row, end, group, opening_start):
   action = np.asarray(trace.action)
   last_use = np.zeros(group.max(initial=-1) + 1, np.int64)
   np.maximum.at(last_use, group, end)
-  # A worker that may keep its ticket holds it until its next SEND.
+  # In a trace with KEEP rows each worker keeps its ticket until its next SEND.
   if (action == base.KEEP).any():
     worker = np.asarray(trace.worker)[row]
     sends = np.flatnonzero(action[row] == base.SEND)
     order = sends[np.lexsort((sends, worker[sends]))]
-    held_until = np.full(len(row), len(action))
+    kept_until = np.full(len(row), len(action))
     same_worker = worker[order][1:] == worker[order][:-1]
-    held_until[order[:-1][same_worker]] = row[order[1:][same_worker]]
-    np.maximum.at(last_use, group, held_until[opening_start])
+    kept_until[order[:-1][same_worker]] = row[order[1:][same_worker]]
+    np.maximum.at(last_use, group, kept_until[opening_start])
   return last_use
 
 
 def _assign_slots(begin, last_use):
-  """Assigns each group of tickets a slot that is free from row `begin` to row
-  `last_use`; returns (slot of each group, number of slots)."""
+  """Assigns each group of tickets a slot that no other group uses from row
+  `begin` to row `last_use`; returns (slot of each group, number of slots)."""
   slot_of = np.zeros(len(last_use), np.int64)
   # Groups are in the order of their first use. Slots are released in the order
   # of their last use, and the slot that was released last is taken first.
-  slots, free, released = 0, [], 0
+  n_slots, free_slots, released = 0, [], 0
   by_last_use = np.argsort(last_use, kind="stable").tolist()
   last_uses = last_use.tolist()
   for group, first_row in enumerate(begin.tolist()):
@@ -209,13 +230,13 @@ def _assign_slots(begin, last_use):
       released < len(by_last_use)
       and last_uses[by_last_use[released]] <= first_row
     ):
-      free.append(int(slot_of[by_last_use[released]]))
+      free_slots.append(int(slot_of[by_last_use[released]]))
       released += 1
-    if free:
-      slot_of[group] = free.pop()
+    if free_slots:
+      slot_of[group] = free_slots.pop()
     else:
-      slot_of[group], slots = slots, slots + 1
-  return slot_of, slots
+      slot_of[group], n_slots = n_slots, n_slots + 1
+  return slot_of, n_slots
 
 
 def _sends_after(trace, starts, messages_before, slots, messages):
@@ -225,7 +246,8 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   is_sent = np.asarray(trace.action)[starts.row] == base.SEND
   send_starts = np.flatnonzero(is_sent)
   worker, slot = np.asarray(trace.worker)[starts.row], starts.slot
-  # SENDs into one slot after one message send the same: use the last of them.
+  # SENDs into one slot after one message send the same ticket: use the last
+  # SEND.
   keys = send_starts, slot[send_starts], messages_before[send_starts]
   order = send_starts[np.lexsort(keys)]
   is_last = np.ones(len(order), bool)
@@ -241,11 +263,11 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   is_single = (count == 1) & (positions > 0)
   single, message = order[begins[is_single]], positions[is_single] - 1
   sent_slot[message], sent_worker[message] = slot[single], worker[single]
-  several = ~is_single
+  has_several = ~is_single
   for position, begin, size in zip(
-    positions[several].tolist(),
-    begins[several].tolist(),
-    count[several].tolist(),
+    positions[has_several].tolist(),
+    begins[has_several].tolist(),
+    count[has_several].tolist(),
     strict=True,
   ):
     group = np.sort(order[begin : begin + size])
@@ -254,7 +276,8 @@ def _sends_after(trace, starts, messages_before, slots, messages):
 
 
 def _first_messages(trace, received):
-  """Returns, by message, whether it is the first of a worker that joined."""
+  """Returns bool[U]: whether each message is the first message of a worker that
+  joined."""
   is_first = np.zeros(len(received), bool)
   worker = np.asarray(trace.worker)
   for row in np.flatnonzero(np.asarray(trace.action) == base.JOIN).tolist():
@@ -268,8 +291,8 @@ def _first_messages(trace, received):
 def tickets_at(
   starts: Starts, trace: base.Trace, row: int
 ) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
-  """Returns the starts whose tickets are held at row `row`: the open ones by
-  (worker, seq), and the latest one of each worker."""
+  """Returns the starts whose tickets are in the buffer at row `row`: the open
+  starts by (worker, seq), and the latest start of each worker."""
   started = np.flatnonzero(starts.row < row)
   worker, seq = (np.asarray(x)[starts.row[started]] for x in trace[1:3])
   is_open = starts.end[started] >= row

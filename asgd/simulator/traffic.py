@@ -17,7 +17,8 @@ from asgd.simulator.steps import PureSteps, Steps
 
 
 class ReceivedMessage(NamedTuple):
-  """The columns of a message from the trace and the packets, not computed."""
+  """The columns of a record that are read from the trace and the packets; the
+  server computes the other columns."""
 
   time: float
   worker: int
@@ -28,12 +29,12 @@ class ReceivedMessage(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """Sent bytes of a server with codes of updates; plain data."""
+  """Sent bytes of a server whose updates are codes; plain data."""
 
   total: int  # bytes of all updates so far
-  version: int  # the server's version after the last of them
-  seen: dict[int, int]  # worker -> total at its last ticket
-  tickets: dict[tuple[int, int], int]  # (worker, seq) of an open one -> bytes
+  version: int  # the server's version after the last counted update
+  total_at_ticket: dict[int, int]  # worker -> `total` at its last ticket
+  tickets: dict[tuple[int, int], int]  # (worker, seq), open ticket -> bytes
 
 
 NOTHING_SENT = Sent(0, 0, {}, {})
@@ -48,12 +49,12 @@ class Traffic:
     state: base.ServerState,
     sent: Sent = NOTHING_SENT,
   ):
-    """Reads only shapes and dtypes of a server's state; `sent` is that of the
-    run to continue."""
+    """Reads only shapes and dtypes of a server's state; `sent` has the bytes
+    that were sent before, in a run that is continued."""
     params = state.params
-    self.dense = wire.layout(params, compress=steps.wire).nbytes
+    self.dense_nbytes = wire.layout(params, compress=steps.wire).nbytes
     self._packing = self._updates = None
-    self.stats = wire.layout(getattr(params, "stats", ()))  # as they are
+    self.stats_layout = wire.layout(getattr(params, "stats", ()))  # as they are
     if steps.codec is not None:
       self._packing = compression.layout(steps.codec, params)
     update = compression.last_update(state.opt_state)
@@ -63,51 +64,55 @@ class Traffic:
     self.resume(sent)
 
   def resume(self, sent: Sent) -> None:
-    """Continues after what was sent before."""
-    total, version, seen, tickets = sent
-    self.sent = Sent(total, version, dict(seen), dict(tickets))
+    """Continues after the bytes that were sent before."""
+    self.sent = Sent(
+      *(sent.total, sent.version),
+      *(dict(sent.total_at_ticket), dict(sent.tickets)),
+    )
 
-  def up(self, message: Any) -> tuple[int, float]:
+  def measure_message(self, message: Any) -> tuple[int, float]:
     """Returns (bytes, residual norm) of a message; a code has NumPy arrays."""
     if self._packing is None:
-      return self.dense, 0.0
+      return self.dense_nbytes, 0.0
     return len(packing.pack(self._packing, message)), float(message.residual)
 
-  def send(self, worker: int, seq: int) -> int | None:
+  def count_ticket(self, worker: int, seq: int) -> int | None:
     """Counts a ticket with new parameters. Returns the bytes of its codes; None
-    if it is sent as complete parameters."""
+    if the ticket carries the complete parameters."""
     if self._updates is None:
       return None
     sent = self.sent
     # A new worker counts as lacking more bytes than the parameters have.
-    codes = sent.total - sent.seen.get(worker, -self.dense)
-    # Statistics travel beside the codes of updates, as they are.
-    size = codes + (self.stats.nbytes if codes else 0)
-    sent.seen[worker] = sent.total
-    sent.tickets[worker, seq] = min(size, self.dense)
-    return codes if size < self.dense else None
+    last_total = sent.total_at_ticket.get(worker, -self.dense_nbytes)
+    code_nbytes = sent.total - last_total
+    # Statistics travel beside the codes of updates, without a codec.
+    nbytes = code_nbytes + (self.stats_layout.nbytes if code_nbytes else 0)
+    sent.total_at_ticket[worker] = sent.total
+    sent.tickets[worker, seq] = min(nbytes, self.dense_nbytes)
+    return code_nbytes if nbytes < self.dense_nbytes else None
 
   def sent_bytes(self, worker: int, seq: int) -> int:
-    """Returns the bytes of a ticket that is open, and new."""
+    """Returns the bytes of an open ticket with new parameters."""
     if self._updates is None:
-      return self.dense
+      return self.dense_nbytes
     return self.sent.tickets[worker, seq]
 
-  def join(self, worker: int) -> None:
-    """Counts a new worker, which has no parameters."""
-    self.sent.seen.pop(worker, None)
+  def forget_worker(self, worker: int) -> None:
+    """Forgets the last ticket of a worker that joins: it has no parameters."""
+    self.sent.total_at_ticket.pop(worker, None)
 
-  def lose(self, worker: int, seq: int) -> None:
-    """Counts a lost ticket."""
+  def drop_ticket(self, worker: int, seq: int) -> None:
+    """Drops the bytes of a lost ticket."""
     self.sent.tickets.pop((worker, seq), None)
 
-  def end(self, worker: int, seq: int, ticket: base.Ticket) -> int:
-    """Counts a closed ticket; returns the bytes that it was sent with."""
+  def close_ticket(self, worker: int, seq: int, ticket: base.Ticket) -> int:
+    """Drops the bytes of a closed ticket, and returns them; 0 for a ticket that
+    a worker had kept."""
     if self._updates is not None:
       return self.sent.tickets.pop((worker, seq), 0)
-    return self.dense if ticket.fresh else 0
+    return self.dense_nbytes if ticket.fresh else 0
 
-  def update(self, state: base.ServerState) -> None:
+  def count_update(self, state: base.ServerState) -> None:
     """Counts the update of a received message, if there is one."""
     if self._updates is None or int(state.version) == self.sent.version:
       return
@@ -121,13 +126,13 @@ class Traffic:
     self.sent = self.sent._replace(
       total=self.sent.total + len(packet), version=int(state.version)
     )
-    self._keep(packet)
+    self._store_packet(packet)
 
   def roll_back(self, state: base.ServerState) -> None:
-    """Makes each worker's next ticket complete parameters, because no codes
-    lead to this state."""
-    self.sent.seen.clear()
+    """Makes each worker's next ticket carry complete parameters, because no
+    codes lead to this state."""
+    self.sent.total_at_ticket.clear()
     self.sent = self.sent._replace(version=int(state.version))
 
-  def _keep(self, packet: bytes) -> None:
-    """Stores a new packet, in a subclass that sends it."""
+  def _store_packet(self, packet: bytes) -> None:
+    """Does nothing; a subclass that sends packets stores a new one."""

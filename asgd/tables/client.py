@@ -1,12 +1,12 @@
 """A client: the worker's side of tables.
 
-The client has copies of rows, each with its clock, and the worker's own updates
-that were not sent. A read returns copy + own updates (read my writes), also
-after the copy was refreshed.
+The client has copies of rows, each with its clock, and the worker's unsent
+updates. A read returns copy + unsent updates (read my writes), also after the
+copy was refreshed.
 
 A message has the updates that the filters pass, encoded by the codec. The
-client holds back the rest for a later message. Updates that are larger than the
-rules allow a worker to hold back bypass the filters and the codec.
+client holds back all other updates for a later message. Updates that are larger
+than the rules allow a worker to hold back bypass the filters and the codec.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ class Client:
       worker: its index.
       specs: of the tables, by name.
       rules: of reads.
-      filters: of messages; each filter gets the rows that the one before
+      filters: of messages; each filter gets the rows that the previous filter
         passed.
       codec: of values.
       key: JAX key of the codec's random numbers.
@@ -94,7 +94,9 @@ class Client:
     self.worker, self.rules = worker, rules
     self._specs, self._filters = dict(specs), tuple(filters)
     self._codec, self._key, self._seed = codec, key, seed
-    self._rows = {name: KeyedRows([], self._made(name, ())) for name in specs}
+    self._rows = {
+      name: KeyedRows([], self._new_rows(name, ())) for name in specs
+    }
     self.factor = 1.0  # a read shows copy + factor * own updates
     self._key_caching = key_caching
     self.sender = KeyCache(sends_digests=key_caching)
@@ -103,21 +105,21 @@ class Client:
     # Changes of the copies by the last message: table -> (keys, changes).
     self.in_flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
-  def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
+  def _new_rows(self, name: str, keys: Any) -> dict[str, np.ndarray]:
     """Returns the columns of new rows, neither received nor written."""
     spec = self._specs[name]
     shape = len(keys), *spec.shape
     return {
       "copy": np.zeros(shape, spec.dtype),
-      "own": np.zeros(shape, spec.dtype),  # updates to push
-      "written": np.zeros(len(keys), bool),  # whether there are any
+      "own": np.zeros(shape, spec.dtype),  # unsent updates
+      "written": np.zeros(len(keys), bool),  # whether there are unsent updates
       "clock": np.full(len(keys), _NEVER),
     }
 
   def _insert(self, name, keys):
     """Returns the rows of a table, after adding rows for keys that have
     none."""
-    self._rows[name].insert(keys, lambda new: self._made(name, new))
+    self._rows[name].insert(keys, lambda new: self._new_rows(name, new))
     return self._rows[name]
 
   # Reading.
@@ -125,31 +127,31 @@ class Client:
   def clocks(self, name: str, keys: Keys) -> np.ndarray:
     """Returns int[n], the clock of each copy; -1 where the client has no
     copy."""
-    rows, out = self._rows[name], np.full(len(keys), _NEVER)
+    rows, clocks = self._rows[name], np.full(len(keys), _NEVER)
     is_copied = rows.has(keys)
-    out[is_copied] = rows.read(keys[is_copied], "clock")
-    return out
+    clocks[is_copied] = rows.read(keys[is_copied], "clock")
+    return clocks
 
   def stale(self, keys: Mapping[str, Keys], clock: int) -> dict[str, Keys]:
     """Returns the keys that must be pulled before a read at `clock`, by table;
     a table without stale keys is left out."""
-    oldest_allowed, out = self.rules.need(clock), {}
+    oldest_allowed, stale_keys = self.rules.need(clock), {}
     for name, table_keys in keys.items():
       if not self.rules.pulls_all:
         table_keys = table_keys[self.clocks(name, table_keys) < oldest_allowed]
       if table_keys.size:
-        out[name] = table_keys
-    return out
+        stale_keys[name] = table_keys
+    return stale_keys
 
   def take(self, message: Rows) -> None:
-    """Stores rows of the server as copies; the client's own updates stay."""
+    """Stores rows of the server as copies; the unsent updates stay."""
     for name, (keys, values) in message.tables.items():
       rows = self._insert(name, keys)
       rows.write(keys, "copy", values)
       rows.write(keys, "clock", message.clock)
     if message.late is None:
       return
-    # A server push at a clock: every copy that is not late is of this clock.
+    # A server push at a clock: every copy that is not late has this clock.
     for name, rows in self._rows.items():
       late_keys = message.late.get(name)
       clock = rows.columns["clock"]
@@ -160,7 +162,7 @@ class Client:
 
   def take_behind(self, message: Rows) -> None:
     """Stores rows that the server sent before it had this worker's last
-    message. The changes of that message are added to the new copies."""
+    message, and adds the changes of that message to the new copies."""
     self.take(message)
     for name, (keys, _) in message.tables.items():
       sent, changes = self.in_flight.get(name, (keys[:0], None))
@@ -169,14 +171,14 @@ class Client:
         self._rows[name].add(sent[is_sent], "copy", changes[is_sent])
 
   def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
-    """Returns rows with the client's own updates; no row may be stale."""
-    out = {}
+    """Returns rows with the client's unsent updates; no row may be stale."""
+    values = {}
     for name, table_keys in keys.items():
       rows = self._rows[name]
       copy = rows.read(table_keys, "copy")
       updates = rows.read(table_keys, "own")
-      out[name] = copy + copy.dtype.type(self.factor) * updates
-    return out
+      values[name] = copy + copy.dtype.type(self.factor) * updates
+    return values
 
   # Writing.
 
@@ -208,30 +210,30 @@ class Client:
     """
     # Each message draws from its own stream, so a replay draws the same.
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
-    out, self.in_flight = {}, {}
+    packed, self.in_flight = {}, {}
     for table, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
         keys = self._filter(rows, keys, rng)
       if keys.size:
-        out[name] = self._send(name, keys, table)
-      if self.rules.pulls_all:  # each job pulls all its rows: drop the copies
+        packed[name] = self._encode_updates(name, keys, table)
+      if self.rules.pulls_all:  # each job pulls its rows: drop the copies
         rows.keep(rows.columns["written"])
     self.flushes += 1
-    return Push(self.worker, clock, out)
+    return Push(self.worker, clock, packed)
 
   def _filter(
     self, rows: KeyedRows, keys: Keys, rng: np.random.Generator
   ) -> Keys:
-    """Returns the keys that the filters pass, and those with more updates than
-    the rules allow the worker to hold back."""
-    excess = self._beyond(rows.read(keys, "own"))
+    """Returns the keys to send: the keys that the filters pass, and the keys
+    whose updates exceed what the rules allow a worker to hold back."""
+    excess = self._exceeds_hold(rows.read(keys, "own"))
     urgent, keys = keys[excess], keys[~excess]
-    for passes in self._filters:
+    for row_filter in self._filters:
       if not keys.size:
         break
       copy, updates = (rows.read(keys, name) for name in ("copy", "own"))
-      verdict = passes(copy, updates, rng)
+      verdict = row_filter(copy, updates, rng)
       dropped = 0
       if verdict.drop is not None and verdict.drop.any():
         unneeded, dropped = keys[verdict.drop], int(verdict.drop.sum())
@@ -243,14 +245,15 @@ class Client:
       keys = keys[verdict.send]
     return np.sort(np.concatenate([keys, urgent]))
 
-  def _beyond(self, updates: np.ndarray) -> np.ndarray:
-    """Returns bool[n], whether own updates exceed what may be held back."""
+  def _exceeds_hold(self, updates: np.ndarray) -> np.ndarray:
+    """Returns bool[n], whether the updates of a row exceed what the rules allow
+    a worker to hold back."""
     change = np.abs(updates.reshape(len(updates), -1)).max(1, initial=0)
     return abs(self.factor) * change > self.rules.hold
 
-  def _send(self, name: str, keys: Keys, table: int) -> RowValues:
-    """Returns own updates of some rows as they are sent, and applies them to
-    the copies. What the codec leaves out stays in the own updates.
+  def _encode_updates(self, name: str, keys: Keys, table: int) -> RowValues:
+    """Returns the unsent updates of some rows as they are sent, and applies
+    them to the copies. The part that the codec leaves out stays unsent.
 
     Args:
       name: of the table.
@@ -265,15 +268,15 @@ class Client:
       shape, dtype = updates.shape[1:], updates.dtype
       sent = self._codec.unpack(packet, len(keys), shape, dtype)
       values = packet
-      if self._beyond(updates - sent).any():
+      if self._exceeds_hold(updates - sent).any():
         sent = values = updates  # the codec would hold back too much
     else:
       sent = updates
-    # The codec may send an approximation: the difference stays, to be sent
-    # later, and the copy gets exactly what the server will apply.
+    # The codec may send an approximation. The difference is sent later, and the
+    # copy gets exactly what the server will apply.
     rows.write(keys, "own", updates - sent)
-    has_rest = (updates != sent).reshape(len(keys), -1).any(1)
-    rows.write(keys, "written", has_rest)
+    is_incomplete = (updates != sent).reshape(len(keys), -1).any(1)
+    rows.write(keys, "written", is_incomplete)
     change = sent.dtype.type(self.factor) * sent
     rows.add(keys, "copy", change)
     self.in_flight[name] = keys, change
@@ -288,8 +291,8 @@ class Client:
     }
 
   def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
-    """Returns the tables of an earlier incarnation's message, which has all
-    keys, with the keys as this client's receiver needs them."""
+    """Returns the tables of an earlier incarnation's message, with the keys as
+    this client's receiver needs them. The given message must have all keys."""
     return {
       name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
       for name, sent in tables.items()

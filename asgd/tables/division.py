@@ -39,17 +39,17 @@ class Division(NamedTuple):
   version: int = 0  # count of earlier divisions of the run
 
   def split(self, keys: Mapping[str, Keys]) -> list[Parts]:
-    """Splits the keys of a message by shard. Tables of which a shard has no key
-    are left out of its part."""
-    out: list[Parts] = [{} for _ in range(self.shards)]
+    """Splits the keys of a message by shard. A shard's part leaves out the
+    tables of which the message has no key of the shard."""
+    parts: list[Parts] = [{} for _ in range(self.shards)]
     for name, table_keys in keys.items():
       table_keys = np.asarray(table_keys, np.int64)
       owners = self.ranges[name].shard_of(table_keys)
-      for shard, part in enumerate(out):
+      for shard, part in enumerate(parts):
         (positions,) = (owners == shard).nonzero()
         if positions.size:
           part[name] = positions, table_keys[positions]
-    return out
+    return parts
 
   def of_shard(self, shard: int) -> dict[str, TableSpec]:
     """Returns the specs of the tables of which a shard owns rows."""
@@ -67,10 +67,10 @@ class Division(NamedTuple):
     workers: int,
   ) -> TableServer:
     """Returns the server of a shard, given complete tables [K, ...]. The server
-    gets its share of a budget by its number of rows."""
+    gets a share of the budget in proportion to its number of rows."""
     parts, total = {}, 0
     for name, rows in tables.items():
-      # A budget is shared over the rows of all shards, not of this one alone.
+      # The budget is shared over the rows of all shards, so count all rows.
       total += len(rows)
       ranges = self.ranges[name]
       if shard < ranges.shards:
@@ -87,7 +87,7 @@ class Division(NamedTuple):
     )
 
   def cuts_of(self, numbers: Sequence[float]) -> Cuts:
-    """Returns cuts by table from their flat form in a MOVE row: the cuts of all
+    """Returns the cuts by table from a MOVE row, which has the cuts of all
     tables, one table after the other."""
     flat, cuts = iter(numbers), {}
     for name, ranges in self.ranges.items():
@@ -126,11 +126,11 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
     name: ranges_lib.by_load(np.ones(len(rows)), min(shards, len(rows)))
     for name, rows in tables.items()
   }
-  # Small tables may be on fewer shards, but each shard needs some row.
-  most = max(each.shards for each in ranges.values())
-  if shards > most:
+  # Small tables may be on fewer shards, but each shard needs a row.
+  max_shards = max(each.shards for each in ranges.values())
+  if shards > max_shards:
     raise ValueError(
-      f"shards must be at most {most}, the rows of the largest table, not"
+      f"shards must be at most {max_shards}, the rows of the largest table, not"
       f" {shards}"
     )
   specs = {
@@ -144,7 +144,7 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
   """Returns cuts of all tables that give the shards about equal loads.
 
   Args:
-    loads: of each shard, by table: float[k], the load of each of its rows.
+    loads: of each shard: table -> float[k], the load of each row of the shard.
 
   Example:
     >>> import numpy as np
@@ -154,10 +154,10 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
     ... )
     {'w': [0, 1, 4]}
   """
-  out = {}
+  cuts = {}
   for name in loads[0]:
     # Shards are in the order of keys, and so are their rows.
     parts = [each[name] for each in loads if name in each]
     ranges = ranges_lib.by_load(np.concatenate(parts), len(parts))
-    out[name] = list(ranges.cuts)
-  return out
+    cuts[name] = list(ranges.cuts)
+  return cuts

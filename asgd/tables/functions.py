@@ -131,7 +131,7 @@ def proximal(
     x = w - a g / u;   w <- sign(x) max(|x| - a l1 / u, 0)
 
   which minimises g y + (y - w)^2 u / (2 a) + l1 |y|. Rows are (w, u), float[2],
-  where u is that of the last step. Values are (g, u). Rows without a pushed
+  where u is the u of the last step. Values are (g, u). Rows without a pushed
   value, and rows with u = 0, stay as they are.
 
   Args:

@@ -18,8 +18,8 @@ from asgd.compression import packing
 from asgd.tables import functions
 from asgd.tables.keys import Keys
 
-_HEADER = 16  # bytes of a message's header: kind, sender, clock
-_CACHED = 64  # lists of keys that each side remembers
+_HEADER_BYTES = 16  # of a message: kind, sender, clock
+_MAX_LISTS = 64  # lists of keys that each side remembers
 
 
 class KeyList(NamedTuple):
@@ -58,24 +58,24 @@ class Push(NamedTuple):
   @property
   def nbytes(self) -> int:
     """Bytes on the wire."""
-    return _HEADER + sum(each.nbytes for each in self.tables.values())
+    return _HEADER_BYTES + sum(each.nbytes for each in self.tables.values())
 
 
 class Rows(NamedTuple):
-  """Rows of the server for a worker: those it requested, or changed rows of
-  which the worker has copies."""
+  """Rows that the server sends to a worker: the requested rows, or changed rows
+  of which the worker has copies."""
 
   clock: int  # the least of all workers' clocks
   tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
   asked: bool = True  # whether the worker requested them: then it has the keys
-  # A server push at a clock has the keys of the worker's outdated copies that
-  # are not in `tables`; all other copies are of this clock. None otherwise.
+  # In a server push at a clock: the keys of outdated copies that are not in
+  # `tables`; all other copies of the worker have this clock. Otherwise None.
   late: Mapping[str, Keys] | None = None
 
   @property
   def nbytes(self) -> int:
     """Bytes on the wire."""
-    size = _HEADER
+    size = _HEADER_BYTES
     for keys, rows in self.tables.values():
       size += rows.nbytes + (0 if self.asked else 8 * len(keys))
     return size + sum(8 * len(keys) for keys in (self.late or {}).values())
@@ -109,10 +109,10 @@ class KeyCache:
     self._sends_digests = sends_digests
 
   def _remember(self, digest: bytes, keys: Keys) -> None:
-    """Caches a list as the latest, and drops the oldest beyond `_CACHED`."""
+    """Caches a list as the latest, and drops the oldest beyond `_MAX_LISTS`."""
     self.lists[digest] = keys
     self.lists.move_to_end(digest)
-    if len(self.lists) > _CACHED:
+    if len(self.lists) > _MAX_LISTS:
       self.lists.popitem(last=False)
 
   def pack(self, keys: Keys) -> KeyList:
@@ -137,7 +137,8 @@ class ValueCodec:
   """A codec for values of any number of rows.
 
   Values are padded to a power of two of rows, so that the codec is compiled for
-  few shapes. It has no error feedback: the client keeps the rest.
+  few shapes. It has no error feedback: the client keeps the part of the values
+  that the codec leaves out.
   """
 
   def __init__(self, name: str, **options: Any):

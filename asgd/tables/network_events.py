@@ -105,7 +105,7 @@ class NetworkEvents:
     """Registers a message, and makes its parts."""
     self._messages[index] = message
     up = message.direction == UP
-    make_part = self.links.up if up else self.links.down
+    make_part = self.links.message_part if up else self.links.ticket_part
     message.parts = {
       shard: make_part((index, shard), message.worker, shard, nbytes)
       for shard, nbytes in message.sizes.items()
@@ -113,7 +113,7 @@ class NetworkEvents:
 
   def pop(self) -> tuple[str, Any]:
     """Returns (kind, subject) of the next event: MESSAGE and a Message that has
-    arrived, or what `put` was given."""
+    arrived, or the arguments of a call of `put`."""
     while True:
       event = heapq.heappop(self._heap)
       self.now, *_, kind, subject = event
@@ -134,7 +134,7 @@ class NetworkEvents:
 
   def _advance_part(self, part: MessagePart, line: Any) -> None:
     """Moves a part one step along its links, or counts its arrival."""
-    if line is None and part.arrived:
+    if line is None and part.has_arrived:
       self._arrive(self._messages[part.key[0]])
       return
     for time, moved, next_line in self.links.advance(self.now, part, line):

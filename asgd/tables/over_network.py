@@ -10,11 +10,12 @@
   of that shard's rows, and an equal share of the 16 bytes of the header.
 - All shards share one order: a request is answered, and a push is applied, once
   the last shard has received its part.
-- A pull that must wait does so at the shards. Under value_bounded a push waits
-  there, too, while a reply is on its way to a worker that would lack too much.
+- A pull that must wait, waits at the shards. Under value_bounded a push waits
+  there, too, while a reply is on its way to a worker whose copies would then
+  lack too much.
 - An ack has no bytes, and arrives before the rows that its push caused.
-- Under a model of server push, a worker that lacks changed rows waits for them,
-  and requests only rows that it never had.
+- Under a model of server push, a worker that lacks changed rows waits for them.
+  It requests only rows that it never had.
 
 A SEND row of the trace has the time of the reply, a RECEIVE row the time at
 which the push is applied.
@@ -45,7 +46,7 @@ from asgd.tables.simulation import TableRun, request_bytes
 
 REPLY, ACK, ROWS = "reply", "ack", "rows"
 _START, _ANSWER, _COMPUTED = "start", "answer", "computed"  # kinds of events
-_HEADER = 16  # bytes of a message without its keys and rows
+_HEADER_BYTES = 16  # of a message, without keys and rows
 
 
 class OverNetwork(TableRun):
@@ -100,12 +101,12 @@ class OverNetwork(TableRun):
     self._events.put(time, rank, kind, worker)
 
   def _step(self) -> None:
-    """Handles the next event; an update that is not finite raises ValueError,
-    and leaves the event in the queue."""
+    """Handles the next event. Raises ValueError for an update that is not
+    finite; then the event stays in the queue."""
     kind, subject = self._events.pop()  # a worker's index, or a Message
     self.now = self._events.now
-    steps = {_START: self._start, _ANSWER: self._may_answer}
-    steps |= {_COMPUTED: self._end, MESSAGE: self._deliver}
+    steps = {_START: self._start_job, _ANSWER: self._answer_if_allowed}
+    steps |= {_COMPUTED: self._end_job, MESSAGE: self._deliver}
     try:
       steps[kind](subject)
     except ValueError:
@@ -118,49 +119,52 @@ class OverNetwork(TableRun):
     self._workers[worker].queued += message.waited
     if message.kind == PULL:
       self._waiting[worker] = requests.load_request(message.data[0])
-      self._may_answer(worker)
+      self._answer_if_allowed(worker)
     elif message.kind == PUSH:
       self._waiting[worker] = requests.load_request(message.data[0])
       self._apply_pushes()
     elif message.kind == ACK:
       self._put(self.now, START_JOB, _START, worker)
     else:
-      self._take(message)
+      self._deliver_rows(message)
 
   # The worker.
 
-  def _start(self, worker: int) -> None:
-    """Starts the worker's next job on its copies, or requests the rows it
-    lacks, or waits for rows that the shards will send."""
+  def _start_job(self, worker: int) -> None:
+    """Starts the worker's next job on its copies, or requests the rows that it
+    lacks, or makes the worker wait for rows that the shards will send."""
     state, rules = self._workers[worker], self._settings.rules
     state.waits = False
     if state.started == self._jobs:
       return
-    keys, clock, stale = self._wants(worker)
+    keys, clock, stale = self._inspect_next_job(worker)
     if not stale and not rules.by_value:
-      self._write(worker, self._next(worker), base.KEEP)
+      self._write(worker, self._next_job(worker), base.KEEP)
       self._workers[worker].row = len(self.rows) - 1
       self._begin_job(worker, keys, clock)
     elif rules.by_clock and self._workers[worker].heard < rules.need(clock):
       # The shards send the changed rows when the slowest clock advances.
       state.waits = True
     else:
-      self._ask(worker, clock, stale)
+      self._request_rows(worker, clock, stale)
 
-  def _ask(self, worker: int, clock: int, stale: Mapping[str, Keys]) -> None:
+  def _request_rows(
+    self, worker: int, clock: int, stale: Mapping[str, Keys]
+  ) -> None:
     """Sends a pull for the stale rows of a worker's next job."""
     request = Request(PULL, worker, 0, 0, 0, clock, tables=stale)
     self._workers[worker].up += request_bytes(stale)
     parts = [(name, each, 8 * len(each)) for name, each in stale.items()]
-    # Under value_bounded every shard is asked: one without stale rows may have
-    # copies of the worker that lack too much.
-    sizes = self._sizes(
-      parts, self._shards if self._settings.rules.by_value else self._of(stale)
-    )
+    # Under value_bounded every shard gets the request: the worker's copies of a
+    # shard's rows may lack too much even if no row is stale.
+    shards: Iterable[int] = self._shards
+    if not self._settings.rules.by_value:
+      shards = self._owners(stale)
+    sizes = self._part_bytes(parts, shards)
     data = [requests.dump_request(request)]
     self._events.send(Message(PULL, UP, worker, sizes, data))
 
-  def _take(self, message: Message) -> None:
+  def _deliver_rows(self, message: Message) -> None:
     """Delivers rows to a worker, which may start a job with them."""
     worker = message.worker
     client, state = self._clients[worker], self._workers[worker]
@@ -171,7 +175,7 @@ class OverNetwork(TableRun):
       state.heard = max(state.heard, rows.clock)
       (client.take_behind if is_behind else client.take)(rows)
     if message.kind == REPLY:
-      keys, clock, _ = self._wants(worker)
+      keys, clock, _ = self._inspect_next_job(worker)
       self._begin_job(worker, keys, clock)
       self._apply_pushes()
     elif state.waits:  # other rows may arrive at this time: retry only once
@@ -181,21 +185,22 @@ class OverNetwork(TableRun):
   def _begin_job(
     self, worker: int, keys: Mapping[str, Keys], clock: int
   ) -> None:
-    """Starts to compute a worker's next job; the worker has its rows."""
-    self._read(worker, keys, clock, self._workers[worker].row)
+    """Starts the computation of a worker's next job; the worker has all rows.
+    """
+    self._start_ticket(worker, keys, clock, self._workers[worker].row)
     end = self.now + self._workers[worker].draw()
     self._put(end, END_JOB, _COMPUTED, worker)
 
-  def _end(self, worker: int) -> None:
+  def _end_job(self, worker: int) -> None:
     """Ends the computation of a job, and sends its push if it ends a clock."""
     push = self._compute(worker)
-    if push is None:  # the job ends no clock, so it ends without a message
+    if push is None:  # the job does not end a clock, so it sends no message
       self._receive(worker, None)
-      self._count(worker)
+      self._count_queued(worker)
       self._put(self.now, START_JOB, _START, worker)
       return
     lists = self._clients[worker].sender.lists
-    sizes = self._sizes(
+    sizes = self._part_bytes(
       [
         (name, lists[each.keys.digest], each.nbytes)
         for name, each in push.tables.items()
@@ -208,39 +213,39 @@ class OverNetwork(TableRun):
 
   # The shards.
 
-  def _may_answer(self, worker: int) -> None:
-    """Answers a worker's pull, unless another worker must finish a clock
-    first."""
+  def _answer_if_allowed(self, worker: int) -> None:
+    """Answers a worker's pull, unless other workers must finish a clock
+    before."""
     request = self._waiting.get(worker)
     if request is None or request.kind == PUSH or self._must_wait(request):
       return
     del self._waiting[worker]
     rows = self._answer(worker, request.clock, dict(request.tables))
     self._workers[worker].row = len(self.rows) - 1
-    self._send_rows(REPLY, worker, rows, self._of(request.tables))
+    self._send_rows(REPLY, worker, rows, self._owners(request.tables))
 
   def _must_wait(self, request: Request) -> bool:
     need = self._settings.rules.need(request.clock)
     return bool(request.tables) and self.server.slowest < need
 
-  def _count(self, worker: int) -> None:
+  def _count_queued(self, worker: int) -> None:
     """Reports to the links how long the messages of a received job queued."""
-    self._events.links.received(self._workers[worker].queued)
+    self._events.links.count_received(self._workers[worker].queued)
     self._workers[worker].queued = 0.0
 
   def _apply_pushes(self) -> None:
     """Applies the pushes at the shards that need not wait.
 
     Under value_bounded a push waits while a reply is on its way to a worker
-    that would then lack too much. The push is applied once that worker has
-    read.
+    whose copies would then lack too much. The push is applied once that worker
+    has read.
     """
     pushes = {w: r for w, r in self._waiting.items() if r.kind == PUSH}
     for worker, request in pushes.items():
       if not self.server.defers(request.push, pushes):
         self._push(request.push)
         del self._waiting[worker]
-        self._apply_pushes()  # another push may have waited for this one
+        self._apply_pushes()  # another push may have waited for this push
         return
 
   def _push(self, push: Push) -> None:
@@ -249,8 +254,8 @@ class OverNetwork(TableRun):
     worker = push.worker
     sent = self._receive(worker, push)
     self._workers[worker].applied += 1
-    self._count(worker)
-    # Sent first, so that the stream delivers the ack before these rows.
+    self._count_queued(worker)
+    # Send the ack first, so that the stream delivers it before these rows.
     ack = Message(ACK, DOWN, worker, dict.fromkeys(self._shards, 0.0))
     self._events.send(ack)
     for other, rows in sent.items():
@@ -270,18 +275,18 @@ class OverNetwork(TableRun):
         parts.append((name, keys, nbytes))
       late = rows.late or {}
       parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
-    sizes = self._sizes(parts, shards or self._shards, len(batch))
+    sizes = self._part_bytes(parts, shards or self._shards, len(batch))
     data = list(map(wire.dump, batch))
     applied = self._workers[worker].applied
     self._events.send(Message(kind, DOWN, worker, sizes, data, applied))
 
-  def _of(self, keys: Mapping[str, Keys]) -> list[int]:
+  def _owners(self, keys: Mapping[str, Keys]) -> list[int]:
     """Returns the shards that own at least one of the keys."""
     tables = self.server.tables
     owners = [tables[name].ranges.shard_of(x) for name, x in keys.items()]
     return np.unique(np.concatenate([*owners, np.zeros(0, int)])).tolist()
 
-  def _sizes(
+  def _part_bytes(
     self,
     parts: Iterable[tuple[str, Keys, float]],
     shards: Iterable[int],
@@ -291,17 +296,17 @@ class OverNetwork(TableRun):
 
     Args:
       parts: (table, keys, bytes); the bytes go to the owners of the keys.
-      shards: that share the bytes of the headers equally.
-      headers: of the message.
+      shards: these share the bytes of the headers equally.
+      headers: number of headers in the message.
     """
     shards = list(shards)
-    out = dict.fromkeys(shards, headers * _HEADER / len(shards))
+    nbytes_of = dict.fromkeys(shards, headers * _HEADER_BYTES / len(shards))
     for name, keys, nbytes in parts:
       counts = np.bincount(self.server.tables[name].ranges.shard_of(keys))
       for shard in np.flatnonzero(counts).tolist():
-        share = nbytes * float(counts[shard]) / len(keys)
-        out[shard] = out.get(shard, 0.0) + share
-    return out
+        part_bytes = nbytes * float(counts[shard]) / len(keys)
+        nbytes_of[shard] = nbytes_of.get(shard, 0.0) + part_bytes
+    return nbytes_of
 
   # Checkpoints.
 

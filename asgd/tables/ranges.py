@@ -26,11 +26,11 @@ class Ranges(NamedTuple):
 
   def shard_of(self, keys: Keys) -> np.ndarray:
     """Returns int[n], the shard that owns each key."""
-    return _inner(self.cuts).searchsorted(keys, side="right")
+    return _inner_cuts(self.cuts).searchsorted(keys, side="right")
 
 
 @functools.lru_cache(maxsize=256)
-def _inner(cuts):
+def _inner_cuts(cuts):
   """Returns the cuts without the first and the last."""
   return np.array(cuts[1:-1], np.int64)
 
@@ -42,8 +42,8 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   range exceeds a fraction 1/S of the total by at most the load of one key.
 
   Args:
-    load: float[K], 0 or more, of each key from `start` on; if all are 0, the
-      ranges have equal numbers of keys.
+    load: float[K], 0 or more: the load of each key from `start` on. If all
+      loads are 0, the ranges have equal numbers of keys.
     shards: S, at most the number of keys.
     start: the first key.
 
@@ -70,7 +70,7 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   for shard in range(1, shards):
     target = ends[-1] * shard / shards
     end = int(np.searchsorted(ends, target))
-    # The key before may end nearer to the target.
+    # The previous key may end nearer to the target.
     end -= bool(end and target - ends[end - 1] <= ends[end] - target)
     # Each range has at least one key, even if one key has most of the load.
     cuts.append(min(max(end, cuts[-1] + 1), len(load) - (shards - shard)))
@@ -87,7 +87,7 @@ class Move(NamedTuple):
 
 
 def moves(before: Ranges, after: Ranges) -> list[Move]:
-  """Returns the moves that turn the ranges `before` into those `after`.
+  """Returns the moves that turn the ranges `before` into the ranges `after`.
 
   Example:
     >>> from asgd import tables
@@ -130,8 +130,8 @@ class RangeClocks:
     return len(self._starts)
 
   def _split(self, key: int) -> int:
-    """Splits the range that contains `key` there, if needed; returns the index
-    of the range that starts at `key`."""
+    """Splits a range at `key`, if none starts there. Returns the index of the
+    range that starts at `key`."""
     starts = self._starts
     index = int(np.searchsorted(starts, key))
     if key < self._stop and (index == len(starts) or starts[index] != key):
@@ -145,7 +145,7 @@ class RangeClocks:
     stop: int | None = None,
   ) -> None:
     """Sets a worker's clock on start <= key < stop, or on all keys. A clock
-    that is not later than the recorded one changes nothing."""
+    that is not later than the present clock changes nothing."""
     # `_split` may insert a start, so `last` is computed after `first`.
     first = 0 if start is None else self._split(start)
     last = len(self._starts) if stop is None else self._split(stop)

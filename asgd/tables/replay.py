@@ -1,9 +1,10 @@
 """Replays a live run of tables from the traces of its shards and workers.
 
 A live run has no order of all events, as shards and workers are separate
-processes. The replay needs none. Each shard replays its own rows. Each
-incarnation of a worker does its own jobs on the rows that it had taken when
-they began. Either waits for what the other must make first.
+processes. The replay needs none. Each shard replays the rows of its trace. Each
+incarnation of a worker does its jobs on the rows that it had taken when the
+jobs began. A shard waits for the requests of workers, and a worker waits for
+the replies and rows of shards.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,17 +51,17 @@ def by_incarnation(events: Sequence[Event]) -> list[list[Event]]:
   Raises:
     OrdersError: for a row before the first JOIN.
   """
-  out: list[list[Event]] = []
+  incarnations: list[list[Event]] = []
   for event in events:
     if event.action == base.JOIN:
-      out.append([])
-    elif out:
-      out[-1].append(event)
+      incarnations.append([])
+    elif incarnations:
+      incarnations[-1].append(event)
     else:
       raise OrdersError(
         f"a worker's rows begin with join, not {event.format()}"
       )
-  return out
+  return incarnations
 
 
 class _Incarnation:
@@ -76,24 +77,26 @@ class _Incarnation:
     self.worker, self._before = worker, before
     starts = [e for e in events if e.action in STARTS]
     self._starts = [e for e in starts if e.totals]
-    # Jobs of the earlier incarnation's message that this one resends.
+    # Jobs of the earlier incarnation's message that this incarnation resends.
     self._resent = {e.job for e in starts if not e.totals}
-    # Its last two messages, by the number of jobs done with each.
+    # The last two messages, by the number of jobs done with each.
     self._messages: dict[int, ClockMessage] = {}
-    # RECEIVE rows of jobs that the replay has not finished.
-    self.ends = [e for e in events if e.action == base.RECEIVE]
-    self.asks: dict[int, Request] = {}  # by shard, without a reply yet
+    # RECEIVE rows of the jobs that the replay has not finished.
+    self.open_receives = [e for e in events if e.action == base.RECEIVE]
+    # Shard -> the request that has no reply yet.
+    self.open_requests: dict[int, Request] = {}
     self.records: list[tuple[float, JobRecord]] = []
-    self._steps = worker.join(self._saved_message, done=self._record)
+    self._steps = worker.join(self._saved_message, on_done=self._record)
     self._run_steps()
 
   def _saved_message(self, done: int) -> ClockMessage | None:
-    """Returns the message to resend, if the rows have jobs of one."""
+    """Returns the message to resend, or None if the rows have no job of such a
+    message."""
     if not self._resent:
       return None
     for incarnation in reversed(self._before):
       if message := incarnation._messages.get(done):
-        self._keep(message)
+        self._store_message(message)
         records = [r for r in message.records if r.job in self._resent]
         return message._replace(records=records)
     raise _inconsistent(
@@ -101,37 +104,42 @@ class _Incarnation:
       f" {self.worker.worker} resends a message that no incarnation made"
     )
 
-  def _keep(self, message: ClockMessage) -> None:
+  def _store_message(self, message: ClockMessage) -> None:
     self._messages[message.done] = message
-    # A resent message is the last one that reached a shard. That may be the
-    # one before the last, so two are kept.
+    # The next incarnation resends the last message that reached a shard. This
+    # may be the one before the last, so keep two.
     if len(self._messages) > 2:
       del self._messages[min(self._messages)]
 
   def _run_steps(self) -> None:
     """Runs the worker to its next requests, or to the end of a job."""
     try:
-      asks = next(self._steps, None)
+      new_requests = next(self._steps, None)
     except RowNotFinite:  # the live incarnation ended here
       self._steps, self._starts = None, []
       return
-    if asks is None:
+    if new_requests is None:
       self._steps = None
     else:
-      self.asks = {s: requests.load_request(x) for s, x in asks.items()}
+      self.open_requests = {
+        shard: requests.load_request(data)
+        for shard, data in new_requests.items()
+      }
 
   def advance(self, shards: Sequence[TableShard]) -> bool:
-    """Does the next step if its inputs exist; returns whether they did."""
+    """Does the next step if its inputs exist. Returns whether it did."""
     worker = self.worker
     self.receive_rows(shards)
 
-    # [1] Continue a job once all its requests have replies and rows.
+    # [1] Continue a job once all its requests have replies, and the rows of the
+    # replies have arrived.
     if self._steps is not None:
-      if self.asks or any(map(worker.sessions.lacks_rows, range(len(shards)))):
+      lacks_rows = map(worker.sessions.lacks_rows, range(len(shards)))
+      if self.open_requests or any(lacks_rows):
         return False
       self._run_steps()
       return True
-    if not self._starts or worker.next is None or worker.rests:
+    if not self._starts or worker.next_job is None or worker.must_rest:
       return False
 
     # [2] Start the next job on the rows that its trace row counts.
@@ -139,21 +147,23 @@ class _Incarnation:
     upto = [int(number) for number in event.totals]
     if any(worker.sessions.available(s) < end for s, end in enumerate(upto)):
       return False
-    if event.job != worker.next:
+    if event.job != worker.next_job:
       raise OrdersError(
         f"{event.format()} is not the next job of worker {worker.worker}, which"
-        f" is {worker.next}"
+        f" is {worker.next_job}"
       )
     for s, end in enumerate(upto):
       worker.take(s, end)
     self._starts.pop(0)
 
-    def begun(action):
+    def check_start(action):
       if action != event.action:
         actual = base.ACTIONS[action]
         raise OrdersError(f"{event.format()}: the replayed job is a {actual}")
 
-    self._steps = worker.job(begun, self._record, sends=self._keep)
+    self._steps = worker.job(
+      check_start, self._record, on_send=self._store_message
+    )
     self._run_steps()
     return True
 
@@ -162,21 +172,21 @@ class _Incarnation:
     worker = self.worker
     for s, shard in enumerate(shards):
       if shard.incarnation(worker.worker) == worker.sessions.incarnation:
-        rows = shard.unsent(worker.worker, worker.sessions.taken[s])
+        rows = shard.rows_from(worker.worker, worker.sessions.taken[s])
         worker.sessions.receive_rows(s, rows)
 
   @property
-  def rests(self) -> bool:
+  def must_rest(self) -> bool:
     """Whether the worker waits for another division of the tables."""
-    return self._steps is None and self.worker.rests
+    return self._steps is None and self.worker.must_rest
 
   def _record(self, record):
-    if self.ends:
-      event = self.ends.pop(0)
+    if self.open_receives:
+      event = self.open_receives.pop(0)
       self.records.append((event.time, record))
 
 
-# (worker, number of the incarnation) -> it.
+# (worker, number) -> the incarnation.
 _Incarnations = Mapping[tuple[int, int], _Incarnation]
 
 
@@ -186,8 +196,8 @@ def _deliver_rows(
   worker: int,
   incarnations: _Incarnations,
 ) -> None:
-  """Delivers a shard's rows before the shard forgets a worker's incarnation,
-  which may have begun jobs on them in the live run."""
+  """Delivers a shard's rows to a worker's incarnation before the shard drops
+  the incarnation: in the live run it may have begun jobs on these rows."""
   number = shard.incarnation(worker)
   if incarnation := incarnations.get((worker, number)):
     incarnation.receive_rows(shards)
@@ -199,8 +209,8 @@ def _replay_row(
   event: Event,
   incarnations: _Incarnations,
 ) -> bool:
-  """Replays the next row of shard `index`; returns False if no worker has made
-  its request yet."""
+  """Replays the next row of shard `index`. Returns False if no worker has made
+  the row's request yet."""
   shard = shards[index]
   if event.action == base.LEAVE:
     _deliver_rows(shards, shard, event.worker, incarnations)
@@ -208,23 +218,24 @@ def _replay_row(
     return True
   if event.action == base.MOVE:  # `_move` replays it for all shards at once
     return False
-  joins = event.action == base.JOIN
-  number = event.job if joins else shard.incarnation(event.worker)
+  is_join = event.action == base.JOIN
+  number = event.job if is_join else shard.incarnation(event.worker)
   incarnation = incarnations.get((event.worker, number))
-  request = incarnation.asks.get(index) if incarnation else None
+  request = incarnation.open_requests.get(index) if incarnation else None
   if request is None or ACTIONS[request.kind] != event.action:
     return False
-  if not joins and request.number != event.seq:  # a later request of the worker
+  # A later request of the worker belongs to a later row.
+  if not is_join and request.number != event.seq:
     return False
-  if shard.waits(request):
+  if shard.must_wait_for_clock(request):
     raise OrdersError(
       f"{event.format()} answers worker {event.worker} before its consistency"
       " model allows it"
     )
-  if joins:
+  if is_join:
     _deliver_rows(shards, shard, event.worker, incarnations)
   shard.apply(request)
-  del incarnation.asks[index]
+  del incarnation.open_requests[index]
   incarnation.worker.sessions.receive(index, shard.reply(request))
   return True
 
@@ -245,8 +256,8 @@ def _move(
     division: the first one.
 
   Returns:
-    Whether the ranges have moved: not if rows differ, or if a worker that has
-    joined does not rest.
+    Whether the ranges have moved. They have not if the rows differ, or if a
+    worker that has joined does not rest.
   """
   event = next((row for row in rows if row is not None), None)
   if event is None or any(
@@ -259,7 +270,7 @@ def _move(
     for (worker, number), incarnation in incarnations.items()
     if number == shards[0].active_incarnation(worker)
   ]
-  if event.job != shards[0].version + 1 or not all(x.rests for x in joined):
+  if event.job != shards[0].version + 1 or not all(x.must_rest for x in joined):
     return False
   cuts = division.cuts_of(event.totals)
   pieces = [shard.give(cuts) for shard in shards]
@@ -304,7 +315,7 @@ def replay(
   ]
   incarnations: dict[tuple[int, int], _Incarnation] = {}
   for w, events in enumerate(orders.workers):
-    before: list[_Incarnation] = []
+    earlier: list[_Incarnation] = []
     for number, rows in enumerate(by_incarnation(events)):
       worker = TableWorker(
         *(w, number, settings, division, work),
@@ -312,36 +323,36 @@ def replay(
         jobs=jobs,
         seed=seed,
       )
-      incarnations[w, number] = _Incarnation(worker, rows, [*before])
-      before.append(incarnations[w, number])
+      incarnations[w, number] = _Incarnation(worker, rows, [*earlier])
+      earlier.append(incarnations[w, number])
   next_rows = [0 for _ in shards]  # index of each shard's next row
-  progress = True
-  while progress:
-    progress = False
+  has_progressed = True
+  while has_progressed:
+    has_progressed = False
     for s, events in enumerate(orders.shards):
       while next_rows[s] < len(events) and _replay_row(
         shards, s, events[next_rows[s]], incarnations
       ):
         next_rows[s] += 1
-        progress = True
+        has_progressed = True
     for incarnation in incarnations.values():
       while incarnation.advance(shards):
-        progress = True
-    if not progress:  # all shards may be at a MOVE row
+        has_progressed = True
+    if not has_progressed:  # all shards may be at a MOVE row
       rows = [
         events[i] if i < len(events) else None
         for i, events in zip(next_rows, orders.shards, strict=True)
       ]
-      if progress := _move(shards, rows, incarnations, division):
+      if has_progressed := _move(shards, rows, incarnations, division):
         pairs = zip(next_rows, rows, strict=True)
         next_rows = [i + (row is not None) for i, row in pairs]
   for s, events in enumerate(orders.shards):
     if next_rows[s] < len(events):
       row = f"row {next_rows[s]} of shard {s} ({events[next_rows[s]].format()})"
       raise _inconsistent(f"{row} cannot be replayed")
-  # All shards have finished, so each RECEIVE row must have been matched.
+  # All shards have finished, so each RECEIVE row must have its record.
   for (w, number), incarnation in incarnations.items():
-    if incarnation.ends:
+    if incarnation.open_receives:
       raise _inconsistent(
         f"incarnation {number} of worker {w} received a job that no shard has"
       )
@@ -352,8 +363,12 @@ def replay(
     ]
   )
   records = [
-    [row for (w, _), h in sorted(incarnations.items()) if w == worker
-      for row in h.records]
+    [
+      row
+      for (w, _), incarnation in sorted(incarnations.items())
+      if w == worker
+      for row in incarnation.records
+    ]
     for worker in range(workers)
   ]
   return Replayed(complete, records)

@@ -1,10 +1,10 @@
 """Requests of workers to shards and the shards' replies: plain data, as bytes.
 
-An incarnation of a worker numbers its requests to each shard, and sends the
-next one after it received the reply to the last. So a request that is sent
-again, because the shard was killed, is executed at most once. A shard numbers
-the rows that it sends to an incarnation, requested or not. `ShardSessions`
-keeps received rows until the worker takes them in that order.
+An incarnation of a worker numbers its requests to each shard. It sends the next
+request after it has received the reply to the last one. So a request that is
+sent again, because the shard was killed, is executed at most once. A shard
+numbers the rows that it sends to an incarnation, requested or not.
+`ShardSessions` keeps received rows until the worker takes them in that order.
 
 A worker saves its message of a clock (`ClockMessage`) before it sends the
 message to any shard. If the worker is killed while only some shards have the
@@ -38,7 +38,8 @@ class Request(NamedTuple):
   # PULL: clocks that the worker has finished; PUSH: including this message.
   clock: int = 0
   done: int = 0  # PUSH: jobs finished by the worker, including this message's
-  # By table. PULL: Keys; PUSH: RowValues. MOVE: cuts, and parts of others.
+  # By table. PULL: Keys; PUSH: RowValues. MOVE: {"cuts", "parts"}, the parts
+  # from other shards.
   tables: Mapping[str, Any] = {}
 
   @property
@@ -51,10 +52,10 @@ class Reply(NamedTuple):
   """A shard's reply to a request."""
 
   number: int  # of the request; -1: a later incarnation has joined
-  # (number, dumped Rows); after a retry some may be sent twice.
+  # (number, dumped Rows); after a retry the shard may send a row twice.
   rows: list[tuple[int, bytes]]
-  # PULL: the reply ends before the row of this number. PUSH: the rows before
-  # this number lack the message.
+  # A number of a row. PULL: the rows before it belong to the reply. PUSH: the
+  # rows before it lack the message.
   upto: int = 0
   done: int = 0  # JOIN: jobs of the worker that the shard has received
   version: int = 0  # messages that the shard has applied
@@ -112,7 +113,7 @@ def dump_move(version: int, cuts: Cuts, parts: Sequence[bytes]) -> bytes:
   Args:
     version: of the division.
     cuts: of all shards.
-    parts: of other shards for this one, from `TableShard.give`.
+    parts: the rows that other shards give to this one (`TableShard.give`).
   """
   tables = {"cuts": dict(cuts), "parts": list(parts)}
   return dump_request(Request(MOVE, DRIVER, 0, version, 0, tables=tables))
@@ -124,11 +125,11 @@ def load_request(data: bytes) -> Request:
   request = Request(*numbers)
   if request.kind != PUSH:
     return request._replace(tables=tables)
-  out = {}
+  row_values = {}
   for name, (digest, keys, packed, values) in tables.items():
     values = values.tobytes() if packed else values
-    out[name] = RowValues(KeyList(bytes.fromhex(digest), keys), values)
-  return request._replace(tables=out)
+    row_values[name] = RowValues(KeyList(bytes.fromhex(digest), keys), values)
+  return request._replace(tables=row_values)
 
 
 def dump_message(message: ClockMessage) -> bytes:
@@ -161,8 +162,9 @@ def load_message(data: bytes) -> ClockMessage:
 
 
 class ShardSessions:
-  """The sessions of one incarnation of a worker, one for each shard: numbers of
-  requests, last replies, and received rows that were not taken.
+  """The sessions of one incarnation of a worker with all shards: for each shard
+  the number of the next request, the last reply, and the received rows that the
+  worker has not taken.
 
   Example:
     >>> from asgd.tables import requests
@@ -209,21 +211,21 @@ class ShardSessions:
   def receive_rows(
     self, shard: int, rows: Sequence[tuple[int, bytes]]
   ) -> None:
-    """Stores rows of a shard; rows that were taken before are dropped."""
+    """Stores rows of a shard; drops rows that the worker took before."""
     for number, data in rows:
       if number >= self.taken[shard]:
         self._inbox[shard][number] = data
 
   def lacks_rows(self, shard: int) -> bool:
-    """Whether rows that a shard's last reply refers to have not arrived."""
+    """Whether a row that a shard's last reply refers to has not arrived."""
     return self.available(shard) < self.replies[shard].upto
 
   def available(self, shard: int) -> int:
     """Returns the number before which all rows of a shard have arrived."""
-    end = self.taken[shard]
-    while end in self._inbox[shard]:
-      end += 1
-    return end
+    number = self.taken[shard]
+    while number in self._inbox[shard]:
+      number += 1
+    return number
 
   def take(self, shard: int, upto: int) -> Iterator[bytes]:
     """Takes and yields the rows of a shard before the number `upto`; all of

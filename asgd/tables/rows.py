@@ -53,7 +53,7 @@ class KeyedRows:
     keys = self.keys
     self._first = int(keys[0]) if keys.size else 0
     # Without gaps a row's position is the difference to the first key.
-    self._contiguous = bool(
+    self._is_contiguous = bool(
       keys.size and int(keys[-1]) - self._first + 1 == keys.size
     )
 
@@ -63,28 +63,28 @@ class KeyedRows:
   def has(self, keys: Any) -> np.ndarray:
     """Returns bool[n], whether each key has a row."""
     keys = np.asarray(keys, np.int64)
-    if self._contiguous:
-      at = keys - self._first
-      return (at >= 0) & (at < len(self))
+    if self._is_contiguous:
+      positions = keys - self._first
+      return (positions >= 0) & (positions < len(self))
     if not len(self):
       return np.zeros(len(keys), bool)
     if self._are_all(keys):  # cheaper than the search below
       return np.ones(len(keys), bool)
     # A key beyond the last one would be found at an index past the end.
-    at = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
-    return self.keys[at] == keys
+    positions = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
+    return self.keys[positions] == keys
 
   def positions(self, keys: Any) -> np.ndarray:
     """Returns int[n], the positions of the keys' rows, which must exist."""
     keys = np.asarray(keys, np.int64)
-    if self._contiguous:
+    if self._is_contiguous:
       return keys - self._first
     if self._are_all(keys):
       return np.arange(len(keys))
     return np.searchsorted(self.keys, keys)
 
   def _are_all(self, keys: Keys) -> bool:
-    """Whether `keys` are all keys in order: often a worker has no others."""
+    """Whether `keys` are all keys in order, as is often the case."""
     return len(keys) == len(self) and bool((keys == self.keys).all())
 
   def insert(
@@ -99,12 +99,12 @@ class KeyedRows:
     new = np.sort(keys[~self.has(keys)])
     if not new.size:
       return
-    # Inserted where they belong: the keys stay sorted.
-    columns, where = make(new), np.searchsorted(self.keys, new)
-    self.keys = np.insert(self.keys, where, new)
+    # Insert each key at its position: the keys stay sorted.
+    columns, indices = make(new), np.searchsorted(self.keys, new)
+    self.keys = np.insert(self.keys, indices, new)
     for name, column in self.columns.items():
       xp = jnp if isinstance(column, jax.Array) else np
-      self.columns[name] = xp.insert(column, where, columns[name], axis=0)
+      self.columns[name] = xp.insert(column, indices, columns[name], axis=0)
     self._index()
 
   def read(self, keys: Any, name: str) -> Any:
@@ -113,20 +113,20 @@ class KeyedRows:
 
   def write(self, keys: Any, name: str, values: Any) -> None:
     """Replaces rows of a column."""
-    at, column = self.positions(keys), self.columns[name]
+    positions, column = self.positions(keys), self.columns[name]
     if isinstance(column, jax.Array):
-      self.columns[name] = column.at[at].set(values)
+      self.columns[name] = column.at[positions].set(values)
     else:
-      column[at] = values
+      column[positions] = values
 
   def add(self, keys: Any, name: str, values: Any) -> None:
     """Adds values to rows of a column; the keys must be distinct."""
     # With equal keys NumPy's += would count only one of their values.
-    at, column = self.positions(keys), self.columns[name]
+    positions, column = self.positions(keys), self.columns[name]
     if isinstance(column, jax.Array):
-      self.columns[name] = column.at[at].add(values)
+      self.columns[name] = column.at[positions].add(values)
     else:
-      column[at] += values
+      column[positions] += values
 
   def between(self, start: int, stop: int) -> "KeyedRows":
     """Returns the rows with start <= key < stop; arrays may share memory."""
@@ -164,7 +164,7 @@ class KeyedRows:
 
 class RowCopies:
   """The server's record of the workers' copies: which rows each worker has, and
-  what each copy lacks.
+  by how much each copy differs from the server's row.
 
   A copy lacks the sum of the changes of its row since the server sent the row.
   """
@@ -175,50 +175,53 @@ class RowCopies:
     """Starts without copies; `shapes` are the shapes of rows, by table."""
     self._shapes = dict(shapes)
     # Worker -> table -> rows of the worker's copies.
-    self._copies = {worker: self._none() for worker in workers}
+    self._copies = {worker: self._no_copies() for worker in workers}
 
-  def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
+  def _new_columns(self, name: str, keys: Any) -> dict[str, np.ndarray]:
     """Returns the columns of new copies."""
     lacks = np.zeros((len(keys), *self._shapes[name]))
     return {"lacks": lacks, "changed": np.zeros(len(keys), bool)}
 
-  def _none(self) -> dict[str, KeyedRows]:
-    return {name: KeyedRows([], self._made(name, ())) for name in self._shapes}
+  def _no_copies(self) -> dict[str, KeyedRows]:
+    return {
+      name: KeyedRows([], self._new_columns(name, ())) for name in self._shapes
+    }
 
   def join(self, worker: int) -> None:
     """Clears the copies of a worker: its new incarnation has none."""
-    self._copies[worker] = self._none()
+    self._copies[worker] = self._no_copies()
 
   def leave(self, worker: int) -> None:
     """Removes a worker."""
     del self._copies[worker]
 
-  def of(self, worker: int) -> dict[str, KeyedRows]:
-    """Returns the copies of a worker, by table. The columns are `lacks` and
-    `changed`, whether the row has changed since the server sent it."""
+  def copies_of(self, worker: int) -> dict[str, KeyedRows]:
+    """Returns table -> the worker's copies. The columns are `lacks`, the change
+    that the copy lacks, and `changed`, whether the row has changed since the
+    server sent it."""
     return self._copies[worker]
 
   def register(self, worker: int, name: str, keys: Keys) -> None:
     """Records that a worker requested rows of a table, and that they are
     sent."""
     copies = self._copies[worker][name]
-    copies.insert(keys, lambda new: self._made(name, new))
-    self.sent(worker, name, keys)
+    copies.insert(keys, lambda new: self._new_columns(name, new))
+    self.record_sent(worker, name, keys)
 
-  def sent(self, worker: int, name: str, keys: Keys) -> None:
+  def record_sent(self, worker: int, name: str, keys: Keys) -> None:
     """Records that rows are sent to a worker that has copies of them."""
     copies = self._copies[worker][name]
     copies.write(keys, "lacks", 0)
     copies.write(keys, "changed", False)
 
-  def change(
+  def add_change(
     self, sender: int | None, name: str, keys: Keys, change: np.ndarray
   ) -> None:
     """Adds a change of rows to what the workers' copies lack.
 
     Args:
-      sender: the worker that pushed the change and has applied it to its
-        copies; None: no worker has.
+      sender: the worker that pushed the change and has applied it to its own
+        copies; None if no worker has applied the change.
       name: of the table.
       keys: of the rows.
       change: [n, ...].
@@ -229,9 +232,9 @@ class RowCopies:
         copies[name].add(keys[is_copied], "lacks", change[is_copied])
         copies[name].write(keys[is_copied], "changed", True)
 
-  def part(self, name: str, start: int, stop: int) -> list[list[Any]]:
-    """Returns (worker, copies) of the rows start <= key < stop of a table, as
-    trees of arrays."""
+  def range_part(self, name: str, start: int, stop: int) -> list[list[Any]]:
+    """Returns (worker, copies) for the rows start <= key < stop of a table;
+    copies are trees of arrays."""
     return [
       [worker, each[name].between(start, stop).pack()]
       for worker, each in self._copies.items()
@@ -241,11 +244,11 @@ class RowCopies:
     self, name: str, start: int, stop: int, parts: Sequence[list[list[Any]]]
   ) -> None:
     """Keeps the copies of rows start <= key < stop of a table, and adds the
-    copies in `parts` of other shards."""
+    copies that other shards have given (`parts`)."""
     for each in self._copies.values():
       keys = each[name].keys
       each[name].keep((keys >= start) & (keys < stop))
-    # Each part has the copies of all workers of one other shard's rows.
+    # A part has all workers' copies of the rows that one other shard gave.
     for worker, tree in (pair for part in parts for pair in part):
       self._copies[worker][name].join(KeyedRows.unpack(tree))
 

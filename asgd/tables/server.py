@@ -1,8 +1,8 @@
 """The server of tables: applies messages, counts clocks, and selects rows to
 send.
 
-It decides no order: a runtime passes messages to it one by one, asks whether a
-worker's pull may be answered, and sends the rows that it returns.
+The server decides no order. A runtime passes messages to it one by one, asks
+whether a worker's pull may be answered, and sends the rows that it returns.
 """
 
 import itertools
@@ -53,9 +53,16 @@ class TableServer:
     codec: ValueCodec | None = None,
     total: int | None = None,
   ):
-    """Takes ownership of the tables. `codec` is that of the clients. A budget
-    is shared over the `total` rows of all shards; None: over the server's
-    rows."""
+    """Takes ownership of the tables.
+
+    Args:
+      tables: by name.
+      rules: of reads.
+      workers: their indices.
+      codec: the codec of the clients.
+      total: number of rows of all shards, over which a budget is shared; None:
+        this server has all rows.
+    """
     self.tables, self.rules, self._total = dict(tables), rules, total
     self.workers = list(workers)
     self._codec = codec
@@ -65,12 +72,13 @@ class TableServer:
       for name, t in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
-    # (clock, worker, values) of messages until all have finished their clock.
+    # (clock, worker, values) of messages whose clock some worker has not
+    # finished.
     self._deferred: list[tuple[int, int, _Values]] = []
     shapes = {name: table.shape for name, table in self.tables.items()}
     self._copies = RowCopies(shapes, workers)
-    # value_bounded: worker -> its clock, if the worker was sent a reply that it
-    # may not have read yet.
+    # With value_bounded: worker -> its clock, for each worker that may not have
+    # read its last reply yet.
     self._reading: dict[int, int] = {}
     self.version = 0  # messages applied
 
@@ -102,8 +110,8 @@ class TableServer:
   # Writing.
 
   def receive(self, push: Push) -> int:
-    """Applies a message, at once or when all workers have finished its clock.
-    Returns by how much the slowest clock has advanced.
+    """Applies a message, at once or when all workers have finished the
+    message's clock. Returns by how much the slowest clock has advanced.
 
     Raises:
       ValueError: for values that a table rejects; nothing is applied then.
@@ -124,7 +132,8 @@ class TableServer:
 
   def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
     """Receives a message. Returns by how much the slowest clock has advanced,
-    and (sum of squares, number of elements) of the change of its rows."""
+    and (sum of squares, number of elements) of the change of the message's
+    rows."""
     keys = self.keys_of(push).items()
 
     def peek():
@@ -136,7 +145,8 @@ class TableServer:
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message by table, without changing the cache."""
     lists, out = self._receivers[push.worker].lists, {}
-    # If several tables share a list, the message has it with the first only.
+    # If several tables share a list, only the first of them has it in the
+    # message.
     new_lists = {
       sent.keys.digest: sent.keys.keys for sent in push.tables.values()
       if sent.keys.keys is not None
@@ -147,21 +157,22 @@ class TableServer:
     return out
 
   def defers(self, push: Push, arrived: Collection[int] = ()) -> bool:
-    """Whether a message must wait: after it, another worker that was sent a
-    reply, and may not have read it yet, would lack more of a row than it may.
+    """Whether a message must wait. It must if another worker may not have read
+    its last reply yet, and with the message applied that worker's copy would
+    lack more of a row than the rules allow.
 
     Args:
       push: the message; its worker reads nothing until it is received.
       arrived: workers with a waiting push; they have read their replies.
     """
-    # A worker that has pushed since its reply has read it.
+    # A worker that has pushed since its last reply has read the reply.
     others = self._reading.keys() - {push.worker, *arrived}
     for name, keys in self.keys_of(push).items() if others else ():
       change = self._change(name, keys, push.tables[name].values)
       for worker in others:
-        copies = self._copies.of(worker)[name]
-        copied = copies.has(keys)
-        lacks = copies.read(keys[copied], "lacks") + change[copied]
+        copies = self._copies.copies_of(worker)[name]
+        is_copied = copies.has(keys)
+        lacks = copies.read(keys[is_copied], "lacks") + change[is_copied]
         limit = self.rules.limit(self._reading[worker])
         if not (np.abs(lacks) <= limit).all():  # True for NaN, too
           return True
@@ -171,20 +182,18 @@ class TableServer:
     """Records that a worker has read its last reply; `receive` implies it."""
     self._reading.pop(worker, None)
 
-
-
   def _change(self, name: str, keys: Keys, values: Any) -> np.ndarray:
-    """Returns the change of a table's rows by values; infinite if it is unknown
-    before the function has applied them."""
+    """Returns the change of a table's rows by pushed values. The change is
+    infinite if only the function at the server can compute it."""
     table = self.tables[name]
-    values = _decoded(self._codec, table, keys, values)
+    values = _decode(self._codec, table, keys, values)
     if table.function.additive:
       return np.asarray(values, np.float64)
     return np.full(np.shape(values), np.inf)
 
   def skip(self, push: Push) -> None:
     """Caches the keys of a message that is not applied: later messages may have
-    only their digests."""
+    only the digests of these keys."""
     for sent in push.tables.values():
       self._receivers[push.worker].unpack(sent.keys)
 
@@ -194,11 +203,11 @@ class TableServer:
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
     due.sort(key=lambda each: each[:2])
-    if self._aggregates:  # the messages of a clock are summed first
+    if self._aggregates:  # first add up the messages of a clock
       for _, group in itertools.groupby(due, key=lambda each: each[0]):
         sent = [(worker, values) for _, worker, values in group]
         # No function that aggregates is additive: `_apply` ignores the sender.
-        self._apply(sent[0][0], _summed([values for _, values in sent]))
+        self._apply(sent[0][0], _add_up([values for _, values in sent]))
       return
     for _, worker, values in due:
       self._apply(worker, values)
@@ -213,7 +222,7 @@ class TableServer:
           raise ValueError(f"there is no table {name!r}; the tables: {names}")
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
-        values = _decoded(self._codec, table, keys, sent.values)
+        values = _decode(self._codec, table, keys, sent.values)
         out[name] = table.read_keys(keys), values
         table.check_values(keys, values)
     except ValueError as error:
@@ -223,20 +232,21 @@ class TableServer:
     return out
 
   def _apply(self, worker: int, values: _Values) -> None:
-    """Pushes values to the tables, and adds the change to what copies lack."""
+    """Pushes values to the tables, and records the change that the workers'
+    copies now lack."""
     self.version += 1
-    for name, (keys, more) in values.items():
+    for name, (keys, row_values) in values.items():
       table = self.tables[name]
       if not self.rules.registers:
-        table.push(keys, more)
+        table.push(keys, row_values)
         continue
       old = np.array(table.peek(keys))
-      table.push(keys, more)
+      table.push(keys, row_values)
       change = np.asarray(table.peek(keys)) - old
-      # A sender has applied its own increments to its copies. It cannot know
-      # the change that another function makes.
+      # If the function adds, the sender has applied its increments to its own
+      # copies. It cannot know the change that another function makes.
       sender = worker if table.function.additive else None
-      self._copies.change(sender, name, keys, change)
+      self._copies.add_change(sender, name, keys, change)
 
   # Workers that join and leave.
 
@@ -268,27 +278,28 @@ class TableServer:
     advanced."""
     if not self.rules.by_clock:
       return {}
-    return {worker: self._changed(worker) for worker in self.workers}
+    return {worker: self._select_changed(worker) for worker in self.workers}
 
-  def _changed(self, worker: int) -> Rows:
+  def _select_changed(self, worker: int) -> Rows:
     """Returns the changed rows of which a worker has copies, within the
     budget."""
     tables, late = {}, {}
-    for name, copies in self._copies.of(worker).items():
+    for name, copies in self._copies.copies_of(worker).items():
       keys = copies.keys[copies.columns["changed"]]
       if self.rules.budgeted:
-        keys, rest = self._largest(name, copies, keys)
-        if rest.size:
-          late[name] = rest
+        keys, late_keys = self._split_by_budget(name, copies, keys)
+        if late_keys.size:
+          late[name] = late_keys
       if keys.size:
-        tables[name] = self._sent(worker, name, keys)
+        tables[name] = self._prepare_rows(worker, name, keys)
     return Rows(self.slowest, tables, asked=False, late=late)
 
-  def _largest(
+  def _split_by_budget(
     self, name: str, copies: KeyedRows, keys: Keys
   ) -> tuple[Keys, Keys]:
-    """Splits keys into those with the largest relative change, within the
-    table's share of the budget by number of rows, and the rest."""
+    """Splits keys into (keys to send, late keys). The keys to send have the
+    largest relative changes, and are within the table's share of the budget;
+    the share is in proportion to the number of rows."""
     total = self._total or sum(map(len, self.tables.values()))
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
@@ -302,42 +313,46 @@ class TableServer:
     order = np.argsort(-change, kind="stable")
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
-  def _sent(self, worker: int, name: str, keys: Keys) -> tuple[Keys, Any]:
-    """Returns rows to send, and records that the worker's copies have them."""
-    self._copies.sent(worker, name, keys)
+  def _prepare_rows(
+    self, worker: int, name: str, keys: Keys
+  ) -> tuple[Keys, Any]:
+    """Returns (keys, rows) to send, and records that the worker's copies have
+    these rows."""
+    self._copies.record_sent(worker, name, keys)
     return keys, np.asarray(self.tables[name].pull(keys))
 
   def by_value(self, worker: int, clock: int) -> Rows | None:
     """Returns the rows of which a worker's copies lack too much for a read at
-    `clock`, or None, and records that the worker is about to read them."""
+    `clock`; None if there are none. Records that the worker is about to read.
+    """
     limit, tables = self.rules.limit(clock), {}
     self._reading[worker] = clock
-    for name, copies in self._copies.of(worker).items():
+    for name, copies in self._copies.copies_of(worker).items():
       if not len(copies):
         continue
       lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
       keys = copies.keys[lacks.max(1, initial=0) > limit]
       if keys.size:
-        tables[name] = self._sent(worker, name, keys)
+        tables[name] = self._prepare_rows(worker, name, keys)
     return Rows(self.slowest, tables, asked=False) if tables else None
 
   # Moving ranges of keys between shards.
 
   def part(self, name: str, start: int, stop: int) -> dict[str, Any]:
-    """Returns the rows start <= key < stop of a table, with their states and
-    what copies of them lack, as a tree of arrays."""
+    """Returns the rows start <= key < stop of a table as a tree of arrays, with
+    the rows' states and the record of the workers' copies."""
     (rows,) = self.tables[name].shard_rows
     return {
       "rows": rows.between(start, stop).pack(),
-      "copies": self._copies.part(name, start, stop),
+      "copies": self._copies.range_part(name, start, stop),
     }
 
   def set_range(
     self, name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]]
   ) -> None:
     """Sets the rows of a table to start <= key < stop: the server's rows in
-    that range, and `parts` of other shards, with equal clocks. No message may
-    be deferred."""
+    that range, and the `parts` that other shards have given. The clocks of all
+    rows must be equal, and no message may be deferred."""
     rows = [KeyedRows.unpack(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
     self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
@@ -376,14 +391,14 @@ class TableServer:
     self._reading, self.version = dict(tree["reading"]), tree["version"]
 
 
-def _decoded(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
+def _decode(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
   """Returns values [n, ...], decoded if they are a packet."""
   if isinstance(values, bytes):
     return codec.unpack(values, len(keys), table.shape, table.dtype)
   return values
 
 
-def _summed(messages: list[_Values]) -> _Values:
+def _add_up(messages: list[_Values]) -> _Values:
   """Adds up the values of several messages by key."""
   names = sorted({name for values in messages for name in values})
   out = {}

@@ -59,8 +59,8 @@ class TableSettings(NamedTuple):
     return 1
 
   def of_run(self, workers: int, jobs: int) -> "TableSettings":
-    """Returns the settings for a run. The rules of value_bounded then count the
-    updates that filters and a codec hold back.
+    """Returns the settings for a run: the rules of value_bounded then allow for
+    the updates that filters and a codec hold back.
 
     Args:
       workers: N.
@@ -90,9 +90,12 @@ class TableSettings(NamedTuple):
     return float(rate(clock) if callable(rate) else rate)
 
   def factor(self, clock: int) -> float:
-    """Returns the factor at which a read includes the worker's unsent values: 1
-    for increments, minus the learning rate for gradients (a step of gradient
-    descent), 0 where the effect depends on other workers' values."""
+    """Returns the factor with which a read includes the worker's unsent values.
+
+    It is 1 for increments, and minus the learning rate for gradients (a step of
+    gradient descent). It is 0 if the effect of the values depends on the values
+    of other workers.
+    """
     if self.function.aggregates:
       return 0.0
     return 1.0 if self.function.additive else -self.rate(clock)
@@ -125,13 +128,13 @@ class TableSettings(NamedTuple):
   def clock_of_message(self, done: int, jobs: int) -> int | None:
     """Returns the clock that a worker sends with its message after `done` of
     its `jobs`; None if it sends no message then."""
-    clock, rest = divmod(done, self.clock_every)
-    # value_bounded bounds unsent updates, so it sends after each job.
+    clock, jobs_of_clock = divmod(done, self.clock_every)
+    # value_bounded bounds unsent updates, so a worker sends after each job.
     every = 1 if self.rules.by_value else self.push_every or self.clock_every
     if done % every and done < jobs:
       return None
     # The last job completes its clock, even if the clock has fewer jobs.
-    return clock + (done == jobs and rest > 0)
+    return clock + (done == jobs and jobs_of_clock > 0)
 
   def make_codec(self) -> ValueCodec | None:
     """Returns the codec of messages, or None."""
@@ -144,8 +147,8 @@ def _function_at_server(
   *,
   messages: int,
 ) -> functions.RowFunction:
-  """Returns the function that the one given option selects, or the sum of
-  increments if all options are None. Raises ValueError for two of them."""
+  """Returns the function that an option selects; if all options are None, the
+  function that adds increments. Raises ValueError if two options are given."""
   given = {k: value for k, value in options.items() if value is not None}
   if len(given) > 1:
     raise ValueError(
@@ -159,11 +162,12 @@ def _function_at_server(
       raise ValueError(
         "proximal has no schedule of its learning rate: use a constant one"
       )
-    return _from_options(
+    return _make_from_options(
       name, functions.proximal, option, learning_rate, messages=messages
     )
   if name == "ftrl":
-    ftrl = _from_options(name, functions.ftrl_proximal, option, learning_rate)
+    maker = functions.ftrl_proximal
+    ftrl = _make_from_options(name, maker, option, learning_rate)
     return functions.by_row(ftrl)
   if not callable(option):
     raise ValueError(
@@ -323,7 +327,7 @@ def _codec_options(codec: Any) -> tuple[tuple[str, Any], ...]:
   return tuple(options.items())
 
 
-def _from_options(
+def _make_from_options(
   name: str,
   make: Callable[..., Any],
   options: Any,

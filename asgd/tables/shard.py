@@ -31,7 +31,7 @@ from asgd.tables.server import TableServer
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
 }
-EXPELLED = Reply(-1, [])  # for an incarnation after which another has joined
+EXPELLED = Reply(-1, [])  # to an incarnation after which another has joined
 
 
 @dataclasses.dataclass
@@ -63,8 +63,9 @@ class _WorkerSession:
 class TableShard:
   """A server of some rows, and a session for each worker.
 
-  For each request the caller asks whether it `waits`. Once it need not wait,
-  the caller applies it with `apply`, and sends the `reply`.
+  For each request the caller asks whether it `must_wait_for_clock`. Once the
+  request need not wait, the caller applies it with `apply`, and sends the
+  `reply`.
   """
 
   def __init__(self, index: int, server: TableServer):
@@ -75,7 +76,7 @@ class TableShard:
 
   # Questions about a request.
 
-  def is_old(self, request: Request) -> bool:
+  def is_outdated(self, request: Request) -> bool:
     """Whether a later incarnation of the request's worker has joined, or the
     worker has left."""
     session = self._sessions[request.worker]
@@ -86,26 +87,28 @@ class TableShard:
     if request.kind == MOVE:
       return request.number <= self.version
     session = self._sessions[request.worker]
-    same = request.incarnation == session.incarnation
-    return same and request.number <= session.number
+    is_current = request.incarnation == session.incarnation
+    return is_current and request.number <= session.number
 
-  def waits(self, request: Request) -> bool:
+  def must_wait_for_clock(self, request: Request) -> bool:
     """Whether a pull must wait until other workers have finished a clock."""
     if request.kind != PULL:
       return False
     return self.server.slowest < self.server.rules.need(request.clock)
 
-  def defers(self, request: Request, arrived: Collection[int]) -> bool:
-    """Whether a push must wait until other workers have read their replies, as
-    they would lack too much (`TableServer.defers`). The pushes of the workers
-    `arrived` have arrived."""
+  def must_wait_for_reads(
+    self, request: Request, arrived: Collection[int]
+  ) -> bool:
+    """Whether a push must wait until other workers have read their replies:
+    with the push their copies would lack too much (`TableServer.defers`). The
+    workers in `arrived` have a waiting push."""
     if request.kind != PUSH or not self.server.rules.by_value:
       return False
     if request.done <= self._sessions[request.worker].done:
       return False
     return self.server.defers(request.push, arrived)
 
-  def event(self, request: Request, time: float) -> Event:
+  def trace_row(self, request: Request, time: float) -> Event:
     """Returns the trace row of a request."""
     kind, worker, incarnation, number, *_ = request
     fields = (NO_SEQ, incarnation) if kind == JOIN else (number, request.done)
@@ -132,9 +135,9 @@ class TableShard:
       self._sessions[request.worker] = session
       self.server.join(request.worker)
     session.number = request.number
-    # The request acknowledges the rows before `taken`.
-    unread = {n: x for n, x in session.rows.items() if n >= request.taken}
-    session.rows = unread
+    # The request acknowledges the rows before number `taken`.
+    unread_rows = {n: x for n, x in session.rows.items() if n >= request.taken}
+    session.rows = unread_rows
     if request.kind == PULL:
       self._pull(request)
     elif request.kind == PUSH:
@@ -157,8 +160,8 @@ class TableShard:
       session.sent += 1
 
   def _pull(self, request: Request) -> None:
-    """Makes the rows of a reply: the requested ones and, under value_bounded,
-    those of which the worker's copies lack too much."""
+    """Makes the rows of a reply: the requested rows and, under value_bounded,
+    the rows of which the worker's copies lack too much."""
     worker, server = request.worker, self.server
     self._add_rows(worker, server.pull(worker, request.tables))
     by_value = server.rules.by_value
@@ -167,9 +170,10 @@ class TableShard:
     self._sessions[worker].upto = self._sessions[worker].sent
 
   def _push(self, session: _WorkerSession, request: Request) -> None:
-    """Applies a push, unless an earlier incarnation has sent its jobs."""
+    """Applies a push, unless an earlier incarnation has sent the push of the
+    same jobs."""
     push = request.push
-    session.upto = session.sent  # rows made before this push lack it
+    session.upto = session.sent  # the rows so far lack this push
     if request.done <= session.done:
       # The earlier incarnation was killed after it had sent the message.
       self.server.skip(push)
@@ -198,8 +202,8 @@ class TableShard:
     return {name: table.load for name, table in tables}
 
   def give(self, cuts: Cuts) -> dict[int, bytes]:
-    """Returns the rows that other shards get under new cuts, as bytes by shard.
-    This shard keeps its rows until it receives a MOVE."""
+    """Returns shard -> the rows that it gets under new cuts, as bytes. This
+    shard keeps these rows until it receives a MOVE."""
     parts: dict[int, dict[str, Any]] = {}
     for name, table in self.server.tables.items():
       before = table.ranges.cuts
@@ -209,7 +213,7 @@ class TableShard:
         if other != self.index and start < stop:
           part = self.server.part(name, start, stop)
           parts.setdefault(other, {})[name] = part
-    return {other: wire.dump(mine) for other, mine in parts.items()}
+    return {other: wire.dump(tree) for other, tree in parts.items()}
 
   def _move(self, request: Request) -> None:
     """Takes the ranges of a new division, with the parts of other shards."""
@@ -223,31 +227,32 @@ class TableShard:
 
   # Replies.
 
-  def unsent(self, worker: int, start: int) -> list[tuple[int, bytes]]:
-    """Returns the rows for a worker from the number `start` on."""
+  def rows_from(self, worker: int, start: int) -> list[tuple[int, bytes]]:
+    """Returns (number, row) of the rows for a worker, from number `start` on.
+    """
     rows = self._sessions[worker].rows.items()
     return [(number, data) for number, data in rows if number >= start]
 
   def active_incarnation(self, worker: int) -> int | None:
-    """The worker's latest incarnation; None before its first one joins, and
+    """The worker's latest incarnation; None before the first one joins, and
     after the worker has left for good."""
     session = self._sessions[worker]
-    absent = session.left or session.incarnation < 0
-    return None if absent else session.incarnation
+    is_absent = session.left or session.incarnation < 0
+    return None if is_absent else session.incarnation
 
   def incarnation(self, worker: int) -> int:
-    """The worker's latest incarnation that joined; -1 if none has."""
+    """The worker's latest incarnation that joined; -1 if no incarnation has."""
     return self._sessions[worker].incarnation
 
-  def done(self) -> dict[int, int]:
-    """Returns, by worker, the number of jobs that the shard has received."""
+  def jobs_done(self) -> dict[int, int]:
+    """Returns worker -> number of jobs that the shard has received."""
     return {worker: session.done for worker, session in self._sessions.items()}
 
   def reply(self, request: Request, start: int = 0) -> Reply:
-    """Returns the reply to a worker's last request, with rows from the number
-    `start` on, without those that the request acknowledges."""
+    """Returns the reply to a worker's last request. The reply has the rows from
+    number `start` on that the request does not acknowledge."""
     session = self._sessions[request.worker]
-    rows = self.unsent(request.worker, max(start, request.taken))
+    rows = self.rows_from(request.worker, max(start, request.taken))
     return Reply(
       *(session.number, rows, session.upto, session.done, session.version),
       *session.change,

@@ -47,10 +47,10 @@ class SimulatedTableWorker:
 
   def __init__(self, stream: Iterator[float]) -> None:
     self._stream = stream  # of the durations of its jobs
-    self._drawn = self.started = self.done = 0  # counts of jobs
+    self._drawn = self.started = self.done = 0  # numbers of jobs
     self.ticket: TableTicket | None = None  # of the job that it computes
-    self.waits = False  # for others, before its next job can start
-    self.up = self.down = 0  # bytes since its last record
+    self.waits = False  # for other workers, before the next job can start
+    self.up = self.down = 0  # bytes since the worker's last record
     # Used over a network only:
     self.heard = 0  # the slowest worker's clock in the rows that it received
     self.applied = 0  # pushes that the shards have applied
@@ -162,7 +162,7 @@ class TableRun:
     # Clock differential -> rows that were read at it.
     self.differentials: collections.Counter[int] = collections.Counter()
     self.moved = 0  # ranges that moved to another shard
-    # (time, count of events before it, worker): ties go by the second.
+    # (time, number of earlier events, worker): ties go by the number.
     self._heap: list[tuple[float, int, int]] = []
     self._event_count = 0
     self._begun = False
@@ -181,8 +181,8 @@ class TableRun:
   @property
   def held(self) -> tuple[int, int]:
     """Counts of rows: (held back by filters for later, dropped by filters)."""
-    both = [client.held for client in self._clients]
-    return sum(h.back for h in both), sum(h.dropped for h in both)
+    counts = [client.held for client in self._clients]
+    return sum(c.back for c in counts), sum(c.dropped for c in counts)
 
   def records(self, start: int = 0) -> base.Records:
     """Returns the records of the ended jobs, in the order of their ends,
@@ -221,17 +221,18 @@ class TableRun:
 
   # Steps.
 
-  def _next(self, worker: int) -> int:
+  def _next_job(self, worker: int) -> int:
     """Returns the index of the worker's next job."""
     return self._workers[worker].started * len(self._workers) + worker
 
-  def _wants(
+  def _inspect_next_job(
     self, worker: int
   ) -> tuple[Mapping[str, Keys], int, dict[str, Keys]]:
-    """Returns, for a worker's next job, the keys of its rows, the clocks that
-    the worker has finished, and the keys that it must request."""
+    """Returns, for a worker's next job: the keys of the job's rows, the number
+    of clocks that the worker has finished, and the keys that it must request.
+    """
     state, client = self._workers[worker], self._clients[worker]
-    keys = self._work.keys(self._work.batch(worker, self._next(worker)))
+    keys = self._work.keys(self._work.batch(worker, self._next_job(worker)))
     clock = state.done // self._settings.clock_every
     client.factor = self._settings.factor(clock)
     return keys, clock, client.stale(keys, clock)
@@ -246,28 +247,30 @@ class TableRun:
       rows = self.server.by_value(worker, clock)
       out += [rows] if rows else []
     self._workers[worker].down += sum(rows.nbytes for rows in out)
-    job = self._next(worker)
+    job = self._next_job(worker)
     self._write(worker, job, base.SEND if stale else base.KEEP)
     return out
 
-  def _read(
+  def _start_ticket(
     self, worker: int, keys: Mapping[str, Keys], clock: int, row: int
   ) -> None:
-    """Starts the worker's next job on the rows of its client. `row` is the
-    index of the job's start in the trace."""
+    """Starts the worker's next job on the rows of the worker's client. `row` is
+    the index of the trace row that starts the job."""
     state, client = self._workers[worker], self._clients[worker]
     values = client.read(keys)
     self.server.has_read(worker)
     clocks = {name: client.clocks(name, each) for name, each in keys.items()}
     # The empty array makes the concatenation valid for a job without keys.
-    every = np.concatenate([*clocks.values(), np.zeros(0, int)])
-    lacks, counts = np.unique(every - 1 - clock, return_counts=True)
-    pairs = zip(lacks.tolist(), counts.tolist(), strict=True)
+    row_clocks = np.concatenate([*clocks.values(), np.zeros(0, int)])
+    differentials, counts = np.unique(
+      row_clocks - 1 - clock, return_counts=True
+    )
+    pairs = zip(differentials.tolist(), counts.tolist(), strict=True)
     self.differentials.update(dict(pairs))
     if self._observe is not None:
       self._observe(Read(row, worker, clock, keys, values, clocks))
-    oldest = clock - int(every.min(initial=clock))
-    state.ticket = TableTicket(self._next(worker), keys, values, oldest)
+    oldest = clock - int(row_clocks.min(initial=clock))
+    state.ticket = TableTicket(self._next_job(worker), keys, values, oldest)
     state.started += 1
 
   def _write(self, worker: int, job: int, action: int) -> None:
@@ -276,7 +279,7 @@ class TableRun:
     self.rows.append(Event(self.now, worker, seq, job, action))
 
   def _compute(self, worker: int) -> Push | None:
-    """Computes a job's gradient and adds its updates to the worker's own.
+    """Computes a job's gradient and writes the updates to the worker's client.
     Returns the worker's message if the job ends a clock."""
     state, client = self._workers[worker], self._clients[worker]
     settings, ticket = self._settings, state.ticket
@@ -299,8 +302,8 @@ class TableRun:
     return push
 
   def _receive(self, worker: int, push: Push | None) -> Mapping[int, Rows]:
-    """Ends a job, and applies its message if there is one. Returns the rows
-    that the server then sends, by worker."""
+    """Ends a job, and applies its message if there is one. Returns worker ->
+    rows that the server then sends."""
     state, client = self._workers[worker], self._clients[worker]
     ticket = state.ticket
     # The gap is measured before the worker's own message is applied.
@@ -323,17 +326,17 @@ class TableRun:
     return sent
 
   def _apply(self, push: Push) -> tuple[float, Mapping[int, Rows]]:
-    """Applies a message at the server. Returns the RMS of the change of its
-    rows, and the rows that the server sends to workers."""
+    """Applies a message at the server. Returns the RMS of the change of the
+    message's rows, and worker -> rows that the server sends."""
     advanced, (square, count) = self.server.measure(push)
     change, sent = np.sqrt(square / max(count, 1)), {}
     if advanced:
       sent = self.server.at_clock()
       for other, rows in sent.items():
         self._workers[other].down += rows.nbytes
-      # Rebalance when the slowest clock passes a multiple of `every`.
-      every, clock = self._settings.rebalance_every, self.server.slowest
-      if every and clock // every > (clock - advanced) // every:
+      # Rebalance when the slowest clock passes a multiple of the interval.
+      interval, clock = self._settings.rebalance_every, self.server.slowest
+      if interval and clock // interval > (clock - advanced) // interval:
         for table in self.server.tables.values():
           self.moved += len(table.rebalance())
     return change, sent
@@ -409,7 +412,7 @@ class Simulation(TableRun):
   def _begin(self):
     """Starts the first job of each worker."""
     for worker in range(len(self._workers)):
-      self._try(worker)
+      self._try_start(worker)
 
   def _step(self) -> None:
     """Ends the job that is due next, then starts the worker's next job and
@@ -417,15 +420,15 @@ class Simulation(TableRun):
     event = heapq.heappop(self._heap)
     self.now, _, worker = event
     try:
-      self._end(worker)
+      self._end_job(worker)
     except ValueError:
       # The job has not ended; a later `advance` tries again.
       heapq.heappush(self._heap, event)
       raise
-    self._try(worker)
+    self._try_start(worker)
     for other, state in enumerate(self._workers):
       if state.waits:
-        self._try(other)
+        self._try_start(other)
 
   def replay(self, trace: base.Trace) -> None:
     """Replays a recorded trace: its rows give the order, instead of durations.
@@ -442,10 +445,12 @@ class Simulation(TableRun):
         if state.ticket is None or state.ticket.job != event.job:
           mismatch = "the worker is not computing that job"
         else:
-          self._end(event.worker)
-      elif state.ticket is not None or event.job != self._next(event.worker):
+          self._end_job(event.worker)
+      elif (
+        state.ticket is not None or event.job != self._next_job(event.worker)
+      ):
         mismatch = "it is not the worker's next job"
-      elif not self._start(event.worker):
+      elif not self._start_job(event.worker):
         mismatch = "the worker would read rows that are too old"
       elif self.rows[-1].action != event.action:
         actual = base.ACTIONS[self.rows[-1].action]
@@ -453,35 +458,36 @@ class Simulation(TableRun):
       if mismatch is not None:
         raise TraceError(len(self.rows), event, mismatch)
 
-  def _try(self, worker: int) -> None:
-    """Starts the worker's next job if it has one and the rules allow its
-    read."""
+  def _try_start(self, worker: int) -> None:
+    """Starts the worker's next job, if the worker has a job left and the rules
+    allow the job's read."""
     state = self._workers[worker]
     if state.started == self._jobs:
       return
-    state.waits = not self._start(worker)
+    state.waits = not self._start_job(worker)
     if not state.waits:
       heapq.heappush(
         self._heap, (self.now + state.draw(), self._event_count, worker)
       )
       self._event_count += 1
 
-  def _start(self, worker: int) -> bool:
+  def _start_job(self, worker: int) -> bool:
     """Starts the worker's next job; returns False if the worker must wait."""
-    keys, clock, stale = self._wants(worker)
+    keys, clock, stale = self._inspect_next_job(worker)
     client = self._clients[worker]
-    # A worker without stale rows need not wait: it asks the server nothing.
+    # A worker without stale rows need not wait: it requests no row.
     if stale and self.server.slowest < client.rules.need(clock):
       return False
     if stale:
       self._workers[worker].up += request_bytes(stale)
     for rows in self._answer(worker, clock, stale):
       client.take(rows)
-    self._read(worker, keys, clock, len(self.rows) - 1)
+    self._start_ticket(worker, keys, clock, len(self.rows) - 1)
     return True
 
-  def _end(self, worker: int) -> None:
-    """Computes and ends the worker's job, and delivers the rows that follow."""
+  def _end_job(self, worker: int) -> None:
+    """Computes and ends the worker's job. Delivers the rows that the server
+    then sends."""
     push = self._compute(worker)
     for other, rows in self._receive(worker, push).items():
       self._clients[other].take(rows)

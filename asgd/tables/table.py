@@ -58,7 +58,8 @@ class Table:
       values: rows, of NumPy or JAX; the table stays of that kind.
       function: of a push; None adds.
       shards: S, at most K.
-      load: float[K], by which keys are divided; None: equal numbers of keys.
+      load: float[K], of each key; the shards get ranges of about equal load.
+        None: the shards get equal numbers of keys.
       start: the first key, above 0 for a part of a table.
       name: for errors.
 
@@ -85,9 +86,9 @@ class Table:
       (np.arange(low, high), values[low - start : high - start])
       for low, high in itertools.pairwise(self.ranges.cuts)
     ]
-    self._set(values.shape[1:], values.dtype, function, name, parts)
+    self._set_attributes(values.shape[1:], values.dtype, function, name, parts)
 
-  def _set(
+  def _set_attributes(
     self,
     shape: Sequence[int],
     dtype: Any,
@@ -106,7 +107,7 @@ class Table:
     self.function, self.name = function, name
     self.shape, self.dtype = tuple(shape), dtype  # of a row, of its elements
     # Rows by shard. Other classes read them only.
-    self.shard_rows = [KeyedRows(k, self._columns(x)) for k, x in parts]
+    self.shard_rows = [KeyedRows(k, self._new_columns(x)) for k, x in parts]
 
   @classmethod
   def sparse(
@@ -134,10 +135,10 @@ class Table:
     self._start, self.stop = 0, None
     self.ranges = ranges or ranges_lib.Ranges((0, _LAST))
     parts = [((), np.zeros((0, *shape), dtype))] * self.ranges.shards
-    self._set(shape, np.dtype(dtype), function, name, parts)
+    self._set_attributes(shape, np.dtype(dtype), function, name, parts)
     return self
 
-  def _columns(self, values: Any) -> dict[str, Any]:
+  def _new_columns(self, values: Any) -> dict[str, Any]:
     """Returns the columns of new rows: values, load, leaves of the state."""
     # Leaves of the state become columns, so that they move with their rows.
     leaves, self._structure = jax.tree.flatten(self.function.init(values))
@@ -155,19 +156,22 @@ class Table:
     except ValueError as error:
       raise ValueError(f"{self.name}: {error}") from None
 
-  def _routed(self, keys: Keys) -> Iterator[tuple[KeyedRows, np.ndarray]]:
-    """Yields (rows of a shard, positions of its keys in `keys`) for each shard
-    with keys. A sparse table makes missing rows."""
+  def _split_by_shard(
+    self, keys: Keys
+  ) -> Iterator[tuple[KeyedRows, np.ndarray]]:
+    """Yields (rows of a shard, positions of the shard's keys in `keys`) for
+    each shard that owns some of the keys. A sparse table makes missing rows."""
     shards = self.ranges.shard_of(keys)
     for shard, rows in enumerate(self.shard_rows):
       (positions,) = (shards == shard).nonzero()
       if positions.size:
         if self.stop is None:
-          rows.insert(
-            keys[positions],
-            lambda new: self._columns(np.asarray(self._init(new), self.dtype)),
-          )
+          rows.insert(keys[positions], self._initial_columns)
         yield rows, positions
+
+  def _initial_columns(self, keys: Keys) -> dict[str, Any]:
+    """Returns the columns of new rows of a sparse table."""
+    return self._new_columns(np.asarray(self._init(keys), self.dtype))
 
   def pull(self, keys: Any) -> Any:
     """Returns rows [n, ...], in the order of the keys.
@@ -179,14 +183,14 @@ class Table:
       ValueError: for a key out of range, or a key that occurs twice.
     """
     keys = self.read_keys(keys)
-    for rows, positions in self._routed(keys):
+    for rows, positions in self._split_by_shard(keys):
       rows.add(keys[positions], _LOAD, 1.0)
     return self.peek(keys)
 
   def peek(self, keys: Keys) -> Any:
     """Returns rows as `pull` does, without checking keys or counting load."""
     parts, all_positions = [], []
-    for rows, positions in self._routed(keys):
+    for rows, positions in self._split_by_shard(keys):
       parts.append(rows.read(keys[positions], _VALUES))
       all_positions.append(positions)
     if len(parts) == 1:
@@ -208,13 +212,13 @@ class Table:
     """
     keys, values = self.read_keys(keys), self._read_values(values)
     self.check_values(keys, values)
-    for rows, positions in self._routed(keys):
-      part = keys[positions]
-      rows.add(part, _LOAD, 1.0)
+    for rows, positions in self._split_by_shard(keys):
+      shard_keys = keys[positions]
+      rows.add(shard_keys, _LOAD, 1.0)
       if self.function.additive:  # without states, and without compiling
-        rows.add(part, _VALUES, values[positions])
+        rows.add(shard_keys, _VALUES, values[positions])
       else:
-        self._apply(rows, part, values[positions])
+        self._apply(rows, shard_keys, values[positions])
 
   def _read_values(self, values: Any) -> Any:
     """Returns values as an array of the table's dtype."""
@@ -273,15 +277,15 @@ class Table:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
     before = self.ranges
     after = ranges_lib.by_load(self.load, before.shards, start=self._start)
-    out = ranges_lib.moves(before, after)
+    moves = ranges_lib.moves(before, after)
     # Cut all ranges before joining any: a shard may both give and get rows.
-    parts = [self.shard_rows[move.source].cut(*move[:2]) for move in out]
-    for move, part in zip(out, parts, strict=True):
+    parts = [self.shard_rows[move.source].cut(*move[:2]) for move in moves]
+    for move, part in zip(moves, parts, strict=True):
       self.shard_rows[move.target].join(part)
     for rows in self.shard_rows:
       rows.columns[_LOAD][:] = 0
     self.ranges = after
-    return out
+    return moves
 
   @property
   def load(self) -> np.ndarray:
@@ -295,8 +299,8 @@ class Table:
     """Sets the keys to start <= key < stop, for one shard's part of a dense
     table.
 
-    The table keeps its rows in that range, and adds `parts` of other shards'
-    tables. Loads are counted from 0 again.
+    The table keeps its rows in that range, and adds the rows that other shards
+    have given (`parts`). Loads are counted from 0 again.
     """
     (rows,) = self.shard_rows
     rows.keep((rows.keys >= start) & (rows.keys < stop))

@@ -1,9 +1,9 @@
 """Asynchronous tasks with dependencies: pushes and pulls that the caller does
 not wait for.
 
-A task is started once all tasks that it depends on have finished. These are the
-tasks that the caller names, and others by the delay: none (eventual), all
-earlier tasks (sequential), or all but the last tau (bounded delay).
+A task is started once all tasks that it depends on have finished. It depends on
+the tasks that the caller names, and on earlier tasks by the delay: on none
+(eventual), on all (sequential), or on all but the last tau (bounded delay).
 """
 
 import contextlib
@@ -79,10 +79,10 @@ class Tasks:
     """
     self._call = call
     self._delay = delay if delay is None else checks.whole("delay", delay, 0)
-    # Task -> (method, args, tasks that must finish before it): not started.
+    # Not started: task -> (method, args, tasks that must finish before it).
     self._waiting: dict[int, tuple[str, tuple[Any, ...], set[int]]] = {}
     self._running: dict[int, Answer] = {}
-    self._ended: dict[int, Answer] = {}  # `result` was not called yet
+    self._ended: dict[int, Answer] = {}  # until `result` is called
     self._count = 0
 
   def __len__(self) -> int:
@@ -127,15 +127,15 @@ class Tasks:
 
   def look(self) -> None:
     """Records which tasks have finished, and starts those that may start."""
-    started = True
-    while started:  # a started task may have finished at once (`at_once`)
-      for number in [n for n, each in self._running.items() if each.done()]:
+    has_started = True
+    while has_started:  # a started task may have finished at once (`at_once`)
+      for number in [n for n, answer in self._running.items() if answer.done()]:
         self._ended[number] = self._running.pop(number)
       ready = [n for n in self._waiting if self._may_start(n)]
       for number in ready:
         method, args, _ = self._waiting.pop(number)
         self._running[number] = self._call(method, *args)
-      started = bool(ready)
+      has_started = bool(ready)
 
   def _may_start(self, number: int) -> bool:
     """Whether all tasks that a waiting task depends on have finished."""
@@ -164,9 +164,9 @@ class Tasks:
     return self._ended.pop(number).result()
 
   def _wait(self, number: int) -> None:
-    """Waits until the task, or one that it may depend on, has finished."""
+    """Waits until the task, or a task that it may depend on, has finished."""
     self.look()
-    # A task that has not started may depend on any running one.
+    # A task that has not started may depend on any running task.
     if number in self._running:
       task = number
     elif self._running:

@@ -1,9 +1,9 @@
 """One incarnation of a worker, between independent shards: no clock, no files.
 
-It has a client for each shard. The rows that it has taken when a job begins
-decide everything that follows, such as which rows it pulls. So the SEND or KEEP
-row of a job's start has, for each shard, the number of rows taken (the column
-`totals`). The row is written before the job sends a request.
+The worker has a client for each shard. The rows that it has taken when a job
+begins decide everything that follows, such as which rows it pulls. So the SEND
+or KEEP row of a job's start has, for each shard, the number of rows taken (the
+column `totals`). The caller writes that row before the job sends a request.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -33,11 +33,11 @@ Steps = Generator[Asks, None, None]
 class TableWorker:
   """The clients and jobs of one incarnation of a worker.
 
-  The caller runs the steps of `join`, then those of one `job` after the other.
-  It sends the requests that each step yields, and passes the replies to
+  The caller runs the steps of `join`, then the steps of one `job` after the
+  other. It sends the requests that each step yields, and passes the replies to
   `sessions`.
 
-      join -> [PUSH]              resumes an earlier incarnation's last message
+      join -> [PUSH]              resends an earlier incarnation's last message
       job  -> [PULL] [PULL] PUSH  waits for a clock, pulls, computes, pushes
   """
 
@@ -87,13 +87,13 @@ class TableWorker:
     self._records: list[JobRecord] = []  # of jobs of the unfinished clock
 
   @property
-  def listens(self) -> bool:
+  def gets_server_push(self) -> bool:
     """Whether shards send rows that the worker did not request."""
     return self._settings.rules.by_clock
 
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
-    """Takes the rows of a shard before the number `upto`, all arrived; those
-    that are `behind` were sent before the shard had the worker's last
+    """Takes the rows of a shard before the number `upto`, which must have
+    arrived. `behind`: the shard sent these rows before it had the worker's last
     message."""
     client = self._clients[shard]
     for data in self.sessions.take(shard, upto):
@@ -108,31 +108,33 @@ class TableWorker:
 
   def join(
     self,
-    saved: Callable[[int], ClockMessage | None] = lambda done: None,
-    begun: Callable[[JobRecord], None] = lambda record: None,
-    done: Callable[[JobRecord], None] = lambda record: None,
+    find_saved: Callable[[int], ClockMessage | None] = lambda n_done: None,
+    on_start: Callable[[JobRecord], None] = lambda record: None,
+    on_done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
     """Joins all shards, and resumes after the last message that all of them
-    have. If only some have it, and it was saved, it is sent to the others.
+    have. If only some shards have the last message, and it was saved, the
+    worker sends it to the other shards.
 
     Args:
-      saved: (jobs done) -> the saved message of an earlier incarnation, with
-        the records of jobs that it had not reported, at least one; or None.
-      begun: called with each of these records before a request is sent.
-      done: called with each record once all shards have its updates.
+      find_saved: (number of jobs done) -> the saved message of an earlier
+        incarnation, or None. The message has at least one record: those of the
+        jobs that the incarnation had not reported.
+      on_start: called with each of these records before a request is sent.
+      on_done: called with each record once all shards have the job's updates.
     """
     shards = range(self._division.shards)
     yield {shard: self.sessions.ask(shard, JOIN) for shard in shards}
     self._set_division(*self.sessions.replies[0].division)
     counts = [reply.done for reply in self.sessions.replies]
-    message = saved(max(counts))
+    message = find_saved(max(counts))
     if message is None:
       # Jobs that only some shards have are computed again.
       self.done = min(counts)
       return
     self.done = message.done
     for record in message.records:
-      begun(record)
+      on_start(record)
     asks = {
       shard: self.sessions.ask(
         *(shard, PUSH, message.clock, message.done),
@@ -144,10 +146,10 @@ class TableWorker:
     if asks:
       yield asks
     for record in self._finish_push(message.records, asks):
-      done(record)
+      on_done(record)
 
   @property
-  def next(self) -> int | None:
+  def next_job(self) -> int | None:
     """The index of the next job; None if all jobs are done."""
     if self.done >= self.jobs:
       return None
@@ -156,18 +158,18 @@ class TableWorker:
   # Moving ranges of keys between shards.
 
   @property
-  def rests(self) -> bool:
+  def must_rest(self) -> bool:
     """Whether the worker waits for the next division of the tables."""
     settings, division = self._settings, self._division
     every = settings.rebalance_every * settings.clock_every
-    if not every or division.shards == 1 or self.next is None:
+    if not every or division.shards == 1 or self.next_job is None:
       return False
     return self.done >= (division.version + 1) * every
 
   def divide(self, cuts: Cuts) -> None:
-    """Takes the next division. First it takes all rows that shards have sent,
-    which must have arrived; then rows move to the clients of their new
-    shards."""
+    """Takes the next division. First takes all rows that shards have sent,
+    which must have arrived. Then moves rows to the clients of their new shards.
+    """
     for shard in range(self._division.shards):
       self.take(shard, self.sessions.available(shard))
     before, self._division = self._division, self._division.next(cuts)
@@ -189,23 +191,24 @@ class TableWorker:
 
   def job(
     self,
-    begun: Callable[[int], None],
-    done: Callable[[JobRecord], None],
-    change: Callable[[Any], Any] = lambda gradient: gradient,
-    sends: Callable[[ClockMessage], None] = lambda message: None,
+    on_start: Callable[[int], None],
+    on_done: Callable[[JobRecord], None],
+    alter_gradient: Callable[[Any], Any] = lambda gradient: gradient,
+    on_send: Callable[[ClockMessage], None] = lambda message: None,
   ) -> Steps:
     """Does the next job, in steps.
 
     Args:
-      begun: called with SEND if the job requests rows, else with KEEP.
-      done: called with the record of each job once all shards have its updates.
-      change: applied to the gradient, to inject faults.
-      sends: called with each message before it is sent to any shard.
+      on_start: called with SEND if the job requests rows, else with KEEP.
+      on_done: called with the record of each job once all shards have the job's
+        updates.
+      alter_gradient: applied to the gradient, to inject faults.
+      on_send: called with each message before it is sent to any shard.
 
     Raises:
       ValueError: for an update that is not finite; nothing is sent then.
     """
-    job, settings = self.next, self._settings
+    job, settings = self.next_job, self._settings
     batch = self._work.batch(self.worker, job)
     keys = self._work.keys(batch)
     parts = self._division.split(keys)
@@ -213,22 +216,24 @@ class TableWorker:
     for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
-    begun(base.SEND if asks else base.KEEP)
+    on_start(base.SEND if asks else base.KEEP)
 
-    # [1] With server push, wait until late shards have the needed clock.
-    late = []
+    # [1] With server push, wait until all shards have the needed clock.
+    late_shards = []
     if settings.rules.by_clock:
       need = settings.rules.need(clock)
-      late = [shard for shard in asks if self._clocks[shard] < need]
-    if late:
+      late_shards = [shard for shard in asks if self._clocks[shard] < need]
+    if late_shards:
       # A pull without keys is answered when the clock has advanced. The server
       # push of that clock has the changed rows, which need no pull.
-      yield {shard: self.sessions.ask(shard, PULL, clock) for shard in late}
-      self._take_replies(late)
+      yield {
+        shard: self.sessions.ask(shard, PULL, clock) for shard in late_shards
+      }
+      self._take_replies(late_shards)
       asks = self._stale(parts, clock)
 
-    # [2] Pull stale rows. Under value_bounded every shard is asked: one without
-    # stale rows may have copies that lack too much.
+    # [2] Pull stale rows. Under value_bounded every shard gets a request: the
+    # copies of its rows may lack too much even if no row is stale.
     if settings.rules.by_value:
       asks = {shard: asks.get(shard, {}) for shard in range(len(parts))}
     if asks:
@@ -238,10 +243,10 @@ class TableWorker:
       }
       self._take_replies(asks)
 
-    # [3] Read the rows, compute, and add the updates to the clients' own.
+    # [3] Read the rows, compute, and write the updates to the clients.
     values, reads, oldest = self._read(keys, parts, clock)
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
-    size = self._write(keys, change(gradient), clock)
+    size = self._write(keys, alter_gradient(gradient), clock)
     self.done += 1
     record = JobRecord(
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
@@ -249,10 +254,10 @@ class TableWorker:
     )
 
     # [4] If the job ends a clock, push the updates of the clock to all shards.
-    ends, pushes = settings.clock_of_message(self.done, self.jobs), []
-    if ends is not None:
-      last = self.done == self.jobs
-      pushes = [x.flush(ends, everything=last) for x in self._clients]
+    new_clock, pushes = settings.clock_of_message(self.done, self.jobs), []
+    if new_clock is not None:
+      is_last = self.done == self.jobs
+      pushes = [x.flush(new_clock, everything=is_last) for x in self._clients]
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
     # The bytes of a push are counted for the job that ends the clock.
@@ -262,14 +267,14 @@ class TableWorker:
     }
     self._records.append(self._with_bytes(record))
     if asks:
-      yield from self._push(pushes, asks, done, sends)
+      yield from self._push(pushes, asks, on_done, on_send)
 
   def _push(
     self,
     pushes: Sequence[Push],
     asks: Asks,
-    done: Callable[[JobRecord], None],
-    sends: Callable[[ClockMessage], None],
+    on_done: Callable[[JobRecord], None],
+    on_send: Callable[[ClockMessage], None],
   ) -> Steps:
     """Sends a push to each shard, and reports the records of its jobs."""
     records, self._records = self._records, []
@@ -277,13 +282,13 @@ class TableWorker:
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
+    on_send(ClockMessage(pushes[0].clock, self.done, shards, records))
     yield asks
-    for each in self._finish_push(records, asks):
-      done(each)
+    for record in self._finish_push(records, asks):
+      on_done(record)
 
   def _with_bytes(self, record: JobRecord) -> JobRecord:
-    """Returns a record with the bytes sent and taken since the last one."""
+    """Returns a record with the bytes sent and taken since the last record."""
     up, down = self.sessions.count()
     return record._replace(
       bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
@@ -292,8 +297,8 @@ class TableWorker:
   def _finish_push(
     self, records: Sequence[JobRecord], shards: Iterable[int]
   ) -> list[JobRecord]:
-    """Takes the rows of shards' replies to a push. Returns its records, the
-    last one with the size of the change."""
+    """Takes the rows of the shards' replies to a push. Returns the records of
+    the push; the last one has the size of the change."""
     for shard in shards:
       self.take(shard, self.sessions.replies[shard].upto, behind=True)
     *before, last = records
@@ -308,7 +313,7 @@ class TableWorker:
   def _stale(
     self, parts: Sequence[Parts], clock: int
   ) -> dict[int, dict[str, Keys]]:
-    """Returns the keys to pull by shard, without shards that have none."""
+    """Returns shard -> keys to pull; a shard without such keys is left out."""
     asks = {}
     for shard, part in enumerate(parts):
       keys = {name: each for name, (_, each) in part.items()}
@@ -341,7 +346,7 @@ class TableWorker:
   def _write(
     self, keys: Mapping[str, Keys], gradient: Values, clock: int
   ) -> float:
-    """Adds updates to the clients' own; returns the RMS of the gradient."""
+    """Writes updates to the clients. Returns the RMS of the gradient."""
     written = self._settings.written(clock, keys, gradient)
     parts = self._division.split({k: x for k, (x, _) in written.items()})
     for client, part in zip(self._clients, parts, strict=True):
@@ -353,10 +358,10 @@ class TableWorker:
       )
     return rms(gradient.values())
 
-  def held(self) -> tuple[int, int]:
+  def held_counts(self) -> tuple[int, int]:
     """Returns counts of rows: (held back by filters, dropped by filters)."""
-    both = [client.held for client in self._clients]
-    return sum(h.back for h in both), sum(h.dropped for h in both)
+    counts = [client.held for client in self._clients]
+    return sum(c.back for c in counts), sum(c.dropped for c in counts)
 
   # Images, between two jobs of different clocks.
 

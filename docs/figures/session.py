@@ -50,7 +50,7 @@ def train(console: rich.console.Console, folder: Path) -> None:
     if not killed and "updates/s" in line and not line.startswith("  0%"):
       newest = max(
         pid
-        for pid in processes.children(run.pid)
+        for pid in processes.descendants(run.pid)
         if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
       )
       os.kill(newest, signal.SIGKILL)

@@ -176,7 +176,7 @@ def refusal_table() -> str:
       keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
     if each.live and each.live.link_faults:
       row = each.what, _code(protocol.LIVE), each.live.link_faults
-      flags = [f"`--fault={kind}`" for kind in faults.OF_LINKS]
+      flags = [f"`--fault={kind}`" for kind in faults.LINK_FAULTS]
       whats.setdefault(row, []).extend(flags)
   return format_markdown(
     ("runs with", "may not set", "on engines", "because"),

@@ -140,7 +140,7 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   """
   code = (
     "import sys; from asgd.live import ray_internals;"
-    " ray_internals.be_node(*sys.argv[1:])"
+    " ray_internals.run_node(*sys.argv[1:])"
   )
   arguments: Sequence[str] = (
     ray_internals.node().gcs_address,
@@ -154,7 +154,7 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
     stdout=subprocess.PIPE,
   )
   try:
-    # `be_node` prints a line when the node is part of the cluster.
+    # `run_node` prints a line when the node is part of the cluster.
     if not _says_a_line(node):
       raise ValueError("no node of Ray started in the other namespace")
     yield

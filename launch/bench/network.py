@@ -221,7 +221,7 @@ def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
 def _rate(records: base.Records, workers: int) -> float:
   """Returns messages a second, after each worker has sent one."""
   # From here on all workers are at work: the start is left out.
-  zero = predict.all_there(records.worker, workers)
+  zero = predict.count_until_all_sent(records.worker, workers)
   return predict.rate(predict.Outcome(0.0, records, float("nan")), zero)
 
 
@@ -301,8 +301,8 @@ class Threads:
     as fast as they can be, and how late they were."""
     _, files, late = self._live(1, 1, messages, **self._fast())
     # From the end of a job to the next one, without the first.
-    jobs = predict.jobs(files.journals[0], files.spans)
-    return predict.settled(jobs, 1)[0], late
+    jobs = predict.measure_jobs(files.journals[0], files.spans)
+    return predict.settled_durations(jobs, 1)[0], late
 
   def rate(
     self, workers: int, shards: int, messages: int

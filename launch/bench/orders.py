@@ -38,7 +38,7 @@ def _protocols(workers: int, messages: int) -> dict[str, Rules]:
 def _make(rules: Rules, workers: int, messages: int) -> int:
   """Makes, checks and summarises an order in columns; returns its rows."""
   clock = durations.homogeneous()
-  trace = play.played(rules, clock, workers, messages)
+  trace = play.play_rules(rules, clock, workers, messages)
   # The check walks over all rows, and staleness is what reports need.
   # A worker of a round with backups holds messages that wait, too.
   orders.check(trace, depth=messages if rules.round else 1)

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from asgd import algorithms, base, orders, simulator
 from asgd.experiment import ray_runtime
 from asgd.live import frames, processes
-from asgd.live.duty import Duty
 from asgd.live.hosts.actors import ActorHosts
 from asgd.live.hosts.site import Site
 from asgd.live.journal import FileJournal
@@ -32,6 +31,7 @@ from asgd.live.records import FileSink
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
+from asgd.live.worker_spec import WorkerSpec
 from asgd.orders.trace import Event
 
 from . import compression, turns
@@ -55,7 +55,7 @@ def _make_server() -> base.Server:
   return algorithms.build("asgd", _LEARNING_RATE, WORKERS).server()
 
 
-def _make_duty(params: Any) -> Duty:
+def _make_spec(params: Any) -> WorkerSpec:
   """Work that costs as little as it can: one pass over the parameters."""
 
   def work(
@@ -68,7 +68,7 @@ def _make_duty(params: Any) -> Duty:
 
   worker, batch = base.Worker(lambda params: (), work), np.zeros(1, np.float32)
   step, root = simulator.compile_work(worker), jax.random.key(0)
-  return Duty(step, worker.init, lambda *_: batch, root, params, None)
+  return WorkerSpec(step, worker.init, lambda *_: batch, root, params, None)
 
 
 class Speed(NamedTuple):
@@ -106,10 +106,10 @@ def ours(params: Any, seconds: float, log: int) -> Speed:
   memory = f"/dev/shm/{run_folder.name}"
   site = Site(setup, str(run_folder), memory, time.monotonic())
   # The functions that processes call; closures would not be pickled.
-  make_duty = functools.partial(_make_duty, params)
+  make_spec = functools.partial(_make_spec, params)
   hosts = ActorHosts(site)
   makers = ServerMakers(hosts.site, _make_server, [params])
-  cluster = ServerCluster(setup, None, hosts, makers, make_duty)
+  cluster = ServerCluster(setup, None, hosts, makers, make_spec)
   try:
     cluster.start()
     start = None
@@ -123,7 +123,7 @@ def ours(params: Any, seconds: float, log: int) -> Speed:
       # compiles would be measured with the others.
       if len(lead["workers"]) == WORKERS and lead["received"] > 20:
         now = time.perf_counter(), lead["received"]
-        usage = _usage(processes.pids(Path(site.memory)))
+        usage = _usage(processes.live_pids(Path(site.memory)))
         # The first look starts the clock; the next ones count from it.
         start = start or (*now, usage)
         if now[0] - start[0] >= seconds:

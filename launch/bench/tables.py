@@ -70,7 +70,7 @@ def _shard(rows: int, folder: Path, memory: Path, inside: Inside) -> ShardHost:
     server = divide(first, 1).server(0, first, _settings(), 1)
     return TableShard(0, server)
 
-  return ShardHost(inside, make, folder, memory, 0, every=1)
+  return ShardHost(inside, make, folder, memory, 0, clock_every=1)
 
 
 def _worker(
@@ -124,15 +124,16 @@ def _ours(
   # The shard's process calls `make`.
   make = functools.partial(_shard, rows, folder, memory)
   host = hosts.start(SHARD, 0, make)
-  hosts.made(SHARD, 0).result()
-  worker, allowed_jobs = _worker(rows, folder, host.near(), keys, site.clock), 0
+  hosts.make_call(SHARD, 0).result()
+  handle, allowed_jobs = host.fastest_handle(), 0
+  worker = _worker(rows, folder, handle, keys, site.clock)
 
   def once() -> None:
     """Does the jobs of a turn."""
     nonlocal allowed_jobs
     allowed_jobs += _JOBS
     # The shard limits jobs, as a driver between two evaluations does.
-    host.call("allow", allowed_jobs).result()
+    host.call("set_limit", allowed_jobs).result()
     worker.run(allowed_jobs)
 
   return once

@@ -267,7 +267,7 @@ def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
   settings = MixedPipeOptions(**options)
   placement.check_limit("bandwidth", settings.bandwidth, "bytes a second")
   placement.check_limit("memory", settings.memory, "bytes")
-  checks.one_of("tied", settings.tied, placement.TIED)
+  checks.one_of("tied", settings.tied, placement.TIED_MODES)
   checks.one_of("order", settings.order, ORDERS)
   checks.one_of("recompute", settings.recompute, RECOMPUTE)
   if settings.lengths is None:

@@ -120,7 +120,7 @@ def pipedream(
   if cuts is None:
     cuts = "order" if settings.formula == "paper" else "released"
   checks.one_of("cuts", cuts, CUTS)
-  checks.one_of("tied", settings.tied, placement.TIED)
+  checks.one_of("tied", settings.tied, placement.TIED_MODES)
   placement.check_limit("memory", settings.memory, "bytes")
   ratio = settings.compression
   if ratio is not None and (settings.formula == "paper" or not ratio > 0):

@@ -1,9 +1,10 @@
 """Which nodes make a stage, and which devices hold it.
 
-Every partitioner returns a `Partition`, in which each node is placed exactly
-once and tensors go from earlier stages to later ones. There are three:
-`balance` here, for a chain if communication costs nothing, `pipedream` for
-stages that may be replicated, `mixed_pipe` for several stages on a device.
+In a `Partition` each node is placed exactly once, and tensors go from earlier
+stages to later ones. `make` checks stages that the caller chose. Three
+functions choose stages: `balance` here, for a chain if communication costs
+nothing, `pipedream` for stages that may be replicated, `mixed_pipe` for several
+stages on a device.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 
 from asgd.pipeline.partition.graph import Graph
 
-TIED = ("allow", "together")
+TIED_MODES = ("allow", "together")
 
 
 class Partition(NamedTuple):
@@ -33,11 +34,18 @@ def make(
   count: int | None = None,
   recompute: Collection[int] = (),
 ) -> Partition:
-  """Returns the partition of these stages, along the network, if it is one.
+  """Checks the stages and returns them as a Partition.
 
-  Stage s is on device s if `devices` do not say where; there are `count` of
-  them, or as many as are named. Stages of `recompute` run their forward again
-  before the backward.
+  Args:
+    graph: the network.
+    stages: the nodes of each stage, in the order of the network.
+    devices: the device of each stage, or its devices (replicas). By default
+      stage s is on device s.
+    count: the number of devices; by default as many as `devices` names.
+    recompute: stages that run their forward again before the backward.
+
+  Raises:
+    ValueError: for stages or devices that are no valid partition of the graph.
   """
   stage_nodes = tuple(tuple(sorted(stage)) for stage in stages)
   stage_devices = tuple(
@@ -50,21 +58,22 @@ def make(
     raise ValueError(f"device {n_named - 1} is not one of {count} devices")
   stage_of = _stage_of_nodes(graph, stage_nodes, stage_devices)
   load = np.zeros(count)
-  both = zip(stage_nodes, stage_devices, strict=True)
-  for s, (nodes, replicas) in enumerate(both):
+  placed_stages = zip(stage_nodes, stage_devices, strict=True)
+  for s, (nodes, replicas) in enumerate(placed_stages):
     work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in replicas:
       load[d] += work / len(replicas)
   # Stages that share parameters must add up the gradients of these.
   owners = (sorted({stage_of[i] for i in tie.nodes}) for tie in graph.tied)
-  shared = tuple(tuple(tied) for tied in owners if len(tied) > 1)
+  shared = tuple(tuple(group) for group in owners if len(group) > 1)
   return Partition(stage_nodes, stage_devices, load, shared)
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
-  """Cuts a chain in stages so that the largest load is as small as can be.
+  """Cuts a chain into stages so that the largest load is as small as possible.
 
-  Returns the nodes of each stage, one or more; among equals always the same.
+  Returns the nodes of each stage. Each stage has at least one node. Equal costs
+  always give the same stages.
 
   Raises:
     ValueError: for fewer nodes than stages, or costs that are negative or not
@@ -84,34 +93,38 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
       f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
     )
   prefix = np.concatenate([[0.0], np.cumsum(array)])
-  load = prefix - prefix[:, None]  # [i, j]: of the nodes from i to j - 1
-  load[np.tril_indices(len(prefix))] = np.inf
-  # best[j]: the largest load of the first j nodes, in as many stages as yet.
-  best, froms = load[0], []
+  span_load = prefix - prefix[:, None]  # [i, j]: load of nodes i to j - 1
+  span_load[np.tril_indices(len(prefix))] = np.inf
+  # best[j]: the smallest possible largest load of the first j nodes, cut into
+  # the stages that the loop has counted so far.
+  best, starts = span_load[0], []
   for _ in range(stages - 1):
-    loads = np.maximum(best[:, None], load)
-    froms.append(loads.argmin(0))
-    best = loads.min(0)
-  # Walk back through the best cuts, from the last stage.
-  end, out = len(array), []
-  for start in reversed(froms):
-    out.append(tuple(range(start[end], end)))
-    end = start[end]
-  return (tuple(range(end)), *reversed(out))
+    # [i, j]: the largest load if the last of the stages has nodes i to j - 1.
+    largest_load = np.maximum(best[:, None], span_load)
+    starts.append(largest_load.argmin(0))
+    best = largest_load.min(0)
+  # Walk back through the best starts, from the last stage.
+  end, last_stages = len(array), []
+  for start_of in reversed(starts):
+    last_stages.append(tuple(range(start_of[end], end)))
+    end = start_of[end]
+  return (tuple(range(end)), *reversed(last_stages))
 
 
 def cuts(partition: Partition) -> tuple[int, ...]:
-  """Returns where a chain is cut: S + 1 numbers of nodes, from 0 to N. Raises
-  ValueError for a stage that is not a piece of a chain."""
-  out = [0]
+  """Returns the S + 1 boundaries of a chain's stages, as node indices: the
+  first is 0 and the last N. Raises ValueError for a stage that is not a piece
+  of a chain."""
+  boundaries = [0]
   for s, stage in enumerate(partition.stages):
-    if stage != tuple(range(out[-1], out[-1] + len(stage))):
+    start = boundaries[-1]
+    if stage != tuple(range(start, start + len(stage))):
       raise ValueError(
-        f"stage {s} is nodes {stage}, not all from {out[-1]} to another: the"
-        " stages are not pieces of a chain"
+        f"stage {s} has nodes {stage}; a stage of a chain has consecutive"
+        f" nodes, here from {start} on"
       )
-    out.append(out[-1] + len(stage))
-  return tuple(out)
+    boundaries.append(start + len(stage))
+  return tuple(boundaries)
 
 
 def _stage_of_nodes(

@@ -251,7 +251,7 @@ def test_what_is_not_all_there_is_not_gone_on_with(tmp_path, monkeypatch):
 
 def of_ray(process, program):
   """The process of Ray that a command has started."""
-  for pid in processes.children(process.pid):
+  for pid in processes.descendants(process.pid):
     with contextlib.suppress(OSError):
       if os.readlink(f"/proc/{pid}/exe").endswith(f"/{program}"):
         return pid
@@ -266,7 +266,7 @@ def test_when_ray_itself_is_killed_one_line_says_so_and_nothing_is_left(
   out = tmp_path / "out"
   arguments = (*SLOW, "--engine=ray", "--config.workers=1", f"--workdir={out}")
   process = kit.start("train", *arguments, until=lambda: received(out))
-  started = processes.children(process.pid)
+  started = processes.descendants(process.pid)
   os.kill(of_ray(process, program), signal.SIGKILL)
   output, _ = process.communicate(timeout=kit.DEADLINE)
   assert process.returncode == 2, output
@@ -283,7 +283,7 @@ def test_when_ray_itself_is_killed_one_line_says_so_and_nothing_is_left(
 
 def runs(pid):
   try:
-    return processes.stat(pid)[0] not in "ZX"
+    return processes.process_stat(pid)[0] not in "ZX"
   except OSError:
     return False
 

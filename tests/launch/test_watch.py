@@ -99,7 +99,7 @@ def finished(tmp_path_factory):
   exp = kit.tiny(runs=runs)
   folder.open_folder(str(workdir), "x", exp)
   with serving(workdir) as fetch, pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cell_progress, "_FIRST", 0.0)
+    patch.setattr(cell_progress, "_FIRST_WRITE", 0.0)
     assert "no cell has begun yet" in fetch()
     bar = Looking(fetch)
     kit.train(exp, workdir, bar=bar)
@@ -160,7 +160,7 @@ def test_a_live_run_is_shown_while_it_goes_on(tmp_path, monkeypatch):
         pages.append(watch.render(tmp_path))
 
   monkeypatch.setattr(kit, "StopAfter", Bar)
-  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+  for name in ("_FIRST_WRITE", "_INTERVAL", "_PAUSE_FACTOR"):
     monkeypatch.setattr(cell_progress, name, 0.0)
   place, result, _ = kit.train_live(tmp_path, stop=(40,), live={"spans": True})
   assert "training" in pages[0]

@@ -171,7 +171,7 @@ class WalkWorker:
     self._script = script(inside)
 
   def step(self, params, job, seq):
-    self._script.before_work(self._index, seq)
+    self._script.apply_to_job(self._index, seq)
     return self._steps.step(params, job)
 
 
@@ -195,7 +195,7 @@ class WalkCluster(Cluster):
       self._supervisor.start(WORKER, worker, self._make(worker))
 
   def check(self, received):
-    self._supervisor.progressed(received)
+    self._supervisor.count_received(received)
     while not self.finished and not (self._paused and self._call is None):
       if not self._advance():
         break
@@ -217,7 +217,7 @@ class WalkCluster(Cluster):
     row = self._write(worker, job, base.RECEIVE if answer else base.LOST)
     self._seqs[worker] = row.seq + 1
     if answer:
-      self._supervisor.job_ended(party, row.time - party.job_start)
+      self._supervisor.add_job(party, row.time - party.job_start)
       self.params, rest = answer[0]
       self._book.receive(job + 1, row.time, worker, job, 0, 0.0, *rest)
     else:

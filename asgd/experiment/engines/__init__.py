@@ -91,7 +91,7 @@ class Engine(abc.ABC):
     """Returns the records, a NamedTuple of columns; one is `loss`."""
 
   def work(self) -> list[Any]:
-    """Returns the last stretches of the workers' time, as
+    """Returns the last segments of the workers' time, as
     `asgd.experiment.cell_progress.Segment`; [] if all work in step."""
     return []
 

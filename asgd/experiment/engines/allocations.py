@@ -26,7 +26,7 @@ _SHARE = checks.whole_number(1)
 _FILE = "allocation.json"  # in the folder of a live cell
 
 
-@checks.described(
+@checks.with_schema(
   anyOf=[
     {"enum": [EQUAL, SPEED]},
     {"type": "array", "minItems": 1, "items": checks.schema_of(_SHARE)},
@@ -151,7 +151,7 @@ def given(
   # Batches of several sizes: does the problem make them, and does the loss
   # take them?
   if changes_batches(run):
-    with checks.blame("allocation.batch_size"):
+    with checks.prefix_errors("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
       # Any size may follow from speeds, so one other size is tried.
       if by_speed == "batch_size":  # try any other size

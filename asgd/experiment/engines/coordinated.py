@@ -74,7 +74,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
       " it"
     )
   # An error in an option of the recipe names config.runs.LABEL.KEY.
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+  with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     settings: Any = run.given or names.call(
       "recipe",
       run.recipe,

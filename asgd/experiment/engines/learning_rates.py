@@ -61,7 +61,7 @@ def _schedule(
   # Updates in an epoch, and updates for an example.
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
-  with checks.blame("learning_rate_schedule"):
+  with checks.prefix_errors("learning_rate_schedule"):
     for name in ("warmup", "decay"):
       if section[f"{name}_epochs"] and section[f"{name}_examples"]:
         raise ValueError(

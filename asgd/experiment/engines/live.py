@@ -29,7 +29,7 @@ from asgd.live.deadlines import MOST_SECONDS
 _SECONDS = checks.number(most=MOST_SECONDS, above=True)
 
 
-@checks.described(type="object")
+@checks.with_schema(type="object")
 def _resources(value: Any, key: str) -> dict[str, float]:
   """Checks amounts of Ray's resources, by name."""
   if not isinstance(value, Mapping):
@@ -82,7 +82,7 @@ def check_machine(
   for plan in plans:
     refusal = protocol.of(plan.run).live.link_faults
     for fault in machine.faults:
-      if refusal and fault.kind in faults.OF_LINKS:
+      if refusal and fault.kind in faults.LINK_FAULTS:
         raise ValueError(
           f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {refusal}; use"
           " kill, hang, slow or nan"

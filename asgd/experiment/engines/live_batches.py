@@ -54,7 +54,7 @@ def make_task(
     # Batches are worker 0's, so a portion has the same data on any worker.
     plan.problem.batches(seed, 1),
     lambda batches: plan.work(seed, root, batches),
-    keep=2 * (share + settings.push_every),
+    cache_size=2 * (share + settings.push_every),
     slowdown=tuple(plan.run.config["live"]["slowdown"]),
   )
 
@@ -147,13 +147,13 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
         live.setup.ladder, live_settings["refill"], live_settings["together"]
       ),
       saved=saved,
-      note_down=self._note_down,
+      save_notes=self._save_notes,
     )
     # The base reads the driver as it reads a simulation.
     self._simulation: Any = driver
     return driver, driver.start
 
-  def _note_down(self, notes: dict[str, Any] | None) -> None:
+  def _save_notes(self, notes: dict[str, Any] | None) -> None:
     """Writes the driver's notes to the memory; None removes them."""
     path = self._memory.folder / _NOTES
     if notes is None:

@@ -12,17 +12,17 @@ import numpy as np
 
 from asgd import base, compression, sharding, simulator, transforms
 from asgd.data import partitions
-from asgd.experiment.checks import blame
+from asgd.experiment.checks import prefix_errors
 from asgd.experiment.engines import allocations, live_hosts
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
-from asgd.live.duty import Duty
 from asgd.live.hosts.site import Site
 from asgd.live.links.throttled import ThrottledNetwork
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.slot_formats import contents
+from asgd.live.worker_spec import WorkerSpec
 
 
 class LiveRun(NamedTuple):
@@ -71,7 +71,7 @@ def needs_totals(plan: ServerPlan) -> bool:
     )
   # Parameters of a fixed seed, so that the result holds for all cells.
   params = jax.device_get(plan.problem.init(jax.random.key(0)))
-  with blame("server", ("shards",)):
+  with prefix_errors("server", ("shards",)):
     sharding.make_plan(params, server["shards"])
   # A transform of single messages may also read other workers' rows.
   algorithm = transforms.own_statistics(recipe.one_message())
@@ -138,13 +138,13 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
   return run
 
 
-def make_duty(run: LiveRun) -> Duty:
+def make_spec(run: LiveRun) -> WorkerSpec:
   """Returns the work of a cell's workers."""
   plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
   worker = plan.coded_worker(run.split)
   # `prepare` has used the first half of the same split.
   _, root = jax.random.split(jax.random.key(run.seed))
-  return Duty(
+  return WorkerSpec(
     simulator.compile_work(worker, group(plan)),
     *(worker.init, plan.job_batches(run.seed), root),
     *(run.params, run.split),
@@ -158,7 +158,8 @@ def make_duty(run: LiveRun) -> Duty:
 
 
 def slot_shares(run: LiveRun) -> list[tuple[Any, ...]]:
-  """Returns the contents of each shard's slots, as `Duty.shares` does."""
+  """Returns the contents of each shard's slots; see
+  `WorkerSpec.slot_contents`."""
   codec, updates = run.plan.server.codec, run.plan.codec_down is not None
   return [contents(codec, part, updates=updates) for part in run.parts]
 
@@ -225,24 +226,24 @@ def combine(
   return base.Records(**columns)
 
 
-# allocation -> function that makes a duty in the process of a worker.
-_DutyOf = Callable[[Any], Callable[[], Duty]]
+# allocation -> function that makes a spec in the process of a worker.
+_SpecOf = Callable[[Any], Callable[[], WorkerSpec]]
 
 
 def _in_threads(
   run: LiveRun, live: LiveCell, hosts: CellHosts
-) -> tuple[Site, dict[str, Any], _DutyOf]:
+) -> tuple[Site, dict[str, Any], _SpecOf]:
   """Returns the site of a run, options of `ServerMakers`, and a function that
-  makes duties, for hosts that are threads."""
+  makes specs, for hosts that are threads."""
 
-  # The duty is compiled once here, and shared by all threads.
-  def duty_of(allocation: Any) -> Callable[[], Duty]:
-    """Returns the maker of the one duty that all threads share."""
+  # The spec is compiled once here, and shared by all threads.
+  def spec_of(allocation: Any) -> Callable[[], WorkerSpec]:
+    """Returns the maker of the one spec that all threads share."""
     plan = dataclasses.replace(run.plan, allocation=allocation)
-    duty = make_duty(run._replace(plan=plan))
-    duty = duty._replace(devices=local_devices(plan))
-    duty.warm_up_all(run.setup.workers)
-    return lambda: duty
+    spec = make_spec(run._replace(plan=plan))
+    spec = spec._replace(devices=local_devices(plan))
+    spec.warm_up_all(run.setup.workers)
+    return lambda: spec
 
   # `compile_steps` rounds values to the narrow dtype, so that writing them in
   # it loses nothing.
@@ -256,28 +257,28 @@ def _in_threads(
     options["network"] = ThrottledNetwork(
       throttled.throttle, lambda i: site.open_memory(i, *shares[i], None)
     )
-  return site, options, duty_of
+  return site, options, spec_of
 
 
 def _in_processes(
   run: LiveRun, live: LiveCell, hosts: CellHosts
-) -> tuple[Site, dict[str, Any], _DutyOf]:
+) -> tuple[Site, dict[str, Any], _SpecOf]:
   """Returns the values of `_in_threads` for hosts that are processes."""
   parts = hosts.plan, run.seed, run.setup, run.params
   # partial(partial, f, *parts)(allocation) is partial(f, *parts, allocation),
   # which can be pickled.
-  duty_of = functools.partial(functools.partial, _duty_in_host, *parts)
+  spec_of = functools.partial(functools.partial, _spec_in_host, *parts)
   actors: Any = hosts.hosts  # ActorHosts, which is imported with Ray only
-  return actors.site, {}, duty_of
+  return actors.site, {}, spec_of
 
 
 def _server_in_host(make_plan):
   return make_plan().server
 
 
-def _duty_in_host(make_plan, seed, setup, params, allocation):
+def _spec_in_host(make_plan, seed, setup, params, allocation):
   plan = dataclasses.replace(make_plan(), allocation=allocation)
-  return make_duty(LiveRun(plan, seed, setup, params))
+  return make_spec(LiveRun(plan, seed, setup, params))
 
 
 def make_cluster(
@@ -304,7 +305,7 @@ def make_cluster(
   """
   # Threads share what is made here; processes make their parts themselves.
   make_parts = _in_processes if hosts.apart else _in_threads
-  site, options, duty_of = make_parts(run, live, hosts)
+  site, options, spec_of = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)
   makers = ServerMakers(
     *(site, make_server, run.parts),
@@ -314,7 +315,7 @@ def make_cluster(
   )
   cluster = ServerCluster(
     *(run.setup, run.split, hosts.hosts, makers),
-    duty_of(run.plan.allocation),
+    spec_of(run.plan.allocation),
     refill=live.settings["refill"],
     resumed=resumed,
     leave_seconds=hosts.leave_seconds,
@@ -330,6 +331,6 @@ def make_cluster(
     # start.
     plan = allocations.by_seconds(run.plan, cluster.measure(jobs))
     allocations.write(live.folder, plan.allocation)
-    cluster.assign(duty_of(plan.allocation))
+    cluster.set_spec(spec_of(plan.allocation))
     stack.pop_all()
   return cluster

@@ -60,7 +60,7 @@ class LiveEngine(engines.Engine):
     )
     if begun:
       # Processes of a killed driver must no longer write to the files.
-      processes.end_all(self._memory.folder)
+      processes.kill_run(self._memory.folder)
     with contextlib.ExitStack() as stack:
       # If the start fails, hosts and memory are released in reverse order.
       stack.callback(self._release)
@@ -159,11 +159,11 @@ class LiveEngine(engines.Engine):
 
   def _cut_files_back(self, saved: Any) -> None:
     """Cuts the files back to a checkpoint (tree, notes), or to nothing."""
-    # A checkpoint has the lengths of the files at its time.
+    # A checkpoint has the counts of rows and records at its time.
     notes = saved[1] if saved else {}
-    kept_lengths = notes.get("files") or [(0, 0) for _ in self._writers]
-    other_lengths = self._other_journals(notes)
-    dropped = self._files.cut_back(self._folder, kept_lengths, other_lengths)
+    worker_counts = notes.get("files") or [(0, 0) for _ in self._writers]
+    other_journals = self._other_journals(notes)
+    dropped = self._files.cut_back(self._folder, worker_counts, other_journals)
     self._report_resumed(saved, dropped)
 
   def _report_resumed(self, saved, dropped):
@@ -255,7 +255,7 @@ class LiveEngine(engines.Engine):
       # A NaN is the user's to mend, so its error names message and cell.
       arguments = self._plan, str(error), self._context.cell.name
       raise engines.NonFiniteResult(
-        server_results.not_finite(*arguments)
+        server_results.divergence_error(*arguments)
       ) from error
 
   def _wait(self, seconds: float) -> None:
@@ -301,7 +301,7 @@ class LiveEngine(engines.Engine):
     )
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last stretches of the workers' time, by journals and spans,
+    """Returns the last segments of the workers' time, by journals and spans,
     in seconds since the first start of a job."""
     stretches = cell_progress.read_work(self._folder)
     if not stretches:

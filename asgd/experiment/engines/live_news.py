@@ -25,7 +25,7 @@ class ShardNews:
     self._rollbacks: list[Any] = [None] * setup.shards  # that have a line
     # Gathering is over if messages were received before.
     self._resumed = resumed
-    self._gathers = 0 if message else setup.gathered
+    self._gathers = 0 if message else setup.first_job_workers
     self._in_memory = (memory / "shard-0" / "messages").exists()
 
   def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -77,4 +77,4 @@ class ShardNews:
 
 
 def _reason(rollback: Any) -> str:
-  return f" ({rollback.why})" if rollback.why else ""
+  return f" ({rollback.reason})" if rollback.reason else ""

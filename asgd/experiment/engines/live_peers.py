@@ -23,7 +23,7 @@ from asgd.experiment.engines.peers import PeerPlan
 from asgd.live.gossip import files
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
-from asgd.live.gossip.peer_rows import PeerDuty, View
+from asgd.live.gossip.peer_rows import PeerSpec, View
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
 from asgd.orders.trace import TAKES
@@ -38,10 +38,10 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   files.FILES.check(folder, workers, files.count_incarnations)
 
 
-def make_duty(
+def make_spec(
   plan: PeerPlan, seed: int, due: Sequence[int], *, copies: bool
-) -> PeerDuty:
-  """Returns the duty of the peers.
+) -> PeerSpec:
+  """Returns the spec of the peers.
 
   Args:
     plan: of the cell.
@@ -55,7 +55,7 @@ def make_duty(
   if plan.gossip.compressed:
     # Codes of a codec go packed over the wire, as between machines.
     wire = packed_wire(plan.peer, params)
-  return PeerDuty(
+  return PeerSpec(
     *(plan.gossip, plan.peer, plan.worker, params),
     *(plan.job_batches(seed), root, wire),
     # A round is a message of each worker, so an evaluation is after a round.
@@ -64,24 +64,24 @@ def make_duty(
   )
 
 
-def _duty_in_host(
+def _spec_in_host(
   plan: Callable[[], PeerPlan], seed: int, due: Sequence[int]
-) -> PeerDuty:
-  """Returns the duty, made in the process of a peer."""
-  return make_duty(plan(), seed, due, copies=True)
+) -> PeerSpec:
+  """Returns the spec, made in the process of a peer."""
+  return make_spec(plan(), seed, due, copies=True)
 
 
-def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
+def image_template(spec: PeerSpec, notes: dict[str, Any]) -> Any:
   """Returns a tree like that of an image with these notes."""
-  state = duty.peer.init(duty.params)
+  state = spec.peer.init(spec.params)
   # Codes have the shapes that an encoder returns; nothing is encoded here.
   key = jax.eval_shape(jax.random.key, 0)
   weight: Any = np.float64(1)  # any weight of a put has this shape
   code = jax.eval_shape(
-    lambda state, key: duty.peer.put(state, weight, key)[1], state, key
+    lambda state, key: spec.peer.put(state, weight, key)[1], state, key
   )
   code = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), code)
-  tree = {"peer": (state, duty.worker.init(duty.params))}
+  tree = {"peer": (state, spec.worker.init(spec.params))}
   return tree | {"codes": dict.fromkeys(notes.get("codes", ()), code)}
 
 
@@ -119,16 +119,16 @@ class LivePeerEngine(live_engine.LiveEngine):
       self.done = plan.workers * min(ended_rounds, default=0)
     config = self._context.experiment.config
     due = engines.due(config["evaluations"], self.total, self.quantum)
-    duty_of: Callable[[], PeerDuty]
+    spec_of: Callable[[], PeerSpec]
     if hosts.apart:
-      duty_of = functools.partial(_duty_in_host, hosts.plan, seed, due)
+      spec_of = functools.partial(_spec_in_host, hosts.plan, seed, due)
     else:
-      duty = make_duty(plan, seed, due, copies=False)
+      spec = make_spec(plan, seed, due, copies=False)
       # Compiled once, for all threads of this process.
-      duty.warm_up_all()
-      duty_of = lambda: duty  # noqa: E731
+      spec.warm_up_all()
+      spec_of = lambda: spec  # noqa: E731
     maker = PeerMaker(
-      *(duty_of, live.folder, seed),
+      *(spec_of, live.folder, seed),
       *(tuple(self._context.machine.faults), live.write_span),
       warm_up=hosts.apart,
     )
@@ -146,10 +146,10 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _unpack(self, saved: Any) -> tuple[dict[int, Any], dict[str, Any]]:
     """Returns the images of a checkpoint, and its notes."""
     notes, seed = saved.notes, self._context.cell.seed
-    # No evaluations: this duty is only a template.
-    duty = make_duty(self._plan, seed, (), copies=True)
+    # No evaluations: this spec is only a template.
+    spec = make_spec(self._plan, seed, (), copies=True)
     template = {
-      peer: image_template(duty, peer_notes)
+      peer: image_template(spec, peer_notes)
       for peer, peer_notes in notes["peers"].items()
     }
     trees = saved.tree(template)
@@ -294,14 +294,16 @@ class LivePeerEngine(live_engine.LiveEngine):
     return {"links.csv": peers.links_table(self._traffic)}
 
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns the peers' images and the lengths of their files."""
+    """Returns the peers' images and the counts of their files."""
     images = self.cluster.images()
-    cuts = files.lengths(self._folder, len(self._writers), images)
+    n_peers = len(self._writers)
+    file_counts = files.checkpoint_counts(self._folder, n_peers, images)
     tree = {str(peer): tree for peer, (tree, _) in images.items()}
     notes = {str(peer): notes for peer, (_, notes) in images.items()}
     # The step is the number of rows, which grows from checkpoint to
     # checkpoint.
-    return sum(rows for rows, _ in cuts), tree, {"peers": notes, "files": cuts}
+    step = sum(rows for rows, _ in file_counts)
+    return step, tree, {"peers": notes, "files": file_counts}
 
   def stop(self) -> str:
     """See the base."""

@@ -221,7 +221,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   def _take_last_snapshot(self):
     take = lambda: self._fetch_snapshot(self._received)  # noqa: E731
     # `insist` tries again while a shard recovers.
-    self._snapshot = self.cluster.insist(take)
+    self._snapshot = self.cluster.call_until_connected(take)
 
   # Results.
 
@@ -243,7 +243,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     """Returns the columns of the cell's result. Raises ValueError if rows of
     the shards' files are missing."""
     # Images first: their counts are then not newer than the files.
-    images = self.cluster.images_now()
+    images = self.cluster.wait_for_images()
     self._check_files()
     paths = self._journals()
     journals = [read_journal(path) for path in paths]
@@ -281,7 +281,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     for the answer."""
     stopped = self._stopped is not None
     try:
-      images = self.cluster.images_now() if stopped else self.cluster.images()
+      cluster = self.cluster
+      images = cluster.wait_for_images() if stopped else cluster.images()
     except Disconnected:  # a shard restarts; the next checkpoint follows
       return None
     if images is None:

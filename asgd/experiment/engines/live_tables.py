@@ -44,7 +44,7 @@ from asgd.tables.worker import TableWorker
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Returns `tables.plan`; refuses more shards than the tables have rows."""
   result = tables.plan(experiment, run, workers)
-  with checks.blame(f"runs.{run.label}", ("shards",)):
+  with checks.prefix_errors(f"runs.{run.label}", ("shards",)):
     division_of(result)  # raises for too many shards
   return result
 
@@ -115,7 +115,7 @@ class TableMakers(NamedTuple):
     return ShardHost(
       *(inside, make, self.folder, self.memory, index),
       # Images are written at the end of a clock.
-      every=plan.settings.clock_every,
+      clock_every=plan.settings.clock_every,
       image=image,
     )
 
@@ -286,7 +286,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Fetches the present rows, for the evaluation at a message."""
     # Rows of all shards, at slightly different clocks.
     parts = self.cluster.rows()
-    self._counts_seen = self.cluster.counts()
+    self._counts_seen = self.cluster.progress()
     params = self._plan.join(division_of(self._plan).join(parts))
     records = self.records()
     row = min(message, len(records.loss)) - 1
@@ -324,7 +324,7 @@ class LiveTableEngine(live_engine.LiveEngine):
       records,
       server_results.summary(records),
       self.profile(),
-      self.cluster.held(),
+      self.cluster.filtered_counts(),
       updates=min(slowest for _, slowest in self._counts_seen),
       **self._rebalance_columns(),
     )
@@ -359,9 +359,9 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Returns the images of all participants, with digests of their files."""
     images = self.cluster.images()
     # worker -> [rows of the journal, rows of the records]
-    worker_lengths = {w: list(image[:2]) for w, image in images.workers.items()}
-    file_lengths = self._files.lengths(
-      self._folder, len(self._writers), worker_lengths
+    saved_counts = {w: list(image[:2]) for w, image in images.workers.items()}
+    file_counts = self._files.checkpoint_counts(
+      self._folder, len(self._writers), saved_counts
     )
     # A checkpoint stores arrays, so the bytes of images become uint8.
     as_array = functools.partial(np.frombuffer, dtype=np.uint8)
@@ -371,15 +371,15 @@ class LiveTableEngine(live_engine.LiveEngine):
     }
     notes: dict[str, Any] = {
       "shards": [rows for rows, _ in images.shards],
-      "workers": {str(w): lengths for w, lengths in worker_lengths.items()},
-      "files": file_lengths,
+      "workers": {str(w): counts for w, counts in saved_counts.items()},
+      "files": file_counts,
     }
     notes["digests"] = {
       path.name: files.digest(path, rows)
       for path, rows in self._rows_at_checkpoint(notes)
       if rows
     }
-    return sum(rows for rows, _ in file_lengths), tree, notes
+    return sum(rows for rows, _ in file_counts), tree, notes
 
 
 def describe(result: Mapping[str, Any]) -> str:

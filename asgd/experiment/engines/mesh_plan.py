@@ -24,7 +24,7 @@ _MOST_DEVICES = 4096
 _START = 0.1  # of the peak, where a warm-up begins
 
 
-@checks.described(type=["object", "string"])
+@checks.with_schema(type=["object", "string"])
 def _axes(value: Any, key: str) -> dict[str, int]:
   """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
   axes, pairs = value, []
@@ -57,7 +57,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
-@checks.described(type=["object", "null"])
+@checks.with_schema(type=["object", "null"])
 def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   """Checks the fields of a dynamic loss scale."""
   if value is None:
@@ -72,7 +72,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
     if name not in fields:
       nearest = names.nearest(name, fields)
       raise ValueError(f"unknown config key '{key}.{name}'; {nearest}")
-  with checks.blame(key):
+  with checks.prefix_errors(key):
     precision.check_dynamic(precision.Dynamic(**value))
   return dict(value)
 
@@ -256,7 +256,7 @@ def _reducer(
       " 'lbfgs', which searches along a line with the exact gradient: drop"
       " config.compress, or use another optimizer"
     )
-  with checks.blame("compress", tuple(section)):
+  with checks.prefix_errors("compress", tuple(section)):
     step_checks.check_alone(
       *(step_checks.REDUCER, mesh, run.config["mesh"]),
       step_checks.OF_A_REDUCER,
@@ -322,7 +322,7 @@ def _make_step(
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
   reducer = _reducer(run, mesh, size)
-  with checks.blame("mesh.form"):
+  with checks.prefix_errors("mesh.form"):
     return hybrid.make_step(
       _model(run, problem, mesh),
       _transform(run, rate),
@@ -350,7 +350,7 @@ def _make_mesh(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
       " mesh, or JAX_PLATFORMS=cpu in the environment, where this command makes"
       " as many of the host's CPU as are needed"
     )
-  with checks.blame("mesh.axes"):
+  with checks.prefix_errors("mesh.axes"):
     return meshes.make(axes or {meshes.DATA: -1}, devices)
 
 

@@ -64,7 +64,7 @@ def shares(plan: Any, shards: int) -> list[int]:
   Raises ValueError, naming the key, if they cannot be split."""
   # Shapes alone; the parameters are not made.
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  with checks.blame("server", ("shards",)):
+  with checks.prefix_errors("server", ("shards",)):
     split = sharding.make_plan(params, shards)
   return [wire.layout(part).nbytes for part in sharding.split(split, params)]
 

@@ -106,7 +106,7 @@ class ServerPlan:
   def simulator(self, trace: base.Trace) -> simulator.Choice:
     """Returns the engine that simulates a cell in an order. Equal engines are
     compiled once."""
-    with checks.blame("simulator"):
+    with checks.prefix_errors("simulator"):
       return simulator.choose(
         *(self.server, self.coded_worker(), trace, self._job_shapes),
         asked=self.run.config["simulator"]["engine"],
@@ -268,7 +268,7 @@ def check(run: Run) -> None:
   """Checks the settings that are used before a plan is made."""
   server_orders.check_settings(run)
   networks.check(run)
-  with checks.blame("durations", tuple(run.config["durations"])):
+  with checks.prefix_errors("durations", tuple(run.config["durations"])):
     clocks.check(run)
 
 
@@ -405,7 +405,7 @@ def plan(
 
 def _try_seeds(plan: ServerPlan) -> None:
   """Raises errors of a user's batches and orders, before the first cell."""
-  with checks.blame("order", tuple(plan.run.config["order"])):
+  with checks.prefix_errors("order", tuple(plan.run.config["order"])):
     for seed in plan.run.config["seeds"]:
       plan.problem.batches(seed, plan.workers)
       # The first message of each worker is enough to find them.

@@ -136,7 +136,7 @@ class PeerPlan(ServerPlan):
     if self.gossip.compressed:
       params = jax.eval_shape(self.problem.init, jax.random.key(0))
       # Encoding shapes shows whether the codec takes the parameters.
-      with checks.blame(f"runs.{self.run.label}.codec"):
+      with checks.prefix_errors(f"runs.{self.run.label}.codec"):
         frames.packed_wire(self.peer, params)
 
   def peers(

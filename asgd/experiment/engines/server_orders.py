@@ -19,7 +19,7 @@ from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders import durations, makers, own, protocol
 
 
-@checks.named
+@checks.name_or_options
 def _delays(value: Any, key: str) -> dict[str, Any] | None:
   """Reads durations: a name, or a dict of it and its options."""
   if value is None:
@@ -31,7 +31,7 @@ def _delays(value: Any, key: str) -> dict[str, Any] | None:
       f" config.durations is, not {shown(value)}"
     )
   # "constant" is the default name, which the options may replace.
-  with checks.blame(key, tuple(value)):
+  with checks.prefix_errors(key, tuple(value)):
     durations.build(**{"name": "constant", **value})
   return dict(value)
 
@@ -85,7 +85,7 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
 def check_settings(run: Run) -> None:
   """Raises ValueError for an unknown order, before a plan is made."""
   order = run.config["order"]
-  with checks.blame("order", ("name",)):
+  with checks.prefix_errors("order", ("name",)):
     if own_of(run) is None:
       names.check("order", order["name"], makers.NAMES)
   backup = order.get("backup", 0)
@@ -125,10 +125,10 @@ def with_protocol(run: Run, workers: int) -> Run:
     return run
   # The function is called with the options; it may return Rules or a trace.
   name, options = _order_call(run)
-  rules = own.called(maker, name, options, workers=workers)
+  rules = own.call_maker(maker, name, options, workers=workers)
   if not isinstance(rules, protocol.Rules):
     return run
-  with checks.blame("order"):
+  with checks.prefix_errors("order"):
     order = makers.named(rules, workers)
   return run._replace(config={**run.config, "order": order})
 

@@ -1,4 +1,7 @@
-"""Columns of results, and texts on them, that runs of a server share."""
+"""Result columns of parameter-server runs, and the text that describes them.
+
+Simulated and live runs share them.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +16,9 @@ from asgd.experiment.engines.parameter_server import ServerPlan
 
 def summary(records: base.Records) -> dict[str, float]:
   """Returns the columns of an evaluation, from the records of its messages."""
-  messages = float(records.message_norm.sum())
-  # A job that pushes nothing has a row of norm 0, which no server has refused.
+  message_norms = float(records.message_norm.sum())
+  # A job that pushed nothing has a record of norm 0 that is not accepted. No
+  # server has refused it, so the rate leaves the record out.
   accepted = records.accepted[records.accepted | (records.message_norm != 0)]
   return {
     "train_loss": float(records.loss.mean()),
@@ -22,8 +26,11 @@ def summary(records: base.Records) -> dict[str, float]:
     "staleness_max": int(records.staleness.max()),
     "gap_mean": float(records.gap.mean()),
     "gap_max": float(records.gap.max()),
-    # Parameter change per unit of message: plain SGD's learning rate.
-    "effective_rate": float(records.update_norm.sum()) / max(messages, 1e-30),
+    # The sum of the update norms, divided by that of the message norms; for
+    # plain SGD this is the learning rate.
+    "effective_rate": (
+      float(records.update_norm.sum()) / max(message_norms, 1e-30)
+    ),
     "accepted": float(accepted.mean()) if accepted.size else 1.0,
   }
 
@@ -31,7 +38,7 @@ def summary(records: base.Records) -> dict[str, float]:
 def columns(
   plan: ServerPlan,
   records: base.Records,
-  update: int,
+  n_updates: int,
   trace: base.Trace | None = None,
 ) -> dict[str, Any]:
   """Returns the columns of a result that simulated and live runs have. Backup
@@ -39,46 +46,51 @@ def columns(
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
-  row |= {"updates": update, **summary(records)}
-  # Copies of jobs, and those of which the copy came first.
+  row |= {"updates": n_updates, **summary(records)}
+  # The number of jobs that were started twice, and how often the second copy
+  # ended first.
   if trace is not None and plan.order["name"] == "backup_tasks":
     started, first_backups = orders.count_backups(trace)
     row |= {"backup_started": started, "backup_first": first_backups}
   return row | traffic.columns(plan, records)
 
 
-def broken(
-  plan: ServerPlan, part: Any, done: int, cell: str, which: str
+def describe_first_not_finite(
+  plan: ServerPlan, latest: Any, done: int, cell: str, template: str
 ) -> str | None:
-  """Returns a text on the first record that is not finite; None if all are.
+  """Returns the error for the first record whose loss or update is not finite;
+  None if all are finite.
 
   Args:
-    part: records of the latest messages, of a server or of peers.
+    plan: of the cell.
+    latest: records of the latest messages, of a server or of peers.
     done: messages of the cell so far.
-    which: text about the message, with names of columns in braces.
+    cell: name of the cell.
+    template: text about a message, with names of columns in braces.
   """
   # A NaN anywhere in an update shows in its norm.
-  finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
+  finite = np.isfinite(latest.loss) & np.isfinite(latest.update_norm)
   if finite.all():
     return None
   first_row = int(np.argmin(finite))  # the first False
-  row = {name: column[first_row] for name, column in part._asdict().items()}
+  row = {name: column[first_row] for name, column in latest._asdict().items()}
   message = done - len(finite) + first_row + 1
-  words = "the loss is {loss} and the update {update_norm}".format_map(row)
-  words += f" at message {message}, {which.format_map(row)}"
-  return not_finite(plan, words, cell)
+  finding = "the loss is {loss} and the update {update_norm}".format_map(row)
+  finding += f" at message {message}, {template.format_map(row)}"
+  return divergence_error(plan, finding, cell)
 
 
-def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
-  """Returns the error of a run that is not finite, with remedies."""
+def divergence_error(plan: ServerPlan, finding: str, cell: str) -> str:
+  """Returns the error of a run with a loss or an update that is not finite:
+  the finding, the cell's learning rate and remedies."""
   limit, bound = plan.curvature_limit, ""
-  # The limit turns a divergence into a number that the user can compare.
+  # The user can compare the largest stable sharpness with a measured one.
   if storage.is_finite(limit):
     bound = f". This algorithm at {plan.workers} workers is stable up to a"
     bound += f" sharpness of {limit:.3g} at that rate"
   return (
-    f"{cell}: {what}, with learning rate {plan.learning_rate:g}{bound}: lower"
-    " --config.learning_rate, use fewer workers or a longer warm-up"
+    f"{cell}: {finding}, with learning rate {plan.learning_rate:g}{bound}:"
+    " lower --config.learning_rate, use fewer workers or a longer warm-up"
   )
 
 
@@ -103,8 +115,10 @@ def describe(result: Mapping[str, Any]) -> str:
   # NaN if the sharpness was not estimated.
   if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
-    limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
-    text += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+    limit_text = f"{limit:.2g}" if storage.is_finite(limit) else "-"
+    text += (
+      f", rate x sharpness up to {reached:.2g} (quadratic limit {limit_text})"
+    )
   if "spread_mean" in result:
     text += (
       f", {result['shards']} shards {result['spread_mean']:.2g} messages apart"
@@ -126,8 +140,8 @@ def describe(result: Mapping[str, Any]) -> str:
   text += networks.describe(result)
   if result.get("residual_lost"):
     text += (
-      f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"
-      " lost with workers"
+      f", lost with workers: codec residuals of RMS"
+      f" {result['residual_lost']:.2g}"
     )
   if "allocation" in result:
     text += f", {result['allocation']}"
@@ -135,7 +149,7 @@ def describe(result: Mapping[str, Any]) -> str:
   took_part = result.get("took_part", workers)
   if took_part < workers:
     text += (
-      f"; only {took_part} of {workers} workers took part: what is said of this"
-      " many is not known from it"
+      f"; only {took_part} of {workers} workers took part: do not read these"
+      f" results as those of {workers} workers"
     )
   return text

@@ -69,7 +69,7 @@ class SimulationEngine(SimulatedEngine):
     return part
 
   def work(self) -> list[Any]:
-    """Returns the last stretches of the workers' time, also over a network."""
+    """Returns the last segments of the workers' time, also over a network."""
     return self._order.work()
 
   def snapshot(self) -> engines.Snapshot:

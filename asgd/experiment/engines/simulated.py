@@ -66,7 +66,7 @@ class SimulatedEngine(engines.Engine):
   def _broken(self, part: Any) -> str | None:
     """Describes the first message that is not finite in `part`, else None."""
     arguments = self._plan, part, self.done, self._name, self._message_text
-    return server_results.broken(*arguments)
+    return server_results.describe_first_not_finite(*arguments)
 
   def advance(self, until: int) -> engines.Progress:
     """Simulates for about `_SECONDS`, to message `until` at most."""
@@ -90,7 +90,7 @@ class SimulatedEngine(engines.Engine):
     return (), 0
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last stretches of the workers' time, by the trace."""
+    """Returns the last segments of the workers' time, by the trace."""
     rows = cell_progress.rows_before(*self._trace())
     return cell_progress.segments(rows)
 

@@ -49,7 +49,7 @@ class MadeOrder:
     return self.run.until(self._row)
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last stretches of the workers' time."""
+    """Returns the last segments of the workers' time."""
     rows = cell_progress.rows_before(self.trace, self._row)
     # Over a network, a job ends before its message arrives.
     over_network = [self._order.computed] if self._order else []
@@ -120,7 +120,7 @@ class GrownOrder:
     return self.run.records()
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last stretches of the workers' time."""
+    """Returns the last segments of the workers' time."""
     rows = cell_progress.rows_before(self._order.rows, self._next)
     return cell_progress.segments(rows, self._order.computed)
 

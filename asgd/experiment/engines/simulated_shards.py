@@ -111,7 +111,7 @@ class ShardedEngine(SimulatedEngine):
 
   def _unpack(self, saved: checkpoint.Restored) -> list[base.Records]:
     """Restores the state of a checkpoint; returns each shard's records."""
-    state_like = self._simulation.like(saved.notes)
+    state_like = self._simulation.pack_template(saved.notes)
     records_like = checkpoint.any_shapes(simulator.concatenate([]))
     records_of_shards = [records_like for _ in self._traces]
     tree = saved.tree({**state_like, "records": records_of_shards})

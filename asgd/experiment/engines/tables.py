@@ -229,7 +229,7 @@ def _settings(
   # settings are made twice: with the peak, then with the schedule.
   def settings_of(rate: Any) -> Any:
     """Returns the settings of the recipe at a rate."""
-    with checks.blame(f"runs.{run.label}", tuple(run.options)):
+    with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
       return names.call(
         *("recipe", run.recipe, tables.RECIPES[run.recipe]),
         {"learning_rate": rate, "workers": workers, **options},
@@ -262,7 +262,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   peak = float(config["learning_rate"])
   if run.given is not None:
     peak = math.nan if callable(rate) else float(rate)
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+  with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:
     if settings.codec:
@@ -273,7 +273,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
       )
     # As hashable pairs, since settings are a key of caches.
     settings = settings._replace(codec=tuple(config["compress"].items()))
-    with checks.blame("compress"):
+    with checks.prefix_errors("compress"):
       settings.make_codec()
   has_integers = any(
     # Counts, such as words by topic, must not be rounded.
@@ -288,7 +288,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   # All workers make the same number of jobs.
   messages = max(round(count) // workers, 1) * workers
   checks.check_message_count(config, messages)
-  with checks.blame(f"runs.{run.label}", tuple(run.options)):
+  with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     settings = settings.of_run(workers, messages // workers)
   # Errors of a user's data appear before the first cell.
   for seed in config["seeds"]:
@@ -337,7 +337,7 @@ class TableEngine(SimulatedEngine):
       # Other errors are the user's: of a loss, or of data.
       if "is not finite" not in str(error):
         raise
-      self._not_finite = server_results.not_finite(
+      self._not_finite = server_results.divergence_error(
         self._plan, f"{error}, at message {simulation.received + 1}", self._name
       )
     return simulation.records(self.done)

@@ -17,7 +17,7 @@ from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders.trace import Event
 
 
-@checks.named
+@checks.name_or_options
 def _codec(value: Any, key: str) -> dict[str, Any] | None:
   """Checks a codec: its name, or a dict of its name and options."""
   if value is None:
@@ -33,7 +33,7 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
   # Only engine mesh makes reducers. Other engines refuse them, or make the
   # codec of the same name.
   if name != GIVEN and name not in list(compression.REDUCERS):
-    with checks.blame(key, tuple(value)):
+    with checks.prefix_errors(key, tuple(value)):
       compression.named(**value)
   return dict(value)
 
@@ -87,7 +87,7 @@ def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
   if section is None:
     return None
   if section["name"] != GIVEN:
-    with checks.blame(key, tuple(section)):
+    with checks.prefix_errors(key, tuple(section)):
       return _fitted(
         _codec_of_section(json.dumps(section, sort_keys=True)), *size
       )
@@ -122,7 +122,7 @@ def compressed(
   if codec is None:
     return server
   params = jax.eval_shape(problem.init, jax.random.key(0))
-  with checks.blame("compress", tuple(run.config["compress"])):
+  with checks.prefix_errors("compress", tuple(run.config["compress"])):
     compression.layout(codec, params)  # raises if an array has no code
   return _decoding(server, codec)
 
@@ -138,7 +138,8 @@ def downward(
   if codec is None:
     return recipe
   params = jax.eval_shape(problem.init, jax.random.key(0))
-  with checks.blame("compress_down", tuple(run.config["compress_down"])):
+  option_names = tuple(run.config["compress_down"])
+  with checks.prefix_errors("compress_down", option_names):
     compression.layout(codec, base.weights_of(params))
     algorithm = _compressed_updates(recipe.algorithm, codec)
   return recipe._replace(algorithm=algorithm)

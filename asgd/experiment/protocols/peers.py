@@ -26,7 +26,7 @@ from asgd.experiment.protocol import (
 )
 from asgd.live.gossip import files
 from asgd.live.hosts.base import COUNTER, PEER
-from asgd.live.journal import journal_path, read_begun, read_journal
+from asgd.live.journal import journal_path, read_journal, read_nonempty_journal
 from asgd.orders import trace
 
 Description = Mapping[str, Any]
@@ -67,7 +67,7 @@ def _read(folder: Path, description: Description) -> live_files.LiveFiles:
   shards."""
   workers = range(description["cell"]["workers"])
   for peer in workers:
-    read_begun(folder, journal_path(folder, peer))
+    read_nonempty_journal(folder, journal_path(folder, peer))
   spans = live_files.spans_of(folder, workers)
   return live_files.LiveFiles(dict(description), [], spans, [], _rows(folder))
 

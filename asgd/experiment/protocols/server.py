@@ -31,7 +31,7 @@ from asgd.experiment.protocol import (
   Refusal,
   Runner,
 )
-from asgd.live.deadlines import DEAD
+from asgd.live.deadlines import DEAD_FACTOR
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
 from asgd.orders.trace import from_events
@@ -162,7 +162,7 @@ def _audit(
   yield from updates(journals, sinks, result, every, log)
   # The shortest time after which a silent worker counts as failed; see
   # `asgd.live.deadlines`.
-  slow = DEAD * config["live"]["late_seconds"]
+  slow = DEAD_FACTOR * config["live"]["late_seconds"]
   yield from deaths(journals[0], failures, rules.depth, slow)
   # [3] Whether the protocol allows the orders.
   errors = []

@@ -32,11 +32,11 @@ class Arrivals(Counted):
     self._lost_senders: set[int] = set()
 
   @property
-  def quiet(self) -> bool:
+  def is_quiet(self) -> bool:
     """Whether the peer is idle, has mixed all that arrived, and knows that its
     messages have arrived."""
     is_sent = not any(outbox.waiting for outbox in self._outboxes.values())
-    return super().quiet and is_sent and not self._arrived
+    return super().is_quiet and is_sent and not self._arrived
 
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
@@ -46,9 +46,9 @@ class Arrivals(Counted):
     super().join(others, rounds, lenders)
     self._messages.clear()
 
-  def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
+  def add_newcomer(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Adds a newcomer, to which no earlier message may be forwarded."""
-    super().present(peer, newcomer, lend)
+    super().add_newcomer(peer, newcomer, lend)
     self._messages.clear()
 
   def peer_exited(self, peer: int) -> None:
@@ -60,7 +60,7 @@ class Arrivals(Counted):
     """Receives a message, unless the driver has already collected its sender's
     messages: others will not get this one."""
     if frame.sender not in self._lost_senders:
-      self.take_over(frame)
+      self.store_message(frame)
 
   def _step(self) -> bool:
     """Mixes a message, or begins or ends a job."""
@@ -83,23 +83,23 @@ class Arrivals(Counted):
     number = self.rows.journal.puts
     frame = self.rows.put(number)
     self.rows.mix(number, [])
-    links = self.duty.gossip.topology.union[:, self.index]
+    links = self.spec.gossip.topology.union[:, self.index]
     for peer in np.flatnonzero(links).tolist():
       self._send(peer, frame)
 
   # The driver forwards a lost peer's messages to all its receivers.
 
-  def received_from(self, peer: int) -> list[int]:
+  def numbers_received_from(self, peer: int) -> list[int]:
     """Returns the numbers of a lost peer's last received messages. Later frames
     of that peer are dropped."""
     self._lost_senders.add(peer)
     return list(self._messages.get(peer, ()))
 
-  def message_of(self, peer: int, number: int) -> PeerFrame | None:
+  def find_message(self, peer: int, number: int) -> PeerFrame | None:
     """Returns the received message of a peer and number, or None."""
     return self._messages.get(peer, {}).get(number)
 
-  def take_over(self, frame: PeerFrame) -> None:
+  def store_message(self, frame: PeerFrame) -> None:
     """Receives a message, which may have been received by another peer."""
     messages = self._messages.setdefault(frame.sender, {})
     if frame.seq not in messages:

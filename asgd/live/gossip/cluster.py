@@ -1,8 +1,9 @@
 """The driver of a run of peers: it introduces, pauses and replaces them.
 
-The driver sees no message of the training. It notifies peers when one joins or
-exits. It can make all of them end the same round (`pause`), for checkpoints and
-before a newcomer joins. Its supervisor starts, watches and replaces peers.
+The driver sees no message of the training. It notifies the peers when a peer
+joins or exits. It can make all peers end the same round (`pause`), for
+checkpoints and before a newcomer joins. Its supervisor starts, watches and
+replaces peers.
 """
 
 import functools
@@ -25,7 +26,7 @@ from asgd.live.gossip.counter import JobCounter
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.pairs import Pairs
 from asgd.live.gossip.peer import REJECTED, LivePeer
-from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View
+from asgd.live.gossip.peer_rows import PeerRows, PeerSpec, View
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts import Host, Hosts, Inside
 from asgd.live.hosts.base import COUNTER, PEER
@@ -40,7 +41,7 @@ Image = tuple[Any, dict[str, Any]]  # of a peer: (tree of arrays, JSON)
 class PeerMaker(NamedTuple):
   """The data from which a host makes its peer; sent to the peer's process."""
 
-  make_duty: Callable[[], PeerDuty]
+  make_spec: Callable[[], PeerSpec]
   run: Path  # folder of the run
   seed: int  # of the draws of partners
   faults: Sequence[faults_lib.Fault] = ()
@@ -61,22 +62,22 @@ class PeerMaker(NamedTuple):
       counter: of jobs; None: the peer works in rounds.
       inside: of the host.
     """
-    duty = self.make_duty()
+    spec = self.make_spec()
     if self.warm_up:
-      duty.warm_up(index)
+      spec.warm_up(index)
     journal_and_records = files.open_files(self.run, index, inside.disk)
-    rows = PeerRows(index, duty, journal_and_records, inside.clock)
+    rows = PeerRows(index, spec, journal_and_records, inside.clock)
     script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
     peer: LivePeer
     if counter is None:
       peer = Rounds(inside, rows, **options)
-    elif duty.gossip.order == gossip.ARRIVALS:
+    elif spec.gossip.order == gossip.ARRIVALS:
       peer = Arrivals(inside, rows, counter=counter, **options)
     else:
-      # Keyed by incarnation too: a new one does not repeat the draws of the
-      # last.
+      # The incarnation is part of the seed: a new incarnation must not repeat
+      # the draws of the last one.
       draw = np.random.default_rng((self.seed, index, rows.journal.incarnation))
       peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
     if image is not None:
@@ -115,13 +116,14 @@ class PeerCluster(Cluster):
     peers = settings.topology.workers
     counts = {PEER: peers, COUNTER: 1} if self._counts_jobs else {PEER: peers}
     super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
-    # Rounds of each peer. A counter ends the run by itself, without a limit.
+    # Rounds of each peer. Without rounds the counter ends the run.
     self._limit = sys.maxsize if self._counts_jobs else messages // peers
-    self.incarnations: dict[int, int] = {}  # of peers that have joined
-    self._starting: dict[int, int] = {}  # incarnations of peers being made
-    self._paused = True  # until `start`
+    # Peer -> incarnation, for peers that have joined and for peers being made.
+    self.incarnations: dict[int, int] = {}
+    self._starting: dict[int, int] = {}
+    self._is_paused = True  # until `start`
     self.finished = False  # whether all jobs were done at the last `check`
-    self.rounds = 0  # ended by all peers at the last `check`
+    self.rounds = 0  # number of rounds that all peers have ended
 
   @property
   def _counts_jobs(self) -> bool:
@@ -133,7 +135,7 @@ class PeerCluster(Cluster):
   def start(self, images: dict[int, Image] | None = None) -> None:
     """Starts all peers. With images, only the peers of the images continue the
     run; the others join it as newcomers."""
-    # The counter first: each peer is made with a handle of it.
+    # Start the counter first: each counted peer needs a handle of it.
     if self._counts_jobs:
       self._start_counter()
     indices = range(self.gossip.topology.workers)
@@ -146,19 +148,19 @@ class PeerCluster(Cluster):
     for party in parties:
       self.incarnations[party.index] = self._starting.pop(party.index)
       party.run = party.host.call("run")
-    # No peer works before all know each other: `allow` of `resume` starts them.
-    self._ask("meet", self._neighbours())
+    # No peer may work before it knows all others. `resume` starts their work.
+    self._ask("set_peers", self._neighbours())
     self.resume()
     for peer in set(indices) - set(members):
       self._start_peer(peer)  # `check` admits it once it is made
 
   def _start_counter(self) -> None:
-    """Starts a counter of jobs. The taken numbers are read from the journals,
-    as records may lack the last message of a peer that was killed."""
+    """Starts a counter of jobs. Reads the taken numbers from the journals: the
+    records may lack the last message of a peer that was killed."""
     taken: set[int] = set()
     for peer in range(self.gossip.topology.workers):
       path = journal_path(self._maker.run, peer)
-      taken.update(files.numbers_of(read_journal(path)))
+      taken.update(files.kept_job_numbers(read_journal(path)))
     make = functools.partial(_make_counter, self._messages, sorted(taken))
     party = self._supervisor.start(COUNTER, 0, make)
     self._supervisor.await_made([party])
@@ -172,11 +174,11 @@ class PeerCluster(Cluster):
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker.make, peer, image, counter)
     party = self._supervisor.start(PEER, peer, make)
-    party.has_done_job = True  # it has compiled by the time that it is made
+    party.has_done_job = True  # making the peer includes compiling
     return party
 
   def _neighbours(self) -> dict[int, Neighbour]:
-    """Returns incarnation and host of each peer that has joined."""
+    """Returns the incarnation and the host of each peer that has joined."""
     parties = self._supervisor.parties[PEER]
     return {
       peer: Neighbour(incarnation, parties[peer].host)
@@ -186,8 +188,8 @@ class PeerCluster(Cluster):
   def _ask(
     self, name: str, *args: Any, among: Iterable[int] | None = None
   ) -> dict[int, Any]:
-    """Calls a method of peers that have joined, concurrently; returns the
-    answers of those that are alive."""
+    """Calls a method of peers that have joined, all at once. Returns peer ->
+    answer, for the live peers."""
     among = self.incarnations if among is None else among
     return self._supervisor.ask(PEER, "ask", name, *args, among=among)
 
@@ -205,92 +207,95 @@ class PeerCluster(Cluster):
       NotFinite: if no peer computes finite messages.
       WorkersDie: if peers exit again and again.
     """
-    self._supervisor.progressed(messages)
-    at_rest = self._at_rest()
-    ended = self.rounds >= self._limit
+    self._supervisor.count_received(messages)
+    at_rest = self._are_at_rest()
+    # Without rounds a peer that is not paused is quiet once no job is left.
+    no_job_left = self.rounds >= self._limit
     if self._counts_jobs:
-      # A peer without rounds is quiet at a pause, and once no job is left.
-      ended = not self._paused
-    self.finished = at_rest and ended
+      no_job_left = not self._is_paused
+    self.finished = at_rest and no_job_left
     if not self.finished:
       parties = self._supervisor.parties[PEER]
       # A copy: `_admit` handles exits, which change `_starting`.
       for peer in [*self._starting]:
-        if peer in self._starting and parties[peer].ready:
+        if peer in self._starting and parties[peer].is_ready:
           self._admit(peer)
     return self._supervisor.take_news()
 
-  def _at_rest(self) -> bool:
+  def _are_at_rest(self) -> bool:
     """Handles exits; returns whether all other peers are quiet.
 
-    Without rounds the driver asks twice: a peer that has reported that it is
-    quiet becomes busy again if another peer then sends it a frame.
+    Without rounds the driver asks twice. After a peer has reported that it is
+    quiet, another peer may send it a frame, so that it is busy again.
     """
     self._handle_exits()
-    return self._all_quiet() and (not self._counts_jobs or self._all_quiet())
+    if not self._are_all_quiet():
+      return False
+    return not self._counts_jobs or self._are_all_quiet()
 
-  def _all_quiet(self) -> bool:
-    """Asks for the peers' status, and ends those that take too long for a job;
-    returns whether all are alive and quiet."""
+  def _are_all_quiet(self) -> bool:
+    """Asks for the peers' status, and ends peers that take too long for a job.
+    Returns whether all peers are alive and quiet."""
     statuses = self._ask("status")
     rounds = [status.rounds for status in statuses.values()]
     # The minimum is 0 if no peer answers, but the count never decreases.
     self.rounds = max(self.rounds, min(rounds, default=0))
     for peer, status in statuses.items():
       party = self._supervisor.parties[PEER].get(peer)
-      # The peer measures how long it has been busy: the driver itself may have
+      # The peer itself measures how long it has been busy: the driver may have
       # been delayed.
       if party is not None:
-        busy = status.busy or 0.0
+        busy = status.busy_seconds or 0.0
         self._supervisor.watch(party, status.rounds, busy=busy)
     return self.incarnations.keys() == statuses.keys() and all(
-      status.quiet for status in statuses.values()
+      status.is_quiet for status in statuses.values()
     )
 
   def _handle_exits(self) -> None:
     """Handles the peers, and the counter, that have exited."""
     supervisor = self._supervisor
-    for party in supervisor.exited(COUNTER) if self._counts_jobs else ():
+    counters = supervisor.exited_parties(COUNTER) if self._counts_jobs else ()
+    for party in counters:
       self._replace_counter(party)
-    for party, how in supervisor.take_ended(PEER):
-      self._handle_peer_exit(party.index, how)
+    for party, ending in supervisor.take_ended(PEER):
+      self._handle_peer_exit(party.index, ending)
 
-  def _handle_peer_exit(self, peer: int, how: str) -> None:
-    """Records the exit of a peer, notifies the others, and replaces it.
+  def _handle_peer_exit(self, peer: int, ending: str) -> None:
+    """Records the exit of a peer, notifies the other peers, and replaces it.
 
     Args:
       peer: that has exited.
-      how: "died", "hung", or the result of its `run`.
+      ending: "died", "hung", or the result of the peer's `run`.
     """
     residual = 0.0
-    self._starting.pop(peer, None)  # it may not have joined yet
+    self._starting.pop(peer, None)  # the peer may not have joined yet
     if peer in self.incarnations:
       incarnation, run = self.incarnations.pop(peer), self._maker.run
-      # [1] LEAVE is written before its jobs are released: a new counter, which
-      # reads the journals, must assign the same jobs again.
+      # [1] Write LEAVE before the peer's jobs are released: a new counter reads
+      # the journals, and must assign the same jobs again.
       clock, disk = self._supervisor.hosts.clock, self._supervisor.hosts.disk
       jobs = files.write_leave(run, peer, incarnation, clock(), disk)
       residual = files.last_residual_lost(run, peer)
       if self._counts_jobs:
         self._supervisor.ask(COUNTER, "release", peer, incarnation, *jobs)
-      # [2] The last messages are forwarded before `peer_exited`: after it, a
-      # neighbour no longer waits for them.
+      # [2] Forward the peer's last messages before `peer_exited`: after that
+      # call a neighbour no longer waits for them.
       self._complete_broadcast(peer)
       self._ask("peer_exited", peer)
-    # [3] The exit is counted, reported to the user, and the peer replaced.
-    self._supervisor.count_exit(PEER, peer, how)
-    if how == REJECTED:
+    # [3] Count the exit, report it to the user, and replace the peer.
+    self._supervisor.count_exit(PEER, peer, ending)
+    if ending == REJECTED:
       self._supervisor.count_refusal(PEER, peer)
     if self.finished and self.incarnations:
       return
     replaced = "it is replaced, " if self._refill else ""
-    news = f"peer {peer} {how}; {replaced}the others continue"
+    news = f"peer {peer} {ending}; {replaced}the others continue"
     if residual:
       news += f"; the update that its codec kept is lost (RMS {residual:.3g})"
     self._supervisor.news.append(news)
     if not self.incarnations:
       last_peer = f"the last was peer {peer}"
-      if how == REJECTED:
+      if ending == REJECTED:
         raise NotFinite(
           f"the messages of all peers were not finite; {last_peer}"
         )
@@ -304,39 +309,39 @@ class PeerCluster(Cluster):
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
     supervisor.news.append("the counter of jobs exited and is restarted")
-    # Peers first drop the numbers that they have not begun: the journals lack
-    # them, so the new counter assigns them again.
-    self._ask("count_by", None)
+    # Peers first drop the numbers whose jobs they have not begun: the journals
+    # lack these numbers, so the new counter assigns them again.
+    self._ask("use_counter", None)
     self._start_counter()
-    self._ask("count_by", supervisor.parties[COUNTER][0].host)
+    self._ask("use_counter", supervisor.parties[COUNTER][0].host)
 
   def _complete_broadcast(self, lost: int) -> None:
-    """Forwards each of a lost peer's last messages to all its receivers, if at
-    least one of them has it. So all receivers mix the same messages."""
+    """Forwards the last messages of a lost peer, so that all its receivers mix
+    the same messages. A message that no receiver has is not forwarded."""
     # In pairs a message has one receiver.
     if self.gossip.order == gossip.PAIRS:
       return
     topology = self.gossip.topology
-    # Peer -> numbers of the messages that it has received from the lost one.
-    received = self._ask("received_from", lost)
+    # Peer -> numbers of the messages that it has received from the lost peer.
+    received = self._ask("numbers_received_from", lost)
     for number in sorted(set().union(*received.values())):
       links = topology.links[number % topology.period]
-      having, lacking = [], []
+      owners, lacking_peers = [], []
       for peer, numbers in received.items():
         if number in numbers:
-          having.append(peer)
+          owners.append(peer)
         elif links[peer, lost]:
-          lacking.append(peer)
-      answers = self._ask("message_of", lost, number, among=having)
+          lacking_peers.append(peer)
+      answers = self._ask("find_message", lost, number, among=owners)
       frames = [frame for frame in answers.values() if frame is not None]
-      if frames and lacking:
-        self._ask("take_over", frames[0], among=lacking)
+      if frames and lacking_peers:
+        self._ask("store_message", frames[0], among=lacking_peers)
 
   # Pause and checkpoints.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes all peers end the same round (without rounds: their open jobs), and
-    waits for it. Raises as `check`.
+    """Makes all peers end the same round (without rounds: their open jobs),
+    and waits until they have. Raises as `check`.
 
     Args:
       seconds: to wait at most.
@@ -344,33 +349,34 @@ class PeerCluster(Cluster):
     Returns:
       Whether all peers are quiet.
     """
-    self._paused = True
+    self._is_paused = True
     limits = self._ask("halt")
     # A peer that has begun a later round needs the messages of its neighbours
-    # to end it. So all peers continue to the latest round that has begun.
+    # to end that round. So all peers continue to the latest round that any peer
+    # has begun.
     if not self._counts_jobs and limits:
-      self._ask("allow", max(limits.values()))
-    return self._supervisor.wait_for_rest(self._at_rest, seconds)
+      self._ask("set_limit", max(limits.values()))
+    return self._supervisor.wait_for_rest(self._are_at_rest, seconds)
 
   def resume(self) -> None:
     """Ends a pause."""
-    self._paused = False
-    self._ask("allow", self._limit)
+    self._is_paused = False
+    self._ask("set_limit", self._limit)
 
   def _lenders(self, peer: int) -> list[int]:
-    """Returns the peers alive that lend to a newcomer: its senders, or only
-    those with links in both directions if there are any."""
+    """Returns the live peers that lend to a newcomer: the peers with links in
+    both directions if there are any, else the senders of the newcomer."""
     union = self.gossip.topology.union  # bool[receiver, sender], of all rounds
     senders = [j for j in self.incarnations if union[peer, j]]
     return [j for j in senders if union[j, peer]] or senders
 
   def _admit(self, peer: int) -> None:
-    """Makes a newcomer join, if a neighbour is alive that lends it its first
+    """Makes a newcomer join, if a live neighbour can lend it the first
     parameters."""
     if not self._lenders(peer):
       return
-    # All peers end the same round, so that the newcomer's first round, and the
-    # first message that each neighbour takes of it, are the same for all.
+    # All peers end the same round. So they agree on the newcomer's first round,
+    # and on the first message that each neighbour takes from the newcomer.
     self.pause()
     # The newcomer or its lenders may have exited during the pause.
     if peer in self._starting and self._lenders(peer):
@@ -385,13 +391,13 @@ class PeerCluster(Cluster):
     incarnation = self.incarnations[peer] = self._starting.pop(peer)
     party.run = party.host.call("run")
     if self._counts_jobs:  # the counter may have been replaced meanwhile
-      self._ask("count_by", parties[COUNTER][0].host, among=[peer])
-    # `join` comes first: before it, the newcomer drops all frames, loans too.
+      self._ask("use_counter", parties[COUNTER][0].host, among=[peer])
+    # Call `join` first: before it, the newcomer drops all frames, loans too.
     self._ask("join", others, self.rounds, lenders, among=[peer])
     newcomer = Neighbour(incarnation, party.host)
-    self._ask("present", peer, newcomer, True, among=lenders)
+    self._ask("add_newcomer", peer, newcomer, True, among=lenders)
     not_lending = [other for other in others if other not in lenders]
-    self._ask("present", peer, newcomer, False, among=not_lending)
+    self._ask("add_newcomer", peer, newcomer, False, among=not_lending)
 
   def images(self) -> dict[int, Image]:
     """Returns an image of each peer of a paused run. Raises as `check`."""
@@ -409,11 +415,11 @@ class PeerCluster(Cluster):
     return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
-    """Returns the present parameters of all peers; with `rounds` those of the
-    peers that kept them after that number of rounds."""
+    """Returns the parameters of peers: the present ones of all peers, or those
+    that peers kept after `rounds` rounds."""
     if rounds is None:
       return self._ask("view")
-    views = self._ask("take_kept", rounds)
+    views = self._ask("take_kept_view", rounds)
     return {peer: view for peer, view in views.items() if view is not None}
 
 

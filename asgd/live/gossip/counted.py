@@ -3,12 +3,12 @@
 from concurrent.futures import Future
 from typing import Any
 
-from asgd.live.gossip.peer import AGAIN, LivePeer
+from asgd.live.gossip.peer import RETRY_SECONDS, LivePeer
 from asgd.live.hosts import Host, HostExited
 
 
 class Counted(LivePeer):
-  """A peer whose jobs are numbered by the run's `JobCounter`; the base of
+  """A peer whose jobs are on_number by the run's `JobCounter`; the base of
   `Pairs` and `Arrivals`."""
 
   def __init__(self, *args: Any, counter: Host, **options: Any):
@@ -19,13 +19,13 @@ class Counted(LivePeer):
     self._next_job: int | None = None  # its number, from the counter
     self._no_job_left = False
 
-  def count_by(self, counter: Host | None) -> None:
+  def use_counter(self, counter: Host | None) -> None:
     """Uses another counter from now on; None: no counter for now. A number that
     the old counter has assigned, and that was not begun, is dropped: the new
     counter assigns it again."""
     self._counter, self._next_job = counter, None
 
-  def numbered(self, counter: Host, call: Future[int | None]) -> None:
+  def on_number(self, counter: Host, call: Future[int | None]) -> None:
     """Handles the end of a call of a counter, or the loss of its
     connection."""
 
@@ -35,9 +35,9 @@ class Counted(LivePeer):
         number = call.result()
       except HostExited:  # retry until the driver passes another counter
         if self._counter is not None:
-          self._ask_counter(self._counter, wait=AGAIN)
+          self._ask_counter(self._counter, wait=RETRY_SECONDS)
         return
-      # A number of an earlier counter is dropped, as by `count_by`.
+      # A number of an earlier counter is dropped, as by `use_counter`.
       if counter is self._counter:
         self._next_job, self._no_job_left = number, number is None
 
@@ -58,7 +58,7 @@ class Counted(LivePeer):
       number: int | None = counter.call("take", *asker).result()
       return number
 
-    inside.later(ask, "numbered", counter)
+    inside.run_later(ask, "on_number", counter)
 
   def halt(self) -> int:
     """Stops after the open job; returns the count of ended jobs at that
@@ -67,11 +67,11 @@ class Counted(LivePeer):
     return self.limit
 
   @property
-  def quiet(self) -> bool:
+  def is_quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised or
     another peer sends a frame."""
     done = self._no_job_left or self.rounds >= self.limit
-    return super().quiet and done and not self._asks_counter
+    return super().is_quiet and done and not self._asks_counter
 
   def peer_exited(self, peer: int) -> None:
     """Removes the peer; the counter assigns its open job again."""

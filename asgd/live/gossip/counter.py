@@ -36,7 +36,7 @@ class JobCounter:
     Args:
       peer: that asks.
       incarnation: of the peer.
-      begun: count of jobs that the incarnation has begun. A repeated call with
+      begun: number of jobs that the incarnation has begun. A repeated call with
         the same count gets the same answer.
     """
     last_incarnation, last_begun, number = self._last_take(peer)
@@ -52,12 +52,13 @@ class JobCounter:
     return number
 
   def _last_take(self, peer: int) -> tuple[int, int, int | None]:
-    """Returns (incarnation, begun, number) of a peer's last take. A peer that
-    has taken none gets a value that is less than that of any call."""
+    """Returns (incarnation, begun, number) of a peer's last `take`. For a peer
+    without one, the value is less than the key of any call."""
     return self._last_takes.get(peer, (0, -1, None))
 
   def _next_number(self) -> int | None:
-    """Returns a freed number, or else the next one; None if none is left."""
+    """Returns a freed number, or else the next number; None if no number is
+    left."""
     if self._free:
       return heapq.heappop(self._free)
     if self._next >= self._jobs:
@@ -73,9 +74,9 @@ class JobCounter:
     Args:
       peer: that exited.
       incarnation: of the peer.
-      begun: count of jobs that the incarnation has begun; a number that was
-        assigned and not begun is freed, too.
-      lost: numbers of jobs that it began and did not end.
+      begun: number of jobs that the incarnation has begun. The counter also
+        frees a number that it assigned and that the peer did not begin.
+      lost: numbers of jobs that the peer began and did not end.
     """
     last_incarnation, last_begun, last_number = self._last_take(peer)
     if last_incarnation > incarnation:  # a repeated call
@@ -83,8 +84,8 @@ class JobCounter:
     # From now on late calls of this incarnation get no number.
     self._last_takes[peer] = incarnation + 1, -1, None
     freed = set(lost)
-    # The peer took the last number when it had begun `last_begun` jobs. If it
-    # has begun no more since, that number was never begun.
+    # The peer took its last number when it had begun `last_begun` jobs. If it
+    # has begun no job since, it never began the job of that number.
     if (
       last_incarnation == incarnation
       and last_begun >= begun

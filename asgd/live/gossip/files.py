@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from asgd import base, gossip, simulator
 from asgd.live.journal import (
   FileJournal,
-  check_together,
+  check_joined_trace,
   journal_path,
-  read_begun,
   read_journal,
+  read_nonempty_journal,
 )
 from asgd.live.worker_files import WorkerFiles
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event
@@ -21,24 +21,24 @@ cut_back = FILES.cut_back
 open_files, read_peer_records = FILES.open, FILES.read
 
 
-def lengths(
+def checkpoint_counts(
   run: Path, peers: int, images: Mapping[int, Any]
 ) -> list[Sequence[int]]:
-  """Returns how many rows and records of each peer a checkpoint covers; see
-  `WorkerFiles.lengths`."""
-  image_lengths = {
+  """Returns (rows, records) of each peer that a checkpoint covers; see
+  `WorkerFiles.checkpoint_counts`."""
+  saved_counts = {
     peer: (notes["rows"], notes["records"])
     for peer, (_, notes) in images.items()
   }
-  return FILES.lengths(run, peers, image_lengths)
+  return FILES.checkpoint_counts(run, peers, saved_counts)
 
 
 def read_trace(run: Path, peers: int) -> base.Trace:
-  """Joins the journals of all peers into one trace. ValueError if they cannot
-  be joined, or one is empty."""
+  """Joins the journals of all peers into one trace. Raises ValueError if they
+  cannot be joined, or if a journal is empty."""
   journals = []
   for index in range(peers):
-    journals.append(read_begun(run, journal_path(run, index)))
+    journals.append(read_nonempty_journal(run, journal_path(run, index)))
   try:
     trace = gossip.orders.merge(journals)
   except ValueError as error:
@@ -46,7 +46,7 @@ def read_trace(run: Path, peers: int) -> base.Trace:
       f"{run}: {error}: trace-K.csv of one of these two peers was cut or"
       " changed; restore the file that the run wrote"
     ) from error
-  check_together(run, trace)
+  check_joined_trace(run, trace)
   return trace
 
 
@@ -77,7 +77,8 @@ def residuals_lost(
 
 
 def last_residual_lost(run: Path, index: int) -> float:
-  """Returns the residual that the last incarnation to leave has lost."""
+  """Returns the RMS of the residual that was lost with the incarnation that
+  left last."""
   events = read_journal(journal_path(run, index))
   ((_, residual),) = residuals_lost(events, read_peer_records(run, index))[-1:]
   return residual
@@ -90,10 +91,9 @@ class JobsAtExit(NamedTuple):
   lost: list[int]  # numbers of the jobs that it began and did not receive
 
 
-def numbers_of(events: Sequence[Event]) -> list[int]:
-  """Returns the numbers of the jobs that a peer keeps: it has done them, or
-  they are open. Its lost jobs, and rejected ones once it has left, are done by
-  other peers."""
+def kept_job_numbers(events: Sequence[Event]) -> list[int]:
+  """Returns the numbers of the jobs that a peer has done, or that are open.
+  Other peers do its lost jobs, and its rejected jobs once it has left."""
   numbers: dict[int, None] = {}  # an ordered set
   rejected: list[int] = []
   for event in events:
@@ -104,8 +104,8 @@ def numbers_of(events: Sequence[Event]) -> list[int]:
     elif event.action == base.LOST:
       numbers.pop(event.job, None)
     elif event.action == base.LEAVE:
-      # The driver frees rejected jobs when it writes LEAVE, not before: a
-      # number must not be freed twice.
+      # The driver frees rejected jobs when it writes LEAVE. It does not free
+      # them before, so that no number is freed twice.
       for number in rejected:
         numbers.pop(number, None)
       rejected = []
@@ -121,16 +121,17 @@ def write_leave(
   Args:
     run: the folder of the run.
     index: of the peer.
-    incarnation: that has exited.
+    incarnation: the one that has exited.
     now: time of the rows in seconds, unless the journal has a later row.
     disk: writes the rows.
   """
   journal = FileJournal(journal_path(run, index), disk=disk)
   events = journal.events()
-  # Rows of the incarnation follow the LEAVE rows of all earlier ones. The first
-  # incarnation has no JOIN row.
+  # The rows of an incarnation follow the LEAVE rows of all earlier ones. The
+  # first incarnation has no JOIN row.
   leaves, begun, joined = 0, 0, not incarnation
-  # The row that began its last job, and the action of the row that ended it.
+  # The row that began the incarnation's last job, and the action of the row
+  # that ended this job.
   start, end = None, None
   for event in events:
     if leaves == incarnation and event.action in STARTS:

@@ -1,8 +1,8 @@
 """Frames on their way to one neighbour: each is processed once, and in order.
 
-A peer sends all frames that its neighbour has not acknowledged in one call. It
-makes the next call when that one has ended. If the connection breaks, the peer
-sends the frames again, and the neighbour skips those that it has.
+In one call a peer sends all frames that its neighbour has not acknowledged. The
+peer makes the next call when this one has ended. If the connection breaks, the
+peer sends the frames again, and the neighbour skips the frames that it has.
 
   sender                                        receiver
   first=0, frames 0 1      -- deliver -->       processes 0 1
@@ -31,10 +31,11 @@ class Outbox:
 
   def __init__(self, neighbour: Neighbour):
     self.incarnation, self.host = neighbour
-    self.busy = False  # whether a call of `deliver` is open
-    # Frames are numbered from 0. Those below `_first` are acknowledged.
+    self.has_open_call = False  # a call of `deliver`
+    # Frames are numbered from 0. `_first` is the number of `_frames[0]`; all
+    # earlier frames are acknowledged.
     self._first = 0
-    self._frames: list[PeerFrame] = []  # `_first` and later ones
+    self._frames: list[PeerFrame] = []
 
   @property
   def waiting(self) -> int:
@@ -70,7 +71,7 @@ class Inbox:
     """Returns the frames of a batch that were not received before, and counts
     them as received."""
     expected = self.expected(sender, incarnation)
-    # A late call has only frames that a retry has delivered before.
+    # The frames of a late call were delivered before, by a retry.
     self._expected[sender, incarnation] = max(expected, first + len(frames))
     return frames[max(expected - first, 0) :]
 

@@ -1,5 +1,5 @@
-"""Peers in pairs: a peer that ends a job meets one neighbour; others do not
-wait.
+"""Peers in pairs: a peer that ends a job exchanges parameters with one
+neighbour, while all other peers continue.
 
 An exchange of two peers a < b holds the locks of both. Its initiator always
 gets the lock of a first, so peers cannot wait for each other in a circle. A
@@ -41,19 +41,20 @@ class Pairs(Counted):
     self._draw = draw
     self._partner: int | None = None  # of the exchange after the open job
     self._grant: PeerFrame | None = None  # of the partner, with its code
-    # The initiator of the exchange that holds this peer's lock, and initiators
-    # that wait for it. This peer's own index is among them if it initiates one.
+    # The initiator of the exchange that holds this peer's lock, and the
+    # initiators that wait for the lock. This peer's own index is among them if
+    # it initiates an exchange.
     self._lock_owner: int | None = None
     self._queue: collections.deque[int] = collections.deque()
 
   @property
-  def quiet(self) -> bool:
+  def is_quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised or
     another peer asks for an exchange."""
-    return super().quiet and self._lock_owner is None
+    return super().is_quiet and self._lock_owner is None
 
   def peer_exited(self, peer: int) -> None:
-    """Cancels or ends an exchange with the peer, too."""
+    """Removes the peer, and cancels or ends an exchange with it."""
     super().peer_exited(peer)
     # [1] The peer was the initiator.
     if peer in self._queue:
@@ -61,7 +62,8 @@ class Pairs(Counted):
     if self._lock_owner == peer:  # it had the lock, and did not ANSWER
       self._lock_owner = None
     # [2] The peer was the partner, and sent no GRANT: cancel the exchange. The
-    # next step draws another partner. With its GRANT the exchange completes.
+    # next step draws another partner. If the GRANT has arrived, the exchange
+    # completes.
     if self._partner == peer and self._grant is None:
       self._partner = None
       if self.index in self._queue:
@@ -85,20 +87,20 @@ class Pairs(Counted):
 
   def _step(self) -> bool:
     """Grants the lock, completes an exchange, or begins or ends a job."""
-    # [1] Exchanges: grant the lock to the next in the queue, or complete the
-    # exchange that this peer has initiated.
+    # [1] Exchanges: grant the lock to the next initiator in the queue, or
+    # complete the exchange that this peer has initiated.
     if self._lock_owner is None and self._queue:
       self._lock(self._queue.popleft())
       return True
     if self._lock_owner == self.index and self._grant:
       self._complete_exchange(self._grant)
       return True
-    # An exchange is under way. A row of a job between its put and its mix would
-    # make it non-atomic.
+    # An exchange is under way: no row of a job may come between its PUT and its
+    # MIX.
     if self._lock_owner is not None:
       return False
 
-    # [2] Jobs: start one, or look for a partner once it is computed.
+    # [2] Jobs: start a job, or initiate an exchange once the job is computed.
     if self._job_start is None:
       return self._start_job()
     if self._result is not None and self._partner is None:
@@ -109,10 +111,10 @@ class Pairs(Counted):
   def _initiate_exchange(self, is_finite: bool) -> None:
     """Initiates an exchange with a random neighbour. The job ends without an
     exchange if no neighbour is alive, or if its message is not finite."""
-    linked = self.duty.gossip.topology.union[self.index]
+    has_link = self.spec.gossip.topology.union[self.index]
     neighbours = [
       peer
-      for peer in np.flatnonzero(linked).tolist()
+      for peer in np.flatnonzero(has_link).tolist()
       if peer in self.incarnations
     ]
     if not neighbours or not is_finite:
@@ -132,7 +134,7 @@ class Pairs(Counted):
     self._send(self._partner, PeerFrame(frames.ASK, self.index, incarnation))
 
   def _lock(self, owner: int) -> None:
-    """Locks this peer for an exchange, and sends the next frame of it."""
+    """Locks this peer for an exchange, and sends the exchange's next frame."""
     self._lock_owner = owner
     if owner != self.index:
       self._send(owner, self.rows.put(0, frames.GRANT))
@@ -143,8 +145,8 @@ class Pairs(Counted):
 
   def _complete_exchange(self, grant: PeerFrame) -> None:
     """Completes the exchange that this peer has initiated, and ends its job."""
-    # Put before mix: the partner gets the parameters as they were when it put
-    # its own, so both mix the same two.
+    # Put before mix: the partner put its parameters before a mix, too. So both
+    # mix the same two sets of parameters.
     self._send(grant.sender, self.rows.put(0, frames.ANSWER))
     self.rows.mix(0, [grant])
     self._partner = self._grant = self._lock_owner = None

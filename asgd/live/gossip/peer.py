@@ -2,9 +2,9 @@
 
 A peer is an object in a host (`asgd.live.hosts`). Every event is a call of one
 of its methods, and the host makes one call at a time. Jobs, and calls of
-neighbours, run in other threads (`Inside.later`), so a peer receives messages
-while it computes. The subclasses `Rounds`, `Pairs` and `Arrivals` decide the
-next step.
+neighbours, run in other threads (`Inside.run_later`), so a peer receives
+messages while it computes. The subclasses `Rounds`, `Pairs` and `Arrivals`
+decide the next step.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from asgd.live.hosts import HostExited, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
-AGAIN = 0.05  # seconds until the retry of a call after its connection failed
+RETRY_SECONDS = 0.05  # until a call is retried whose connection has failed
 # Results of `run`.
 REJECTED = "rejected"
 ALONE = "found no lender"
@@ -31,10 +31,10 @@ ALONE = "found no lender"
 class PeerStatus(NamedTuple):
   """The status that a peer reports."""
 
-  quiet: bool  # it has stopped at its limit, and waits for no message
+  is_quiet: bool  # the peer has stopped at its limit, and waits for no message
   rounds: int  # ended by the peer; without rounds, jobs
   # Seconds since the start of its job, by the peer's clock; None: no job.
-  busy: float | None
+  busy_seconds: float | None
 
 
 @dataclasses.dataclass
@@ -54,9 +54,9 @@ class LivePeer:
   """One incarnation of a peer; the base of `Rounds`, `Pairs` and `Arrivals`.
 
   The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
-  threads report by `delivered` and `computed`. After each call the peer does
-  all steps that it can (`_step`). An error ends the peer, and is raised by
-  `run`. If a neighbour's call led to the error, the neighbour only gets
+  threads report by `on_delivered` and `on_computed`. After each call the peer
+  does all steps that it can (`_step`). An error ends the peer, and `run` raises
+  it. If a neighbour's call led to the error, the neighbour only gets
   `HostExited`.
   """
 
@@ -77,7 +77,7 @@ class LivePeer:
       span: called with spans of time: fetch lasts until a job starts, push
         until the peer has received its message.
     """
-    self.rows, self.index, self.duty = rows, rows.index, rows.duty
+    self.rows, self.index, self.spec = rows, rows.index, rows.spec
     self._inside, self._faults = inside, faults
     self._span = span or (lambda span: None)
     self.rounds = 0  # rounds or jobs that have ended
@@ -87,20 +87,23 @@ class LivePeer:
     self._loans = Loans(False, [], {})
     # A job is open from its SEND row to its RECEIVE or REJECT row.
     self._job_start: float | None = None  # time; None: no job is open
-    self._result: ComputedJob | None = None  # None until it is computed
-    self._span_end = inside.clock()  # time when the last span ended
+    self._result: ComputedJob | None = None  # of the open job, once computed
+    self._span_end = inside.clock()  # time at which the last span ended
     self._ended: Future[str] = Future()  # result of `run`
 
   @property
   def incarnations(self) -> dict[int, int]:
-    """The incarnations of the other peers alive."""
+    """Peer -> incarnation, for the other live peers."""
     return {peer: outbox.incarnation for peer, outbox in self._outboxes.items()}
 
   # Remote calls, and reports of this peer's threads.
 
   def run(self) -> Future[str]:
-    """Returns a Future of how the peer ends: REJECTED after a message that was
-    not finite, ALONE if all lenders of a newcomer have exited, or an error."""
+    """Returns a Future, which is done when the peer ends.
+
+    Its result is REJECTED after a message that was not finite, and ALONE if all
+    lenders of a newcomer have exited. It raises the error that ended the peer.
+    """
     return self._ended
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
@@ -133,25 +136,26 @@ class LivePeer:
 
     return self._handle(accept_new)
 
-  def delivered(self, outbox: Outbox, call: Future[int]) -> None:
-    """Handles the end of a call of `deliver`, or the loss of its
+  def on_delivered(self, outbox: Outbox, call: Future[int]) -> None:
+    """Handles the end of a call of `deliver`, which may have lost its
     connection."""
 
     def confirm_or_retry() -> None:
-      outbox.busy = False
+      outbox.has_open_call = False
       try:
         outbox.confirm(call.result())
-      # The neighbour may be alive: only the driver knows. If it has exited, the
-      # driver calls `peer_exited`, which ends the retries.
+      # The neighbour may be alive: only the driver knows. If the neighbour has
+      # exited, the driver calls `peer_exited`, which ends the retries.
       except HostExited:
-        self._flush(outbox, wait=AGAIN)
+        self._flush(outbox, wait=RETRY_SECONDS)
       else:
         self._flush(outbox)
 
     self._handle(confirm_or_retry)
 
-  def computed(self, result: Future[ComputedJob]) -> None:
-    """Handles the end of a job's computation; an error of it ends the peer."""
+  def on_computed(self, result: Future[ComputedJob]) -> None:
+    """Handles the end of a job's computation. An error of the computation ends
+    the peer."""
 
     def store_result() -> None:
       self._result = result.result()
@@ -174,8 +178,8 @@ class LivePeer:
 
   # Methods that the driver calls by `ask`.
 
-  def meet(self, others: Mapping[int, Neighbour]) -> None:
-    """Sets the peers that are alive; all of them are before the same round."""
+  def set_peers(self, others: Mapping[int, Neighbour]) -> None:
+    """Sets the live peers; all of them are before the same round."""
     self._outboxes = {
       peer: self._make_outbox(other)
       for peer, other in others.items()
@@ -184,20 +188,23 @@ class LivePeer:
 
   def _make_outbox(self, other: Neighbour) -> Outbox:
     """Returns an outbox for another peer, with the delays of the network."""
-    return Outbox(other._replace(host=self._inside.link(other.host)))
+    return Outbox(other._replace(host=self._inside.wrap_host(other.host)))
 
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
   ) -> None:
     """Begins as a newcomer before round `rounds`, with loans of `lenders`."""
-    self.meet(others)
+    self.set_peers(others)
     self.rounds = self.limit = rounds
     self.rows.join()
     self._loans.is_new, self._loans.lenders = True, list(lenders)
 
-  def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
-    """Adds a newcomer before a round. With `lend` this peer lends to it, and
-    adopts the newcomer's loan, if the rule has one, before its next step."""
+  def add_newcomer(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
+    """Adds a newcomer before a round.
+
+    With `lend` this peer lends to the newcomer. If by the rule newcomers lend,
+    too, this peer adopts the newcomer's loan before its next step.
+    """
     self._outboxes[peer] = self._make_outbox(newcomer)
     if lend:
       self._send(peer, self.rows.lend(peer))
@@ -207,26 +214,26 @@ class LivePeer:
   @property
   def _newcomers_lend(self) -> bool:
     """Whether a newcomer lends to its lenders."""
-    return self.duty.gossip.rule.introduces
+    return self.spec.gossip.rule.introduces
 
   def peer_exited(self, peer: int) -> None:
     """Removes a peer that has exited."""
     self._outboxes.pop(peer, None)
 
-  def allow(self, limit: int) -> None:
-    """Sets the rounds or jobs after which the peer stops."""
+  def set_limit(self, limit: int) -> None:
+    """Sets the number of rounds or jobs after which the peer stops."""
     self.limit = limit
 
   def status(self) -> PeerStatus:
     """Returns the status of the peer."""
-    busy = None
-    # A computed job may wait for neighbours, which is not this peer's delay.
+    busy_seconds = None
+    # The time in which a computed job waits for neighbours does not count.
     if self._result is None and self._job_start is not None:
-      busy = self._inside.clock() - self._job_start
-    return PeerStatus(self.quiet, self.rounds, busy)
+      busy_seconds = self._inside.clock() - self._job_start
+    return PeerStatus(self.is_quiet, self.rounds, busy_seconds)
 
   @property
-  def quiet(self) -> bool:
+  def is_quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised."""
     return self._job_start is None and not self._loans.lenders
 
@@ -256,11 +263,11 @@ class LivePeer:
     """Sends the frames that a neighbour has not acknowledged, unless a call is
     open."""
     # The outbox of an incarnation that has exited is no longer in the dict.
-    alive = any(outbox is other for other in self._outboxes.values())
+    is_alive = any(outbox is other for other in self._outboxes.values())
     first, batch = outbox.batch()
-    if outbox.busy or not batch or not alive:
+    if outbox.has_open_call or not batch or not is_alive:
       return
-    outbox.busy = True
+    outbox.has_open_call = True
     sender = self.index, self.rows.journal.incarnation
 
     # Runs in another thread: it reads only the values captured above.
@@ -269,7 +276,7 @@ class LivePeer:
         self._inside.wait(wait)
       return outbox.host.call("deliver", *sender, first, batch).result()
 
-    self._inside.later(deliver, "delivered", outbox)
+    self._inside.run_later(deliver, "on_delivered", outbox)
 
   def _accept(self, frame: PeerFrame) -> None:
     """Processes a frame, unless its sender's incarnation has exited."""
@@ -285,32 +292,33 @@ class LivePeer:
     raise NotImplementedError
 
   def _step(self) -> bool:
-    """Does one step if one is possible; returns whether it was."""
+    """Does one step if a step is possible. Returns whether it did."""
     raise NotImplementedError
 
   def _advance(self) -> None:
     """Does all steps that are possible, loans first."""
     if self._loans.lenders:
-      self._adopt()
+      self._adopt_loans()
     while not (self._loans.lenders or self._ended.done()):
       if not self._step():
         return
 
-  def _adopt(self) -> None:
-    """Adopts all loans, in the order of lenders, once those of all lenders
-    alive have arrived."""
+  def _adopt_loans(self) -> None:
+    """Adopts all loans, in the order of lenders, once the loans of all live
+    lenders have arrived."""
     loans, alive = self._loans, self.incarnations
-    # [1] Wait for all loans; a lender that has exited may have sent its own.
+    # [1] Wait for all loans. A lender that has exited may have sent its loan
+    # before.
     lenders = [j for j in loans.lenders if j in alive or j in loans.frames]
     if any(j not in loans.frames for j in lenders):
       return
     if loans.is_new and not lenders:
       self._ended.set_result(ALONE)
-    # [2] Adopt them. A newcomer's first loan replaces its parameters.
+    # [2] Adopt the loans. A newcomer's first loan replaces its parameters.
     for k, j in enumerate(lenders):
       is_first = loans.is_new and not k
-      self.rows.adopt(loans.frames.pop(j), first=is_first)
-    # [3] A newcomer lends in turn, now that it has parameters of the run.
+      self.rows.adopt(loans.frames.pop(j), is_first=is_first)
+    # [3] A newcomer lends to its lenders, now that it has adopted parameters.
     if loans.is_new and self._newcomers_lend:
       for j in lenders:
         self._send(j, self.rows.lend(j))
@@ -324,7 +332,7 @@ class LivePeer:
     self._job_start = self._inside.clock()
 
   def _compute_job(self) -> None:
-    """Computes the open job in another thread; `computed` then stores the
+    """Computes the open job in another thread; `on_computed` then stores the
     result."""
     assert self.rows.job is not None
     self._result = None
@@ -332,24 +340,24 @@ class LivePeer:
     faults, peer, inside = self._faults, self.index, self._inside
 
     def compute() -> ComputedJob:
-      faults.before_work(peer, seq)
+      faults.apply_to_job(peer, seq)
       start = inside.clock()
       self._span(Span("fetch", self._span_end, start, seq, number))
       result = self.rows.work()
-      message = faults.message(peer, seq, result.message)
-      if message is not result.message:  # a fault has made it not finite
+      message = faults.apply_to_message(peer, seq, result.message)
+      if message is not result.message:  # a fault has put NaN into it
         result = result._replace(message=message, finite=False)
-      factor = pace.factor_of(self.duty.slowdown, peer)
+      factor = pace.factor_of(self.spec.slowdown, peer)
       pace.slow_down(factor, start, clock=inside.clock, wait=inside.wait)
       self._span_end = inside.clock()
       self._span(Span("compute", start, self._span_end, seq, number))
       return result
 
-    inside.later(compute, "computed")
+    inside.run_later(compute, "on_computed")
 
   def _end_job(self) -> bool:
-    """Ends the open job. Returns False, and ends the peer, if its message is
-    not finite."""
+    """Ends the open job. If the job's message is not finite, ends the peer and
+    returns False."""
     assert self._result is not None and self.rows.job is not None
     result, self._result, self._job_start = self._result, None, None
     start, self._span_end = self._span_end, self._inside.clock()

@@ -21,7 +21,7 @@ from asgd.live.worker_files import WorkerJournal
 from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
 
 
-class PeerDuty(NamedTuple):
+class PeerSpec(NamedTuple):
   """The specification of the peers of a run; the same in each process."""
 
   gossip: gossip.Gossip
@@ -138,7 +138,7 @@ class PeerRows:
   def __init__(
     self,
     index: int,
-    duty: PeerDuty,
+    spec: PeerSpec,
     files: tuple[FileJournal, FileSink],
     clock: Callable[[], float],
   ):
@@ -146,16 +146,16 @@ class PeerRows:
 
     Args:
       index: of the peer.
-      duty: the peer's specification.
+      spec: the peer's specification.
       files: (journal, records), with the rows of earlier incarnations.
       clock: returns the run's time in seconds.
     """
-    self.index, self.duty = index, duty
+    self.index, self.spec = index, spec
     self.journal = PeerJournal(index, files, clock)
-    state = duty.peer.init(duty.params)
-    start = state, duty.worker.init(state.server.params)
+    state = spec.peer.init(spec.params)
+    start = state, spec.worker.init(state.server.params)
     self._peer = simulator.OnePeer(
-      index, duty.gossip, duty.steps, duty.root, start
+      index, spec.gossip, spec.steps, spec.root, start
     )
     # (seq, number, job) of the open job.
     self.job: tuple[int, int, gossip.Job] | None = None
@@ -165,7 +165,7 @@ class PeerRows:
 
   def send(self, number: int) -> None:
     """Starts the job of a number."""
-    seq = self.journal.seqs
+    seq = self.journal.started_jobs
     self.journal.write(seq, number, base.SEND)
     self.job = seq, number, self._peer.send()
 
@@ -174,7 +174,7 @@ class PeerRows:
     another thread."""
     assert self.job is not None
     _, number, job = self.job
-    batch = self.duty.batch(self.index, number)
+    batch = self.spec.batch(self.index, number)
     state, message, loss = self._peer.work(job, batch, number)
     finite = is_finite(*simulator.fetch((message, loss)))
     return ComputedJob(state, message, loss, finite)
@@ -201,7 +201,7 @@ class PeerRows:
     """Returns a frame with the content of a row, and counts its bytes."""
     is_loan = kind == frames.LOAN
     # A loan is a tree of arrays, a code whatever the wire has packed.
-    measure = simulator.array_bytes if is_loan else self.duty.wire.measure
+    measure = simulator.array_bytes if is_loan else self.spec.wire.measure
     size = measure(content)
     self._peer.bytes_up += size  # once, however many peers receive it
 
@@ -213,13 +213,13 @@ class PeerRows:
     """Puts a message of a round; returns its frame."""
     event = self.journal.write(self.journal.puts, round, base.PUT)
     code = self._peer.put(round, event.seq)
-    return self._frame(kind, event, self.duty.wire.pack(code))
+    return self._frame(kind, event, self.spec.wire.pack(code))
 
   def mix(self, round: int, messages: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in the given order."""
     messages_taken = []
     for frame in messages:
-      code = self.duty.wire.unpack(frame.content)
+      code = self.spec.wire.unpack(frame.content)
       self.journal.write(
         frame.seq, frame.sender, base.TAKE, message=frame.nbytes
       )
@@ -238,18 +238,18 @@ class PeerRows:
     loan = jax.device_get(self._peer.lend(other))
     return self._frame(frames.LOAN, event, loan)
 
-  def adopt(self, loan: PeerFrame, *, first: bool) -> None:
-    """Adopts a loan; `first` for the first loan of a newcomer."""
+  def adopt(self, loan: PeerFrame, *, is_first: bool) -> None:
+    """Adopts a loan; `is_first` for the first loan of a newcomer."""
     self.journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     self._peer.bytes_down += loan.nbytes
-    self._peer.adopt(loan.content, loan.sender, first=first)
+    self._peer.adopt(loan.content, loan.sender, is_first=is_first)
 
   # State for the driver.
 
   def view(self) -> View:
     """Returns the parameters for evaluation."""
     state = self._peer.state
-    server, weight = state.server, float(self.duty.peer.weight(state))
+    server, weight = state.server, float(self.spec.peer.weight(state))
     return View(jax.device_get(server.params), weight, int(server.version))
 
   def image(self) -> tuple[Any, dict[str, Any]]:

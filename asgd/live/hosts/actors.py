@@ -27,7 +27,7 @@ from asgd.live.hosts.threads import ThreadHost
 _SECONDS = 60.0  # to fetch a result that is ready
 _LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _LEAVE_SECONDS = 5.0  # to close objects at the end
-_CALLS = 16  # open calls of the driver at one object
+_DRIVER_CALLS = 16  # open calls of the driver at one object
 _LOOK = 1.0  # seconds between two queries of a cluster that grows
 
 
@@ -83,7 +83,7 @@ class HostActor:
     with contextlib.suppress(OSError):  # without a socket Ray carries all calls
       self._server = HostServer(self._host, self._path)
     self._started.set()
-    self._host.made.result()
+    self._host.make_call.result()
 
   def call(self, method: str, args: Sequence[Any]) -> Any:
     """Calls a method of the object."""
@@ -91,8 +91,8 @@ class HostActor:
     return self._host.call(method, *args).result()
 
   def serve(self) -> None:
-    """Returns when the host has ended. The driver keeps this call open, and
-    takes its end for the end of the host."""
+    """Returns when the host has ended. The driver keeps this call open: the end
+    of the call tells the driver that the host has ended."""
     self._ended.wait()
 
   def end(self) -> None:
@@ -152,7 +152,7 @@ class ActorHost(Host):
   def __reduce__(self):
     return host_of, (self.kind, self.index, self.actor, self._path)
 
-  def near(self) -> Host:
+  def fastest_handle(self) -> Host:
     """Returns the fastest handle for this process; see `host_of`."""
     return host_of(self.kind, self.index, self.actor, self._path)
 
@@ -185,24 +185,24 @@ class ActorHosts(Hosts):
     """
     import ray
 
-    self._ray, self._started = ray, 0
-    # Open calls at one object, those with a Future included, before Ray queues
-    # further ones.
-    self._calls = _CALLS + 4 * site.setup.workers
+    self._ray, self._n_started = ray, 0
+    # Most open calls at one object before Ray queues further calls; calls whose
+    # result is a Future count until it is done.
+    self._max_calls = _DRIVER_CALLS + 4 * site.setup.workers
     self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}
     self._check_resources()
     self._generations = collections.Counter[tuple[str, int]]()
     self._hosts: dict[tuple[str, int], ActorHost] = {}
-    self._made: dict[tuple[str, int], ActorCall] = {}
-    self._serves: dict[tuple[str, int], Any] = {}  # open calls of `serve`
+    self._make_calls: dict[tuple[str, int], ActorCall] = {}
+    self._serve_calls: dict[tuple[str, int], Any] = {}
     memory = Path(site.memory)
     safe_files.make_private(memory)
-    processes.end_all(memory)
+    processes.kill_run(memory)
 
   def _check_resources(self) -> None:
-    """Raises ValueError for resources that Ray lacks, for which it would wait
-    silently; waits `cluster_seconds` for a cluster that grows."""
+    """Raises ValueError for resources that Ray lacks: Ray itself would wait for
+    them silently. Gives a cluster that grows `cluster_seconds`."""
     workers, options = self.site.setup.workers, self._resources
     # Resource -> amount for each worker, by the names that Ray's nodes use.
     amounts = dict(options.get("resources") or {})
@@ -212,9 +212,9 @@ class ActorHosts(Hosts):
       # A node has 1 of its type, for any number of workers.
       amounts[f"accelerator_type:{options['accelerator_type']}"] = 0.001
     amounts = {name: amount for name, amount in amounts.items() if amount}
-    end = time.monotonic() + self.site.cluster_seconds
-    while lacking := self._lacking(amounts):
-      if time.monotonic() > end:
+    deadline = time.monotonic() + self.site.cluster_seconds
+    while lacking := self._find_lacking(amounts):
+      if time.monotonic() > deadline:
         name, available = lacking
         raise ValueError(
           f"{workers} workers ask Ray for {workers * amounts[name]:g} {name},"
@@ -226,7 +226,9 @@ class ActorHosts(Hosts):
       sdk.request_resources(bundles=[amounts] * workers)
       time.sleep(_LOOK)
 
-  def _lacking(self, amounts: Mapping[str, float]) -> tuple[str, float] | None:
+  def _find_lacking(
+    self, amounts: Mapping[str, float]
+  ) -> tuple[str, float] | None:
     """Returns (resource, amount that Ray has) of a resource that Ray lacks for
     all workers together, or None."""
     available = self._ray.cluster_resources()
@@ -253,37 +255,40 @@ class ActorHosts(Hosts):
     title = f"{HostActor.__name__}-{kind}-{index}"
     actor_class: Any = self._ray.remote(type(title, (HostActor,), {}))
     # Three more calls: `serve`, `make` and `end`.
-    options = {"max_concurrency": self._calls + 3, **self._place(kind)}
+    options = {
+      "max_concurrency": self._max_calls + 3,
+      **self._placement_options(kind),
+    }
     if kind in LOCAL:  # other actors may look it up by name
       generation = self._generations[kind, index]
       options["name"] = self.site.actor_name(kind, index, generation)
       self._generations[kind, index] += 1
     began = time.time() - self.site.clock()
-    self._started += 1  # a new path: an old handle never calls a successor
-    path = Path(self.site.memory) / f"{kind}-{self._started}.sock"
+    self._n_started += 1  # a new path: an old handle never calls a successor
+    path = Path(self.site.memory) / f"{kind}-{self._n_started}.sock"
     actor = actor_class.options(**options).remote(
       kind, index, self.site, began, path
     )
     # Ray starts the process in the background; these calls wait for it.
-    self._serves[kind, index] = actor.serve.remote()
-    self._made[kind, index] = ActorCall(
+    self._serve_calls[kind, index] = actor.serve.remote()
+    self._make_calls[kind, index] = ActorCall(
       actor.make.remote(make), kind, index, "cannot start"
     )
     self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
 
-  def _place(self, kind: str) -> Mapping[str, Any]:
+  def _placement_options(self, kind: str) -> Mapping[str, Any]:
     """Returns the options of Ray that choose the machine of a host."""
     if kind not in LOCAL:
       return self._resources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(self.site.machine, soft=False)
-    return {"scheduling_strategy": here, "num_cpus": 0}
+    on_driver = NodeAffinitySchedulingStrategy(self.site.machine, soft=False)
+    return {"scheduling_strategy": on_driver, "num_cpus": 0}
 
-  def made(self, kind: str, index: int) -> ActorCall:
+  def make_call(self, kind: str, index: int) -> ActorCall:
     """See the base."""
-    return self._made[kind, index]
+    return self._make_calls[kind, index]
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base. Raises RayDied if Ray has failed."""
@@ -296,7 +301,7 @@ class ActorHosts(Hosts):
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""
-    refs = {ref: key for key, ref in self._serves.items()}
+    refs = {ref: key for key, ref in self._serve_calls.items()}
     done, _ = ray_waits.wait(list(refs), timeout=0)
     return [refs[ref] for ref in done]
 
@@ -310,7 +315,7 @@ class ActorHosts(Hosts):
     try:
       ray_waits.check()
     except ray_waits.RayDied:
-      processes.end_all(Path(self.site.memory))
+      processes.kill_run(Path(self.site.memory))
       return
     refs = [host.actor.end.remote() for host in hosts.values()]
     with contextlib.suppress(ray_waits.RayDied):

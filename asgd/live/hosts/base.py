@@ -37,20 +37,20 @@ class Inside(NamedTuple):
   kill: Callable[[], None]  # ends the host at once; does not return
   wait: Callable[[float], None]  # blocks for a number of seconds
   clock: Callable[[], float]  # seconds since the run began
-  disk: Any = os  # writes files, by `write` and `replace` as of `os`
+  disk: Any = os  # has the methods `write` and `replace` of `os`
   # Makes a pool that runs one call at a time.
-  pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
+  make_pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
   # (call, method, *args): runs `call` in another thread, then calls `method` of
   # the object with (*args, a Future of the result of `call`). The default drops
   # the call; each kind of host replaces it.
-  later: Callable[..., None] = lambda call, method, *args: None
-  # Wraps the handle of another host so that its calls take as long as over a
-  # network. The default adds no delay.
-  link: Callable[["Host"], "Host"] = lambda host: host
+  run_later: Callable[..., None] = lambda call, method, *args: None
+  # Returns a handle of another host whose calls take as long as over a network.
+  # The default adds no delay.
+  wrap_host: Callable[["Host"], "Host"] = lambda host: host
 
 
 class Make(Protocol):
-  """Makes the object, in its host.
+  """Makes the object of a host; called in the host.
 
   The host calls three methods of the object if it has them. When the host ends,
   unless its process was killed, the host calls `interrupt` at once from another
@@ -67,12 +67,14 @@ class Call(Protocol):
   """A call of a method that runs in another thread or process."""
 
   def done(self) -> bool:
-    """Whether it has ended."""
+    """Whether the call has ended."""
 
   def result(self) -> Any:
-    """Waits for the result and returns it. Raises HostExited if the host has
-    exited, else the error that the method raised, which may be the HostExited
-    of another host."""
+    """Waits for the result and returns it.
+
+    Raises HostExited if the host has exited. Otherwise raises the error of the
+    method, which may be a HostExited of another host.
+    """
 
 
 class Host(abc.ABC):
@@ -127,11 +129,11 @@ class Hosts(abc.ABC):
   @abc.abstractmethod
   def start(self, kind: str, index: int, make: Make) -> Host:
     """Starts a host, which makes its object in the background. Ends the present
-    host of that kind and index, if there is one. The results of `made` and of
-    all calls raise an error of `make`."""
+    host of that kind and index, if there is one. The results of `make_call` and
+    of all calls raise an error of `make`."""
 
   @abc.abstractmethod
-  def made(self, kind: str, index: int) -> Call:
+  def make_call(self, kind: str, index: int) -> Call:
     """Returns the call that makes the object."""
 
   @abc.abstractmethod
@@ -142,7 +144,7 @@ class Hosts(abc.ABC):
   @abc.abstractmethod
   def exited(self) -> list[tuple[str, int]]:
     """Returns (kind, index) of each host that has exited and has no successor.
-    It does not raise the errors that ended them."""
+    Does not raise the errors by which hosts ended."""
 
   @abc.abstractmethod
   def kill(self, kind: str, index: int) -> None:

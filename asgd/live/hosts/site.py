@@ -17,10 +17,13 @@ from asgd.live.setup import Setup, slot_counts
 
 # Variables for the share of a GPU's memory; the second is the former name. XLA
 # reads them when JAX is first used.
-_FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
-# Elements of an array that XLA does not divide among threads on the CPU.
+_FRACTION_VARIABLES = (
+  *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+)
+# On the CPU XLA does not divide an array of up to so many elements among
+# threads.
 UNDIVIDED = 2**15
-_THREADS = "PJRT_NPROC"  # variable: threads of XLA's pool on the CPU
+_THREADS_VARIABLE = "PJRT_NPROC"  # number of threads of XLA's pool on the CPU
 
 
 class Site(NamedTuple):
@@ -36,9 +39,9 @@ class Site(NamedTuple):
   platform: str | None = None  # JAX's platform in workers; None: it chooses
   gpus: float = 0.0  # GPUs that Ray reserves for each worker
   profile: str | None = None  # folder for a trace of worker 0
-  token: str = ""  # prefix of its actors' names
+  token: str = ""  # prefix of the names of the run's actors
   machine: str = ""  # the driver's node in Ray's cluster
-  sockets: bool = True  # use them where both are on one machine
+  sockets: bool = True  # whether parties on one machine use sockets
   cluster_seconds: float = 0.0  # time that a cluster may take to grow
   jax: str = jax.__version__  # version in the driver
   patience: float = 5.0  # seconds after which a worker repeats a frame
@@ -49,8 +52,8 @@ class Site(NamedTuple):
     return time.monotonic() - self.began
 
   def actor_name(self, kind: str, index: int, generation: int) -> str:
-    """Returns the name of a party's actor, before which `generation` actors of
-    the party were started: one that has exited may keep its name for a while.
+    """Returns the name of a party's actor. `generation` counts the earlier
+    actors of the party: an actor that has exited may keep its name for a while.
     """
     return f"{self.token}-{kind}-{index}-{generation}"
 
@@ -66,16 +69,24 @@ class Site(NamedTuple):
 
 
 def prepare_process(site: Site, worker: bool) -> None:
-  """Sets up malloc and JAX, which has not been used yet, in the process of a
-  worker or a peer (`worker`), or in one of a local kind."""
+  """Sets up malloc and JAX in a process that has not used JAX yet.
+
+  Args:
+    site: of the run.
+    worker: whether this is the process of a worker or a peer; otherwise it is a
+      process of a local kind.
+
+  Raises:
+    ValueError: for another version of JAX than the driver's.
+  """
   if site.jax != jax.__version__:
     raise ValueError(
       f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
       " install the same version, or a replay may differ in its bits"
     )
   # Each new version of the parameters is a new array. By default glibc gets a
-  # large one from the kernel, page by page and zeroed, and gives it back: that
-  # takes twice the time of an update itself.
+  # large array from the kernel, page by page and zeroed, and gives the array
+  # back: that takes twice the time of an update itself.
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
@@ -123,14 +134,14 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
     return False
   if _largest(program) > UNDIVIDED:
     return False
-  before = os.environ.get(_THREADS)
-  os.environ[_THREADS] = "1"
+  former_value = os.environ.get(_THREADS_VARIABLE)
+  os.environ[_THREADS_VARIABLE] = "1"
   try:
     jax.local_devices()  # the first use of JAX: XLA reads the variable
   finally:  # other processes that this one starts have a pool
-    os.environ.pop(_THREADS)
-    if before is not None:
-      os.environ[_THREADS] = before
+    os.environ.pop(_THREADS_VARIABLE)
+    if former_value is not None:
+      os.environ[_THREADS_VARIABLE] = former_value
   return True
 
 
@@ -155,8 +166,8 @@ def _choose_devices(site: Any, worker: bool) -> None:
     jax.config.update("jax_platforms", "cpu")
   elif site.platform and not os.environ.get("JAX_PLATFORMS"):
     jax.config.update("jax_platforms", site.platform)
-  elif 0 < site.gpus < 1 and not any(map(os.environ.get, _FRACTIONS)):
-    os.environ[_FRACTIONS[0]] = f"{0.9 * site.gpus:g}"
+  elif 0 < site.gpus < 1 and not any(map(os.environ.get, _FRACTION_VARIABLES)):
+    os.environ[_FRACTION_VARIABLES[0]] = f"{0.9 * site.gpus:g}"
 
 
 def node_id() -> str:

@@ -27,14 +27,14 @@ from asgd.live.hosts.base import (
   Make,
 )
 
-_POOL = 64  # largest number of an object's calls that run beside it
+_MAX_POOL = 64  # calls of `Inside.run_later` that run at the same time
 
 
-class _Fenced:
+class _GuardedDisk:
   """The disk of an object; it refuses writes once the host has ended.
 
-  A thread that hung may wake at any time. By then its successor writes to the
-  same files.
+  A thread that hangs may wake up at any time. By then its successor writes to
+  the same files.
   """
 
   def __init__(self, lock: threading.Lock, end: threading.Event):
@@ -73,17 +73,17 @@ class ThreadHost(Host):
     self._end = threading.Event()
     self._lock = threading.Lock()  # guards `_open_calls`
     self._open_calls: set[Future[Any]] = set()  # calls without a result
-    self._turn = threading.Lock()  # held by the thread that calls the object
+    self._call_lock = threading.Lock()  # held while a method runs
     self._object: Any = None  # None until `make` has returned
-    # Whether to name this host in errors; the caller of a process names it.
+    # Whether errors name this host; for a process the caller adds the name.
     self._names_itself = kill is None
-    self._fence = threading.Lock()  # held while the disk is written
-    disk = _Fenced(self._fence, self._end)
-    self._pool: ThreadPoolExecutor | None = None  # runs `Inside.later`
+    self._disk_lock = threading.Lock()  # held while the disk is written
+    disk = _GuardedDisk(self._disk_lock, self._end)
+    self._pool: ThreadPoolExecutor | None = None  # of `Inside.run_later`
     self._inside = Inside(
-      kill or self._die, self._wait, clock, disk, later=self._later
+      kill or self._die, self._wait, clock, disk, run_later=self._run_later
     )
-    self.made: Future[Any] = self._new_call()
+    self.make_call: Future[Any] = self._new_call()
     name = f"{kind}-{index}"
     args = (make,)
     self.thread = threading.Thread(
@@ -92,7 +92,7 @@ class ThreadHost(Host):
     self.thread.start()
 
   @property
-  def alive(self) -> bool:
+  def is_alive(self) -> bool:
     """Whether the host answers calls."""
     return not self._end.is_set()
 
@@ -104,18 +104,19 @@ class ThreadHost(Host):
     return call
 
   def call_here(self, method: str, *args: Any) -> Any:
-    """Calls a method in the caller's thread and returns the result: no thread
-    has to wake another. Raises the error of the method, or HostExited."""
-    self.made.result()
-    with self._turn:
-      if not self.alive:
+    """Calls a method in the caller's thread and returns the result. So no
+    thread has to wake another. Raises the error of the method, or HostExited.
+    """
+    self.make_call.result()
+    with self._call_lock:
+      if not self.is_alive:
         raise HostExited(self.kind, self.index)
       value = getattr(self._object, method)(*args)
     return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
     """Ends the thread; each open call raises HostExited."""
-    with self._fence, self._lock:
+    with self._disk_lock, self._lock:
       self._end.set()
       waiting, self._open_calls = self._open_calls, set()
     for call in waiting:
@@ -127,15 +128,16 @@ class ThreadHost(Host):
   def drain(self) -> bool:
     """Calls `drain` of the object in the caller's thread; returns whether the
     object has that method."""
-    if drains := hasattr(self._object, "drain"):
+    if has_drain := hasattr(self._object, "drain"):
       self._object.drain()
-    return drains
+    return has_drain
 
   def _new_call(self) -> Future[Any]:
-    """Returns an open call, or one that raises HostExited."""
+    """Returns an open call; if the host has ended, a call that raises
+    HostExited."""
     call: Future[Any] = Future()
     with self._lock:
-      if self.alive:
+      if self.is_alive:
         self._open_calls.add(call)
         return call
     call.set_exception(HostExited(self.kind, self.index))
@@ -149,13 +151,13 @@ class ThreadHost(Host):
     if self._end.wait(seconds):
       raise Killed
 
-  def _later(
+  def _run_later(
     self, call: Callable[[], Any], method: str, *args: Any
   ) -> None:
-    """See `Inside.later`."""
+    """See `Inside.run_later`."""
     if self._pool is None:
       name = f"{self.kind}-{self.index}-call"
-      self._pool = ThreadPoolExecutor(_POOL, name)
+      self._pool = ThreadPoolExecutor(_MAX_POOL, name)
 
     def post(future: Future[Any]) -> None:
       self.call(method, *args, future)
@@ -181,17 +183,17 @@ class ThreadHost(Host):
   def _run(self, make: Make) -> None:
     """Makes the object, then runs calls one after the other until the end."""
     try:
-      self._object = self._do(self.made, lambda: make(self._inside))
-      self._answer(self.made)
-      failure = self.made.exception()
-      while self.alive and (item := self._calls.get()) is not None:
+      self._object = self._try(self.make_call, lambda: make(self._inside))
+      self._answer(self.make_call)
+      failure = self.make_call.exception()
+      while self.is_alive and (item := self._calls.get()) is not None:
         call, method, args = item
         if failure is not None:  # there is no object
           self._answer(call, error=failure)
           continue
-        value = self._do(call, lambda: self._call(method, args))  # noqa: B023
+        value = self._try(call, lambda: self._call(method, args))  # noqa: B023
         if isinstance(value, Future):  # the next call need not wait for it
-          value.add_done_callback(functools.partial(self._copy, call))
+          value.add_done_callback(functools.partial(self._answer_from, call))
         else:
           self._answer(call, value)
     except Killed:
@@ -204,24 +206,24 @@ class ThreadHost(Host):
         self._object.close()
 
   def _call(self, method: str, args: Sequence[Any]) -> Any:
-    # `do` calls the object from other threads.
-    with self._turn:
+    # `call_here` calls the object from other threads.
+    with self._call_lock:
       return getattr(self._object, method)(*args)
 
-  def _do(self, call: Future[Any], do: Callable[[], Any]) -> Any:
-    """Calls `do` and returns its result. An error, except Killed, becomes the
-    result of `call`."""
+  def _try(self, call: Future[Any], function: Callable[[], Any]) -> Any:
+    """Calls the function and returns its result. An error, except Killed,
+    becomes the result of `call`."""
     try:
-      return do()
+      return function()
     except Exception as error:
       if self._names_itself and not isinstance(error, HostExited):
         error.add_note(f"in {self.kind} {self.index}")
       self._answer(call, error=error)
       return None
 
-  def _copy(self, call: Future[Any], future: Future[Any]) -> None:
+  def _answer_from(self, call: Future[Any], future: Future[Any]) -> None:
     """Answers a call with the result of a future that has ended."""
-    # A cancelled future: the host has ended, and its calls have an error.
+    # The future was cancelled because the host ended: its calls have an error.
     with contextlib.suppress(concurrent.futures.CancelledError):
       error = future.exception()
       value = None if error else future.result()
@@ -258,9 +260,9 @@ class ThreadHosts(Hosts):
     self._threads.append(host.thread)
     return host
 
-  def made(self, kind: str, index: int) -> Call:
+  def make_call(self, kind: str, index: int) -> Call:
     """See the base."""
-    return self._hosts[kind, index].made
+    return self._hosts[kind, index].make_call
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
@@ -272,7 +274,7 @@ class ThreadHosts(Hosts):
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""
-    return [key for key, host in self._hosts.items() if not host.alive]
+    return [key for key, host in self._hosts.items() if not host.is_alive]
 
   def kill(self, kind: str, index: int) -> None:
     """See the base."""

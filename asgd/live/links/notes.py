@@ -1,10 +1,10 @@
 """Spans and faults of a worker on another machine: the lead writes them.
 
-The files of a run are on the driver's machine, as is the lead, and times in
-them are by the lead's clock. The worker's machine has another clock. The worker
-asks for the lead's time now and then, and converts its spans. One offset moves
-all spans of a job, so durations are exact. The error of a start is at most half
-the time of the quickest question: half a millisecond if a call of Ray takes 1.
+The files of a run are on the driver's machine, as is the lead. Times in the
+files are by the lead's clock; the worker's machine has another clock. The
+worker asks for the lead's time now and then, and converts its spans. One offset
+moves all spans of a job, so durations are exact. The error of a start is at
+most half the time of the quickest answer: 0.5 ms if a call of Ray takes 1 ms.
 
 Spans that a lead has not acknowledged go to its successor, so a lead that exits
 loses none. If the lead wrote them before it exited, they are in the file twice.
@@ -18,12 +18,12 @@ from typing import Any
 from asgd.live.faults import Fault
 from asgd.live.spans import Span
 
-_FIRST = 5  # questions for the lead's clock before the first spans
+_FIRST_QUESTIONS = 5  # for the lead's time, before the first spans
 _ASK_SECONDS = 5.0  # between two questions after that
 _PAUSE = 0.2  # seconds between two tries
 _ANSWER_SECONDS = 60.0  # until a call counts as failed
-_LEAVE = 10.0  # seconds, at the end, for spans that the lead does not have
-_DRIFT = 1e-4  # seconds that two clocks drift apart in a second, at most
+_CLOSE_SECONDS = 10.0  # at the end, for spans that the lead does not have
+_MAX_DRIFT = 1e-4  # seconds by which two clocks drift apart in a second
 
 
 class ClockOffset:
@@ -39,18 +39,26 @@ class ClockOffset:
 
   The offset satisfies the bounds of all questions: the quickest answer counts
   most. Older bounds widen by the drift of usual clocks. If answers contradict
-  each other, a clock stood still or drifted more. Then only the last counts.
+  each other, a clock stood still or drifted more. Then only the last answer
+  counts.
   """
 
   def __init__(self) -> None:
     self._low, self._high = float("-inf"), float("inf")
     self._last_answer = 0.0  # by the local clock
 
-  def learn(self, asked: float, other_time: float, answered: float) -> None:
-    """Takes an answer, in seconds: the other clock's time, and the local times
-    of the question and of the answer."""
+  def add_answer(
+    self, asked: float, other_time: float, answered: float
+  ) -> None:
+    """Adds the answer to a question.
+
+    Args:
+      asked: local time of the question, in seconds.
+      other_time: time of the other clock, in seconds.
+      answered: local time of the answer, in seconds.
+    """
     # [1] Older bounds may be wrong by the drift since then.
-    drift = _DRIFT * max(answered - self._last_answer, 0.0)
+    drift = _MAX_DRIFT * max(answered - self._last_answer, 0.0)
     low, high = other_time - answered, other_time - asked
     # [2] Intersect them with the bounds of this answer.
     self._low = max(self._low - drift, low)
@@ -73,7 +81,7 @@ class ClockOffset:
     return (self._high - self._low) / 2
 
 
-class FarNotes:
+class RemoteNotes:
   """Sends the spans and faults of one worker to the lead's actor."""
 
   def __init__(
@@ -99,41 +107,46 @@ class FarNotes:
     self._calls: list[futures.Future[None]] = []  # not ended yet
     self._closed = False
 
-  def span(self, span: Span) -> None:
-    """Takes a span of the worker; a push ends a job, and its spans are sent
-    while the worker continues. Raises the lead's error about earlier ones."""
+  def add_span(self, span: Span) -> None:
+    """Adds a span of the worker. A push ends a job: then the spans of the job
+    are sent while the worker continues. Raises the error of the lead about
+    earlier spans."""
     self._job_spans.append(span)
     if span.name == "push":
       self._drop_ended_calls()
       self._calls.append(self._pool.submit(self._send, self._job_spans))
       self._job_spans = []
 
-  def fault(self, fault: Fault) -> None:
-    """Returns when the lead has written a fault, which may end this process."""
+  def send_fault(self, fault: Fault) -> None:
+    """Returns when the lead has written the fault: the fault itself may end
+    this process."""
     self._call("write_fault", fault)
 
   def close(self) -> None:
     """Waits a moment until the lead has written all spans."""
-    futures.wait(self._calls, _LEAVE)
+    futures.wait(self._calls, _CLOSE_SECONDS)
     self._drop_ended_calls()
     # Ends the tries of a call to a lead that has no successor.
     self._closed = True
     self._pool.shutdown(wait=False, cancel_futures=True)
 
   def _drop_ended_calls(self) -> None:
-    """Forgets the calls that ended, and raises the error of one that failed."""
+    """Drops the calls that have ended. Raises the error of a call that
+    failed."""
     ended = [call for call in self._calls if call.done()]
     for call in ended:
       call.result()
     self._calls = [call for call in self._calls if call not in ended]
 
   def _send(self, job_spans: list[Span]) -> None:
-    """Makes the lead write the spans of a job, in the lead's time."""
+    """Converts the spans of a job to the lead's time, and makes the lead write
+    them."""
     if self._clock() - self._last_asked > _ASK_SECONDS:
-      for _ in range(1 if self._offset.error < float("inf") else _FIRST):
+      has_answer = self._offset.error < float("inf")
+      for _ in range(1 if has_answer else _FIRST_QUESTIONS):
         asked = self._clock()
         lead_time = self._call("clock")
-        self._offset.learn(asked, lead_time, self._clock())
+        self._offset.add_answer(asked, lead_time, self._clock())
       self._last_asked = self._clock()
     offset = self._offset.seconds
     spans = [

@@ -48,22 +48,25 @@ class Session:
     """`memory` has the shard's slots; `defer` makes a call with the shard after
     the present one has ended."""
     self.worker = -1  # -1 until the first frame
-    self._speaker: tuple[str, int] | None = None
+    self._sender: tuple[str, int] | None = None
     self._memory, self._defer = memory, defer
-    self._out: list[Packet] = []  # for the next listener
+    self._packets: list[Packet] = []  # for the next listener
     self._listener: Future[list[Packet]] | None = None
 
-  def identify(self, frame: Frame) -> None:
-    """Notes the sender of a frame. Raises BadFrame if that is not a worker, or
-    not the worker of the earlier frames."""
-    if frame.kind in frames.OF_SHARDS:
+  def check_sender(self, frame: Frame) -> None:
+    """Stores the sender of the first frame. Raises BadFrame if the sender is no
+    worker, or another worker than the sender of the earlier frames."""
+    if frame.kind in frames.SHARD_KINDS:
       raise frames.BadFrame(f"no worker sends {frame}")
-    self._speaker = frames.speaker(frame, self._speaker)
+    self._sender = frames.sender_of(frame, self._sender)
     self.worker = frame.worker
 
   def send(self, frame: Frame) -> None:
-    """Sends a frame, and the parameters or updates that it names, when the
-    worker listens: an answer is often two frames."""
+    """Sends a frame, with the parameters or updates that the frame names.
+
+    The frame leaves when the worker listens and the present call has ended: an
+    answer is often two frames.
+    """
     memory, content = self._memory, None
     if frame.kind == frames.TICKET:
       # The content is read now: its slot may be written again later.
@@ -71,23 +74,23 @@ class Session:
         stamp = message_stamp(frame.worker, frame.seq)
         content = memory.read(UPDATES, frame.message, stamp)
       # A worker that is sent updates has the parameters of a KEPT ticket.
-      elif frame.flag == frames.WHOLE or not memory.sends_updates:
+      elif frame.flag == frames.WHOLE or not memory.has_updates:
         content = memory.read_copy(PARAMS, frame.params)
-    self._out.append((frames.pack(frame), content))
+    self._packets.append((frames.pack(frame), content))
     # Deferred, so that one answer takes all frames of the present call.
-    if self._listener is not None and len(self._out) == 1:
+    if self._listener is not None and len(self._packets) == 1:
       self._defer(lambda shard: self._flush())
 
   def listen(self, answer: Future[list[Packet]]) -> None:
-    """Answers with the next frames, once there are some. The earlier listener
-    is released."""
+    """Answers with the next frames, once there are some. Releases the earlier
+    listener."""
     self.release()
     self._listener = answer
-    if self._out:
+    if self._packets:
       self._flush()
 
   def release(self) -> None:
-    """Answers the listener, with no frame if there is none."""
+    """Answers the listener; the list of frames may be empty."""
     if self._listener is not None:
       self._flush()
 
@@ -95,22 +98,22 @@ class Session:
     """Answers the listener with the frames so far."""
     listener, self._listener = self._listener, None
     if listener is not None:
-      packets, self._out = self._out, []
+      packets, self._packets = self._packets, []
       listener.set_result(packets)
 
 
 class _LocalSlots:
-  """The slots of a shard as its worker on another machine has them: references
-  to the contents that the worker received or will send.
+  """A shard's slots at a worker on another machine: references to the contents
+  that the worker received or will send.
 
-  It has those methods of `slots.SharedMemory` that a worker calls.
+  The class has the methods of `slots.SharedMemory` that a worker calls.
   """
 
   def __init__(self, messages: Any):
-    """All slots are empty. `messages` is a `packing.CodeLayout`, by which
-    messages are packed, or anything else for dense messages."""
-    packs = isinstance(messages, packing.CodeLayout)
-    self._packing = messages if packs else None
+    """Makes empty slots. Messages are packed if `messages` is a
+    `packing.CodeLayout`; with any other value they are dense."""
+    is_packed = isinstance(messages, packing.CodeLayout)
+    self._packing = messages if is_packed else None
     # (kind, slot) -> (content, stamp)
     self._slots: dict[tuple[int, int], tuple[Any, int]] = {}
 
@@ -148,11 +151,11 @@ class RayLink:
 
     shards = site.setup.shards
     self._ray, self._site, self._owner = ray, site, (worker, restarts)
-    # By shard; None without a session.
+    # These lists are by shard. An actor is None without a session.
     self._actors: list[Any] = [None] * shards
-    self._generations = [0] * shards  # count of the replacements of its actor
-    self._tokens: list[Any] = [None] * shards  # of its present session
-    self._listening: list[Any] = [None] * shards  # open calls of `listen`
+    self._generations = [0] * shards  # number of replacements of the actor
+    self._tokens: list[Any] = [None] * shards  # of the present session
+    self._listen_calls: list[Any] = [None] * shards  # open calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
     messages = messages or [None] * shards
@@ -171,11 +174,11 @@ class RayLink:
       raise Disconnected(shard)
     args = self._tokens[shard], frames.pack(frame), message
     delivered = actor.call.remote("deliver", args)
-    # `ladder.start` covers compiling, which a shard may still have to do.
-    patience = deadlines.DEAD * self._site.setup.ladder.start
-    end = time.monotonic() + patience
+    # `ladder.start` covers the time in which the shard compiles.
+    patience = deadlines.DEAD_FACTOR * self._site.setup.ladder.start
+    deadline = time.monotonic() + patience
     while not self._ray.wait([delivered], timeout=_LOOK)[0]:
-      if self._has_successor(shard) or time.monotonic() > end:
+      if self._has_successor(shard) or time.monotonic() > deadline:
         self._actors[shard] = None
         raise Disconnected(shard)
     self._fetch(shard, delivered)
@@ -190,22 +193,23 @@ class RayLink:
 
   def receive(self, seconds: float | None) -> tuple[int, Frame] | None:
     """See `base.WorkerLink`."""
-    end = time.monotonic() + (1e9 if seconds is None else seconds)
+    deadline = time.monotonic() + (1e9 if seconds is None else seconds)
     while not self._inbox:
       if None in self._actors:  # the caller of `send` may ignore its error
         raise Disconnected(self._actors.index(None))
       # Ray cannot be woken, so `wake` ends the wait after half a second.
-      pause = min(end - time.monotonic(), _LOOK / 2)
-      done, _ = self._ray.wait(self._listening, timeout=max(pause, 0.0))
+      pause = min(deadline - time.monotonic(), _LOOK / 2)
+      done, _ = self._ray.wait(self._listen_calls, timeout=max(pause, 0.0))
       for ref in done:
-        self._take(self._listening.index(ref), ref)
+        self._take_packets(self._listen_calls.index(ref), ref)
       if self._woken.is_set() or (not self._inbox and pause <= 0):
         self._woken.clear()
         return None
     return self._inbox.pop(0)
 
-  def _take(self, shard: int, ref: Any) -> None:
-    """Takes the frames that a call of `listen` returned, and calls it again."""
+  def _take_packets(self, shard: int, ref: Any) -> None:
+    """Takes the frames that a call of `listen` returned, and makes the next
+    call."""
     packets = self._fetch(shard, ref)
     self._listen(shard)
     for data, content in packets:
@@ -223,9 +227,9 @@ class RayLink:
     """Asks a shard for its next frames: a long poll."""
     actor = self._actors[shard]
     args = (self._tokens[shard],)
-    self._listening[shard] = actor.call.remote("listen", args)
+    self._listen_calls[shard] = actor.call.remote("listen", args)
 
-  def _find(self, shard: int, generation: int) -> Any:
+  def _find_actor(self, shard: int, generation: int) -> Any:
     """Returns the actor of a shard; raises ValueError if there is none."""
     name = self._site.actor_name("shard", shard, generation)
     return self._ray.get_actor(name)
@@ -235,21 +239,22 @@ class RayLink:
     Raises ValueError if there is none now."""
     generation = self._generations[0]
     with contextlib.suppress(ValueError):
-      return self._find(0, generation + 1)
-    return self._find(0, generation)
+      return self._find_actor(0, generation + 1)
+    return self._find_actor(0, generation)
 
   def _has_successor(self, shard: int) -> bool:
     """Whether another actor has replaced the present one of a shard."""
     with contextlib.suppress(ValueError):
-      return bool(self._find(shard, self._generations[shard] + 1))
+      return bool(self._find_actor(shard, self._generations[shard] + 1))
     return False
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; see `base.WorkerLink`."""
-    # The random text: frames of an earlier session are not taken for its own.
+    # The random text distinguishes the frames of this session from those of an
+    # earlier session.
     token = (*self._owner, uuid.uuid4().hex)
     try:
-      actor = self._find(shard, self._generations[shard])
+      actor = self._find_actor(shard, self._generations[shard])
       # The actor may be starting, which takes longer than the silence that the
       # lead allows a worker. So the caller gets a turn after each try.
       opened = actor.call.remote("open", (token,))
@@ -259,7 +264,7 @@ class RayLink:
       time.sleep(_PAUSE)
       return False
     self._actors[shard], self._tokens[shard] = actor, token
-    # Frames of the session before do not count any more.
+    # Drop the frames of the earlier session: the shard sends them again.
     self._inbox = [item for item in self._inbox if item[0] != shard]
     self._listen(shard)
     return True

@@ -77,7 +77,9 @@ class _Connection:
 
   def __init__(self, sock: Any):
     self.sock = sock
-    self._rest = b""  # a stream socket may cut a frame anywhere
+    # The bytes of a frame that has not arrived completely: a stream socket may
+    # cut a frame anywhere.
+    self._incomplete = b""
 
   def read(self) -> list[Frame]:
     """Returns the frames that have arrived. Raises EOFError if the connection
@@ -90,9 +92,9 @@ class _Connection:
       raise EOFError from error
     if not data:
       raise EOFError
-    data = self._rest + data
+    data = self._incomplete + data
     end = len(data) - len(data) % frames.SIZE  # of the last complete frame
-    self._rest = data[end:]
+    self._incomplete = data[end:]
     return [
       frames.unpack(data[i : i + frames.SIZE])
       for i in range(0, end, frames.SIZE)
@@ -192,7 +194,7 @@ class SocketLink:
       self._selector.unregister(connection.sock)
       connection.sock.close()
       self._connections[shard] = None
-    # The shard sends what still counts again, over the next connection.
+    # The shard repeats the frames that still count over the next connection.
     self._inbox = [item for item in self._inbox if item[0] != shard]
 
 
@@ -204,32 +206,32 @@ class _Peer(_Connection):
     # The serving thread must never wait for one peer.
     sock.setblocking(False)
     # ("worker" or "shard", index), known from the first frame on.
-    self.speaker: tuple[str, int] | None = None
+    self.sender: tuple[str, int] | None = None
     self._waiting = waiting  # peers with unsent frames; shared by all peers
-    self._out = bytearray()  # bytes that the socket has not taken
-    self.has_room = True  # the socket took all bytes of the last `flush`
+    self._unsent = bytearray()  # bytes that the socket has not accepted
+    self.has_room = True  # the socket accepted all bytes of the last `flush`
 
   def send(self, frame: Frame) -> None:
     """Sends a frame with the next `flush`: an answer is often two frames.
     Frames to a closed connection are dropped."""
     if self.sock.fileno() < 0:
       return
-    self._out += frames.pack(frame)
+    self._unsent += frames.pack(frame)
     self._waiting[self] = None
 
   def flush(self) -> bool:
     """Sends the frames so far. Returns False if the peer must read before there
     is room for the rest. Raises EOFError if the peer leaves too much unread."""
     try:
-      sent = self.sock.send(self._out)
+      sent = self.sock.send(self._unsent)
     except BlockingIOError:
       sent = 0
     except OSError:  # `read` notices the closed connection, and reports it
-      sent = len(self._out)
-    del self._out[:sent]
-    if len(self._out) > _MOST_UNREAD:
+      sent = len(self._unsent)
+    del self._unsent[:sent]
+    if len(self._unsent) > _MOST_UNREAD:
       raise EOFError
-    return not self._out
+    return not self._unsent
 
 
 # (call, the Future of its result)
@@ -271,20 +273,20 @@ class ShardServer:
         " characters: use a folder with a shorter path"
       ) from error
     self._listener.setblocking(False)
-    self._listens = False  # False while there is no room for a connection
-    self._listen()
+    self._is_listening = False  # False while there is no room for a connection
+    self._resume_listening()
     self._lead: _Peer | None = None
     self._followers: dict[int, _Peer] = {}  # by shard
-    # Peers with unsent frames, as an ordered set.
+    # The keys are the peers with unsent frames, in order.
     self._waiting: dict[_Peer, None] = {}
 
   def submit(self, call: Callable[[Shard], Any]) -> Future[Any]:
-    """Calls something with the shard, in the serving thread. The future raises
-    Disconnected if `serve` has ended, or ends before."""
+    """Calls a function with the shard, in the serving thread. The future raises
+    Disconnected if `serve` has ended, or ends before the call."""
     answer: Future[Any] = Future()
     self._calls.put((call, answer))
     self._waker.wake()
-    # Asked after the `put`: `serve` may have emptied the queue in between.
+    # Test this after the `put`: `serve` may have emptied the queue before it.
     if self.ended.is_set():
       self._refuse_calls()
     return answer
@@ -314,14 +316,14 @@ class ShardServer:
       now = self._clock()
       if now - last_tick >= _TICK:  # [4]
         last_tick = now
-        self._listen()
+        self._resume_listening()
         self.shard.tick(now)
       self._flush()  # [5]
 
   def _make_call(
     self, call: Callable[[Any], Any], answer: Future[Any]
   ) -> None:
-    """Makes a call; its caller gets its error."""
+    """Makes a call. `answer` gets the result, or the error of the call."""
     try:
       answer.set_result(call(self.shard))
     except Exception as error:
@@ -355,7 +357,7 @@ class ShardServer:
         self.shard.role.follow(self._lead.send)
 
   def _receive_frames(self, seconds: float) -> None:
-    """Waits for frames, not longer than that, and handles them."""
+    """Waits for frames, for `seconds` at most, and handles them."""
     # `data` of a key: the waker, this server for its listener, or a peer.
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
@@ -368,22 +370,23 @@ class ShardServer:
         if events & selectors.EVENT_READ:
           self._read(key.data)
 
-  def _listen(self) -> None:
+  def _resume_listening(self) -> None:
     """Accepts connections again, after there was no room for one."""
-    if not self._listens:
+    if not self._is_listening:
       self._selector.register(self._listener, selectors.EVENT_READ, self)
-    self._listens = True
+    self._is_listening = True
 
   def _accept(self) -> None:
     """Accepts a connection, or stops listening until the next tick."""
     try:
       sock, _ = self._listener.accept()
     except OSError as error:
-      # The listener stays ready to be read: to select it would be a busy loop.
+      # The listener stays ready to be read: with it `select` would return at
+      # once, again and again.
       if error.errno in _NO_ROOM:
         self._selector.unregister(self._listener)
-        self._listens = False
-      return  # without an error of room, the peer has disconnected again
+        self._is_listening = False
+      return  # in the case of another error, the peer has disconnected again
     self._add_peer(sock)
 
   def _add_peer(self, sock: Any) -> _Peer:
@@ -392,23 +395,23 @@ class ShardServer:
     return peer
 
   def _read(self, peer: _Peer) -> None:
-    """Handles the frames of a peer; a bad one ends its connection."""
+    """Handles the frames of a peer. A bad frame ends the peer's connection."""
     try:
       for frame in peer.read():
         if peer is not self._lead:  # the lead sends frames about workers
-          self._identify(peer, frame)
+          self._check_sender(peer, frame)
         self.shard.handle(frame, peer.send, self._clock())
     except (EOFError, frames.BadFrame):
       self._drop(peer)
 
-  def _identify(self, peer: _Peer, frame: Frame) -> None:
-    """Raises BadFrame if a connection sends frames of two workers or followers,
-    or if the follower has another connection.
+  def _check_sender(self, peer: _Peer, frame: Frame) -> None:
+    """Raises BadFrame if a connection sends frames of two senders, or if the
+    follower that sends has another connection.
 
     A follower that lost its connection tries again until this shard has noticed
     the loss.
     """
-    peer.speaker = frames.speaker(frame, peer.speaker)
+    peer.sender = frames.sender_of(frame, peer.sender)
     if (
       frame.kind == frames.FOLLOW
       and self._followers.setdefault(frame.worker, peer) is not peer
@@ -416,7 +419,8 @@ class ShardServer:
       raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
   def _flush(self) -> None:
-    """Sends waiting frames, and the rest once their peer reads."""
+    """Sends the waiting frames, as far as each peer has room. The remaining
+    bytes of a peer follow once the peer reads."""
     while self._waiting:
       peer, _ = self._waiting.popitem()
       if peer.sock.fileno() < 0:  # it was dropped
@@ -432,10 +436,11 @@ class ShardServer:
         self._selector.modify(peer.sock, selectors.EVENT_READ | write, peer)
 
   def _drop(self, peer: _Peer) -> None:
-    """Closes a peer's connection. Of a worker, the shard ends its tickets."""
+    """Closes a peer's connection. If the peer is a worker, the shard ends the
+    worker's tickets."""
     self._selector.unregister(peer.sock)
     peer.sock.close()
-    kind, index = peer.speaker or ("", -1)
+    kind, index = peer.sender or ("", -1)
     if peer is self._lead:
       self._lead = None
       # The lead refuses a second connection until it has noticed the loss.

@@ -27,18 +27,18 @@ from asgd.orders.network import Links, MessagePart, Network
 
 
 class _Parcel:
-  """A frame or a call under way."""
+  """A frame or a call on its way."""
 
   def __init__(self, deliver: Callable[[], Any]):
-    self.deliver, self.arrived = deliver, False
+    self.deliver, self.has_arrived = deliver, False
 
 
 class Throttle:
   """All links between the workers and the shards of a run.
 
-  Any thread may call `up` and `down`. Such a thread, or the thread of `start`,
-  calls `deliver`, which must not block. Parcels of one worker, shard and
-  direction are delivered in the order in which they were sent.
+  Any thread may call `send_up` and `send_down`. Such a thread, or the thread of
+  `start`, calls `deliver`, which must not block. Parcels of one worker, shard
+  and direction are delivered in the order in which they were sent.
   """
 
   def __init__(
@@ -49,7 +49,7 @@ class Throttle:
   ):
     """The clock counts seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
-    self.time = 0.0  # when the parcel under delivery arrived
+    self.time = 0.0  # time at which the latest part arrived
     # Events of the network: (time, tie-breaker, part, line of `Links`).
     self._heap: list[tuple[float, int, MessagePart, Any]] = []
     self._event_count = 0
@@ -73,17 +73,17 @@ class Throttle:
     if self._thread.is_alive():
       self._thread.join()
 
-  def up(
+  def send_up(
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries `nbytes` bytes from a worker to a shard, then calls `deliver`."""
-    self._carry(self._links.up, worker, shard, nbytes, deliver)
+    self._carry(self._links.message_part, worker, shard, nbytes, deliver)
 
-  def down(
+  def send_down(
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries `nbytes` bytes from a shard to a worker, then calls `deliver`."""
-    self._carry(self._links.down, worker, shard, nbytes, deliver)
+    self._carry(self._links.ticket_part, worker, shard, nbytes, deliver)
 
   def _carry(
     self,
@@ -93,12 +93,13 @@ class Throttle:
     nbytes: float,
     deliver: Callable[[], Any],
   ) -> None:
-    """Sends a parcel; `make_part` is `Links.up` or `Links.down`."""
+    """Sends a parcel; `make_part` is `Links.message_part` or
+    `Links.ticket_part`."""
     parcel = _Parcel(deliver)
     with self._changed:
       parcels = self._queues[make_part.__name__, worker, shard]
       now = self._clock()
-      # The state of the links must be that of now before a part is added.
+      # The links must be up to date before a part is added.
       self._deliver_due(now)
       parcels.append(parcel)
       key = parcels, parcel
@@ -106,7 +107,7 @@ class Throttle:
       self._changed.notify()
 
   def deliver_due(self) -> float | None:
-    """Delivers due frames; returns when more may be due."""
+    """Delivers due frames; returns the time at which more may be due."""
     with self._changed:
       self._deliver_due(self._clock())
       return self._heap[0][0] if self._heap else None
@@ -119,11 +120,11 @@ class Throttle:
 
   def _advance(self, now: float, part: MessagePart, line: Any) -> None:
     """Processes one event: a part arrives, or moves on in the network."""
-    if line is None and part.arrived:
+    if line is None and part.has_arrived:
       parcels, parcel = part.key
-      parcel.arrived, self.time = True, now
-      # A parcel that arrived before an earlier one waits for that.
-      while parcels and parcels[0].arrived:
+      parcel.has_arrived, self.time = True, now
+      # A parcel that arrived before an earlier parcel waits for it.
+      while parcels and parcels[0].has_arrived:
         parcels.popleft().deliver()
       return
     for time_due, next_part, next_line in self._links.advance(now, part, line):
@@ -155,12 +156,14 @@ class ThrottledNetwork(UnixNetwork):
 
   def connect(self, path: Path) -> Any:
     """See the base. The name of a shard's socket is the shard's index."""
-    carry = functools.partial(self._carry, self._throttle.up, int(path.stem))
+    shard = int(path.stem)
+    carry = functools.partial(self._carry, self._throttle.send_up, shard)
     return _ThrottledSocket(super().connect(path), carry)
 
   def listen(self, path: Path) -> Any:
     """See the base."""
-    carry = functools.partial(self._carry, self._throttle.down, int(path.stem))
+    shard = int(path.stem)
+    carry = functools.partial(self._carry, self._throttle.send_down, shard)
     return _ThrottledSocket(super().listen(path), carry)
 
   def _carry(
@@ -170,25 +173,25 @@ class ThrottledNetwork(UnixNetwork):
     frame: Frame,
     deliver: Callable[[], None],
   ) -> None:
-    """Carries a frame `Throttle.up` or `Throttle.down`."""
+    """Carries a frame by `direction`: `Throttle.send_up` or `send_down`."""
     nbytes = 0  # a frame without content takes the latency alone
-    if frame.kind in frames.OF_SHARDS:
+    if frame.kind in frames.SHARD_KINDS:
       deliver()
       return
     if frame.kind == frames.PUSH:
-      nbytes = self._memory(shard).length(MESSAGES, frame.message)
+      nbytes = self._memory(shard).content_nbytes(MESSAGES, frame.message)
     elif frame.kind == frames.TICKET and frame.flag == frames.WHOLE:
-      nbytes = self._memory(shard).length(PARAMS, frame.params)
+      nbytes = self._memory(shard).content_nbytes(PARAMS, frame.params)
     direction(frame.worker, shard, nbytes, deliver)
 
 
 class _ThrottledSocket:
-  """A socket each frame of which is carried before it is sent, or a listener
-  for such sockets."""
+  """A socket that sends a frame after the throttle has carried it, or a
+  listener that accepts such sockets."""
 
   def __init__(self, sock: Any, carry: CarryFrame):
     self._sock, self._carry = sock, carry
-    # Bytes that were received have been carried by the other end.
+    # The throttle of the other end has carried the bytes that arrive here.
     self.fileno, self.recv, self.close = sock.fileno, sock.recv, sock.close
     self.setblocking = sock.setblocking
 

@@ -1,9 +1,10 @@
 """Hosts in threads; each call takes the time that a network would take.
 
-A call of a shard or of a peer is a message of the bytes of its arguments; its
+A call at a shard or a peer is a message with the bytes of the arguments. The
 result is a message in the other direction. Calls of the driver take no time. A
-message passes the link up of its caller and the port of the called host, as in
-`asgd.orders.network`; with peers, that port is the receiver's link down.
+message passes the caller's upload link and the port of the called host, as in
+`asgd.orders.network`. If the called host is a peer, that port is the peer's
+download link.
 """
 
 from concurrent.futures import Future
@@ -16,8 +17,8 @@ from asgd.orders.network import Network
 
 
 def nbytes(content: Any) -> int:
-  """Returns the bytes of a content: of arrays, frames of peers, and bytes in
-  tuples, lists and dictionaries; all else has none.
+  """Returns how many bytes a content has. Bytes, arrays and frames of peers
+  count, also in tuples, lists and dictionaries; all else counts 0.
 
   Example:
     >>> import numpy as np
@@ -54,27 +55,25 @@ class ThrottledHost(Host):
   def call(self, method: str, *args: Any) -> Future[Any]:
     """See the base; the host makes calls in the order in which they arrive.
 
-    [1] The arguments travel up. [2] The host runs the call. [3] The result
-    travels down.
     """
     answer: Future[Any] = Future()
 
-    def arrive() -> None:  # [2]
+    def arrive() -> None:  # [2] The host runs the call.
       self._host.call(method, *args).add_done_callback(reply)
 
-    def reply(call: Future[Any]) -> None:  # [3]
+    def reply(call: Future[Any]) -> None:  # [3] The result travels down.
       # An error takes no time: a broken connection is noticed at once.
       if error := call.exception():
         answer.set_exception(error)
         return
       result = call.result()
       ends = self._caller, self.index
-      self._throttle.down(
+      self._throttle.send_down(
         *ends, nbytes(result), lambda: answer.set_result(result)
       )
 
-    # [1]
-    self._throttle.up(self._caller, self.index, nbytes(args), arrive)
+    # [1] The arguments travel up.
+    self._throttle.send_up(self._caller, self.index, nbytes(args), arrive)
     return answer
 
 
@@ -91,11 +90,11 @@ class ThrottledHosts(ThreadHosts):
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
     """See the base. The object calls other hosts by throttled handles."""
 
-    def link(host: Any) -> Host:
+    def wrap(host: Any) -> Host:
       return ThrottledHost(self.throttle, index, host)
 
     def make_linked(inside: Inside) -> Any:
-      return make(inside._replace(link=link))
+      return make(inside._replace(wrap_host=wrap))
 
     return super().start(kind, index, make_linked)
 

@@ -24,7 +24,7 @@ class LiveJob(NamedTuple):
   fresh: bool  # whether the worker fetches parameters for the job
   start: float  # time of the first call for the job
   call: Call
-  shards: Sequence[Host]  # hosts that the worker was given with the call
+  shards: Sequence[Host]  # hosts that the driver passed with the call
   loss: float = math.nan  # set if a copy of the job has ended
 
 
@@ -34,26 +34,26 @@ class LiveBatchWorker(BatchWorker):
   def __init__(self):
     super().__init__()
     self.party: Party | None = None  # the process; None: there is none
-    self.joined = False  # whether the process has started
-    self.start_seconds = 0.0  # that the process has been starting so far
+    self.has_joined = False  # the process has started
+    self.start_seconds = 0.0  # time since the start of the process began
     self.late_starts = 0  # incarnations in a row that took too long to start
 
   @property
-  def idle(self) -> bool:
+  def is_idle(self) -> bool:
     """Whether the worker has started and has no job."""
-    return self.joined and self.ticket is None
+    return self.has_joined and self.ticket is None
 
   @property
   def call(self) -> Call | None:
-    """The call that the driver waits for: the start, the job, or None."""
-    if self.party is not None and not self.joined:
-      return self.party.made
+    """The open call of the worker: its start, its job, or None."""
+    if self.party is not None and not self.has_joined:
+      return self.party.make_call
     return self.ticket and self.ticket.call
 
   def reset(self) -> None:
     """Clears the state of the base class, and the process."""
     super().reset()
-    self.party, self.joined = None, False
+    self.party, self.has_joined = None, False
 
 
 class LiveBatchWorkers(BatchWorkers):
@@ -87,15 +87,15 @@ class LiveBatchWorkers(BatchWorkers):
 
   @property
   def starting(self) -> list[int]:
-    """The workers that are starting."""
+    """The indices of the workers whose processes are starting."""
     return [
       worker
       for worker, state in enumerate(self.all)
-      if state.party is not None and not state.joined
+      if state.party is not None and not state.has_joined
     ]
 
   def calls(self) -> dict[int, Call]:
-    """Returns the calls that the driver waits for, by worker."""
+    """Returns worker -> its open call."""
     calls = enumerate(state.call for state in self.all)
     return {worker: call for worker, call in calls if call is not None}
 
@@ -129,12 +129,12 @@ class LiveBatchWorkers(BatchWorkers):
     exited, or the error of the start."""
     state = self.all[worker]
     assert state.party is not None
-    state.party.made.result()
-    state.joined, state.late_starts = True, 0
+    state.party.make_call.result()
+    state.has_joined, state.late_starts = True, 0
     super().join(worker)
 
   def end_late(self, passed: float, limit: float) -> None:
-    """Ends workers that take too long to start; they are then started again.
+    """Ends workers that take too long to start; the driver then restarts them.
 
     Args:
       passed: seconds since the last call.
@@ -157,10 +157,10 @@ class LiveBatchWorkers(BatchWorkers):
         raise ValueError(text)
       self._supervisor.hosts.show(text)
       self._supervisor.end(state.party)
-      # Do not end it again before its exit is noticed.
+      # Do not end the worker again before the driver notices its exit.
       state.start_seconds = 0.0
 
   def leave(self, worker: int) -> LiveJob | None:
-    """Writes the rows of the base class, and drops the process."""
+    """Writes the rows as the base class does, and drops the process."""
     self._supervisor.drop(self.all[worker].party)
     return super().leave(worker)

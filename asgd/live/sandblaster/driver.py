@@ -1,9 +1,12 @@
-"""The driver of a live run: it runs the coordinator, and calls shards and
-workers. Parameters pass through it for evaluations and checkpoints only.
+"""The driver of a live run of Sandblaster.
 
-If a worker exits, its job is assigned to another one. If the driver is killed,
-the next one repeats the present evaluation: shards answer repeated commands
-from their journals, and keep the messages that workers have pushed.
+The driver runs the coordinator, and calls shards and workers. Parameters pass
+through the driver for evaluations and checkpoints only.
+
+If a worker exits, the driver assigns its job to another worker. If the driver
+is killed, the next driver repeats the present evaluation: shards answer
+repeated commands from their journals, and keep the messages that workers have
+pushed.
 """
 
 import functools
@@ -17,7 +20,7 @@ import numpy as np
 
 from asgd import base, sharding
 from asgd.live.cluster import Cluster
-from asgd.live.deadlines import DEAD, Ladder
+from asgd.live.deadlines import DEAD_FACTOR, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import HostExited, Hosts, Make
 from asgd.live.hosts.base import WORKER
@@ -32,8 +35,8 @@ from asgd.sandblaster.batch_driver import BatchDriver
 from asgd.sandblaster.settings import COORDINATOR, SHARD, PlannedKill
 
 _LOOK = 0.05  # seconds between two checks of deadlines
-# Seconds between two checks that count at most: more means that the driver
-# itself was stopped, which is not the workers' delay.
+# Of the seconds between two checks at most so many count as the workers' delay.
+# If more have passed, the driver itself was stopped.
 _MAX_COUNTED = 1.0
 
 
@@ -45,7 +48,7 @@ class SavedRun(NamedTuple):
 
 
 class Options(NamedTuple):
-  """How the driver watches a run."""
+  """Settings by which the driver watches a run."""
 
   ladder: Ladder = Ladder()
   refill: bool = True  # replace workers that have exited
@@ -62,7 +65,7 @@ class HostMakers(NamedTuple):
   def shard(
     self, evaluation: int, index: int, image: Image, from_image: bool
   ) -> Make:
-    """Returns the factory of a shard; arguments as of LiveShard."""
+    """Returns the factory of a shard; the arguments are those of LiveShard."""
     return functools.partial(
       LiveShard,
       folder=self.memory / f"shard-{index}",
@@ -75,7 +78,8 @@ class HostMakers(NamedTuple):
 def _first_images(
   plan: sharding.ShardPlan, params: base.Params
 ) -> list[Image]:
-  """Returns the shards' images before the first command: the iterate alone."""
+  """Returns the shards' images before the first command: they have only the
+  first iterate."""
   return [
     Image(0, {"point": jax.tree.map(np.array, part)})
     for part in sharding.split(plan, params)
@@ -99,31 +103,31 @@ class Driver(BatchDriver, Cluster):
     workers: int,
     options: Options | None = None,
     saved: SavedRun | None = None,
-    note_down: Callable[[dict[str, Any] | None], None] = lambda notes: None,
+    save_notes: Callable[[dict[str, Any] | None], None] = lambda notes: None,
   ):
     """Prepares a run; `start` starts it.
 
     Args:
       settings: of the run.
-      params: before the first step, of NumPy.
+      params: NumPy arrays, before the first step.
       makers: of shards and workers.
       run_log: of the run.
       workers: N.
       options: of watching.
       saved: the state to resume from.
-      note_down: called when an evaluation begins, with the notes from which the
-        next driver can resume it. It is called with None if the files of a
-        shard are unusable, so that the next driver needs a checkpoint.
+      save_notes: called when an evaluation begins, with the notes from which
+        the next driver can resume it. Called with None if the files of a shard
+        are unusable, so that the next driver needs a checkpoint.
     """
     self._options = options = options or Options()
-    self._note_down = note_down
+    self._save_notes = save_notes
     notes = saved.notes if saved else {}
     BatchDriver.__init__(self, settings, params, run_log, notes)
     supervisor = Supervisor(
       makers.hosts,
       {SHARD: settings.shards, WORKER: workers},
       options.ladder,
-      patience=DEAD * options.ladder.start,
+      patience=DEAD_FACTOR * options.ladder.start,
     )
     Cluster.__init__(self, supervisor)
     self._workers = LiveBatchWorkers(
@@ -134,8 +138,8 @@ class Driver(BatchDriver, Cluster):
     self._failures = failures[notes.get("failed", 0) :]
     if saved is not None:
       run_log.iterates = [Iterate(*fields) for fields in notes["iterates"]]
-    # Images lack the messages that the coordinator has not requested, so these
-    # jobs are computed again; the shards' files have them.
+    # The shards' files have the messages that the coordinator has not requested
+    # yet. Images lack these messages, so their jobs are computed again.
     if saved is not None and saved.images is None:
       self._losses = dict(notes.get("losses", ()))
     if isinstance(self.request, Await):  # in the middle of an evaluation
@@ -151,7 +155,7 @@ class Driver(BatchDriver, Cluster):
       images or _first_images(plan, params),
       from_images=saved is None or images is not None,
       number=notes.get("number", 0),
-      on_unusable=lambda: note_down(None),
+      on_unusable=lambda: save_notes(None),
     )
 
   # State.
@@ -176,22 +180,22 @@ class Driver(BatchDriver, Cluster):
     for worker in range(len(self._workers.all)):
       self._workers.start(worker)
     # A resumed evaluation may start jobs meanwhile. Their messages wait, as
-    # `until` is the count of received ones.
+    # `until` is the number of messages received so far.
     while self._options.together and self._workers.starting:
       self._handle_events(_LOOK, self.received)
 
   def advance(self, until: int, seconds: float) -> int:
     """Runs until `until` messages are received, the coordinator ends, or the
-    time is over. Returns the count of received messages.
+    time is over. Returns the number of received messages.
 
     Raises:
       WorkersDie, ShardsDie: if processes exit again and again.
       ValueError: the error that ended a worker or a shard.
     """
-    end = self._clock() + seconds
+    deadline = self._clock() + seconds
 
     def wait() -> bool:
-      remaining = end - self._clock()
+      remaining = deadline - self._clock()
       if remaining > 0:
         self._handle_events(min(_LOOK, remaining), until)
       return remaining > 0
@@ -202,19 +206,19 @@ class Driver(BatchDriver, Cluster):
 
   def _prepare(self, evaluation: int) -> None:
     """Saves the state, then makes the shards begin an evaluation."""
-    # In this order: after `begin` the shards have dropped the answers of
-    # earlier commands, which older notes would make a driver repeat.
+    # Save the notes before `begin`. After `begin` the shards have dropped the
+    # answers of earlier commands, which a driver with older notes would repeat.
     self._shards.flush()
     self._begun = self._notes()
-    self._note_down(self._begun)
+    self._save_notes(self._begun)
     self._shards.begin(evaluation)
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> LiveJob:
     """Starts a job of the present evaluation on a worker."""
     seq = self._workers[worker].seq
-    return self._call(worker, self._current, job, seq, fresh)
+    return self._call_worker(worker, self._current, job, seq, fresh)
 
-  def _call(
+  def _call_worker(
     self, worker: int, evaluation: int, job: int, seq: int, fresh: bool
   ) -> LiveJob:
     """Calls a worker to do a job, with the present hosts of the shards."""
@@ -227,8 +231,8 @@ class Driver(BatchDriver, Cluster):
   # Events.
 
   def _handle_events(self, seconds: float, until: float = math.inf) -> None:
-    """Waits for events, at most `seconds`, and handles them. Once `until`
-    messages are received, further ones wait."""
+    """Waits for events, for `seconds` at most, and handles them. After `until`
+    messages are received, further messages wait."""
     # [1] Planned kills.
     if not math.isnan(self.run_log.first_start):
       while self._failures and self._failures[0].time <= self.now:
@@ -244,17 +248,17 @@ class Driver(BatchDriver, Cluster):
     hosts = self._supervisor.hosts
     start = self._clock()
     ended = hosts.wait(list(calls.values()), seconds)
-    passed = min(max(self._clock() - start, 0.0), _MAX_COUNTED)
+    elapsed = min(max(self._clock() - start, 0.0), _MAX_COUNTED)
     for worker, call in calls.items():
       if call not in ended:
         continue
-      # Only the end of a job is a message; the end of a start is none.
-      if not self._workers[worker].joined or self.received < until:
+      # The end of a job is a message, but the end of a start is not.
+      if not self._workers[worker].has_joined or self.received < until:
         self._end_call(worker)
 
     # [3] Exits without a call, late starts, jobs that take too long.
     self._handle_idle_exits()
-    self._workers.end_late(passed, DEAD * self._options.ladder.start)
+    self._workers.end_late(elapsed, DEAD_FACTOR * self._options.ladder.start)
     self._end_hanging()
 
   def _kill(self, failure: PlannedKill) -> None:
@@ -269,7 +273,7 @@ class Driver(BatchDriver, Cluster):
     """Handles the end of a worker's call: a start or a job, or its failure."""
     state = self._workers[worker]
     try:
-      if not state.joined:
+      if not state.has_joined:
         self._workers.join(worker)
       else:
         self._end_job(worker, state.ticket.call.result())
@@ -284,52 +288,55 @@ class Driver(BatchDriver, Cluster):
       else:  # a shard exited: the worker pushes its message again
         job = state.ticket
         self._shards.replace(error.index, job.shards[error.index])
-        retry = self._call(worker, job.evaluation, job.job, job.seq, job.fresh)
+        retry = self._call_worker(
+          worker, job.evaluation, job.job, job.seq, job.fresh
+        )
         state.ticket = retry._replace(start=job.start, loss=job.loss)
       return
     if self._current >= 0:  # an evaluation has begun
       self._start(worker)
 
   def _end_job(self, worker: int, outcome: PortionResult) -> None:
-    """Records the result of a job."""
+    """Records the result of a job, and counts it for the deadlines."""
     state = self._workers[worker]
     job = state.ticket
 
     def result(accepted: bool) -> tuple[float, float]:
       # A late worker has computed nothing; a copy of the job may have ended.
-      loss = job.loss if outcome.late else outcome.loss
+      loss = job.loss if outcome.is_late else outcome.loss
       return loss, outcome.norm if accepted else 0.0
 
-    self._supervisor.job_ended(state.party, self._clock() - job.start)
+    self._supervisor.add_job(state.party, self._clock() - job.start)
     self._receive(worker, result)
-    self._supervisor.progressed(self.received)
+    self._supervisor.count_received(self.received)
 
   # Exits.
 
   def _handle_idle_exits(self) -> None:
-    """Handles the exits of workers without a call, which could report it."""
-    for party in self._supervisor.exited(WORKER):
-      if self._workers[party.index].idle:
+    """Handles the exits of workers without an open call: no call reports these
+    exits."""
+    for party in self._supervisor.exited_parties(WORKER):
+      if self._workers[party.index].is_idle:
         self._handle_exit(party.index)
 
   def _handle_exit(self, worker: int) -> None:
-    """Assigns the job of a worker that has exited to another one, and replaces
-    the worker if the options say so."""
-    how = "hung" if self._workers[worker].party.hung else "died"
+    """Assigns the job of a worker that has exited to another worker. Replaces
+    the worker that exited if the options say so."""
+    ending = "hung" if self._workers[worker].party.hung else "died"
     self._leave(worker)
-    self._supervisor.count_exit(WORKER, worker, how)
-    news = f"worker {worker} {how}"
+    self._supervisor.count_exit(WORKER, worker, ending)
+    news = f"worker {worker} {ending}"
     if self._options.refill:
       self._workers.start(worker)
       news += " and is replaced"
     self._supervisor.news.append(news)
     if self._current >= 0:
-      self._start_idle()  # an idle worker may take its job
+      self._start_idle()  # an idle worker may take the job
 
   def _end_hanging(self) -> None:
     """Ends workers that take too long for a job; their calls then fail."""
     if not self._shards.are_made():  # workers wait for a restarting shard
-      self._supervisor.excuse(WORKER)
+      self._supervisor.stop_job_times(WORKER)
     for state in self._workers.all:
       # A call that has ended is handled in the next round.
       if state.ticket is not None and not state.ticket.call.done():
@@ -339,7 +346,7 @@ class Driver(BatchDriver, Cluster):
 
   def _notes(self) -> dict[str, Any]:
     """Returns the notes of the base class, and those of a live run."""
-    losses: dict[int, float] = {}  # of messages that are not yet summed
+    losses: dict[int, float] = {}  # job -> loss, of messages not yet summed
     if isinstance(self.request, Await):
       awaited = self.request.job
       losses = {job: x for job, x in self._losses.items() if job >= awaited}
@@ -360,5 +367,5 @@ class Driver(BatchDriver, Cluster):
     # The next driver cuts trace and records back to the lengths in the notes.
     # So the notes must be as new as this checkpoint.
     notes = self._notes()
-    self._note_down(notes)
+    self._save_notes(notes)
     return SavedRun(notes, images)

@@ -1,7 +1,7 @@
 """A shard of Sandblaster in a host: it executes commands, and serves workers.
 
 The shard writes each command and message to files before it answers. So its
-process may be killed at any time: the next one has the same vectors, to the
+process may be killed at any time: the next process has the same vectors, to the
 bit, and gives the same answers.
 """
 
@@ -50,10 +50,11 @@ class LiveShard(VectorShard):
     self._store = ShardStore(folder, like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
-    # The shard's rows of the evaluation's parameters, which workers fetch. Kept
-    # apart: commands replace `trial` before the next evaluation begins.
+    # The shard's rows of the evaluation's parameters, which workers fetch. They
+    # are not read from `trial`: commands replace `trial` before the next
+    # evaluation begins.
     self._params = image.vectors.get("trial")
-    # Jobs of this evaluation with a message that was summed and discarded.
+    # Jobs of this evaluation whose messages were summed and discarded.
     self._discarded_jobs: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)
@@ -62,7 +63,7 @@ class LiveShard(VectorShard):
       super().__init__(like, image)
       self.image()
       return
-    # [2] Or resume: the stored image, the commands since, and the messages.
+    # [2] Or resume from the stored image, the later commands and the messages.
     super().__init__(like, Image(stored.number, stored.vectors))
     self._evaluation, self._params = stored.evaluation, stored.params
     self._journal = stored.commands
@@ -89,13 +90,13 @@ class LiveShard(VectorShard):
     params = self.read("trial")
     self._evaluation, self._params, self._slots = evaluation, params, {}
     self._discarded_jobs.clear()
-    self.forget(number)  # which saves an image: the log may then be replaced
+    self.forget(number)  # also saves an image, so the log may be replaced
     self._store.replace_commands(self._journal)
     self._store.keep_messages_of(evaluation)
 
   def image_at(self, number: int) -> Image | None:
-    """Returns the vectors as they were just before a command. None if the shard
-    has executed that command already, for an earlier driver."""
+    """Returns the vectors as they were just before command `number`; None if
+    the shard has executed this command already, for an earlier driver."""
     if self.number < number:
       raise ValueError(f"the shard is at command {self.number}, not {number}")
     if self.number > number:
@@ -110,12 +111,12 @@ class LiveShard(VectorShard):
     return self._params if evaluation == self._evaluation else None
 
   def push(self, evaluation: int, job: int, rows: Rows) -> None:
-    """Stores the message of a job. Later messages of the job, and those of
-    ended evaluations, are dropped."""
+    """Stores the message of a job. Drops later messages of the job, and
+    messages of ended evaluations."""
     name = message_name(evaluation, job)
     if evaluation != self._evaluation or job in self._discarded_jobs:
       return
-    if name in self._slots:  # a repeated push, or that of a copy of the job
+    if name in self._slots:  # a repeated push, or a copy of the job
       return
     self._store.write_message(evaluation, job, rows)
     # Copied, as the host may reuse the memory of the call's arguments.
@@ -131,8 +132,8 @@ class LiveShard(VectorShard):
     self._note_discard(command)
 
   def _note_discard(self, command: Command) -> None:
-    """Records a discarded message, so that it is not stored again when a worker
-    repeats its push."""
+    """Records that a command discarded a message, so that a repeated push of
+    the message does not store it again."""
     if command.operation == "discard":
       evaluation, job = _of_message(command.target)
       if evaluation == self._evaluation:
@@ -146,7 +147,8 @@ class LiveShard(VectorShard):
     self._store.write_image(
       image.number, image.vectors, self._evaluation, self._params
     )
-    # Only now: a restart from the image before would need these messages.
+    # Remove the messages after the image is written: a restart from the
+    # previous image would need them.
     for name in discarded:
       self._store.remove_message(*_of_message(name))
     return image

@@ -154,7 +154,8 @@ class LiveShards:
     """Restarts a shard that has exited, without waiting for it."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, shard, "died")
-    supervisor.excuse(WORKER)  # workers wait for the shard, and do not hang
+    # Workers wait for the shard, and do not hang.
+    supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {shard} exited and is restarted")
     self._starting.append(self._start(shard))
 
@@ -177,6 +178,6 @@ class LiveShards:
     """Returns whether all restarted shards are made, so that no worker
     waits."""
     self._starting = [
-      party for party in self._starting if not party.made.done()
+      party for party in self._starting if not party.make_call.done()
     ]
     return not self._starting

@@ -7,8 +7,8 @@
   message-E-J the message of job J in the present evaluation E
 
 After a kill the shard loads the image and executes the commands of the log from
-the image's number on. Earlier commands of the log are kept for their answers,
-which the driver may ask for again.
+the image's number on. The log keeps earlier commands for their answers: the
+driver may ask for an answer again.
 
 The files are in the memory of the run (/dev/shm), which the kernel keeps when a
 process dies.
@@ -57,13 +57,13 @@ class ShardStore:
     Raises:
       store.Changed: if the log of commands was changed.
     """
-    if clear:  # before the log is opened: an old one may be damaged
+    if clear:  # first of all: opening a damaged log would raise an error
       for path in folder.iterdir():
         path.unlink()
     self._disk = disk
     self._folder, self._layout = folder, wire.layout(rows_like)
-    # (vector, number of its file) of the last image. The list keeps the vectors
-    # alive, so that their ids are not used again.
+    # (vector, number of its file), for the vectors of the last image. The list
+    # keeps the vectors alive, so that Python does not use their ids again.
     self._image_files: list[tuple[Rows, int]] = []
     self._next_file = 0  # number of the next vector file
     self._commands = store.Log(self._folder / "commands", disk)
@@ -112,7 +112,7 @@ class ShardStore:
     files = {id(rows): file for rows, file in self._image_files}
     image_files = []
 
-    def file_of(rows: Rows) -> int:
+    def write_once(rows: Rows) -> int:
       if id(rows) not in files:
         files[id(rows)] = self._next_file
         self._write(f"{_VECTOR}{self._next_file}", rows)
@@ -123,8 +123,8 @@ class ShardStore:
     image = {
       "number": number,
       "evaluation": evaluation,
-      "vectors": {name: file_of(rows) for name, rows in vectors.items()},
-      "sent": None if params is None else file_of(params),
+      "vectors": {name: write_once(rows) for name, rows in vectors.items()},
+      "sent": None if params is None else write_once(params),
     }
     path = self._folder / "image"
     store.write_body(path, json.dumps(image).encode(), self._disk)

@@ -1,7 +1,7 @@
 """A worker of Sandblaster in a host: the driver calls it for each job.
 
-It fetches the parameters from the shards if the evaluation differs from that of
-its last job. It computes the sum of the gradients of the job's portions, pushes
+The worker fetches the parameters from the shards if its last job was of another
+evaluation. It computes the sum of the gradients of the job's portions, pushes
 to each shard that shard's rows of the sum, and returns the loss.
 """
 
@@ -22,7 +22,7 @@ from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
 from asgd.sandblaster import Settings, Work, make_sums, message_norm
 
-_RETRIES = 3  # for a gradient that is not finite though its loss is
+_RETRIES = 3  # of a job with a finite loss and a gradient that is not finite
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
@@ -30,10 +30,10 @@ class PortionTask(NamedTuple):
   """The computation of the workers of a run."""
 
   settings: Settings
-  params: base.Params  # before the first step, of NumPy
+  params: base.Params  # NumPy arrays, before the first step
   batch: Batch
-  work: Callable[[Batch], Work]  # gets a function that returns batches
-  keep: int  # batches that a worker caches
+  work: Callable[[Batch], Work]  # (function that returns batches) -> work
+  cache_size: int  # number of batches that a worker caches
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
 
@@ -42,11 +42,11 @@ class PortionResult(NamedTuple):
 
   loss: float  # sum over its portions
   norm: float  # root mean square of the mean gradient
-  late: bool = False  # the evaluation has ended: nothing was computed
+  is_late: bool = False  # the evaluation has ended: nothing was computed
 
 
 class PortionLoader:
-  """A cache of batches, which are made ahead; the oldest are dropped."""
+  """A cache of batches that makes batches ahead, and drops the oldest."""
 
   def __init__(self, batch: Batch, capacity: int, pool: Executor):
     """Caches at most `capacity` batches, which `pool` makes."""
@@ -111,14 +111,15 @@ class LiveWorker:
       faults, kill=inside.kill, wait=inside.wait, record=record
     )
     self._plan = sharding.make_plan(task.params, task.settings.shards)
-    self._loader = PortionLoader(task.batch, task.keep, inside.pool())
+    pool = inside.make_pool()
+    self._loader = PortionLoader(task.batch, task.cache_size, pool)
     self._sum_portions = make_sums(task.work(self._loader))
     self._params_evaluation = -1  # the evaluation of `_params`
     self._params = jax.tree.map(jnp.asarray, task.params)
     # ((evaluation, job), message, result) until all shards have the message.
     self._unpushed: tuple[tuple[int, int], Any, PortionResult] | None = None
-    self._span_end = inside.clock()  # time when the last span ended
-    # Two portions: this compiles the sum, too.
+    self._span_end = inside.clock()  # time at which the last span ended
+    # With two portions the call compiles the sum, too.
     self._sum_portions(self._params, (0, 0))
 
   def work(
@@ -143,13 +144,14 @@ class LiveWorker:
       HostExited: if a shard has exited. When called again for the job, the
         worker only pushes the message that it has computed.
     """
-    # [1] Compute, unless only the push of this job has failed.
+    # [1] Compute, unless the message of this job is computed and only its push
+    # has failed.
     if self._unpushed is None or self._unpushed[0] != (evaluation, job):
       outcome = self._compute(evaluation, job, seq, shards, next_job)
       if outcome is None:
-        return PortionResult(float("nan"), float("nan"), late=True)
+        return PortionResult(float("nan"), float("nan"), is_late=True)
       self._unpushed = (evaluation, job), *outcome
-    # [2] Push to all shards. A shard that has the message ignores a repeat.
+    # [2] Push to all shards. A shard that has the message ignores the push.
     _, message, result = self._unpushed
     start = self._inside.clock()
     parts = sharding.split(self._plan, message)
@@ -173,8 +175,8 @@ class LiveWorker:
   ) -> tuple[base.Params, PortionResult] | None:
     """Returns (message, result); None if the evaluation has ended."""
     clock, settings = self._inside.clock, self._task.settings
-    self._faults.before_work(self._index, seq)
-    # [1] Parameters, once for each evaluation.
+    self._faults.apply_to_job(self._index, seq)
+    # [1] Fetch the parameters, once for each evaluation.
     if evaluation != self._params_evaluation:
       calls = [shard.call("fetch", evaluation) for shard in shards]
       parts = [call.result() for call in calls]
@@ -183,22 +185,23 @@ class LiveWorker:
       params = sharding.join(self._plan, parts)
       self._params = jax.tree.map(jnp.asarray, params)
       self._params_evaluation = evaluation
-    # [2] Data: the pool loads the next job's while this one is computed.
+    # [2] Load the data. The pool loads the data of the next job while this job
+    # is computed.
     portions = settings.portions_of(job)
     for portion in portions:
       self._loader.load(portion)
     if settings.prefetch and next_job is not None:
       for portion in settings.portions_of(next_job):
         self._loader.load(portion)
-    # [3] The sum of the portions' gradients.
+    # [3] Compute the sum of the portions' gradients.
     start = clock()
     self._report_span("fetch", self._span_end, start, seq, evaluation, job)
     loss, message = self._sum_portions(self._params, portions)
-    message = self._faults.message(self._index, seq, message)
+    message = self._faults.apply_to_message(self._index, seq, message)
     retries = 0
     while not _is_finite(message):
-      # With a finite loss the message was probably damaged, and a retry helps.
-      # With another loss the gradient is not finite: one retry confirms it.
+      # If the loss is finite, the message was probably damaged, and a retry
+      # helps. If the loss is not finite either, one retry confirms this.
       if retries == (_RETRIES if math.isfinite(loss) else 1):
         break
       loss, message = self._sum_portions(self._params, portions)

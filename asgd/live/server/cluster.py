@@ -1,9 +1,10 @@
-"""The driver of a dense parameter server: it watches its shards and workers.
+"""The driver of a dense parameter server: it watches shards and workers.
 
 The driver is no part of the training: it sees no message. Its supervisor
-starts, asks and counts parties. `ServerCluster` adds what only a dense server
-needs: it replaces workers that the lead has expelled, collects images of one
-row, and ends tickets that stay open when all messages are received.
+starts, calls and counts parties. `ServerCluster` adds the tasks of a dense
+server: it replaces workers that the lead has expelled, collects the images of
+all shards at one row, and ends tickets that stay open when all messages are
+received.
 """
 
 import collections
@@ -16,8 +17,7 @@ from typing import Any
 
 from asgd import sharding
 from asgd.live.cluster import Cluster
-from asgd.live.deadlines import DEAD
-from asgd.live.duty import Duty
+from asgd.live.deadlines import DEAD_FACTOR
 from asgd.live.failures import NotFinite
 from asgd.live.hosts import Hosts
 from asgd.live.hosts.base import SHARD, WORKER
@@ -26,10 +26,11 @@ from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
+from asgd.live.worker_spec import WorkerSpec
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
-# Rows between a request for images and their row: the request must reach all
-# shards before.
+# Rows between a request for images and the row of the images: the request must
+# reach all shards before that row.
 _ROWS_AHEAD = 20
 _END_SECONDS = 5.0  # for shards to write pending rows
 _LOOK = 0.1  # seconds between two looks
@@ -46,8 +47,8 @@ def _are_finished(statuses: Sequence[Status] | None) -> bool:
 
 # A function of a module, so that pickle can send it to a shard by its name.
 def _take_params(received: int | None, shard: Shard) -> Any:
-  """Returns a shard's parameters: now, or as it has kept them after `received`
-  messages. It forgets the kept ones."""
+  """Returns a shard's parameters: the present ones, or those that the shard
+  kept after `received` messages. The shard then drops these."""
   if received is None:
     return shard.state.server.params
   return shard.state.messages.kept_params.pop(received, None)
@@ -63,7 +64,7 @@ class ServerCluster(Cluster):
     plan: sharding.ShardPlan | None,
     hosts: Hosts,
     makers: ServerMakers,
-    make_duty: Callable[[], Duty],
+    make_spec: Callable[[], WorkerSpec],
     *,
     refill: bool = True,
     resumed: bool = False,
@@ -76,23 +77,23 @@ class ServerCluster(Cluster):
       plan: division of the parameters among shards; None: there is one shard.
       hosts: in which shards and workers run.
       makers: of shards and workers.
-      make_duty: makes the work of workers, in their hosts.
+      make_spec: makes the work of workers, in their hosts.
       refill: whether a worker that exits is replaced.
       resumed: whether the journals of shards have rows of earlier commands.
       leave_seconds: time for workers to write their files after the last job.
     """
     self.setup, self._plan, self._makers = setup, plan, makers
-    self._make_duty, self._resumed = make_duty, resumed
+    self._make_spec, self._is_resumed = make_spec, resumed
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
     self._starts = collections.Counter[int]()  # incarnations of each worker
     self._image_row = -1  # the row of the requested images; -1: none
-    # Workers that were replaced since the last report of the lead. The report
-    # may name their former incarnations as expelled: that is one exit, not two.
+    # Workers that were replaced since the last status of the lead. That status
+    # may name their former incarnations as expelled: this is one exit, not two.
     self._refilled: set[int] = set()
-    # Worker -> since when it has not been registered at the lead.
-    self._absent: dict[int, float] = {}
+    # Worker -> time since which the worker is not registered at the lead.
+    self._absent_since: dict[int, float] = {}
     self._stopped = False  # all jobs are received, as the lead reported
     # The result of the last `status`, None if a shard did not answer.
     self.statuses: list[Status] | None = None
@@ -105,30 +106,31 @@ class ServerCluster(Cluster):
   @property
   def _patience(self) -> float:
     """Seconds after which a worker that has not joined is replaced."""
-    return DEAD * self.setup.ladder.start
+    return DEAD_FACTOR * self.setup.ladder.start
 
   # Starting.
 
   def measure(self, jobs: int) -> list[float]:
     """Returns the seconds that a job takes each worker.
 
-    Call it before `start`. All workers do `jobs` jobs at the same time. The
-    same hosts then train: the seconds are those of their machines.
+    Call this before `start`. All workers do `jobs` jobs at the same time. They
+    then train in the same hosts, so the seconds hold for the machines of the
+    run.
     """
     for worker in range(self.setup.workers):
       self._make_worker(worker)
-    self._call_all_workers("prepare", self._make_duty)
+    self._call_all_workers("prepare", self._make_spec)
     return self._call_all_workers("measure", jobs)
 
   def _call_all_workers(self, method: str, *args: Any) -> list[Any]:
-    """Returns the answers of all workers. Raises the error of one of them, and
-    ValueError if a worker exits or takes too long."""
+    """Calls a method of all workers, and returns the answers. Raises the error
+    of a worker, and ValueError if a worker exits or takes too long."""
     calls = {
       (WORKER, worker): party.host.call(method, *args)
       for worker, party in sorted(self._supervisor.parties[WORKER].items())
     }
     # No line names the silent worker: an answer may take as long as a job.
-    silent = self._supervisor.unanswered(calls, self._patience)
+    silent = self._supervisor.wait_for_calls(calls, self._patience)
     if silent:
       raise ValueError(
         f"{len(silent)} workers took more than {self._patience:g} seconds to"
@@ -146,15 +148,16 @@ class ServerCluster(Cluster):
       answers.append(answer[0])
     return answers
 
-  def assign(self, make_duty: Callable[[], Duty]) -> None:
-    """Replaces the work of workers, before `start`. If their shares of the jobs
-    depend on their speed, the work is known only after `measure`."""
-    self._make_duty = make_duty
+  def set_spec(self, make_spec: Callable[[], WorkerSpec]) -> None:
+    """Replaces the spec of the workers, before `start`. If the shares of the
+    jobs depend on the workers' speed, the spec is known only after `measure`.
+    """
+    self._make_spec = make_spec
 
   def start(self) -> None:
     """Starts all parties."""
     for index in range(self.setup.shards):
-      self._start_shard(index, self._resumed)
+      self._start_shard(index, self._is_resumed)
     for worker in range(self.setup.workers):
       measured_worker = self._supervisor.parties[WORKER].get(worker)
       self._run_worker(measured_worker or self._make_worker(worker))
@@ -172,11 +175,11 @@ class ServerCluster(Cluster):
   def _make_worker(self, worker: int) -> Party:
     make = self._makers.worker(worker, self._starts[worker])
     self._starts[worker] += 1
-    self._absent.pop(worker, None)
+    self._absent_since.pop(worker, None)
     return self._supervisor.start(WORKER, worker, make)
 
   def _run_worker(self, party: Party) -> None:
-    party.run = party.host.call("run", self._make_duty)
+    party.run = party.host.call("run", self._make_spec)
 
   # Watching.
 
@@ -185,35 +188,37 @@ class ServerCluster(Cluster):
     Raises the error of a party if its successor would raise it, too."""
     del received  # the lead itself reports this count
     supervisor = self._supervisor
-    for party, how in supervisor.take_ended(SHARD):
-      supervisor.count_exit(SHARD, party.index, how)
-      supervisor.news.append(f"shard {party.index} {how}; another takes over")
+    for party, ending in supervisor.take_ended(SHARD):
+      supervisor.count_exit(SHARD, party.index, ending)
+      text = f"shard {party.index} {ending}; another takes over"
+      supervisor.news.append(text)
       self._start_shard(party.index)
-    for party, how in supervisor.take_ended(WORKER):
-      self._worker_ended(party.index, how)
+    for party, ending in supervisor.take_ended(WORKER):
+      self._replace_worker(party.index, ending)
     return supervisor.take_news()
 
-  def _worker_ended(self, worker: int, how: str) -> None:
-    """Reports the exit of a worker to the shards, and replaces the worker."""
+  def _replace_worker(self, worker: int, ending: str) -> None:
+    """Reports the exit of a worker to the shards, and replaces the worker
+    unless the run needs no replacement."""
     news, restarts = self._supervisor.news, self._starts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
-    if how == "stopped":  # after the last job
+    if ending == "stopped":  # after the last job
       return
     if not self._refill:
-      news.append(f"worker {worker} {how}")
+      news.append(f"worker {worker} {ending}")
       return
     self._refilled.add(worker)
-    self._supervisor.count_exit(WORKER, worker, how)
+    self._supervisor.count_exit(WORKER, worker, ending)
     self.add_worker(worker)
-    news.append(f"worker {worker} {how}; another takes its place")
+    news.append(f"worker {worker} {ending}; another takes its place")
 
   def status(self) -> list[Status] | None:
-    """Returns each `Shard.status`, None while a shard is being replaced.
+    """Returns each `Shard.status`; None while a shard is being replaced.
 
-    It also replaces the workers that the lead has expelled, and ends tickets
-    that stay open after the last job. Raises NotFinite for more refused
-    messages, in a row or of one job, than three for each worker.
+    Also replaces the workers that the lead has expelled, and ends tickets that
+    stay open after the last job. Raises NotFinite for more than three refused
+    messages for each worker, in a row or of one job.
     """
     answers = self._supervisor.poll(
       SHARD, "ask", Shard.status, among=self._made_shards()
@@ -226,11 +231,11 @@ class ServerCluster(Cluster):
           f"{lead['refused']} messages, in a row or of one job, were not"
           f" finite, at message {lead['received']}"
         )
-      self._supervisor.progressed(lead["received"])
+      self._supervisor.count_received(lead["received"])
       self._stopped = lead["stopped"]
       self._replace_lost_workers(lead)
       self._refilled.clear()
-      # The lead has no open ticket, so those of the others cannot end.
+      # The lead has no open ticket, so open tickets of other shards cannot end.
       if _are_finished([lead]) and any(s["busy"] for s in by_shard.values()):
         self._call_shards(Shard.end_open_tickets)
     self.statuses = None
@@ -246,23 +251,23 @@ class ServerCluster(Cluster):
     workers = self._supervisor.parties[WORKER]
     for worker in workers:
       if worker in lead["workers"]:
-        self._absent.pop(worker, None)
+        self._absent_since.pop(worker, None)
         continue
-      since = self._absent.setdefault(worker, now)
-      if now - since > self._patience:
+      absent_since = self._absent_since.setdefault(worker, now)
+      if now - absent_since > self._patience:
         lost.add(worker)
     for worker in sorted(lost & set(workers)):
       self._supervisor.drop(workers[worker])
-      self._worker_ended(worker, "hung")
+      self._replace_worker(worker, "hung")
 
   # Asking shards.
 
   def _made_shards(self) -> list[int]:
-    """Returns the shards whose objects are made."""
+    """Returns the indices of the shards whose objects are made."""
     indices = []
     for index, party in self._supervisor.parties[SHARD].items():
-      with contextlib.suppress(Exception):  # `check` raises it
-        indices += [index] if party.ready else []
+      with contextlib.suppress(Exception):  # `check` raises the error
+        indices += [index] if party.is_ready else []
     return indices
 
   def _call_shards(self, call: Callable[[Shard], Any]) -> dict[int, Any]:
@@ -284,40 +289,39 @@ class ServerCluster(Cluster):
     return [answers[index] for index in range(self.setup.shards)]
 
   def params(self, received: int | None = None) -> Any:
-    """Returns the parameters of all shards: now, or as kept after `received`
-    messages. Raises Disconnected if a shard that has them has exited."""
+    """Returns the parameters of all shards: the present ones, or those that the
+    shards kept after `received` messages. Raises Disconnected if a shard that
+    had them has exited."""
     parts = self._call_all_shards(functools.partial(_take_params, received))
     for index, part in enumerate(parts):
-      if part is None:  # a successor of the shard has not kept them
+      if part is None:  # the successor of a shard has no kept parameters
         raise Disconnected(index)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]] | None:
-    """Returns each `Shard.image`, or None if there are none yet: call again.
-
-    In a consistent run the images are of one row. [1] Take the images of the
-    row requested earlier. [2] If all shards have the same row, take images now.
-    [3] Request images of a row in the future. Raises Disconnected if a shard
-    has exited.
+    """Returns each `Shard.image`, or None if there are none yet: then call
+    again. In a consistent run all images are of the same row. Raises
+    Disconnected if a shard has exited.
     """
     if not self.setup.consistent or self.setup.shards == 1:
       return self._call_all_shards(Shard.image)
-    # [1]
+    # [1] Take the images of the row that was requested earlier.
     row = self._image_row
     requested = self._call_all_shards(methodcaller("requested_image", row))
     images = [image for _, image in requested if image is not None]
     if len(images) == self.setup.shards:
       self._image_row = -1
       return images
-    # [2]
+    # [2] If all shards are at the same row, take images now.
     rows = [shard_rows for shard_rows, _ in requested]
     if len(set(rows)) == 1:
       images = self._call_all_shards(Shard.image)
       # Further rows may have arrived between the two calls.
       if len({meta["rows"] for _, meta in images}) == 1:
         return images
-    # [3] A shard may have passed the row without an image: a successor of the
-    # shard that was asked does not know the request.
+    # [3] Request images of a row in the future. A shard may have passed the
+    # row of an earlier request without an image: the successor of a shard does
+    # not know that request.
     if row < 0 or max(rows) > row + _ROWS_AHEAD:
       self._image_row = max(rows) + _ROWS_AHEAD
       self._call_all_shards(methodcaller("request_image", self._image_row))
@@ -325,29 +329,30 @@ class ServerCluster(Cluster):
 
   # Waiting.
 
-  def insist(self, question: Callable[[], Any]) -> Any:
-    """Returns the result of a call that raises Disconnected while a shard is
-    replaced: the call is repeated until it returns."""
+  def call_until_connected(self, call: Callable[[], Any]) -> Any:
+    """Calls a function until it does not raise Disconnected, as it does while a
+    shard is replaced. Returns the result of the last call."""
     while True:
       try:
-        return question()
+        return call()
       except Disconnected:
-        # These two replace the shard; in `check`, its error ends the loop.
+        # These two replace the shard. `check` raises the shard's error, if the
+        # successor would raise it, too.
         self.check()
         self.status()
         self._supervisor.hosts.sleep(_LOOK)
 
-  def images_now(self) -> list[tuple[Any, Any]]:
-    """Returns `images`, once there are some."""
-    while (images := self.insist(self.images)) is None:
+  def wait_for_images(self) -> list[tuple[Any, Any]]:
+    """Waits until `images` returns some, and returns them."""
+    while (images := self.call_until_connected(self.images)) is None:
       self.check()
       self._supervisor.hosts.sleep(_LOOK)
     return images
 
   def pause(self, seconds: float = math.inf) -> bool:
     """Makes shards start no new job, and waits for the messages of open jobs,
-    for `seconds` at most. Returns whether all have arrived."""
-    self.insist(lambda: self._call_all_shards(Shard.pause))
+    for `seconds` at most. Returns whether all messages have arrived."""
+    self.call_until_connected(lambda: self._call_all_shards(Shard.pause))
 
     def at_rest() -> bool:
       statuses = self.status()
@@ -364,12 +369,12 @@ class ServerCluster(Cluster):
       if self._stopped:  # then workers end by themselves
         workers = supervisor.parties[WORKER].items()
         runs = {(WORKER, w): party.run for w, party in workers if party.run}
-        supervisor.unanswered(runs, self._leave_seconds)
+        supervisor.wait_for_calls(runs, self._leave_seconds)
       shards = supervisor.parties[SHARD]
       ends = {
         (SHARD, shard): shards[shard].host.call("end")
         for shard in self._made_shards()
       }
-      supervisor.unanswered(ends, _END_SECONDS)
+      supervisor.wait_for_calls(ends, _END_SECONDS)
     finally:
       supervisor.close()

@@ -40,23 +40,23 @@ class HostedShard:
     """`inside` has the functions of the host; `run` is the run's folder."""
     self.server, self._ended = server, Future[str]()
     self.clock = inside.clock  # the seconds since the run began
-    # (worker, restarts) that opened a session at any time.
-    self._remote: set[tuple[int, int]] = set()
+    # (worker, restarts) of each worker loop that opened a session at any time.
+    self._remote_workers: set[tuple[int, int]] = set()
     self._sessions: dict[Token, Session] = {}
     self._run, self._write_span = run, spans.SpanWriter(run)
-    # `serve` takes a thread until the end; the host then calls `served`.
-    inside.later(server.serve, "served")
+    # `serve` takes a thread until the end; the host then calls `end_run`.
+    inside.run_later(server.serve, "end_run")
 
-  def served(self, call: Future[None]) -> None:
-    """Ends `run`, with the error of the server if it has one."""
+  def end_run(self, call: Future[None]) -> None:
+    """Ends `run`, with the error of the server if `serve` raised one."""
     if error := call.exception():
       self._ended.set_exception(error)
     else:
       self._ended.set_result(ENDED)
 
   def run(self) -> Future[str]:
-    """Returns a Future: it gets ENDED when the shard was asked to end, or the
-    error of the server."""
+    """Returns a Future. Its result is ENDED after the shard was asked to end;
+    an error of the server becomes the error of the Future."""
     return self._ended
 
   def ask(self, call: Callable[[Shard], Any]) -> Future[tuple[Any] | None]:
@@ -101,9 +101,9 @@ class HostedShard:
   # Workers on other machines.
 
   def open(self, token: Token) -> Future[None]:
-    """Opens a session for a worker, and ends its waiting calls at earlier
-    sessions."""
-    self._remote.add(token[:2])
+    """Opens a session for a worker, and answers the calls of `listen` at the
+    worker's earlier sessions."""
+    self._remote_workers.add(token[:2])
 
     def make_session(shard: Shard) -> None:
       for other, session in self._sessions.items():
@@ -122,11 +122,11 @@ class HostedShard:
     def take(shard: Shard) -> None:
       session = self._sessions[token]
       try:
-        session.identify(frame)
+        session.check_sender(frame)
         is_peer = shard.role.peers.get(frame.worker) == session.send
-        # A worker on the shard's machine writes its slot itself. Here the shard
-        # does, so a late PUSH must not reach the slot of another ticket.
-        if message is not None and is_peer and shard.state.accepts(frame):
+        # A worker on the shard's machine writes to its slot itself. Here the
+        # shard writes: a late PUSH must not reach the slot of another ticket.
+        if message is not None and is_peer and shard.state.can_write(frame):
           memory = shard.state.slots.memory
           stamp = message_stamp(frame.worker, frame.seq)
           memory.write(MESSAGES, frame.message, message, stamp)
@@ -161,7 +161,7 @@ class HostedShard:
         if token[:2] == (worker, restarts):
           self._end_session(shard, token)
 
-    if (worker, restarts) in self._remote:
+    if (worker, restarts) in self._remote_workers:
       self.server.submit(drop)
 
   def _end_session(self, shard: Shard, token: Token) -> None:
@@ -172,8 +172,8 @@ class HostedShard:
       shard.disconnect(session.worker, self.clock(), session.send)
 
   def write_spans(self, worker: int, job_spans: Sequence[spans.Span]) -> None:
-    """Writes spans of a worker, in times of `clock`; the last is the push that
-    ends a job."""
+    """Writes the spans of a worker's job, in times of `clock`. The last span is
+    the push that ends the job."""
     for span in job_spans:
       self._write_span(worker, span)
 
@@ -195,16 +195,16 @@ class ShardMaker(NamedTuple):
   steps: simulator.Steps | None  # compiled in this process; None: not yet
   shard: int  # index
   params: Any  # the shard's part, before the first message
-  image: Image | None  # of a checkpoint, for when memory is lost
+  image: Image | None  # of a checkpoint; used if the memory is lost
   resumed: bool
 
   def __call__(self, inside: Inside) -> HostedShard:
     """Makes a shard, in its host.
 
-    [1] Compile. [2] Open the memory and the files. [3] Recover, and listen.
+    Compiles first: the shard must answer at once when it listens.
     """
     site, index, setup = self.site, self.shard, self.site.setup
-    # [1]
+    # [1] Compile.
     server = self.make_server()
     if self.steps is None:  # in a separate process
       receive_in_one_thread(server, self.params)
@@ -217,13 +217,14 @@ class ShardMaker(NamedTuple):
       message = compression.blank(server.codec, self.params)
       received = steps.receive(state, ticket, message, np.float32(0.0))
       jax.block_until_ready(received)
-    # [2] A new state: `receive` has donated the first one.
+    # [2] Open the memory and the files. The state is a new one: `receive` has
+    # donated the first state.
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
     memory, run = site.open_memory(index, *like, state), Path(site.run)
     store = ShardStorage.open(run, index, memory, self.image, disk=inside.disk)
-    # [3]
+    # [3] Recover, and listen.
     shard = Shard(
       *(index, setup, steps, state, store),
       now=inside.clock(),

@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 from asgd.live import faults as faults_lib
 from asgd.live import spans
-from asgd.live.duty import Duty
 from asgd.live.hosts import Inside
 from asgd.live.hosts.site import Site, node_id
-from asgd.live.links.notes import FarNotes
+from asgd.live.links.notes import RemoteNotes
 from asgd.live.links.remote import RayLink
 from asgd.live.links.sockets import SocketLink, UnixNetwork
 from asgd.live.profile import Profile
 from asgd.live.slots import SharedMemory
-from asgd.live.worker import Reach, WorkerLoop
+from asgd.live.worker import LoopContext, WorkerLoop
+from asgd.live.worker_spec import WorkerSpec
 
 # The result of `run` if `interrupt` was called: another incarnation follows.
 REPLACED = "replaced"
@@ -39,69 +39,67 @@ class HostedWorker:
   def __init__(self, inside: Inside, maker: "WorkerMaker"):
     """`inside` has the functions of the host; `maker` made this object."""
     self._inside, self._maker, self._worker = inside, maker, maker.worker
-    self._duty: Duty | None = None  # of `measure`
+    self._spec: WorkerSpec | None = None  # of `measure`
     self._loop: WorkerLoop | None = None
-    self._drained = self._interrupted = False
+    self._is_drained = self._is_interrupted = False
     self._disconnect: Callable[[], None] = lambda: None
 
-  def prepare(self, make_duty: Callable[[], Duty]) -> None:
+  def prepare(self, make_spec: Callable[[], WorkerSpec]) -> None:
     """Compiles the jobs that `measure` will time."""
-    self._duty = make_duty()
-    self._duty.warm_up(self._worker)
+    self._spec = make_spec()
+    self._spec.warm_up(self._worker)
 
   def measure(self, jobs: int) -> float:
-    """Returns the seconds that a job takes; see `Duty.measure`."""
-    assert self._duty is not None
-    return self._duty.measure(self._worker, jobs, self._inside.wait)
+    """Returns the seconds that a job takes; see `WorkerSpec.measure`."""
+    assert self._spec is not None
+    return self._spec.measure(self._worker, jobs, self._inside.wait)
 
-  def run(self, make_duty: Callable[[], Duty]) -> str:
-    """Works until the worker stops, is drained or interrupted; returns which,
-    as `WorkerLoop.run`.
-
-    [1] Compile. [2] Connect to all shards. [3] Join, and do jobs. [4] Leave.
+  def run(self, make_spec: Callable[[], WorkerSpec]) -> str:
+    """Works until the worker stops, is drained or is interrupted. Returns which
+    of these ended the work, as `WorkerLoop.run` does.
     """
     maker = self._maker
-    # [1]
-    duty = make_duty().kept_in(Path(maker.site.run), self._worker)
+    # [1] Compile.
+    spec = make_spec().kept_in(Path(maker.site.run), self._worker)
     if maker.warm_up:
-      # Compile before joining: the lead expects the first message as soon as
-      # from a worker that has compiled, and would take this one for hung.
-      duty.warm_up(self._worker)
-    # [2]
-    reach = maker.reach(duty, self._inside)
-    self._disconnect = reach.close
-    for shard in range(len(duty.parts())):
-      while not self._interrupted and not reach.link.connect(shard):
+      # Compile before joining. The lead does not allow time for compiling, and
+      # would count a worker that compiles as hung.
+      spec.warm_up(self._worker)
+    # [2] Connect to all shards.
+    context = maker.make_context(spec, self._inside)
+    self._disconnect = context.close
+    for shard in range(len(spec.parts())):
+      while not self._is_interrupted and not context.link.connect(shard):
         pass
-    if self._interrupted:
+    if self._is_interrupted:
       return REPLACED
-    # [3]
+    # [3] Join, and do jobs.
     self._loop = WorkerLoop(
-      *(self._worker, duty, reach),
+      *(self._worker, spec, context),
       restarts=maker.restarts,
       patience=maker.site.patience,
     )
     # `drain` or `interrupt` may have been called before there was a loop.
-    if self._drained:
+    if self._is_drained:
       self._loop.drain()
-    if self._interrupted:
+    if self._is_interrupted:
       self._loop.revoke()
-    with duty.on_device(self._worker):
+    with spec.on_device(self._worker):
       outcome = self._loop.run()
-    # [4]
+    # [4] Leave.
     self.close()
     return outcome
 
   def drain(self) -> None:
     """Ends the worker after its open jobs; a signal handler may call it."""
-    self._drained = True
+    self._is_drained = True
     if self._loop is not None:
       self._loop.drain()
 
   def interrupt(self) -> None:
     """Ends the worker as soon as it waits. After the return of this method the
     worker writes to no slot."""
-    self._interrupted = True
+    self._is_interrupted = True
     if self._loop is not None:
       self._loop.revoke()
       self._loop.wake()
@@ -118,7 +116,7 @@ class WorkerMaker(NamedTuple):
   site: Site
   network: UnixNetwork
   worker: int
-  restarts: int  # how many incarnations of the worker were before
+  restarts: int  # number of earlier incarnations of the worker
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
   warm_up: bool  # whether the worker compiles before it joins
@@ -127,49 +125,52 @@ class WorkerMaker(NamedTuple):
     """Makes the worker; it computes nothing yet."""
     return HostedWorker(inside, self)
 
-  def reach(self, duty: Duty, inside: Inside) -> Reach:
-    """Returns the worker's connections to the run; no shard is connected
-    yet."""
+  def make_context(self, spec: WorkerSpec, inside: Inside) -> LoopContext:
+    """Returns the context of the worker's loop; no shard is connected yet."""
     site = self.site
     # Local: a thread (the run has no `site.machine`), or a process on the
     # driver's machine. Tests turn `site.sockets` off to use Ray's calls there.
-    local = not site.machine or (site.sockets and node_id() == site.machine)
-    reach = self._local(duty, inside) if local else self._remote(duty, inside)
+    is_local = not site.machine or (
+      site.sockets and node_id() == site.machine
+    )
+    make = self._make_local if is_local else self._make_remote
+    context = make(spec, inside)
     # One worker's profile is enough, and a successor would replace its files.
     has_profile = self.worker == 0 == self.restarts
     profile = Profile(site.profile if has_profile else None)
-    write_span, close = reach.span, reach.close
+    write_span, close = context.span, context.close
     assert write_span is not None
 
     def write(span: spans.Span) -> None:
       if site.spans:
         write_span(span)
       if span.name == "push":
-        profile.worked()
+        profile.after_job()
 
     def close_all() -> None:
       profile.close()
       close()
 
-    return reach._replace(span=write, close=close_all)
+    return context._replace(span=write, close=close_all)
 
-  def _local(self, duty: Duty, inside: Inside) -> Reach:
-    """Returns connections on the driver's machine: sockets, shared memory and
-    files."""
-    site, shares, run = self.site, duty.shares(), Path(self.site.run)
-    paths = [site.socket(index) for index in range(len(shares))]
+  def _make_local(self, spec: WorkerSpec, inside: Inside) -> LoopContext:
+    """Returns the context on the driver's machine, with sockets, shared memory
+    and files."""
+    site, run = self.site, Path(self.site.run)
+    slot_contents = spec.slot_contents()
+    paths = [site.socket(index) for index in range(len(slot_contents))]
     link = SocketLink(paths, self.network)
 
     # Called only when the shards are connected: they make the files.
-    def memories() -> list[SharedMemory]:
+    def open_memories() -> list[SharedMemory]:
       return [
         site.open_memory(shard, *contents, None)
-        for shard, contents in enumerate(shares)
+        for shard, contents in enumerate(slot_contents)
       ]
 
-    return Reach(
+    return LoopContext(
       link=link,
-      memories=memories,
+      memories=open_memories,
       clock=inside.clock,
       wait=inside.wait,
       script=self.make_script(self.faults, run, inside),
@@ -177,22 +178,22 @@ class WorkerMaker(NamedTuple):
       close=link.close,  # shards notice at once that the worker has left
     )
 
-  def _remote(self, duty: Duty, inside: Inside) -> Reach:
-    """Returns connections from another machine: calls of Ray."""
-    messages = [message for _, message, *_ in duty.shares()]
+  def _make_remote(self, spec: WorkerSpec, inside: Inside) -> LoopContext:
+    """Returns the context on another machine, with calls of Ray."""
+    messages = [message for _, message, *_ in spec.slot_contents()]
     link = RayLink(self.site, self.worker, self.restarts, messages)
-    # The local clock: `FarNotes` converts its times to the lead's.
+    # The local clock: `RemoteNotes` converts its times to the lead's.
     clock = time.monotonic
-    notes = FarNotes(self.worker, link.find_lead, clock=clock)
+    notes = RemoteNotes(self.worker, link.find_lead, clock=clock)
     script = faults_lib.Script(
-      self.faults, kill=inside.kill, wait=inside.wait, record=notes.fault
+      self.faults, kill=inside.kill, wait=inside.wait, record=notes.send_fault
     )
-    return Reach(
+    return LoopContext(
       link=link,
       memories=lambda: link.memories,
       clock=clock,
       wait=inside.wait,
       script=script,
-      span=notes.span,
+      span=notes.add_span,
       close=notes.close,
     )

@@ -1,8 +1,8 @@
 """Makers of the shards and workers of a parameter server.
 
 Threads and processes of one machine exchange messages through sockets and
-shared memory (`links.sockets`, `slots`): a Ray call takes 0.5 ms, a frame a
-twentieth of that. Shards run on the driver's machine. Workers on other machines
+shared memory (`links.sockets`, `slots`): a call of Ray takes 0.5 ms, a frame a
+twentieth of it. Shards run on the driver's machine. Workers on other machines
 call the hosts of shards (`links.remote`), and the lead writes their spans and
 faults (`links.notes`).
 
@@ -47,7 +47,8 @@ class ServerMakers:
         compiles in its separate process.
       network: makes the sockets of shards and workers.
       faults: to inject, each once.
-      images: checkpoints of each shard, for when the memory is lost.
+      images: the image of each shard in a checkpoint; used if the memory is
+        lost.
       make_script: makes the faults of a worker.
     """
     self.site, self._network, self._parts = site, network, parts
@@ -56,8 +57,8 @@ class ServerMakers:
     self._images: Sequence[Image | None] = images or [None] * len(parts)
 
   def shard(self, index: int, resumed: bool) -> Make:
-    """Returns the maker of a shard. If `resumed`, its journal has rows of
-    earlier commands, and no other party is alive."""
+    """Returns the maker of a shard. If `resumed`, the shard's journal has rows
+    of earlier commands, and no other party is alive."""
     part, image = self._parts[index], self._images[index]
     return ShardMaker(
       *(self.site, self._network, self._make_server, self._steps),
@@ -65,8 +66,8 @@ class ServerMakers:
     )
 
   def worker(self, worker: int, restarts: int) -> Make:
-    """Returns the maker of a worker, of which `restarts` hosts were started
-    before."""
+    """Returns the maker of a worker; `restarts` counts the earlier hosts of the
+    worker."""
     return WorkerMaker(
       *(self.site, self._network, worker, restarts),
       *(self._faults, self._make_script),

@@ -26,28 +26,30 @@ class Follower(Role):
     self._rows: collections.deque[Event] = collections.deque()
     # Message -> index -> total, as received from the lead (TOTAL).
     self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
-    self._question: Frame | None = None  # the lead's ASK, not answered yet
+    self._open_ask: Frame | None = None  # the lead's ASK, not answered yet
 
   def follow(self, send: SendFrame) -> None:
-    """Asks the lead for missing rows, and reports messages to it."""
+    """Asks the lead for missing rows, and reports the messages that this shard
+    has."""
     self._lead = send
     # The lead sends these rows again.
     self._rows.clear()
     send(Frame(frames.FOLLOW, self.index, version=self.state.rows))
-    for key in self.state.pushed:
+    for key in self.state.pushes:
       self._report_prepared(key)
 
   def push(self, frame: Frame) -> None:
-    """Reports a message to the lead, also one that cannot be read here."""
+    """Reports a message to the lead, even if this shard cannot read it."""
     key = frame.worker, frame.seq
-    self.state.pushed[key] = frame
+    self.state.pushes[key] = frame
     self._report_prepared(key)
     self._apply_rows()
 
   def _report_prepared(self, key: Key) -> None:
-    """Reports to the lead that this shard has a message, or refuses it."""
+    """Reports to the lead that this shard has a message, or that it refuses
+    the message."""
     if self._lead:
-      refused = int(not self.state.pushed[key].flag)
+      refused = int(not self.state.pushes[key].flag)
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
   def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
@@ -59,7 +61,7 @@ class Follower(Role):
       self._totals[key][frame.version] = frame.value
       return
     if frame.kind == frames.ASK:
-      self._question = frame
+      self._open_ask = frame
     # The lead sends rows twice if it received FOLLOW twice.
     next_row = self.state.rows + len(self._rows)
     if frame.kind == frames.ROW and frame.version == next_row:
@@ -77,29 +79,29 @@ class Follower(Role):
         self._totals.pop(key, None)
         event = event._replace(message=state.lost_slot(key))
       elif event.action == base.RECEIVE:
-        # The lead receives only messages that this shard has prepared. The
-        # message lies in its slot, also if this shard was killed since then and
-        # has no PUSH of it.
+        # The lead receives only messages that this shard has prepared. So the
+        # message lies in its slot, even if a kill since then has taken the PUSH
+        # from this shard.
         totals = tuple(x for _, x in sorted(self._totals.pop(key, {}).items()))
         slot = state.tickets[key].message
         event = event._replace(message=slot, totals=totals)
       self.commit(event)
-    if self._question and self._lead:
-      self._answer(self._question, self._lead)
+    if self._open_ask and self._lead:
+      self._answer(self._open_ask, self._lead)
 
-  def _answer(self, question: Frame, send: SendFrame) -> None:
+  def _answer(self, ask: Frame, send: SendFrame) -> None:
     """Sends this shard's operand to the lead, once this shard has the message.
 
-    All rows before the ASK are applied by then, so both compute with the same
-    state.
+    By then this shard has applied all rows before the ASK, so both shards
+    compute with the same state.
     """
-    state, key = self.state, (question.worker, question.seq)
-    if key not in state.pushed:
+    state, key = self.state, (ask.worker, ask.seq)
+    if key not in state.pushes:
       return
-    totals = [self._totals[key][i] for i in range(question.version)]
-    stage = state.stage(key, state.pushed[key].value, totals)
-    self._question = None
-    asked = Frame(frames.ASKED, *key, self.index, question.version)
+    totals = [self._totals[key][i] for i in range(ask.version)]
+    stage = state.stage(key, state.pushes[key].value, totals)
+    self._open_ask = None
+    asked = Frame(frames.ASKED, *key, self.index, ask.version)
     send(asked._replace(value=float(stage.operand)))
 
 
@@ -109,14 +111,14 @@ class Independent(Role):
 
   decides = True
 
-  def outdated(self, worker: int, number: int) -> bool:
-    """Returns whether the messages of an incarnation of a worker are lost: its
-    tickets were ended here, even if no later incarnation joined."""
-    lost = number <= self.ended.get(worker, -1)
-    return lost or super().outdated(worker, number)
+  def is_outdated(self, worker: int, number: int) -> bool:
+    """Returns True also if the tickets of the incarnation were ended here and
+    no later incarnation has joined."""
+    is_ended = number <= self.ended.get(worker, -1)
+    return is_ended or super().is_outdated(worker, number)
 
   def join(self, worker: int, number: int) -> None:
-    """Writes the JOIN of a new incarnation; the lead assigned its index."""
+    """Writes the JOIN of a new incarnation; the lead assigned `number`."""
     super().join(worker, number)
     self._commit_row((worker, NO_SEQ), number, base.JOIN)
 
@@ -136,54 +138,58 @@ class Independent(Role):
   def fetch(self, frame: Frame) -> None:
     """Opens this shard's slice of a ticket, or sends an open one again.
 
-    A worker sends PUSH only after FETCH, so the present incarnation never
-    fetches a closed ticket. If one does, its tickets were ended here: it is
-    expelled. Raises BadFrame if no worker could have that job.
+    A worker sends PUSH only after FETCH, so a worker whose tickets are open
+    never fetches a closed ticket. If it does, its tickets were ended here: the
+    shard expels it. Raises BadFrame if no worker could have that job.
     """
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
     if key in state.tickets:
       self.send(worker, state.ticket_frame(key))
-    elif frame.seq < state.seqs.get(worker, 0):
+    elif frame.seq < state.started_jobs.get(worker, 0):
       self.leave(worker)
       self.expel(worker)
     else:
       self._check_new(frame)
-      # The ticket that the worker would keep may be lost with an earlier
-      # process of this shard. Then the new ticket is sent in full.
-      keeps = frame.flag and worker in state.reusable
+      # An earlier process of this shard may have lost the ticket that the
+      # worker would keep. Then the new ticket is sent in full.
+      keeps = frame.flag and worker in state.reusable_tickets
       self._commit_row(key, frame.job, base.KEEP if keeps else base.SEND)
 
   def _check_new(self, frame: Frame) -> None:
-    """Raises BadFrame if the rules allow no such ticket beside the open ones.
+    """Raises BadFrame for a ticket that the rules do not allow beside the open
+    tickets.
 
     A shard must reject a wrong FETCH: each one takes a slot.
     """
     setup, state, slots = self.setup, self.state, self.state.slots
     rules, worker = setup.rules, frame.worker
-    most = rules.depth + rules.round + rules.backup  # open tickets of a worker
+    max_open = rules.depth + rules.round + rules.backup  # tickets of a worker
     # The worker's seq may be ahead of this shard's count: rows of received
     # messages may be lost with a loss of power, and messages may be lost with
     # incarnations that never connected to this shard.
-    ahead = frame.seq - state.seqs.get(worker, 0)
+    ahead = frame.seq - state.started_jobs.get(worker, 0)
     jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
-    taken = len(state.tickets) + sum(map(len, slots.lost.values()))
+    n_lost_slots = sum(map(len, slots.lost_slots.values()))
+    n_taken_slots = len(state.tickets) + n_lost_slots
     if (
       frame.job in jobs
-      or len(jobs) >= most
+      or len(jobs) >= max_open
       # A snapshot frees the slots of the log; the tickets need the others.
-      or taken >= slot_counts(setup).messages - setup.log
-      or ahead > setup.jobs + most * MOST_AHEAD
+      or n_taken_slots >= slot_counts(setup).messages - setup.log
+      or ahead > setup.jobs + max_open * MOST_AHEAD
     ):
+      started = state.started_jobs.get(worker, 0)
       raise frames.BadFrame(
         f"worker {worker} asks shard {self.index} for job {frame.job} as its"
-        f" {frame.seq}, after {state.seqs.get(worker, 0)}, and has {jobs} open"
+        f" {frame.seq}, after {started}, and has {jobs} open"
       )
 
   def push(self, frame: Frame) -> None:
-    """Receives a message once all earlier ones of its worker have arrived."""
+    """Receives a message once all earlier messages of its worker have
+    arrived."""
     key, state = (frame.worker, frame.seq), self.state
-    state.pushed[key] = frame
+    state.pushes[key] = frame
     if not frame.flag:
       job = state.tickets[key].job
       self._commit_row(key, job, base.REJECT, loss=frame.value)
@@ -192,14 +198,15 @@ class Independent(Role):
       return
     # A worker fetches its tickets in the order of its jobs.
     for key in [key for key in state.tickets if key[0] == frame.worker]:
-      if key not in state.pushed:
+      if key not in state.pushes:
         break
-      ticket, loss = state.tickets[key], state.pushed[key].value
+      ticket, loss = state.tickets[key], state.pushes[key].value
       message = ticket.message
       self._commit_row(
         key, ticket.job, base.RECEIVE, message=message, loss=loss
       )
 
   def _commit_row(self, key: Key, job: int, action: int, **fields: Any) -> None:
-    """Commits a row of now; `fields` are those of an `Event`."""
+    """Commits a row with the present time; `fields` are fields of an `Event`.
+    """
     self.commit(Event(self.time, *key, job, action, **fields))

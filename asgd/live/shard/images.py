@@ -18,13 +18,13 @@ from asgd.orders.trace import Event, Ledger
 Image = tuple[Any, Any]  # (the server's state, the result of `describe`)
 
 
-def snapshot(state: ShardState) -> None:
+def save_snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory, and frees the slots of the messages
-  before it."""
-  # `describe` counts the records, so they are written first.
+  so far."""
+  # `describe` counts the records, so write them first.
   state.messages.flush()
-  tickets = *state.tickets.values(), *state.reusable.values()
-  params, meta = [ticket.params for ticket in tickets], describe(state)
+  params = [ticket.params for ticket in state.all_tickets]
+  meta = describe(state)
   memory, first_slot = state.slots.memory, state.slots.counts.messages
   if state.updates.are_enabled:
     meta["packets"] = state.updates.save(memory, first_slot, state.rows)
@@ -49,9 +49,9 @@ def describe(state: ShardState) -> dict[str, Any]:
     "without_params": sorted(
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
-    "lost": sorted(slots.lost.items()),
+    "lost": sorted(slots.lost_slots.items()),
     # The slot of the latest parameters that were sent, and whether the server
-    # still has them: then the next SEND shares the slot.
+    # still has these parameters: then the next SEND shares the slot.
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
     **updates,
@@ -66,15 +66,19 @@ def _open_tickets(
 ) -> None:
   """Sets the open tickets and counts of a state to those of a ledger.
 
-  Unless `intact`, and for the tickets in `without_params`, the parameters are
-  not read from the slots.
+  Args:
+    state: of the shard; it is changed.
+    ledger: of the journal's rows.
+    intact: whether the slots have the parameters of the tickets.
+    without_params: (worker, seq) of tickets whose parameters are lost in any
+      case.
   """
   lost_params = set(map(tuple, without_params))
   state.rows = ledger.rows
-  # Messages whose updates were undone were received, too.
+  # Messages count as received even if a rollback undid their updates.
   state.messages.count = len(ledger.received) + ledger.undone
-  state.seqs = dict(ledger.next_seq)
-  state.joined = dict(ledger.incarnations)
+  state.started_jobs = dict(ledger.next_seq)
+  state.latest_incarnations = dict(ledger.incarnations)
   state.tickets = {
     event.key: state.read_ticket(
       event,
@@ -84,8 +88,8 @@ def _open_tickets(
     for tickets in ledger.open.values()
     for event in tickets.values()
   }
-  latest = ledger.latest if state.keeps else {}
-  state.reusable = {
+  latest = ledger.latest if state.can_keep else {}
+  state.reusable_tickets = {
     worker: state.read_ticket(event, False, intact)
     for worker, event in latest.items()
   }
@@ -96,10 +100,6 @@ def restore(
 ) -> None:
   """Restores a state from an image.
 
-  [1] The server's state, the open tickets and the counts of messages. [2] The
-  updates that open tickets carry. [3] The uses of slots, as they were when the
-  image was made.
-
   Args:
     state: a state before the first row; it is changed.
     image: (the server's state, the result of `describe`).
@@ -108,27 +108,27 @@ def restore(
   """
   tree, meta = image
   slots = state.slots
-  # [1]
+  # [1] The server's state, the open tickets and the counts of messages.
   state.server = jax.tree.map(jnp.array, tree)
   _open_tickets(state, ledger, intact, meta["without_params"])
-  # [2]
+  # [2] The updates that open tickets carry.
   if state.updates.are_enabled:
     state.updates.load(meta, slots.memory, slots.counts.messages)
     for worker, seq, base_version in meta["bases"]:
       ticket = state.tickets[worker, seq]._replace(base=base_version)
       state.tickets[worker, seq] = ticket
-  # [3]
+  # [3] The uses of slots, as they were when the image was made.
   for worker, messages in meta["lost"]:
     for slot in messages:
       slots.keep_lost(worker, slots.take_message(slot))
   for ticket in state.tickets.values():
     slots.take_message(ticket.message)
-  for ticket in (*state.tickets.values(), *state.reusable.values()):
+  for ticket in state.all_tickets:
     slots.use(ticket.params)
     slots.use(ticket.params)  # a second use, of the snapshot
-    slots.pinned.append(ticket.params)
+    slots.snapshot_slots.append(ticket.params)
   if meta["published"] >= 0:
-    # `publish` compares objects: None equals no parameters of the server.
+    # `publish` compares objects; None equals no parameters of the server.
     current = state.server.params if meta["current"] else None
     slots.published = current, meta["published"]
     slots.use(meta["published"])
@@ -160,17 +160,17 @@ def reopen(
   for event in events:
     key = event.key
     if event.action == base.JOIN:
-      # Not `free_lost`: `recount` finds the free slots at the end.
-      state.slots.lost.pop(event.worker, None)
-      state.updates.join(event.worker)
+      # `free_lost` is not called: `recount` below finds the free slots.
+      state.slots.lost_slots.pop(event.worker, None)
+      state.updates.forget_worker(event.worker)
     elif event.action == base.SEND and key in state.tickets:
       state.tickets[key] = state.with_updates(event, state.tickets[key])
     elif event.action in (base.LOST, base.REJECT):
-      state.updates.lose(*key)
+      state.updates.drop_ticket(*key)
       if event.message >= 0:
         state.slots.keep_lost(event.worker, event.message)
   state.slots.recount(
-    [t.params for t in (*state.tickets.values(), *state.reusable.values())],
-    [t.message for t in state.tickets.values()],
+    [ticket.params for ticket in state.all_tickets],
+    [ticket.message for ticket in state.tickets.values()],
   )
   return state.messages.count > received_before

@@ -36,23 +36,22 @@ class Lead(Role):
     )
     self.watch = WorkerWatch(setup.ladder, self.time)
     self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
-    # Counts of messages with NaN or infinity: consecutive ones, and by job.
+    # Numbers of messages with NaN or infinity: consecutive ones, and by job.
     self._consecutive_refusals = 0
     self._job_refusals = collections.Counter[int]()
-    # Message -> followers that have their part of it, in a consistent run.
+    # In a consistent run: message -> followers that have their part of it.
     self._prepared: dict[Key, set[int]] = {}
 
   @property
-  def refused(self) -> int:
-    """Count of messages with NaN or infinity: consecutive, or of one job,
-    whichever is larger."""
+  def n_refused(self) -> int:
+    """Number of messages with NaN or infinity: consecutive ones, or all of one
+    job, whichever is larger."""
     return max(self._consecutive_refusals, *self._job_refusals.values(), 0)
 
   @property
-  def late(self) -> Collection[int]:
-    """The workers whose jobs take so long that they count as late, but not yet
-    as dead; see `deadlines`."""
-    return self.watch.late
+  def late_workers(self) -> Collection[int]:
+    """The workers that count as late, but not yet as dead; see `deadlines`."""
+    return self.watch.late_workers
 
   @property
   def finished(self) -> bool:
@@ -65,11 +64,11 @@ class Lead(Role):
 
   def learn_durations(self, events: Iterable[Event]) -> None:
     """See the base; the deadlines of workers follow from them."""
-    self.watch.learn(events)
+    self.watch.add_journal(events)
 
-  def outdated(self, worker: int, number: int) -> bool:
-    """Returns True. The lead ends an incarnation's tickets before it admits the
-    next one, so an earlier incarnation has none."""
+  def is_outdated(self, worker: int, number: int) -> bool:
+    """Returns True: the lead ends the tickets of an incarnation before it
+    admits the next one, so an earlier incarnation has no ticket."""
     return True
 
   def join(self, worker: int, number: int) -> None:
@@ -83,15 +82,15 @@ class Lead(Role):
     self.dispatcher.leave(worker, self.time)
 
   def mark_alive(self, worker: int) -> None:
-    """Notes that a worker is alive now."""
+    """Stores the present time as the worker's last sign of life."""
     self.watch.last_alive[worker] = self.time
 
   def pause(self, worker: int) -> None:
-    """Starts no new job at a worker."""
+    """Stops the starts of jobs at a worker."""
     self.dispatcher.pause(worker)
 
   def pause_all(self) -> None:
-    """Starts no new job at any worker."""
+    """Stops the starts of jobs at all workers."""
     for worker in self.dispatcher.workers:
       self.pause(worker)
 
@@ -104,13 +103,13 @@ class Lead(Role):
       return
     self._consecutive_refusals = 0
     self._job_refusals.pop(start.job, None)
-    self.state.pushed[key] = frame
-    self.watch.ended(start.time, self.time)
+    self.state.pushes[key] = frame
+    self.watch.add_job(start.time, self.time)
     self._report_arrival(key)
 
   def _refuse(self, key: Key) -> None:
-    """Drops a message and expels its worker, whose state may have NaN, too. The
-    worker then joins as a new incarnation."""
+    """Drops a message and expels its worker: the worker's state may have NaN,
+    too. The worker then joins as a new incarnation."""
     worker, seq = key
     self._consecutive_refusals += 1
     self._job_refusals[self.dispatcher.open(worker)[seq].job] += 1
@@ -137,15 +136,15 @@ class Lead(Role):
       self._prepared.setdefault(key, set()).add(frame.job)
       self._report_arrival(key)
     elif self._totals:
-      self._totals.answer(frame)
+      self._totals.add_operand(frame)
 
   def _report_arrival(self, key: Key) -> None:
-    """Reports a message as arrived once every shard has its part."""
-    # Independent shards acknowledge their parts to the worker, which sends the
-    # lead's PUSH last.
+    """Reports a message to the dispatcher once every shard has its part."""
+    # Independent shards acknowledge their parts to the worker. The worker sends
+    # the PUSH of the lead last.
     followers = self.setup.shards - 1 if self.setup.consistent else 0
-    prepared = len(self._prepared.get(key, ())) >= followers
-    if not prepared or key not in self.state.pushed:
+    is_prepared = len(self._prepared.get(key, ())) >= followers
+    if not is_prepared or key not in self.state.pushes:
       return
     if self._totals:
       self._totals.add(key)
@@ -159,9 +158,9 @@ class Lead(Role):
       return
     # After each message, the next one of its worker may be proposed.
     while self.dispatcher.deliver(self.time) and self._totals:
-      self._totals.propose()
+      self._totals.start_next_sum()
     if self._totals:
-      self._totals.propose()
+      self._totals.start_next_sum()
     if not self._waits_for_others():
       self.dispatcher.grants(self.time)
     if self.dispatcher.finished:
@@ -170,52 +169,52 @@ class Lead(Role):
         self.send(worker, Frame(frames.STOP, worker))
 
   def _waits_for_others(self) -> bool:
-    """Whether the first job must wait, as workers are still missing and
+    """Whether the first job must wait: workers are still missing, and
     `ladder.start` seconds have not passed."""
     setup = self.setup
     return (
-      not self.state.seqs
-      and len(self.dispatcher.workers) < setup.gathered
-      and self.time - self.watch.started < setup.ladder.start
+      not self.state.started_jobs
+      and len(self.dispatcher.workers) < setup.first_job_workers
+      and self.time - self.watch.started_at < setup.ladder.start
     )
 
   def _commit_decision(self, event: Event) -> None:
     """Commits a decision of the dispatcher, with its slot, loss and totals."""
     state, key = self.state, event.key
     if event.action in ENDS:
-      totals = self._totals.take(key) if self._totals else ()
+      totals = self._totals.pop(key) if self._totals else ()
       self._prepared.pop(key, None)
       if event.action == base.RECEIVE:
-        slot, loss = state.tickets[key].message, state.pushed[key].value
+        slot, loss = state.tickets[key].message, state.pushes[key].value
         event = event._replace(message=slot, loss=loss, totals=totals)
       else:
         event = event._replace(message=state.lost_slot(key))
     self.commit(event)
 
-  def overdue(self, now: float) -> list[int]:
+  def find_dead(self, now: float) -> list[int]:
     """Returns the workers that count as dead."""
     if self.stopped:
       return []
-    if not self.state.seqs or self.setup.rules.late < math.inf:
+    if not self.state.started_jobs or self.setup.rules.late < math.inf:
       self.time = max(now, self.time)
       self.advance()  # a timeout of the rules may allow new jobs
-    # A worker is not late with a message that waits for other shards.
+    # A message that waits for other shards does not make its worker late.
     start_times = {
       worker: [
         start.time
         for seq, start in self.dispatcher.open(worker).items()
-        if (worker, seq) not in self.state.pushed
+        if (worker, seq) not in self.state.pushes
       ]
       for worker in self.dispatcher.workers
     }
-    return self.watch.overdue(start_times, self.peers, now)
+    return self.watch.find_dead(start_times, self.peers, now)
 
 
 class _PendingSum(NamedTuple):
-  """The message whose totals the lead is summing."""
+  """A message, and the sums of its totals so far."""
 
   key: Key
-  totals: list[float]  # the complete ones
+  totals: list[float]  # the complete totals
   operands: dict[int, Any]  # shard -> its operand of the next total
 
 
@@ -238,14 +237,14 @@ class LeadTotals:
     """Queues a message of which every shard has its part."""
     if key not in self._queue:
       self._queue.append(key)
-      self.propose()
+      self.start_next_sum()
 
-  def propose(self) -> None:
-    """Starts to sum for the next message, unless a sum is under way."""
-    pushed = self._lead.state.pushed
-    if self._pending and self._pending.key not in pushed:
-      self._pending = None  # the worker was lost, and its tickets with it
-    self._queue = [key for key in self._queue if key in pushed]
+  def start_next_sum(self) -> None:
+    """Starts the sums of the next message, unless a sum is under way."""
+    pushes = self._lead.state.pushes
+    if self._pending and self._pending.key not in pushes:
+      self._pending = None  # the worker and its tickets were lost
+    self._queue = [key for key in self._queue if key in pushes]
     if self._pending:
       return
     for worker, seq in self._queue:
@@ -261,7 +260,7 @@ class LeadTotals:
     arrived if it needs no further total."""
     key, totals, operands = pending
     state = self._lead.state
-    stage = state.stage(key, state.pushed[key].value, totals)
+    stage = state.stage(key, state.pushes[key].value, totals)
     if isinstance(stage, sharding.Ask):
       operands[0] = stage.operand
       for send in self._lead.followers.values():
@@ -273,21 +272,21 @@ class LeadTotals:
     self._dispatcher.arrive(*key)
 
   def ask(self, send: SendFrame) -> None:
-    """Asks a follower for its operand, if one is needed."""
+    """Asks a follower for its operand if a sum is under way."""
     if self._pending:
       key, totals, _ = self._pending
-      # A follower that lost the earlier totals in a kill needs them, too.
+      # A kill may have taken the earlier totals from the follower: send them.
       for frame in total_frames(key, totals):
         send(frame)
       send(Frame(frames.ASK, *key, version=len(totals)))
 
-  def answer(self, frame: Frame) -> None:
-    """Takes a follower's operand (ASKED)."""
+  def add_operand(self, frame: Frame) -> None:
+    """Adds a follower's operand (ASKED) to the sum."""
     pending, key = self._pending, (frame.worker, frame.seq)
     if not pending:
       return
     if (pending.key, len(pending.totals)) != (key, frame.version):
-      return  # the answer to an ASK that was repeated
+      return  # the second answer to a repeated ASK
     # A frame carries a double; the sum is computed in the operands' dtype.
     dtype = np.asarray(pending.operands[0]).dtype
     pending.operands[frame.job] = dtype.type(frame.value)
@@ -298,6 +297,6 @@ class LeadTotals:
       pending.operands.clear()
       self._next_stage(pending)
 
-  def take(self, key: Key) -> tuple[float, ...]:
-    """Returns a message's totals, and forgets them."""
+  def pop(self, key: Key) -> tuple[float, ...]:
+    """Removes and returns the totals of a message."""
     return self._complete.pop(key, ())

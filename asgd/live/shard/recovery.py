@@ -30,13 +30,13 @@ from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
 def align_journals(setup: Setup, run: Path, memory: Path) -> bool:
-  """Returns False if all shards of a run must roll back to a checkpoint, after
-  it has prepared their journals and memories for that.
+  """Prepares the journals and memories of a consistent run if its shards must
+  roll back to a checkpoint. Returns False in that case, otherwise True.
 
   All shards of a consistent run follow one order. If one shard has lost its
-  memory, or the snapshot in it, every shard rolls back to its image in one
-  checkpoint; these images are of the same row. The followers' journals are
-  overwritten with the lead's. Call this before any shard is opened.
+  memory, or the snapshot in the memory, every shard rolls back to its image in
+  one checkpoint; these images are of the same row. The journal of the lead
+  replaces the journals of the followers. Call this before any shard is opened.
 
   Raises:
     ValueError: for a journal that cannot be read, or written.
@@ -67,7 +67,7 @@ class Rollback(NamedTuple):
   updates: int  # count of the updates that were undone
   # Why the snapshot in shared memory was unusable; "" if it was used, or if
   # none is expected.
-  why: str = ""
+  reason: str = ""
 
 
 class _StartingPoint(NamedTuple):
@@ -76,7 +76,7 @@ class _StartingPoint(NamedTuple):
   image: Image | None  # None: before the first row
   memory_intact: bool  # the shared memory belongs to the journal
   from_checkpoint: bool  # the image is not the snapshot in shared memory
-  why: str = ""  # see `Rollback.why`
+  reason: str = ""  # see `Rollback.reason`
 
   @property
   def rows(self) -> int:
@@ -94,11 +94,11 @@ def recover(
   """Brings a shard from before the first row to the end of its journal.
 
   [1] Choose an image: the snapshot in shared memory, or the checkpoint.
-  [2] Restore it. The ledger of the rows before it names the open tickets.
-  [3] With a log, apply the rows after it again; else drop their updates.
+  [2] Restore the image. The ledger of the rows before it names open tickets.
+  [3] With a log, apply the rows after the image again; else drop their updates.
   [4] If updates are dropped, write a ROLLBACK row.
-  [5] Restore the incarnations that may connect again. In a resumed run they
-      have exited, so their tickets end.
+  [5] Restore the incarnations that may connect again. In a resumed run all
+      incarnations have exited, so their tickets end.
 
   Args:
     role: of a shard before its first row; it is changed.
@@ -115,11 +115,11 @@ def recover(
   if not events:
     return None
   start, ledger, lost_updates = _replay(role, events, image, resumed)
-  # [4]
+  # [4] Write a ROLLBACK row if updates are lost.
   rollback = None
   if lost_updates:
     rollback = _commit_rollback(role, ledger, start, events[-1].time)
-  # [5]
+  # [5] Restore the incarnations.
   _restore_incarnations(role, ledger)
   if resumed:
     for worker in sorted(role.incarnations):
@@ -127,7 +127,7 @@ def recover(
   else:
     role.learn_durations(role.journal.events())
   if start.from_checkpoint:  # the next recovery must not use the old snapshot
-    images.snapshot(role.state)
+    images.save_snapshot(role.state)
   return rollback
 
 
@@ -185,7 +185,7 @@ def _replay_later_rows(
     records = start.image[1]["records"] if start.image else 0
     received = sum(event.action == base.RECEIVE for event in later_rows)
     sink.truncate(records + received)
-    state.messages.recorded = sink.count - records
+    state.messages.n_recorded = sink.count - records
     for event in later_rows:
       state.apply(event)
     return False
@@ -198,7 +198,8 @@ def _replay_later_rows(
 def _commit_rollback(
   role: Role, ledger: Ledger[Event], start: _StartingPoint, last_time: float
 ) -> Rollback:
-  """Commits the ROLLBACK row; `last_time` is the time of the last row."""
+  """Commits the ROLLBACK row; `last_time` is the time of the journal's last
+  row."""
   received = start.image[1]["received"] if start.image else 0
   # The shards of a consistent run all write the same row, so its time must not
   # depend on the clock of one shard.
@@ -209,16 +210,17 @@ def _commit_rollback(
   ledger.apply(row)
   undone = ledger.undone - undone_before
   role.commit(row)
-  return Rollback(start.rows, received, undone, start.why)
+  return Rollback(start.rows, received, undone, start.reason)
 
 
 def _restore_incarnations(role: Role, ledger: Ledger[Event]) -> None:
-  """Sets the incarnations that may connect again, and those that may not."""
+  """Sets the present incarnations, which may connect again, and the ended ones,
+  which may not."""
   # The journal has a JOIN but no LEAVE of a present worker.
   present, joined = sorted(ledger.present), ledger.incarnations
   role.incarnations |= {w: joined[w] for w in present if w in joined}
-  # The shard may have been killed after a worker's tickets ended, but before
-  # the LEAVE was written: it is written now.
+  # A kill may have come after a worker's tickets ended, but before the LEAVE
+  # row was written: write it now.
   without_leave = [worker for worker in present if worker in ledger.ended]
   alive = set(present).difference(without_leave)
   role.ended = {w: n for w, n in joined.items() if w not in alive}
@@ -236,7 +238,7 @@ def _choose_image(
   """Chooses the snapshot in shared memory if it is usable, otherwise the
   checkpoint. Raises _MismatchedFiles if neither is usable."""
   memory = state.slots.memory
-  intact, why = not memory.fresh, ""
+  intact, reason = not memory.is_new, ""
   if not intact and not resumed:  # workers still map the removed memory
     raise _MismatchedFiles(
       f"the shared memory {memory.name} is missing: it was removed while the"
@@ -250,19 +252,19 @@ def _choose_image(
       if rows <= len(events) and not unsaved:
         return _StartingPoint(snapshot, True, False)
       if rows > len(events):
-        why = _cut_trace_error(name, events, "snapshot", rows)
+        reason = _cut_trace_error(name, events, "snapshot", rows)
         if not resumed:
-          raise _MismatchedFiles(why)
+          raise _MismatchedFiles(reason)
         # Slots that were written after the cut trace do not belong to it.
         intact = False
     except DamagedSnapshot as error:
       # The memory still counts as intact: the parameters of open tickets lie
       # in slots beside the snapshot.
-      why = str(error)
+      reason = str(error)
   setup = state.setup
   if setup.consistent and setup.shards > 1 and not resumed:
     raise _MismatchedFiles(
-      f"{why or f'{memory.name} has lost its snapshot'}; a shard of a"
+      f"{reason or f'{memory.name} has lost its snapshot'}; a shard of a"
       f" consistent run cannot roll back alone: {GO_ON} from the last"
       " checkpoint"
     )
@@ -274,15 +276,15 @@ def _choose_image(
     if _is_undone(events, rows):
       checkpoint = None
   # In a resumed run all open tickets end, so no worker reads their slots.
-  return _StartingPoint(checkpoint, intact and not resumed, True, why)
+  return _StartingPoint(checkpoint, intact and not resumed, True, reason)
 
 
 def _has_unsaved_rollback(
   state: ShardState, snapshot: Image | None, later_rows: list[Event]
 ) -> bool:
-  """Returns whether the shard was killed between a rollback to a checkpoint and
-  the snapshot that follows it: the snapshot in memory is then from before the
-  rollback. `later_rows` are the rows since that snapshot."""
+  """Returns whether the shard was killed after a rollback to a checkpoint, and
+  before the snapshot that follows the rollback. Then the snapshot in memory is
+  older than the rollback. `later_rows` are the rows since that snapshot."""
   targets = [row.job for row in later_rows if row.action == base.ROLLBACK]
   if state.setup.log:
     return bool(targets)
@@ -291,7 +293,8 @@ def _has_unsaved_rollback(
 
 
 def _is_undone(events: list[Event], rows: int) -> bool:
-  """Returns whether the shard rolled back to before row `rows` later on."""
+  """Returns whether a rollback later than row `rows` went back to an earlier
+  row."""
   # The `job` of a ROLLBACK is the row that the shard rolled back to.
   return any(
     event.action == base.ROLLBACK and event.job < rows
@@ -302,7 +305,7 @@ def _is_undone(events: list[Event], rows: int) -> bool:
 def _cut_trace_error(
   name: str, events: list[Event], image: str, rows: int
 ) -> str:
-  """Returns the error about a journal that is shorter than an image's."""
+  """Returns the error of a journal that has fewer rows than an image covers."""
   return (
     f"{name} has {len(events)} rows, the {image} is of row {rows}: the trace"
     f" was cut short. Put it back as the run wrote it, {ANEW}"

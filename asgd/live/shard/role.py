@@ -25,12 +25,12 @@ SendFrame = Callable[[Frame], None]
 class Role:
   """A shard's state, journal, connections and time.
 
-  Subclasses override the hooks, from `outdated` on. The hooks of this class are
-  those of a shard that decides nothing. `frames.check` refuses the frames of a
-  hook that a subclass does not override.
+  Subclasses override the hooks, from `n_refused` on. The hooks of this class
+  suit a shard that decides nothing. If a subclass does not override a hook for
+  a kind of frame, `frames.check` refuses frames of that kind.
   """
 
-  decides = False  # this shard writes rows that the lead has not written
+  decides = False  # whether this shard writes rows that the lead did not write
   stopped = False  # every job is received, as far as this shard decides that
 
   def __init__(
@@ -50,29 +50,28 @@ class Role:
     self.restarts: dict[int, int] = {}
     # At the lead: shard -> its connection.
     self.followers: dict[int, SendFrame] = {}
-    # Called after each row, with the count of rows so far.
-    self.committed: Callable[[int], None] = lambda rows: None
+    # Called after each row, with the number of rows so far.
+    self.on_commit: Callable[[int], None] = lambda rows: None
 
   def commit(self, event: Event) -> None:
-    """Commits a new row.
-
-    [1] The state applies it. [2] The journal gets it. [3] Followers and the
-    worker of the row receive frames of it.
-    """
+    """Commits a new row: to the state, to the journal, then to followers and
+    the worker of the row."""
     state, key = self.state, event.key
     starts = event.action in STARTS
     # A snapshot frees the message slots of the log, one of which is needed.
     if starts and state.log_is_full:
-      images.snapshot(state)
-    # [1] The state chooses the slots of a ticket, which the row then names.
+      images.save_snapshot(state)
+    # [1] The state applies the row. It chooses the slots of a ticket, which the
+    # row then names.
     state.apply(event)
     if starts:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
-    # [2] A row that a peer knows must survive a kill, so it is written first.
+    # [2] The journal gets the row before any peer does: a row that a peer knows
+    # must survive a kill.
     self.journal.append(event)
-    # [3]
+    # [3] Followers and the worker receive frames of the row.
     for send in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
         send(frame)
@@ -80,7 +79,7 @@ class Role:
       self.send(event.worker, state.ticket_frame(key))
     elif event.action in (base.RECEIVE, base.DROP):
       self.send(event.worker, Frame(frames.ACK, *key))
-    self.committed(state.rows)
+    self.on_commit(state.rows)
 
   def send(self, worker: int, frame: Frame) -> None:
     """Sends a frame to a worker, if it is connected."""
@@ -88,18 +87,19 @@ class Role:
       self.peers[worker](frame)
 
   def expel(self, worker: int) -> None:
-    """Sends EXPEL to a worker, and forgets it."""
+    """Sends EXPEL to a worker, and drops its incarnation and connection."""
     self.incarnations.pop(worker, None)
     self.send(worker, Frame(frames.EXPEL, worker))
     self.peers.pop(worker, None)
 
   @property
-  def refused(self) -> int:
-    """Count of messages with NaN or infinity: consecutive, or of one job."""
+  def n_refused(self) -> int:
+    """Number of messages with NaN or infinity: consecutive ones, or all of one
+    job."""
     return 0
 
   @property
-  def late(self) -> Collection[int]:
+  def late_workers(self) -> Collection[int]:
     """The workers that are late, and do not count as dead."""
     return ()
 
@@ -108,7 +108,7 @@ class Role:
     """Whether the journal has the end of the last job."""
     return False
 
-  def outdated(self, worker: int, number: int) -> bool:
+  def is_outdated(self, worker: int, number: int) -> bool:
     """Whether incarnation `number` was replaced by a later one."""
     return number < self.incarnations.get(worker, -1)
 
@@ -117,8 +117,8 @@ class Role:
     self.incarnations[worker] = number
 
   def leave(self, worker: int) -> None:
-    """Forgets the incarnation of a worker; a deciding shard ends its
-    tickets."""
+    """Drops the incarnation of a worker. A deciding shard also ends the
+    worker's tickets."""
     self.incarnations.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
@@ -128,21 +128,21 @@ class Role:
     """Takes a FETCH: a worker asks for this shard's slice of a ticket."""
 
   def pause(self, worker: int) -> None:
-    """Starts no new job at a worker."""
+    """Stops the starts of jobs at a worker."""
 
   def pause_all(self) -> None:
-    """Starts no new job at any worker."""
+    """Stops the starts of jobs at all workers."""
 
   def follow(self, send: SendFrame) -> None:
     """Takes a new connection to the lead."""
 
   def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
-    """Takes a frame of another shard (`frames.OF_SHARDS`)."""
+    """Takes a frame of another shard (`frames.SHARD_KINDS`)."""
 
   def mark_alive(self, worker: int) -> None:
     """Notes that a worker is alive now."""
 
-  def overdue(self, now: float) -> list[int]:
+  def find_dead(self, now: float) -> list[int]:
     """Returns the workers that count as dead."""
     return []
 
@@ -153,7 +153,7 @@ class Role:
     """Restores what the rows of the journal decided, in a recovery."""
 
   def learn_durations(self, events: Iterable[Event]) -> None:
-    """Takes the durations of the jobs in a journal."""
+    """Adds the durations of a journal's jobs to the deadlines."""
 
 
 def total_frames(key: Key, totals: Iterable[float]) -> list[Frame]:

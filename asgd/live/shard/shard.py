@@ -93,15 +93,16 @@ class Shard:
     if index:
       role_class = Follower if setup.consistent else Independent
     self.role = role_class(index, self.state, store.journal, now)
-    self._last_snapshot = now  # when the last snapshot was due
-    self._paused = False
+    self._last_snapshot = now  # time at which the last snapshot was due
+    self._is_paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to print
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
-    self.state.messages.lost.clear()  # reported before the restart
-    # Only now: until the memory is adopted, a successor takes it for new.
+    self.state.messages.lost_residuals.clear()  # reported before the restart
+    # Adopt the memory after the recovery: a successor treats memory that is not
+    # adopted as new.
     store.memory.adopt()
-    self.role.committed = self._after_commit
+    self.role.on_commit = self._after_commit
     # Image for a checkpoint: (row, the image once that row is applied).
     self._requested_image: tuple[int, Image | None] | None = None
     # Workers that received STOP send no further frames, so a lead that
@@ -109,19 +110,20 @@ class Shard:
     self.role.stopped = self.role.finished
 
   def handle(self, frame: Frame, send: SendFrame, now: float) -> None:
-    """Takes one frame of a peer; `send` sends a frame back to that peer. Raises
-    BadFrame, and changes nothing, for a frame that no worker or shard sends."""
+    """Handles one frame of a peer; `send` sends a frame back to that peer.
+    Raises BadFrame, and changes nothing, for a frame that no worker or shard
+    sends."""
     role, kind, worker = self.role, frame.kind, frame.worker
     frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
-    if kind in frames.OF_SHARDS:
+    if kind in frames.SHARD_KINDS:
       role.handle_shard_frame(frame, send)
     elif kind == frames.HELLO:
-      self._hello(frame, send)
+      self._handle_hello(frame, send)
     elif role.peers.get(worker) != send:  # not the present incarnation
       send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
     elif kind == frames.PUSH:
-      self._push(frame)
+      self._handle_push(frame)
     elif kind == frames.FETCH:
       role.fetch(frame)
     elif kind == frames.DRAIN:
@@ -136,15 +138,15 @@ class Shard:
     # Any frame may allow a decision that was not possible before.
     role.advance()
 
-  def _hello(self, frame: Frame, send: SendFrame) -> None:
+  def _handle_hello(self, frame: Frame, send: SendFrame) -> None:
     """Connects a worker. A HELLO names the incarnation; -1 asks for a new one.
 
-    [1] Refuse a loop that was replaced. [2] Refuse an incarnation whose tickets
-    were ended, and end the present one if this is another. [3] Register it, and
-    send WELCOME and the open tickets.
+    Sends WELCOME and the open tickets, or EXPEL to a loop or an incarnation
+    that was replaced.
     """
     role, worker, number = self.role, frame.worker, frame.job
-    # [1] The lead checks it before the worker connects to another shard.
+    # [1] Refuse a loop that was replaced. The lead alone checks this: a worker
+    # connects to the lead before it connects to other shards.
     if not self.index and self._is_replaced_loop(frame):
       send(Frame(frames.EXPEL, worker, flag=1))
       return
@@ -154,53 +156,55 @@ class Shard:
     # A new worker repeats its HELLO if the answer takes long.
     registered = role.incarnations.get(worker, -1)
     is_present = same_connection if number < 0 else number == registered
-    # [2]
+    # [2] Refuse an incarnation whose tickets were ended. If the worker has
+    # another incarnation here, end its tickets.
     if not is_present:
-      if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
+      latest = self.state.latest_incarnations.get(worker, -1)
+      if self.index and number > latest + MOST_AHEAD:
         raise frames.BadFrame(
           f"incarnation {number} of worker {worker} sends {frame} to shard"
-          f" {self.index}, whose latest incarnation of it is"
-          f" {self.state.joined.get(worker, 'none')}"
+          f" {self.index}, which knows the incarnations up to {latest}"
         )
-      if number >= 0 and role.outdated(worker, number):
+      if number >= 0 and role.is_outdated(worker, number):
         send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
       role.send(worker, Frame(frames.EXPEL, worker, flag=1))
       self._leave(worker)
-    # [3]
+    # [3] Register the incarnation, and send WELCOME and the open tickets.
     role.peers[worker] = send
     if not is_present:
       role.join(worker, number)
-      if self._paused:
+      if self._is_paused:
         role.pause(worker)
     number, attempt = role.incarnations[worker], frame.version
     send(Frame(frames.WELCOME, worker, job=number, version=attempt))
     # An incarnation that connects again may have missed its TICKETs.
     for key in self.state.tickets:
-      if key[0] == worker and key not in self.state.pushed:
+      if key[0] == worker and key not in self.state.pushes:
         send(self.state.ticket_frame(key))
     if role.stopped:
       send(Frame(frames.STOP, worker))
 
   def _is_replaced_loop(self, frame: Frame) -> bool:
-    """Whether the HELLO comes from a loop that was replaced. To accept it would
-    take the slots from the later loop."""
+    """Whether the HELLO comes from a loop that was replaced. If the shard
+    accepted that loop, the later loop would lose its slots."""
     role, worker = self.role, frame.worker
     latest = role.restarts.get(worker, 0)
-    # The journal has an incarnation of each loop, but for those that never
-    # connected: MOST_AHEAD bounds these.
-    if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
+    incarnation = self.state.latest_incarnations.get(worker, 0)
+    # The journal has an incarnation of each loop that connected. MOST_AHEAD
+    # bounds the number of loops that never did.
+    if frame.seq > max(latest, incarnation) + MOST_AHEAD:
       raise frames.BadFrame(
         f"{frame} is too far ahead of loop {latest}, the latest of its worker"
       )
     role.restarts[worker] = max(frame.seq, latest)
     return frame.seq < latest
 
-  def _push(self, frame: Frame) -> None:
-    """Passes a PUSH to the role, or acknowledges a committed one again."""
+  def _handle_push(self, frame: Frame) -> None:
+    """Passes a PUSH to the role; acknowledges a committed message again."""
     key, state = (frame.worker, frame.seq), self.state
     self.role.mark_alive(frame.worker)
-    if key in state.pushed:  # a retry; the message is not received yet
+    if key in state.pushes:  # a retry; the message is not received yet
       return
     if key in state.tickets:
       if frame.flag:
@@ -220,8 +224,11 @@ class Shard:
   def disconnect(
     self, worker: int, now: float, send: SendFrame | None = None
   ) -> None:
-    """Ends the tickets of a worker whose connection broke. If `send` is given,
-    it is the broken connection: nothing changes if the worker has another."""
+    """Ends the tickets of a worker whose connection broke.
+
+    `send` is the broken connection, if the caller knows it. Then nothing
+    changes for a worker that has another connection by now.
+    """
     role = self.role
     if send is None or role.peers.get(worker) == send:
       role.time = max(now, role.time)
@@ -229,7 +236,8 @@ class Shard:
       role.advance()
 
   def expel(self, worker: int, now: float) -> None:
-    """Ends the tickets of a worker that took too long, and sends it EXPEL."""
+    """Ends the tickets of a worker that took too long, and sends EXPEL to the
+    worker."""
     send = self.role.peers.get(worker)
     self.disconnect(worker, now)
     self._expelled.append(worker)
@@ -245,7 +253,7 @@ class Shard:
 
   def pause(self) -> None:
     """Stops starting jobs, also at workers that join later."""
-    self._paused = True
+    self._is_paused = True
     self.role.pause_all()
 
   def tick(self, now: float) -> None:
@@ -255,14 +263,14 @@ class Shard:
     since_snapshot = now - self._last_snapshot
     # With a log, a full log makes the snapshots due (`Role.commit`).
     if not self.setup.log and since_snapshot > self.setup.snapshot_seconds:
-      images.snapshot(self.state)
+      images.save_snapshot(self.state)
       self._last_snapshot = now
-    for worker in self.role.overdue(now):
+    for worker in self.role.find_dead(now):
       self.expel(worker, now)
 
   def image(self) -> Image:
-    """Returns (state, meta) for a checkpoint, as plain data, when the journal
-    and records before it are safe from a loss of power."""
+    """Returns (state, meta) for a checkpoint, as plain data. First makes the
+    journal and the records so far safe from a loss of power."""
     self.state.messages.flush()
     self.role.journal.sync()
     self.state.messages.sink.sync()
@@ -299,19 +307,20 @@ class Shard:
       "stopped": self.stopped,
       "busy": bool(self.state.tickets),
       "workers": list(self.workers),
-      "late": sorted(self.role.late),
+      "late": sorted(self.role.late_workers),
       "expelled": expelled,
       "news": news,
-      "refused": self.role.refused,
+      "refused": self.role.n_refused,
       "rollback": self.rollback,
       "kept_params": sorted(messages.kept_params),
     }
 
   def _lost_residuals(self) -> Iterator[str]:
-    """Yields a line for each residual lost with a worker, at the lead."""
+    """Yields a line for each residual that was lost with a worker; other shards
+    than the lead yield none."""
     messages = self.state.messages
-    lost, messages.lost = messages.lost, []
-    # A worker has a residual at each shard; one line for all is enough.
+    lost, messages.lost_residuals = messages.lost_residuals, []
+    # A worker has a residual at each shard; the lead's line is enough.
     for worker, norm in () if self.index else lost:
       yield (
         f"worker {worker} has left, and the residual that its codec had kept to"

@@ -17,20 +17,21 @@ class SlotTable:
 
   def __init__(self, memory: Any, counts: SlotCounts):
     self.memory, self.counts = memory, counts
-    self.uses = collections.Counter[int]()  # params slot -> count of its uses
+    self.uses = collections.Counter[int]()  # params slot -> number of uses
     self.published: tuple[Any, int] | None = None  # (params, their slot)
-    self.pinned: list[int] = []  # params slots that the snapshot refers to
-    self.logged: list[int] = []  # message slots since the snapshot
-    # Stacks, whose last slot is taken first.
+    # Params slots that the snapshot refers to.
+    self.snapshot_slots: list[int] = []
+    self.log_slots: list[int] = []  # message slots since the snapshot
+    # Stacks: the last slot is taken first.
     self.free_params = list(range(counts.params))[::-1]
     self.free_messages = list(range(counts.messages))[::-1]
     # Worker -> message slots of its lost tickets. A worker that does not know
-    # of the loss may still write to them, so they stay taken until the next
-    # incarnation joins.
-    self.lost: dict[int, list[int]] = {}
+    # of the loss may still write to these slots. So they stay taken until the
+    # next incarnation joins.
+    self.lost_slots: dict[int, list[int]] = {}
 
   def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
-    """Makes parameters readable for workers and returns their slot, with one
+    """Makes parameters readable for workers. Returns their slot, which has one
     more use.
 
     Args:
@@ -76,26 +77,26 @@ class SlotTable:
 
   def keep_lost(self, worker: int, slot: int) -> None:
     """Sets aside the message slot of a lost ticket."""
-    self.lost.setdefault(worker, []).append(slot)
+    self.lost_slots.setdefault(worker, []).append(slot)
 
   def free_lost(self, worker: int) -> None:
     """Frees the message slots of earlier incarnations of a worker."""
-    self.free_messages += self.lost.pop(worker, [])
+    self.free_messages += self.lost_slots.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
     """Saves a snapshot, and frees the message slots of the log. `params` are
     the params slots that `meta` (JSON) refers to."""
     # The slots are freed after the write: until then, a recovery needs them.
     self.memory.save(state, meta)
-    self.free_messages += self.logged
-    self.logged = []
-    # The uses of the new snapshot are counted before those of the previous one
-    # end, so that a slot of both never becomes free.
+    self.free_messages += self.log_slots
+    self.log_slots = []
+    # Add the uses of the new snapshot before the uses of the previous snapshot
+    # end: a slot of both must never become free.
     for slot in params:
       self.uses[slot] += 1
-    for slot in self.pinned:
+    for slot in self.snapshot_slots:
       self.release(slot)
-    self.pinned = params
+    self.snapshot_slots = params
 
   def recount(self, params: Iterable[int], messages: Iterable[int]) -> None:
     """Recomputes the counts from the slots of all tickets. The slots of the
@@ -103,8 +104,8 @@ class SlotTable:
     self.published = None
     self.uses.clear()
     self.uses.update(params)
-    self.uses.update(self.pinned)
-    taken, counts = set(messages).union(*self.lost.values()), self.counts
-    # Nothing of the log is needed: its messages are lost.
+    self.uses.update(self.snapshot_slots)
+    taken, counts = set(messages).union(*self.lost_slots.values()), self.counts
+    # The messages of the log are lost, so their slots are free.
     self.free_params = [s for s in range(counts.params) if not self.uses[s]]
     self.free_messages = [s for s in range(counts.messages) if s not in taken]

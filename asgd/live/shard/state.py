@@ -37,23 +37,23 @@ class ReceivedMessages:
 
   def __init__(self, setup: Setup, sink: FileSink):
     self._setup, self.sink, self.count = setup, sink, 0
-    # Count of the next messages whose records are in the sink already.
-    self.recorded = 0
-    self.kept_params: dict[int, Any] = {}  # by count of messages
+    # The sink already has the records of so many of the next messages.
+    self.n_recorded = 0
+    self.kept_params: dict[int, Any] = {}  # number of messages -> parameters
     # Records that are not in the sink: their messages and their observations.
     self._unwritten: tuple[list[simulator.ReceivedMessage], list[Any]] = [], []
     # Worker -> RMS of its codec's residual (the part to send later).
     self._residuals: dict[int, float] = {}
     # (worker, RMS) of residuals lost with workers before the last job.
-    self.lost: list[tuple[int, float]] = []
+    self.lost_residuals: list[tuple[int, float]] = []
 
   def add(
     self, message: simulator.ReceivedMessage, row: Any, params: Any
   ) -> None:
-    """Counts a message. `row` is its Observation; `params` are the parameters
-    after its update."""
-    if self.recorded:  # a recovery, whose sink has this record already
-      self.recorded -= 1
+    """Adds a message. `row` is the message's Observation; `params` are the
+    parameters after its update."""
+    if self.n_recorded:  # a recovery, whose sink has this record already
+      self.n_recorded -= 1
     else:
       messages, observations = self._unwritten
       messages.append(message)
@@ -68,7 +68,7 @@ class ReceivedMessages:
     norm = self._residuals.pop(worker, 0.0)
     # After the last job every worker leaves, and no residual is needed.
     if norm and self.count < self._setup.jobs:
-      self.lost.append((worker, norm))
+      self.lost_residuals.append((worker, norm))
 
   def flush(self) -> None:
     """Writes the records so far to the sink."""
@@ -96,15 +96,16 @@ class ShardState:
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.updates = slots, SentUpdates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
-    # int32[] of each worker index, for tickets; made once.
+    # Worker -> its index as int32[], for tickets; made once.
     self._indices = [jnp.int32(w) for w in range(setup.workers)]
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
     self.tickets: dict[Key, OpenTicket] = {}
-    self.reusable: dict[int, OpenTicket] = {}  # worker -> the ticket for a KEEP
-    self.seqs: dict[int, int] = {}  # worker -> count of all jobs it started
-    self.joined: dict[int, int] = {}  # worker -> its latest incarnation
-    self.pushed: dict[Key, Frame] = {}  # PUSHes of messages not yet received
+    self.reusable_tickets: dict[int, OpenTicket] = {}  # worker -> KEEP's ticket
+    # worker -> number of jobs that all its incarnations started
+    self.started_jobs: dict[int, int] = {}
+    self.latest_incarnations: dict[int, int] = {}  # by worker
+    self.pushes: dict[Key, Frame] = {}  # PUSHes of messages not yet received
     self._codes: dict[Key, Any] = {}  # unpacked messages not yet received
 
   def apply(self, event: Event) -> None:
@@ -121,8 +122,8 @@ class ShardState:
       if action == base.JOIN:
         # The earlier incarnation has ended and writes to no slot any more.
         self.slots.free_lost(worker)
-        self.joined[worker] = event.job
-        self.updates.join(worker)
+        self.latest_incarnations[worker] = event.job
+        self.updates.forget_worker(worker)
       # A new incarnation has neither the cached ticket nor the residual.
       self._drop_reusable(worker)
       self.messages.leave(worker)
@@ -136,10 +137,10 @@ class ShardState:
         self.tickets[key] = ticket._replace(base=WHOLE)
 
   def _start(self, event: Event) -> None:
-    """Opens a ticket (SEND, or KEEP of the worker's latest one)."""
+    """Opens a ticket: SEND, or KEEP of the worker's latest ticket."""
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
-      reused = self.reusable[worker]
+      reused = self.reusable_tickets[worker]
       ticket, slot = self.steps.keep(reused.ticket), reused.params
       slots.use(slot)
     else:
@@ -150,50 +151,46 @@ class ShardState:
     if event.action == base.SEND:
       open_ticket = self.with_updates(event, open_ticket)
     self.tickets[event.key] = open_ticket
-    self.seqs[worker] = event.seq + 1
-    if self.keeps:
+    self.started_jobs[worker] = event.seq + 1
+    if self.can_keep:
       if event.action == base.SEND:
         self._drop_reusable(worker)
         slots.use(slot)  # a second use: `reusable` outlives the ticket
       ticket = ticket._replace(fresh=np.False_)
-      self.reusable[worker] = open_ticket._replace(ticket=ticket)
+      self.reusable_tickets[worker] = open_ticket._replace(ticket=ticket)
 
   def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
-    """Returns the ticket of a SEND with its packed updates. For an event from
-    the journal the updates lie in their slot already."""
+    """Returns the ticket of a SEND with its packed updates. If the event comes
+    from the journal, the slot has the updates already."""
     memory, params = self.slots.memory, ticket.ticket.params
-    # The decision of a run names no slot yet; a row of the journal does.
+    # A new decision names no slot yet (-1); a row of the journal names one.
     base_version = self.updates.write(
       memory, ticket.message, event.key, params, writes=event.message < 0
     )
     return ticket._replace(base=base_version)
 
   def _receive(self, event: Event) -> None:
-    """Applies a message to the server's state and closes its ticket.
-
-    [1] Take the record's columns while the ticket is open. [2] Apply the
-    message. [3] Free the slots of the ticket, and count the message.
-    """
+    """Applies a message to the server's state and closes its ticket."""
     key, slots = event.key, self.slots
-    # [1]
+    # [1] Take the record's columns while the ticket is open.
     received, version = self._received_message(event), 0
-    # If each message makes one update, the version is counted here: to read it
-    # from the device would wait for the update.
+    # If each message makes one update, count the version here: reading it from
+    # the device would wait for the update.
     if self.steps.alone:
       version = self.version_of(self.server)
-    # [2]
+    # [2] Apply the message.
     if self.setup.totals:
       self.server, row = self.stage(key, event.loss, event.totals).result
     else:
       self.server, row = self.steps.receive(*self._arguments(key, event.loss))
-    self.updates.update(self.server)
+    self.updates.count_update(self.server)
     if self.steps.alone:
       self._version = self.server.version, version + 1
-    # [3]
+    # [3] Free the slots of the ticket, and count the message.
     open_ticket = self.tickets.pop(key)
     slots.release(open_ticket.params)
     if self.setup.log:  # a recovery needs the message until the next snapshot
-      slots.logged.append(open_ticket.message)
+      slots.log_slots.append(open_ticket.message)
     else:
       jax.block_until_ready(row)  # the update reads the slot
       slots.free_messages.append(open_ticket.message)
@@ -203,8 +200,8 @@ class ShardState:
   def version_of(self, counted: Any) -> int:
     """Returns the version of a ticket or of the server's state as an int.
 
-    A version that was asked for last, or that this shard counts itself, is not
-    fetched from the device.
+    The last version is not fetched from the device again, and neither is a
+    version that this shard counts itself.
     """
     if counted.version is not self._version[0]:
       self._version = counted.version, int(counted.version)
@@ -214,21 +211,21 @@ class ShardState:
     """Returns the columns of a record that need no computation."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
     # Bytes that were sent up and down for the job.
-    up, norm = memory.length(MESSAGES, open_ticket.message), 0.0
+    up, norm = memory.content_nbytes(MESSAGES, open_ticket.message), 0.0
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
-    down = self.updates.end(*event.key, open_ticket.ticket)
+    down = self.updates.close_ticket(*event.key, open_ticket.ticket)
     origin = event.time, event.worker, event.job
     return simulator.ReceivedMessage(*origin, up, down, norm)
 
   def _forget(self, key: Key) -> None:
-    self.pushed.pop(key, None)
+    self.pushes.pop(key, None)
     self._codes.pop(key, None)
 
   def _close_ticket(self, event: Event) -> None:
     """Closes a ticket without an update (LOST, REJECT or DROP)."""
     open_ticket = self.tickets.pop(event.key)
-    self.updates.lose(*event.key)
+    self.updates.drop_ticket(*event.key)
     self.slots.release(open_ticket.params)
     if event.message < 0:  # PUSH arrived: the worker no longer writes there
       self.slots.free_messages.append(open_ticket.message)
@@ -237,7 +234,7 @@ class ShardState:
     self._forget(event.key)
 
   def _drop_reusable(self, worker: int) -> None:
-    if ticket := self.reusable.pop(worker, None):
+    if ticket := self.reusable_tickets.pop(worker, None):
       self.slots.release(ticket.params)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
@@ -274,8 +271,8 @@ class ShardState:
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP row, in a recovery.
 
-    If the memory is not intact, its parameters are lost: the ticket has none.
-    Its worker is not connected then, so none are needed.
+    If the memory is not intact, the parameters are lost and the ticket has
+    none. Then the ticket's worker is not connected, and needs none.
     """
     params: Any = None
     if intact:
@@ -296,11 +293,11 @@ class ShardState:
     frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), form)
     return frame._replace(params=params, message=message, value=float(value))
 
-  def accepts(self, frame: Frame) -> bool:
-    """Whether the message of a PUSH may be written to its slot: its ticket is
+  def can_write(self, frame: Frame) -> bool:
+    """Whether the message of a PUSH may be written to its slot: the ticket is
     open and has no message yet."""
     key = frame.worker, frame.seq
-    ticket = None if key in self.pushed else self.tickets.get(key)
+    ticket = None if key in self.pushes else self.tickets.get(key)
     return ticket is not None and ticket.message == frame.message
 
   def check_written(self, key: Key) -> None:
@@ -315,7 +312,12 @@ class ShardState:
       )
 
   @property
-  def keeps(self) -> bool:
+  def all_tickets(self) -> list[OpenTicket]:
+    """The open tickets and the reusable ones; both use slots of parameters."""
+    return [*self.tickets.values(), *self.reusable_tickets.values()]
+
+  @property
+  def can_keep(self) -> bool:
     """Whether a ticket may be used for several jobs."""
     return self.setup.rules.cache or self.setup.rules.fetch_every > 1
 
@@ -324,10 +326,10 @@ class ShardState:
     """Whether no ticket can be sent before a snapshot."""
     slots = self.slots
     return not slots.free_messages or (
-      len(slots.logged) >= max(self.setup.log, 1)
+      len(slots.log_slots) >= max(self.setup.log, 1)
     )
 
   def lost_slot(self, key: Key) -> int:
     """Returns the message slot of a lost ticket, if its worker may still write
     to the slot, otherwise -1."""
-    return -1 if key in self.pushed else self.tickets[key].message
+    return -1 if key in self.pushes else self.tickets[key].message

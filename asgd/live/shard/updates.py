@@ -1,11 +1,12 @@
 """Packed updates, which a shard sends to workers in place of parameters.
 
 Each update is packed once. A ticket carries the updates since the worker's
-previous ticket, in order. It carries the parameters instead if they have as few
-or fewer bytes. The rule is the simulator's (`Traffic.send`), so a replay counts
-the same bytes. The shard keeps the latest packets, as long as they have fewer
-bytes than the parameters: no ticket needs more. Each of the two snapshots has
-an updates slot with the packets of that time, for a recovery.
+previous ticket, in order. If the parameters have no more bytes than these
+updates, the ticket carries the parameters. The simulator has the same rule
+(`Traffic.count_ticket`), so a replay counts the same bytes. The shard keeps the
+latest packets, as long as they have fewer bytes than the parameters: no ticket
+needs more. Each of the two snapshots has an updates slot with the packets of
+its time, for a recovery.
 """
 
 import collections
@@ -29,19 +30,19 @@ class SentUpdates(simulator.Traffic):
     super().__init__(steps, state)
     self._packets: collections.deque[bytes] = collections.deque()
     self._nbytes = 0  # sum over the packets
-    self._turn = 0  # which of the two snapshots' slots is written next
+    self._next_slot = 0  # 0 or 1: the slot for the packets of the next snapshot
 
   @property
   def are_enabled(self) -> bool:
     """Whether tickets carry updates; otherwise all carry the parameters."""
     return self._updates is not None
 
-  def _keep(self, packet: bytes) -> None:
+  def _store_packet(self, packet: bytes) -> None:
     """Keeps a packet, and drops the oldest ones that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
     # A ticket that needs as many bytes carries the parameters instead.
-    while self._nbytes >= self.dense:
+    while self._nbytes >= self.dense_nbytes:
       self._nbytes -= len(self._packets.popleft())
 
   def roll_back(self, state: base.ServerState) -> None:
@@ -72,41 +73,41 @@ class SentUpdates(simulator.Traffic):
       The version that the updates are added to, or WHOLE if the ticket carries
       the parameters.
     """
-    nbytes = self.send(*key)
+    nbytes = self.count_ticket(*key)
     if nbytes is None:
       return WHOLE
-    # `nbytes` is the total of the updates that the worker lacks: these are the
-    # latest packets, as many as have that size.
+    # `nbytes` is the total of the updates that the worker lacks: take the
+    # latest packets until they have that size.
     packets: list[bytes] = []
     while nbytes:
       packets.insert(0, self._packets[-1 - len(packets)])
       nbytes -= len(packets[0])
     if writes:
       pieces = [np.frombuffer(packet, np.uint8) for packet in packets]
-      if packets and self.stats.nbytes:
+      if packets and self.stats_layout.nbytes:
         # Updates do not contain BatchNorm statistics: append their values.
-        pieces.append(np.zeros(self.stats.nbytes, np.uint8))
+        pieces.append(np.zeros(self.stats_layout.nbytes, np.uint8))
         stats = jax.tree.map(np.asarray, params.stats)
-        wire.write(self.stats, stats, pieces[-1])
-      # With an empty array, because `concatenate` refuses an empty list.
+        wire.write(self.stats_layout, stats, pieces[-1])
+      # The empty array is needed because `concatenate` refuses an empty list.
       content = np.concatenate([np.empty(0, np.uint8), *pieces])
       memory.write(UPDATES, slot, content, message_stamp(*key))
     # A packet is one update, which raised the version by 1.
     return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
-    """Sets the bytes of open tickets after a recovery: those of the updates in
-    the ticket's slot, or of the parameters.
+    """Sets the bytes of open tickets after a recovery: the bytes of the updates
+    in the ticket's slot, or the bytes of the parameters.
 
     Args:
       memory: of the shard.
       slots: (worker, seq) of a ticket -> its message slot.
     """
     for key in self.sent.tickets.keys() & slots.keys():
-      slot, nbytes = slots[key], self.dense
+      slot, nbytes = slots[key], self.dense_nbytes
       # A ticket that carries the parameters left an older stamp there.
       if memory.stamp(UPDATES, slot) == message_stamp(*key):
-        nbytes = memory.length(UPDATES, slot)
+        nbytes = memory.content_nbytes(UPDATES, slot)
       self.sent.tickets[key] = nbytes
 
   def describe(self) -> dict[str, Any]:
@@ -129,7 +130,8 @@ class SentUpdates(simulator.Traffic):
     """
     # The slots take turns: a kill during the write leaves the packets of the
     # previous snapshot, which is still the valid one.
-    slot, self._turn = first_slot + self._turn, 1 - self._turn
+    slot = first_slot + self._next_slot
+    self._next_slot = 1 - self._next_slot
     data = np.frombuffer(b"".join(self._packets), np.uint8)
     memory.write(UPDATES, slot, data, rows + 1)  # 0 is the stamp of a new slot
     return {"slot": slot, "lengths": list(map(len, self._packets))}
@@ -151,4 +153,4 @@ class SentUpdates(simulator.Traffic):
         for end, length in zip(ends, lengths, strict=True)
       )
       self._nbytes = sum(lengths)
-      self._turn = 1 - (slot - first_slot)
+      self._next_slot = 1 - (slot - first_slot)

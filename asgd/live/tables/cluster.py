@@ -27,7 +27,7 @@ from asgd.live.tables.worker import (
   LOST,
   REJECTED,
   RESTS,
-  Moved,
+  NewDivision,
 )
 from asgd.tables import division, requests
 
@@ -58,8 +58,8 @@ class _WorkerState(NamedTuple):
   shard: int = 0  # if LOST: the shard that the worker could not reach
 
   @property
-  def idle(self) -> bool:
-    """Whether the worker does nothing until it is called."""
+  def is_idle(self) -> bool:
+    """Whether the worker does nothing until the driver calls it."""
     return self.result in (ENDED, HALTED, RESTS)
 
 
@@ -87,13 +87,13 @@ class TableCluster(Cluster):
       shards: S.
       workers: N.
       ladder: time limits of workers that hang.
-      refill: whether a new incarnation replaces a worker that has exited; if
-        not, no other worker waits for the exited one any more.
+      refill: whether a new incarnation replaces a worker that has exited. If
+        not, the other workers stop waiting for that worker.
     """
     self._makers, self._run, self._refill = makers, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
     super().__init__(Supervisor(hosts, self._counts, ladder))
-    self._states: dict[int, _WorkerState] = {}  # of each worker alive
+    self._states: dict[int, _WorkerState] = {}  # live worker -> its state
     # Jobs after which each worker halts for a pause; None: no pause.
     self._limit: int | None = None
 
@@ -124,7 +124,7 @@ class TableCluster(Cluster):
     self,
     party: Party,
     restarted: Mapping[int, Host] = MappingProxyType({}),
-    ranges: Moved | None = None,
+    ranges: NewDivision | None = None,
   ) -> None:
     """Calls a worker's `run`, with the hosts of shards that were restarted, and
     with the new ranges if the worker rests."""
@@ -133,11 +133,11 @@ class TableCluster(Cluster):
 
   @property
   def finished(self) -> bool:
-    """Whether all jobs of the workers alive are done."""
+    """Whether all jobs of the live workers are done."""
     return self._all_are(ENDED)
 
   def _all_are(self, result: str) -> bool:
-    """Whether `run` of each worker alive has returned this result."""
+    """Whether `run` of each live worker has returned this result."""
     results = {state.result for state in self._states.values()}
     return results == {result}
 
@@ -152,7 +152,7 @@ class TableCluster(Cluster):
       AllDied: if the last worker has exited, and none replaces it.
       NotFinite, WorkersDie, ShardsDie: if replacing processes would not help.
     """
-    self._supervisor.progressed(received)
+    self._supervisor.count_received(received)
     self._handle_events()
     return self._supervisor.take_news()
 
@@ -161,17 +161,17 @@ class TableCluster(Cluster):
     supervisor = self._supervisor
 
     # [1] Shards first: workers cannot continue without them.
-    for party in supervisor.exited(SHARD):
+    for party in supervisor.exited_parties(SHARD):
       self._restart(party.index)
 
     # [2] Workers that have returned from `run`, that have exited, or that had
-    # lost a shard which is alive again.
-    lost = supervisor.exited(WORKER)
+    # lost a shard. The shard may be alive again.
+    exited = supervisor.exited_parties(WORKER)
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():
         answer, party.run = answer_of(party.run), None
         self._handle_return(party, answer)
-      elif party in lost:
+      elif party in exited:
         self._handle_exit(party, "died")
       elif self._states[party.index].result == LOST:
         self._retry_run(party)
@@ -185,13 +185,13 @@ class TableCluster(Cluster):
     """Restarts a shard from its image and the requests since."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, index, "died")
-    supervisor.excuse(WORKER)
+    supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {index} exited and is restarted")
     party = supervisor.start(SHARD, index, self._makers.shard(index, None))
     supervisor.await_made([party])
-    # During a pause shard 0 passes on the limit, which its image lacks.
+    # During a pause shard 0 sends the limit to workers; its image lacks it.
     if self._limit is not None and not index:
-      self._ask("allow", self._limit, among=[0])
+      self._ask("set_limit", self._limit, among=[0])
 
   def _handle_return(
     self, party: Party, answer: tuple[tuple[str, int]] | None
@@ -202,45 +202,46 @@ class TableCluster(Cluster):
     if state.result == LOST:
       self._states[party.index] = state
       self._retry_run(party)
-    elif state.idle:
+    elif state.is_idle:
       self._states[party.index] = state
       if self._limit is None and state.result == HALTED:
-        self._call_run(party)  # the pause has ended meanwhile
+        self._call_run(party)  # the pause has ended before the worker halted
     else:
       self._handle_exit(party, state.result)
 
   def _retry_run(self, party: Party) -> None:
-    """Calls `run` of a worker that had lost a shard, if the shard is alive. The
-    connection alone may have failed, without a restart of the shard."""
+    """Calls `run` of a worker that had lost a shard, if the shard is alive: it
+    was restarted, or only the connection had failed."""
     shard = self._states[party.index].shard
-    # A shard that has exited is restarted by the next `check`, which then tries
-    # this worker, too.
-    if any(lost.index == shard for lost in self._supervisor.exited(SHARD)):
+    # The next `check` restarts a shard that has exited, and then calls this
+    # method again.
+    exited = self._supervisor.exited_parties(SHARD)
+    if any(party.index == shard for party in exited):
       return
     host = self._supervisor.parties[SHARD][shard].host
     self._call_run(party, {shard: host})
 
-  def _handle_exit(self, party: Party, how: str) -> None:
+  def _handle_exit(self, party: Party, ending: str) -> None:
     """Records that a worker exited before it had finished its jobs. Then
     replaces the worker, or removes it from the shards."""
     supervisor, worker = self._supervisor, party.index
     hosts = supervisor.hosts
-    # Dropped first: an ended process writes no row after its LEAVE.
+    # Drop the worker first: an ended process writes no row after its LEAVE.
     supervisor.drop(party)
     del self._states[worker]
     files.write_leave(self._run, worker, hosts.clock(), hosts.disk)
-    if how == REJECTED:
+    if ending == REJECTED:
       supervisor.count_refusal(WORKER, worker)
     # An expelled worker hung for so long that its next incarnation has joined.
-    if party.hung or how == EXPELLED:
-      how = "hung"
-    supervisor.count_exit(WORKER, worker, how)
+    if party.hung or ending == EXPELLED:
+      ending = "hung"
+    supervisor.count_exit(WORKER, worker, ending)
     if self._refill:
-      supervisor.news.append(f"worker {worker} {how} and is replaced")
+      supervisor.news.append(f"worker {worker} {ending} and is replaced")
       self._start_worker(worker)
       return
     supervisor.news.append(
-      f"worker {worker} {how}; the run continues without it"
+      f"worker {worker} {ending}; the run continues without it"
     )
     if not self._states:
       raise AllDied(f"all workers have exited; the last was worker {worker}")
@@ -249,27 +250,27 @@ class TableCluster(Cluster):
   def _ask(
     self, method: str, *args: Any, among: Iterable[int] | None = None
   ) -> list[Any]:
-    """Calls a method of shards, restarting those that have exited, until all
-    have answered; returns the answers."""
+    """Calls a method of shards until all have answered, and restarts shards
+    that have exited. Returns the answers."""
     return self._supervisor.ask_until_answered(
       SHARD, method, *args, among=among, restart=self._restart
     )
 
   def _end_hanging(self) -> None:
-    """Ends workers that take too long for a clock; `check` then replaces
-    them."""
+    """Ends workers that take too long for a clock. `check` then replaces these
+    workers."""
     statuses = self._ask("status")
     waiting = set().union(*(status.waiting for status in statuses))
     for worker, party in self._supervisor.parties[WORKER].items():
-      # A worker that waits for others at a shard does not hang.
-      idle = party.run is None or worker in waiting
-      done = None if idle else statuses[0].done[worker]
+      # A worker that waits for other workers at a shard does not hang.
+      is_idle = party.run is None or worker in waiting
+      done = None if is_idle else statuses[0].done[worker]
       self._supervisor.watch(party, done)
 
   # Moving ranges.
 
   def wait(self, seconds: float) -> None:
-    """Waits until a worker's `run` has returned, at most `seconds`."""
+    """Waits until a worker's `run` has returned, for `seconds` at most."""
     parties = self._supervisor.parties[WORKER].values()
     runs = [party.run for party in parties if party.run is not None]
     if runs:
@@ -284,26 +285,29 @@ class TableCluster(Cluster):
     All workers rest, so no shard changes meanwhile. A shard that is restarted
     gives the same answers.
     """
-    # [1] New cuts from the loads. [2] Each shard gives the rows that move.
+    # [1] Compute new cuts from the loads.
     loads = self._ask("load")
     cuts = division.by_load([load for _, load in loads])
+    # [2] Each shard gives the rows that move.
     handovers = self._ask("give", cuts)
-    # The version makes `move` idempotent: a shard that has it ignores a repeat.
+    # The version makes `move` idempotent: a shard that has this version ignores
+    # a repeated call.
     version = loads[0][0] + 1
-    # [3] Each shard takes its ranges. [4] The workers take the cuts.
+    # [3] Each shard takes its ranges.
     for shard in range(self._counts[SHARD]):
       parts = [h.parts[shard] for h in handovers if shard in h.parts]
       data = requests.dump_move(version, cuts, parts)
       self._ask("move", data, among=[shard])
+    # [4] The workers take the cuts.
     for worker, party in self._supervisor.parties[WORKER].items():
       rows = [handover.rows[worker] for handover in handovers]
-      self._call_run(party, ranges=Moved(cuts, rows))
+      self._call_run(party, ranges=NewDivision(cuts, rows))
 
   # Pause and checkpoints.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes all workers halt after the same clock, and waits for it. Raises as
-    `check`.
+    """Makes all workers halt after the same clock, and waits until they have.
+    Raises as `check`.
 
     Args:
       seconds: to wait at most.
@@ -314,24 +318,24 @@ class TableCluster(Cluster):
     # Shard 0 alone sets the limit: two shards could set two.
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
-    return self._supervisor.wait_for_rest(self._at_rest, seconds)
+    return self._supervisor.wait_for_rest(self._are_at_rest, seconds)
 
-  def _at_rest(self) -> bool:
-    """Handles exits; returns whether all workers alive are idle."""
+  def _are_at_rest(self) -> bool:
+    """Handles exits; returns whether all live workers are idle."""
     self._handle_events()  # a shard may exit while the workers halt
-    return all(state.idle for state in self._states.values())
+    return all(state.is_idle for state in self._states.values())
 
   def resume(self) -> None:
     """Ends a pause."""
     self._limit = None
-    self._ask("allow", None, among=[0])
+    self._ask("set_limit", None, among=[0])
     for worker, state in self._states.items():
       if state.result == HALTED:
         self._call_run(self._supervisor.parties[WORKER][worker])
 
   def images(self) -> Images:
-    """Returns the state of a paused run. If a worker has exited, its
-    replacement has to halt first. Raises as `check`."""
+    """Returns the state of a paused run. If a worker has exited, first waits
+    until its replacement has halted. Raises as `check`."""
     while True:
       shards = self._ask("image")
       workers = self._supervisor.ask(WORKER, "image")
@@ -345,15 +349,15 @@ class TableCluster(Cluster):
     """Returns the current rows of each shard."""
     return self._ask("rows")
 
-  def held(self) -> tuple[int, int]:
-    """Returns counts of rows: (held back by filters, dropped by filters), over
-    the workers that have finished and are alive."""
+  def filtered_counts(self) -> tuple[int, int]:
+    """Returns numbers of rows: (held back by filters, dropped by filters), over
+    the live workers that have finished."""
     states = self._states.items()
     ended = [worker for worker, state in states if state.result == ENDED]
-    counts = self._supervisor.ask(WORKER, "held", among=ended).values()
-    held_back = sum(back for back, _ in counts)
+    counts = self._supervisor.ask(WORKER, "held_counts", among=ended).values()
+    held_back = sum(held for held, _ in counts)
     return held_back, sum(dropped for _, dropped in counts)
 
-  def counts(self) -> list[tuple[int, int]]:
+  def progress(self) -> list[tuple[int, int]]:
     """Returns (messages applied, the slowest clock) of each shard."""
-    return self._ask("counts")
+    return self._ask("progress")

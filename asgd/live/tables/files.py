@@ -16,10 +16,10 @@ from asgd import base
 from asgd.live import store
 from asgd.live.journal import (
   FileJournal,
-  check_together,
+  check_joined_trace,
   journal_path,
-  read_begun,
   read_journal,
+  read_nonempty_journal,
 )
 from asgd.live.records import by_time as by_time
 from asgd.live.worker_files import WorkerFiles
@@ -106,9 +106,9 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
   """
   total = 0.0
   for worker in range(workers):
-    end_times: dict[int, float] = {}  # jobs done -> time of the last one's end
+    end_times: dict[int, float] = {}  # number of jobs done -> end of the last
     for event in read_journal(journal_path(run, worker)):
-      # Job j of the run is of worker j % N, which has done j // N before it.
+      # Worker j % N does job j of the run, after j // N earlier jobs.
       done = event.job // workers
       if event.action == base.RECEIVE:
         end_times[done + 1] = event.time
@@ -135,7 +135,7 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns the traces of a run; ValueError if a file is empty."""
   paths = [order_path(run, s) for s in range(shards)]
   paths += [journal_path(run, w) for w in range(workers)]
-  rows = [read_begun(run, path) for path in paths]
+  rows = [read_nonempty_journal(run, path) for path in paths]
   return Orders(rows[:shards], rows[shards:])
 
 
@@ -160,7 +160,7 @@ def read_trace(run: Path, workers: int) -> base.Trace:
       )
   rows = read_rows_of_workers(run)
   trace = from_events(rows)
-  check_together(run, trace, depth=len(rows))
+  check_joined_trace(run, trace, depth=len(rows))
   return trace
 
 
@@ -181,13 +181,14 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
 
 
 def count_repeated_jobs(run: Path, workers: int) -> int:
-  """Returns how many jobs were computed more than once: the lost and rejected
-  jobs, without those that have a saved message, which was sent again."""
+  """Returns how many jobs were computed more than once. These are the lost and
+  rejected jobs, without the jobs whose saved message was sent again."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):
       count += event.action in (base.LOST, base.REJECT)
-      # A start without `totals` is of a saved message: not computed again.
+      # A start without `totals` belongs to a saved message: the job was not
+      # computed again.
       count -= event.action in STARTS and not event.totals
   return count
 
@@ -245,15 +246,15 @@ class LastMessage:
       store.write_body(
         self._path(self._incarnation), head + dump_message(message), self._disk
       )
-      # Only now: a kill before this incarnation's first message leaves that of
-      # an earlier one.
+      # Remove earlier messages only now: a kill before this incarnation's first
+      # message must leave the message of an earlier incarnation.
       for incarnation in self._saved_incarnations():
         if incarnation < self._incarnation:
           self._path(incarnation).unlink()
 
   def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
-    """Returns the (row, message) of the latest earlier incarnation that saved
-    one.
+    """Returns (row, message) of the latest earlier incarnation that saved a
+    message.
 
     Args:
       events: the worker's rows.

@@ -40,14 +40,14 @@ class JobJournal(WorkerJournal):
         that is killed is lost.
     """
     self._inside, self._span = inside, span or (lambda *_: None)
-    # (seq, job) of jobs that have begun, and were not received. With several
-    # jobs in a clock, all of them are received at its end.
+    # (seq, job) of jobs that have begun, and were not received. If a clock has
+    # several jobs, all of them are received at the end of the clock.
     self._open_jobs: list[tuple[int, int]] = []
     self._last_start: Event | None = None  # the row that began the last job
     journal_and_records = files.FILES.open(run, index, inside.disk)
     super().__init__(index, journal_and_records, inside.clock)
-    # Incarnations count from 0, so this is the next one. The files of a worker
-    # that resumes from an image have its own JOIN row already.
+    # Incarnations count from 0, so the number of JOIN rows is the index of the
+    # next one. A worker that resumes from an image has its JOIN row already.
     incarnations = files.count_incarnations(self._journal.events())
     self.incarnation = incarnations - resumes
     self._last_message: files.LastMessage | None = None
@@ -72,7 +72,7 @@ class JobJournal(WorkerJournal):
 
   def begin(self, job: int, action: int, **fields: Any) -> None:
     """Writes the row that begins a job."""
-    self._last_start = self.write(self.seqs, job, action, **fields)
+    self._last_start = self.write(self.started_jobs, job, action, **fields)
     self._open_jobs.append((self._last_start.seq, job))
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
@@ -80,14 +80,14 @@ class JobJournal(WorkerJournal):
     received. Returns (seq, time)."""
     seq, job = self._open_jobs.pop(0)
     row = self.write(seq, job, base.RECEIVE, loss=record.loss)
-    # The row first: after a kill in between, readers allow a received job
-    # without a record, but no record without a row.
+    # Write the row first: a kill may come before the record is written. Readers
+    # allow a received job without a record, but no record without a row.
     self._sink.append(files.columns([(row.time, record)]))
     return seq, row.time
 
   def reject(self) -> None:
     """Writes REJECT for the last open job, because its update was not finite,
-    and LOST for the others."""
+    and LOST for the earlier ones."""
     for seq, job in self._open_jobs:
       is_last = (seq, job) == self._open_jobs[-1]
       self.write(seq, job, base.REJECT if is_last else base.LOST)
@@ -101,20 +101,21 @@ class JobJournal(WorkerJournal):
 
   # The last message.
 
-  def keep(self, message: ClockMessage) -> None:
+  def save_message(self, message: ClockMessage) -> None:
     """Saves a message that is about to be sent, if the run has a memory."""
     if self._last_message and self._last_start:
       self._last_message.write(self._last_start, message)
 
-  def saved(self, done: int) -> ClockMessage | None:
+  def find_saved_message(self, done: int) -> ClockMessage | None:
     """Returns the saved message of an earlier incarnation.
 
     Args:
-      done: the worker's finished jobs, those of the message included.
+      done: number of the worker's finished jobs, the jobs of the message
+        included.
 
     Returns:
-      The message, with the records of its jobs that were not received; None if
-      there is no such message, or all its jobs were received.
+      The message, with the records of those of its jobs that were not received;
+      None if there is no such message, or all its jobs were received.
     """
     events = self._journal.events()
     if self._last_message is None:
@@ -129,6 +130,6 @@ class JobJournal(WorkerJournal):
     records = [r for r in message.records if r.job not in received]
     if not records:
       return None
-    # Saved again as this incarnation's message, in case it is killed, too.
+    # Save it again as this incarnation's message, in case it is killed, too.
     self._last_message.write(row, message)
     return message._replace(records=records)

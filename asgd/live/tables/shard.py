@@ -1,9 +1,9 @@
 """A shard of tables in its host: its methods are called remotely.
 
 The answer to a pull that must wait is a Future, which is set once other workers
-have finished a clock. For rows that workers do not request, they use a long
-poll: a worker keeps one call of `listen` open, and the shard answers it when it
-has rows.
+have finished a clock. Rows that a worker does not request reach it by a long
+poll: the worker keeps one call of `listen` open, and the shard answers the call
+when it has rows.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from asgd.tables.division import Cuts
 from asgd.tables.requests import JOIN, Reply, Request
 from asgd.tables.shard import EXPELLED, TableShard
 
-_LEAST_LOG = 2**20  # bytes of the log, below which no image is made
+_MIN_LOG_BYTES = 2**20  # of the log; below, no image is made
 Rows = list[tuple[int, bytes]]
 
 
@@ -46,15 +46,15 @@ class Status(NamedTuple):
 class Handover(NamedTuple):
   """The rows that a shard gives away when ranges move."""
 
-  parts: dict[int, bytes]  # by shard that gets them
-  rows: dict[int, Rows]  # by worker: rows that it may not have received
+  parts: dict[int, bytes]  # shard -> rows that it gets
+  rows: dict[int, Rows]  # worker -> rows that it may not have received
 
 
 class ShardHost:
   """A shard of tables, with its trace, log and image.
 
-  A request is logged first, then its trace row is written, then it is applied
-  and answered. So a reply never depends on something that a crash would lose.
+  The shard first logs a request, then writes its trace row, then applies and
+  answers it. So a reply never depends on something that a crash would lose.
   """
 
   def __init__(
@@ -65,7 +65,7 @@ class ShardHost:
     memory: Path,
     index: int,
     *,
-    every: int,
+    clock_every: int,
     image: bytes | None = None,
   ):
     """Makes a shard, or rebuilds it from the files of an earlier process.
@@ -76,10 +76,10 @@ class ShardHost:
       run: folder of the run.
       memory: folder of the run's memory.
       index: of the shard.
-      every: jobs in a clock.
+      clock_every: number of jobs in a clock.
       image: of a checkpoint from which the run resumes; None otherwise.
     """
-    self._inside, self._every = inside, every
+    self._inside, self._clock_every = inside, clock_every
     self._folder = memory / f"shard-{index}"
     safe_files.make_private(self._folder)
     path = files.order_path(run, index)
@@ -96,7 +96,7 @@ class ShardHost:
     self._shard = make()
     self._recover(events)
     self._waiting: dict[int, _WaitingRequest] = {}  # by worker
-    self._listening: dict[int, Future[Rows]] = {}  # open calls, by worker
+    self._polls: dict[int, Future[Rows]] = {}  # worker -> open call of `listen`
     # Worker -> number of rows that were sent to its latest incarnation.
     self._sent: dict[int, int] = {}
     self._limit: int | None = None  # jobs of each worker until a pause
@@ -104,7 +104,8 @@ class ShardHost:
   # Files that outlive the process.
 
   def _remove_memory(self) -> None:
-    """Removes the log and the image, also one that a kill left half written."""
+    """Removes the log and the image, also an image that a kill left half
+    written."""
     for name in ("messages", "snapshots", "snapshots.tmp"):
       (self._folder / name).unlink(missing_ok=True)
 
@@ -121,8 +122,8 @@ class ShardHost:
       rows, image_data = image
       self._shard.unpack(wire.load(image_data))
       self._image_size = len(image_data)
-    # [2] One logged request for each later row, LEAVE rows excepted: the driver
-    # makes those, not a worker.
+    # [2] One logged request for each later row, except for LEAVE rows: these
+    # come from the driver, not from a worker.
     path = self._folder / "messages"
     self._log = Log(path, self._inside.disk)
     logged = iter(self._log.bodies)
@@ -138,7 +139,7 @@ class ShardHost:
         )
       self._shard.apply(requests.load_request(data))
     # [3] A new image and an empty log: after a kill the log may have requests
-    # that the image covers, or a last one without a row.
+    # that the image covers, or a last request without a row.
     if self._log.bodies:
       self._save()
 
@@ -156,12 +157,12 @@ class ShardHost:
     reply if the request must wait."""
     request = requests.load_request(data)
     worker, shard = request.worker, self._shard
-    # [1] An expelled worker exits. A new incarnation expels the one before.
-    if shard.is_old(request):
+    # [1] An expelled worker exits. A new incarnation expels the previous one.
+    if shard.is_outdated(request):
       return EXPELLED
     if request.kind == JOIN and not shard.is_done(request):
       self._expel(worker)
-    # [2] The answer to this request was lost: it is only answered again.
+    # [2] The answer to this request was lost: answer it again, and do no more.
     if shard.is_done(request):
       return self._reply(request)
     # [3] A request may have to wait. A worker that lost its connection sends a
@@ -170,9 +171,11 @@ class ShardHost:
     if self._must_wait(request):
       answer = earlier.answer if earlier else Future()
       self._waiting[worker] = _WaitingRequest(request, data, answer)
-      self._answer_waiting()  # a push shows that its worker has read its reply
+      # A push shows that its worker has read the last reply: other requests may
+      # have waited for that.
+      self._answer_waiting()
       return answer
-    # [4] Apply the request and reply. Requests that waited for it follow.
+    # [4] Apply the request and reply. Then answer requests that waited for it.
     self._execute(request, data)
     reply = self._reply(request)
     if earlier:
@@ -187,7 +190,9 @@ class ShardHost:
       for worker, waiting in self._waiting.items()
       if waiting.request.kind == requests.PUSH
     }
-    return self._shard.waits(request) or self._shard.defers(request, arrived)
+    if self._shard.must_wait_for_clock(request):
+      return True
+    return self._shard.must_wait_for_reads(request, arrived)
 
   def _expel(self, worker: int) -> None:
     """Answers the open calls of a worker's earlier incarnation, which then
@@ -195,19 +200,19 @@ class ShardHost:
     self._sent[worker] = 0
     if waiting := self._waiting.pop(worker, None):
       waiting.answer.set_result(EXPELLED)
-    if listening := self._listening.pop(worker, None):
-      listening.set_result([])
+    if poll := self._polls.pop(worker, None):
+      poll.set_result([])
 
   def _execute(self, request: Request, data: bytes) -> None:
     """Logs a request, writes its trace row, and applies it."""
-    # In this order: a restarted shard ignores a request without a row, but
-    # cannot apply a row without its request.
+    # The request is logged before its row: a restarted shard ignores a request
+    # without a row, but cannot apply a row without its request.
     self._log.append(data)
-    self._write(self._shard.event(request, self._now()))
+    self._write(self._shard.trace_row(request, self._now()))
     self._shard.apply(request)
-    # The log is at most as long as the image, so the time for images is at most
-    # proportional to that for the log.
-    if self._log.size > max(self._image_size, _LEAST_LOG):
+    # The log is at most as long as the image. So the time for images is at most
+    # proportional to the time for the log.
+    if self._log.size > max(self._image_size, _MIN_LOG_BYTES):
       self._save()
 
   def _now(self) -> float:
@@ -224,36 +229,37 @@ class ShardHost:
     """Returns the reply to an applied request, with the rows not yet sent."""
     worker = request.worker
     start = self._sent.get(worker, 0)
-    if request.number == 0:  # the incarnation's JOIN: no row was sent to it
+    if request.number == 0:  # JOIN: no row was sent to this incarnation
       start = 0
     reply = self._shard.reply(request, start)
     self._note_sent(worker, reply.rows)
     return reply._replace(limit=self._limit)
 
   def _note_sent(self, worker: int, rows: Rows) -> None:
-    """Records that a worker was sent rows, the last of which is the newest."""
+    """Records that rows were sent to a worker; the last row is the newest."""
     if rows:
       self._sent[worker] = rows[-1][0] + 1
 
   def _answer_waiting(self) -> None:
     """Answers requests that need not wait any more, and calls of `listen` for
     which there are rows."""
-    count = -1
-    while len(self._waiting) != count:  # applying one may free others
-      count = len(self._waiting)
+    n_waiting = -1
+    # Applying a request may allow other requests.
+    while len(self._waiting) != n_waiting:
+      n_waiting = len(self._waiting)
       for worker, (request, data, answer) in [*self._waiting.items()]:
         if not self._must_wait(request):
           del self._waiting[worker]
           self._execute(request, data)
           answer.set_result(self._reply(request))
-    for worker, listening in [*self._listening.items()]:
+    for worker, poll in [*self._polls.items()]:
       if rows := self._take_unsent(worker):
-        del self._listening[worker]
-        listening.set_result(rows)
+        del self._polls[worker]
+        poll.set_result(rows)
 
   def _take_unsent(self, worker: int) -> Rows:
-    """Returns the rows for a worker that were not sent, and marks them sent."""
-    rows = self._shard.unsent(worker, self._sent.get(worker, 0))
+    """Returns the unsent rows for a worker, and marks them as sent."""
+    rows = self._shard.rows_from(worker, self._sent.get(worker, 0))
     self._note_sent(worker, rows)
     return rows
 
@@ -265,8 +271,8 @@ class ShardHost:
 
     Args:
       worker: its index.
-      incarnation: of the worker; an earlier one gets no rows.
-      expected: number of the next row; the worker has all earlier ones.
+      incarnation: of the worker; an earlier incarnation gets no rows.
+      expected: number of the next row; the worker has all earlier rows.
     """
     if incarnation != self._shard.incarnation(worker):
       return []
@@ -274,39 +280,39 @@ class ShardHost:
     self._sent[worker] = expected
     if rows := self._take_unsent(worker):
       return rows
-    # One open call for each worker: the earlier one lost its connection.
-    if earlier := self._listening.pop(worker, None):
+    # A worker has one open call: an earlier call has lost its connection.
+    if earlier := self._polls.pop(worker, None):
       earlier.set_result([])
     answer: Future[Rows] = Future()
-    self._listening[worker] = answer
+    self._polls[worker] = answer
     return answer
 
   # The limit of a pause, which shard 0 sends to workers in its replies.
 
   def halt(self) -> int:
-    """Makes all workers halt after the same clock; returns the number of jobs
-    that each has done then."""
+    """Makes all workers halt after the same clock. Returns the number of jobs
+    that each worker will have done then."""
     if self._limit is None:
       # The end of the clock that the fastest worker is in.
-      most_done = max(self._shard.done().values(), default=0)
-      self._limit = (most_done // self._every + 1) * self._every
+      most_done = max(self._shard.jobs_done().values(), default=0)
+      self._limit = (most_done // self._clock_every + 1) * self._clock_every
     return self._limit
 
-  def allow(self, limit: int | None) -> None:
+  def set_limit(self, limit: int | None) -> None:
     """Sets the number of jobs after which workers halt; None: no limit."""
     self._limit = limit
 
   def status(self) -> Status:
     """Returns the progress of workers."""
-    return Status(self._shard.done(), set(self._waiting))
+    return Status(self._shard.jobs_done(), set(self._waiting))
 
   def leave(self, worker: int) -> None:
-    """Removes a worker for good, so that no other waits for it."""
+    """Removes a worker for good, so that no other worker waits for it."""
     self._expel(worker)
     incarnation = max(self._shard.incarnation(worker), 0)
     self._write(Event(self._now(), worker, NO_SEQ, incarnation, base.LEAVE))
     self._shard.leave(worker)
-    self._answer_waiting()  # some may have waited for this worker
+    self._answer_waiting()  # requests may have waited for this worker
 
   # Moving ranges, while all workers rest after the same clock.
 
@@ -315,12 +321,13 @@ class ShardHost:
     return self._shard.version, self._shard.load()
 
   def give(self, cuts: Cuts) -> Handover:
-    """Returns the rows that others get if tables are cut at `cuts`."""
-    # All unread rows, sent or not: an answer with rows may have been lost.
-    workers = {
-      worker: self._shard.unsent(worker, 0) for worker in self._shard.done()
+    """Returns the rows that other shards get if tables are cut at `cuts`."""
+    # These are all unread rows, sent or not: an answer with rows may be lost.
+    unread_rows = {
+      worker: self._shard.rows_from(worker, 0)
+      for worker in self._shard.jobs_done()
     }
-    return Handover(self._shard.give(cuts), workers)
+    return Handover(self._shard.give(cuts), unread_rows)
 
   def move(self, data: bytes) -> None:
     """Takes the ranges of a new division, unless the shard has them already."""
@@ -335,7 +342,7 @@ class ShardHost:
     tables = self._shard.server.tables.items()
     return {name: np.asarray(table.whole()) for name, table in tables}
 
-  def counts(self) -> tuple[int, int]:
+  def progress(self) -> tuple[int, int]:
     """Returns (messages applied, the slowest worker's clock)."""
     server = self._shard.server
     return server.version, server.slowest

@@ -20,18 +20,19 @@ from asgd.tables.requests import JobRecord
 from asgd.tables.settings import Work
 from asgd.tables.worker import Steps, TableWorker
 
-# Results of `run`: all jobs done, limit reached, shard lost, or waiting for
-# ranges to move.
+# Results of `run`: all jobs are done, the limit is reached, a shard is lost, or
+# the worker waits for ranges to move.
 ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
 # An update was not finite, or a later incarnation has joined.
 REJECTED, EXPELLED = "rejected", "expelled"
 
 
-class Moved(NamedTuple):
+class NewDivision(NamedTuple):
   """A new division for a worker that rests."""
 
   cuts: Cuts
-  # By shard: (number, dumped Rows) that the worker may not have received.
+  # For each shard: the (number, dumped Rows) that the worker may not have
+  # received.
   rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
@@ -64,21 +65,27 @@ class WorkerHost:
         with `resumes`.
     """
     self._inside, self._journal, self._script = inside, journal, script
-    self._shards = {shard: inside.link(host) for shard, host in shards.items()}
+    self._shards = {
+      shard: inside.wrap_host(host) for shard, host in shards.items()
+    }
     self._slowdown, self._work = slowdown, work
     work_with_faults = work._replace(gradient=self._gradient)
     self._worker = make(journal.incarnation, work_with_faults)
     self._steps: Steps | None = None  # of the join or job that is under way
-    self._requests: dict[int, bytes] = {}  # without a reply, by shard
-    self._calls: dict[int, Call] = {}  # open calls with requests, by shard
-    self._polls: dict[int, Call] = {}  # open long polls (`listen`), by shard
+    # Shard -> request without a reply, the open call with the request, and the
+    # open long poll (`listen`).
+    self._requests: dict[int, bytes] = {}
+    self._calls: dict[int, Call] = {}
+    self._polls: dict[int, Call] = {}
     self._limit: int | None = None  # jobs after which the worker halts
-    self._span_end = self._inside.clock()  # time when the last span ended
+    self._span_end = self._inside.clock()  # time at which the last span ended
     if image is None:
       journal.join()
       self._resume(
         self._worker.join(
-          journal.saved, self._write_resent_start, self._write_receive
+          find_saved=journal.find_saved_message,
+          on_start=self._write_resent_start,
+          on_done=self._write_receive,
         )
       )
     else:
@@ -90,23 +97,24 @@ class WorkerHost:
     self,
     limit: int | None,
     restarted: Mapping[int, Host] | None = None,
-    ranges: Moved | None = None,
+    ranges: NewDivision | None = None,
   ) -> tuple[str, int]:
     """Works until it cannot continue.
 
     Args:
       limit: jobs after which the worker halts; None: no limit.
-      restarted: hosts of restarted shards. They are passed with the call, as
-        separate calls may arrive in another order.
+      restarted: hosts of restarted shards. The call has them because separate
+        calls may arrive in another order.
       ranges: the new division for which the worker has rested.
 
     Returns:
-      (One of the results above, the lost shard if LOST, else 0).
+      (one of the results at the top of this module, the lost shard if LOST,
+      else 0).
     """
     self._limit = limit
     for shard, host in (restarted or {}).items():
-      self._shards[shard] = self._inside.link(host)
-      # The calls of the earlier host get no reply: they are made again.
+      self._shards[shard] = self._inside.wrap_host(host)
+      # Calls at the earlier host get no reply: make them again.
       self._calls.pop(shard, None)
       self._polls.pop(shard, None)
     # The driver has collected the rows that shards had not sent to the worker.
@@ -123,7 +131,7 @@ class WorkerHost:
       return REJECTED, 0
 
   def _run(self) -> str:
-    """Does jobs until one of the results of `run`, and returns it."""
+    """Does jobs until `run` must return. Returns the result of `run`."""
     while True:
       # [1] Continue a join or job that waits for replies. After a return with
       # LOST, the replies of the other shards are still stored.
@@ -134,9 +142,9 @@ class WorkerHost:
         continue
       # [2] Return if there is no job to start.
       worker = self._worker
-      if worker.next is None:
+      if worker.next_job is None:
         return ENDED
-      if worker.rests:
+      if worker.must_rest:
         return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
@@ -147,7 +155,7 @@ class WorkerHost:
           self._write_start,
           self._write_receive,
           self._inject_faults,
-          self._journal.keep,
+          self._journal.save_message,
         )
       )
 
@@ -156,9 +164,9 @@ class WorkerHost:
     clocks."""
     return *self._journal.counts(), wire.dump(self._worker.pack())
 
-  def held(self) -> tuple[int, int]:
+  def held_counts(self) -> tuple[int, int]:
     """Returns counts of rows: (held back by filters, dropped by filters)."""
-    return self._worker.held()
+    return self._worker.held_counts()
 
   # Requests.
 
@@ -171,10 +179,10 @@ class WorkerHost:
   def _await_replies(self) -> bool:
     """Sends the requests and waits for the replies. Returns False if a later
     incarnation of the worker has joined."""
-    # [1] All requests are sent before the first reply is awaited, also after a
-    # shard was lost. A shard may delay the reply to a push until other workers
-    # have pushed to it. If one worker awaited shard 0 before it sent to shard
-    # 1, and another one did the reverse, they would deadlock.
+    # [1] Send all requests before the first reply is awaited, also if a shard
+    # was lost. A shard may delay the reply to a push until other workers have
+    # pushed to it. If one worker awaited shard 0 before it sent to shard 1,
+    # and another worker did the reverse, they would deadlock.
     for shard, data in self._requests.items():
       if shard not in self._calls:
         self._calls[shard] = self._shards[shard].call("handle", data)
@@ -186,9 +194,9 @@ class WorkerHost:
         return False
       self._worker.sessions.receive(shard, reply)
       del self._requests[shard]
-      if shard == 0:  # the shard that sets the limit of a pause
+      if shard == 0:  # this shard sets the limit of a pause
         self._limit = reply.limit
-    # [3] A reply may refer to rows that an answer to `listen` had, which may be
+    # [3] A reply may refer to rows of an answer to `listen`. That answer may be
     # lost or on its way.
     for shard in self._shards:
       while self._worker.sessions.lacks_rows(shard):
@@ -213,7 +221,7 @@ class WorkerHost:
   def _take_rows(self) -> None:
     """Takes the rows that have arrived, and keeps the long polls open."""
     for shard in self._shards:
-      if self._worker.listens:
+      if self._worker.gets_server_push:
         if shard in self._polls and self._polls[shard].done():
           self._receive_rows(shard)
         self._listen(shard)
@@ -223,7 +231,7 @@ class WorkerHost:
 
   def _write_start(self, action: int) -> None:
     """Writes the row of a job that begins, with the rows taken by then."""
-    job = self._worker.next
+    job = self._worker.next_job
     assert job is not None
     rows_taken = tuple(map(float, self._worker.sessions.taken))
     self._journal.begin(job, action, totals=rows_taken)
@@ -239,7 +247,7 @@ class WorkerHost:
     """Computes a job as `Work.gradient`, with spans, faults and slowdown."""
     clock, wait = self._inside.clock, self._inside.wait
     seq = self._journal.seq
-    self._script.before_work(worker, seq)
+    self._script.apply_to_job(worker, seq)
     start = clock()
     self._journal.span("fetch", self._span_end, start, seq, job)
     loss, gradient = self._work.gradient(rows, batch, keys, worker, job)
@@ -252,7 +260,7 @@ class WorkerHost:
   def _inject_faults(self, gradient: Any) -> Any:
     """Returns a gradient with the injected faults of its job."""
     journal = self._journal
-    return self._script.message(journal.index, journal.seq, gradient)
+    return self._script.apply_to_message(journal.index, journal.seq, gradient)
 
   def _write_resent_start(self, record: JobRecord) -> None:
     """Writes the row that begins a job of a saved message. The row has no

@@ -125,7 +125,7 @@ class BatchRun(WorldRun):
       params=PARAMS,
       batch=lambda worker, portion: DATA[portion],
       work=lambda batches: do_portion,
-      keep=3,
+      cache_size=3,
     )
     return functools.partial(
       worker_lib.LiveWorker, index=index, make_task=lambda: task
@@ -147,7 +147,7 @@ class BatchRun(WorldRun):
       return SavedRun(copy.deepcopy(self._driver_notes), None)
     return copy.deepcopy(self._saved) if resumed else None
 
-  def _note_down(self, notes: dict[str, Any] | None) -> None:
+  def _save_notes(self, notes: dict[str, Any] | None) -> None:
     """Stores the driver's notes; None: a shard's files are unusable, and the
     notes with them."""
     # The driver may be killed at `touch`. It is not killed within the write,
@@ -168,7 +168,7 @@ class BatchRun(WorldRun):
       workers=WORKERS,
       options=Options(LADDER),
       saved=saved,
-      note_down=self._note_down,
+      save_notes=self._save_notes,
     )
     driver.start()
     total_jobs = EVALUATIONS * self._settings.jobs

@@ -120,7 +120,7 @@ class WorldCall(Call):
     """See the base."""
     if self.answer is not None or self.cut:
       return True
-    return not self.host.alive
+    return not self.host.is_alive
 
   def result(self) -> Any:
     """See the base."""
@@ -141,20 +141,20 @@ class WorldHost(Host):
     self._inbox: list[tuple[WorldCall, str, Sequence[Any]]] = []
     self.ended = False  # the driver has given it up; its answers are ignored
     self.open_calls: list[WorldCall] = []  # without an answer
-    self.made = self._new_call()
+    self.make_call = self._new_call()
     self._inside = Inside(
       kill=self._die,
       wait=self._wait,
       clock=hosts.clock,
       disk=_FencedDisk(self, scheduler, hosts.disk),
-      pool=_InlinePool,
-      later=self._later,
+      make_pool=_InlinePool,
+      run_later=self._run_later,
     )
     self.made_object: Any = None  # None: `make` has not returned
     self.process: Process = scheduler.start(
       f"{kind} {index}", lambda: self._run(make)
     )
-    self.helpers: list[Process] = []  # calls beside the object (`Inside.later`)
+    self.helpers: list[Process] = []  # they run calls of `Inside.run_later`
     # The end of a process ends its helpers. The end of a thread does not, but
     # the helpers of a LOCAL host would write to files of its successor.
     self._ends_helpers = hosts.kills or kind in LOCAL
@@ -162,7 +162,7 @@ class WorldHost(Host):
       self.process.at_end.append(self._end_helpers)
 
   @property
-  def alive(self) -> bool:
+  def is_alive(self) -> bool:
     """Whether the host answers calls."""
     return self.process.alive and not (self.process.doomed or self.ended)
 
@@ -205,8 +205,10 @@ class WorldHost(Host):
     """Drops a call that the host has not begun to execute."""
     self._inbox = [entry for entry in self._inbox if entry[0] is not call]
 
-  def _later(self, call: Callable[[], Any], method: str, *args: Any) -> None:
-    """Runs `call` in a helper process; see `Inside.later`."""
+  def _run_later(
+    self, call: Callable[[], Any], method: str, *args: Any
+  ) -> None:
+    """Runs `call` in a helper process; see `Inside.run_later`."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -271,8 +273,8 @@ class WorldHost(Host):
     def make_object() -> None:
       self.made_object = make(self._inside)
 
-    self._execute(self.made, make_object)
-    make_answer = self.made.answer
+    self._execute(self.make_call, make_object)
+    make_answer = self.make_call.answer
     assert make_answer is not None
     while True:
       self._scheduler.wait(lambda: self.ended or bool(self._inbox), None)
@@ -347,9 +349,9 @@ class WorldHosts(Hosts):
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host
 
-  def made(self, kind: str, index: int) -> WorldCall:
+  def make_call(self, kind: str, index: int) -> WorldCall:
     """See the base."""
-    return self.hosts[kind, index].made
+    return self.hosts[kind, index].make_call
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
@@ -361,7 +363,7 @@ class WorldHosts(Hosts):
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""
     # The dict has the last host of each kind and index only.
-    return [key for key, host in self.hosts.items() if not host.alive]
+    return [key for key, host in self.hosts.items() if not host.is_alive]
 
   def kill(self, kind: str, index: int) -> None:
     """See the base."""
@@ -394,7 +396,7 @@ class WorldHosts(Hosts):
       call
       for host in self.hosts.values()
       for call in host.open_calls
-      if not call.done() and call is not host.made
+      if not call.done() and call is not host.make_call
     ]
     if not calls:
       return ()

@@ -158,7 +158,7 @@ def _check_replay(
   # [1] Replay with the simulator: one server, or one for each shard.
   traces = [trace.from_events(events) for events in journals]
   server, worker, wire = training.server, training.worker, training.wire
-  common = dict(batch=training.batch, root=training.duty.root)
+  common = dict(batch=training.batch, root=training.spec.root)
   states: Sequence[base.ServerState]
   replayed: Sequence[base.Records]
   if training.plan is None:
@@ -202,8 +202,8 @@ def _check_slots(shard: Shard) -> None:
   # A message's slot is free, in the log, of a lost ticket, or of an open one.
   messages = [
     *slots.free_messages,
-    *slots.logged,
-    *(slot for lost_slots in slots.lost.values() for slot in lost_slots),
+    *slots.log_slots,
+    *(slot for lost_slots in slots.lost_slots.values() for slot in lost_slots),
     *(ticket.message for ticket in tickets),
   ]
   name = f"shard {shard.index}"

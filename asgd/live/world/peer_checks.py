@@ -11,7 +11,7 @@ import numpy as np
 from asgd import base, gossip, simulator
 from asgd.gossip.rules import Choco, Share
 from asgd.live.gossip import files
-from asgd.live.gossip.peer_rows import PeerDuty, View
+from asgd.live.gossip.peer_rows import PeerSpec, View
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import check_count, records_path
 from asgd.live.world.broken import bits, breaks_on_value_error, require
@@ -30,7 +30,7 @@ SHARED = "peers that share all updates are equal"
 ROWS = "written rows of a journal do not change"
 ENDS = "it ends in bounded time"
 NO_ERROR = "no error without a reason"
-NAMES = (
+INVARIANTS = (
   *(JOURNALS, REPLAY, RECORDS, ONCE, ROUNDS, ADOPTS, BROADCAST, EXCHANGE),
   *(COPIES, SHARED, ROWS, ENDS, NO_ERROR),
 )
@@ -44,39 +44,39 @@ class Incarnation(NamedTuple):
   peer: int
   number: int  # 0: the first incarnation of the peer
   rows: list[Event]  # from JOIN, which number 0 lacks, to LEAVE
-  left: bool  # the incarnation exited before the end of the run
+  exited_early: bool  # the incarnation exited before the end of the run
   received: list[int]  # its jobs
 
-  def of(self, action: int) -> list[Event]:
+  def rows_with(self, action: int) -> list[Event]:
     """Returns the rows that have an action."""
     return [row for row in self.rows if row.action == action]
 
 
 def _incarnations(peer: int, rows: list[Event]) -> Iterator[Incarnation]:
   """Yields the incarnations of a peer, from its journal."""
-  parts: list[list[Event]] = [[]]
+  groups: list[list[Event]] = [[]]
   for row in rows:
-    parts[-1].append(row)
+    groups[-1].append(row)
     if row.action == base.LEAVE:
-      parts.append([])
-  for number, part in enumerate(parts):
-    received = [row.job for row in part if row.action == base.RECEIVE]
-    if part:  # the last part is empty if the last row is LEAVE
-      left = number < len(parts) - 1
-      yield Incarnation(peer, number, part, left, received)
+      groups.append([])
+  for number, group in enumerate(groups):
+    received = [row.job for row in group if row.action == base.RECEIVE]
+    if group:  # the last group is empty if the last row is LEAVE
+      exited_early = number < len(groups) - 1
+      yield Incarnation(peer, number, group, exited_early, received)
 
 
 class _Checks:
   """The checks of one run; each raises Broken."""
 
   def __init__(
-    self, run: Path, duty: PeerDuty, messages: int, views: Mapping[int, View]
+    self, run: Path, spec: PeerSpec, n_messages: int, views: Mapping[int, View]
   ):
-    self._run, self._duty, self._views = run, duty, views
-    self._messages, self._gossip = messages, duty.gossip
+    self._run, self._spec, self._views = run, spec, views
+    self._n_messages, self._gossip = n_messages, spec.gossip
     self._journals = [
       read_journal(journal_path(run, peer))
-      for peer in range(duty.gossip.topology.workers)
+      for peer in range(spec.gossip.topology.workers)
     ]
     self._incarnations = [
       incarnation
@@ -90,24 +90,24 @@ class _Checks:
     with breaks_on_value_error(JOURNALS):
       trace = files.read_trace(self._run, len(self._journals))
     peers = simulator.Peers(
-      *(self._gossip, self._duty.peer, self._duty.worker, self._duty.params),
+      *(self._gossip, self._spec.peer, self._spec.worker, self._spec.params),
       trace,
-      batch=self._duty.batch,
-      root=self._duty.root,
+      batch=self._spec.batch,
+      root=self._spec.root,
     )
     with breaks_on_value_error(REPLAY):
       records = peers.run(len(trace.time))
     for peer, view in self._views.items():
       state = peers.states[peer]
-      weight = float(self._duty.peer.weight(state))
+      weight = float(self._spec.peer.weight(state))
       expected = View(state.server.params, weight, int(state.server.version))
       is_equal = peer in peers.present and bits(view) == bits(expected)
       require(is_equal, REPLAY, "peer", peer, "is", view, "and not", expected)
     return peers, records
 
-  def records(self, replayed: simulator.PeerRecords) -> None:
-    """Compares records with the replay's. One record of each failed incarnation
-    may be missing: the peer exited before it wrote the record."""
+  def check_records(self, replayed: simulator.PeerRecords) -> None:
+    """Checks that the records equal the replay's. One record of each failed
+    incarnation may be missing: the peer exited before it wrote the record."""
     for peer, events in enumerate(self._journals):
       written = files.read_peer_records(self._run, peer)
       path = records_path(self._run, peer)
@@ -126,33 +126,35 @@ class _Checks:
         text = "peer", peer, name, column, "and not", expected
         require(is_equal, RECORDS, *text)
 
-  def jobs(self) -> None:
-    """Checks that the peers received all jobs: without rounds once each, in
-    rounds each incarnation without gaps."""
+  def check_jobs(self) -> None:
+    """Checks which jobs the peers received. Without rounds, every job was
+    received exactly once. In rounds, the jobs that an incarnation received have
+    no gap."""
     if self._gossip.order != gossip.ROUNDS:
       jobs = sorted(
         job
         for incarnation in self._incarnations
         for job in incarnation.received
       )
-      require(jobs == list(range(self._messages)), ONCE, jobs)
+      require(jobs == list(range(self._n_messages)), ONCE, jobs)
       return
     # In round k, peer i of n does job k n + i.
     n = len(self._journals)
-    for peer, number, _, left, received in self._incarnations:
+    for peer, number, _, exited_early, received in self._incarnations:
       begin = received[0] if received and number else peer
       end = received[-1] if received else begin - n
-      # A peer that is alive ends the last round, unless it joined after it.
-      if peer in self._views and not left and (received or not number):
-        end = self._messages - n + peer
+      # A live peer ends the last round, unless it joined after that round.
+      is_live = peer in self._views and not exited_early
+      if is_live and (received or not number):
+        end = self._n_messages - n + peer
       has_ended = (
         received == list(range(begin, end + 1, n)) and begin % n == peer
       )
       require(has_ended, ROUNDS, "peer", peer, "received", received)
 
-  def newcomers(self) -> None:
-    """Checks that later incarnations begin with JOIN and then ADOPT, unless
-    they started no job."""
+  def check_first_rows(self) -> None:
+    """Checks that all incarnations but a peer's first begin with JOIN; if they
+    started a job, ADOPT follows."""
     for incarnation in self._incarnations:
       actions = [row.action for row in incarnation.rows]
       adopts_first = actions[0] == base.JOIN and (
@@ -162,22 +164,24 @@ class _Checks:
       is_allowed = adopts_first or not incarnation.number
       require(is_allowed, ADOPTS, "peer", incarnation.peer, names)
 
-  def messages(self) -> None:
-    """In rounds: checks that the peers alive at the end took the same messages
-    of a peer that exited, and all messages of a peer that did not."""
+  def check_broadcasts(self) -> None:
+    """In rounds: checks which peers took a message. If its sender is alive at
+    the end, every neighbour alive at the end took the message. If the sender
+    exited, either all of these neighbours took the message or none."""
     for sender in self._incarnations:
-      for put in sender.of(base.PUT):
+      for put in sender.rows_with(base.PUT):
         # Receiver -> whether it took the message. A TAKE row has the sender as
         # its job, and the sender's seq.
         taken = {
           receiver.peer: any(
-            (take.job, take.seq) == put.key for take in receiver.of(base.TAKE)
+            (take.job, take.seq) == put.key
+            for take in receiver.rows_with(base.TAKE)
           )
           for receiver in self._incarnations
           if self._is_for(put, receiver)
         }
         answers = set(taken.values())
-        missed = answers == {False} and not sender.left
+        missed = answers == {False} and not sender.exited_early
         require(len(answers) < 2 and not missed, BROADCAST, put, taken)
 
   def _is_for(self, put: Event, receiver: Incarnation) -> bool:
@@ -186,46 +190,51 @@ class _Checks:
     first_message = 0  # number of the first one that the incarnation takes
     if receiver.number and receiver.received:
       round_index = receiver.received[0] // len(self._journals)
-      # Message m is put in round m every.
+      # Message m is put in round m * every.
       first_message = -(-round_index // self._gossip.every)
     return (
-      not receiver.left
+      not receiver.exited_early
       and receiver.peer != put.worker
       and bool(links[message % len(links), receiver.peer, put.worker])
       and message >= first_message
-      and any(mix.job == message for mix in receiver.of(base.MIX))
+      and any(mix.job == message for mix in receiver.rows_with(base.MIX))
     )
 
-  def exchanges(self) -> None:
-    """In pairs: checks that a peer that puts takes and mixes at once, and that
-    two peers took each other's messages equally often. A put alone is allowed
-    once for each peer that exited."""
+  def check_exchanges(self) -> None:
+    """In pairs: checks that a TAKE and a MIX row follow each PUT row, and that
+    two peers took each other's messages equally often. As many PUT rows may
+    stand alone as incarnations exited."""
     alive = [
-      incarnation for incarnation in self._incarnations if not incarnation.left
+      incarnation
+      for incarnation in self._incarnations
+      if not incarnation.exited_early
     ]
     exits = len(self._incarnations) - len(alive)
     for incarnation in alive:
       actions = [row.action for row in incarnation.rows]
-      alone = sum(
+      unanswered = sum(
         action == base.PUT
         and actions[i + 1 : i + 3] != [base.TAKE, base.MIX]
         for i, action in enumerate(actions)
       )
-      text = "put without an answer; times:"
-      require(alone <= exits, EXCHANGE, "peer", incarnation.peer, text, alone)
+      require(
+        unanswered <= exits,
+        *(EXCHANGE, "peer", incarnation.peer, "put", unanswered),
+        *("messages that were never answered; allowed:", exits),
+      )
     # An exit of one of the two may cut an exchange short.
     never_replaced = [
       incarnation for incarnation in alive if not incarnation.number
     ]
     for pair in itertools.combinations(never_replaced, 2):
       takes = [
-        sum(take.job == sender.peer for take in receiver.of(base.TAKE))
+        sum(take.job == sender.peer for take in receiver.rows_with(base.TAKE))
         for receiver, sender in (pair, pair[::-1])
       ]
       peers = [incarnation.peer for incarnation in pair]
       require(takes[0] == takes[1], EXCHANGE, "peers", *peers, "took", takes)
 
-  def copies(self, peers: simulator.Peers) -> None:
+  def check_copies(self, peers: simulator.Peers) -> None:
     """With `choco`: checks each peer's copy of its neighbour's public
     parameters."""
     topology, states = self._gossip.topology, peers.states
@@ -238,7 +247,7 @@ class _Checks:
         text = "peer", peer, "has", copy, "of peer", other, "which has"
         require(_are_close(copy, public), COPIES, *text, public)
 
-  def shared(self, peers: simulator.Peers) -> None:
+  def check_shared(self, peers: simulator.Peers) -> None:
     """With `share`: checks that all peers have the same parameters."""
     states = [peers.states[peer] for peer in self._views]
     all_params = [s.server.params for s in states if isinstance(s.own, Share)]
@@ -255,27 +264,27 @@ def _are_close(params: base.Params, other: base.Params) -> bool:
 
 
 def check(
-  run: Path, duty: PeerDuty, messages: int, views: Mapping[int, View]
+  run: Path, spec: PeerSpec, n_messages: int, views: Mapping[int, View]
 ) -> None:
   """Checks the files of a finished run.
 
   Args:
     run: folder of the run.
-    duty: of the peers.
-    messages: jobs of all peers together.
-    views: of the peers that were alive at the end.
+    spec: the rules, loss, data and key with which the peers ran.
+    n_messages: the number of jobs of all peers together.
+    views: peer -> its parameters, for the peers that were alive at the end.
 
   Raises:
     Broken: an invariant is violated.
   """
-  checks = _Checks(run, duty, messages, views)
+  checks = _Checks(run, spec, n_messages, views)
   peers, records = checks.replay()
-  checks.records(records)
-  checks.jobs()
-  checks.newcomers()
-  if duty.gossip.order == gossip.PAIRS:
-    checks.exchanges()
-  elif duty.gossip.order == gossip.ROUNDS:
-    checks.messages()
-  checks.copies(peers)
-  checks.shared(peers)
+  checks.check_records(records)
+  checks.check_jobs()
+  checks.check_first_rows()
+  if spec.gossip.order == gossip.PAIRS:
+    checks.check_exchanges()
+  elif spec.gossip.order == gossip.ROUNDS:
+    checks.check_broadcasts()
+  checks.check_copies(peers)
+  checks.check_shared(peers)

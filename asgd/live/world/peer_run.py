@@ -15,7 +15,7 @@ from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
 from asgd.live.gossip.cluster import Image, PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
-from asgd.live.gossip.peer_rows import PeerDuty, View
+from asgd.live.gossip.peer_rows import PeerSpec, View
 from asgd.live.journal import journal_path
 from asgd.live.records import records_path
 from asgd.live.world import peer_checks
@@ -73,8 +73,8 @@ CASES = (
 
 
 @functools.cache
-def _duty(case: PeerCase) -> PeerDuty:
-  """Returns the duty of a case's peers, compiled once for all scenarios."""
+def _make_spec(case: PeerCase) -> PeerSpec:
+  """Returns the spec of a case's peers, compiled once for all scenarios."""
   options = dict(case.options)
   recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
   gossip = recipe.gossip
@@ -86,7 +86,7 @@ def _duty(case: PeerCase) -> PeerDuty:
   wire = array_wire(copies=case.kills)
   if settings.compressed:
     wire = packed_wire(peer, params)
-  return PeerDuty(
+  return PeerSpec(
     gossip=settings,
     peer=peer,
     worker=recipe.make_worker(server_scenario.loss),
@@ -100,13 +100,13 @@ def _duty(case: PeerCase) -> PeerDuty:
 class PeersRun(WorldRun):
   """One scenario of live peers."""
 
-  INVARIANTS, STEP_SECONDS = peer_checks.NAMES, 0.05
+  INVARIANTS, STEP_SECONDS = peer_checks.INVARIANTS, 0.05
   _cluster: PeerCluster  # of the present command
 
   def __init__(self, scenario: Scenario, folder: Path):
     super().__init__(scenario, folder)
     self._case: PeerCase = scenario.case
-    self._duty = _duty(self._case)
+    self._spec = _make_spec(self._case)
     # The last checkpoint: images, and counts (rows, records) of each peer.
     self._saved: tuple[dict[int, Image], list[Sequence[int]]] | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
@@ -134,12 +134,12 @@ class PeersRun(WorldRun):
     """See the base."""
     case = self._case
     maker = PeerMaker(
-      lambda: self._duty._replace(batch=self._batch),
+      lambda: self._spec._replace(batch=self._batch),
       *(self.folder, self.scenario.seed),
       make_script=lambda *args: WorldScript(self.world),
     )
     self._cluster = PeerCluster(
-      self._duty.gossip,
+      self._spec.gossip,
       self.make_hosts(),
       maker,
       messages=case.messages,
@@ -200,7 +200,7 @@ class PeersRun(WorldRun):
       peer: (tree, json.loads(json.dumps(notes)))
       for peer, (tree, notes) in cluster.images().items()
     }
-    self._saved = images, files.lengths(self.folder, peers, images)
+    self._saved = images, files.checkpoint_counts(self.folder, peers, images)
 
   def _cut_back(self) -> None:
     """Restores changed files that the last command refused, as its error asks.
@@ -208,10 +208,10 @@ class PeersRun(WorldRun):
     for change in reversed(self._flips):
       if self.outcome.refused and change.path.name in self.outcome.refused[-1]:
         change.restore()
-    lengths: list[Sequence[int]] = [(0, 0)] * self._case.peers
+    counts: list[Sequence[int]] = [(0, 0)] * self._case.peers
     if self._saved:
-      _, lengths = self._saved
-    files.cut_back(self.folder, lengths)
+      _, counts = self._saved
+    files.cut_back(self.folder, counts)
     # A flip in the part that was cut off is undone.
     self._flips = [change for change in self._flips if change.original()]
     self._checked_rows = {}
@@ -246,7 +246,7 @@ class PeersRun(WorldRun):
     for change in reversed(self._flips):
       change.restore()
     peer_checks.check(
-      self.folder, self._duty, self._case.messages, self._views
+      self.folder, self._spec, self._case.messages, self._views
     )
 
   # Faults.

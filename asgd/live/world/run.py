@@ -43,7 +43,7 @@ class WorldScript(faults.Script):
     super().__init__((), kill=lambda: None, wait=world.scheduler.sleep)
     self._world = world
 
-  def message(self, worker: int, seq: int, message: Any) -> Any:
+  def apply_to_message(self, worker: int, seq: int, message: Any) -> Any:
     """See the base."""
     return self._world.spoil(message)
 

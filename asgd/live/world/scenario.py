@@ -19,8 +19,8 @@ from asgd import (
   transforms,
 )
 from asgd import losses as losses_lib
-from asgd.live.duty import Duty
 from asgd.live.setup import Setup
+from asgd.live.worker_spec import WorkerSpec
 from asgd.live.world.run import LADDER
 from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness
@@ -162,10 +162,10 @@ class Training(NamedTuple):
   steps: simulator.Steps
   plan: sharding.ShardPlan | None
   params: dict[str, np.ndarray]
-  batch: Callable[[int, int], Any]  # as the duty's, but without its pause
+  batch: Callable[[int, int], Any]  # as the spec's, but without its pause
   wire: str | None
   setup: Setup
-  duty: Duty
+  spec: WorkerSpec
 
 
 @functools.cache
@@ -250,7 +250,7 @@ def training(
     pause(job, case.computing[worker] if case.computing else 1.0)
     return compiled.batch(worker, job)
 
-  duty = Duty(
+  spec = WorkerSpec(
     *(work, compiled.worker.init, batch_after_pause, ROOT),
     *(compiled.params, compiled.plan),
     consistent=case.consistent,
@@ -259,4 +259,4 @@ def training(
     codec=compiled.server.codec,
     codec_down=None if case.down is None else _codec(case.down),
   )
-  return Training(*compiled, setup, duty)
+  return Training(*compiled, setup, spec)

@@ -49,7 +49,7 @@ class WorldSite:
   def shard(self, index: int) -> Shard | None:
     """Returns a shard; None if its process has ended or has not made it."""
     host = self._hosts.hosts.get((SHARD, index))
-    if host is None or not host.alive or host.made_object is None:
+    if host is None or not host.is_alive or host.made_object is None:
       return None
     shard: Shard = host.made_object.server.shard
     return shard

@@ -27,7 +27,7 @@ class ServerHosts(WorldHosts):
   def kill(self, kind: str, index: int) -> None:
     """See the base."""
     host = self.hosts[kind, index]
-    if kind == SHARD and host.alive and not self.cuts:
+    if kind == SHARD and host.is_alive and not self.cuts:
       raise Stuck(f"{kind} {index} does not answer")
     super().kill(kind, index)
 
@@ -56,7 +56,7 @@ class ServerRun(WorldRun):
     site = server_makers.WorldSite(self.world, hosts, training)
     makers = server_makers.make(self.world, site, training, self._images)
     cluster = ServerCluster(
-      *(training.setup, training.plan, hosts, makers, lambda: training.duty),
+      *(training.setup, training.plan, hosts, makers, lambda: training.spec),
       resumed=resumed,
     )
 

@@ -94,9 +94,9 @@ class Memory(SharedMemory):
     # A torn write leaves the data without its stamp.
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
-    length = self.length(kind, slot)
+    length = self.content_nbytes(kind, slot)
     # Only a packed message has a checksum, by which its reader detects this.
-    is_packed, faults = not self._formats[kind].fixed, self._disk.faults
+    is_packed, faults = not self._formats[kind].is_fixed, self._disk.faults
     if is_packed and length and (fault := faults.take("spoil", "message")):
       position = int(fault.which * (length - 1))
       self._slots[kind][slot][position] ^= 0x10
@@ -113,7 +113,7 @@ class Memory(SharedMemory):
       for key, ticket in shard.state.tickets.items()
       if ticket.message == slot and message_stamp(*key) != stamp
     ]
-    is_free = slot in slots.free_messages or slot in slots.logged
+    is_free = slot in slots.free_messages or slot in slots.log_slots
     if others or is_free:
       raise self._broken(
         f"no slot is leaked, or used twice: slot {slot} of shard {shard.index}"

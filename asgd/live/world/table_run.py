@@ -144,7 +144,7 @@ class TablesRun(WorldRun):
 
     return lambda inside: ShardHost(
       *(inside, make, self.folder, self.memory, index),
-      every=_EVERY,
+      clock_every=_EVERY,
       image=image,
     )
 
@@ -217,23 +217,23 @@ class TablesRun(WorldRun):
     cluster = self._cluster
     cluster.pause()
     images = cluster.images()
-    counts = {w: image[:2] for w, image in images.workers.items()}
-    lengths = files.FILES.lengths(self.folder, WORKERS, counts)
-    self._saved = images, lengths
+    saved_counts = {w: image[:2] for w, image in images.workers.items()}
+    counts = files.FILES.checkpoint_counts(self.folder, WORKERS, saved_counts)
+    self._saved = images, counts
     cluster.resume()
 
   def _cut_files(self) -> None:
     """Cuts the files back to the last checkpoint, or to nothing."""
     shard_rows = [0] * self._settings.shards
-    worker_lengths: list[Sequence[int]] = [(0, 0)] * WORKERS
+    worker_counts: list[Sequence[int]] = [(0, 0)] * WORKERS
     if self._saved:
-      images, worker_lengths = self._saved
+      images, worker_counts = self._saved
       shard_rows = [rows for rows, _ in images.shards]
     shard_traces = [
       (files.order_path(self.folder, shard), rows)
       for shard, rows in enumerate(shard_rows)
     ]
-    files.cut_back(self.folder, worker_lengths, shard_traces)
+    files.cut_back(self.folder, worker_counts, shard_traces)
 
   # Checks.
 

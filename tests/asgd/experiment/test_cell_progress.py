@@ -73,7 +73,7 @@ class Fake:
 
 
 def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
-  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+  for name in ("_FIRST_WRITE", "_INTERVAL", "_PAUSE_FACTOR"):
     monkeypatch.setattr(cell_progress, name, 0.0)
   rows = drawn(0, count=3010)
   engine = Fake(rows)
@@ -83,7 +83,7 @@ def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
   file.finish()
   content = run_files.read_progress(tmp_path)
   points = np.array(content["points"], float)
-  assert 100 < len(points) <= cell_progress._POINTS
+  assert 100 < len(points) <= cell_progress._MAX_POINTS
   counts = np.diff(points[:, 1], prepend=0)
   covered = int(points[-1, 1])
   assert covered > 3000 - 40
@@ -96,7 +96,7 @@ def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
 
 
 def test_the_engines_clock_counts_without_its_start_up(tmp_path, monkeypatch):
-  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+  for name in ("_FIRST_WRITE", "_INTERVAL", "_PAUSE_FACTOR"):
     monkeypatch.setattr(cell_progress, name, 0.0)
   wall = iter(range(1000, 10**6, 100))  # 100 s between two looks at the clock
   clock = types.SimpleNamespace(monotonic=lambda: next(wall))

@@ -79,7 +79,8 @@ def test_what_is_said_of_it():
   assert ", with the durations of x/cells/b\n" in said
   assert comparison.table(rows) in said
   assert "note: 2 of 10 messages arrived before each worker" in said
-  assert "note" not in comparison.describe(both._replace(zero=0), rows)
+  from_start = both._replace(first_messages=0)
+  assert "note" not in comparison.describe(from_start, rows)
 
 
 def test_what_is_not_known_is_a_dash():

@@ -216,9 +216,9 @@ def test_what_a_network_takes_is_no_part_of_a_job(rules, incast):
     kit.row(row.time, row.worker, row.job, row.action, row.seq)
     for row in order.rows
   ]
-  jobs = predict.off_network(journal, spans, network, SIZES, 3)
+  jobs = predict.measure_work(journal, spans, network, SIZES, 3)
   assert len(jobs) == 24
-  rows = predict.in_order(jobs, 3)
+  rows = predict.durations_by_worker(jobs, 3)
   for row, given in zip(rows, TIMES, strict=True):
     expected = list(itertools.islice(itertools.cycle(given), len(row)))
     np.testing.assert_allclose(row, expected, rtol=1e-9)
@@ -231,7 +231,7 @@ def test_what_a_network_takes_is_no_part_of_a_job(rules, incast):
 def test_a_live_run_over_a_network_needs_its_spans():
   journal = [kit.row(0.0, 0, 0, base.SEND), kit.row(1.0, 0, 0, base.RECEIVE)]
   with pytest.raises(ValueError, match="--config.live.spans=True"):
-    predict.off_network(journal, {}, WIRE, SIZES, 1)
+    predict.measure_work(journal, {}, WIRE, SIZES, 1)
 
 
 def test_sizes_are_those_that_were_counted():

@@ -54,8 +54,8 @@ def test_measured_times_play_the_run_again(name, comes):
   assert (trace.action == base.RECEIVE).sum() == 24
   orders.check(trace, depth=24)  # a message may wait for its round
   journal, spans = journal_of(trace)
-  assert predict.joins(journal, 3) == comes
-  rows = predict.in_order(predict.jobs(journal, spans), 3)
+  assert predict.join_times(journal, 3) == comes
+  rows = predict.durations_by_worker(predict.measure_jobs(journal, spans), 3)
   for row, expected in zip(rows, streams(TIMES), strict=True):
     assert row == [next(expected) for _ in row]
   again = predict.play(rules, streams(rows), comes, 24)
@@ -101,7 +101,7 @@ PUSHES = {
 
 
 def test_waiting_for_others_of_a_round_is_no_work():
-  found = predict.jobs(ROUNDS, PUSHES)
+  found = predict.measure_jobs(ROUNDS, PUSHES)
   assert [(job.worker, job.start, job.end) for job in found] == [
     (0, 0.0, 1.5),
     (1, 0.0, 3.0),
@@ -109,18 +109,18 @@ def test_waiting_for_others_of_a_round_is_no_work():
     (1, 3.0, 5.25),
   ]
   assert [job.received for job in found] == [3.0, 3.0, 5.25, 5.25]
-  assert predict.in_order(found, 2) == [[1.5, 1.25], [3.0, 2.25]]
+  assert predict.durations_by_worker(found, 2) == [[1.5, 1.25], [3.0, 2.25]]
 
 
 def test_without_spans_a_round_is_all_work():
-  found = predict.jobs(ROUNDS, {})
-  assert predict.in_order(found, 2) == [[3.0, 2.25], [3.0, 2.25]]
+  found = predict.measure_jobs(ROUNDS, {})
+  assert predict.durations_by_worker(found, 2) == [[3.0, 2.25], [3.0, 2.25]]
 
 
 def test_a_message_of_its_own_ends_when_it_is_received():
   journal = [*join(0.0, 0), *send(0.0, (0, 0)), *receive(2.0, (0, 0))]
   pushed = {0: [Span("push", 1.0, 1.25, 0, 0)]}
-  ((_, start, end, _, first),) = predict.jobs(journal, pushed)
+  ((_, start, end, _, first),) = predict.measure_jobs(journal, pushed)
   assert (start, end, first) == (0.0, 2.0, True)
 
 
@@ -138,16 +138,17 @@ STARTING = [  # worker 1 comes when worker 0 has done two jobs
 
 
 def test_in_order_all_jobs_are_there():
-  found = predict.jobs(STARTING, {})
-  assert predict.in_order(found, 2) == [[4, 1, 1, 1.5, 2.5], [1, 1.5]]
-  assert predict.joins(STARTING, 3) == [0, 5.5, 5.5]
+  found = predict.measure_jobs(STARTING, {})
+  rows = predict.durations_by_worker(found, 2)
+  assert rows == [[4, 1, 1, 1.5, 2.5], [1, 1.5]]
+  assert predict.join_times(STARTING, 3) == [0, 5.5, 5.5]
 
 
 def test_who_waits_for_the_others_has_come_when_the_first_ticket_is_sent():
   journal = [*join(1.0, 0), *join(4.0, 1), *send(4.0, (0, 0), (1, 0))]
-  assert predict.joins(journal, 2) == [0.0, 0.0]
+  assert predict.join_times(journal, 2) == [0.0, 0.0]
   late = [*journal, *join(6.0, 2), *send(6.0, (2, 0))]
-  assert predict.joins(late, 3) == [0.0, 0.0, 2.0]
+  assert predict.join_times(late, 3) == [0.0, 0.0, 2.0]
   # With two tickets each: all get their first before any gets a second.
   rules = protocol.Rules(depth=2)
   trace = predict.play(rules, streams(TIMES), [0.0] * 3, 12)
@@ -155,10 +156,11 @@ def test_who_waits_for_the_others_has_come_when_the_first_ticket_is_sent():
 
 
 def test_settled_times_begin_when_all_are_there():
-  found = predict.jobs(STARTING, {})
-  assert predict.all_there(np.array([j.worker for j in found]), 2) == 4
+  found = predict.measure_jobs(STARTING, {})
+  senders = np.array([job.worker for job in found])
+  assert predict.count_until_all_sent(senders, 2) == 4
   # At 7.5, so that the job from 7 to 8.5 is left out.
-  assert predict.settled(found, 2) == [[2.5], [1.5]]
+  assert predict.settled_durations(found, 2) == [[2.5], [1.5]]
 
 
 def test_the_first_job_of_a_worker_that_came_again_is_left_out():
@@ -170,17 +172,17 @@ def test_the_first_job_of_a_worker_that_came_again_is_left_out():
     *(*join(9.0, 0), *send(9.0, (0, 3)), *receive(13.0, (0, 3))),
     *(*send(13.0, (0, 4)), *receive(16.0, (0, 4))),
   ]
-  found = predict.jobs(journal, {})
+  found = predict.measure_jobs(journal, {})
   assert [job.first for job in found] == [True, False, True, False]
-  assert predict.settled(found, 1) == [[2.0, 3.0]]
+  assert predict.settled_durations(found, 1) == [[2.0, 3.0]]
 
 
 def test_who_did_nothing_cannot_be_measured():
-  found = predict.jobs(STARTING, {})
+  found = predict.measure_jobs(STARTING, {})
   with pytest.raises(ValueError, match="worker 2 sent no message"):
-    predict.settled(found, 3)
+    predict.settled_durations(found, 3)
   with pytest.raises(ValueError, match="worker 0 ended no job after all 2"):
-    predict.settled(found[:5], 2)
+    predict.settled_durations(found[:5], 2)
 
 
 def test_losses_are_smoothed_over_a_fortieth_of_the_run():
@@ -196,7 +198,7 @@ def test_losses_are_smoothed_over_a_fortieth_of_the_run():
 
 def test_when_a_loss_is_reached():
   curve = predict.Curve(np.array([1.0, 2.0, 3.0]), np.array([5.0, 1.0, 2.0]))
-  assert curve.way(0.5) == 3.0
+  assert curve.loss_after_share(0.5) == 3.0
   assert curve.reaches(3.0) == 2.0
   assert np.isnan(curve.reaches(0.5))
 

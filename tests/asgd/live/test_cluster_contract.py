@@ -196,7 +196,7 @@ class Gates:
   def _hit(self, number, kind, index):
     rows = self._run.rows()
     if not self._hosts:
-      pids = processes.pids(live_memory.read(self._run.place).memory)
+      pids = processes.live_pids(live_memory.read(self._run.place).memory)
       assert listening() == []
       os.kill(pids[kind][index], number)
     elif number == TERM:
@@ -214,7 +214,7 @@ class Gates:
 def listening():
   """Returns the addresses where processes listen for other machines."""
   inodes = set()
-  for pid in processes.children():
+  for pid in processes.descendants():
     for path in Path(f"/proc/{pid}/fd").glob("*"):
       with contextlib.suppress(OSError):
         inodes.add(os.readlink(path).removeprefix("socket:[").rstrip("]"))
@@ -233,9 +233,9 @@ def listening():
 def running():
   """Returns the processes that this one has started, as (number, since)."""
   found = set()
-  for pid in processes.children():
+  for pid in processes.descendants():
     with contextlib.suppress(OSError):
-      found.add((pid, processes.stat(pid)[1]))
+      found.add((pid, processes.process_stat(pid)[1]))
   return found
 
 

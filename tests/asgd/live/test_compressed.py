@@ -12,7 +12,6 @@ from kit import bits
 import asgd
 from asgd import base, compression, sharding, simulator, wire
 from asgd.live.deadlines import Ladder
-from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.hosts.site import Site
 from asgd.live.hosts.threads import ThreadHosts
@@ -22,6 +21,7 @@ from asgd.live.server import cluster as clusters
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.slots import MESSAGES, UPDATES
+from asgd.live.worker_spec import WorkerSpec
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
@@ -79,7 +79,7 @@ class Run:
     steps = simulator.compile_steps(
       self.server, self.worker, keeps_messages=True
     )
-    duty = Duty(
+    spec = WorkerSpec(
       *(steps.work, self.worker.init, coding.batch, coding.ROOT, params, plan),
       consistent=self.setup.consistent,
       codec=codec,
@@ -87,7 +87,7 @@ class Run:
     )
     parts = [params] if plan is None else sharding.split(plan, params)
     self.news = []
-    duty.warm_up_all(WORKERS)
+    spec.warm_up_all(WORKERS)
     began = time.monotonic()
     self.site = TellingSite(
       *(self.setup, str(folder), str(folder), began), patience=0.2
@@ -99,7 +99,7 @@ class Run:
     )
     self.hosts = ThreadHosts(began=began)
     self.cluster = clusters.ServerCluster(
-      self.setup, plan, self.hosts, self.makers, lambda: duty
+      self.setup, plan, self.hosts, self.makers, lambda: spec
     )
 
   def drive(self):
@@ -244,7 +244,8 @@ def updates_of(run):
 
   def count(shard, memory, kind, slot, tree, stamp):
     if kind == UPDATES and stamp >> 40:  # or they lie beside a snapshot
-      written[(stamp >> 40) - 1, stamp & 2**40 - 1] = memory.length(kind, slot)
+      nbytes = memory.content_nbytes(kind, slot)
+      written[(stamp >> 40) - 1, stamp & 2**40 - 1] = nbytes
 
   run.site.told = count
   return written

@@ -108,10 +108,10 @@ def test_what_is_not_in_the_script_does_not_happen():
   stage = Stage(*(Fault(1, 2, kind, 9.0) for kind in faults.KINDS))
   message = {"w": np.ones(3)}
   for worker, seq in ((0, 2), (1, 1), (2, 1), (1, 3)):
-    stage.it.before_work(worker, seq)
-    assert stage.it.message(worker, seq, message) is message
+    stage.it.apply_to_job(worker, seq)
+    assert stage.it.apply_to_message(worker, seq, message) is message
     sent = frame(seq, worker)
-    assert stage.it.frames(worker, sent) == [sent]
+    assert stage.it.apply_to_frame(worker, sent) == [sent]
   assert stage.calls == stage.it.injected == []
 
 
@@ -119,8 +119,8 @@ def test_a_kill_happens_once():
   fault = Fault(1, 2, "kill")
   stage = Stage(fault)
   with pytest.raises(Ended):
-    stage.it.before_work(1, 2)
-  stage.it.before_work(1, 2)  # of the place's next holder
+    stage.it.apply_to_job(1, 2)
+  stage.it.apply_to_job(1, 2)  # of the place's next holder
   assert stage.calls == ["kill"]
   assert stage.it.injected == [fault]
 
@@ -132,15 +132,15 @@ def test_a_kill_in_threads_goes_through_handlers_of_errors():
 def test_who_hangs_does_not_come_back():
   stage = Stage(Fault(0, 0, "hang"))
   with pytest.raises(Ended):
-    stage.it.before_work(0, 0)
+    stage.it.apply_to_job(0, 0)
   assert stage.calls == [3600.0] * 3
 
 
 def test_who_is_slow_comes_back():
   fault = Fault(0, 1, "slow", 0.25)
   stage = Stage(fault)
-  stage.it.before_work(0, 1)
-  stage.it.before_work(0, 1)
+  stage.it.apply_to_job(0, 1)
+  stage.it.apply_to_job(0, 1)
   assert stage.calls == [0.25]
   assert stage.it.injected == [fault]
 
@@ -148,41 +148,41 @@ def test_who_is_slow_comes_back():
 def test_a_spoilt_message_is_nan_throughout():
   stage = Stage(Fault(0, 1, "nan"))
   message = {"w": np.ones((2, 3), np.float32), "b": (np.zeros(4, np.float16),)}
-  spoilt = stage.it.message(0, 1, message)
+  spoilt = stage.it.apply_to_message(0, 1, message)
   assert spoilt["w"].shape == (2, 3)
   assert spoilt["w"].dtype == np.float32
   assert spoilt["b"][0].dtype == np.float16
   assert np.isnan(spoilt["w"]).all()
   assert np.isnan(spoilt["b"][0]).all()
   assert (message["w"] == 1).all()
-  assert stage.it.message(0, 1, message) is message
+  assert stage.it.apply_to_message(0, 1, message) is message
 
 
 def test_frames_are_lost_or_doubled():
   stage = Stage(Fault(0, 1, "lose"), Fault(0, 2, "double"))
-  assert stage.it.frames(0, frame(1)) == []
-  assert stage.it.frames(0, frame(1)) == [frame(1)]  # said again
-  assert stage.it.frames(0, frame(2)) == [frame(2), frame(2)]
-  assert stage.it.frames(0, frame(2)) == [frame(2)]
+  assert stage.it.apply_to_frame(0, frame(1)) == []
+  assert stage.it.apply_to_frame(0, frame(1)) == [frame(1)]  # said again
+  assert stage.it.apply_to_frame(0, frame(2)) == [frame(2), frame(2)]
+  assert stage.it.apply_to_frame(0, frame(2)) == [frame(2)]
   assert stage.it.injected == [Fault(0, 1, "lose"), Fault(0, 2, "double")]
 
 
 def test_a_frame_is_overtaken_by_the_next():
   stage = Stage(Fault(0, 1, "reorder"), Fault(1, 1, "reorder"))
-  assert stage.it.frames(0, frame(1)) == []
-  assert stage.it.frames(1, frame(1, worker=1)) == []
-  assert stage.it.frames(2, frame(1, worker=2)) == [frame(1, worker=2)]
-  assert stage.it.frames(0, frame(2)) == [frame(2), frame(1)]
-  assert stage.it.frames(0, frame(3)) == [frame(3)]
-  assert stage.it.frames(1, frame(2, worker=1)) == [
+  assert stage.it.apply_to_frame(0, frame(1)) == []
+  assert stage.it.apply_to_frame(1, frame(1, worker=1)) == []
+  assert stage.it.apply_to_frame(2, frame(1, worker=2)) == [frame(1, worker=2)]
+  assert stage.it.apply_to_frame(0, frame(2)) == [frame(2), frame(1)]
+  assert stage.it.apply_to_frame(0, frame(3)) == [frame(3)]
+  assert stage.it.apply_to_frame(1, frame(2, worker=1)) == [
     *(frame(2, worker=1), frame(1, worker=1)),
   ]
 
 
 def test_several_things_may_happen_to_one_job():
   stage = Stage(Fault(0, 1, "slow", 0.5), Fault(0, 1, "nan"))
-  stage.it.before_work(0, 1)
-  assert np.isnan(stage.it.message(0, 1, np.ones(2))).all()
+  stage.it.apply_to_job(0, 1)
+  assert np.isnan(stage.it.apply_to_message(0, 1, np.ones(2))).all()
   assert stage.calls == [0.5]
   assert [fault.kind for fault in stage.it.injected] == ["slow", "nan"]
 
@@ -199,7 +199,7 @@ def test_a_fault_happens_once_whoever_asks():
   def run():
     start.wait(30)
     for seq in range(200):
-      if not script.frames(0, frame(seq)):
+      if not script.apply_to_frame(0, frame(seq)):
         lost.append(seq)
 
   threads = [threading.Thread(target=run) for _ in range(4)]
@@ -217,7 +217,7 @@ def test_a_fault_happens_once_whoever_asks():
 def after(times, **settings):
   deadlines = Deadlines(Ladder(**settings))
   for seconds in times:
-    deadlines.ended(seconds)
+    deadlines.add_job(seconds)
   return deadlines
 
 
@@ -239,16 +239,16 @@ def after(times, **settings):
 )
 def test_the_ladder_by_hand(times, settings, late):
   deadlines = after(times, **settings)
-  assert deadlines.late == pytest.approx(late)
-  assert deadlines.dead == pytest.approx(3 * late)
+  assert deadlines.late_after == pytest.approx(late)
+  assert deadlines.dead_after == pytest.approx(3 * late)
 
 
 def test_the_ladder_moves_on_when_it_was_looked_at():
   deadlines = after([1.0] * 5, floor=0.5)
-  assert deadlines.late == 3.0
+  assert deadlines.late_after == 3.0
   for _ in range(20):
-    deadlines.ended(2.0)
-  assert deadlines.late == 6.0
+    deadlines.add_job(2.0)
+  assert deadlines.late_after == 6.0
 
 
 @quick
@@ -263,10 +263,10 @@ def test_the_ladder_is_its_definition(times, k, floor):
   median = statistics.median(seen)
   mad = statistics.median([abs(x - median) for x in seen])
   expected = max(median + k * 1.4826 * mad, 3 * median, floor)
-  assert deadlines.late == pytest.approx(expected)
-  assert deadlines.dead == 3 * deadlines.late
+  assert deadlines.late_after == pytest.approx(expected)
+  assert deadlines.dead_after == 3 * deadlines.late_after
   # What is usual is neither late nor dead.
-  assert median < deadlines.late < deadlines.dead
+  assert median < deadlines.late_after < deadlines.dead_after
 
 
 @pytest.mark.parametrize("name", Ladder._fields)

@@ -35,7 +35,7 @@ def fits(frame, shard, consistent):
   try:
     frames.check(frame, shard, setup)
   except frames.BadFrame as error:
-    assert f"shard {shard} of 2 has no use for Frame" in str(error)
+    assert f"shard {shard} of 2 cannot receive Frame" in str(error)
     return False
   return True
 
@@ -97,10 +97,10 @@ def test_numbers_that_are_of_no_worker_and_no_shard():
 
 def test_a_connection_is_that_of_one_worker_or_one_follower():
   said = WORKER_SAYS[frames.HELLO]
-  who = frames.speaker(said)
-  assert who == frames.speaker(WORKER_SAYS[frames.PUSH], who) == ("worker", 2)
+  who = frames.sender_of(said)
+  assert who == frames.sender_of(WORKER_SAYS[frames.PUSH], who) == ("worker", 2)
   others = said._replace(worker=1), *FOLLOWER_SAYS.values()
   for other in others:
     with pytest.raises(frames.BadFrame, match="one connection sends frames of"):
-      frames.speaker(other, who)
-  assert {frames.speaker(f) for f in FOLLOWER_SAYS.values()} == {("shard", 1)}
+      frames.sender_of(other, who)
+  assert {frames.sender_of(f) for f in FOLLOWER_SAYS.values()} == {("shard", 1)}

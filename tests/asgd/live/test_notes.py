@@ -92,7 +92,7 @@ def world(monkeypatch, tmp_path):
 
 
 def made_notes(world):
-  return notes.FarNotes(
+  return notes.RemoteNotes(
     2, world.find, clock=world.clock, wait=world.wait_for
   )
 
@@ -106,7 +106,7 @@ def job(at, seq):
 def do(told, at, seq):
   """Does a job, of which the notes are told."""
   for span in job(at, seq):
-    told.span(span)
+    told.add_span(span)
 
 
 def written(world):
@@ -148,7 +148,7 @@ def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
 
 
 def test_without_a_lead_the_end_is_not_put_off_for_ever(world, monkeypatch):
-  monkeypatch.setattr(notes, "_LEAVE", 0.01)
+  monkeypatch.setattr(notes, "_CLOSE_SECONDS", 0.01)
   told, world.leads = made_notes(world), []
   told._wait = lambda seconds: time.sleep(0.001)
   do(told, AHEAD, 0)
@@ -158,11 +158,11 @@ def test_without_a_lead_the_end_is_not_put_off_for_ever(world, monkeypatch):
 
 def test_a_fault_is_written_before_it_happens(world):
   told, fault = made_notes(world), Fault(2, 7, "kill")
-  told.fault(fault)
+  told.send_fault(fault)
   assert (world.run / "faults.csv").read_text() == "2,7,kill,0.0\n"
   replacement, world.leads = [world.lead()], []
   told._wait = lambda seconds: world.leads.extend(replacement)
-  told.fault(fault._replace(seq=8))
+  told.send_fault(fault._replace(seq=8))
   assert (world.run / "faults.csv").read_text().count("\n") == 2
 
 
@@ -170,7 +170,7 @@ def test_a_disk_that_takes_nothing_ends_the_worker(world, tmp_path):
   told = made_notes(world)
   world.leads[0]._run = tmp_path / "gone"
   with pytest.raises(RayTaskError):
-    told.fault(Fault(2, 7, "kill"))
+    told.send_fault(Fault(2, 7, "kill"))
 
 
 # One machine's clock and another's.
@@ -184,32 +184,32 @@ def test_nothing_is_known_before_the_first_answer():
 
 def test_the_truth_is_between_the_question_and_the_answer():
   offset = notes.ClockOffset()
-  offset.learn(100.0, 7.0, 104.0)  # theirs is ours less 93 to 97
+  offset.add_answer(100.0, 7.0, 104.0)  # theirs is ours less 93 to 97
   assert (offset.seconds, offset.error) == (-95.0, 2.0)
 
 
 @pytest.mark.parametrize("answers", [1, -1])
 def test_the_bounds_of_all_answers_hold(monkeypatch, answers):
-  monkeypatch.setattr(notes, "_DRIFT", 0.0)
+  monkeypatch.setattr(notes, "_MAX_DRIFT", 0.0)
   offset = notes.ClockOffset()
   # Theirs is ours less 95: of one question the way there is the slow one, of
   # the other the way back, and together they are exact.
   for question in [(100.0, 9.0, 104.0), (200.0, 105.0, 208.0)][::answers]:
-    offset.learn(*question)
+    offset.add_answer(*question)
   assert (offset.seconds, offset.error) == (-95.0, 0.0)
 
 
 def test_bounds_widen_as_clocks_drift(monkeypatch):
-  monkeypatch.setattr(notes, "_DRIFT", 0.25)
+  monkeypatch.setattr(notes, "_MAX_DRIFT", 0.25)
   offset = notes.ClockOffset()
-  offset.learn(100.0, 10.0, 100.0)
-  offset.learn(100.0, 10.0, 108.0)  # a slow answer, eight seconds later
+  offset.add_answer(100.0, 10.0, 100.0)
+  offset.add_answer(100.0, 10.0, 108.0)  # a slow answer, eight seconds later
   # -90 at 100; 2 either way at 108, of which the answer has -98 to -90.
   assert (offset.seconds, offset.error) == (-91.0, 1.0)
 
 
 def test_the_last_of_two_answers_that_contradict_each_other_counts():
   offset = notes.ClockOffset()
-  offset.learn(100.0, 10.0, 100.0)
-  offset.learn(102.0, 52.0, 104.0)  # theirs was set, or ours stood still
+  offset.add_answer(100.0, 10.0, 100.0)
+  offset.add_answer(102.0, 52.0, 104.0)  # theirs was set, or ours stood still
   assert (offset.seconds, offset.error) == (-51.0, 1.0)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from asgd.live import frames
-from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.incarnation import OpenJob
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS
-from asgd.live.worker import Reach, WorkerLoop
+from asgd.live.worker import LoopContext, WorkerLoop
+from asgd.live.worker_spec import WorkerSpec
 
 LONG = 60.0  # seconds until what must happen is taken not to
 
@@ -85,14 +85,14 @@ class Link:
     self._box.put(None)
 
 
-def make_loop(duty, link, memory, span=None):
+def make_loop(spec, link, memory, span=None):
   wait = lambda seconds: None  # noqa: E731
   script = Script((), kill=lambda: None, wait=wait)
-  reach = Reach(
+  context = LoopContext(
     *(link, lambda: [memory], lambda: 0.0, wait),
     *(script, span, lambda: None),
   )
-  return WorkerLoop(0, duty, reach, patience=LONG)
+  return WorkerLoop(0, spec, context, patience=LONG)
 
 
 def run(fail=None):
@@ -114,12 +114,12 @@ def run(fail=None):
     message = jax.tree.map(lambda x: x * (job + state), ticket.params)
     return state + 10, message, Metrics(np.float32(0.5))
 
-  duty = Duty(
+  spec = WorkerSpec(
     *(work, lambda params: 0, batch, None, memory[PARAMS, 0][0], None),
     depth=3,
     overlap=True,
   )
-  loop = make_loop(duty, link, memory, spans.append)
+  loop = make_loop(spec, link, memory, spans.append)
   assert loop.run() == "stopped"
   return link, memory, spans
 
@@ -137,8 +137,10 @@ def test_a_job_is_computed_while_others_are_fetched_and_pushed():
 def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   memory, link = Memory(Events()), Link()
   params = memory[PARAMS, 0][0]
-  duty = Duty(None, lambda params: 0, None, None, params, None, overlap=True)
-  loop = make_loop(duty, link, memory)
+  spec = WorkerSpec(
+    None, lambda params: 0, None, None, params, None, overlap=True
+  )
+  loop = make_loop(spec, link, memory)
   job = OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._incarnation
@@ -165,4 +167,4 @@ def test_what_fails_in_a_push_is_raised_where_it_is_taken():
     assert woken.wait(LONG)
     with pytest.raises(KeyError, match="job"):
       stages.take()
-    assert not stages.ready
+    assert not stages.is_ready

@@ -19,20 +19,20 @@ def test_a_trace_ends_after_its_seconds_and_is_not_made_again(profiler):
   now = 7.0
   profile = Profile("folder", seconds=2.0, clock=lambda: now)
   assert profiler == []
-  profile.worked()
+  profile.after_job()
   now = 8.9
-  profile.worked()
+  profile.after_job()
   assert profiler == ["folder"]
   now = 9.0
-  profile.worked()
+  profile.after_job()
   profile.close()
-  profile.worked()
+  profile.after_job()
   assert profiler == ["folder", "stop"]
 
 
 def test_a_trace_ends_with_its_work(profiler):
   profile = Profile("folder")
-  profile.worked()
+  profile.after_job()
   profile.close()
   profile.close()
   assert profiler == ["folder", "stop"]
@@ -42,6 +42,6 @@ def test_a_trace_ends_with_its_work(profiler):
 def test_without_a_folder_or_work_there_is_no_trace(profiler, folder):
   profile = Profile(folder)
   if folder is None:
-    profile.worked()
+    profile.after_job()
   profile.close()
   assert profiler == []

@@ -148,4 +148,4 @@ def test_files_removed_under_a_run_are_seen_to_be_others(tmp_path):
   with pytest.raises(WrongSlot, match="was removed or changed"):
     shard.read(MESSAGES, 0, stamp)
   (tmp_path / "shard-0" / "params").unlink()
-  assert shared(tmp_path).fresh  # though there are messages
+  assert shared(tmp_path).is_new  # though there are messages

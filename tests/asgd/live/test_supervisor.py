@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from asgd.live import supervisor as supervisor_lib
-from asgd.live.deadlines import DEAD, Ladder
+from asgd.live.deadlines import DEAD_FACTOR, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import HostExited
 from asgd.live.hosts.threads import ThreadHosts
@@ -55,11 +55,11 @@ def test_a_party_that_does_not_answer_is_left_out_and_ended(supervisor):
   parties = [supervisor.start("shard", i, counter(2 + i)) for i in range(2)]
   assert supervisor.await_made(parties) == []
   assert supervisor.ask("shard", "add", 5) == {0: 7}
-  (lost,) = supervisor.exited("shard")
+  (lost,) = supervisor.exited_parties("shard")
   assert lost is supervisor.parties["shard"][1]
   assert not supervisor.ask(lost.kind, "add", 5, among=[lost.index])
   supervisor.drop(lost)
-  assert supervisor.exited("shard") == []
+  assert supervisor.exited_parties("shard") == []
 
 
 def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
@@ -77,7 +77,7 @@ def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
 
 def test_a_silent_party_is_named_and_ended(monkeypatch):
   monkeypatch.setattr(supervisor_lib, "_ANSWER_LOOK", 0.01)
-  monkeypatch.setattr(supervisor_lib, "_SOON", 0.0)
+  monkeypatch.setattr(supervisor_lib, "_SHOW_AFTER", 0.0)
   hosts, lines = ThreadHosts(began=time.monotonic()), []
   hosts.show = lines.append
   supervisor = Supervisor(hosts, {"shard": 2}, LADDER, patience=0.0)
@@ -101,7 +101,7 @@ class Full:
     return self._ended
 
   def add(self, number):
-    self._inside.later(lambda: None, "report")
+    self._inside.run_later(lambda: None, "report")
     raise HostExited("shard", 0)
 
   def report(self, call):
@@ -145,10 +145,10 @@ def test_a_party_that_stands_still_holds_up_no_poll(supervisor):
   assert poll() == {0: 4, 1: 14}
   still.free.clear()
   assert poll() == {1: 18}
-  assert not supervisor.exited("shard")
+  assert not supervisor.exited_parties("shard")
   later[0] = 60.0
   assert poll() == {1: 22}
-  assert [party.index for party in supervisor.exited("shard")] == [0]
+  assert [party.index for party in supervisor.exited_parties("shard")] == [0]
   still.free.set()
 
 
@@ -163,28 +163,28 @@ def test_a_job_that_takes_too_long_ends_its_party(supervisor, clock):
 
   for second in range(7):  # worker 0 does a job a second, worker 1 is idle
     assert not watch(second, second, None)
-  assert supervisor.deadlines.dead == 3 * DEAD  # the median is 1
+  assert supervisor.deadlines.dead_after == 3 * DEAD_FACTOR  # the median is 1
   assert workers[0].has_done_job and not workers[1].has_done_job
   assert not watch(15.0, 6, 0)
   assert watch(15.1, 6, 0) == [0]
   assert not watch(25.0, None, 0)[1:]  # it has time to start
-  supervisor.excuse("worker")
+  supervisor.stop_job_times("worker")
   assert not watch(35.0, None, 0)[1:]
   assert not watch(45.0, None, 0)[1:]
   assert watch(45.1, None, 0)[1:] == [1]
-  assert len(supervisor.exited("worker")) == 2
+  assert len(supervisor.exited_parties("worker")) == 2
 
 
 def test_exits_count_until_a_message_is_received(supervisor):
   for _ in range(10):
     supervisor.count_exit("shard", 1, "died")
     supervisor.count_exit("worker", 1, "died")
-  supervisor.progressed(0)
+  supervisor.count_received(0)
   with pytest.raises(ShardsDie, match="shards ended 11 times before a message"):
     supervisor.count_exit("shard", 1, "died")
   with pytest.raises(WorkersDie, match=r"11 workers ended.*worker 1 hung"):
     supervisor.count_exit("worker", 1, "hung")
-  supervisor.progressed(1)
+  supervisor.count_received(1)
   supervisor.count_exit("shard", 1, "died")
 
 
@@ -193,7 +193,7 @@ def test_refusals_count_until_a_message_is_received(supervisor):
     supervisor.count_refusal("worker", 0)
   with pytest.raises(NotFinite, match="7 messages in a row.*of worker 1"):
     supervisor.count_refusal("worker", 1)
-  supervisor.progressed(1)
+  supervisor.count_received(1)
   supervisor.count_refusal("worker", 1)
 
 
@@ -204,4 +204,4 @@ def test_who_exits_while_it_is_made_is_not_ready(supervisor):
     for index, make in enumerate((counter(0), lambda inside: inside.kill()))
   ]
   assert supervisor.await_made(parties) == parties[1:]
-  assert [party.ready for party in parties] == [True, False]
+  assert [party.is_ready for party in parties] == [True, False]

@@ -29,7 +29,6 @@ from asgd import (
 )
 from asgd import server as server_lib
 from asgd.live import frames
-from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
 from asgd.live.hosts.site import Site
@@ -42,6 +41,7 @@ from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.spans import read_spans, spans_path
+from asgd.live.worker_spec import WorkerSpec
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 from asgd.simulator import steps as steps_lib
@@ -155,7 +155,7 @@ class Live:
     if self.setup.shards > 1:
       self.plan = sharding.make_plan(kit.params, self.setup.shards)
       parts = sharding.split(self.plan, kit.params)
-    self.duty = Duty(
+    self.spec = WorkerSpec(
       *(kit.steps.work, kit.worker.init, batch, ROOT, kit.params, self.plan),
       **dict(consistent=self.setup.consistent, depth=rules.depth),
       overlap=overlap,
@@ -173,7 +173,7 @@ class Live:
     )
     self.hosts, self.closing = ThreadHosts(began=began), contextlib.ExitStack()
     self.cluster = ServerCluster(
-      *(self.setup, self.plan, self.hosts, self.makers, lambda: self.duty),
+      *(self.setup, self.plan, self.hosts, self.makers, lambda: self.spec),
       refill=refill,
     )
 
@@ -427,8 +427,8 @@ def test_workers_take_turns_on_the_devices_of_their_process():
     return state, message, metrics
 
   with live(made, jobs=9, start=False) as run:
-    run.duty = run.duty._replace(work=work, devices=devices)
-    run.duty.warm_up_all(WORKERS)
+    run.spec = run.spec._replace(work=work, devices=devices)
+    run.spec.warm_up_all(WORKERS)
     assert places == {(0, devices[0]), (1, devices[1])}  # compiled for each
     run.cluster.start()
     drive(run.cluster)
@@ -584,7 +584,7 @@ def test_a_worker_that_drained_may_be_replaced(refill):
     for worker in range(WORKERS):
       run.cluster.add_worker(worker)
     party = run.worker(2)
-    assert party.ready or party.made.result() is None
+    assert party.is_ready or party.make_call.result() is None
     assert party.host.drain()
     assert party.run.result() == "left"
     told = "; another takes its place" if refill else ""

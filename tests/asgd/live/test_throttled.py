@@ -16,7 +16,7 @@ class Clock:
     def deliver():
       self.came.append((self.throttle.time, what))
 
-    getattr(self.throttle, way)(worker, shard, nbytes, deliver)
+    getattr(self.throttle, f"send_{way}")(worker, shard, nbytes, deliver)
 
   def at(self, now):
     """Lets time go by, and returns what has come."""
@@ -74,8 +74,8 @@ def test_a_thread_delivers_and_ends():
   throttle, came = Throttle(Network(latency=1e-4), workers=1), []
   throttle.start()
   there = threading.Event()
-  throttle.up(0, 0, 8, lambda: (came.append(1), there.set()))
+  throttle.send_up(0, 0, 8, lambda: (came.append(1), there.set()))
   assert there.wait(60)
-  throttle.down(0, 0, 8, lambda: came.append(2))
+  throttle.send_down(0, 0, 8, lambda: came.append(2))
   throttle.close()
   assert came in ([1], [1, 2])

@@ -101,7 +101,7 @@ def test_hosts_in_threads_link_their_calls():
 
   class Worker:
     def __init__(self, inside):
-      self.link = inside.link
+      self.link = inside.wrap_host
 
     def ask(self, host):
       linked = self.link(host)

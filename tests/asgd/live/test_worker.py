@@ -9,11 +9,11 @@ import pytest
 
 from asgd import sharding
 from asgd.live import frames
-from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.slots import MESSAGES, PARAMS, message_stamp
-from asgd.live.worker import Reach, WorkerLoop
+from asgd.live.worker import LoopContext, WorkerLoop
+from asgd.live.worker_spec import WorkerSpec
 
 ROOT = jax.random.key(0)
 
@@ -61,7 +61,7 @@ def loop(
     return state, message, Metrics(np.float32(loss))
 
   plan = sharding.make_plan(params, shards) if shards > 1 else None
-  duty = Duty(
+  spec = WorkerSpec(
     *(work, lambda params: None, lambda worker, job: None, ROOT, params, plan),
     consistent=consistent,
     slowdown=(2.0,),
@@ -72,11 +72,11 @@ def loop(
     memory.write(PARAMS, 0, part, 7)
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  reach = Reach(
+  context = LoopContext(
     *(link, lambda: memories, lambda: 0.0, wait),
     *(script, None, lambda: None),
   )
-  return WorkerLoop(0, duty, reach, **options), link, memories
+  return WorkerLoop(0, spec, context, **options), link, memories
 
 
 def ticket(shard=0, seq=0):
@@ -120,7 +120,8 @@ def test_an_answer_to_the_holder_before_is_passed_over():
   assert numbers == [-1, 1, -1, -1, -1, 3]
   said = [frame.version for _, frame in link.said]
   assert said == [0, 1]
-  assert not made._incarnation.started  # the ticket was the other holder's, too
+  # The ticket was the other holder's, too.
+  assert not made._incarnation.started_seqs
 
 
 def test_a_worker_that_lost_its_place_while_it_waited_writes_nothing():

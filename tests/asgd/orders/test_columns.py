@@ -71,7 +71,7 @@ def test_columns_of_more_workers(rules):
 )
 def test_other_protocols_are_played(rules):
   assert columns.make(rules, durations.constant(), 2, 4) is None
-  rows = play.played(rules, durations.constant(), 2, 4)
+  rows = play.play_rules(rules, durations.constant(), 2, 4)
   kit.same_bits(rows, played(rules, durations.constant(), 2, 4))
 
 

@@ -97,7 +97,7 @@ class AskingDispatcher(Dispatcher):
       for worker in starters:
         job = self._take_job(worker)
         if job is not None and self.may_start(worker, slowest):
-          keep = self._keeps(worker)
+          keep = self._keeps_ticket(worker)
           out.append(self._start(now, worker, job, keep=keep))
       if len(out) == before:
         break
@@ -114,7 +114,7 @@ class AskingDispatcher(Dispatcher):
     if busy >= depth or self._states[worker].paused:
       return False
     if rules.round:
-      return self._arrivals.granted < rules.round + rules.backup
+      return self._arrivals.n_granted < rules.round + rules.backup
     return self._clock(worker) - slowest <= rules.bound
 
   def slowest(self):
@@ -130,7 +130,7 @@ class AskingDispatcher(Dispatcher):
     )
 
   def idle(self):
-    if self._arrivals.granted < self.rules.round:
+    if self._arrivals.n_granted < self.rules.round:
       return []
     return [
       worker

@@ -227,7 +227,7 @@ def test_parts_on_a_shared_line_by_hand():
   assert line.next_end() == (3.5, "a")
   line.leave(3.5)
   assert line.next_end() is None
-  assert line.busy(5.0) == 3.5
+  assert line.busy_time(5.0) == 3.5
 
 
 LENGTHS = st.lists(
@@ -253,18 +253,18 @@ def test_no_line_idles_while_there_is_something_to_carry(parts):
     ends.append(due[0])
   assert len(ends) == len(parts)
   assert ends == sorted(ends)
-  assert ends[-1] == pytest.approx(queue.free)
-  end = max(queue.free, ends[-1])
+  assert ends[-1] == pytest.approx(queue.free_at)
+  end = max(queue.free_at, ends[-1])
   total = sum(length for _, length in parts)
-  assert queue.busy(end) == pytest.approx(total)
-  assert shared.busy(end) == pytest.approx(total)
+  assert queue.busy_time(end) == pytest.approx(total)
+  assert shared.busy_time(end) == pytest.approx(total)
 
 
 def test_a_line_was_busy_until_now_only():
   line = Line()
   line.take(1.0, 4.0)
   assert line.take(2.0, 4.0) == 5.0
-  assert line.busy(3.0) == 2.0
+  assert line.busy_time(3.0) == 2.0
 
 
 # Errors.

@@ -80,7 +80,7 @@ def test_it_is_psum(name, devices):
 )
 def test_on_many_devices_it_is_psum(name, monkeypatch):
   """Where a program has no branch for each device."""
-  monkeypatch.setattr(collectives, "_MOST_BRANCHES", 0)
+  monkeypatch.setattr(collectives, "_MAX_BRANCHES", 0)
   assert_psum(name, "data", 6)
 
 

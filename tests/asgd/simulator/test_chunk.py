@@ -232,7 +232,7 @@ def test_no_job_of_a_round_depends_on_another(seed):
   trace = order_of(orders.stale_synchronous, seed=seed, bound=2, depth=2)
   plan = tickets.plan_tickets(trace, shared=True)
   worker = trace.worker[plan.row]
-  found = rounds.find_rounds(plan, worker, stateful=True, most=3)
+  found = rounds.find_rounds(plan, worker, stateful=True, max_lanes=3)
   assert found.lanes <= 3
   events = enumerate(orders.trace.events(trace))
   rows = {e.key: i for i, e in events if e.action == base.SEND}

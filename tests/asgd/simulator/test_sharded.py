@@ -48,7 +48,8 @@ def test_a_run_goes_on_where_it_was_packed():
   ]
   runs[0].until(9)
   tree, notes = runs[0].pack()
-  assert jax.tree.structure(tree) == jax.tree.structure(runs[1].like(notes))
+  template = runs[1].pack_template(notes)
+  assert jax.tree.structure(tree) == jax.tree.structure(template)
   runs[1].unpack(jax.tree.map(np.array, tree), notes)
   ends = [sum(t.action == base.RECEIVE) for t in made[3]]
   assert ends == [20, 20]

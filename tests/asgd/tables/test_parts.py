@@ -134,9 +134,9 @@ class World:
     s = self.draw.choice(list(self.asks[w]))
     shard = self.shards[s]
     request = requests.load_request(self.asks[w][s])
-    if shard.waits(request):
+    if shard.must_wait_for_clock(request):
       return False
-    self.orders[s].append(shard.event(request, 0.0))
+    self.orders[s].append(shard.trace_row(request, 0.0))
     self.log[s].append(self.asks[w][s])
     shard.apply(request)
     self.workers[w].sessions.receive(s, shard.reply(request))
@@ -154,12 +154,12 @@ class World:
       parts = [mine[s] for mine in given if s in mine]
       data = requests.dump_move(version, cuts, parts)
       request = requests.load_request(data)
-      self.orders[s].append(shard.event(request, 0.0))
+      self.orders[s].append(shard.trace_row(request, 0.0))
       self.log[s].append(data)
       shard.apply(request)
     for w, worker in enumerate(self.workers):
       for s, shard in enumerate(self.shards):
-        rows = shard.unsent(w, worker.sessions.taken[s])
+        rows = shard.rows_from(w, worker.sessions.taken[s])
         worker.sessions.receive_rows(s, rows)
       worker.divide(cuts)
     return True
@@ -172,25 +172,25 @@ class World:
     if self.steps[w] is not None:
       self.go_on(w)
       return True
-    if worker.rests:
-      rest = all(each.rests for each in self.workers)
+    if worker.must_rest:
+      rest = all(each.must_rest for each in self.workers)
       return rest and not any(self.steps) and self.divide()
-    if worker.next is None:
+    if worker.next_job is None:
       return False
     for s, shard in enumerate(self.shards):
       if self.draw.random() < 0.5:  # it has come, or not yet
-        rows = shard.unsent(w, worker.sessions.taken[s])
+        rows = shard.rows_from(w, worker.sessions.taken[s])
         worker.sessions.receive_rows(s, rows)
       worker.take(s, worker.sessions.available(s))
     taken = tuple(map(float, worker.sessions.taken))
 
     def begun(action):
-      row = Event(0.0, w, 0, worker.next, action, totals=taken)
+      row = Event(0.0, w, 0, worker.next_job, action, totals=taken)
       self.journals[w].append(row)
 
     done = functools.partial(self.done, w)
     sends = functools.partial(self.sends, w)
-    self.begin(w, worker.job(begun, done, sends=sends))
+    self.begin(w, worker.job(begun, done, on_send=sends))
     return True
 
   def kill_worker(self, w):
@@ -207,7 +207,7 @@ class World:
   def run(self, kills=()):
     step, kills = 0, [*kills]
     while any(x is not None for x in self.steps) or any(
-      w.next is not None for w in self.workers
+      w.next_job is not None for w in self.workers
     ):
       step += 1
       for kill in [*kills]:

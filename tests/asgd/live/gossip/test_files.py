@@ -69,18 +69,18 @@ def test_a_refused_job_is_for_others_once_its_peer_has_left(tmp_path):
     *((base.SEND, 0, 4), (base.RECEIVE, 0, 4)),
     *((base.SEND, 1, 7), (base.REJECT, 1, 7)),
   )
-  assert files.numbers_of(out.events()) == [4, 7]
+  assert files.kept_job_numbers(out.events()) == [4, 7]
   assert files.write_leave(tmp_path, 0, 0, now=9.0) == (2, [7])
   events = read_journal(journal_path(tmp_path, 0))
   assert events[-1].action == base.LEAVE  # it was not lost as well
   assert len(events) == 5
-  assert files.numbers_of(events) == [4]
+  assert files.kept_job_numbers(events) == [4]
 
 
 def test_files_are_cut_back_to_a_checkpoint_or_refused(tmp_path):
   out = journal(tmp_path, (base.SEND, 0, 4), (base.RECEIVE, 0, 4))
   images = {0: (None, {"rows": 1, "records": 0})}
-  assert files.lengths(tmp_path, 2, images) == [(1, 0), (0, 0)]
+  assert files.checkpoint_counts(tmp_path, 2, images) == [(1, 0), (0, 0)]
   assert files.cut_back(tmp_path, [(1, 0), (0, 0)]) == 1
   assert read_journal(journal_path(tmp_path, 0)) == out.events()[:1]
   with pytest.raises(ValueError, match="has 1 rows where the run resumes from"):

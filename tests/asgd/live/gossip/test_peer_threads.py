@@ -20,7 +20,7 @@ from asgd.live.gossip.arrivals import Arrivals
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.peer import ALONE, PeerStatus
-from asgd.live.gossip.peer_rows import PeerDuty
+from asgd.live.gossip.peer_rows import PeerSpec
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts.base import PEER, Inside
 from asgd.live.hosts.threads import ThreadHosts
@@ -57,7 +57,7 @@ class Run:
     self.batch = stacking.job_batches(
       PROBLEM.batches(0, PEERS), self.recipe.steps
     )
-    self.duty = PeerDuty(
+    self.spec = PeerSpec(
       self.recipe.gossip,
       peer,
       worker,
@@ -72,11 +72,11 @@ class Run:
     self.news = []
 
   def cluster(self, faults=(), span=None, refill=True, hosts=None):
-    self.duty.warm_up_all()
+    self.spec.warm_up_all()
     return PeerCluster(
-      self.duty.gossip,
+      self.spec.gossip,
       hosts or ThreadHosts(began=time.monotonic()),
-      PeerMaker(lambda: self.duty, self.folder, 0, tuple(faults), span),
+      PeerMaker(lambda: self.spec, self.folder, 0, tuple(faults), span),
       messages=self.messages,
       ladder=Ladder(),
       refill=refill,
@@ -107,9 +107,9 @@ class Run:
   def replayed(self):
     peers = simulator.Peers(
       self.recipe.gossip,
-      self.duty.peer,
-      self.duty.worker,
-      self.duty.params,
+      self.spec.peer,
+      self.spec.worker,
+      self.spec.params,
       self.trace(),
       batch=self.batch,
       root=ROOT,
@@ -210,9 +210,9 @@ def test_what_a_peer_keeps_for_evaluations_is_of_its_round(tmp_path):
   trace = peers.trace
   half = simulator.Peers(
     run.recipe.gossip,
-    run.duty.peer,
-    run.duty.worker,
-    run.duty.params,
+    run.spec.peer,
+    run.spec.worker,
+    run.spec.params,
     trace,
     batch=run.batch,
     root=ROOT,
@@ -233,21 +233,21 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
   """A newcomer's loans include messages of earlier rounds. It lacks messages
   for rounds to come, which its neighbours must drop, too."""
   how = asgd.threshold_sharing(0.05, PEERS, codec="top_k").gossip
-  rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
+  rows = SimpleNamespace(index=0, spec=SimpleNamespace(gossip=how))
   rows.join = lambda: None
   old, newcomer = (Rounds(INSIDE, rows, faults=None) for _ in range(2))
   old.rounds = 2
-  old.meet({3: Neighbour(0, None)})
+  old.set_peers({3: Neighbour(0, None)})
   for sender in (2, 3):  # peer 2 has exited
-    old.take_over(frames.PeerFrame(frames.MESSAGE, sender, 0, round=2))
-  old.present(1, Neighbour(1, None), False)
-  assert old.message_of(2, 2) is None
-  assert old.message_of(3, 2) is not None
+    old.store_message(frames.PeerFrame(frames.MESSAGE, sender, 0, round=2))
+  old.add_newcomer(1, Neighbour(1, None), False)
+  assert old.find_message(2, 2) is None
+  assert old.find_message(3, 2) is not None
   newcomer.join({3: Neighbour(0, None)}, 2, [3])
   for round in (1, 2):
-    newcomer.take_over(frames.PeerFrame(frames.MESSAGE, 2, 0, round=round))
-  assert newcomer.message_of(2, 1) is None
-  assert newcomer.message_of(2, 2) is not None
+    newcomer.store_message(frames.PeerFrame(frames.MESSAGE, 2, 0, round=round))
+  assert newcomer.find_message(2, 1) is None
+  assert newcomer.find_message(2, 2) is not None
 
 
 def test_the_last_messages_of_the_lost_are_added_once_by_all():
@@ -304,7 +304,7 @@ def test_a_peer_starts_no_job_while_four_messages_are_on_their_way():
 def test_a_newcomer_whose_lenders_have_exited_does_no_job():
   """A newcomer without a lender would train from the first parameters."""
   how = asgd.d_psgd(0.05, PEERS).gossip
-  rows = SimpleNamespace(index=1, duty=SimpleNamespace(gossip=how))
+  rows = SimpleNamespace(index=1, spec=SimpleNamespace(gossip=how))
   rows.join = lambda: None
   newcomer = Rounds(INSIDE, rows, faults=None)
   others = {peer: Neighbour(0, None) for peer in (0, 2)}
@@ -345,7 +345,7 @@ def test_what_goes_wrong_in_a_peer_is_raised(tmp_path):
       raise ValueError(f"no batch for job {job}")
     return run.batch(worker, job)
 
-  run.duty = run.duty._replace(batch=broken)
+  run.spec = run.spec._replace(batch=broken)
   with pytest.raises(ValueError, match="no batch for job"):
     run.run()
 
@@ -383,11 +383,11 @@ def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
   for peer in range(PEERS):
     supervisor.start(PEER, peer, lambda inside: None).has_done_job = True
   hosts.clock = lambda: 1e6
-  dead = supervisor.deadlines.dead
+  dead = supervisor.deadlines.dead_after
   busy = {0: 0.1, 1: None, 2: dead + 1, 3: dead - 1}
   peers._ask = lambda name: {
     peer: PeerStatus(False, 3, seconds) for peer, seconds in busy.items()
   }
-  peers._all_quiet()
+  peers._are_all_quiet()
   assert hosts.exited() == [(PEER, 2)]
   peers.close()

@@ -57,7 +57,7 @@ def test_calls_are_made_one_after_the_other(hosts):
   host = hosts.start("shard", 0, Counter)
   calls = [host.call("add") for _ in range(100)]
   assert [call.result() for call in calls] == list(range(1, 101))
-  assert hosts.made("shard", 0).result() is None
+  assert hosts.make_call("shard", 0).result() is None
   assert hosts.exited() == []
 
 
@@ -83,7 +83,7 @@ def test_what_making_raises_is_the_answer_to_all(hosts):
     raise ValueError("no such folder")
 
   host = hosts.start("shard", 0, make)
-  for call in (hosts.made("shard", 0), host.call("add")):
+  for call in (hosts.make_call("shard", 0), host.call("add")):
     with pytest.raises(ValueError, match="no such folder"):
       call.result()
 
@@ -169,7 +169,7 @@ class Waiter:
 def test_an_object_that_waits_elsewhere_is_interrupted(hosts):
   host = hosts.start("worker", 0, Waiter)
   call = host.call("run")
-  host.made.result()
+  host.make_call.result()
   hosts.kill("worker", 0)
   host.thread.join()
   with pytest.raises(HostExited):
@@ -179,11 +179,11 @@ def test_an_object_that_waits_elsewhere_is_interrupted(hosts):
 def test_an_object_drains_if_it_can(hosts):
   host = hosts.start("worker", 0, Waiter)
   call = host.call("run")
-  host.made.result()
+  host.make_call.result()
   assert host.drain()
   assert call.result()
   other = hosts.start("worker", 1, Counter)
-  other.made.result()
+  other.make_call.result()
   assert not other.drain()
 
 

@@ -12,7 +12,7 @@ import pytest
 from asgd import algorithms, compression
 from asgd.live.hosts import site
 
-NEW, OLD = site._FRACTIONS
+NEW, OLD = site._FRACTION_VARIABLES
 GPU = {"platform": None, "gpus": 1.0}
 PART = {"platform": None, "gpus": 0.25}  # of a GPU
 NONE = {"platform": "cpu", "gpus": 0.0}

@@ -62,7 +62,7 @@ class Run:
     task = worker.PortionTask(
       *(self.settings, PARAMS, batch),
       lambda batches: lambda params, p: gradient(params, batches(0, p)),
-      keep=3,
+      cache_size=3,
     )
     mine = [fault for fault in self.faults if fault.worker == index]
 
@@ -91,7 +91,7 @@ class Run:
       workers=3,
       options=Options(Ladder(floor=60.0, start=60.0), **options),
       saved=saved,
-      note_down=self.note,
+      save_notes=self.note,
     )
     try:
       driver.start()

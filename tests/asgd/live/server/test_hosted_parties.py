@@ -14,7 +14,7 @@ from asgd.live.links.sockets import ShardServer
 from asgd.live.server.hosted_shard import ENDED, HostedShard
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.shard import Shard
-from asgd.live.worker import Reach
+from asgd.live.worker import LoopContext
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_of_a_shard_that_is_ended_nothing_is_served_once_its_thread_ends(
 ):
   shard = Bench(one()).lead
   host = start(shard)
-  host.made.result()
+  host.make_call.result()
   hosts.kill("shard", 0)
   host.thread.join()
   assert host.call("ask", Shard.status).exception() is not None
@@ -97,7 +97,7 @@ class NoShards:
     return False
 
 
-class NoDuty:
+class NoSpec:
   """What a worker does that comes to no job."""
 
   def kept_in(self, run, worker):
@@ -110,17 +110,17 @@ class NoDuty:
 def test_a_worker_that_finds_no_shard_ends_when_its_host_is(hosts):
   link = NoShards()
 
-  def reach(duty, inside):
+  def make_context(spec, inside):
     script = Script((), kill=inside.kill, wait=inside.wait)
     end = lambda: link.closed.set_result("left")  # noqa: E731
-    return Reach(link, list, inside.clock, inside.wait, script, None, end)
+    return LoopContext(link, list, inside.clock, inside.wait, script, None, end)
 
   site = types.SimpleNamespace(run="runs")
   maker = types.SimpleNamespace(
-    worker=3, warm_up=False, reach=reach, site=site
+    worker=3, warm_up=False, make_context=make_context, site=site
   )
   host = hosts.start("worker", 3, lambda inside: HostedWorker(inside, maker))
-  host.call("run", NoDuty)
+  host.call("run", NoSpec)
   assert link.tried.wait(60)
   hosts.kill("worker", 3)
   host.thread.join()

@@ -60,7 +60,7 @@ class BenchHosts(Hosts):
     lead = kind == SHARD and not index
     return BenchHost(kind, index, shard, self.lead if lead else {})
 
-  def made(self, kind, index):
+  def make_call(self, kind, index):
     return done(None)
 
   def wait(self, calls, seconds):

@@ -101,7 +101,7 @@ def test_without_a_log_a_shard_goes_back_to_its_last_snapshot(kind):
   saved, row = bits(bench.server_state), 0  # none so far: where it began
   for step, _ in enumerate(play(bench, seed=3, steps=40)):
     if step in (12, 27):
-      images.snapshot(bench.lead.state)
+      images.save_snapshot(bench.lead.state)
       saved, row = bits(bench.server_state), bench.lead.state.rows
     if step in (8, 20, 25, 38):
       before = describe(bench.lead)
@@ -122,7 +122,7 @@ def test_a_shard_that_lost_nothing_does_not_say_so():
   bench = Bench(one(log=0))
   hand = bench.join(0)
   hand.push()
-  images.snapshot(bench.lead.state)
+  images.save_snapshot(bench.lead.state)
   bench.join(1)
   state, rows = bits(bench.server_state), bench.rows()
   bench.start_shard(0)
@@ -199,7 +199,7 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
       saved, row = bits(bench.server_state), bench.lead.state.rows
     if step in (8, 20):
       bench.memories[0] = Memory()
-      bench.memories[0].fresh = True
+      bench.memories[0].is_new = True
       bench.hands.clear()
       events = len(bench.journals[0].events())
       was_open = sorted((w, held.job) for (w, _), held in tickets_of(bench))
@@ -212,7 +212,7 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
       assert sorted(lost) == sorted(f"lost {w}:{job}" for w, job in was_open)
       assert bench.lead.workers == bench.lead.role.dispatcher.workers == []
       assert not bench.lead.state.tickets
-      bench.memories[0].fresh = False
+      bench.memories[0].is_new = False
   bench.complete(some=True)
 
 
@@ -229,7 +229,7 @@ def lose_everything(bench, **kwargs):
 
 def forget_memory(bench):
   bench.memories[0] = Memory()
-  bench.memories[0].fresh = True
+  bench.memories[0].is_new = True
 
 
 @pytest.mark.parametrize("log", [0, 4])
@@ -242,7 +242,7 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
       image, saved = bench.lead.image(), bits(bench.server_state)
       row, received = bench.lead.state.rows, bench.received[0]
     if step == 16:
-      images.snapshot(bench.lead.state)
+      images.save_snapshot(bench.lead.state)
       before = bench.received[0]
       bench.memories[0].damaged = True
       if resumed:
@@ -253,7 +253,7 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
       assert f"rollback 0:{row}" in bench.rows()
       back = bench.lead.status()["rollback"]
       assert back[:3] == (row, received, before - received)
-      assert back.why == "the snapshot is damaged"
+      assert back.reason == "the snapshot is damaged"
       bench.memories[0].damaged = False
       # It has saved where it is: to be killed again costs nothing more.
       bench.start_shard(0, image=image)
@@ -274,7 +274,7 @@ def test_killed_again_after_a_rollback_it_does_not_begin_anew():
   hand.push()
   forget_memory(bench)
   lose_everything(bench, image=image)
-  bench.memories[0].fresh = False
+  bench.memories[0].is_new = False
   assert bits(bench.server_state) == saved
   for before in (True, False):  # it has saved that, or was killed before
     if before:
@@ -334,7 +334,7 @@ def test_a_trace_that_was_cut_short_goes_back_to_the_checkpoint():
     bench.start_shard(0, image=image)  # workers live, and know better
   lose_everything(bench, image=image)
   assert bits(bench.server_state) == saved
-  why = bench.lead.status()["rollback"].why
+  why = bench.lead.status()["rollback"].reason
   assert why.startswith("journal has 7 rows, the snapshot is of row")
   assert bench.lead.state.rows < rows
   bench.complete(some=True)

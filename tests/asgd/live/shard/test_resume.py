@@ -30,7 +30,7 @@ def fresh(folder):
   """Whether each shard would begin without its memory."""
   like = PART, PART, PART
   return [
-    SharedMemory(folder / f"shard-{index}", SlotCounts(2, 2), like).fresh
+    SharedMemory(folder / f"shard-{index}", SlotCounts(2, 2), like).is_new
     for index in range(2)
   ]
 

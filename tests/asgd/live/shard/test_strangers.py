@@ -108,7 +108,7 @@ def test_a_shard_may_have_missed_some_holders(make, killed):
   if killed:
     bench.start_shard(1)
     bench.settle()
-  assert bench.shards[1].state.joined == {0: 2}
+  assert bench.shards[1].state.latest_incarnations == {0: 2}
   hand = Hand(bench, 0)
   hand.tell(1, Frame(frames.HELLO, 0, job=2 + MOST_AHEAD))
   assert hand.listen() == [f"welcome {2 + MOST_AHEAD}"]

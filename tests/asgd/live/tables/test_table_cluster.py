@@ -82,7 +82,8 @@ class Run:
       return TableShard(index, server)
 
     return lambda inside: self.shard_host(
-      inside, make, self.folder, self.folder, index, every=2, image=image
+      inside, make, self.folder, self.folder, index, clock_every=2,
+      image=image,
     )
 
   shard_host = ShardHost

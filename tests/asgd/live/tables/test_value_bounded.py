@@ -64,7 +64,7 @@ def host_of(tmp_path):
     inside = Inside(
       kill=lambda: None, wait=lambda seconds: None, clock=lambda: 0.0
     )
-    return ShardHost(inside, shard, tmp_path, tmp_path, 0, every=1)
+    return ShardHost(inside, shard, tmp_path, tmp_path, 0, clock_every=1)
 
   return make
 

@@ -216,7 +216,7 @@ def reads_a_slot_without_its_stamp(patch):
 
   def remembers_nothing(self, *args, **options):
     init(self, *args, **options)
-    self.fresh = False
+    self.is_new = False
 
   patch.setattr(SharedMemory, "__init__", remembers_nothing)
 
@@ -225,7 +225,7 @@ def sends_to_the_lead_first(patch):
   """A message that the lead has received is lost with another shard."""
 
   def push(self, shard, frame):
-    if shard and frame.seq not in self._incarnation.for_lead:
+    if shard and frame.seq not in self._incarnation.pushes_for_lead:
       original(self, 0, frame._replace(message=-1))
     original(self, shard, frame)
 
@@ -272,7 +272,8 @@ def keeps_the_state_of_another_incarnation(patch):
 
   def welcome(self, shard, frame):
     handle(self, shard, frame)
-    if self._incarnation.state is not None and not self._incarnation.started:
+    incarnation = self._incarnation
+    if incarnation.state is not None and not incarnation.started_seqs:
       self._incarnation.state = states.get(id(self), self._incarnation.state)
 
   states = {}

@@ -1,4 +1,4 @@
-"""The parameters of a worker to which shards send packed updates.
+"""Parameters that a worker rebuilds from the packed updates of shards.
 
 A new worker's ticket carries the complete parameters. Later tickets carry the
 packed updates since the previous ticket. The worker decodes and adds these one
@@ -30,15 +30,15 @@ def compile_rebuild(codec: compression.Codec) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """Returns the CPU, on which shards add updates, too; None, JAX's default
-  device, in a process without the CPU platform."""
+  """Returns the CPU device: shards add updates there, too. Returns None, which
+  stands for JAX's default device, in a process without the CPU platform."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
     return None
 
 
-class HeldParams:
+class RebuiltParams:
   """A shard's part of the parameters, for one incarnation of a worker."""
 
   def __init__(self, codec: compression.Codec, part: Any):
@@ -47,20 +47,20 @@ class HeldParams:
     weights = base.weights_of(part)  # codes carry weights, no statistics
     self._part, self._rebuild = part, compile_rebuild(codec)
     self._layout = compression.layout(codec, weights)
-    self._blank = functools.partial(compression.blank, codec, weights)
+    self._make_blank = functools.partial(compression.blank, codec, weights)
     stats = getattr(part, "stats", ())
     self._stats = wire.layout(stats) if jax.tree.leaves(stats) else None
     self._params, self._version = None, -1
 
   def warm_up(self) -> None:
     """Compiles the addition of an update, on zeros."""
-    like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._part)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._part)
     with jax.default_device(_cpu()):
-      jax.block_until_ready(self._rebuild(like, self._blank().code))
+      jax.block_until_ready(self._rebuild(zeros, self._make_blank().code))
 
   def take(self, memory: Any, ticket: Frame) -> Any:
-    """Returns the shard's part of a ticket, as arrays that are no views of a
-    slot. Changes nothing if it raises.
+    """Returns the shard's part of the parameters of a ticket, as arrays that
+    are no views of a slot. If it raises, the parameters here do not change.
 
     Raises:
       WrongSlot: the ticket was lost.
@@ -68,7 +68,7 @@ class HeldParams:
       BadCode: the updates cannot be unpacked.
     """
     if ticket.flag == frames.WHOLE:
-      self._params = _copied(memory, ticket)
+      self._params = _copy_params(memory, ticket)
     elif self._version != (
       ticket.version if ticket.flag == frames.KEPT else int(ticket.value)
     ):
@@ -86,10 +86,10 @@ class HeldParams:
     return self._params
 
   def _read(self, data: np.ndarray) -> tuple[list[Any], Any]:
-    """Returns the codes of a ticket, and the statistics that follow them, or
-    None. `data`: uint8[n]. Raises BadCode."""
+    """Returns (codes, statistics) of a ticket's packed updates, uint8[n]. The
+    statistics are None if `data` has none. Raises BadCode."""
     codes, stats = [], None
-    end = data.size
+    end = data.size  # of the codes
     if end and self._stats is not None:
       end = max(end - self._stats.nbytes, 0)
       if data.size < self._stats.nbytes:
@@ -108,7 +108,7 @@ class HeldParams:
     return codes, stats
 
 
-def _copied(memory: Any, ticket: Frame) -> Any:
+def _copy_params(memory: Any, ticket: Frame) -> Any:
   """Returns a copy of the complete parameters of a ticket. Raises WrongSlot if
   the shard reused their slot meanwhile."""
   stamp = int(ticket.value)

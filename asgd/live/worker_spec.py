@@ -1,6 +1,6 @@
 """The work of a live worker, in any kind of host.
 
-A `Duty` is what all workers of a run share: the compiled function that does a
+All workers of a run share a `WorkerSpec`: the compiled function that does a
 job, the batches, the division of the parameters, and the speed of each worker.
 """
 
@@ -17,12 +17,12 @@ import numpy as np
 
 from asgd import base, compression, sharding
 from asgd.live import pace, slot_formats
-from asgd.live.held import HeldParams
+from asgd.live.rebuilt_params import RebuiltParams
 
 _MEASURE_SECONDS = 1.0  # sum of the measured jobs, at least
 
 
-class Duty(NamedTuple):
+class WorkerSpec(NamedTuple):
   """The work of each worker of a run."""
 
   # (state, ticket, batch, root, job) -> (state, message, metrics), as `work` of
@@ -48,7 +48,7 @@ class Duty(NamedTuple):
       return [self.params]
     return sharding.split(self.plan, self.params)
 
-  def shares(self) -> list[tuple[Any, ...]]:
+  def slot_contents(self) -> list[tuple[Any, ...]]:
     """Returns the contents of each shard's slots: (params, messages), or with
     updates (params, messages, updates), as `slots.SharedMemory` takes them."""
     updates = self.codec_down is not None
@@ -57,17 +57,18 @@ class Duty(NamedTuple):
       for part in self.parts()
     ]
 
-  def hold(self) -> list[HeldParams] | None:
-    """Returns a `HeldParams` for each shard, which rebuilds its parameters;
-    None if each ticket carries the parameters."""
+  def make_rebuilt_params(self) -> list[RebuiltParams] | None:
+    """Returns a `RebuiltParams` for each shard; None if each ticket carries the
+    parameters."""
     if self.codec_down is None:
       return None
-    return [HeldParams(self.codec_down, part) for part in self.parts()]
+    return [RebuiltParams(self.codec_down, part) for part in self.parts()]
 
   def on_device(
     self, worker: int
   ) -> contextlib.AbstractContextManager[object]:
-    """Makes this thread compute on device `worker` mod the count of devices."""
+    """Returns a context in which this thread computes on the device of a
+    worker: the workers take turns over the devices."""
     if not self.devices:
       return contextlib.nullcontext()
     return jax.default_device(self.devices[worker % len(self.devices)])
@@ -79,8 +80,9 @@ class Duty(NamedTuple):
     example = getattr(self.batch, "example", None)
     return example(worker) if example else self.batch(worker, 0)
 
-  def kept_in(self, folder: Path, worker: int) -> "Duty":
-    """Returns the duty of one worker; see `stacking.NamedBatches.kept_in`."""
+  def kept_in(self, folder: Path, worker: int) -> "WorkerSpec":
+    """Returns the spec of one worker, which saves its batches in a folder if
+    the batch function can; see `stacking.NamedBatches.kept_in`."""
     kept_in = getattr(self.batch, "kept_in", None)
     return self._replace(batch=kept_in(folder, worker)) if kept_in else self
 
@@ -89,8 +91,8 @@ class Duty(NamedTuple):
     drops its result."""
     batch = self.example(worker) if batch is None else batch
     self._try_job(worker, self._start_of(worker), batch)
-    for held_params in self.hold() or ():
-      held_params.warm_up()
+    for rebuilt in self.make_rebuilt_params() or ():
+      rebuilt.warm_up()
 
   def _start_of(self, worker: int) -> tuple[Any, base.Ticket]:
     """Returns the first state and a ticket of a worker, with parameters 0."""
@@ -127,9 +129,9 @@ class Duty(NamedTuple):
   ) -> float:
     """Returns the median of the seconds that jobs take a worker.
 
-    It does at least `jobs` jobs, for at least a second, and drops their
-    results. Call `warm_up` before. The cluster measures all workers at the same
-    time, because they share the machine in training, too.
+    The worker does at least `jobs` jobs, for at least a second; their results
+    are dropped. Call `warm_up` before. The cluster measures all workers at the
+    same time, because they share the machine in training, too.
     """
     times: list[float] = []
     start = self._start_of(worker)

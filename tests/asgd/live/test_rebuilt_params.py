@@ -11,7 +11,7 @@ from asgd import base, compression, simulator
 from asgd.compression.packing import BadCode
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.held import HeldParams, OutOfStep
+from asgd.live.rebuilt_params import OutOfStep, RebuiltParams
 from asgd.live.shard.updates import WHOLE, SentUpdates
 from asgd.live.slots import PARAMS, UPDATES
 
@@ -51,21 +51,21 @@ class Shard:
     message = jax.tree.map(lambda x: number + 0 * x, PARAMS_AND_STATS)
     ticket = self.server.send(self.state, np.int32(0))
     self.state, _ = self.receive(self.state, ticket, message)
-    self.updates.update(self.state)
+    self.updates.count_update(self.state)
 
 
 def test_it_comes_to_the_bits_of_the_shard_and_to_its_statistics():
   shard = Shard()
-  held, flags = HeldParams(CODEC, PARAMS_AND_STATS), []
+  rebuilt, flags = RebuiltParams(CODEC, PARAMS_AND_STATS), []
   for updates in (0, 1, 0, 3):
     for number in range(updates):
       shard.update(number + 0.5)
     frame = shard.send()
     flags.append(frame.flag)
-    assert bits(held.take(shard.memory, frame)) == bits(shard.state.params)
+    assert bits(rebuilt.take(shard.memory, frame)) == bits(shard.state.params)
   assert flags == [frames.WHOLE, *[frames.UPDATES] * 3]
   kept = shard.send()._replace(flag=frames.KEPT)
-  assert bits(held.take(shard.memory, kept)) == bits(shard.state.params)
+  assert bits(rebuilt.take(shard.memory, kept)) == bits(shard.state.params)
   # An update that is not finite is no code: the parameters are sent.
   shard.update(np.nan)
   assert shard.send().flag == frames.WHOLE
@@ -73,8 +73,8 @@ def test_it_comes_to_the_bits_of_the_shard_and_to_its_statistics():
 
 def test_what_does_not_follow_or_unpack_is_refused_and_changes_nothing():
   shard = Shard()
-  held, new = (HeldParams(CODEC, PARAMS_AND_STATS) for _ in range(2))
-  held.take(shard.memory, shard.send())
+  rebuilt, new = (RebuiltParams(CODEC, PARAMS_AND_STATS) for _ in range(2))
+  rebuilt.take(shard.memory, shard.send())
   shard.update()
   frame = shard.send()
   with pytest.raises(OutOfStep):
@@ -83,6 +83,6 @@ def test_what_does_not_follow_or_unpack_is_refused_and_changes_nothing():
   for spoilt in (there[:30], there[:-1], there ^ 1):
     shard.memory[UPDATES, 0] = spoilt, stamp
     with pytest.raises(BadCode):
-      held.take(shard.memory, frame)
+      rebuilt.take(shard.memory, frame)
   shard.memory[UPDATES, 0] = there, stamp
-  assert bits(held.take(shard.memory, frame)) == bits(shard.state.params)
+  assert bits(rebuilt.take(shard.memory, frame)) == bits(shard.state.params)
