@@ -63,7 +63,7 @@ def _list_or(*known: Any, kind: str) -> checks.Check:
   return check
 
 
-@checks.described(enum=[True, False, *prediction.NAMES])
+@checks.with_schema(enum=[True, False, *prediction.NAMES])
 def _check_predict(value, key):
   if type(value) is not bool and value not in prediction.NAMES:
     known = ", ".join(map(repr, prediction.NAMES))

@@ -18,8 +18,8 @@ from asgd.experiment.folder import check_own, only_cell, read_cell
 from asgd.live.journal import (
   check_journal,
   journal_path,
-  read_begun,
   read_journal,
+  read_nonempty_journal,
 )
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
@@ -73,7 +73,7 @@ def read_traces(
   traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
-    traces.append((path, read_begun(folder, path)))
+    traces.append((path, read_nonempty_journal(folder, path)))
   return traces
 
 
