@@ -301,8 +301,9 @@ class ProgressFile:
     self._began = time.monotonic() - seconds
     # Not by the cell's clock, which `advance` sets back after the start-up.
     self._next_write = time.monotonic() + _FIRST_WRITE
-    # By the engine's clock, at the last message; None: it has no clock.
-    self._engine_seconds: float | None = None
+    # By the engine's clock, at the last message; None: it has no clock. A
+    # resumed cell may have no message left, and ends at the last point.
+    self._engine_seconds = seconds if engine.done else None
     self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
@@ -323,6 +324,8 @@ class ProgressFile:
       self._engine_seconds = seconds
       # The start-up of the workers does not count: the clock continues here.
       self._began = time.monotonic() - seconds
+    elif progress.messages:
+      self._engine_seconds = None
     now = time.monotonic() - self._began
     if progress.messages:
       self._new.append(progress.rows or _Losses(progress.loss))

@@ -235,7 +235,7 @@ test_what_does_not_fit_is_refused = kit.refuses(
     ({"batch_size": "speed", "steps": "speed"}, "are both 'speed'"),
     ({"jobs": 0}, "allocation.jobs must be a whole number from 1"),
     ({"batch_size": "9" * 5000}, "must be 'equal', 'speed', or a whole"),
-    ({"sizes": [8, 8]}, "unknown config key 'allocation.sizes'"),
+    ({"sizes": [8, 8]}, "unknown argument 'allocation.sizes'"),
   ],
   lambda given: train(asgd.build("asgd", 0.1, 2), allocation=given),
 )

@@ -1,6 +1,7 @@
 """progress.json: its totals are those of the records, whatever the cuts."""
 
 import json
+import time
 import types
 
 import kit
@@ -146,6 +147,23 @@ def test_a_cell_that_resumes_counts_what_its_records_have(tmp_path):
   messages = [point[1] for point in content["points"]]
   assert messages == sorted(messages)
   assert messages[-1] == 500
+
+
+def test_a_cell_that_resumes_without_a_message_left_ends_at_its_last_point(
+  tmp_path, monkeypatch
+):
+  engine = Fake(drawn(1))
+  file = cell_progress.ProgressFile(tmp_path, {}, engine)
+  while engine.done < 500:
+    file.advance(500)
+  file._write(9.0)
+  file = cell_progress.ProgressFile(tmp_path, {}, engine)
+  ended = time.monotonic() + 100.0
+  clock = types.SimpleNamespace(monotonic=lambda: ended)
+  monkeypatch.setattr(cell_progress, "time", clock)
+  file.advance(500)
+  file.finish()
+  assert run_files.read_progress(tmp_path)["seconds"] == 9.0
 
 
 def test_the_strip_of_a_network_is_wire_and_computation():

@@ -126,9 +126,8 @@ def test_recipes_that_work_locally_run(label):
     root=jax.random.key(0),
   )
   assert len(records.loss) == 6
-  assert plan.recipe.every == (
-    1 if label in ("downpour", "easgd", "fedasync", "async_diloco") else 3
-  )
+  alone = "downpour", "easgd", "fedasync", "async_diloco", "added"
+  assert plan.recipe.every == (1 if label in alone else 3)
   assert int(simulation.server.version) == 6 // plan.recipe.every
   for column in records:
     assert np.isfinite(column).all()

@@ -236,7 +236,7 @@ MISTAKES = (
 
 
 test_a_mistake_is_named = kit.refuses(
-  MISTAKES, lambda claims: figure(*claims), plain=True, longest=600
+  MISTAKES, lambda claims: figure(*claims), plain=True, longest=700
 )
 
 

@@ -1,5 +1,8 @@
 """What the benchmark of codecs does over and over."""
 
+import sys
+import types
+
 import jax
 import numpy as np
 import pytest
@@ -50,4 +53,25 @@ def test_a_server_makes_an_update_of_what_it_is_told(monkeypatch):
       jax.tree.leaves(server._params), jax.tree.leaves(like), strict=True
     ):
       np.testing.assert_array_equal(x, np.float32(-0.01) * y)
-    assert server.cpu() > 0
+
+
+class Handle:
+  """Calls an object's methods as a handle of Ray does."""
+
+  def __init__(self, actor):
+    self._actor = actor
+
+  def __getattr__(self, name):
+    method = getattr(self._actor, name)  # an unknown method fails, as with Ray
+    return types.SimpleNamespace(remote=method)
+
+
+@pytest.mark.parametrize("options", [None, {"name": "int8"}])
+def test_a_worker_measures_messages_to_a_server(options, monkeypatch):
+  ray = types.SimpleNamespace(get=lambda reply: reply)
+  monkeypatch.setitem(sys.modules, "ray", ray)
+  monkeypatch.setattr(compression, "take_core", lambda number: set())
+  like = compression.message(0.01)
+  server = Handle(compression._Server(like, options))
+  rate = compression._Worker().rate(server, like, options, 0.01)
+  assert rate.per_second > 0 and rate.cpu > 0
