@@ -27,6 +27,15 @@ from asgd.orders.trace import NO_SEQ, Event
 _Act = Callable[[float], None]  # called with the time of its event
 
 
+def _receivers(topology: Topology, message: int, peer: int) -> list[int]:
+  """Returns the receivers of a peer's message, in the order of sending."""
+  links = topology.links[message % topology.period]
+  receivers = np.flatnonzero(links[:, peer]).tolist()
+  # Each peer begins with the next higher one. Otherwise all peers would send to
+  # peer 0 first.
+  return sorted(receivers, key=lambda j: (j - peer) % topology.workers)
+
+
 class _EventQueue:
   """Events of peers in the order of their times, and the trace rows so far.
 
@@ -148,10 +157,7 @@ def rounds(
     if wait:  # message m is put in round m * every
       return
     queue.add_row(time, i, m, m, base.PUT)
-    receivers = np.flatnonzero(topology.links[m % topology.period][:, i])
-    # Each peer begins with the next higher one. Otherwise all peers would send
-    # to peer 0 first.
-    for j in sorted(receivers.tolist(), key=lambda j: (j - i) % n):
+    for j in _receivers(topology, m, i):
       queue.carry(time, i, j, functools.partial(arrive, j, m))
 
   def end(i, time):

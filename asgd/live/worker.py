@@ -66,6 +66,27 @@ class LoopContext(NamedTuple):
   span: Callable[[Span], None] | None  # takes the spans of jobs
   close: Callable[[], None]  # writes pending output, and disconnects
 
+  def report_span(
+    self, name: str, start: float, end: float, job: OpenJob
+  ) -> None:
+    """Reports a stretch of a job's time, if spans are recorded."""
+    if self.span:
+      self.span(Span(name, start, end, job.seq, job.job))
+
+
+def _work(
+  spec: WorkerSpec,
+  incarnation: IncarnationState,
+  job: OpenJob,
+  ticket: base.Ticket,
+  batch: Any,
+) -> None:
+  """Computes a job; the result may be an array that JAX still computes."""
+  incarnation.state, message, metrics = spec.work(
+    incarnation.state, ticket, batch, spec.root, np.int32(job.job)
+  )
+  job.result = message, metrics.loss
+
 
 class WorkerLoop:
   """One loop of a worker: an incarnation, and its successors after an EXPEL."""
@@ -285,7 +306,7 @@ class WorkerLoop:
     incarnation, spec = self._incarnation, self._spec
     self._context.script.apply_to_job(self._worker, job.seq)
     job.compute_start = self._context.clock()
-    self._report_span("fetch", job.first_ticket, job.compute_start, job)
+    self._context.report_span("fetch", job.first_ticket, job.compute_start, job)
     parts = self._read_params(job)
     if parts is None:
       return
@@ -298,21 +319,7 @@ class WorkerLoop:
     if self._stages:
       self._stages.begin((incarnation, job, ticket, batch))
     else:
-      self._work(incarnation, job, ticket, batch)
-
-  def _work(
-    self,
-    incarnation: IncarnationState,
-    job: OpenJob,
-    ticket: base.Ticket,
-    batch: Any,
-  ) -> None:
-    """Computes a job; the result may be an array that JAX still computes."""
-    spec = self._spec
-    incarnation.state, message, metrics = spec.work(
-      incarnation.state, ticket, batch, spec.root, np.int32(job.job)
-    )
-    job.result = message, metrics.loss
+      _work(spec, incarnation, job, ticket, batch)
 
   def _read_params(self, job: OpenJob) -> list[Any] | None:
     """Returns each shard's part of a ticket, None if one cannot be read."""
@@ -339,11 +346,11 @@ class WorkerLoop:
 
   def _compute(self, task: tuple[Any, ...]) -> None:
     """Computes a job, in the thread of the second stage; `task` has the
-    arguments of `_work`."""
+    arguments of `_work` after the first."""
     _, job, _, _ = task
     job.compute_start = self._context.clock()
     with self._spec.on_device(self._worker):
-      self._work(*task)
+      _work(self._spec, *task)
     jax.block_until_ready(job.result)
     self._slow_down(job)
 
@@ -365,15 +372,10 @@ class WorkerLoop:
     else:
       job = incarnation.running.popleft()
       push = self._write_message((incarnation, job))
-    self._report_span("compute", job.compute_start, job.compute_end, job)
+    start, end = job.compute_start, job.compute_end
+    self._context.report_span("compute", start, end, job)
     if push:
       self._submit(job, push)
-
-  def _report_span(
-    self, name: str, start: float, end: float, job: OpenJob
-  ) -> None:
-    if self._context.span:
-      self._context.span(Span(name, start, end, job.seq, job.job))
 
   def _write_message(self, task: tuple[Any, ...]) -> Frame | None:
     """Waits for the message of `task`, (incarnation, job, ...), and writes it
@@ -410,7 +412,8 @@ class WorkerLoop:
         self._push(shard, frame)
       else:
         self._incarnation.pushes_for_lead[job.seq] = frame
-    self._report_span("push", job.compute_end, self._context.clock(), job)
+    context = self._context
+    context.report_span("push", job.compute_end, context.clock(), job)
 
   def _write(
     self, incarnation: IncarnationState, job: OpenJob, message: Any

@@ -219,9 +219,12 @@ class RoundArrivals(Arrivals):
 
   def find_late_jobs(self, before: float) -> list[tuple[float, int, int]]:
     """Returns (time from which the job is late, worker, job) for the jobs of
-    this round that have one open ticket. The list may be empty if no job is
-    late at time `before`."""
+    this round that have one open ticket. It returns none while jobs of the
+    round have yet to start. The list may be empty if no job is late at time
+    `before`."""
     factor = self._late_factor
+    if factor == math.inf or self.n_granted < self._round_size:
+      return []
     # A quick exit: no job can be late before this bound.
     if self._round_start + factor * self._copies.least_median_time() > before:
       return []

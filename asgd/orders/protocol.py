@@ -27,7 +27,6 @@ for N workers: `asgd.orders.starters` keeps the workers that may start,
 import collections
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
 import operator
@@ -38,6 +37,7 @@ from asgd import base
 from asgd.checks import flag, real, whole
 from asgd.orders import stages
 from asgd.orders.arrivals import Arrivals, RoundArrivals, StartedJob
+from asgd.orders.lost_jobs import LostJobs
 from asgd.orders.starters import Starters
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
@@ -127,6 +127,11 @@ class _WorkerState:
   slowest: int = 0  # the slowest clock when the latest ticket was sent
   paused: bool = False  # the worker is about to leave: no new jobs
 
+  def catch_up(self, slowest: int) -> None:
+    """Sets the clock of a worker that starts late to the slowest clock, or all
+    others would wait for it."""
+    self.finished = max(self.finished, slowest)
+
 
 class Dispatcher:
   """Decides which worker starts which job; see the module.
@@ -154,10 +159,6 @@ class Dispatcher:
     (True, [(0, 0, 0)])
     >>> dispatcher.grants(now=1.0)
     []
-    >>> dispatcher.arrive(worker=1, seq=0), dispatcher.deliver(now=2.0)
-    (True, [(1, 0, 1)])
-    >>> [grant.job for grant in dispatcher.grants(now=2.0)]
-    [2, 3]
   """
 
   def __init__(
@@ -169,8 +170,7 @@ class Dispatcher:
     self._owned: bool = owned
     self._log: Callable[[Event], None] = log or (lambda row: None)
     self._states = collections.defaultdict[int, _WorkerState](_WorkerState)
-    # Heaps of lost jobs, none of them empty; see `_owner` for the keys.
-    self._lost_jobs: dict[int, list[int]] = {}
+    self._lost_jobs = LostJobs(owned)
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # messages
@@ -294,18 +294,19 @@ class Dispatcher:
     n_new_jobs = self._count_new_jobs()
     # Any worker may redo a lost job, unless jobs belong to workers.
     if not self._owned:
-      n_jobs = n_new_jobs + len(self._lost_jobs.get(0, ()))
+      n_jobs = n_new_jobs + len(self._lost_jobs)
       return starters.take(limit, min(max_starters, n_jobs))
     if n_new_jobs > 0:
       return starters.take(limit, max_starters)
     # Only workers with lost jobs have something to do.
-    owners = (w for w in self._lost_jobs if starters.allows(w, limit))
+    owners = self._lost_jobs.workers()
+    owners = (w for w in owners if starters.allows(w, limit))
     return sorted(owners)[:max_starters]
 
   def _start_backup_tasks(self, now: float) -> list[Grant]:
     """Starts backup tasks: copies of late jobs at idle workers."""
     grants: list[Grant] = []
-    for late_time, _, job in sorted(self._late_jobs(now)):
+    for late_time, _, job in sorted(self._arrivals.find_late_jobs(now)):
       idle_worker = self._starters.first_free()
       if late_time > now or idle_worker is None:
         break
@@ -315,19 +316,10 @@ class Dispatcher:
   def next_late(self, before: float = math.inf) -> float:
     """Returns the next time at which a job is late and `grants` can start a
     copy of the job; infinity if no job is late before `before`."""
-    late_times = (late_time for late_time, *_ in self._late_jobs(before))
-    return min(late_times, default=math.inf)
-
-  def _late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns (time from which the job is late, worker, job) for each job that
-    an idle worker may repeat. A worker is idle if it has ended all its jobs and
-    no other job is left for it."""
-    arrivals = self._arrivals
-    if self.rules.late == math.inf or arrivals.n_granted < self.rules.round:
-      return []
-    if self._starters.first_free() is None:
-      return []
-    return arrivals.find_late_jobs(before)
+    if self._starters.first_free() is None:  # no worker is idle
+      return math.inf
+    late_jobs = self._arrivals.find_late_jobs(before)
+    return min((late_time for late_time, *_ in late_jobs), default=math.inf)
 
   @property
   def _in_warm_start(self):
@@ -363,15 +355,11 @@ class Dispatcher:
     """The number of jobs that were never started; infinity without an end."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
-  def _owner(self, worker: int) -> int:
-    """The key in `_lost_jobs` of the jobs that a worker lost: its index if jobs
-    belong to workers, else 0."""
-    return worker if self._owned else 0
-
-  def _take_job(self, worker):
-    if lost_jobs := self._lost_jobs.get(self._owner(worker)):
-      return lost_jobs[0]
-    return self._next_job if self._count_new_jobs() > 0 else None
+  def _take_job(self, worker: int) -> int | None:
+    job = self._lost_jobs.first(worker)
+    if job is None and self._count_new_jobs() > 0:
+      job = self._next_job
+    return job
 
   def _update_starters(self, worker: int) -> None:
     """Updates the starters after a worker has changed."""
@@ -385,7 +373,7 @@ class Dispatcher:
     self._starters.update(
       worker,
       state.finished,
-      has_job=bool(tickets) or (self._owned and worker in self._lost_jobs),
+      has_job=bool(tickets) or self._lost_jobs.has_own(worker),
       start_clock=state.finished + len(tickets) if is_free else None,
     )
 
@@ -415,9 +403,7 @@ class Dispatcher:
     elif action == base.JOIN:
       state = self._states[worker]
       state.paused, state.on_ticket = False, 0
-      # A newcomer starts at the slowest clock. Otherwise all workers would wait
-      # for it.
-      state.finished = max(state.finished, slowest)
+      state.catch_up(slowest)
     self._update_starters(worker)
     if self.rules.stages and action in (base.RECEIVE, base.JOIN, base.LEAVE):
       self._update_stage(received=action == base.RECEIVE)
@@ -432,9 +418,7 @@ class Dispatcher:
     admitted = stages.admitted(rules.stages, self.received, present)
     slowest = self.slowest()
     for worker in admitted - self._admitted:
-      # It starts at the slowest clock, or all would wait for it.
-      state = self._states[worker]
-      state.finished = max(state.finished, slowest)
+      self._states[worker].catch_up(slowest)
     self._admitted = admitted
     for worker in present:
       self._update_starters(worker)
@@ -445,14 +429,8 @@ class Dispatcher:
     """Returns the ticket of a job that starts."""
     del kept_ticket
     job, state = event.job, self._states[event.worker]
-    owner = self._owner(event.worker)
-    # The row does not tell whether the job was lost, but lost jobs are granted
-    # before new ones.
-    lost_jobs = self._lost_jobs.get(owner)
-    if lost_jobs and lost_jobs[0] == job:
-      heapq.heappop(lost_jobs)
-      if not lost_jobs:
-        del self._lost_jobs[owner]
+    # Lost jobs are granted before new ones.
+    self._lost_jobs.remove(event.worker, job)
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
       state.on_ticket = 0
@@ -478,8 +456,7 @@ class Dispatcher:
       self.lost += 1
       # The job starts again, unless a copy of it is open or was received.
       if is_lost:
-        lost_jobs = self._lost_jobs.setdefault(self._owner(event.worker), [])
-        heapq.heappush(lost_jobs, ticket.job)
+        self._lost_jobs.add(event.worker, ticket.job)
 
   def _end_warm_start(self, clock: int) -> None:
     """Sets all clocks to the clock of the worker that was alone."""

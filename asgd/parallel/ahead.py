@@ -336,9 +336,7 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
     [(row.planned, row.times, row.bytes) for row in rows],
     unplanned,
     [
-      row.planned._replace(times=row.n_missing)
-      for row in rows
-      if row.n_missing
+      row.planned._replace(times=row.n_missing) for row in rows if row.n_missing
     ],
   )
 

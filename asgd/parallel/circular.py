@@ -100,14 +100,9 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       outputs = _put(outputs, h, microbatch, is_final)
       return (jax.lax.ppermute(h, _AXIS, ring), round_inputs, outputs), None
 
-    def make_empty(array):
-      # The carry varies over stages, and over the axes over which x varies.
-      axes = (_AXIS, *meshes.varying(array))
-      return meshes.vary(jnp.full_like(array, _EMPTY), axes)
-
     # v M passes of a stage; the last stage begins S - 1 steps late.
     times = jnp.arange(rounds * n_microbatches + stages - 1)
-    begin = make_empty(x[0]), make_empty(x), make_empty(x)
+    begin = _empty_like(x[0]), _empty_like(x), _empty_like(x)
     (_, _, outputs), _ = jax.lax.scan(step, begin, times)
     # All stages return the result, which the loss needs.
     return jax.lax.psum(
@@ -115,6 +110,13 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
     )
 
   return run
+
+
+def _empty_like(array: jax.Array) -> jax.Array:
+  """Returns empty slots of the carry, of an array's shape and dtype."""
+  # The carry varies over stages, and over the axes over which x varies.
+  axes = (_AXIS, *meshes.varying(array))
+  return meshes.vary(jnp.full_like(array, _EMPTY), axes)
 
 
 def _apply_chunk(

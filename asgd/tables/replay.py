@@ -7,6 +7,7 @@ jobs began. A shard waits for the requests of workers, and a worker waits for
 the replies and rows of shards.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -313,16 +314,14 @@ def replay(
     TableShard(s, division.server(s, tables, settings, workers))
     for s in range(division.shards)
   ]
+  make_worker = functools.partial(
+    TableWorker, workers=workers, jobs=jobs, seed=seed
+  )
   incarnations: dict[tuple[int, int], _Incarnation] = {}
   for w, events in enumerate(orders.workers):
     earlier: list[_Incarnation] = []
     for number, rows in enumerate(by_incarnation(events)):
-      worker = TableWorker(
-        *(w, number, settings, division, work),
-        workers=workers,
-        jobs=jobs,
-        seed=seed,
-      )
+      worker = make_worker(w, number, settings, division, work)
       incarnations[w, number] = _Incarnation(worker, rows, [*earlier])
       earlier.append(incarnations[w, number])
   next_rows = [0 for _ in shards]  # index of each shard's next row
@@ -362,13 +361,7 @@ def replay(
       for shard in shards
     ]
   )
-  records = [
-    [
-      row
-      for (w, _), incarnation in sorted(incarnations.items())
-      if w == worker
-      for row in incarnation.records
-    ]
-    for worker in range(workers)
-  ]
+  records: list[list[JobRecord]] = [[] for _ in range(workers)]
+  for (worker, _), incarnation in sorted(incarnations.items()):
+    records[worker] += incarnation.records
   return Replayed(complete, records)

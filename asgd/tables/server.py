@@ -145,12 +145,7 @@ class TableServer:
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message by table, without changing the cache."""
     lists, out = self._receivers[push.worker].lists, {}
-    # If several tables share a list, only the first of them has it in the
-    # message.
-    new_lists = {
-      sent.keys.digest: sent.keys.keys for sent in push.tables.values()
-      if sent.keys.keys is not None
-    }
+    new_lists = _new_keys(push)
     for name, sent in push.tables.items():
       digest = sent.keys.digest
       out[name] = new_lists[digest] if digest in new_lists else lists[digest]
@@ -168,7 +163,8 @@ class TableServer:
     # A worker that has pushed since its last reply has read the reply.
     others = self._reading.keys() - {push.worker, *arrived}
     for name, keys in self.keys_of(push).items() if others else ():
-      change = self._change(name, keys, push.tables[name].values)
+      table, values = self.tables[name], push.tables[name].values
+      change = _change(table, _decode(self._codec, table, keys, values))
       for worker in others:
         copies = self._copies.copies_of(worker)[name]
         is_copied = copies.has(keys)
@@ -181,15 +177,6 @@ class TableServer:
   def has_read(self, worker: int) -> None:
     """Records that a worker has read its last reply; `receive` implies it."""
     self._reading.pop(worker, None)
-
-  def _change(self, name: str, keys: Keys, values: Any) -> np.ndarray:
-    """Returns the change of a table's rows by pushed values. The change is
-    infinite if only the function at the server can compute it."""
-    table = self.tables[name]
-    values = _decode(self._codec, table, keys, values)
-    if table.function.additive:
-      return np.asarray(values, np.float64)
-    return np.full(np.shape(values), np.inf)
 
   def skip(self, push: Push) -> None:
     """Caches the keys of a message that is not applied: later messages may have
@@ -304,13 +291,8 @@ class TableServer:
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
       return keys, keys[:0]
-    sizes = [
-      np.abs(np.asarray(x)).reshape(len(keys), -1).max(1)
-      for x in (copies.read(keys, "lacks"), self.tables[name].peek(keys))
-    ]
-    # `tiny` avoids a division by 0 for a row of zeros.
-    change = sizes[0] / (sizes[1] + np.finfo(np.float64).tiny)
-    order = np.argsort(-change, kind="stable")
+    lacks = copies.read(keys, "lacks")
+    order = _largest_first(lacks, self.tables[name].peek(keys))
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
   def _prepare_rows(
@@ -389,6 +371,32 @@ class TableServer:
       name: RangeClocks.unpack(each) for name, each in tree["clocks"].items()
     }
     self._reading, self.version = dict(tree["reading"]), tree["version"]
+
+
+def _change(table: Table, values: Any) -> np.ndarray:
+  """Returns the change of a table's rows by pushed values. The change is
+  infinite if only the function at the server can compute it."""
+  if table.function.additive:
+    return np.asarray(values, np.float64)
+  return np.full(np.shape(values), np.inf)
+
+
+def _largest_first(lacks: Any, rows: Any) -> np.ndarray:
+  """Returns the indices of rows, [n, ...], by what the copies lack relative to
+  the row, the largest first."""
+  sizes = [
+    np.abs(np.asarray(x)).reshape(len(rows), -1).max(1) for x in (lacks, rows)
+  ]
+  # `tiny` avoids a division by 0 for a row of zeros.
+  change = sizes[0] / (sizes[1] + np.finfo(np.float64).tiny)
+  return np.argsort(-change, kind="stable")
+
+
+def _new_keys(push: Push) -> dict[bytes, Keys]:
+  """Returns the lists of keys in a message by digest. If several tables share a
+  list, only the first of them has it."""
+  sent = [each.keys for each in push.tables.values()]
+  return {each.digest: each.keys for each in sent if each.keys is not None}
 
 
 def _decode(codec: Any, table: Table, keys: Keys, values: Any) -> Any:

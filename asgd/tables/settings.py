@@ -295,23 +295,31 @@ def table(
     workers=workers,
     push_every=push_every,
   )
-  if push_every is not None and (
+  _check_uses(settings, filters)
+  with checks.below("codec", codec or ()):  # errors name the option
+    settings.make_codec()
+  settings.of_run(workers, 1)  # raises for what value_bounded cannot bound
+  return settings
+
+
+def _check_uses(
+  settings: TableSettings, filters: Sequence[Mapping[str, Any]]
+) -> None:
+  """Raises ValueError for an option that the server cannot use."""
+  rules, function = settings.rules, settings.function
+  if settings.push_every is not None and (
     rules.deferred or rules.by_value or function.aggregates
   ):
     raise ValueError(
-      f"push_every {push_every} is for a server that applies updates as they"
-      f" arrive, and workers that send by clock: not for {consistency} with"
-      " these options; leave it out"
+      f"push_every {settings.push_every} is for a server that applies updates"
+      " as they arrive, and workers that send by clock: not for"
+      f" {rules.consistency.name} with these options; leave it out"
     )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(
       "the filter kkt is for gradients, but workers push increments: use kkt"
       " with ftrl, proximal or an optimizer"
     )
-  with checks.below("codec", codec or ()):  # errors name the option
-    settings.make_codec()
-  settings.of_run(workers, 1)  # raises for what value_bounded cannot bound
-  return settings
 
 
 def _codec_options(codec: Any) -> tuple[tuple[str, Any], ...]:

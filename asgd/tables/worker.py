@@ -30,6 +30,13 @@ Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
 
 
+def _with_bytes(record: JobRecord, up: int, down: int) -> JobRecord:
+  """Returns a record with more bytes sent and taken."""
+  return record._replace(
+    bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
+  )
+
+
 class TableWorker:
   """The clients and jobs of one incarnation of a worker.
 
@@ -265,7 +272,7 @@ class TableWorker:
       shard: self.sessions.ask(shard, PUSH, push.clock, self.done, push.tables)
       for shard, push in enumerate(pushes)
     }
-    self._records.append(self._with_bytes(record))
+    self._records.append(_with_bytes(record, *self.sessions.count()))
     if asks:
       yield from self._push(pushes, asks, on_done, on_send)
 
@@ -287,13 +294,6 @@ class TableWorker:
     for record in self._finish_push(records, asks):
       on_done(record)
 
-  def _with_bytes(self, record: JobRecord) -> JobRecord:
-    """Returns a record with the bytes sent and taken since the last record."""
-    up, down = self.sessions.count()
-    return record._replace(
-      bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
-    )
-
   def _finish_push(
     self, records: Sequence[JobRecord], shards: Iterable[int]
   ) -> list[JobRecord]:
@@ -304,7 +304,7 @@ class TableWorker:
     *before, last = records
     change = self.sessions.change()
     last = last._replace(update=self._version, update_norm=change)
-    return [*before, self._with_bytes(last)]
+    return [*before, _with_bytes(last, *self.sessions.count())]
 
   @property
   def _version(self):

@@ -19,7 +19,7 @@ from asgd.live.gossip.outbox import Neighbour
 _MOST = 4  # messages of a peer that a receiver has not acknowledged
 
 
-class Arrivals(Counted):
+class PeerArrivals(Counted):
   """A peer in the order of `gossip.orders.arrivals`."""
 
   def __init__(self, *args: Any, **options: Any):

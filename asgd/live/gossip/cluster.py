@@ -21,7 +21,7 @@ from asgd.live.cluster import Cluster
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
-from asgd.live.gossip.arrivals import Arrivals
+from asgd.live.gossip.arrivals import PeerArrivals
 from asgd.live.gossip.counter import JobCounter
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.pairs import Pairs
@@ -74,7 +74,7 @@ class PeerMaker(NamedTuple):
     if counter is None:
       peer = Rounds(inside, rows, **options)
     elif spec.gossip.order == gossip.ARRIVALS:
-      peer = Arrivals(inside, rows, counter=counter, **options)
+      peer = PeerArrivals(inside, rows, counter=counter, **options)
     else:
       # The incarnation is part of the seed: a new incarnation must not repeat
       # the draws of the last one.

@@ -9,7 +9,7 @@ from asgd.live.hosts import Host, HostExited
 
 class Counted(LivePeer):
   """A peer whose jobs are on_number by the run's `JobCounter`; the base of
-  `Pairs` and `Arrivals`."""
+  `Pairs` and `PeerArrivals`."""
 
   def __init__(self, *args: Any, counter: Host, **options: Any):
     """Takes the host of the counter."""

@@ -3,7 +3,7 @@
 A peer is an object in a host (`asgd.live.hosts`). Every event is a call of one
 of its methods, and the host makes one call at a time. Jobs, and calls of
 neighbours, run in other threads (`Inside.run_later`), so a peer receives
-messages while it computes. The subclasses `Rounds`, `Pairs` and `Arrivals`
+messages while it computes. The subclasses `Rounds`, `Pairs` and `PeerArrivals`
 decide the next step.
 """
 
@@ -51,7 +51,7 @@ class Loans:
 
 
 class LivePeer:
-  """One incarnation of a peer; the base of `Rounds`, `Pairs` and `Arrivals`.
+  """One incarnation of a peer: the base of `Rounds`, `Pairs`, `PeerArrivals`.
 
   The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
   threads report by `on_delivered` and `on_computed`. After each call the peer

@@ -77,7 +77,7 @@ class AskingDispatcher(Dispatcher):
     more_to_come = (
       self.jobs is None
       or self._next_job < self.jobs
-      or any(self._lost_jobs.values())
+      or len(self._lost_jobs)
       or any(not {*keys} & {*self.came} for keys in self.doing().values())
     )
     chosen = sorted(late)

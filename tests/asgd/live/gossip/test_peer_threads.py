@@ -16,7 +16,7 @@ from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
-from asgd.live.gossip.arrivals import Arrivals
+from asgd.live.gossip.arrivals import PeerArrivals
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.peer import ALONE, PeerStatus
@@ -256,49 +256,50 @@ def test_the_last_messages_of_the_lost_are_added_once_by_all():
   rows = [
     SimpleNamespace(
       index=i,
-      duty=SimpleNamespace(gossip=how),
+      spec=SimpleNamespace(gossip=how),
       mix=lambda number, taken, i=i: mixed[i].extend(f.seq for f in taken),
     )
     for i in mixed
   ]
-  one, other = (Arrivals(INSIDE, r, faults=None, counter=None) for r in rows)
+  options = {"faults": None, "counter": None}
+  one, other = (PeerArrivals(INSIDE, each, **options) for each in rows)
   messages = [
     frames.PeerFrame(frames.MESSAGE, 2, 0, seq=seq, round=seq)
     for seq in range(7)
   ]
   for peer, count in ((one, 6), (other, 4)):
-    peer.meet({2: Neighbour(0, None)})
+    peer.set_peers({2: Neighbour(0, None)})
     peer.ask("deliver", 2, 0, 0, messages[:count])
   assert mixed == {0: [0, 1, 2, 3, 4, 5], 1: [0, 1, 2, 3]}
   # A peer sends no fifth message before the first was acknowledged by all.
-  numbers = one.ask("received_from", 2)
+  numbers = one.ask("numbers_received_from", 2)
   assert numbers == [2, 3, 4, 5]
-  assert other.ask("received_from", 2) == [0, 1, 2, 3]
+  assert other.ask("numbers_received_from", 2) == [0, 1, 2, 3]
   for number in numbers:
-    other.ask("take_over", one.message_of(2, number))
+    other.ask("store_message", one.find_message(2, number))
   assert mixed[1] == mixed[0]
   # What arrives now would reach this peer alone.
   one.ask("deliver", 2, 0, 6, messages[6:])
   assert mixed[0] == [0, 1, 2, 3, 4, 5]
   # A newcomer's loan has all of them.
-  one.ask("present", 3, Neighbour(1, None), False)
-  assert one.message_of(2, 5) is None
+  one.ask("add_newcomer", 3, Neighbour(1, None), False)
+  assert one.find_message(2, 5) is None
 
 
 def test_a_peer_starts_no_job_while_four_messages_are_on_their_way():
   how = asgd.async_threshold_sharing(0.05, PEERS).gossip
-  rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
-  peer = Arrivals(INSIDE, rows, faults=None, counter=None)
-  peer.meet({1: Neighbour(0, None)})
+  rows = SimpleNamespace(index=0, spec=SimpleNamespace(gossip=how))
+  peer = PeerArrivals(INSIDE, rows, faults=None, counter=None)
+  peer.set_peers({1: Neighbour(0, None)})
   (outbox,) = peer._outboxes.values()
   started = []
   peer._start_job = lambda: started.append(outbox.waiting) or False
   for _ in range(6):
     assert not peer._step()
     outbox.put(frames.PeerFrame(frames.MESSAGE, 0, 0))
-  assert started == [0, 1, 2, 3] and not peer.quiet
+  assert started == [0, 1, 2, 3] and not peer.is_quiet
   outbox.confirm(6)
-  assert not peer._step() and started[-1] == 0 and peer.quiet
+  assert not peer._step() and started[-1] == 0 and peer.is_quiet
 
 
 def test_a_newcomer_whose_lenders_have_exited_does_no_job():

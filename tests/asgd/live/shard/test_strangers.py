@@ -92,7 +92,7 @@ def test_a_holder_that_cannot_be_is_refused(make):
   stranger = Hand(bench, 0)
   for number in (MOST_AHEAD + 1, 2**31 - 1, 2**40):
     hello = Frame(frames.HELLO, 0, job=number)
-    refused(stranger, 1, hello, "sends Frame|no use for")
+    refused(stranger, 1, hello, "cannot receive Frame|sends Frame")
   hand.reconnect(1)
   assert hand.listen() == ["welcome 0", "ticket 0: job 0 v0"]
   bench.finish()
