@@ -1,5 +1,5 @@
-"""Jobs of several batches, stacked on a leading axis, as local workers take
-them."""
+"""Stacks the H batches of a job on a leading axis, for workers that do H local
+steps per job."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -37,8 +37,9 @@ def job_batches(batches: Batches, steps: int) -> Batches:
     steps: H, 1 or more.
 
   Returns:
-    (worker, job) -> NumPy arrays [H, B, ...]: job j holds the batches of jobs
-    j H, ..., j H + H - 1. With one step the function returns `batches` itself.
+    (worker, job) -> NumPy arrays [H, B, ...]. Job j of the result holds the H
+    batches batches(worker, j H), ..., batches(worker, j H + H - 1). With one
+    step the function returns `batches` itself.
 
   Raises:
     ValueError: for steps that are no positive integer.
@@ -53,7 +54,8 @@ def job_batches(batches: Batches, steps: int) -> Batches:
   checks.whole("steps", steps)
   if steps == 1:
     return batches
-  if hasattr(batches, "of_steps"):  # it has a position: `data.iterators`
+  # Batches of `data.iterators` are read in order, so they stack themselves.
+  if hasattr(batches, "of_steps"):
     stacked: Batches = batches.of_steps(steps)
     return stacked
 
@@ -69,10 +71,10 @@ def of_jobs(
   """Returns the batches of several jobs, stacked.
 
   Args:
-    batches: (worker, job) -> NumPy arrays [B, ...]. If it has a method
-      `of_jobs(workers, jobs)`, that is called once for all jobs.
-    workers: C, of the jobs.
-    jobs: C.
+    batches: (worker, job) -> NumPy arrays [B, ...]. If `batches` has a method
+      `of_jobs(workers, jobs)`, the method is called once for all jobs.
+    workers: int[C], the worker of each of the C jobs.
+    jobs: int[C], the number of each job.
 
   Returns:
     NumPy arrays [C, B, ...].
@@ -84,7 +86,8 @@ def of_jobs(
     >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
     [[0, 5], [1, 6]]
   """
-  # A source that is an array is indexed once: faster than stacking batches.
+  # A method `of_jobs` indexes an array once for all jobs, which is faster than
+  # stacking C batches.
   of_all_jobs = getattr(batches, "of_jobs", None)
   if of_all_jobs is not None:
     return of_all_jobs(workers, jobs)
@@ -94,24 +97,29 @@ def of_jobs(
 
 @dataclasses.dataclass(frozen=True)
 class NamedBatches:
-  """Batches of jobs, whose errors name the worker and the job."""
+  """Batches of jobs, with errors that name the job.
+
+  An error in making one batch names the worker and the job. An error of the
+  method `batches.of_jobs` names the first and the last of the jobs. A
+  ValueError passes unchanged.
+  """
 
   batches: Batches
 
   @property
   def iterators(self) -> Any:
-    """The `data.iterators.IteratorBatches`, if batches have a position; else
-    None."""
+    """`batches`, if they are from iterators (`data.iterators`); else None."""
     return self.batches if hasattr(self.batches, "example") else None
 
   def example(self, worker: int) -> base.Batch:
-    """Returns a batch in the form of a worker's; the values may be zeros."""
+    """Returns a batch with the shapes and dtypes of a worker's batches; the
+    values may be zeros."""
     of_iterators = self.iterators
     return of_iterators.example(worker) if of_iterators else self(worker, 0)
 
   def kept_in(self, folder: Path, worker: int) -> "NamedBatches":
-    """Returns the batches of a live worker. Iterators keep their positions in a
-    folder of the run."""
+    """Returns the batches of one live worker. Iterators save their position in
+    `folder`. Other batches have no position, so the method returns `self`."""
     of_iterators = self.iterators
     if of_iterators is None:
       return self
@@ -123,7 +131,7 @@ class NamedBatches:
       return self.batches(worker, job)
 
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
-    """Returns the batches of several jobs, stacked."""
+    """Returns the batches of several jobs, stacked; see `stacking.of_jobs`."""
     if not hasattr(self.batches, "of_jobs"):
       pairs = zip(workers, jobs, strict=True)
       return stack([self(*pair) for pair in pairs])

@@ -1,19 +1,24 @@
-"""Predictions by name: weights ahead along the velocity of momentum.
+"""Named rules that predict a stage's weights from the velocity of momentum.
 
-The gradient of a stage counts some updates after its weights were read. A
-prediction reads, instead of w, the weights after these updates:
+A stage reads its weights w for a forward or a backward pass, and applies the
+gradient some updates later. With a prediction the pass uses, instead of w, an
+estimate of the weights after these updates:
 
     w - eta f v,   v <- gamma v + g
 
-  name        f of a forward             f of a backward
+  name        f in a forward pass        f in a backward pass
   spectrain   floor(k / 2) + N - k - 1   floor(k / 2)
   ftpipe      gamma + ... + gamma^s      0
 
-k is the stage, counted from 0, of N, and s the staleness of its forwards in
-updates. SpecTrain assumes that the velocity stays as it is, so each update
-moves by eta v. FTPipe assumes that all new gradients are zero, so the velocity
-decays; for SGD with momentum it equals the roll-forward of `predict=True`, at a
-cost that does not grow with s.
+  N  stages
+  k  the stage, 0, ..., N - 1
+  s  the stage's updates between a forward pass and the use of its gradient
+
+SpecTrain assumes that the velocity does not change, so each update moves the
+weights by -eta v. FTPipe assumes that all new gradients are zero, so the
+velocity decays. For SGD with momentum, FTPipe's prediction equals that of
+`predict=True`, which steps the optimizer s times; the cost of FTPipe's does not
+grow with s.
 
 References:
   Chen, Yang, Cheng, "Efficient and robust parallel DNN training through model
@@ -36,7 +41,7 @@ SPECTRAIN, FTPIPE = NAMES = "spectrain", "ftpipe"
 
 
 class Horizon(NamedTuple):
-  """The factors f of one stage, in updates along the velocity."""
+  """The factors f of one stage: how many steps eta v to predict ahead."""
 
   forward: float
   backward: float = 0.0
@@ -70,15 +75,16 @@ def horizons(
 
 
 def momentum_of(name: str, recipe: algorithms.Recipe, shapes: Any) -> float:
-  """Returns gamma of a recipe whose state has one velocity of the weights.
+  """Returns gamma of a recipe whose state has one velocity for all weights.
 
   Args:
     name: one of NAMES, for the error.
-    recipe: of a stage.
-    shapes: of the weights.
+    recipe: the recipe of a stage.
+    shapes: the stage's parameters as jax.ShapeDtypeStruct.
 
   Raises:
-    ValueError: for a recipe of another kind.
+    ValueError: for a recipe without a velocity or with several, for one with
+      another `optimizer`, and for one that `algorithms.build` did not build.
 
   Example:
     >>> recipe = algorithms.build("asgd", 0.1, workers=1, momentum=0.5)
@@ -118,12 +124,12 @@ def along_velocity(
   """Sends w - eta f v, with eta of the next update.
 
   Args:
-    algorithm: with one velocity v in its state, an optax "trace".
+    algorithm: an Algorithm whose state has one velocity v, an optax "trace".
     learning_rate: eta, or a schedule over the algorithm's updates.
     factor: f.
 
   Returns:
-    The Algorithm with another send rule.
+    An Algorithm with the updates of `algorithm` and this send rule.
 
   Example:
     >>> tx = optax.sgd(0.5, momentum=0.5)
@@ -156,8 +162,13 @@ def along_velocity(
 def extrapolate(
   learning_rate: optax.ScalarOrSchedule, factor: float
 ) -> Callable[[base.ServerState], Any]:
-  """Returns the prediction of a backward for `stage.Part.correct`: state -> w -
-  eta f v, with the arguments of `along_velocity`."""
+  """Returns the function of `stage.Part.correct` that predicts weights for a
+  backward pass: server state -> parameters whose weights are w - eta f v.
+
+  Args:
+    learning_rate: eta, or a schedule over the server's updates.
+    factor: f.
+  """
 
   @jax.jit
   def predicted(state):

@@ -1,6 +1,13 @@
-"""Orders of peers: traces of when peers work, put, take and mix.
+"""Makes the orders of gossip: traces of when peers work, put, take and mix.
 
-`asgd.gossip.peer` explains the rows. Messages take no time, only jobs do.
+`asgd.gossip.peer` explains the rows. Jobs take time; messages take none.
+
+Letters:
+  n  peers
+  i  a peer; as a receiver, it takes messages
+  j  a neighbour of i, the sender of a message
+  k  a round
+  m  the number of a message of a peer, 0, 1, ...
 """
 
 import collections
@@ -30,28 +37,29 @@ def rounds(
 ) -> base.Trace:
   """Rounds: each peer does a job, then mixes the messages of its neighbours.
 
-  A peer waits for its neighbours only: it may be a round ahead of them. Its
-  rows in round k are send, receive, put, takes and mix. With `put_first` they
-  are send, put, receive, takes and mix: the peer then puts the parameters on
-  which the job is computed, and the message travels during the job. Job k n + i
-  is peer i's in round k.
+  A peer waits only for the messages of its neighbours, not for the end of their
+  rounds. With `every` = e it may be up to 2 e - 1 rounds ahead of a neighbour.
+  The rows of peer i in round k are send, receive, put, takes and mix. With
+  `put_first` they are send, put, receive, takes and mix: the peer then puts the
+  parameters on which it computes the job, and the message travels during the
+  job. The job of peer i in round k has the number k n + i.
 
-  With `every` a peer puts message m in round m every. It mixes the messages m
-  of its neighbours at the end of round m every + every - 1, before it puts the
-  next one. Put, take and mix rows have the number m, which selects the
-  topology's matrix.
+  With `every` = e a peer puts message m in round m e. At the end of round
+  (m + 1) e - 1 the peer takes and mixes the messages m of its neighbours. The
+  number m selects the topology's matrix. A put row has m in `seq` and in `job`,
+  a take row in `seq`, a mix row in `job`.
 
   Args:
-    durations: of jobs.
-    topology: which peers take messages of which.
-    messages: jobs, a multiple of the peers.
+    durations: how long each job takes.
+    topology: which peers take the messages of each peer.
+    messages: jobs of all peers together, a multiple of n.
     put_first: whether a peer puts before its job.
-    every: rounds between two messages. If it does not divide the rounds, the
-      last message is not taken.
+    every: e, the rounds from one put of a peer to its next put. If the number
+      of rounds is no multiple of e, no peer takes the last messages.
 
   Raises:
-    ValueError: for messages that do not make complete rounds, or `every` below
-      1.
+    ValueError: for `messages` that do not make complete rounds, or `every`
+      below 1.
 
   Example:
     Two peers; the second one is half as fast.
@@ -81,7 +89,8 @@ def rounds(
   start, rows = np.zeros(n), []
   put_times = start  # times at which the peers put their last messages
   for k in range(messages // n):
-    # [1] Times of the round: jobs end, then the last sender's message arrives.
+    # [1] Times: a peer's round ends when its job has ended and all neighbours
+    # have put their messages.
     job_ends = start + np.array([next(stream) for stream in streams])
     m, puts, mixes = k // every, k % every == 0, (k + 1) % every == 0
     if puts:
@@ -91,11 +100,13 @@ def rounds(
       links = topology.links[m % topology.period]
       end = np.maximum(job_ends, np.where(links, put_times[None], 0.0).max(1))
 
-    # [2] Rows of the round; the second to fifth entries order equal times.
+    # [2] Rows, as (time, round, rank of the action, peer, sender, event). The
+    # first five entries are the sort key. Ranks: send 0, put 1 or 3, receive 2,
+    # take and mix 4. The sender n puts a mix after its takes.
     for i in range(n):
       job = k * n + i
       rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
-      if puts:  # the order of rows at equal times: before or after RECEIVE (2)
+      if puts:
         order = 1 if put_first else 3
         rows.append((put_times[i], k, order, i, 0, (i, m, m, base.PUT)))
       rows.append((job_ends[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
@@ -114,19 +125,22 @@ def pairs(
 ) -> base.Trace:
   """Pairs: a peer that ends a job meets one neighbour; other peers do not wait.
 
-  Both put, take and mix at once, even if the other one is computing a job. Then
-  the peer that has ended its job applies the job to its present parameters, and
-  starts the next one. Jobs are numbered in the order of their sends.
+  Both peers put, take and mix at once, even if the neighbour is in the middle
+  of a job. Then the peer that has ended its job applies the job's gradient to
+  its present parameters, and starts its next job. Jobs are numbered in the
+  order of their sends. Put and take rows have the sender's message number m in
+  `seq`.
 
   Args:
-    durations: of jobs.
-    topology: which peers may meet, with equal probability.
+    durations: how long each job takes.
+    topology: which peers may meet. A peer meets each of its neighbours with
+      equal probability.
     messages: jobs of all peers together.
-    seed: 0 or more; the neighbours that a peer meets depend on the seed and the
-      peer.
+    seed: 0 or more. The draws of a peer's neighbours depend on the seed, the
+      peer's index and n.
 
   Returns:
-    A Trace. Up to n - 1 jobs are open at its end.
+    A Trace. At its end n - 1 jobs are open.
 
   Raises:
     ValueError: for a topology with a link in one direction only.
@@ -181,20 +195,21 @@ def arrivals(
   durations: Durations, topology: Topology, *, messages: int
 ) -> base.Trace:
   """Arrivals: a peer that ends a job sends a message to all its receivers,
-  which mix it at once, even while they compute. No peer waits.
+  which mix the message at once, even while they compute. No peer ever waits.
 
-  The peer applies its job, puts the message and mixes it itself. Then each
-  receiver takes and mixes it, and the peer starts its next job. Jobs are
-  numbered in the order of their sends, and put and mix rows by the messages of
-  the sender.
+  The peer applies its job, puts the message, and mixes its own message: the
+  rule `share` changes parameters only by mixes. Then each receiver takes and
+  mixes the message, and the sender starts its next job. Jobs are numbered in
+  the order of their sends. Put and mix rows have the sender's message number m
+  in `job`.
 
   Args:
-    durations: of jobs.
-    topology: which peers take messages of which.
+    durations: how long each job takes.
+    topology: which peers take the messages of each peer.
     messages: jobs of all peers together.
 
   Returns:
-    A Trace. Up to n - 1 jobs are open at its end.
+    A Trace. At its end n - 1 jobs are open.
 
   Example:
     >>> from asgd import orders
@@ -230,7 +245,8 @@ def arrivals(
 
 
 class _Jobs:
-  """Jobs of peers that do not wait, and the rows of a trace."""
+  """Simulates the jobs of peers that never wait. `rows` collects the rows of
+  the trace: this class adds the send rows, the caller all other rows."""
 
   def __init__(self, durations: Durations, peers: int):
     """Starts the first job of each peer."""
@@ -271,18 +287,21 @@ def check_pairs(topology: Topology) -> None:
 def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   """Joins the traces of peers, each with its own rows, into one trace.
 
-  Each take follows the put of its message. Otherwise rows are ordered by time,
-  but no row gets an earlier time than the row before it. So clocks that differ
-  cannot break the order.
+  Each take follows the put of its message, and the rows of one peer keep their
+  order. Otherwise rows are ordered by time. A row that is earlier than the row
+  before it gets the time of that row, so clocks that differ cannot break the
+  order.
 
   Args:
-    traces: of each peer, in any order.
+    traces: the rows of each peer, as a Trace or as events; the peers in any
+      order.
 
   Returns:
     A Trace of all rows.
 
   Raises:
-    ValueError: if a peer took a message that no peer put.
+    ValueError: if a peer took a message that no peer put, or if takes wait for
+      one another in a circle.
 
   Example:
     The clock of peer 1 is slow.
@@ -325,7 +344,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   while ready:
     _, index = heapq.heappop(ready)
     event = queues[index].popleft()
-    time = max(time, event.time)  # a slow clock must not order rows
+    time = max(time, event.time)  # the clock of the event's peer may be slow
     rows.append(event._replace(time=time))
     if event.action in trace_lib.PUTS:
       merged_puts.add(event.key)
@@ -335,8 +354,9 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   heads = [queue[0] for queue in queues if queue]
   if heads:
     later = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
-    # Report a take without a put in any trace. Other takes wait for puts behind
-    # such a take.
+    # Report a take whose message no trace puts: other takes wait for puts
+    # behind this take. If all messages are put, the takes wait in a circle;
+    # then report the first take.
     lacks = [event for event in heads if (event.job, event.seq) not in later]
     event = (lacks or heads)[0]
     raise ValueError(
@@ -353,21 +373,27 @@ class Gossip(NamedTuple):
 
   rule: Rule
   topology: Topology
-  # ROUNDS; PAIRS: a peer that ends a job meets one neighbour; or ARRIVALS: its
-  # receivers add its message when it arrives.
+  # When a peer that ends a job exchanges messages:
+  #   ROUNDS    with all its neighbours, once per `every` rounds
+  #   PAIRS     with one neighbour, at once
+  #   ARRIVALS  it sends one message, and the receivers add it on arrival
   order: str = ROUNDS
   put_first: bool = False  # rounds: put before the job, not after it
-  every: int = 1  # rounds from a message's put to its mix, and to the next put
-  compressed: bool = False  # whether messages are codes, not all parameters
+  # ROUNDS: a peer puts a message in each `every`-th round, and mixes at the end
+  # of the round before its next put.
+  every: int = 1
+  compressed: bool = False  # whether a codec compresses the messages
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
-    """Returns the weight of a message that was put in a round."""
+    """Returns the weight that a receiver gives a sender's message. `round` is
+    the number m of the message, which counts the rounds that have puts."""
     if self.order != ROUNDS:
       return 0.5 if self.order == PAIRS else 1.0
     return self.topology.weight(round, receiver, sender)
 
   def keep(self, round: int, peer: int) -> float:
-    """Returns the weight that a peer gives its own parameters."""
+    """Returns the weight that a peer gives its own parameters when it puts or
+    mixes message number `round`."""
     return self.weight(round, peer, peer)
 
   def trace(
@@ -376,9 +402,9 @@ class Gossip(NamedTuple):
     """Returns the order of a run as a trace.
 
     Args:
-      durations: of jobs.
-      messages: jobs of all peers together; for rounds a multiple of the peers.
-      seed: 0 or more, of the neighbours that peers meet.
+      durations: how long each job takes.
+      messages: jobs of all peers together; with ROUNDS a multiple of n.
+      seed: 0 or more, for the draws of neighbours; only PAIRS uses it.
     """
     if self.order == PAIRS:
       return pairs(durations, self.topology, messages=messages, seed=seed)

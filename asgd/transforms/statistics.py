@@ -21,15 +21,15 @@ from asgd import base, checks
 def own_statistics(
   algorithm: base.Algorithm, decay: float = 0.9
 ) -> base.Algorithm:
-  """Makes an algorithm on weights train `base.Variables`.
+  """Extends an algorithm of weights to parameters of type `base.Variables`.
 
     stats <- decay stats + (1 - decay) batch_stats
 
-  The algorithm gets weights only. A tree that is not `Variables` passes through
-  unchanged, so this can wrap every algorithm.
+  The algorithm gets weights only. Trees that are not `Variables` go to the
+  algorithm as they are, so this function can extend every algorithm.
 
   Args:
-    algorithm: of weights.
+    algorithm: an Algorithm that handles weights only.
     decay: the part of the old statistics that is kept, in [0, 1).
 
   Returns:
@@ -58,7 +58,8 @@ def own_statistics(
     return algorithm.init(base.weights_of(params))
 
   def update(updates, state, params=None, **extra_args):
-    # The algorithm compares weights with weights: the Delay's go bare, too.
+    # A rule may compare `sent_params` with the weights, so `sent_params` must
+    # be weights, too.
     if "sent_params" in extra_args:
       sent = base.weights_of(extra_args["sent_params"])
       extra_args = {**extra_args, "sent_params": sent}
@@ -74,16 +75,17 @@ def own_statistics(
     weights = algorithm.send(opt_state, base.weights_of(params), worker=worker)
     return base.with_weights(params, weights)
 
-  # Runtimes detect `send_current`, the identity, to skip a compiled call. A
-  # wrapper of it would hide it.
+  # Runtimes skip a compiled call if the send rule is `send_current`, so this
+  # function must not wrap that rule.
   if algorithm.send is base.send_current:
     return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)
 
 
 def _change(new: Any, old: Any, decay: float) -> Any:
-  """Returns the update of statistics: (1 - decay) (new - old). A carried state
-  is replaced by the messages' mean."""
+  """Returns the update of statistics: (1 - decay) (new - old). In a
+  `StatsWithState` the update of `state` is new.state - old.state: the server
+  then has the optimizer's state of the messages."""
   if isinstance(old, base.StatsWithState):
     change = _change(new.stats, old.stats, decay)
     # The server adds this: old + (new - old) = new.

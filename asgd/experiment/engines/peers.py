@@ -1,7 +1,8 @@
-"""Peers without a server in simulated time, for recipes with a gossip.
+"""Simulated runs of recipes whose `gossip` is set: peers have no common server.
 
-The engine `simulate` uses this module for such recipes. Peers have a separate
-order. The mean model is evaluated, and single peers as well.
+The engine `simulate` uses this module for such recipes. The order is a trace of
+`asgd.gossip.orders`, with rows that a run of a server does not have. The
+engine evaluates the mean of the peers' parameters, and up to 16 single peers.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from asgd.live.gossip import frames
 from asgd.orders import protocol
 from asgd.orders.network import LinkUse, Network
 
-_MOST_PEERS = 16  # most single peers in an evaluation
+_MOST_PEERS = 16  # single peers that are evaluated, at most
 
 
 _make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
@@ -36,7 +37,8 @@ _make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class PeerPlan(ServerPlan):
-  """The parts that cells of a run of peers share; each peer has a server."""
+  """The parts that the cells of a run of peers share: `ServerPlan`, with the
+  server that each peer has for its own updates."""
 
   curvature_limit = math.nan  # unknown for peers
 
@@ -55,16 +57,17 @@ class PeerPlan(ServerPlan):
 
   @property
   def call_network(self) -> Network | None:
-    """Network of live peers' messages, if there is one. The messages that a
-    peer receives share its link down."""
+    """The network of the peers' messages; None if messages take no time."""
     section = self.run.config.get("network")
     network = section and networks.from_section(section, self.workers)
-    # A peer has no separate port: all that it receives passes its link down.
+    # A peer that receives has the role of a shard: the peer's link down is the
+    # shard's port.
     return network and network._replace(port=network.down)
 
   @property
   def quantum(self) -> int:
-    """Count of messages that are received together: in rounds, of a round."""
+    """The count of messages that are received together: all N messages of a
+    round; 1 without rounds."""
     return self.workers if self.gossip.order == gossip.ROUNDS else 1
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
@@ -80,8 +83,8 @@ class PeerPlan(ServerPlan):
     )
 
   def use(self, seed: int) -> LinkUse | None:
-    """Returns the use of the network by a cell; None without a network, or if
-    the run has its own order."""
+    """Returns the use of the network by a cell. Returns None without a network,
+    or if the user gave the order."""
     own_order = self._own_trace(seed, self.messages)
     if self.call_network is None or own_order is not None:
       return None
@@ -90,8 +93,9 @@ class PeerPlan(ServerPlan):
   def _over_network(
     self, seed: int, messages: int
   ) -> tuple[base.Trace, LinkUse]:
-    """Returns the order of a cell over its network, and the network's use."""
-    # A codec's sizes depend on values, so sizes are those of dense messages.
+    """Returns (order of a cell over its network, use of the network)."""
+    # Each message has the size of a dense message: the order is made before the
+    # values, and the size of a code may depend on the values.
     gossip_of, clock = self.gossip, self._durations(seed)
     make: Any  # of `over_network`, with the options of its order
     options: dict[str, Any] = {"nbytes": self._nbytes, "messages": messages}
@@ -106,27 +110,28 @@ class PeerPlan(ServerPlan):
 
   @functools.cached_property
   def _nbytes(self) -> int:
-    """Bytes of a message without a codec."""
+    """Bytes of a message without a codec, by the shapes that `put` returns."""
     key = jax.eval_shape(jax.random.key, 0)
     params = jax.eval_shape(self.problem.init, key)
 
-    # A put is a message; push-sum adds a weight to it.
+    # Some rules send more than the parameters: `push_sum` adds a weight.
     def put(params: Any, key: Any) -> Any:
-      weight: Any = np.float64(1)
-      return self.peer.put(self.peer.init(params), weight, key)[1]
+      keep: Any = np.float64(1)
+      return self.peer.put(self.peer.init(params), keep, key)[1]
 
     leaves = jax.tree.leaves(jax.eval_shape(put, params, key))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
   def rules(self) -> protocol.Rules:
-    """Refuses a live run with a server."""
+    """Raises ValueError: peers have no protocol of a server."""
     raise ValueError(
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
 
   @classmethod
   def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
-    """Returns the batches in one update of each peer, over all peers."""
+    """Returns the count of batches, over all peers, when each peer has made one
+    update."""
     return workers * recipe.steps
 
   def check(self) -> None:
@@ -142,8 +147,12 @@ class PeerPlan(ServerPlan):
   def peers(
     self, seed: int, trace: base.Trace | None = None
   ) -> simulator.Peers:
-    """Returns the peers of a cell before the first row of a trace; None: of the
-    cell's trace."""
+    """Returns the peers of a cell, before the first row.
+
+    Args:
+      seed: the seed of the cell.
+      trace: the rows that the peers will run. None: the trace of the cell.
+    """
     init_key, root = jax.random.split(jax.random.key(seed))
     return simulator.Peers(
       self.gossip,
@@ -165,17 +174,18 @@ class PeerEngine(SimulatedEngine):
   def _begin(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
-    """Makes the peers, new or from a checkpoint; see the base."""
+    """Makes the peers, new or from a checkpoint. Returns the count of messages
+    so far; see the base."""
     del params, root  # `PeerPlan.peers` makes them from the seed
     plan, self._seed = self._plan, seed
     records: Any
+    # `restore` returns None for a new cell, which has no records.
     self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
-    # A new cell has no records.
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
-    # Each part has a message and all rows until the next one.
-    # A row after a message, such as a mix, belongs to that message.
+    # The rows from a RECEIVE up to the next RECEIVE run together: a row after a
+    # message, such as a mix, belongs to that message.
     end_rows = simulator.end_of_message(trace)[1:] - 1
     self._end_rows = np.append(end_rows, len(trace.time))
     self._parts = [records]
@@ -194,8 +204,7 @@ class PeerEngine(SimulatedEngine):
     return self._peers.states
 
   def _present(self) -> tuple[list[gossip.PeerState], list[Any]]:
-    """Returns states and weights of the connected peers."""
-    # Peers that have left, or have not joined, do not count.
+    """Returns (states, weights in the mean) of the peers that have not left."""
     states = [self._peers.states[i] for i in self._peers.present]
     return states, [self._plan.peer.weight(state) for state in states]
 
@@ -203,7 +212,7 @@ class PeerEngine(SimulatedEngine):
     return {"time": float(self.records().time[-1])}
 
   def _costs(self) -> dict[str, Any]:
-    """Returns the columns on the time of the cell, and on its network."""
+    """Returns the simulated time and the use of the network, as columns."""
     records = self.records()
     row = {"simulated_time": float(records.time[-1])}
     use = self._plan.use(self._seed)
@@ -216,17 +225,17 @@ class PeerEngine(SimulatedEngine):
     return self._peers.traffic
 
   def snapshot(self) -> engines.Snapshot:
-    """Returns the mean model, at the simulated time."""
+    """Returns the mean parameters of the peers, with the simulated time."""
     states, weights = self._present()
     params = simulator.mean_params(states, weights)
-    # Peers count their own updates, which differ if they are not in step.
-    # The mean of the counts: rounds, or about the messages of a peer.
+    # Each peer counts its own updates, and the counts may differ. The mean of
+    # the counts is the number of rounds; without rounds, of messages per peer.
     updates = np.mean([int(state.server.version) for state in states])
     return engines.Snapshot(params, self.done, round(updates), self._clock())
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages, and the present
-    consensus distance and quality of peers."""
+    """Returns staleness, gap and losses of messages `start`, ..., `end` - 1,
+    and the present consensus distance and quality of peers, as columns."""
     part = some(self.records(), start, end)
     row = summary(part, *self._present())
     return row | peer_quality(
@@ -247,7 +256,11 @@ class PeerEngine(SimulatedEngine):
     return {"links.csv": links_table(self._traffic())}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns all peers, messages that are not received yet, and records."""
+    """Returns (next row of the trace, tree of arrays, notes for JSON).
+
+    The tree has the states of the peers, their open jobs, the codes of messages
+    that a peer has yet to take, and the records.
+    """
     tree, notes = self._peers.save()
     return self._peers.event, {**tree, "records": self.records()}, notes
 
@@ -255,7 +268,7 @@ class PeerEngine(SimulatedEngine):
 def _unpack(
   saved: checkpoint.Restored, peers: simulator.Peers
 ) -> tuple[simulator.Peers, Any]:
-  """Restores peers from a checkpoint; returns the peers and its records."""
+  """Restores `peers` from a checkpoint. Returns (peers, saved records)."""
   template = peers.template(saved.notes)
   # The template cannot know how many records there are.
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
@@ -273,10 +286,17 @@ def summary(
   states: Sequence[gossip.PeerState],
   weights: Sequence[Any],
 ) -> dict[str, float]:
-  """Returns columns of some records, and the consensus distance of peers."""
-  # Weighted by the peers' push-sum weights, which are 1 otherwise.
+  """Returns a summary of records and the consensus distance of peers, as
+  columns.
+
+  Args:
+    part: the records to summarise.
+    states: the states of the peers.
+    weights: the weight of each peer in the mean.
+  """
+  # With push-sum the mean is weighted. With other rules all weights are 1.
   mean = simulator.mean_params(states, weights)
-  rows: Any = part  # it has the columns of `base.Records`, which are summed up
+  rows: Any = part  # has all columns of `base.Records` that `summary` reads
   return {
     **server_results.summary(rows),
     "mix_norm": float(rows.mix_norm.mean()),
@@ -287,8 +307,9 @@ def summary(
 def peer_quality(
   problem: problems.Problem, params: Sequence[base.Params]
 ) -> dict[str, float]:
-  """Returns losses and accuracies of the worst and the best peer. Of more than
-  16 peers, 16 are evaluated, evenly spread over the indices."""
+  """Returns losses and accuracies of the worst and the best peer, as columns.
+  With more than 16 peers the function evaluates 16 of them, at evenly spread
+  indices."""
   # The first and the last peer, and others at equal distances.
   indices = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
   evaluations = [problem.evaluate(params[round(i)]) for i in indices]
@@ -307,7 +328,7 @@ def of_links(
   how: gossip.Gossip, traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
   """Returns the topology and the traffic of its links, as columns."""
-  # A link that a schedule has, but that carried nothing, does not count.
+  # Only links with at least one taken message count.
   used = traffic.messages > 0
   total, links = int(traffic.nbytes.sum()), int(used.sum())
   return {

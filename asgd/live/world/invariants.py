@@ -35,8 +35,17 @@ NAMES = (
 def check(
   world: World, training: Training, case: ServerCase, shards: Sequence[Shard]
 ) -> None:
-  """Raises Broken if a finished run violates an invariant. `shards` are the
-  run's shards after their last message."""
+  """Checks the first six of NAMES; raises Broken if the run violates one.
+
+  The world checks stamps, bounded time and reasons of errors during the run.
+
+  Args:
+    world: the simulated world, whose folder contains the journals and records.
+    training: the problem and the settings of the run.
+    case: the rules of the run.
+    shards: the run's shards after their last message, in the order of their
+      indices.
+  """
   folder, count = world.folder, training.setup.shards
   journals = [read_journal(journal_path(folder, i)) for i in range(count)]
   # [1] Journals: jobs and order.
@@ -53,7 +62,7 @@ def check(
     _check_records(index, record, [expected[i] for i in match])
     shard_records.append(record)
     matches.append(match)
-  # [3] The replay, which also has what rows do not: parameters and norms.
+  # [3] The replay. It also checks parameters and norms, which [2] does not.
   _check_replay(training, journals, (shard_records, matches), shards)
   # [4] The shared memory.
   for shard in shards:
@@ -63,10 +72,12 @@ def check(
 def _check_order(
   journals: Sequence[Sequence[Event]], training: Training, case: ServerCase
 ) -> None:
-  """Checks that each shard's rows are an allowed order."""
+  """Checks that the rules allow the order of each shard's rows."""
   for index, events in enumerate(journals):
-    # In rounds a worker may start a job before its last message is received.
-    # Another shard may still have a ticket open that the lead has closed.
+    # Open jobs per worker are limited only at the lead, and only without
+    # rounds. In rounds the server receives messages at the end of the round, so
+    # a worker may start a job while its last message waits. A shard other than
+    # the lead may have a ticket open that the lead has closed.
     unlimited = index or case.rules.round
     depth = math.inf if unlimited else case.rules.depth
     with breaks_on_value_error(NAMES[2], f"shard {index}: "):
@@ -80,7 +91,8 @@ def _check_order(
 def _check_jobs(
   journals: Sequence[Sequence[Event]], training: Training, case: ServerCase
 ) -> None:
-  """Checks that the lead received each job once, and each shard as the lead."""
+  """Checks that the lead received each job once, and that every other shard
+  received the lead's messages."""
   received = [
     [event for event in events if event.action == base.RECEIVE]
     for events in journals
@@ -96,7 +108,8 @@ def _check_jobs(
     if case.consistent:
       require(keys == lead_keys, NAMES[1], text, "and not", lead_keys)
     require(len(set(keys)) == len(keys), NAMES[0], text)
-    # A follower may have more: a message of a ticket that the lead lost.
+    # Without `consistent` a follower may also have received a message whose
+    # ticket the lead counts as lost.
     missing = set(lead_keys) - set(keys)
     require(not missing, NAMES[1], f"shard {index} lacks {sorted(missing)}")
 
@@ -109,8 +122,11 @@ def _match(
 ) -> list[int]:
   """Returns for each record of a shard the index of its message in `expected`.
 
-  Records and messages have the same order. Raises Broken if a message has no
-  record, unless a rollback undid the message.
+  Records and messages have the same order.
+
+  Raises:
+    Broken: if a message has no record, unless a rollback undid the message; or
+      if a record has no message.
   """
   columns = record.time.tolist(), record.worker.tolist(), record.job.tolist()
   record_keys = list(zip(*columns, strict=True))
@@ -154,7 +170,14 @@ def _check_replay(
   shards: Sequence[Shard],
 ) -> None:
   """Replays the journals, and compares states and records with the run's.
-  `recorded` has each shard's records and the indices of their messages."""
+
+  Args:
+    training: the problem and the settings of the run.
+    journals: the rows of each shard.
+    recorded: (the records of each shard, for each record the index of its
+      message among all RECEIVE rows of the shard's journal).
+    shards: the run's shards after their last message.
+  """
   # [1] Replay with the simulator: one server, or one for each shard.
   traces = [trace.from_events(events) for events in journals]
   server, worker, wire = training.server, training.worker, training.wire
@@ -168,7 +191,7 @@ def _check_replay(
     )
     states, replayed = [simulation.server], [record]
   else:
-    # Totals over all shards, such as norms: the rows of each shard have them.
+    # A message's row contains totals over all shards, such as norms.
     totals = [[event.totals for event in events] for events in journals]
     states, replayed = simulator.run_sharded(
       *(server, worker, training.params, traces),
@@ -178,8 +201,8 @@ def _check_replay(
       wire=wire,
       **common,
     )
-  # [2] Compare states, then records. The replay has records of undone messages,
-  # too, so the indices select those that the run has kept.
+  # [2] Compare states, then records. The replay also has records of messages
+  # that a rollback undid. The indices select the records that the run kept.
   for index, (shard, state) in enumerate(zip(shards, states, strict=True)):
     are_equal = bits(shard.state.server) == bits(state)
     require(are_equal, NAMES[4], f"shard {index}: the state differs")
@@ -195,11 +218,13 @@ def _check_replay(
 
 
 def _check_slots(shard: Shard) -> None:
-  """Checks that each slot of a shard has exactly one use, or is free."""
+  """Checks that each message slot of a shard has exactly one state, and that
+  each slot of parameters is either free or in use."""
   state = shard.state
   slots, tickets = state.slots, state.tickets.values()
   counts = slots.counts
-  # A message's slot is free, in the log, of a lost ticket, or of an open one.
+  # A message slot has one of four states: free, in the log, reserved for a lost
+  # ticket, reserved for an open ticket.
   messages = [
     *slots.free_messages,
     *slots.log_slots,
@@ -212,7 +237,7 @@ def _check_slots(shard: Shard) -> None:
     NAMES[5],
     f"{name}: message slots {sorted(messages)} of {counts.messages}",
   )
-  # Several tickets may share a slot of parameters: those of one version.
+  # Tickets of the same version may share a slot of parameters.
   used = {slot for slot, uses in slots.uses.items() if uses > 0}
   params = sorted([*slots.free_params, *used])
   require(
