@@ -66,10 +66,10 @@ class LoopContext(NamedTuple):
   span: Callable[[Span], None] | None  # takes the spans of jobs
   close: Callable[[], None]  # writes pending output, and disconnects
 
-  def report_span(
+  def log_span(
     self, name: str, start: float, end: float, job: OpenJob
   ) -> None:
-    """Reports a stretch of a job's time, if spans are recorded."""
+    """Logs a stretch of a job's time, if spans are recorded."""
     if self.span:
       self.span(Span(name, start, end, job.seq, job.job))
 
@@ -306,7 +306,7 @@ class WorkerLoop:
     incarnation, spec = self._incarnation, self._spec
     self._context.script.apply_to_job(self._worker, job.seq)
     job.compute_start = self._context.clock()
-    self._context.report_span("fetch", job.first_ticket, job.compute_start, job)
+    self._context.log_span("fetch", job.first_ticket, job.compute_start, job)
     parts = self._read_params(job)
     if parts is None:
       return
@@ -372,8 +372,7 @@ class WorkerLoop:
     else:
       job = incarnation.running.popleft()
       push = self._write_message((incarnation, job))
-    start, end = job.compute_start, job.compute_end
-    self._context.report_span("compute", start, end, job)
+    self._context.log_span("compute", job.compute_start, job.compute_end, job)
     if push:
       self._submit(job, push)
 
@@ -412,8 +411,7 @@ class WorkerLoop:
         self._push(shard, frame)
       else:
         self._incarnation.pushes_for_lead[job.seq] = frame
-    context = self._context
-    context.report_span("push", job.compute_end, context.clock(), job)
+    self._context.log_span("push", job.compute_end, self._context.clock(), job)
 
   def _write(
     self, incarnation: IncarnationState, job: OpenJob, message: Any
