@@ -82,7 +82,8 @@ SLOW = (
   *("test_mesh_engine", "test_train_live"),
   *("test_images", "test_damage", "test_chaos", "test_ahead"),
   *("test_chunk", "test_train", "test_plan", "test_problem"),
-  *("test_hybrid", "test_recovery", "test_commands", "test_replay"),
+  *("test_errors_of_calls", "test_hybrid", "test_recovery"),
+  *("test_commands", "test_replay"),
   *("test_compare", "test_facade", "test_probe", "test_data_parallel"),
   *("test_follower", "test_schedules", "test_own_code", "test_contract"),
   *("test_cluster", "test_iterators", "test_messages", "test_checkpoint"),
@@ -100,6 +101,7 @@ SLOW = (
   *("test_optax_contract", "test_readme"),
   *("test_partition", "test_networks"),
   *("test_coordinator", "test_parameter_server", "test_notebooks"),
+  *("test_advise", "test_recurrent", "test_collectives"),
 )
 
 
