@@ -27,13 +27,15 @@ from asgd.orders.trace import NO_SEQ, Event
 _Act = Callable[[float], None]  # called with the time of its event
 
 
-def _receivers(topology: Topology, message: int, peer: int) -> list[int]:
-  """Returns the receivers of a peer's message, in the order of sending."""
-  links = topology.links[message % topology.period]
+def _receivers(links: np.ndarray, peer: int) -> list[int]:
+  """Returns the receivers of a peer's message, in the order of sending.
+
+  `links`, bool[n, n], are those of the message: `[j, i]` is whether peer j
+  receives from peer i."""
   receivers = np.flatnonzero(links[:, peer]).tolist()
   # Each peer begins with the next higher one. Otherwise all peers would send to
   # peer 0 first.
-  return sorted(receivers, key=lambda j: (j - peer) % topology.workers)
+  return sorted(receivers, key=lambda j: (j - peer) % len(links))
 
 
 class _EventQueue:
@@ -50,6 +52,7 @@ class _EventQueue:
     self._streams = [durations.stream(peer) for peer in range(peers)]
     self._heap: list[tuple[float, int, _Act]] = []
     self._count = 0
+    self._n_jobs, self._next_seq = 0, [0] * peers  # of `start_job`
     self.rows: list[Event] = []
 
   def add_row(self, *fields: Any) -> None:
@@ -59,6 +62,16 @@ class _EventQueue:
   def compute(self, time: float, peer: int, on_end: _Act) -> None:
     """Starts a job of a peer; `on_end` is called at the end of the job."""
     self._schedule(time + next(self._streams[peer]), on_end)
+
+  def start_job(
+    self, time: float, peer: int, on_end: Callable[[int, int, float], None]
+  ) -> None:
+    """Adds the row of a peer's next job, and starts the job. At its end calls
+    on_end(seq, job, time). Jobs are numbered in the order of their starts."""
+    seq, job = self._next_seq[peer], self._n_jobs
+    self.add_row(time, peer, seq, job, base.SEND)
+    self.compute(time, peer, functools.partial(on_end, seq, job))
+    self._next_seq[peer], self._n_jobs = seq + 1, job + 1
 
   def carry(
     self, time: float, sender: int, receiver: int, on_arrival: _Act
@@ -157,7 +170,7 @@ def rounds(
     if wait:  # message m is put in round m * every
       return
     queue.add_row(time, i, m, m, base.PUT)
-    for j in _receivers(topology, m, i):
+    for j in _receivers(topology.links[m % topology.period], i):
       queue.carry(time, i, j, functools.partial(arrive, j, m))
 
   def end(i, time):
@@ -233,25 +246,22 @@ def pairs(
   queue = _EventQueue(durations, network, n, nbytes)
   draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
-  puts, seqs, jobs, received = [0] * n, [0] * n, 0, 0
+  puts, received = [0] * n, 0
 
   def start(i, time):
-    nonlocal jobs
-    queue.add_row(time, i, seqs[i], jobs, base.SEND)
-    queue.compute(time, i, functools.partial(end, i, jobs))
-    jobs += 1
+    queue.start_job(time, i, functools.partial(end, i))
 
-  def end(i, job, time):
+  def end(i, seq, job, time):
     # The parameters of both peers travel, there and back; then both mix.
     candidates = neighbours[i]
     neighbour = candidates[int(draws[i].integers(len(candidates)))]
-    meet_at = functools.partial(meet, i, neighbour, job)
+    meet_at = functools.partial(meet, i, neighbour, seq, job)
     reply = functools.partial(
       queue.carry, sender=neighbour, receiver=i, on_arrival=meet_at
     )
     queue.carry(time, i, neighbour, reply)
 
-  def meet(i, neighbour, job, time):
+  def meet(i, neighbour, seq, job, time):
     nonlocal received
     # [1] Both put their present parameters.
     for member in (i, neighbour):
@@ -263,8 +273,8 @@ def pairs(
     for member in (i, neighbour):
       puts[member] += 1
     # [3] The peer applies its job, and starts the next one.
-    queue.add_row(time, i, seqs[i], job, base.RECEIVE)
-    seqs[i], received = seqs[i] + 1, received + 1
+    queue.add_row(time, i, seq, job, base.RECEIVE)
+    received += 1
     if received < messages:
       start(i, time)
     else:
@@ -315,26 +325,20 @@ def arrivals(
   checks.whole("messages", messages)
   n = topology.workers
   queue = _EventQueue(durations, network, n, nbytes)
-  seqs, jobs, received = [0] * n, 0, 0
+  received = 0
 
   def start(i, time):
-    nonlocal jobs
-    queue.add_row(time, i, seqs[i], jobs, base.SEND)
-    queue.compute(time, i, functools.partial(end, i, jobs))
-    jobs += 1
+    queue.start_job(time, i, functools.partial(end, i))
 
-  def end(i, job, time):
+  def end(i, seq, job, time):
     nonlocal received
     if received == messages:  # the job stays open
       return
-    seq = seqs[i]
     queue.add_row(time, i, seq, job, base.RECEIVE)
     queue.add_row(time, i, seq, seq, base.PUT)
     queue.add_row(time, i, NO_SEQ, seq, base.MIX)
-    seqs[i], received = seq + 1, received + 1
-    receivers = np.flatnonzero(topology.union[:, i]).tolist()
-    # Each begins with the next peer, or all would send to peer 0 first.
-    for j in sorted(receivers, key=lambda j: (j - i) % n):
+    received += 1
+    for j in _receivers(topology.union, i):
       queue.carry(time, i, j, functools.partial(arrive, j, i, seq))
     if received < messages:
       start(i, time)

@@ -1,4 +1,4 @@
-"""Makers of orders: a protocol is play_rules with durations.
+"""Makers of orders: a protocol is played with durations.
 
 Asynchronous, bulk synchronous and stale synchronous training differ only in
 when a worker may start. Each maker plays durations through one such protocol
