@@ -13,7 +13,7 @@ import csv
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +125,13 @@ def describe(folder: Path) -> tuple[str, list[str]]:
       " runs/digits-001"
     )
   lines, faults = [f"folder    {folder}"], list[str]()
+  finished, cell_faults = _read_cells(folder / "cells")
   # The stored config is resolved: every key has a value.
   remedy = "restore it from a copy, or train in another folder"
   with _noting(faults, path, remedy):
     config = json.loads(path.read_text("utf-8"))["config"]
-    lines += map(_printable, _progress(folder / "cells", config))
-  faults += _cell_faults(folder / "cells")
+    lines += map(_printable, _progress(config, finished))
+  faults += cell_faults
   report = folder / "report.html"
   lines.append(f"report    {report if report.is_file() else 'none yet'}")
   table = folder / "results.csv"
@@ -142,25 +143,29 @@ def describe(folder: Path) -> tuple[str, list[str]]:
   return "\n".join(lines), faults
 
 
-def _is_finished(cell: Path) -> bool:
-  """Whether a cell has a result that can be read."""
-  return run_files.read_cell(cell).state == run_files.FINISHED
-
-
-def _cell_faults(cells: Path) -> Iterator[str]:
-  """Yields a line for each cell whose result cannot be read."""
+def _read_cells(cells: Path) -> tuple[set[str], list[str]]:
+  """Returns the names of the cells whose results can be read, and a line for
+  each cell whose result cannot be read."""
+  finished, faults = set(), []
   for cell in sorted(cells.glob("*")):
     paths = [path for name in _FINISHED if (path := cell / name).exists()]
-    if paths and not _is_finished(cell):
-      remedy = "restore it from a copy"
-      if paths[0].name == _FINISHED[0]:
-        remedy += ", or run the asgd train that made it: it trains it again"
-      yield f"{paths[0]} is damaged, empty or cut short: {remedy}"
+    if not paths:
+      continue
+    if run_files.read_cell(cell).state == run_files.FINISHED:
+      finished.add(cell.name)
+      continue
+    remedy = "restore it from a copy"
+    if paths[0].name == _FINISHED[0]:
+      remedy += ", or run the asgd train that made it: it trains it again"
+    faults.append(f"{paths[0]} is damaged, empty or cut short: {remedy}")
+  return finished, faults
 
 
-def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _progress(
+  config: Mapping[str, Any], finished: Collection[str]
+) -> Iterator[str]:
   """Yields lines of a config's problem, and of the cells that are finished and
-  those that are missing. `cells` is their folder."""
+  those that are missing."""
   model, data = config["model"]["name"], config["data"]["name"]
   problem = f"{config['problem']['name'] or model} on {data}"
   if (model, data) == (_OF_CALL, _OF_CALL):
@@ -168,7 +173,7 @@ def _progress(cells: Path, config: Mapping[str, Any]) -> Iterator[str]:
   yield f"problem   {problem}"
   yield f"runs      {', '.join(config['runs'])}"
   names = _cells(config)
-  missing = [name for name in names if not _is_finished(cells / name)]
+  missing = [name for name in names if name not in finished]
   yield f"cells     {len(names) - len(missing)} of {len(names)} finished"
   if missing:
     more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
