@@ -38,6 +38,18 @@ def rms(tree: optax.Params) -> jax.Array:
   return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
 
 
+def has_nonzero(tree: optax.Params) -> jax.Array:
+  """Whether an element of a tree is not zero, bool[].
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> from asgd.norms import has_nonzero
+    >>> print(has_nonzero([jnp.zeros(2), jnp.array([0.0, -1.0])]))
+    True
+  """
+  return jnp.stack([(x != 0).any() for x in jax.tree.leaves(tree)]).any()
+
+
 def _sum_of_squares(leaf: jax.Array) -> jax.Array:
   """Returns the sum of a leaf's squares, float[]."""
   if _PIECE < leaf.size <= _LARGEST_IN_PIECES:

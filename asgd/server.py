@@ -128,8 +128,7 @@ def pushed(gate: Gate = accept_all) -> Gate:
   """
 
   def carries(delay: base.Delay, message: optax.Updates) -> jax.Array:
-    leaves = jax.tree.leaves(base.weights_of(message))
-    is_nonzero = jnp.stack([(x != 0).any() for x in leaves]).any()
+    is_nonzero = norms.has_nonzero(base.weights_of(message))
     return is_nonzero & gate(delay, message)
 
   return carries

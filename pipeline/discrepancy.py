@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, checks, rates
+from asgd.pipeline import prediction
 
 
 class Cure(NamedTuple):
@@ -131,15 +132,11 @@ def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
   """Returns T2 for `stage.Part.correct`: state -> w_t - tau delta_t. The part's
   server needs an algorithm of `follow`."""
 
-  def at_forward(weight, velocity):
-    return (weight - cure.delay * velocity).astype(weight.dtype)
-
   @jax.jit
   def corrected(state):
     weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "weight_velocity")
-    return base.with_weights(
-      state.params, jax.tree.map(at_forward, weights, velocity)
-    )
+    at_forward = prediction.step_along(weights, velocity, cure.delay)
+    return base.with_weights(state.params, at_forward)
 
   return corrected

@@ -153,7 +153,8 @@ def along_velocity(
   def send(opt_state, params, *, worker):
     del worker
     rate = rates.at(learning_rate, opt_state.count)
-    return _ahead(params, opt_state, rate * factor)
+    velocity = optax.tree.get(opt_state, "trace")
+    return step_along(params, velocity, rate * factor)
 
   return base.Algorithm(init, update, send)
 
@@ -174,16 +175,17 @@ def extrapolate(
   def predicted(state):
     rate = rates.at(learning_rate, state.version)
     weights = base.weights_of(state.params)
-    ahead = _ahead(weights, state.opt_state, rate * factor)
+    velocity = optax.tree.get(state.opt_state, "trace")
+    ahead = step_along(weights, velocity, rate * factor)
     return base.with_weights(state.params, ahead)
 
   return predicted
 
 
-def _ahead(weights: Any, opt_state: Any, step: Any) -> Any:
-  """Returns the weights after a step along the velocity."""
-  velocity = optax.tree.get(opt_state, "trace")
-  # A float32 rate would widen bfloat16 weights.
+def step_along(weights: Any, velocity: Any, step: Any) -> Any:
+  """Returns weights - step velocity, two trees, in the dtypes of the weights.
+  """
+  # A float32 step would widen bfloat16 weights.
   return jax.tree.map(
     lambda w, v: (w - step * v).astype(w.dtype), weights, velocity
   )

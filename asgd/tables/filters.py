@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import checks, names
+from asgd.tables.rows import largest, largest_first
 
 
 class Verdict(NamedTuple):
@@ -26,11 +27,6 @@ class Verdict(NamedTuple):
 # (the worker's copies of the rows [n, ...], values to be pushed [n, ...],
 # generator) -> Verdict
 Filter = Callable[[Any, Any, np.random.Generator], Verdict]
-
-
-def _largest(values: Any) -> np.ndarray:
-  """Returns the largest absolute value of each row, float[n]."""
-  return np.abs(np.asarray(values)).reshape(len(values), -1).max(1, initial=0)
 
 
 def significantly_modified(
@@ -64,8 +60,8 @@ def significantly_modified(
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng
-    limit = threshold * (_largest(rows) if relative else 1.0)
-    return Verdict(_largest(values) > limit)
+    limit = threshold * (largest(rows) if relative else 1.0)
+    return Verdict(largest(values) > limit)
 
   return apply
 
@@ -163,7 +159,7 @@ def kkt(
       rows, values = rows[:, column], values[:, column]
     # The worker's copy stands for the server's row, which may differ by the
     # updates that the copy lacks.
-    drop = (_largest(rows) == 0) & (_largest(values) <= l1 - slack)
+    drop = (largest(rows) == 0) & (largest(values) <= l1 - slack)
     return Verdict(~drop, drop)
 
   return apply
@@ -207,11 +203,8 @@ def largest_change(nbytes: int) -> Filter:
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng
     size = 8 + np.asarray(values).nbytes // max(len(values), 1)
-    # `tiny` avoids a division by 0 for a row of zeros.
-    tiny = np.finfo(np.float64).tiny
-    change = _largest(values) / (_largest(rows) + tiny)
     send = np.zeros(len(values), bool)
-    send[np.argsort(-change, kind="stable")[: nbytes // size]] = True
+    send[largest_first(values, rows)[: nbytes // size]] = True
     return Verdict(send)
 
   return apply

@@ -30,6 +30,20 @@ def rms(arrays: Iterable[Any]) -> float:
   return float(np.sqrt(total / max(count, 1)))
 
 
+def largest(rows: Any) -> np.ndarray:
+  """Returns the largest absolute value of each row of [n, ...], float[n]."""
+  return np.abs(np.asarray(rows)).reshape(len(rows), -1).max(1, initial=0)
+
+
+def largest_first(changes: Any, rows: Any) -> np.ndarray:
+  """Returns the indices of rows, both arguments [n, ...], by the largest change
+  of a row relative to its largest value: the largest ones first."""
+  # `tiny` avoids a division by 0 for a row of zeros.
+  tiny = np.finfo(np.float64).tiny
+  relative = largest(changes) / (largest(rows) + tiny)
+  return np.argsort(-relative, kind="stable")
+
+
 class KeyedRows:
   """Columns of equal length, with a key for each row.
 

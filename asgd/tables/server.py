@@ -17,7 +17,7 @@ from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.rows import KeyedRows, RowCopies, squares
+from asgd.tables.rows import KeyedRows, RowCopies, largest_first, squares
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
@@ -292,7 +292,7 @@ class TableServer:
     if len(keys) <= budget:
       return keys, keys[:0]
     lacks = copies.read(keys, "lacks")
-    order = _largest_first(lacks, self.tables[name].peek(keys))
+    order = largest_first(lacks, self.tables[name].peek(keys))
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
   def _prepare_rows(
@@ -379,17 +379,6 @@ def _change(table: Table, values: Any) -> np.ndarray:
   if table.function.additive:
     return np.asarray(values, np.float64)
   return np.full(np.shape(values), np.inf)
-
-
-def _largest_first(lacks: Any, rows: Any) -> np.ndarray:
-  """Returns the indices of rows, [n, ...], by what the copies lack relative to
-  the row, the largest first."""
-  sizes = [
-    np.abs(np.asarray(x)).reshape(len(rows), -1).max(1) for x in (lacks, rows)
-  ]
-  # `tiny` avoids a division by 0 for a row of zeros.
-  change = sizes[0] / (sizes[1] + np.finfo(np.float64).tiny)
-  return np.argsort(-change, kind="stable")
 
 
 def _new_keys(push: Push) -> dict[bytes, Keys]:

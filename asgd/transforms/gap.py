@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, checks, rates
+from asgd import base, checks, norms, rates
 
 
 class GapAwareState(NamedTuple):
@@ -211,7 +211,7 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
     del extra_args
     # [1] A step since the last message is a sample.
     steps = optax.tree.sub(params, state.last)
-    moved = jnp.stack([(u != 0).any() for u in jax.tree.leaves(steps)]).any()
+    moved = norms.has_nonzero(steps)
     mean_square = jax.tree.map(
       lambda m, u: jnp.where(moved, decay * m + (1 - decay) * u * u, m),
       *(state.mean_square, steps),
