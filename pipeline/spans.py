@@ -6,7 +6,7 @@ Seconds are those of any clock; a run begins with its first span.
 import collections
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,10 +79,19 @@ def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
     ValueError: for spans that are no times, or no work of this table; actions
       of the user's own need not be in it.
   """
-  spans = [TaskSpan(*span) for span in spans]
+  tasks = {task[1:] for task in schedule.tasks}
+  return _measured(schedule, tasks, [TaskSpan(*span) for span in spans])
+
+
+def _measured(
+  schedule: Schedule,
+  tasks: Set[tuple[int, int, int, str]],
+  spans: Sequence[TaskSpan],
+) -> Timeline:
+  """`measured`, with the table's (device, stage, microbatch, action)."""
   if not spans:
     raise ValueError("there is no span: nothing was measured")
-  tasks, done = {task[1:] for task in schedule.tasks}, set()
+  done = set()
   devices, name = schedule.devices, schedule.name
   for span in spans:
     device, stage, microbatch, action, start, end = span
@@ -141,6 +150,8 @@ class SpanLog:
   def __init__(self, schedule: Schedule):
     self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
     self._schedule, self._end = schedule, 0.0
+    # Once: a table may have 100,000 tasks, and a call makes some hundred.
+    self._tasks = {task[1:] for task in schedule.tasks}
     self._busy = self._device_seconds = 0.0  # seconds of all devices
 
   def add(self, new: Sequence[TaskSpan]) -> None:
@@ -148,7 +159,7 @@ class SpanLog:
     if not new:
       return
     schedule = self._schedule
-    call = idle(measured(schedule, new), schedule.devices)
+    call = idle(_measured(schedule, self._tasks, new), schedule.devices)
     self._busy += float(call.busy.sum())
     self._device_seconds += schedule.devices * call.makespan
     if schedule.flush:

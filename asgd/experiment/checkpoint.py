@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,6 +26,11 @@ from asgd.checks import line_of
 from asgd.experiment import storage
 
 _KEPT = 2  # checkpoints of a cell: one more than needed, if the last is damaged
+# Bytes up to which arrays share one array of bytes: orbax takes milliseconds
+# for each array, and a pipeline's state has thousands of small ones. Orbax
+# cannot store an array without elements at all.
+_SMALL = 1 << 16
+_PACKED = "packed"  # the name of that array
 
 
 class Restored(NamedTuple):
@@ -142,16 +148,20 @@ class Checkpoints:
         # Names are here, and arrays under numbers, because orbax gives slashes
         # and dots in names a meaning.
         "names": list(leaves),
-        # Orbax cannot store an array without elements, which a shard may have.
-        "empty": {
-          name: [x.dtype.str, x.shape]
+        _PACKED: {
+          name: [x.dtype.name, x.shape]
           for name, x in zip(leaves, arrays, strict=True)
-          if not x.size
+          if x.nbytes <= _SMALL
         },
       }
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
-    arrays_by_number = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
+    small = b"".join(x.tobytes() for x in arrays if x.nbytes <= _SMALL)
+    arrays_by_number = {
+      f"{i:05d}": x for i, x in enumerate(arrays) if x.nbytes > _SMALL
+    }
+    if small:
+      arrays_by_number[_PACKED] = np.frombuffer(small, np.uint8)
     items = args.Composite(
       arrays=args.StandardSave(arrays_by_number), meta=args.JsonSave(meta)
     )
@@ -199,13 +209,16 @@ class Checkpoints:
     )
     with _quiet_orbax():
       saved = self._manager.restore(step, args=items)
-    # The reverse of `save`: names and empty arrays come from the JSON.
-    text, arrays = saved["meta"]["text"], {}
+    # The reverse of `save`: names, and shapes of small arrays, are in the JSON.
+    text, arrays, start = saved["meta"]["text"], {}, 0
     meta = json.loads(text)
+    small = np.asarray(saved["arrays"].get(_PACKED, np.empty(0, np.uint8)))
     for i, name in enumerate(meta["names"]):
-      if name in meta["empty"]:
-        dtype, shape = meta["empty"][name]
-        arrays[name] = np.empty(shape, dtype)
+      if name in meta[_PACKED]:
+        dtype, shape = meta[_PACKED][name]
+        end = start + np.dtype(dtype).itemsize * math.prod(shape)
+        arrays[name] = small[start:end].copy().view(dtype).reshape(shape)
+        start = end
       else:
         arrays[name] = np.asarray(saved["arrays"][f"{i:05d}"])
     if _digest(arrays.values(), text) != saved["meta"]["digest"]:

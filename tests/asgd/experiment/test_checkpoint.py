@@ -43,6 +43,7 @@ def tree(value=1.0):
     "a/b": np.full((2, 3), value, np.float32),
     "list": [Pair(np.int32(3), np.zeros((0, 4))), (np.bool_(True), None)],
     "half": jnp.full(3, value, jnp.bfloat16),
+    "large": np.full((300, 100), value, np.float32),  # stored by itself
   }
 
 
@@ -51,8 +52,8 @@ def test_a_tree_comes_back_with_its_names_dtypes_and_empty_arrays(checkpoints):
   saved = checkpoints.restore(lambda saved: saved)
   assert saved.notes == {"rows": [1, None]}
   assert set(saved.arrays) == {
-    *("['a/b']", "['half']", "['list'][0].first", "['list'][0].second"),
-    "['list'][1][0]",
+    *("['a/b']", "['half']", "['large']"),
+    *("['list'][0].first", "['list'][0].second", "['list'][1][0]"),
   }
   kit.same(saved.tree(tree(0.0)), jax.tree.map(np.asarray, tree()))
 
