@@ -47,9 +47,11 @@ from asgd.simulator.simulation import (
   run_whole,
 )
 from asgd.simulator.steps import (
+  ALONE,
   Steps,
   WorkerDevices,
   as_totals,
+  compile_divided,
   compile_steps,
   compile_work,
   start,

@@ -28,7 +28,12 @@ from asgd.simulator.peer_links import (
   Taken,
   read_key,
 )
-from asgd.simulator.steps import Observation, compile_work
+from asgd.simulator.steps import (
+  ALONE,
+  Observation,
+  WorkerDevices,
+  compile_work,
+)
 from asgd.simulator.traffic import ReceivedMessage
 
 
@@ -52,9 +57,17 @@ class PeerSteps(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
-  """Compiles the functions that runtimes call, once for each peer and worker.
-  """
+def compile_peer(
+  peer: gossip.Peer, worker: base.Worker, devices: WorkerDevices = ALONE
+) -> PeerSteps:
+  """Compiles the functions that runtimes call, once for each peer, worker and
+  group of devices, which share the worker's jobs."""
+  work = compile_work(worker, devices)
+
+  def gathered_work(*args):
+    # The other functions run on one device.
+    state, *result = work(*args)
+    return state, *records_lib.fetch(result)
 
   def receive(state, job, message, loss):
     state, report = peer.receive(state, job, message)
@@ -75,7 +88,7 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
     return mixed, norms_lib.gap(mixed.server.params, state.server.params)
 
   return PeerSteps(
-    compile_work(worker),
+    work if devices.devices == 1 else gathered_work,
     peer.send if peer.sends_current else jax.jit(peer.send),
     jax.jit(receive),
     put if peer.refers else jax.jit(put),
@@ -262,6 +275,7 @@ class Peers:
     trace: the rows of the run.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
+    devices: of each peer.
 
   Attributes:
     peers: the N peers, by index.
@@ -277,8 +291,9 @@ class Peers:
     *,
     batch: Callable[[int, int], base.Batch],
     root: jax.Array,
+    devices: WorkerDevices = ALONE,
   ):
-    self.gossip, self._steps = rules, compile_peer(peer, worker)
+    self.gossip, self._steps = rules, compile_peer(peer, worker, devices)
     self.trace, self._batch, self._root = trace, batch, root
     n = rules.topology.workers
     last_peer = int(trace.worker.max(initial=-1))

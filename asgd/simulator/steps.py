@@ -125,20 +125,47 @@ def compile_work(
 ) -> Callable[..., Any]:
   """Compiles a worker once, however many servers it serves.
 
-  The worker has the first devices of this process. XLA divides the work among
-  them: in a "data" group each device takes some of the examples, in a "tensor"
-  group a part of the last axis of each weight. If the number of devices does
-  not divide the axis, each device computes the whole axis. Two groups that
-  divide the work differently add up in another order, and give other bits.
-
   Returns:
-    (state, ticket, batch, root, job) -> as Worker.work; each device has the
-    complete result.
+    (state, ticket, batch, root, job) -> as Worker.work, divided among the
+    devices of a group as by `compile_divided`.
   """
-
   work = _pure_work(worker)
   if group.devices == 1:
     return jax.jit(work)
+
+  def on_params(params, batch, state, ticket, root, job):
+    return work(state, ticket._replace(params=params), batch, root, job)
+
+  divided = compile_divided(on_params, group)
+
+  def divided_work(state, ticket, batch, root, job):
+    # The parameters are an argument of their own, which is sent once.
+    params, ticket = ticket.params, ticket._replace(params=None)
+    return divided(params, batch, state, ticket, root, job)
+
+  return divided_work
+
+
+def compile_divided(
+  function: Callable[..., Any], group: WorkerDevices
+) -> Callable[..., Any]:
+  """Compiles a function (params, batch, *others) for a group of devices, which
+  are the first ones of this process.
+
+  XLA divides the work among them: in a "data" group each device takes some of
+  the examples, in a "tensor" group a part of the last axis of each weight. If
+  the number of devices does not divide the axis, each device computes the whole
+  axis. Two groups that divide the work differently add up in another order, and
+  give other bits.
+
+  Returns:
+    The function; each device has the complete result.
+
+  Raises:
+    ValueError: for more devices than this process has.
+  """
+  if group.devices == 1:
+    return jax.jit(function)
   devices = jax.local_devices()
   if len(devices) < group.devices:
     raise ValueError(
@@ -158,18 +185,15 @@ def compile_work(
       names[axis] = "group"
     return jax.lax.with_sharding_constraint(x, group_sharding(*names))
 
-  def divided_work(state, ticket, batch, root, job):
+  def divided(params, batch, *others):
     if group.parallel == "data":
       batch = jax.tree.map(lambda x: divide(x, group.axis), batch)
     else:
-      params = jax.tree.map(lambda x: divide(x, -1), ticket.params)
-      ticket = ticket._replace(params=params)
-    return work(state, ticket, batch, root, job)
+      params = jax.tree.map(lambda x: divide(x, -1), params)
+    return function(params, batch, *others)
 
   replicated = group_sharding()
-  return jax.jit(
-    divided_work, in_shardings=replicated, out_shardings=replicated
-  )
+  return jax.jit(divided, in_shardings=replicated, out_shardings=replicated)
 
 
 def _after_transfer(tree: Any, dtype: str | None) -> Any:

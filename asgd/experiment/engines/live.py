@@ -20,9 +20,10 @@ from asgd.experiment.engines import (
   live_hosts,
   parameter_server,
   server_results,
+  worker_devices,
 )
 from asgd.experiment.ray_runtime import check as check_ray
-from asgd.experiment.schema import Setting
+from asgd.experiment.schema import Run, Setting
 from asgd.live import faults
 from asgd.live.deadlines import MOST_SECONDS
 
@@ -138,20 +139,33 @@ def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
 
 
 def runners(
-  make_engine: Callable[..., engines.Engine], **fields: Any
+  make_engine: Callable[..., engines.Engine],
+  *,
+  check: Callable[[Run], None] = parameter_server.check,
+  **fields: Any,
 ) -> dict[str, protocol.Runner]:
   """Returns the runners of a protocol for threads and Ray.
 
   Args:
     make_engine: (Context, live_hosts.MakeHosts) -> a LiveEngine.
-    **fields: of the Runner, except `start`.
+    check: of the Runner, which also checks the devices of workers.
+    **fields: of the Runner, except `start` and `devices`.
   """
+
+  def check_run(run):
+    check(run)
+    worker_devices.check(run)
 
   def runner(make_hosts):
     def start(context):
       return make_engine(context, make_hosts)
 
-    return protocol.Runner(start=start, **fields)
+    return protocol.Runner(
+      start=start,
+      check=check_run,
+      devices=lambda run: run.config["live"]["devices"],
+      **fields,
+    )
 
   # The function is a module's, so a process of Ray imports it by name.
   ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild)

@@ -46,15 +46,6 @@ class LiveRun(NamedTuple):
     return sharding.split(split, self.params) if split else [self.params]
 
 
-def group(plan: ServerPlan) -> simulator.WorkerDevices:
-  """Returns the devices of each worker of a cell."""
-  live = plan.run.config["live"]
-  # Data parallelism divides the axis of examples over the devices of a worker.
-  # In a job with several batches, axis 0 is that of the batches.
-  axis = int(plan.recipe.steps > 1)
-  return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
-
-
 @functools.lru_cache(maxsize=256)
 def needs_totals(plan: ServerPlan) -> bool:
   """Returns whether an algorithm needs totals (sums over all shards, as for a
@@ -145,7 +136,7 @@ def make_spec(run: LiveRun) -> WorkerSpec:
   # `prepare` has used the first half of the same split.
   _, root = jax.random.split(jax.random.key(run.seed))
   return WorkerSpec(
-    simulator.compile_work(worker, group(plan)),
+    simulator.compile_work(worker, plan.devices),
     *(worker.init, plan.job_batches(run.seed), root),
     *(run.params, run.split),
     consistent=setup.consistent,
@@ -170,7 +161,7 @@ def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
   devices = jax.local_devices()
   # All CPU devices are the same cores.
   is_single = len(devices) == 1 or devices[0].platform == "cpu"
-  grouped = plan.run.config["live"]["devices"] > 1
+  grouped = plan.devices.devices > 1
   return () if is_single or grouped else tuple(devices)
 
 

@@ -61,6 +61,7 @@ def make_spec(
     # A round is a message of each worker, so an evaluation is after a round.
     frozenset(message // plan.workers for message in due),
     tuple(plan.run.config["live"]["slowdown"]),
+    plan.devices,
   )
 
 

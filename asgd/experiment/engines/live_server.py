@@ -5,7 +5,6 @@ nor for a checkpoint. The records of the lead, shard 0, are those of the cell.
 """
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,7 @@ def check(run: Run) -> None:
   """Checks the settings that need neither data nor a model."""
   parameter_server.check(run)
   config = run.config
-  server, live = config["server"], config["live"]
+  server = config["server"]
   if config["compress_down"] is not None and server["wire"] != "float32":
     raise ValueError(
       f"config.compress_down: with config.server.wire {server['wire']!r}"
@@ -50,14 +49,6 @@ def check(run: Run) -> None:
     raise ValueError(
       "config.server.consistent needs a log: without one a restarted shard"
       " would differ from the others; set config.server.log=16"
-    )
-  devices, batch = live["devices"], config["batch_size"]
-  # With "tensor" each device has the whole batch, and a part of the model.
-  if live["parallel"] == "data" and batch % devices:
-    raise ValueError(
-      f"config.live.devices {devices} must divide config.batch_size {batch}, or"
-      " each device would do the whole batch; use"
-      f" {math.gcd(devices, batch)}, or another batch size"
     )
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax
 
-from asgd import losses, problems
-from asgd.experiment.engines import clocks
+from asgd import losses, problems, simulator
+from asgd.experiment.engines import clocks, worker_devices
 from asgd.experiment.schema import Run
 from asgd.orders import durations
 
@@ -34,7 +34,8 @@ class OutcomePlan:
   def gradient(self) -> Any:
     """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
     once for all plans of a problem."""
-    return _gradient(self.problem.loss, self.problem.updates)
+    problem, devices = self.problem, worker_devices.of_run(self.run)
+    return _gradient(problem.loss, problem.updates, devices)
 
   def of_seed(self, seed: int) -> Any:
     """Returns the plan of a cell, which is the same for all seeds."""
@@ -47,9 +48,12 @@ class OutcomePlan:
 
 
 @functools.lru_cache(maxsize=32)
-def _gradient(loss: Any, updates: Any) -> Any:
-  """Returns the compiled function; an equal loss is compiled once."""
+def _gradient(
+  loss: Any, updates: Any, devices: simulator.WorkerDevices
+) -> Any:
+  """Returns the function, compiled for the devices of a worker; an equal loss
+  is compiled once."""
   # A problem with its own updates, such as counts, has no gradient.
-  if updates is not None:
-    return jax.jit(updates)
-  return jax.jit(jax.value_and_grad(losses.as_loss(loss), has_aux=True))
+  if updates is None:
+    updates = jax.value_and_grad(losses.as_loss(loss), has_aux=True)
+  return simulator.compile_divided(updates, devices)

@@ -37,6 +37,7 @@ from asgd.experiment.engines import (
   networks,
   server_orders,
   traffic,
+  worker_devices,
 )
 from asgd.experiment.schema import Open, Run, Setting
 from asgd.orders import durations, play, protocol
@@ -82,6 +83,13 @@ class ServerPlan:
   def batches(self) -> int:
     """Batches in one message."""
     return self.recipe.steps
+
+  @property
+  def devices(self) -> simulator.WorkerDevices:
+    """The devices of each worker."""
+    # In a job with several batches, axis 0 is that of the batches.
+    axis = int(self.recipe.steps > 1)
+    return worker_devices.of_run(self.run, axis=axis)
 
   @classmethod
   def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:

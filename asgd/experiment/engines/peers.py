@@ -162,6 +162,7 @@ class PeerPlan(ServerPlan):
       self.trace(seed) if trace is None else trace,
       batch=self.job_batches(seed),
       root=root,
+      devices=self.devices,
     )
 
 

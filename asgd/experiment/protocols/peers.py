@@ -115,7 +115,6 @@ PROTOCOL = Protocol(
       live_peers.LivePeerEngine,
       plan=peers.plan,
       describe=live_peers.describe,
-      check=parameter_server.check,
     ),
     "mesh": Runner(
       plan=peer_mesh.plan,
@@ -159,7 +158,6 @@ PROTOCOL = Protocol(
     ),
     Refusal("server.delays", _NO_SERVER, engines=("simulate",)),
     Refusal("server.log", _NO_SERVER, engines=("simulate",)),
-    Refusal("live.devices", "a peer has one", engines=LIVE),
     # A number for each peer is allowed; to measure speeds needs a server.
     *(
       Refusal(

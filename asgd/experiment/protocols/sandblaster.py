@@ -91,7 +91,6 @@ PROTOCOL = Protocol(
       live_batches.LiveBatchEngine,
       plan=coordinated.plan,
       describe=live_batches.describe,
-      check=parameter_server.check,
     ),
   },
   # The lead writes the same files as the lead of a server.
@@ -134,7 +133,6 @@ PROTOCOL = Protocol(
     Refusal(
       "server.wire", "it would change what is computed", engines=LIVE
     ),
-    Refusal("live.devices", "a worker has one", engines=LIVE),
     # Durations of the simulation.
     Refusal("recipe.loading", _SIMULATED, engines=LIVE),
     Refusal("recipe.restart", _SIMULATED, engines=LIVE),

@@ -12,7 +12,6 @@ from asgd.experiment import live_files
 from asgd.experiment.engines import (
   allocations,
   live,
-  live_clusters,
   live_hosts,
   live_server,
   mesh,
@@ -127,10 +126,7 @@ def _replay(
     events for _, events in live_files.read_traces(folder, description)
   ]
   traces = [from_events(events) for events in journals]
-  plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
-  # Live workers may have several devices, among which sums are divided.
-  if "live" in plan.run.config:
-    group = live_clusters.group(plan)
+  plan = plan_of(plan, folder, cell.seed)
   # Some algorithms need sums over all shards: the rows of the journals have
   # them. A cell without such sums has empty tuples.
   totals = [[event.totals for event in events] for events in journals]
@@ -139,7 +135,7 @@ def _replay(
     cell.seed,
     traces,
     totals if any(map(any, totals)) else None,
-    group=group,
+    group=plan.devices,  # sums are divided among them
   )
   return Recomputed(traces[0], records, params)
 
@@ -196,7 +192,6 @@ PROTOCOL = Protocol(
       plan=live_server.plan,
       describe=server_results.describe,
       check=live_server.check,
-      devices=lambda run: run.config["live"]["devices"],
     ),
     "mesh": Runner(
       plan=mesh_plan.plan,

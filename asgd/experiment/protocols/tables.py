@@ -109,7 +109,6 @@ PROTOCOL = Protocol(
       live_tables.LiveTableEngine,
       plan=live_tables.plan,
       describe=live_tables.describe,
-      check=parameter_server.check,
     ),
   },
   live=LiveCells(
@@ -144,7 +143,6 @@ PROTOCOL = Protocol(
     ),
     Refusal("server.consistent", _OWN_SHARDS, engines=LIVE),
     Refusal("server.wire", _OWN_SHARDS, engines=LIVE),
-    Refusal("live.devices", "a worker has one", engines=LIVE),
   ),
   columns=simulated.COLUMNS,
   column="differential_mean",

@@ -34,11 +34,12 @@ class PeerSpec(NamedTuple):
   # Counts of ended rounds, at which a peer keeps its parameters for evaluation.
   keep_at: frozenset[int] = frozenset()
   slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
+  devices: simulator.WorkerDevices = simulator.ALONE  # of each peer
 
   @property
   def steps(self) -> simulator.PeerSteps:
     """The compiled functions; compiled once in each process."""
-    return simulator.compile_peer(self.peer, self.worker)
+    return simulator.compile_peer(self.peer, self.worker, self.devices)
 
   @property
   def neighbour_counts(self) -> list[set[int]]:

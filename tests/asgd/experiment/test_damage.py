@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 
 from asgd import base, experiment, text_table
 from asgd.experiment import cell_files, cell_log, folder, jobs, report, storage
-from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.protocols import server
@@ -203,7 +202,7 @@ def check_live(case, rows, events):
   exp = case.experiment
   (cell,) = exp.cells
   plan = exp.plan(cell)
-  options = {"group": live_clusters.group(plan)}
+  options = {"group": plan.devices}
   traces = [from_events(journal)]
   params, records = server.train_in_order(plan, cell.seed, traces, **options)
   assert storage.digest(params) == result["params_sha256"]

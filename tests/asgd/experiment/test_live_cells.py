@@ -4,13 +4,14 @@ import csv
 import json
 import shutil
 
+import jax
 import kit
 import numpy as np
 import pytest
 from kit import TINY_RUN
 from kit import TINY_TABLE as TABLE
 
-from asgd import base, experiment
+from asgd import base, experiment, simulator
 from asgd.data import documents
 from asgd.experiment import (
   audit,
@@ -19,7 +20,7 @@ from asgd.experiment import (
   live_memory,
   replay,
 )
-from asgd.experiment.engines import live_tables
+from asgd.experiment.engines import live_peers, live_tables
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live.faults import Fault
@@ -87,14 +88,15 @@ def check_finished(workdir, run, result):
 MISTAKES = (
   (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
   (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
-  (PAIRS, {"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
+  (PAIRS, {"live": {"devices": 3}}, "config.live.devices 3 must divide"),
   (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
   (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
   (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
   ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
   (BATCHES, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
   (BATCHES, {"server": {"wire": "bfloat16"}}, "it would change what is comp"),
-  (BATCHES, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
+  (BATCHES, {"live": {"devices": 3}}, "config.live.devices 3 must divide"),
+  (TABLE, {"live": {"devices": 7}}, "config.live.devices 7 must divide"),
   ({**BATCHES, "loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
   ({**BATCHES, "restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
 )
@@ -118,6 +120,44 @@ def test_faults_of_links_to_a_server_are_refused(run, why):
   exp = build(run)
   with pytest.raises(ValueError, match=f"--fault=lose:0:3: {why}"):
     exp.check_machine(Machine(faults=[Fault(0, 3, "lose")]))
+
+
+# Workers and peers of several devices.
+
+
+@pytest.mark.parametrize(
+  ("run", "parallel"),
+  [
+    ({"recipe": "d_psgd"}, "data"),
+    ({"recipe": "d_psgd"}, "tensor"),
+    ({"recipe": "table", "consistency": "bulk_synchronous"}, "data"),
+    (BATCHES, "data"),
+  ],
+)
+def test_a_group_of_devices_computes_what_one_device_does(
+  run, parallel, tmp_path
+):
+  live = {"devices": 2, "parallel": parallel}
+  shared, _ = train(tmp_path / "two", run, batch_size=8, live=live)
+  replayed = replay.replay(tmp_path / "two" / "cells" / "run-n2-s0")
+  assert replayed.same and replayed.recorded == shared["params_sha256"]
+  alone, _ = train(tmp_path / "one", run, batch_size=8)
+  assert shared["messages"] == alone["messages"]
+  for column in ("train_loss", "test_loss"):  # sums have another order
+    assert shared[column] == pytest.approx(alone[column], rel=1e-4)
+
+
+def test_the_work_of_a_peer_is_divided_among_its_devices():
+  exp = build({"recipe": "d_psgd"}, live={"devices": 2})
+  plan = exp.plan(exp.cells[0])
+  spec = live_peers.make_spec(plan, 0, (), copies=False)
+  state = spec.peer.init(spec.params)
+  job = spec.steps.send(state, np.int32(0))
+  work = simulator.compile_work(plan.worker, plan.devices)
+  arguments = job.ticket, spec.batch(0, 0), spec.root, np.int32(0)
+  _, message, _ = work(spec.worker.init(spec.params), *arguments)
+  devices = {d for leaf in jax.tree.leaves(message) for d in leaf.devices()}
+  assert devices == {*jax.local_devices()[:2]}
 
 
 # Peers.
