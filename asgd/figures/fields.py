@@ -55,6 +55,11 @@ def is_list(value: Any) -> bool:
 text = must(_is_text, "a text")
 note = must(lambda value: isinstance(value, str), "a text, which may be empty")
 mapping = must(lambda value: isinstance(value, Mapping), "a dict")
+texts = must(
+  lambda v: isinstance(v, Mapping)
+  and all(isinstance(text, str) for text in v.values()),
+  "a dict of texts",
+)
 any_list = must(is_list, "a list")
 # Within the range of float32 on both sides, so that no arithmetic overflows.
 number = checks.number(-checks.MOST_NUMBER)

@@ -10,6 +10,7 @@ returns plain data:
   claims   list of dicts, see `Claim`.
   columns  name -> definition, see `asgd.figures.columns`.
   panels   list of dicts, see `PanelSpec`.
+  notes    name of a claim -> why it holds or does not, as its `note`.
   quick    dotted key of the config -> value, for --quick.
   tuned    str: which settings were chosen on which seeds.
   turns    bool, for cells whose seconds are a result. They are trained seed by
@@ -244,10 +245,9 @@ _PANEL = {
 }
 _FIGURE = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
-  "claims": FieldCheck(fields.any_list),
-  "columns": FieldCheck(fields.mapping),
-  "panels": FieldCheck(fields.any_list),
-  "quick": FieldCheck(fields.mapping),
+  **dict.fromkeys(("claims", "panels"), FieldCheck(fields.any_list)),
+  **dict.fromkeys(("columns", "quick"), FieldCheck(fields.mapping)),
+  "notes": FieldCheck(fields.texts),
   "tuned": FieldCheck(fields.note),
   "turns": FieldCheck(checks.flag),
 }
@@ -278,10 +278,21 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   # [4] Fields that are valid alone, but not together.
   _check_consistent(where, kind, data)
   kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}
-  keys = "name", "says", "kind", "column"
-  common_fields = {key: data[key] for key in keys}
-  common_fields["note"] = data.get("note", "")
-  return Claim(**common_fields, statistic=statistic, data=kind_fields)
+  texts = {key: data[key] for key in ("name", "says", "kind", "column")}
+  note = data.get("note", "")
+  return Claim(**texts, statistic=statistic, data=kind_fields, note=note)
+
+
+def _with_notes(claims: Sequence[Claim], notes: Any) -> list[Claim]:
+  """Returns claims with the figure's notes; ValueError for a note on no claim,
+  or on one that has a note."""
+  by_name = {claim.name: claim for claim in claims}
+  for name, note in notes.items():
+    names.check("claim in notes:", name, by_name)
+    if by_name[name].note:
+      raise ValueError(f"claim {shown(name)} has two notes; drop one")
+    by_name[name] = by_name[name]._replace(note=note)
+  return list(by_name.values())
 
 
 def _check_consistent(where: str, kind: str, data: Mapping[str, Any]) -> None:
@@ -415,6 +426,7 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
   # Columns first: claims and panels name them.
   claims = [_read_claim(c, i, columns) for i, c in enumerate(given["claims"])]
   _check_distinct("claims", [claim.name for claim in claims])
+  claims = _with_notes(claims, given.pop("notes", {}))
   panels = [
     _read_panel(panel, i, columns)
     for i, panel in enumerate(given.get("panels", ()))

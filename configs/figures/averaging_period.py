@@ -206,9 +206,8 @@ def get_figure():
       " the last whole round. SlowMo has beta = 0.5 and resets the momentum."
     ),
     columns={},
-    claims=[
-      dict(claim, note=NOTES.get(claim["name"], "")) for claim in claims()
-    ],
+    claims=list(claims()),
+    notes=NOTES,
     panels=panels(),
     quick={"data.name": "digits", "epochs": 40.0, "batch_size": 8},
     tuned=(

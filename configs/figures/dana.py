@@ -61,7 +61,6 @@ def get_config(arg=None):
   return config.lock()
 
 
-# NOTES has the name of a claim -> why it holds or does not.
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of NAG-ASGD, equal": (
@@ -338,13 +337,11 @@ def get_figure():
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
     },
     claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
-      for claim in (
-        *(*gap_claims("", "equal"), *accuracy_claims("", "equal")),
-        *(*gap_claims("-het", "unequal"), *accuracy_claims("-het", "unequal")),
-        *speed_claims(),
-      )
+      *(*gap_claims("", "equal"), *accuracy_claims("", "equal")),
+      *(*gap_claims("-het", "unequal"), *accuracy_claims("-het", "unequal")),
+      *speed_claims(),
     ],
+    notes=NOTES,
     panels=[
       dict(gap, title="gap, equal machines", series=series("", tuned)),
       dict(gap, title="gap, unequal machines", series=series("-het", tuned)),

@@ -366,9 +366,8 @@ def get_figure():
       "round": dict(kind="quotient", of="simulated_time", by="updates"),
       "time to loss": dict(kind="reach", loss=LOSS),
     },
-    claims=[
-      dict(claim, note=NOTES.get(claim["name"], "")) for claim in claims()
-    ],
+    claims=claims(),
+    notes=NOTES,
     panels=panels(),
     quick={
       "seeds": (0, 1, 2, 3, 4),

@@ -273,10 +273,8 @@ def get_figure():
       " savings."
     ),
     columns={END: dict(kind="last", column="objective")},
-    claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
-      for claim in (*up_claims(), *down_claims(), *objective_claims())
-    ],
+    claims=[*up_claims(), *down_claims(), *objective_claims()],
+    notes=NOTES,
     panels=panels(),
     quick={"epochs": 120.0},
     tuned=(

@@ -165,10 +165,11 @@ def get_figure():
       " algorithms have the rate, and the momentum, of one worker."
     ),
     claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
+      claim
       for suffix, (_, words) in MOMENTA.items()
       for claim in claims_of(suffix, words)
     ],
+    notes=NOTES,
     panels=panels,
     quick={
       "examples": 12_800,  # 200 messages

@@ -310,10 +310,8 @@ def get_figure():
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
       "time to loss": dict(kind="reach", loss=LOSS),
     },
-    claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
-      for claim in (*bandwidth_claims(), *latency_claims(), *other_claims())
-    ],
+    claims=[*bandwidth_claims(), *latency_claims(), *other_claims()],
+    notes=NOTES,
     panels=panels(),
     quick={
       "examples": 40 * N * BATCH,  # half of the rounds

@@ -200,12 +200,10 @@ def get_figure():
       "live rate": dict(kind="quotient", of="messages", by="seconds"),
     },
     claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
-      for claim in (
-        *times("simulated", "", SLOWDOWNS),
-        *times("live", "live-", LIVE),
-      )
+      *times("simulated", "", SLOWDOWNS),
+      *times("live", "live-", LIVE),
     ],
+    notes=NOTES,
     panels=[
       panel(
         "simulated", "time to loss", f"time to loss {LOSS}", "", SLOWDOWNS

@@ -276,12 +276,10 @@ def get_figure():
     ),
     columns={"time to loss": dict(kind="reach", loss=LOSS)},
     claims=[
-      dict(claim, note=NOTES.get(claim["name"], ""))
-      for claim in (
-        *(*staleness_claims(), *gap_claims()),
-        *(*accuracy_claims(), *time_claims()),
-      )
+      *(*staleness_claims(), *gap_claims()),
+      *(*accuracy_claims(), *time_claims()),
     ],
+    notes=NOTES,
     panels=[
       panel(
         "largest staleness",

@@ -280,6 +280,13 @@ FIELDS = (
   ({"turns": "no"}, "turns must be True or False"),
   ({"quick": "x"}, "quick must be a dict"),
   ({"columns": [1]}, "columns must be a dict"),
+  ({"notes": ["c"]}, "notes must be a dict of texts"),
+  ({"notes": {"c": 5}}, "notes must be a dict of texts"),
+  ({"notes": {"d": "x"}}, "unknown claim in notes: 'd'"),
+  (
+    {"claims": [BOUND | {"note": "a"}], "notes": {"c": "b"}},
+    "claim 'c' has two notes; drop one",
+  ),
   ({"claims": 5}, "claims must be a list"),
   ({"panels": [PANEL, PANEL]}, "two panels have the name 'p'"),
 )
@@ -288,6 +295,13 @@ FIELDS = (
 test_a_field_of_the_figure_is_named = kit.refuses(
   FIELDS, lambda fields: figure(BOUND, **fields)
 )
+
+
+def test_a_note_is_kept_apart_from_its_claim_or_with_it():
+  other = BOUND | {"name": "d", "note": "why d"}
+  claims = figure(BOUND, other, notes={"c": "why c"}).claims
+  assert [claim.note for claim in claims] == ["why c", "why d"]
+  assert [claim.note for claim in figure(BOUND).claims] == [""]
 
 
 def test_numbers_of_numpy_are_numbers_and_texts_one_line():
