@@ -289,25 +289,16 @@ def build_recipe(
 ) -> algorithms.Recipe:
   """Builds the recipe of a run, adapted to the config's order. Equal runs share
   one recipe."""
-  make = functools.partial(_build_recipe, run, workers, learning_rate)
+
+  def make():
+    recipe = run.make_recipe(learning_rate, workers)
+    return server_orders.in_order(run, recipe, workers)
+
   if run.given is not None:
     return make()  # a given recipe is an object already
   values = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
   cache_key = [run.recipe, run.options, workers, *values]
   return _recipes.get(make, cache_key, learning_rate)
-
-
-def _build_recipe(
-  run: Run, workers: int, learning_rate: Any
-) -> algorithms.Recipe:
-  """Builds the recipe that `build_recipe` caches."""
-  order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
-  rounds = "backup_workers", "backup_tasks"
-  if recipe.order == "asynchronous" and order["name"] in rounds:
-    # An update takes the messages of a round, without those of the slowest.
-    every = max(workers - order.get("backup", 0), 1)
-    recipe = recipe._replace(every=every)
-  return recipe
 
 
 def _server(

@@ -256,6 +256,26 @@ def _check_prescribed(run: Run, prescribed: str) -> None:
   )
 
 
+def in_order(
+  run: Run, recipe: algorithms.Recipe, workers: int
+) -> algorithms.Recipe:
+  """Returns a recipe whose updates fit the order of a config.
+
+  A recipe of rounds takes any order of a server, and still averages as many
+  messages: they may then be late, or several of one worker. In rounds without
+  the slowest workers an update takes the messages of one round.
+  """
+  order = run.config["order"]
+  # "asynchronous" without options is the default, and stands for the recipe's
+  # order. With an option, such as depth=1, it replaces that order.
+  if recipe.order == "bulk_synchronous" and order != {"name": "asynchronous"}:
+    recipe = recipe._replace(order="asynchronous")
+  rounds = "backup_workers", "backup_tasks"
+  if recipe.order == "asynchronous" and order["name"] in rounds:
+    recipe = recipe._replace(every=max(workers - order.get("backup", 0), 1))
+  return recipe
+
+
 def keeps(order: Mapping[str, Any]) -> bool:
   """Whether jobs of an order may share a ticket."""
   return bool(order.get("cache")) or order.get("fetch_every", 1) > 1

@@ -475,9 +475,6 @@ MISTAKES = (
    "^config.live.overlap needs config.order.depth=2 or more, not 1"),
   ({"order.name": "fixed_delay", "order.warm_start": 2},
    "'fixed_delay' takes no argument 'warm_start'"),
-  ({"runs.a.recipe": "ssgd", "order": {**STALE, "bound": 2}},
-   "^config.order.bound 2 is not for the recipe 'ssgd' .config.runs.a., which"
-   " prescribes the order bulk_synchronous: leave it out, or set it in"),
   ({"order": {**STALE, "cache": "yes"}},
    "^config.order.cache must be True or False, not 'yes'"),
   ({"order.name": "asynchronous", "order.depth": 10**20},
