@@ -1,9 +1,9 @@
 """Meshes of devices, and the placement of arrays on them.
 
-A mesh is a grid of devices with named axes: "data" for replicas, "tensor" for
-the parts of a layer, "rows" and "columns" for the parts of an image, "pipe" for
-stages. The devices may belong to several processes, which then all call the
-same functions.
+A mesh is a grid of devices with named axes: "data" for replicas, "island" for
+the devices of a replica that takes local steps, "tensor" for the parts of a
+layer, "rows" and "columns" for the parts of an image, "pipe" for stages. The
+devices may belong to several processes, which then all call the same functions.
 
 Inside shard_map with check_vma (the default) JAX tracks over which axes a value
 varies. Where an operation combines a value that does not vary with a value that
@@ -26,6 +26,7 @@ from asgd import checks
 
 DATA, TENSOR, PIPE = "data", "tensor", "pipe"  # names of axes
 ROWS, COLUMNS = "rows", "columns"
+ISLAND = "island"
 
 
 def cpu_devices() -> int:

@@ -1,6 +1,6 @@
 """Checks of steps: options that exclude one another, batches, and layers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,15 @@ from asgd.parallel import meshes
 # Beginnings of errors, for `check_alone`.
 REDUCER = "compressed gradients need"
 SEARCH = "an optimizer that searches along a line (lbfgs) needs"
+ISLANDS = "local steps need"
 # Values of options that a reducer needs, and values that a search along a line
 # needs: in a search each device decides by numbers that it computes from the
 # whole parameters.
 OF_A_REDUCER = {"zero": 0, "form": "shard_map"}
 OF_A_SEARCH = {**OF_A_REDUCER, "clip_norm": None, "reducer": None}
+# Islands run the recipe's worker and server, which know none of these.
+OF_ISLANDS = {**OF_A_REDUCER, "accumulate": 1, "precision": "unchanged"}
+OF_ISLANDS |= {"loss_scale": None, "compress": None}
 
 
 def check_alone(
@@ -25,18 +29,20 @@ def check_alone(
   mesh: Mesh,
   options: Mapping[str, Any],
   needed: Mapping[str, Any],
+  axes: Sequence[str] = (meshes.DATA,),
 ) -> None:
   """Raises ValueError for an option that has another value than `needed`, or a
-  mesh with an axis beside "data". `beginning` is the subject and the verb of
-  the message."""
+  mesh with an axis that is none of `axes`. `beginning` is the subject and the
+  verb of the message."""
   for name, value in needed.items():
     if options[name] != value:
       raise ValueError(
         f"{beginning} {name}={_as_text(value)}, not {_as_text(options[name])}"
       )
-  if tuple(mesh.axis_names) != (meshes.DATA,):
+  if set(mesh.axis_names) - set(axes):
+    names = " and ".join(map(repr, axes))
     raise ValueError(
-      f"{beginning} a mesh of the axis {meshes.DATA!r} alone, not of"
+      f"{beginning} a mesh of the axis {names} alone, not of"
       f" {tuple(mesh.axis_names)}"
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, compression, sharding, simulator, transforms
+from asgd.checks import shown
 from asgd.data import partitions
 from asgd.experiment.checks import prefix_errors
-from asgd.experiment.engines import allocations, live_hosts
+from asgd.experiment.engines import allocations, live_hosts, server_orders
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.hosts.site import Site
@@ -51,9 +53,13 @@ def needs_totals(plan: ServerPlan) -> bool:
   """Returns whether an algorithm needs totals (sums over all shards, as for a
   norm). Raises ValueError if it cannot be split into shards."""
   server, rules = plan.run.config["server"], plan.rules()
+  run, label = plan.run, plan.run.label
+  if server_orders.out_of_step(run) and run.config["clip_norm"] is not None:
+    _name_clip_norm(plan)
+    # Each shard clips its part by itself: the rest of the recipe decides.
+    run = run._replace(config={**run.config, "clip_norm": None})
   # Without the codec of updates, which each shard has for its part.
-  recipe = build_recipe(plan.run, plan.workers, plan.schedule)
-  label = plan.run.label
+  recipe = build_recipe(run, plan.workers, plan.schedule)
   if rules.round and not server["consistent"]:
     raise ValueError(
       f"{label} works in rounds, and without one order for all shards their"
@@ -91,6 +97,26 @@ def needs_totals(plan: ServerPlan) -> bool:
       " config.server.shards=1"
     )
   return True
+
+
+def _name_clip_norm(plan: ServerPlan) -> None:
+  """Warns that shards out of step clip by a norm for each shard. ValueError if
+  workers would have to repeat that."""
+  clip_norm = plan.run.config["clip_norm"]
+  if plan.keeps:
+    raise ValueError(
+      f"config.clip_norm {shown(clip_norm)} clips by a norm for each shard, as"
+      " shards out of step have no common one, and a worker that keeps tickets"
+      " would clip by the norm of all: set config.server.consistent=True, or"
+      " leave out cache and fetch_every"
+    )
+  warnings.warn(
+    f"config.clip_norm {shown(clip_norm)} of {plan.run.label} is a norm for"
+    f" each of {plan.run.config['server']['shards']} shards: a shard out of"
+    " step clips its part of a message by the norm of that part. With"
+    " config.server.consistent=True it is the norm of the complete message",
+    stacklevel=3,
+  )
 
 
 def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:

@@ -6,7 +6,9 @@ examples in the same order with the same losses, but for round-off and draws
 (see `asgd.parallel.data_parallel.make_step`).
 
 An update is one message: the gradient of a batch, of staleness 0, for an optax
-optimizer or the run's recipe.
+optimizer or the run's recipe. If the workers of the recipe take local steps,
+the replicas are islands (`asgd.parallel.islands`), and an update is of their
+mean message, after the batches of a job.
 """
 
 from collections.abc import Mapping
@@ -41,7 +43,9 @@ class MeshEngine(engines.Engine):
     problem, seed = self._plan.problem, context.cell.seed
     init_key, self._root = jax.random.split(jax.random.key(seed))
     self._first_params = problem.init(init_key)
-    self._batches = stacking.NamedBatches(problem.batches(seed, 1))
+    self._batches = stacking.NamedBatches(
+      mesh_plan.job_batches(problem, self._plan.batches, seed)
+    )
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
     # NaN marks rows that were not made; all finite, unless the scale skips
     # them.
@@ -106,7 +110,6 @@ class MeshEngine(engines.Engine):
   def _step(self, update: int) -> Any:
     """Makes an update; returns its metrics."""
     step = self._plan.step
-    # Worker 0 of 1: a mesh has one stream of batches.
     batch = step.place(self._batches(0, update))
     key = jax.random.fold_in(self._root, update)
     self._state, metrics = step.step(self._state, batch, key)
@@ -164,6 +167,7 @@ class MeshEngine(engines.Engine):
     codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first_params)
+    examples = self.done * self._plan.batches * config["batch_size"]
     return {
       "messages": self.done,
       "updates": self.done,
@@ -173,7 +177,7 @@ class MeshEngine(engines.Engine):
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights)),
       "seconds": self._seconds,
       "seconds_per_update": self._seconds / self.done,
-      "examples_per_second": self.done * config["batch_size"] / self._seconds,
+      "examples_per_second": examples / self._seconds,
       # Parameters and the optimizer's state, on one device.
       "state_bytes": meshes.bytes_here(self._state),
       "skipped": self.summary(0, self.done)["skipped"],

@@ -10,16 +10,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, compression, names, optimizers, problems, transforms
+from asgd import (
+  algorithms,
+  base,
+  compression,
+  names,
+  optimizers,
+  problems,
+  stacking,
+  transforms,
+)
 from asgd.checks import shown
-from asgd.experiment import build_cache, checks
+from asgd.experiment import build_cache, checks, refusals
 from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import OF_A_RUN, Run, Setting
-from asgd.parallel import data_parallel, hybrid, meshes, precision, step_checks
+from asgd.parallel import (
+  data_parallel,
+  hybrid,
+  islands,
+  meshes,
+  precision,
+  step_checks,
+)
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 # Outermost first.
-_AXES = meshes.DATA, meshes.PIPE, meshes.ROWS, meshes.COLUMNS, meshes.TENSOR
+_AXES: tuple[str, ...] = (meshes.DATA, meshes.ISLAND, meshes.PIPE)
+_AXES += meshes.ROWS, meshes.COLUMNS, meshes.TENSOR
 _MOST_DEVICES = 4096
 _START = 0.1  # of the peak, where a warm-up begins
 
@@ -155,10 +172,12 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   """Raises ValueError for a batch that the mesh cannot divide."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
+  replicas *= shape.get(meshes.ISLAND, 1)
   # A replica's examples, in pieces of `accumulate`, in microbatches of a
   # pipeline.
   pieces, cut = replicas * accumulate, microbatches_of(section, shape)
-  factors = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
+  axes = "data x island" if meshes.ISLAND in shape else meshes.DATA
+  factors = f"config.mesh.axes.{axes} {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
@@ -191,17 +210,53 @@ class MeshPlan(NamedTuple):
   curvature_limit: float = math.nan
 
 
+def _local_recipe(
+  run: Run, mesh: jax.sharding.Mesh, rate: Any
+) -> algorithms.Recipe | None:
+  """Returns the recipe of islands, replicas that take local steps; None if the
+  run's workers send gradients. ValueError if it is not in rounds of all."""
+  recipe = run.make_recipe(rate, mesh.shape[meshes.DATA], searches=True)
+  if recipe.worker is None:
+    if meshes.ISLAND in mesh.shape:
+      raise ValueError(
+        "config.mesh.axes.island is for recipes whose workers take local steps,"
+        f" and those of {refusals.recipe_of(run)} send gradients: use the axis"
+        " data"
+      )
+    return None
+  optimizers.refuse_search(run.config["optimizer"])
+  # A recipe that was made by hand may be of another number of workers.
+  in_rounds = recipe.order == "bulk_synchronous" and recipe.at_server is None
+  if not in_rounds or recipe.every != mesh.shape[meshes.DATA]:
+    raise ValueError(
+      f"config.mesh.axes: the workers of {refusals.recipe_of(run)} take local"
+      f" steps, and the {mesh.shape[meshes.DATA]} islands of a mesh make one"
+      " update of the mean of their messages, which have no order: use a recipe"
+      " in rounds of as many workers (model_averaging, slowmo, diloco), or"
+      " engine simulate, threads or ray"
+    )
+  section = {**run.config["mesh"], "compress": run.config["compress"]}
+  with checks.prefix_errors("mesh"):
+    step_checks.check_alone(
+      *(step_checks.ISLANDS, mesh, section, step_checks.OF_ISLANDS),
+      axes=(meshes.DATA, meshes.ISLAND),
+    )
+  return recipe
+
+
+def job_batches(
+  problem: problems.Problem, steps: int, seed: int
+) -> stacking.Batches:
+  """Returns the function (0, update) -> the batches of an update."""
+  # Worker 0 of 1: a mesh has one stream of batches.
+  return stacking.job_batches(problem.batches(seed, 1), steps)
+
+
 def _transform(run: Run, rate: Any) -> base.Algorithm:
   """Returns the algorithm of the run's recipe, with its optimizer."""
   # The step clips the gradient after its sum over the devices.
   run = run._replace(config={**run.config, "clip_norm": None})
   recipe = run.make_recipe(rate, 1, searches=True)
-  if recipe.worker is not None:
-    raise ValueError(
-      f"config.runs.{run.label}: the workers of {run.recipe} take local"
-      " steps, and a mesh has one gradient for all workers: use another recipe,"
-      " or engine simulate, threads or ray"
-    )
   # At a worker: its transforms precede those of the server.
   if recipe.at_worker is None:
     return recipe.one_message()
@@ -268,28 +323,37 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   """Builds mesh and step of a run, checking that they fit the model."""
   del workers
   mesh = _make_mesh(run, jax.devices())
-  problem, step, peak, rate = step_of(experiment, run, mesh)
-  if not optimizers.searches(run.config["optimizer"]):
+  problem, step, peak, rate, steps = step_of(experiment, run, mesh)
+  # The workers of islands start at the parameters that the server has.
+  is_local = _local_recipe(run, mesh, peak) is not None
+  if not is_local and not optimizers.searches(run.config["optimizer"]):
     _warn_of_delay(run, problem, rate)
   # Traced, so that shapes that do not fit are found now.
-  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)  # worker 0, job 0
+  batch, key = job_batches(problem, steps, 0)(0, 0), jax.random.key(0)
   # The error names mesh and model: a shape alone would not help.
   with _naming_mesh(run, mesh):
     state = step.init(jax.eval_shape(problem.init, key))
     jax.eval_shape(step.step, state, step.place(batch), key)
-  updates = max(round(learning_rates.passes(run, problem)), 1)
-  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
+  updates = max(round(learning_rates.passes(run, problem) / steps), 1)
+  return MeshPlan(run, problem, mesh, step, peak, rate, updates, steps)
 
 
 def step_of(
   experiment: Any, run: Run, mesh: jax.sharding.Mesh
-) -> tuple[problems.Problem, data_parallel.Step, float, Any]:
-  """Returns problem, step, peak and schedule of a run on a mesh."""
+) -> tuple[problems.Problem, data_parallel.Step, float, Any, int]:
+  """Returns problem, step, peak and schedule of a run on a mesh, and the count
+  of batches in an update."""
   problem = experiment.problem_of(run)
   _check_batch(run, mesh.shape)
   peak = float(run.config["learning_rate"])
+  local = _local_recipe(run, mesh, peak)
+  steps = 1 if local is None else local.steps
   rate = learning_rates.schedule(
-    run, problem, peak=peak, batches=1, start=_START * peak
+    *(run, problem),
+    peak=peak,
+    batches=steps,
+    start=_START * peak,
+    steps=steps,
   )
   devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
   # One batch in a message.
@@ -301,7 +365,7 @@ def step_of(
     lambda: _make_step(run, problem, mesh, rate, size),
     *(values, rate, mesh, problem.loss, run.given),
   )
-  return problem, step, peak, rate
+  return problem, step, peak, rate, steps
 
 
 _steps = build_cache.BuildCache()
@@ -315,6 +379,16 @@ def _make_step(
   size: traffic.Size,
 ) -> data_parallel.Step:
   """Builds the step that `step_of` caches."""
+  recipe = _local_recipe(run, mesh, rate)
+  if recipe is not None:
+    decay = problem.statistics_decay
+    return islands.make_step(
+      # The islands' messages arrive as one, their mean.
+      recipe._replace(every=1).server(statistics_decay=decay),
+      recipe.make_worker(problem.loss),
+      mesh,
+      steps=recipe.steps,
+    )
   section = run.config["mesh"]
   policy, scale = section["precision"], section["loss_scale"]
   clip = run.config["clip_norm"]

@@ -17,6 +17,7 @@ from asgd.experiment.engines.peers import PeerPlan
 from asgd.experiment.schema import Run
 from asgd.parallel import (
   ahead,
+  data_parallel,
   halo,
   memory,
   meshes,
@@ -51,13 +52,16 @@ def of_one_model(
     )
   mesh = mesh_plan.mesh_on(run, target.devices)
   # Everything below is shapes: nothing is allocated on the target's devices.
-  problem, step, _, _ = mesh_plan.step_of(experiment, run, mesh)
+  problem, step, _, _, steps = mesh_plan.step_of(experiment, run, mesh)
   # Placed, so that its sharding is known to the compiler.
   key = meshes.place(_key(), mesh)
   params = jax.eval_shape(problem.init, key)
   state = step.init(params)
-  batch = step.place(_shapes(problem.batches(0, 1)(0, 0)))
-  planned = _plan(run, problem, mesh, params, state, batch)
+  batch = step.place(_shapes(mesh_plan.job_batches(problem, steps, 0)(0, 0)))
+  if isinstance(state, data_parallel.StepState):
+    planned = _plan(run, problem, mesh, params, state, batch)
+  else:  # islands: what they send has no formula
+    planned = ahead.ProgramPlan(None)
   arguments = state, batch, key
   yield ahead.Compilation(run.label, step.step, arguments, mesh, planned)
 

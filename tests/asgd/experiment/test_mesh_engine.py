@@ -293,9 +293,47 @@ def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
   )
 
 
-def test_workers_with_steps_of_their_own_have_no_mesh():
-  with pytest.raises(ValueError, match="a mesh has one gradient for all"):
-    build({"runs.gpt.recipe": "easgd", "optimizer": None})
+def digits(recipe, axes):
+  """Returns (losses, parameters) of a tiny run on a mesh."""
+  run = {"recipe": recipe} if isinstance(recipe, str) else recipe
+  mesh = {"axes": axes}
+  trained = kit.train(kit.tiny(engine="mesh", runs={"run": run}, mesh=mesh))
+  return trained.records.loss, trained.params
+
+
+def test_islands_of_one_step_are_data_parallel():
+  """Without momentum the mean of models is the model after a mean step."""
+  expected = digits("asgd", {"data": 4})
+  averaging = {"recipe": "model_averaging", "steps": 1}
+  for axes in ({"data": 4}, {"data": 2, "island": 2}, {"data": 1}):
+    actual = digits(averaging, axes)
+    close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["model_averaging", "slowmo", "diloco"])
+def test_the_devices_of_an_island_divide_its_examples(recipe):
+  recipe = {"recipe": recipe, "steps": 2}
+  alone = digits(recipe, {"data": 2})
+  divided = digits(recipe, {"data": 2, "island": 2})
+  assert len(alone[0]) == 12  # of 24 batches
+  close(divided, alone, rtol=1e-4, atol=1e-5)
+
+
+test_recipes_and_settings_without_islands_are_refused = kit.refuses(
+  (
+    ({"recipe": "easgd"}, "easgd.* take local steps, and the 2 islands"),
+    ({"recipe": "asgd", "axes": {"island": 2}}, "island is for recipes whose"),
+    ({"recipe": "diloco", "zero": 1}, "local steps need zero=0, not 1"),
+    ({"recipe": "diloco", "axes": {"data": 2, "tensor": 2}},
+     "local steps need a mesh of the axis 'data' and 'island' alone"),
+  ),
+  lambda settings: kit.tiny(
+    engine="mesh",
+    runs={"run": {"recipe": settings["recipe"]}},
+    mesh={"axes": {"data": 2}}
+    | {key: value for key, value in settings.items() if key != "recipe"},
+  ),
+)
 
 
 # Several processes.

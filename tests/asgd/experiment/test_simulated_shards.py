@@ -1,6 +1,8 @@
 """Simulated servers in shards that are out of step: replayed and resumed."""
 
 import kit
+import numpy as np
+import pytest
 
 import asgd
 from asgd import base
@@ -34,6 +36,31 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
   assert storage.digest(records[0]) == storage.digest(records[1])
 
 
+def bowl(w, batch):
+  return 0.5 * ((w - 0 * batch.sum()) ** 2).sum()
+
+
+def test_shards_out_of_step_clip_by_a_norm_for_each_shard(tmp_path):
+  """The gradient of [1/2, 3] is itself: the shard of 3 clips it to 1."""
+  data = np.array([0.5, 3.0], np.float32), np.zeros(8, np.float32)
+  options = {"messages": 2, "batch_size": 1, "clip_norm": 1.0}
+  recipe, server = asgd.asgd(0.5, workers=1), {"shards": 2}
+  calls = (
+    lambda: asgd.simulate(
+      bowl, *data, recipe, server={**server, "delays": "gamma"}, **options
+    ),
+    lambda: asgd.train_live(
+      bowl, *data, recipe, server=server, folder=tmp_path, **options
+    ),
+  )
+  for call in calls:
+    with pytest.warns(UserWarning, match="is a norm for each of 2 shards"):
+      params = call().params
+    np.testing.assert_array_equal(params, [0.5 / 4, 3 - 0.5 - 0.5])
+  with pytest.warns(UserWarning, match="is a norm for each"):
+    assert asgd.replay(tmp_path, bowl, *data, recipe).same
+
+
 MISTAKES = (
   ({"server": {"delays": "gamma"}}, "delays is for shards that are out of"),
   ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
@@ -41,6 +68,12 @@ MISTAKES = (
   ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
   ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
    "a works in rounds, and without one order for all shards their"),
+  ({"server": OUT, "clip_norm": 1.0, "runs": {"a": {"recipe": "asgd"}},
+    "order": {"name": "asynchronous", "fetch_every": 2}},
+   "^config.clip_norm 1.0 clips by a norm for each shard, .* keeps tickets"),
+  ({"server": {"shards": 2, "consistent": True}, "clip_norm": 1.0,
+    "runs": {"a": {"recipe": "ssgd"}}, "engine": "threads"},
+   "a needs a norm over all shards, which requires that each message"),
 )
 
 
