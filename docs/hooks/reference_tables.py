@@ -135,11 +135,13 @@ def _is_refused(engine: str, name: str) -> bool:
     return engine == "mesh" and not algorithms.build(name, 0.1, 3).rounds
   if engine not in ("mesh", "pipeline") or name not in algorithms.RECIPES:
     return False
-  # Local steps of workers: both have one gradient for all of them. A pipeline
-  # would drop the gradients of all stages but the last.
+  # Local steps of workers: a pipeline has one gradient for all of them, and the
+  # islands of a mesh have rounds.
   recipe = algorithms.build(name, 0.1, 3)
-  drops = engine == "pipeline" and recipe.max_staleness is not None
-  return recipe.worker is not None or drops
+  if engine == "mesh":
+    return recipe.worker is not None and not recipe.rounds
+  # A pipeline would drop the gradients of all stages but the last.
+  return recipe.worker is not None or recipe.max_staleness is not None
 
 
 def _runs(engine: str, kind: Any, each: Any) -> str:
