@@ -1,6 +1,7 @@
 """Makes the orders of gossip: traces of when peers work, put, take and mix.
 
-`asgd.gossip.peer` explains the rows. Jobs take time; messages take none.
+`asgd.gossip.peer` explains the rows. Jobs take time. Messages take none, or the
+time of the links of `asgd.gossip.over_network`.
 
 Letters:
   n  peers
@@ -11,13 +12,15 @@ Letters:
 """
 
 import collections
+import functools
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import base, checks
+from asgd.gossip.over_network import EventQueue, PeerNetwork
 from asgd.gossip.peer import Rule
 from asgd.gossip.topology import Topology
 from asgd.orders import trace as trace_lib
@@ -34,6 +37,7 @@ def rounds(
   messages: int,
   put_first: bool = False,
   every: int = 1,
+  links: PeerNetwork | None = None,
 ) -> base.Trace:
   """Rounds: each peer does a job, then mixes the messages of its neighbours.
 
@@ -56,6 +60,8 @@ def rounds(
     put_first: whether a peer puts before its job.
     every: e, the rounds from one put of a peer to its next put. If the number
       of rounds is no multiple of e, no peer takes the last messages.
+    links: on which messages take time; None: they take none. A peer mixes when
+      all its neighbours' messages have arrived.
 
   Raises:
     ValueError: for `messages` that do not make complete rounds, or `every`
@@ -85,43 +91,100 @@ def rounds(
   checks.whole("messages", messages)
   checks.multiple(messages, "messages", n, "rounds of {} peers")
   checks.whole("every", every)
-  streams = [durations.stream(peer) for peer in range(n)]
-  start, rows = np.zeros(n), []
-  put_times = start  # times at which the peers put their last messages
-  for k in range(messages // n):
-    # [1] Times: a peer's round ends when its job has ended and all neighbours
-    # have put their messages.
-    job_ends = start + np.array([next(stream) for stream in streams])
-    m, puts, mixes = k // every, k % every == 0, (k + 1) % every == 0
-    if puts:
-      put_times = start if put_first else job_ends
-    end = job_ends
-    if mixes:
-      links = topology.links[m % topology.period]
-      end = np.maximum(job_ends, np.where(links, put_times[None], 0.0).max(1))
+  queue = EventQueue(durations, n, links)
+  jobs = _Rounds(queue, topology, messages // n, put_first, every)
+  for i in range(n):
+    jobs.start(i, 0.0)
+  queue.run()
+  rows = queue.rows
+  if links is None:  # peers may be rounds apart, and their rows interleave
+    rows = [row for _, row in sorted(zip(jobs.keys, rows, strict=True))]
+  return trace_lib.from_events(rows)
 
-    # [2] Rows, as (time, round, rank of the action, peer, sender, event). The
-    # first five entries are the sort key. Ranks: send 0, put 1 or 3, receive 2,
-    # take and mix 4. The sender n puts a mix after its takes.
-    for i in range(n):
-      job = k * n + i
-      rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
-      if puts:
-        order = 1 if put_first else 3
-        rows.append((put_times[i], k, order, i, 0, (i, m, m, base.PUT)))
-      rows.append((job_ends[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
-      if mixes:
-        for j in topology.neighbours(i, m):
-          rows.append((end[i], k, 4, i, j, (i, m, j, base.TAKE)))
-        rows.append((end[i], k, 4, i, n, (i, NO_SEQ, m, base.MIX)))
-    start = end
-  # Peers may be rounds apart, so rows of different rounds interleave.
-  rows.sort(key=lambda row: row[:5])
-  return trace_lib.from_events(Event(float(row[0]), *row[5]) for row in rows)
+
+class _Rounds:
+  """The peers of an order of rounds, and the rows that they add."""
+
+  def __init__(self, queue, topology, rounds, put_first, every):
+    self._queue, self._topology, self._rounds = queue, topology, rounds
+    self._put_first, self._every, n = put_first, every, topology.workers
+    # By peer: its round, and whether it has ended the job of that round.
+    self._round_of, self._job_ended = [0] * n, [False] * n
+    # (receiver, message number) -> messages of that number that have arrived.
+    self._arrived: collections.Counter[Any] = collections.Counter()
+    self._due: collections.deque[int] = collections.deque()  # see `_proceed`
+    self._ranks = {base.SEND: 0, base.PUT: 1 if put_first else 3}
+    self._ranks |= {base.RECEIVE: 2, base.TAKE: 4, base.MIX: 4}
+    # Of each row: (time, round, rank of the action, peer, sender). The sender n
+    # puts a mix after its takes.
+    self.keys: list[tuple[float, int, int, int, int]] = []
+
+  def _add(self, time: float, i: int, seq: int, job: int, action: int) -> None:
+    self._queue.add_row(time, i, seq, job, action)
+    sender = job if action == base.TAKE else self._topology.workers
+    rank = self._ranks[action]
+    self.keys.append((time, self._round_of[i], rank, i, sender))
+
+  def start(self, i: int, time: float) -> None:
+    """Starts the job of a peer's present round."""
+    k, n = self._round_of[i], self._topology.workers
+    self._add(time, i, k, k * n + i, base.SEND)
+    if self._put_first:
+      self._put(i, time)
+    self._queue.compute(time, i, functools.partial(self._end, i))
+
+  def _put(self, i: int, time: float) -> None:
+    m, wait = divmod(self._round_of[i], self._every)
+    if wait:  # message m is put in round m * every
+      return
+    self._add(time, i, m, m, base.PUT)
+    links = self._topology.links[m % self._topology.period]
+    for j in self._queue.receivers(links, i):
+      self._queue.carry(time, i, j, functools.partial(self._arrive, j, m))
+
+  def _end(self, i: int, time: float) -> None:
+    k, n = self._round_of[i], self._topology.workers
+    self._add(time, i, k, k * n + i, base.RECEIVE)
+    self._job_ended[i] = True
+    if not self._put_first:
+      self._put(i, time)
+    self._proceed(i, time)
+
+  def _arrive(self, i: int, m: int, time: float) -> None:
+    self._arrived[i, m] += 1
+    self._proceed(i, time)
+
+  def _proceed(self, i: int, time: float) -> None:
+    """Ends the round of a peer, if it has all that it waits for."""
+    # A round that ends may end those of other peers, at once if messages take
+    # no time. The first call ends them all: a chain of calls could be too deep.
+    self._due.append(i)
+    if len(self._due) == 1:
+      while self._due:
+        self._end_round(self._due[0], time)
+        self._due.popleft()
+
+  def _end_round(self, i: int, time: float) -> None:
+    if not self._job_ended[i]:
+      return
+    ended_rounds = self._round_of[i] + 1
+    if not ended_rounds % self._every:  # the last round of message m: mix it
+      m = ended_rounds // self._every - 1
+      senders = self._topology.neighbours(i, m)
+      if self._arrived[i, m] < len(senders):
+        return
+      for j in senders:
+        self._add(time, i, m, j, base.TAKE)
+      self._add(time, i, NO_SEQ, m, base.MIX)
+    self._job_ended[i] = False
+    self._round_of[i] += 1
+    if self._round_of[i] < self._rounds:
+      self.start(i, time)
 
 
 def pairs(
-  durations: Durations, topology: Topology, *, messages: int, seed: int = 0
+  durations: Durations, topology: Topology, *, messages: int, seed: int = 0,
+  links: PeerNetwork | None = None
 ) -> base.Trace:
   """Pairs: a peer that ends a job meets one neighbour; other peers do not wait.
 
@@ -138,6 +201,9 @@ def pairs(
     messages: jobs of all peers together.
     seed: 0 or more. The draws of a peer's neighbours depend on the seed, the
       peer's index and n.
+    links: on which messages take time; None: they take none. The parameters of
+      the peer travel to the neighbour, and then those of the neighbour travel
+      back. Both mix at that time, and the neighbour computes all the while.
 
   Returns:
     A Trace. At its end n - 1 jobs are open.
@@ -169,30 +235,52 @@ def pairs(
   checks.whole("messages", messages)
   check_pairs(topology)
   n = topology.workers
+  queue = EventQueue(durations, n, links)
   draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
-  jobs, puts = _Jobs(durations, n), [0] * n
-  rows = jobs.rows
-  for count in range(messages):
-    time, job, peer, seq = jobs.next_end()
-    near = neighbours[peer]
-    neighbour = near[int(draws[peer].integers(len(near)))]
-    for member in (peer, neighbour):
-      rows.append(Event(time, member, puts[member], 0, base.PUT))
-    for member, partner in ((peer, neighbour), (neighbour, peer)):
-      rows.append(Event(time, member, puts[partner], partner, base.TAKE))
-      rows.append(Event(time, member, NO_SEQ, 0, base.MIX))
-    for member in (peer, neighbour):
+  puts, received = [0] * n, 0
+
+  def start(i, time):
+    queue.start_job(time, i, functools.partial(end, i))
+
+  def end(i, seq, job, time):
+    # The parameters of both peers travel, there and back; then both mix.
+    candidates = neighbours[i]
+    neighbour = candidates[int(draws[i].integers(len(candidates)))]
+    meet_at = functools.partial(meet, i, neighbour, seq, job)
+    reply = functools.partial(
+      queue.carry, sender=neighbour, receiver=i, on_arrival=meet_at
+    )
+    queue.carry(time, i, neighbour, reply)
+
+  def meet(i, neighbour, seq, job, time):
+    nonlocal received
+    # [1] Both put their present parameters.
+    for member in (i, neighbour):
+      queue.add_row(time, member, puts[member], 0, base.PUT)
+    # [2] Each takes the other's message and mixes it.
+    for member, partner in ((i, neighbour), (neighbour, i)):
+      queue.add_row(time, member, puts[partner], partner, base.TAKE)
+      queue.add_row(time, member, NO_SEQ, 0, base.MIX)
+    for member in (i, neighbour):
       puts[member] += 1
-    rows.append(Event(time, peer, seq, job, base.RECEIVE))
-    # No job starts after the last message.
-    if count + 1 < messages:
-      jobs.start(peer, time)
-  return trace_lib.from_events(rows)
+    # [3] The peer applies its job, and starts the next one.
+    queue.add_row(time, i, seq, job, base.RECEIVE)
+    received += 1
+    if received < messages:
+      start(i, time)
+    else:
+      queue.stop()
+
+  for i in range(n):
+    start(i, 0.0)
+  queue.run()
+  return trace_lib.from_events(queue.rows)
 
 
 def arrivals(
-  durations: Durations, topology: Topology, *, messages: int
+  durations: Durations, topology: Topology, *, messages: int,
+  links: PeerNetwork | None = None
 ) -> base.Trace:
   """Arrivals: a peer that ends a job sends a message to all its receivers,
   which mix the message at once, even while they compute. No peer ever waits.
@@ -207,6 +295,8 @@ def arrivals(
     durations: how long each job takes.
     topology: which peers take the messages of each peer.
     messages: jobs of all peers together.
+    links: on which messages take time; None: they take none. Messages that are
+      on their way when the last job ends arrive, too.
 
   Returns:
     A Trace. At its end n - 1 jobs are open.
@@ -227,48 +317,34 @@ def arrivals(
     1.0,1,-1,0,mix
   """
   checks.whole("messages", messages)
-  jobs = _Jobs(durations, topology.workers)
-  for count in range(messages):
-    time, job, peer, seq = jobs.next_end()
-    jobs.rows += [
-      Event(time, peer, seq, job, base.RECEIVE),
-      Event(time, peer, seq, seq, base.PUT),
-      Event(time, peer, NO_SEQ, seq, base.MIX),
-    ]
-    for receiver in np.flatnonzero(topology.union[:, peer]).tolist():
-      jobs.rows.append(Event(time, receiver, seq, peer, base.TAKE))
-      jobs.rows.append(Event(time, receiver, NO_SEQ, seq, base.MIX))
-    # No job starts after the last message.
-    if count + 1 < messages:
-      jobs.start(peer, time)
-  return trace_lib.from_events(jobs.rows)
+  n = topology.workers
+  queue = EventQueue(durations, n, links)
+  received = 0
 
+  def start(i, time):
+    queue.start_job(time, i, functools.partial(end, i))
 
-class _Jobs:
-  """Simulates the jobs of peers that never wait. `rows` collects the rows of
-  the trace: this class adds the send rows, the caller all other rows."""
+  def end(i, seq, job, time):
+    nonlocal received
+    if received == messages:  # the job stays open
+      return
+    queue.add_row(time, i, seq, job, base.RECEIVE)
+    queue.add_row(time, i, seq, seq, base.PUT)
+    queue.add_row(time, i, NO_SEQ, seq, base.MIX)
+    received += 1
+    for j in queue.receivers(topology.union, i):
+      queue.carry(time, i, j, functools.partial(arrive, j, i, seq))
+    if received < messages:
+      start(i, time)
 
-  def __init__(self, durations: Durations, peers: int):
-    """Starts the first job of each peer."""
-    self.rows: list[Event] = []
-    self._streams = [durations.stream(peer) for peer in range(peers)]
-    # (end, job, peer, seq); ties go by job.
-    self._running: list[tuple[float, int, int, int]] = []
-    self._count, self._seqs = 0, [0] * peers
-    for peer in range(peers):
-      self.start(peer, 0.0)
+  def arrive(j, sender, seq, time):
+    queue.add_row(time, j, seq, sender, base.TAKE)
+    queue.add_row(time, j, NO_SEQ, seq, base.MIX)
 
-  def start(self, peer: int, time: float) -> None:
-    """Starts the next job of a peer."""
-    job, seq = self._count, self._seqs[peer]
-    self.rows.append(Event(time, peer, seq, job, base.SEND))
-    end = time + next(self._streams[peer])
-    heapq.heappush(self._running, (end, job, peer, seq))
-    self._count, self._seqs[peer] = job + 1, seq + 1
-
-  def next_end(self) -> tuple[float, int, int, int]:
-    """Returns (time, job, peer, seq) of the next job that ends."""
-    return heapq.heappop(self._running)
+  for i in range(n):
+    start(i, 0.0)
+  queue.run()
+  return trace_lib.from_events(queue.rows)
 
 
 def check_pairs(topology: Topology) -> None:
@@ -397,7 +473,8 @@ class Gossip(NamedTuple):
     return self.weight(round, peer, peer)
 
   def trace(
-    self, durations: Durations, *, messages: int, seed: int = 0
+    self, durations: Durations, *, messages: int, seed: int = 0,
+    links: PeerNetwork | None = None
   ) -> base.Trace:
     """Returns the order of a run as a trace.
 
@@ -405,15 +482,12 @@ class Gossip(NamedTuple):
       durations: how long each job takes.
       messages: jobs of all peers together; with ROUNDS a multiple of n.
       seed: 0 or more, for the draws of neighbours; only PAIRS uses it.
+      links: on which messages take time; None: they take none.
     """
-    if self.order == PAIRS:
-      return pairs(durations, self.topology, messages=messages, seed=seed)
-    if self.order == ARRIVALS:
-      return arrivals(durations, self.topology, messages=messages)
-    return rounds(
-      durations,
-      self.topology,
-      messages=messages,
-      put_first=self.put_first,
-      every=self.every,
-    )
+    make = {ROUNDS: rounds, PAIRS: pairs, ARRIVALS: arrivals}[self.order]
+    options: dict[str, Any] = {"messages": messages, "links": links}
+    if self.order == ROUNDS:
+      options |= {"put_first": self.put_first, "every": self.every}
+    elif self.order == PAIRS:
+      options["seed"] = seed
+    return make(durations, self.topology, **options)

@@ -24,7 +24,8 @@ from asgd.experiment.engines.simulated import (
   some,
 )
 from asgd.experiment.schema import Run
-from asgd.gossip import over_network, topologies
+from asgd.gossip import topologies
+from asgd.gossip.over_network import PeerNetwork
 from asgd.live.gossip import frames
 from asgd.orders import protocol
 from asgd.orders.network import LinkUse, Network
@@ -76,37 +77,29 @@ class PeerPlan(ServerPlan):
     own_order = self._own_trace(seed, count)
     if own_order is not None:
       return own_order
-    if self.call_network is not None:
-      return self._over_network(seed, count)[0]
-    return self.gossip.trace(
-      self._durations(seed), messages=count, seed=seed
-    )
+    return self._order(seed, count, self._links())
 
   def use(self, seed: int) -> LinkUse | None:
     """Returns the use of the network by a cell. Returns None without a network,
     or if the user gave the order."""
-    own_order = self._own_trace(seed, self.messages)
-    if self.call_network is None or own_order is not None:
+    links = self._links()
+    if links is None or self._own_trace(seed, self.messages) is not None:
       return None
-    return self._over_network(seed, self.messages)[1]
+    trace = self._order(seed, self.messages, links)
+    return links.use(float(trace.time.max()))
 
-  def _over_network(
-    self, seed: int, messages: int
-  ) -> tuple[base.Trace, LinkUse]:
-    """Returns (order of a cell over its network, use of the network)."""
+  def _links(self) -> PeerNetwork | None:
+    """Returns idle links for a cell; None if messages take no time."""
     # Each message has the size of a dense message: the order is made before the
     # values, and the size of a code may depend on the values.
-    gossip_of, clock = self.gossip, self._durations(seed)
-    make: Any  # of `over_network`, with the options of its order
-    options: dict[str, Any] = {"nbytes": self._nbytes, "messages": messages}
-    if gossip_of.order == gossip.PAIRS:
-      make, options["seed"] = over_network.pairs, seed
-    elif gossip_of.order == gossip.ARRIVALS:
-      make = over_network.arrivals
-    else:
-      make, options["every"] = over_network.rounds, gossip_of.every
-      options["put_first"] = gossip_of.put_first
-    return make(clock, gossip_of.topology, self.call_network, **options)
+    network = self.call_network
+    return network and PeerNetwork(network, self.workers, self._nbytes)
+
+  def _order(
+    self, seed: int, messages: int, links: PeerNetwork | None
+  ) -> base.Trace:
+    clock = self._durations(seed)
+    return self.gossip.trace(clock, messages=messages, seed=seed, links=links)
 
   @functools.cached_property
   def _nbytes(self) -> int:

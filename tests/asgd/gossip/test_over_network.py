@@ -5,12 +5,20 @@ import pytest
 
 from asgd import base, orders
 from asgd.gossip import orders as peer_orders
-from asgd.gossip import over_network, topologies
+from asgd.gossip import topologies
+from asgd.gossip.over_network import PeerNetwork
 from asgd.orders import durations, trace
 from asgd.orders.network import Network
 
 CLOCK = durations.gamma(variation=0.5, seed=3)
 INSTANT = Network()
+
+
+def over(network, make, clock, topology, **options):
+  """An order over a network, with messages of 8 bytes; and the links' use."""
+  links = PeerNetwork(network, topology.workers, nbytes=8)
+  found = make(clock, topology, links=links, **options)
+  return found, links.use(float(found.time.max()))
 
 
 @pytest.mark.parametrize("put_first", [False, True])
@@ -20,7 +28,7 @@ def test_without_delays_rounds_are_those_of_an_order_without_a_network(
 ):
   topology = topologies.ring(5)
   options = {"messages": 35, "put_first": put_first, "every": every}
-  found, _ = over_network.rounds(CLOCK, topology, INSTANT, nbytes=8, **options)
+  found, _ = over(INSTANT, peer_orders.rounds, CLOCK, topology, **options)
   orders.check(found)
   expected = peer_orders.rounds(CLOCK, topology, **options)
   # Rows at equal times are in another order.
@@ -29,16 +37,14 @@ def test_without_delays_rounds_are_those_of_an_order_without_a_network(
 
 def test_without_delays_pairs_are_those_of_an_order_without_a_network():
   topology, options = topologies.ring(5), {"messages": 40, "seed": 2}
-  found, _ = over_network.pairs(CLOCK, topology, INSTANT, nbytes=8, **options)
+  found, _ = over(INSTANT, peer_orders.pairs, CLOCK, topology, **options)
   expected = peer_orders.pairs(CLOCK, topology, **options)
   assert list(trace.events(found)) == list(trace.events(expected))
 
 
 def test_without_delays_arrivals_are_those_of_an_order_without_a_network():
   topology = topologies.full(4)
-  found, _ = over_network.arrivals(
-    CLOCK, topology, INSTANT, nbytes=8, messages=40
-  )
+  found, _ = over(INSTANT, peer_orders.arrivals, CLOCK, topology, messages=40)
   orders.check(found)
   expected = peer_orders.arrivals(CLOCK, topology, messages=40)
   # Rows at equal times are in another order.
@@ -48,10 +54,9 @@ def test_without_delays_arrivals_are_those_of_an_order_without_a_network():
 def test_a_message_is_mixed_when_it_arrives_also_after_the_last_job():
   # Peer 0 sends at 1 and 2, and peer 1 takes at 1.75 and 2.75; peer 1, which
   # takes 9 for its job, ends none.
-  found, _ = over_network.arrivals(
-    durations.constant(slowdown=[1, 9]),
-    *(topologies.full(2), Network(latency=0.75)),
-    nbytes=8,
+  found, _ = over(
+    *(Network(latency=0.75), peer_orders.arrivals),
+    *(durations.constant(slowdown=[1, 9]), topologies.full(2)),
     messages=2,
   )
   orders.check(found)
@@ -68,9 +73,8 @@ def test_copies_of_a_message_follow_each_other_on_the_link_of_their_sender():
   # Each of three peers puts two copies at 1; a copy takes 2 on a link up, so
   # that the second begins at 3 and has arrived at 5.
   network = Network(up=4.0)
-  found, use = over_network.rounds(
-    durations.constant(), topologies.full(3), network, nbytes=8, messages=6
-  )
+  clock, topology = durations.constant(), topologies.full(3)
+  found, use = over(network, peer_orders.rounds, clock, topology, messages=6)
   orders.check(found)
   assert times_of(found, base.MIX) == [5.0] * 3 + [10.0] * 3
   assert use.waited == 0.0
@@ -79,9 +83,8 @@ def test_copies_of_a_message_follow_each_other_on_the_link_of_their_sender():
 def test_messages_wait_at_the_link_of_their_receiver():
   # Peer 0 of a star takes three messages, one after the other, 2 each.
   network = Network(down=4.0)
-  found, use = over_network.rounds(
-    durations.constant(), topologies.star(4), network, nbytes=8, messages=4
-  )
+  clock, topology = durations.constant(), topologies.star(4)
+  found, use = over(network, peer_orders.rounds, clock, topology, messages=4)
   assert times_of(found, base.MIX) == [3.0, 3.0, 3.0, 7.0]
   # Of the six messages the second and the third wait 2 and 4.
   assert use.waited == pytest.approx(1.0)
@@ -91,8 +94,9 @@ def test_messages_wait_at_the_link_of_their_receiver():
 def test_a_message_put_before_a_job_travels_during_it():
   network = Network(latency=0.75)
   ends = [
-    over_network.rounds(
-      durations.constant(), topologies.ring(4), network, nbytes=8, messages=8,
+    over(
+      *(network, peer_orders.rounds, durations.constant(), topologies.ring(4)),
+      messages=8,
       put_first=put_first,
     )[0].time[-1]
     for put_first in (True, False)
@@ -103,8 +107,9 @@ def test_a_message_put_before_a_job_travels_during_it():
 def test_of_two_peers_that_meet_only_the_one_that_ended_its_job_waits():
   # Peer 1 takes 9, peer 0 1 and two ways of 2.
   clock = durations.constant(slowdown=[1, 9])
-  found, _ = over_network.pairs(
-    clock, topologies.full(2), Network(latency=2.0), nbytes=8, messages=3
+  found, _ = over(
+    *(Network(latency=2.0), peer_orders.pairs, clock, topologies.full(2)),
+    messages=3,
   )
   orders.check(found)
   received = found.action == base.RECEIVE
