@@ -44,13 +44,13 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
     parameters = inspect.signature(loss).parameters.values()
   except (TypeError, ValueError):  # a builtin has no signature
     return False
-  kind, empty = inspect.Parameter, inspect.Parameter.empty
-  by_position = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
+  Parameter, empty = inspect.Parameter, inspect.Parameter.empty
+  by_position = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
   positional = [p for p in parameters if p.kind in by_position]
   required = [p for p in positional if p.default is empty]
-  takes_more = any(p.kind is kind.VAR_POSITIONAL for p in parameters)
+  takes_more = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
   needs_keyword = any(
-    p.kind is kind.KEYWORD_ONLY and p.default is empty for p in parameters
+    p.kind is Parameter.KEYWORD_ONLY and p.default is empty for p in parameters
   )
   too_few = len(positional) < 2 and not takes_more
   if len(required) > 3 or needs_keyword or too_few:
@@ -126,12 +126,13 @@ def _check_value(value: Any) -> None:
     )
 
 
-def _check_stats(stats: Any, like: Any) -> None:
-  """Raises LossError unless statistics have the parameters' structure."""
+def _check_stats(stats: Any, expected: Any) -> None:
+  """Raises LossError unless `stats` has the structure and shapes of `expected`,
+  the statistics of the parameters."""
   def shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 
-  if shapes(stats) != shapes(like):
+  if shapes(stats) != shapes(expected):
     raise LossError(
       "the parameters are asgd.Variables, so the loss must return (value,"
       " stats), the batch's own statistics in the structure and shapes of"

@@ -322,7 +322,7 @@ def main() -> None:
     return
   _check_mesh_only(runs, role)
   _check_used(runs)
-  boards.ask(_F["wandb"].value)
+  boards.request_wandb(_F["wandb"].value)
   _jobs(), _share()  # check these flags before anything is written
   # Before any array is made: JAX keeps the precision of its first arrays.
   _start_float64(runs)

@@ -46,9 +46,10 @@ from asgd.pipeline.lanes import PipelineError, copier_of
 from asgd.pipeline.state import PipelineResult, PipelineState
 from asgd.pipeline.table import Schedule
 
-_CALLS = 32  # concurrent calls of one actor: its run, and `put` for its lanes
-_PATIENCE = 20.0  # seconds for the other processes to stop after a failure
-_SILENT = 300.0  # seconds without a heartbeat, until a process counts as lost
+_CONCURRENT_CALLS = 32  # of one actor: its run, and `put` for its lanes
+_STOP_TIMEOUT = 20.0  # seconds for the other processes to stop after a failure
+# Seconds without a heartbeat, until a process counts as lost.
+_HEARTBEAT_TIMEOUT = 300.0
 _OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
@@ -106,7 +107,7 @@ class _StageProcess:
 
   def listen(self):
     """Returns the machine, and the path where this process listens."""
-    self._receivers = channels.Receivers(self._take)
+    self._receivers = channels.Receivers(self._receive)
     return node_id(), self._receivers.path
 
   def open(self, make, peers, x64):
@@ -118,10 +119,11 @@ class _StageProcess:
     # Has no effect if JAX uses GPUs.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
     peers = [peer for peer in peers if peer[1] != self._lanes]
-    near = [machine == node_id() for *_, (machine, _) in peers]
-    remote_lanes, accepting = {}, self._receivers.accept(sum(near))
-    for (actor, lanes, (_, path)), is_near in zip(peers, near, strict=True):
-      sender = channels.Sender(path) if is_near else _RemoteSender(actor)
+    count = sum(machine == node_id() for *_, (machine, _) in peers)
+    remote_lanes, accepting = {}, self._receivers.accept(count)
+    for actor, lanes, (machine, path) in peers:
+      is_local = machine == node_id()
+      sender = channels.Sender(path) if is_local else _RemoteSender(actor)
       self._senders.append(sender)
       remote_lanes.update((lane, _RemoteLane(lane, sender)) for lane in lanes)
     accepting.join()
@@ -145,7 +147,7 @@ class _StageProcess:
       raise
     self._executor.inboxes[lane].put((key, value))
 
-  def _take(self, *entry):
+  def _receive(self, *entry):
     with contextlib.suppress(Exception):  # `run` raises `_put_error`
       self.put(*entry)
 
@@ -180,7 +182,8 @@ class _StageProcess:
 
   def fetch(self):
     """Returns this process's part of the state, between two runs."""
-    # A run of no slots moves entries that arrived since the last run into it.
+    # A run of no slots adds the entries that have arrived since the last run to
+    # the state.
     self._state = self._executor.run(self._state, self._state.slot).state
     return state_lib.to_host(self._state)
 
@@ -192,8 +195,9 @@ class _StageProcess:
     return state_lib.to_host(self._executor.params(self._state))
 
   def _keep_state(self, state):
-    """Keeps a state, and waits until every entry it sent has arrived. If one
-    never does, the driver notices the silent process and kills this one."""
+    """Keeps a state, and waits until every entry that this process sent has
+    arrived. If an entry never arrives, because its receiver is silent, the
+    driver raises ProcessDied, and `Processes.close` kills this process too."""
     self._state = state
     for sender in self._senders:
       sender.flush()
@@ -221,8 +225,8 @@ class Processes:
       make: returns the arguments of `executor.Executor` without devices and
         elsewhere. Ray pickles it, and each process calls it.
       schedule: the table, the same that `make` returns.
-      count: number of processes. Each has D / count consecutive lanes, some
-        processes one more.
+      count: number of processes. Each has D / count consecutive lanes, rounded
+        down or up; D is the table's number of devices.
       cores: the cores of each process; None leaves the choice to the system.
       options: of each actor, for `ray.remote`. By default Ray reserves no core
         and spreads actors over machines.
@@ -255,14 +259,17 @@ class Processes:
       lanes.tolist() for lanes in np.array_split(np.arange(devices), count)
     ]
     actor = ray.remote(_StageProcess).options(
-      **{**_OPTIONS, **(options or {}), "max_concurrency": _CALLS}
+      **{**_OPTIONS, **(options or {}), "max_concurrency": _CONCURRENT_CALLS}
     )
     self._actors = list(map(actor.remote, self.lanes, cores or [None] * count))
     self._broken, self._serial = None, 0
     pairs = zip(self._actors, self.lanes, strict=True)
     try:
       addresses = self._call_all("listen")
-      peers = [(*pair, at) for pair, at in zip(pairs, addresses, strict=True)]
+      peers = [
+        (*pair, address)
+        for pair, address in zip(pairs, addresses, strict=True)
+      ]
       self._call_all("open", make, peers, bool(jax.config.jax_enable_x64))
     except BaseException:
       self.close()
@@ -281,10 +288,10 @@ class Processes:
       # [1] Wait for the next result, and raise the error of a failed call.
       done, waiting = ray_waits.wait(waiting, count=1)
       try:
-        self._ray.get(done, timeout=_SILENT)
+        self._ray.get(done, timeout=_HEARTBEAT_TIMEOUT)
       except self._ray.exceptions.RayError as error:
-        kind, self._broken = self._first_cause(calls, waiting)
-        raise kind(self._broken) from error
+        error_type, self._broken = self._first_cause(calls, waiting)
+        raise error_type(self._broken) from error
       if done:
         continue
       # [2] A run may take long: only missing heartbeats show a lost process.
@@ -292,13 +299,15 @@ class Processes:
       if not silent:
         last_heartbeat = time.monotonic()
         heartbeats = [actor.is_alive.remote() for actor in self._actors]
-      elif time.monotonic() - last_heartbeat > _SILENT:
+      elif time.monotonic() - last_heartbeat > _HEARTBEAT_TIMEOUT:
         pairs = zip(heartbeats, self.lanes, strict=True)
         names = (_process_name(lanes) for x, lanes in pairs if x in silent)
         lost = " and ".join(names)
-        self._broken = f"{lost} has sent no heartbeat for {_SILENT:g} s"
+        self._broken = (
+          f"{lost} has sent no heartbeat for {_HEARTBEAT_TIMEOUT:g} s"
+        )
         raise ProcessDied(self._broken)
-    return self._ray.get(calls, timeout=_SILENT)
+    return self._ray.get(calls, timeout=_HEARTBEAT_TIMEOUT)
 
   def _first_cause(self, calls, waiting):
     """Stops all processes; returns the first cause as error type and text.
@@ -310,7 +319,7 @@ class Processes:
       with contextlib.suppress(self._ray.exceptions.RayError):
         actor.stop.remote()
     if waiting:  # tasks that have begun still run to their end
-      ray_waits.wait(waiting, timeout=_PATIENCE)
+      ray_waits.wait(waiting, timeout=_STOP_TIMEOUT)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
       process = _process_name(lanes)
@@ -360,7 +369,7 @@ class Processes:
     return PipelineResult(
       self._new_state(until, state.microbatch),
       functools.reduce(operator.or_, losses),
-      _of_stages(records),
+      _merge_stages(records),
       tuple(sorted(itertools.chain(*spans), key=lambda span: span.start)),
     )
 
@@ -376,7 +385,7 @@ class Processes:
     parts = [state_lib.with_keys(part) for part in self._call_all("fetch")]
     # Each process fetched only the entries of its lanes.
     entries = functools.reduce(operator.or_, (part.entries for part in parts))
-    servers = _of_stages(part.servers for part in parts)
+    servers = _merge_stages(part.servers for part in parts)
     return PipelineState(state.slot, state.microbatch, servers, entries)
 
   def place(self, state: PipelineState) -> RemoteState:
@@ -388,7 +397,7 @@ class Processes:
   def params(self, state: RemoteState) -> list[Any]:
     """See `Executor.params`; in NumPy arrays."""
     self._check_latest(state)
-    return list(_of_stages(self._call_all("params")))
+    return list(_merge_stages(self._call_all("params")))
 
   def close(self) -> None:
     """Kills the processes, unless Ray has exited with them."""
@@ -400,7 +409,7 @@ def _process_name(lanes):
   return f"the process of devices {', '.join(map(str, lanes))}"
 
 
-def _of_stages(parts):
+def _merge_stages(parts):
   """Returns each stage's value: from the process where it is not None."""
   return tuple(
     # A stage's server is in one process only; the others have None.

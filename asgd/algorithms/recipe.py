@@ -13,10 +13,10 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 
 
-# eq=False: compared and hashed by identity, so that a Recipe has a hash.
+# eq=False: compared and hashed by identity, so that a Recipe can be hashed.
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecipeBuild:
-  """The arguments that a recipe was built of (`algorithms.build`)."""
+  """The arguments that `algorithms.build` has built a recipe from."""
 
   name: str
   maker: Callable[..., "Recipe"]
@@ -55,18 +55,22 @@ class Recipe(NamedTuple):
   # The server drops messages of a larger staleness. None: it drops none.
   max_staleness: int | None = None
   order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
-  # (name, value) of each argument of that order's maker; a Recipe has a hash.
+  # (name, value) of each argument of that order's maker: tuples, so that a
+  # Recipe can be hashed.
   order_options: tuple[tuple[str, Any], ...] = ()
   workers: int | None = None  # most workers it can serve; None: no limit
-  # Makes a worker of a loss. None: a worker that sends one gradient.
+  # (loss) -> the Worker. None: a worker that sends one gradient.
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
-  fetch_every: int = 1  # jobs on one ticket
-  push_every: int = 1  # jobs summed in one message; the others send zeros
-  # Messages are models: the server does not count them as examples, and no two
-  # jobs share a ticket.
+  # Jobs that a worker does on one ticket, before it fetches the next.
+  fetch_every: int = 1
+  # Every how many jobs a worker sends the sum of its gradients; its other
+  # messages are zeros.
+  push_every: int = 1
+  # Messages are models, not gradients: they are not weighted by the size of the
+  # batch, and each job needs its own ticket.
   mixes: bool = False
-  # Makes the optimizer state that travels with the parameters, of the weights
+  # (weights) -> the optimizer state that travels with the parameters
   # (`base.carry`). None: no state travels.
   carried: Callable[[base.Params], Any] | None = None
   # How peers exchange messages; None: workers exchange them with a server.
@@ -90,7 +94,8 @@ class Recipe(NamedTuple):
     return self._replace(every=workers, order="bulk_synchronous")
 
   def one_message(self) -> base.Algorithm:
-    """Returns the Algorithm of an update on one message, behind `at_server`."""
+    """Returns the Algorithm for updates on single messages: `at_server`, then
+    `algorithm`."""
     if self.at_server is None:
       return self.algorithm
     return transforms.precede(self.algorithm, self.at_server)
@@ -111,8 +116,9 @@ class Recipe(NamedTuple):
         " put the transform into the worker"
       )
     worker = self.worker(loss)
-    # To mix in a model, the server measures it from its ticket. A later job on
-    # the same ticket would have started at other parameters.
+    # To mix in a model, the server computes it from the ticket's parameters and
+    # the change that was sent. A later job on the same ticket would have
+    # started at other parameters.
     return worker._replace(kept=base.NEVER) if self.mixes else worker
 
   def server(

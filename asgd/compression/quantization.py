@@ -18,11 +18,12 @@ def _round(
 ) -> jax.Array:
   """Returns integers, float32[B, size], whose mean over keys is x / scales."""
   ratio = leaves.divide(jnp.abs(x), scales[:, None])
-  below = jnp.floor(ratio)
-  drawn = jax.random.uniform(key, x.shape, jnp.float32)
-  # Round up with the probability of the fraction: the mean is exact. The bound
-  # is for rounding errors of the ratio, and for scales that were limited.
-  level = jnp.minimum(below + (drawn < ratio - below), levels)
+  lower_level = jnp.floor(ratio)
+  uniform = jax.random.uniform(key, x.shape, jnp.float32)
+  # Round up with the probability of the fraction: the mean is exact. The
+  # minimum is for rounding errors of the ratio, and for scales that were
+  # clipped to float32, so that ratios are above `levels`.
+  level = jnp.minimum(lower_level + (uniform < ratio - lower_level), levels)
   return jnp.where(x < 0, -level, level)
 
 
@@ -34,9 +35,9 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     sent_i = ||x||_2 sign(x_i) l_i / s
 
   The mean of the sent values is x. For a bucket of n elements
-  E ||sent - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2. The norm over s is
-  rounded up to fewer bits than a float32 has. This happens before the draws, so
-  the mean stays right.
+  E ||sent - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2. The scale ||x||_2 / s
+  is rounded up to so few bits that its products with levels are exact. This
+  happens before the draws, so the mean stays right.
 
   Args:
     levels: s, from 1 to 32767; 7 are four bits with the sign.
@@ -69,13 +70,13 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     rows = leaves.blocks(leaves.float32(x), bucket)
-    unit = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
-    norms = jnp.sqrt(jnp.square(rows / unit[:, None]).sum(axis=1))
+    power_of_two = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
+    norms = jnp.sqrt(jnp.square(rows / power_of_two[:, None]).sum(axis=1))
     # ||x||_2 / s, so that a level is x / scale: a_i = |x_i| / scale.
-    scales = leaves.clip_to_float32(norms / levels * unit)
+    scales = leaves.clip_to_float32(norms / levels * power_of_two)
     scales = leaves.exact_scale(scales, levels)
-    numbers = _round(rows, scales, levels, key)
-    return leaves.symbols_of(numbers, x.size, scales, levels), state
+    signed_levels = _round(rows, scales, levels, key)
+    return leaves.symbols_of(signed_levels, x.size, scales, levels), state
 
   decode = functools.partial(leaves.products, size=bucket)
   # Leaves with fewer elements than a bucket have a smaller error.
@@ -128,15 +129,15 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
     row = leaves.float32(x).reshape(1, -1)
     largest = jnp.abs(row).max(axis=1)
     if sigmas is not None:
-      unit = power_below(largest)  # no square overflows
-      sigma = jnp.std(row / unit[:, None], axis=1)
+      power_of_two = power_below(largest)  # no square overflows
+      sigma = jnp.std(row / power_of_two[:, None], axis=1)
       # One element, or equal ones, have a deviation of 0: do not clip.
-      bound = leaves.clip_to_float32(sigmas * sigma * unit)
+      bound = leaves.clip_to_float32(sigmas * sigma * power_of_two)
       bound = jnp.where(sigma > 0, bound, largest)
       row = jnp.clip(row, -bound[:, None], bound[:, None])
       largest = jnp.minimum(largest, bound)
     scales = leaves.exact_scale(largest, 1)  # s; b_i is one level
-    numbers = _round(row, scales, 1, key)
-    return leaves.symbols_of(numbers, x.size, scales, 1), state
+    signed_levels = _round(row, scales, 1, key)
+    return leaves.symbols_of(signed_levels, x.size, scales, 1), state
 
   return leaves.make_codec(encode, leaves.scaled, unbiased=sigmas is None)

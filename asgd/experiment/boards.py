@@ -5,7 +5,8 @@ traceback, and later callers wait for ever. `EventFile` writes in the calling
 thread and raises `safe_files.DiskFull` there.
 
 `--wandb` sets ASGD_WANDB=1, which the processes of a command inherit. Runs are
-written to WORKDIR/wandb; `wandb sync` sends them, or WANDB_MODE=online.
+written to WORKDIR/wandb. `wandb sync` uploads them later; with
+WANDB_MODE=online they are uploaded while they run.
 """
 
 import importlib
@@ -21,7 +22,8 @@ from typing import Any
 
 from asgd import safe_files
 
-ASKED = "ASGD_WANDB"  # environment variable; a value of _ANSWERS, in any case
+# Environment variable; its value is a key of _ANSWERS, in upper or lower case.
+WANDB_VARIABLE = "ASGD_WANDB"
 _ANSWERS = dict.fromkeys(("1", "yes", "true"), True)
 _ANSWERS |= dict.fromkeys(("", "0", "no", "false"), False)
 
@@ -55,7 +57,7 @@ class EventFile:
     from tensorboardX.proto import event_pb2
 
     self._checksum, self._summary = record_writer.masked_crc32c, summary
-    self._event, self._log = event_pb2.Event, event_pb2.SessionLog
+    self._Event, self._SessionLog = event_pb2.Event, event_pb2.SessionLog
     safe_files.make_folder(folder)
     # TensorBoard finds files by `tfevents`, and reads them in the order of
     # their names, so the time comes first.
@@ -66,9 +68,9 @@ class EventFile:
     self.close = self._file.close
     self._write(file_version="brain.Event:2")  # must be the first record
     if purge_step is not None:
-      # A reader drops points from the step of a START on, as they are of an
-      # attempt that was killed.
-      log = self._log(status=self._log.START)
+      # At a START record, a reader drops the earlier points at its step and at
+      # later steps: an attempt that was killed wrote them.
+      log = self._SessionLog(status=self._SessionLog.START)
       self._write(step=purge_step, session_log=log)
 
   def add_scalar(self, tag: str, value: float, step: int) -> None:
@@ -86,8 +88,8 @@ class EventFile:
     """Adds a row to the table of hyperparameters. `settings` are the values by
     name; the table shows the last points of the curves `metrics` beside them.
     """
-    first_values = dict.fromkeys(metrics, 0)
-    for content in self._summary.hparams(dict(settings), first_values):
+    placeholders = dict.fromkeys(metrics, 0)
+    for content in self._summary.hparams(dict(settings), placeholders):
       self._write(summary=content)
 
   def add_histogram_raw(self, tag: str, step: int, **histogram: Any) -> None:
@@ -98,35 +100,35 @@ class EventFile:
   def _write(self, **content: Any) -> None:
     """Adds a record of the TFRecord format: length, its checksum, data, its
     checksum."""
-    event = self._event(wall_time=time.time(), **content)
+    event = self._Event(wall_time=time.time(), **content)
     data = event.SerializeToString()
     length = struct.pack("<Q", len(data))  # uint64, little-endian
-    of_length, of_data = (
+    length_checksum, data_checksum = (
       struct.pack("<I", self._checksum(part)) for part in (length, data)
     )
-    # One write of one record: a kill leaves at most the last one cut, and
+    # Each record is one write. So a kill can cut off only the last record, and
     # readers stop there.
-    self._file.write(b"".join((length, of_length, data, of_data)))
+    self._file.write(b"".join((length, length_checksum, data, data_checksum)))
 
 
-def asked() -> bool:
+def is_wandb_wanted() -> bool:
   """Whether the environment asks for Weights & Biases. Raises ValueError if the
   value of the variable is neither yes nor no."""
-  word = os.environ.get(ASKED, "")
+  word = os.environ.get(WANDB_VARIABLE, "")
   if word.strip().lower() not in _ANSWERS:
     raise ValueError(
-      f"the environment has {ASKED}={word[:40]!r}: write 1, yes or true, or 0,"
-      " no or false"
+      f"the environment has {WANDB_VARIABLE}={word[:40]!r}: write 1, yes or"
+      " true, or 0, no or false"
     )
   return _ANSWERS[word.strip().lower()]
 
 
-def ask(wanted: bool) -> None:
+def request_wandb(wanted: bool) -> None:
   """Sets the environment variable if Weights & Biases is wanted. Raises
   ValueError if it is not installed, or the variable is neither yes nor no."""
-  if asked() or wanted:
+  if is_wandb_wanted() or wanted:
     _wandb()
-    os.environ[ASKED] = "1"
+    os.environ[WANDB_VARIABLE] = "1"
 
 
 def _wandb() -> Any:
@@ -135,8 +137,8 @@ def _wandb() -> Any:
     import wandb
   except ImportError as error:
     raise ValueError(
-      f"--wandb or {ASKED} asks for Weights & Biases, which is not installed:"
-      " pip install 'asgd[wandb]', or drop the flag or variable"
+      f"--wandb or {WANDB_VARIABLE} asks for Weights & Biases, which is not"
+      " installed: pip install 'asgd[wandb]', or drop the flag or variable"
     ) from error
   return wandb
 

@@ -113,7 +113,7 @@ class CellLog:
     self._boards: list[Any] = [boards.open_board(board, purge_step=step)]
     if settings:
       self._boards[0].add_settings(settings, _METRICS)
-    if boards.asked():
+    if boards.is_wandb_wanted():
       workdir = board.parents[1].absolute()  # WORKDIR/tensorboard/CELL
       run = boards.WandbRun(workdir, cell_folder.name, settings or {})
       self._boards.append(run)

@@ -22,17 +22,18 @@ from asgd.experiment.comparison import (
   heading_of,
 )
 
-_BINS = 40  # of time, in which messages are counted
-_POINTS = 2000  # most points of a curve
-_WIDTH = 0.27  # of a bar: three kinds of runs share the space of one staleness
+_BINS = 40  # time bins, in which messages are counted
+_POINTS = 2000  # largest number of points of a curve
+# Width of a bar: three kinds of runs share the space of one staleness.
+_WIDTH = 0.27
 _HATCHES = {LIVE: "", IN_ORDER: "///", DRAWN: "...", REPLAYED: "///"}
 _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
 def _edges(comparison: LiveComparison) -> np.ndarray:
-  """Returns the edges of the bins of time, in seconds since the last of the
-  first messages: float[_BINS + 1]. The longest run decides them, so that all
-  runs share them.
+  """Returns the edges of the time bins, float[_BINS + 1], in seconds after
+  message number `first_messages`, when every worker has sent one. All runs have
+  the same bins: those of the longest run.
   """
   columns = (run.records.time for run in comparison.runs.values())
   last_index = comparison.first_messages - 1
@@ -43,7 +44,7 @@ def _edges(comparison: LiveComparison) -> np.ndarray:
 def _series(
   comparison: LiveComparison,
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-  """Yields (panel, kind, xs, values) of the picture."""
+  """Yields (panel, kind of run, xs, values) of each series of the picture."""
   first_messages, edges = comparison.first_messages, _edges(comparison)
   for kind, curve in curves_of(comparison, first_messages).items():
     records = comparison.runs[kind].records
@@ -51,19 +52,20 @@ def _series(
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
     times = records.time[first_messages:] - records.time[first_messages - 1]
     # The last bin that a run reaches is not full, so it is not drawn.
-    full = int(np.searchsorted(edges, times[-1], "right")) - 1
-    rates = np.histogram(times, edges)[0] / edges[1]  # of equal widths
-    yield "throughput", kind, edges[:full], rates[:full]
-    every = len(curve.time) // _POINTS + 1
-    yield "loss", kind, curve.time[::every], curve.loss[::every]
+    full_bins = int(np.searchsorted(edges, times[-1], "right")) - 1
+    # edges[0] is 0, so edges[1] is the width of each bin.
+    rates = np.histogram(times, edges)[0] / edges[1]
+    yield "throughput", kind, edges[:full_bins], rates[:full_bins]
+    stride = len(curve.time) // _POINTS + 1
+    yield "loss", kind, curve.time[::stride], curve.loss[::stride]
 
 
 def points(comparison: LiveComparison) -> list[dict[str, Any]]:
   """Returns the picture's numbers, as rows of panel, series, x and value.
 
   The panels are "staleness" (share of the messages by staleness), "throughput"
-  (messages per second) and "loss". The last two are by seconds since each
-  worker had sent a message.
+  (messages per second) and "loss". The x of the last two is the time in seconds
+  after every worker has sent its first message.
   """
   return [
     {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
@@ -89,53 +91,61 @@ def _looks(kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 def _draw(comparison: LiveComparison, stem: Path) -> None:
   """Draws the three panels of a comparison."""
-  figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 7.2, 2.9)
+  figure, axes = figure_lib.new_figure(1, 3, 7.2, 2.9)
+  staleness_axis, rate_axis, loss_axis = axes[0]
   kinds = list(comparison.runs)
   looks = _looks(kinds)
-  most = 0  # staleness on the axis, without the 1 % of largest values
+  # End of the axis: the 1 % of messages with the largest staleness is left out.
+  staleness_limit = 0
   for panel, kind, x, values in _series(comparison):
     run, look = comparison.runs[kind], looks[kind]
     if panel == "staleness":
       left = x + _WIDTH * (kinds.index(kind) - 1)  # the bars side by side
-      face = {"color": look["color"], "hatch": _HATCHES[kind]}
-      bars.bar(left, 100 * values, _WIDTH, ec="white", lw=0, label=kind, **face)
-      most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
+      face = {"color": look["color"], "hatch": _HATCHES[kind], "label": kind}
+      staleness_axis.bar(left, 100 * values, _WIDTH, ec="white", lw=0, **face)
+      most_frequent = x[np.cumsum(values) < 0.99]
+      staleness_limit = max(staleness_limit, most_frequent.max(initial=0) + 1)
     elif panel == "throughput":
       rate = predict.rate(run, comparison.first_messages)
       label = f"{kind}: {rate:.4g} in the mean"
-      edges = _edges(comparison)[: len(x) + 1]  # one more than bins
+      edges = _edges(comparison)[: len(x) + 1]  # n bins have n + 1 edges
       line = {"baseline": None, "lw": 1.1, "label": label}
-      steps.stairs(values, edges, **line, **look)
+      rate_axis.stairs(values, edges, **line, **look)
     else:
       label = kind
       if np.isfinite(run.accuracy):
         label += f": accuracy {100 * run.accuracy:.1f} %"
-      lines.plot(x, values, label=label, **look)
-  bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
-  bars.locator_params("x", integer=True)
+      loss_axis.plot(x, values, label=label, **look)
+  limits = -0.7, staleness_limit + 0.7
+  staleness_axis.set(xlabel="staleness", ylabel="messages (%)", xlim=limits)
+  staleness_axis.locator_params("x", integer=True)
   rates = f"messages per second,\nmeans over 1/{_BINS} of the time"
-  steps.set(xlabel="seconds", ylabel=rates)
-  steps.set_ylim(0)
-  lines.set(xlabel="seconds", ylabel=_LOSS)
-  losses = [line.get_ydata() for line in lines.lines]
-  figure_lib.scale_by_logarithm(lines, "y", np.concatenate(losses))
-  for axis in (bars, steps, lines):
+  rate_axis.set(xlabel="seconds", ylabel=rates)
+  rate_axis.set_ylim(0)
+  loss_axis.set(xlabel="seconds", ylabel=_LOSS)
+  losses = [line.get_ydata() for line in loss_axis.lines]
+  figure_lib.scale_by_logarithm(loss_axis, "y", np.concatenate(losses))
+  for axis in (staleness_axis, rate_axis, loss_axis):
     axis.grid()
-    # Above its panel: the labels of each panel have other numbers.
+    # Each panel has its own legend, above it, because its labels contain the
+    # panel's numbers.
     axis.legend(
       loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7
     )
   figure_lib.save(figure, heading_of(comparison), stem)
 
 
-def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
-  """Draws the losses of all cells against time: STEM.png, .svg and .pdf."""
+def draw_race(
+  cells: Sequence[LiveComparison], target_loss: float, stem: Path
+) -> None:
+  """Draws the losses of all cells against time, and a horizontal line at
+  `target_loss`: STEM.png, .svg and .pdf."""
   with figure_lib.style():
-    _draw_race(cells, loss, stem)
+    _draw_race(cells, target_loss, stem)
 
 
 def _draw_race(
-  cells: Sequence[LiveComparison], loss: float, stem: Path
+  cells: Sequence[LiveComparison], target_loss: float, stem: Path
 ) -> None:
   """Draws one axis with a curve for each cell and kind of run."""
   figure, axes = figure_lib.new_figure(1, 1, 5, 3.4)
@@ -148,10 +158,10 @@ def _draw_race(
     look = looks[cell.name]
     for kind, curve in curves_of(cell, 0).items():
       label = figure_lib.plain_text(f"{cell.name}, {kind}")
-      every = max(len(curve.time) // 5, 1)  # five markers on a curve
-      line = {**look, "ls": dashes[kind], "markevery": every, "label": label}
+      stride = max(len(curve.time) // 5, 1)  # five markers on a curve
+      line = {**look, "ls": dashes[kind], "markevery": stride, "label": label}
       axis.plot(*curve, **line)
-  axis.axhline(loss, color="gray", lw=0.8)
+  axis.axhline(target_loss, color="gray", lw=0.8)
   axis.set(xlabel="seconds", ylabel=_LOSS)
   drawn_losses = [line.get_ydata() for line in axis.lines]
   figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn_losses))

@@ -7,7 +7,7 @@
 
 A function gets its options, and `durations`, `workers` and `messages` as far as
 its parameters name them. A function that takes neither durations nor messages,
-and returns `protocol.Rules`, is a protocol, which live workers can keep, too.
+and returns `protocol.Rules`, is a protocol: live workers can follow it, too.
 """
 
 import inspect
@@ -62,12 +62,12 @@ def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
 
 
 def read(
-  given: Any, *, workers: int, messages: int | None = None
+  source: Any, *, workers: int, messages: int | None = None
 ) -> base.Trace:
   """Reads an order in the forms of the module, except functions.
 
   Args:
-    given: a Trace, rows, or workers. It may have no end.
+    source: a Trace, rows, or workers. It may have no end.
     workers: N; the rows may have workers from 0 to N - 1.
     messages: number of RECEIVE rows after which the trace ends; None: all.
 
@@ -78,13 +78,13 @@ def read(
     ValueError: for another form, fewer messages, an unknown worker, and rows
       that no protocol makes (`TraceError`, which names the row).
   """
-  if isinstance(given, base.Trace):
-    trace = _cut(given, messages)
-  elif isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-    raise ValueError(f"an order must be {FORMS}, not {checks.shown(given)}")
+  if isinstance(source, base.Trace):
+    trace = _truncate(source, messages)
+  elif isinstance(source, str | Mapping) or not isinstance(source, Iterable):
+    raise ValueError(f"an order must be {FORMS}, not {checks.shown(source)}")
   else:
-    trace = from_events(_rows(given, workers, messages))
-    trace = _cut(trace, None)  # no ticket is sent after the last message
+    trace = from_events(_rows(source, workers, messages))
+    trace = _truncate(trace, None)  # no ticket is sent after the last message
   received = int((trace.action == base.RECEIVE).sum())
   if not received or received < (messages or 0):
     raise ValueError(
@@ -105,12 +105,13 @@ def read(
   return trace
 
 
-def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
+def _truncate(trace: base.Trace, messages: int | None) -> base.Trace:
   """Returns the rows until RECEIVE row number `messages`, or the last one."""
   received = np.flatnonzero(np.asarray(trace.action) == base.RECEIVE)
   count = len(received) if messages is None else min(messages, len(received))
   end = int(received[count - 1]) + 1 if count else 0
-  # Peers mix their parameters in rows after the last message.
+  # Rows after the last message stay if no ticket is sent in them: peers mix
+  # their parameters there.
   if messages is None or count == len(received):
     actions = np.asarray(trace.action[end:])
     is_start = np.isin(actions, (base.SEND, base.KEEP))
@@ -120,10 +121,10 @@ def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
 
 
 def _rows(
-  given: Iterable[Any], workers: int, messages: int | None
+  source: Iterable[Any], workers: int, messages: int | None
 ) -> Iterator[Event]:
-  """Yields rows until `messages` are received; `given` has rows or workers."""
-  items = iter(given)
+  """Yields rows until `messages` are received; `source` has rows or workers."""
+  items = iter(source)
   # The first item decides whether all are workers or rows.
   first_item = next(items, None)
   if first_item is None:
@@ -171,8 +172,8 @@ def call_maker(
 
 
 def is_protocol(maker: Callable[..., Any]) -> bool:
-  """Whether a function may return Rules: it takes neither durations nor
-  messages."""
+  """Whether a function may be a protocol for live workers: it takes neither
+  durations nor messages."""
   parameters = inspect.signature(maker).parameters
   return "durations" not in parameters and "messages" not in parameters
 

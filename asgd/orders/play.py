@@ -1,4 +1,5 @@
-"""Plays a protocol with durations and a network: an order, event by event.
+"""Simulates a protocol event by event, with durations of jobs and a network.
+The result is an order.
 
   grant --> ticket in transit --> compute --> message in transit --> receive
 
@@ -7,8 +8,9 @@ makes the same rows faster.
 
 A ticket has the version at the time of its grant, and its SEND row has that
 time. A RECEIVE row has the time at which the last shard has processed its part
-of the message. A job on a kept ticket is granted by a message without
-parameters, which takes the latency. All shards keep the order of the lead.
+of the message. To grant a job on a kept ticket, the server sends a message
+without parameters; it takes only the latency. All shards apply messages in the
+order of shard 0, the lead.
 """
 
 import array
@@ -29,8 +31,8 @@ class Sizes(NamedTuple):
   """Bytes of messages and tickets, for each of S shards.
 
   Each function is called once for each job: `up` when its message is computed,
-  `down` when its ticket has been sent (the last row). So sizes may depend on
-  the contents. A kept ticket has no bytes.
+  `down` when its ticket is sent; the job's SEND row is then the last of
+  `Play.rows`. So sizes may depend on the contents. A kept ticket has no bytes.
   """
 
   up: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
@@ -46,17 +48,17 @@ class _Job:
   """A job from its grant until its message is received."""
 
   __slots__ = (
-    *("worker", "seq", "number", "order", "duration", "parts", "parts_left"),
-    "computed",
+    *("worker", "seq", "number", "sort_key", "duration", "parts"),
+    *("parts_left", "is_computed"),
   )
 
   def __init__(self, grant: protocol.Grant, duration: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
-    self.order = grant.job, grant.worker  # sort key of events at one time
+    self.sort_key = grant.job, grant.worker  # of events at one time
     self.duration = duration  # time that it takes to compute
     self.parts: list[MessagePart] = []  # the ticket's, then the message's too
     self.parts_left = 0  # parts in transit
-    self.computed = False
+    self.is_computed = False
 
 
 class Play:
@@ -65,7 +67,7 @@ class Play:
   Args:
     rules: the protocol.
     streams: times of each worker's jobs, N.
-    comes: time at which each worker joins. None: at time 0, without a row.
+    join_times: time at which each worker joins. None: at time 0, without a row.
     jobs: number of jobs; None is no end.
     network: links between workers and shards; None takes no time.
     sizes: bytes of messages and tickets; None is no bytes.
@@ -84,15 +86,15 @@ class Play:
     >>> from asgd.orders import network, play, protocol
     >>> wire = network.Network(latency=1.0)
     >>> streams = [itertools.repeat(3.0)]
-    >>> play = play.Play(protocol.Rules(), streams, network=wire)
-    >>> play.until(2)
-    >>> [row.time for row in play.rows]
+    >>> simulation = play.Play(protocol.Rules(), streams, network=wire)
+    >>> simulation.until(2)
+    >>> [row.time for row in simulation.rows]
     [0.0, 5.0, 5.0, 10.0]
   """
 
   def __init__(
     self, rules: protocol.Rules, streams: Sequence[Iterator[float]],
-    comes: Sequence[float] | None = None, *, jobs: int | None = None,
+    join_times: Sequence[float] | None = None, *, jobs: int | None = None,
     network: Network | None = None, sizes: Sizes | None = None,
   ):
     workers = len(streams)
@@ -107,24 +109,25 @@ class Play:
     self._instant = self.links.network.is_instant
     self._streams, self._repeats_late_jobs = streams, rules.late < math.inf
     # Worker -> time at which it has ended the jobs that it has begun.
-    self._free_at = list(comes or [0.0] * workers)
+    self._free_at = list(join_times or [0.0] * workers)
     # Worker -> granted jobs that have not begun; they begin in this order.
     self._granted: list[collections.deque[_Job]] = [
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
     # Worker -> start and end of each computation, one after the other.
-    self._computed = [array.array("d") for _ in range(workers)]
+    self._compute_times = [array.array("d") for _ in range(workers)]
     self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
-    self._count = 0  # heap entries so far: sorts those of equal time and order
-    self._may_send = not comes  # the last event may start a job
-    if comes is None:
+    # Heap entries so far: sorts entries of equal time and sort key.
+    self._count = 0
+    self._may_send = not join_times  # the last event may start a job
+    if join_times is None:
       for worker in range(workers):
         self._dispatcher.join(worker, 0.0)
       self.rows.clear()
     else:
-      # A join is before all jobs at its time, which have an order from 0.
-      for worker, time in enumerate(comes):
+      # A join is before all jobs at its time: the sort keys of jobs start at 0.
+      for worker, time in enumerate(join_times):
         self._put(time, (worker - workers, worker), self._join, worker)
 
   @property
@@ -136,10 +139,10 @@ class Play:
     """Returns the job number of an open ticket."""
     return self._jobs[worker, seq].number
 
-  def computed(self, worker: int, seq: int) -> tuple[float, ...]:
+  def compute_times(self, worker: int, seq: int) -> tuple[float, ...]:
     """Returns when a worker began and ended the computation of a job; () if it
     has not ended, or the network takes no time."""
-    return tuple(self._computed[worker][2 * seq : 2 * seq + 2])
+    return tuple(self._compute_times[worker][2 * seq : 2 * seq + 2])
 
   def until(self, messages: int) -> None:
     """Advances until `messages` messages have been received in all."""
@@ -156,7 +159,8 @@ class Play:
       self._send()
     if self._repeats_late_jobs:
       late_time = self._dispatcher.next_late(before=self._heap[0][0])
-      # A job is late before the next event: an idle worker may repeat it then.
+      # A job becomes late before the next event. At that time an idle worker
+      # may repeat it.
       if late_time < self._heap[0][0]:
         self.now, self._may_send = late_time, True
         return
@@ -164,12 +168,12 @@ class Play:
     call(argument)
 
   def _put(
-    self, time: float, order: tuple[int, int], call: Any, argument: Any
+    self, time: float, sort_key: tuple[int, int], call: Any, argument: Any
   ) -> None:
     """Schedules `call(argument)` at a time. Among calls at the same time the
-    least `order` is first."""
+    least `sort_key` is first."""
     self._count += 1
-    heapq.heappush(self._heap, (time, order, self._count, call, argument))
+    heapq.heappush(self._heap, (time, sort_key, self._count, call, argument))
 
   def _join(self, worker: int) -> None:
     """Adds a worker. Tickets are sent once all workers that join now are
@@ -209,21 +213,23 @@ class Play:
     for part in parts:
       self._move((part, None))
 
-  def _move(self, part_and_line):
+  def _move(self, part_and_line: tuple[MessagePart, Any]) -> None:
+    """Moves a part on. `line` is the shared line that the part may leave now, or
+    None if the part enters its next line."""
     part, line = part_and_line
     if line is None and part.has_arrived:
       self._arrive(part.key)
       return
     for time, next_part, next_line in self.links.advance(self.now, part, line):
-      order = next_part.key.order
-      self._put(time, order, self._move, (next_part, next_line))
+      sort_key = next_part.key.sort_key
+      self._put(time, sort_key, self._move, (next_part, next_line))
 
   def _arrive(self, job):
     """Counts a part of a ticket that has arrived at its worker, or a part of a
     message that a shard has processed."""
     job.parts_left -= 1
     if not job.parts_left:
-      (self._receive if job.computed else self._start_fetched_jobs)(job)
+      (self._receive if job.is_computed else self._start_fetched_jobs)(job)
 
   def _receive(self, job: _Job) -> None:
     """Gives the dispatcher a message that all shards have processed."""
@@ -240,17 +246,17 @@ class Play:
     waiting = self._granted[worker]
     while waiting and not waiting[0].parts_left:
       job = waiting.popleft()
-      begin = max(self.now, self._free_at[worker])
-      self._free_at[worker] = begin + job.duration
-      self._put(self._free_at[worker], job.order, self._compute, job)
+      start_time = max(self.now, self._free_at[worker])
+      self._free_at[worker] = start_time + job.duration
+      self._put(self._free_at[worker], job.sort_key, self._end_job, job)
 
-  def _compute(self, job: _Job) -> None:
-    """Sends a message that its worker has computed."""
-    job.computed = True
+  def _end_job(self, job: _Job) -> None:
+    """Ends the computation of a job, and sends its message."""
+    job.is_computed = True
     if self._instant:
       self._receive(job)
       return
-    self._computed[job.worker].extend((self.now - job.duration, self.now))
+    self._compute_times[job.worker].extend((self.now - job.duration, self.now))
     sizes = self._sizes.up(job.worker, job.seq)
     # The lead's part leaves last: when the lead receives its part, all other
     # parts have been sent.
@@ -279,6 +285,6 @@ def play_rules(
   trace = columns.make(rules, durations, workers, messages)
   if trace is not None:
     return trace
-  play = begin(rules, durations, workers)
-  play.until(messages)
-  return play.trace()
+  simulation = begin(rules, durations, workers)
+  simulation.until(messages)
+  return simulation.trace()

@@ -6,7 +6,7 @@ Index letters used in shape comments:
   n  words of a text; B pairs of a batch
   V  different words
   N  negatives of a pair
-  d  numbers of a word
+  d  components of a word's vector
 """
 
 import jax
@@ -16,10 +16,10 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import words as words_lib
-from asgd.problems import problem as lib
+from asgd.problems import problem as problem_lib
 from asgd.problems.problem import Evaluation, Problem
 
-_TESTED = 4000  # pairs of the test part
+_TEST_PAIRS = 4000  # pairs of the test part
 _PROBE = 256  # pairs of a Problem's probe
 _PROBE_SEED, _TEST_SEED = 2**32 - 1, 2**32 - 2
 
@@ -41,10 +41,10 @@ def skip_gram(
     f = mean over pairs (c, o) of -log s(u_c . v_o) - sum_i log s(-u_c . v_i)
 
   with s the logistic function, and words i drawn in proportion to count^power.
-  A pair is a word and another at most `window` words away. An evaluation has as
-  loss f over pairs of the test part, always with the same negatives. Its
-  accuracy is the part of pairs whose product is above that of their first
-  negative.
+  A pair is a word and another at most `window` words away. The loss of an
+  evaluation is f over pairs of the test part, always with the same negatives.
+  Its accuracy is the share of the pairs (c, o) with u_c . v_o above u_c . v_1,
+  the product with their first negative.
 
   Args:
     batch_size: B, pairs of a batch.
@@ -83,24 +83,24 @@ def skip_gram(
     checks.whole(key, value, most=10**6)
   checks.nonnegative("power", power)
   data = words_lib.load(text, data_dir=data_dir, least=least, most=most)
-  size, pairs = len(data.vocabulary), _drawing(data, window, negatives, power)
+  vocabulary_size = len(data.vocabulary)
+  draw_pairs = _pair_sampler(data, window, negatives, power)
   # Drawn once, so that all evaluations have the same negatives.
-  test = pairs(data.test, _TESTED, np.random.default_rng(_TEST_SEED))
+  test = draw_pairs(data.test, _TEST_PAIRS, np.random.default_rng(_TEST_SEED))
 
   def init(key):
-    # As in word2vec, all first products are 0.
-    inner = jax.random.uniform(key, (size, dimension), minval=-0.5, maxval=0.5)
-    return {
-      "inner": inner / dimension,
-      "outer": jnp.zeros((size, dimension), inner.dtype),
-    }
+    # As in word2vec, the table `outer` starts at 0, so all products are 0 at
+    # first.
+    shape = vocabulary_size, dimension
+    inner = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5)
+    return {"inner": inner / dimension, "outer": jnp.zeros(shape, inner.dtype)}
 
   def evaluate(params):
     loss, accuracy = _score(params, test)
     return Evaluation(float(loss), float(accuracy))
 
-  def data_of(size):
-    checks.whole("batch_size", size, most=len(data.train))
+  def data_of(vocabulary_size):
+    checks.whole("batch_size", vocabulary_size, most=len(data.train))
 
     def batches(seed, workers):
       del workers
@@ -108,26 +108,26 @@ def skip_gram(
       def batch(worker, job):
         del worker
         rng = np.random.default_rng((seed, int(job)))
-        return pairs(data.train, size, rng)
+        return draw_pairs(data.train, vocabulary_size, rng)
 
       return batch
 
-    probe = pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
-    return batches, probe, max(len(data.train) // size, 1)
+    probe = draw_pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
+    return batches, probe, max(len(data.train) // vocabulary_size, 1)
 
-  return lib.of_data(
+  return problem_lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),
     guess=float((1 + negatives) * np.log(2)),  # the loss if products are 0
-    keyed=lib.keyed(
+    keyed=problem_lib.keyed(
       lambda batch: {"inner": (batch[0], True), "outer": (batch[1], True)},
-      lambda batch, inner, outer: (inner, outer),
+      lambda batch, centres, contexts: (centres, contexts),
     ),
   )
 
 
-def _drawing(data, window, negatives, power):
-  """Returns (tokens, count, generator) -> drawn pairs with negatives, from some
-  part of a text."""
+def _pair_sampler(data, window, negatives, power):
+  """Returns a function (tokens, count, generator) that draws pairs with
+  negatives from a part of a text."""
   shortest = min(len(data.train), len(data.test))
   if shortest <= 2 * window:
     raise ValueError(
@@ -143,25 +143,27 @@ def _drawing(data, window, negatives, power):
       " finite; 0.75 is usual"
     )
   # Inversion: a uniform number selects the first cumulative weight above it.
-  below = np.cumsum(weights / total)
+  cumulative = np.cumsum(weights / total)
 
-  def pairs(tokens, count, rng):
+  def draw(tokens, count, rng):
     # A centre is at least `window` words from both ends of the text.
     positions = rng.integers(window, len(tokens) - window, count)
     distances = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
-    drawn = np.searchsorted(below, rng.random((count, negatives)))
-    drawn = drawn.clip(max=len(below) - 1)  # rounding may leave a sum below 1
+    drawn = np.searchsorted(cumulative, rng.random((count, negatives)))
+    # Rounding may leave the last cumulative weight below 1.
+    drawn = drawn.clip(max=len(cumulative) - 1)
     # int[B, 1 + N]: the nearby word, then the negatives.
-    outer = np.concatenate([tokens[positions + distances][:, None], drawn], 1)
-    return tokens[positions], outer.astype(np.int32)
+    nearby = tokens[positions + distances]
+    contexts = np.concatenate([nearby[:, None], drawn], 1)
+    return tokens[positions], contexts.astype(np.int32)
 
-  return pairs
+  return draw
 
 
 def _products(params, batch):
   """Returns u_c . v_o and u_c . v_i of each pair, float[B, 1 + N]."""
-  inner, outer = batch
-  u, v = params["inner"][inner], params["outer"][outer]
+  centres, contexts = batch
+  u, v = params["inner"][centres], params["outer"][contexts]
   return jnp.einsum("bd,bnd->bn", u, v)
 
 
@@ -179,6 +181,7 @@ def _loss(params, batch: base.Batch, key):
 
 @jax.jit
 def _score(params, batch):
-  """Returns (loss, part of pairs that are above their first negative)."""
+  """Returns (loss, share of pairs with a product above that of their first
+  negative)."""
   products = _products(params, batch)
   return _mean(products), (products[:, 0] > products[:, 1]).mean()

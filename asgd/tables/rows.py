@@ -17,7 +17,7 @@ from asgd.tables.keys import Keys
 Column = Any  # [K, ...], of NumPy or JAX
 
 
-def squares(arrays: Iterable[Any]) -> tuple[float, int]:
+def sum_of_squares(arrays: Iterable[Any]) -> tuple[float, int]:
   """Returns (sum of the squares of all elements, number of elements)."""
   arrays = [np.asarray(x) for x in arrays]
   total = sum(float(np.square(x, dtype=float).sum()) for x in arrays)
@@ -26,7 +26,7 @@ def squares(arrays: Iterable[Any]) -> tuple[float, int]:
 
 def rms(arrays: Iterable[Any]) -> float:
   """Returns the root mean square of all elements; 0 if there are none."""
-  total, count = squares(arrays)
+  total, count = sum_of_squares(arrays)
   return float(np.sqrt(total / max(count, 1)))
 
 
@@ -36,8 +36,9 @@ def largest(rows: Any) -> np.ndarray:
 
 
 def largest_first(changes: Any, rows: Any) -> np.ndarray:
-  """Returns the indices of rows, both arguments [n, ...], by the largest change
-  of a row relative to its largest value: the largest ones first."""
+  """Returns the indices of rows, int[n], the most changed row first. The
+  measure is the largest change in a row over the row's largest value. Both
+  arguments are [n, ...]."""
   # `tiny` avoids a division by 0 for a row of zeros.
   tiny = np.finfo(np.float64).tiny
   relative = largest(changes) / (largest(rows) + tiny)
@@ -82,7 +83,7 @@ class KeyedRows:
       return (positions >= 0) & (positions < len(self))
     if not len(self):
       return np.zeros(len(keys), bool)
-    if self._are_all(keys):  # cheaper than the search below
+    if self._is_all_keys(keys):  # cheaper than the search below
       return np.ones(len(keys), bool)
     # A key beyond the last one would be found at an index past the end.
     positions = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
@@ -93,11 +94,11 @@ class KeyedRows:
     keys = np.asarray(keys, np.int64)
     if self._is_contiguous:
       return keys - self._first
-    if self._are_all(keys):
+    if self._is_all_keys(keys):
       return np.arange(len(keys))
     return np.searchsorted(self.keys, keys)
 
-  def _are_all(self, keys: Keys) -> bool:
+  def _is_all_keys(self, keys: Keys) -> bool:
     """Whether `keys` are all keys in order, as is often the case."""
     return len(keys) == len(self) and bool((keys == self.keys).all())
 
@@ -180,7 +181,8 @@ class RowCopies:
   """The server's record of the workers' copies: which rows each worker has, and
   by how much each copy differs from the server's row.
 
-  A copy lacks the sum of the changes of its row since the server sent the row.
+  What a copy lacks is the sum of the changes of its row since the server sent
+  the row.
   """
 
   def __init__(
@@ -193,8 +195,8 @@ class RowCopies:
 
   def _new_columns(self, name: str, keys: Any) -> dict[str, np.ndarray]:
     """Returns the columns of new copies."""
-    lacks = np.zeros((len(keys), *self._shapes[name]))
-    return {"lacks": lacks, "changed": np.zeros(len(keys), bool)}
+    missing_change = np.zeros((len(keys), *self._shapes[name]))
+    return {"lacks": missing_change, "changed": np.zeros(len(keys), bool)}
 
   def _no_copies(self) -> dict[str, KeyedRows]:
     return {
@@ -211,8 +213,8 @@ class RowCopies:
 
   def copies_of(self, worker: int) -> dict[str, KeyedRows]:
     """Returns table -> the worker's copies. The columns are `lacks`, the change
-    that the copy lacks, and `changed`, whether the row has changed since the
-    server sent it."""
+    that is missing from the copy, and `changed`, whether the row has changed
+    since the server sent it."""
     return self._copies[worker]
 
   def register(self, worker: int, name: str, keys: Keys) -> None:
@@ -250,8 +252,8 @@ class RowCopies:
     """Returns (worker, copies) for the rows start <= key < stop of a table;
     copies are trees of arrays."""
     return [
-      [worker, each[name].between(start, stop).pack()]
-      for worker, each in self._copies.items()
+      [worker, tables[name].between(start, stop).pack()]
+      for worker, tables in self._copies.items()
     ]
 
   def set_range(
@@ -259,9 +261,9 @@ class RowCopies:
   ) -> None:
     """Keeps the copies of rows start <= key < stop of a table, and adds the
     copies that other shards have given (`parts`)."""
-    for each in self._copies.values():
-      keys = each[name].keys
-      each[name].keep((keys >= start) & (keys < stop))
+    for tables in self._copies.values():
+      keys = tables[name].keys
+      tables[name].keep((keys >= start) & (keys < stop))
     # A part has all workers' copies of the rows that one other shard gave.
     for worker, tree in (pair for part in parts for pair in part):
       self._copies[worker][name].join(KeyedRows.unpack(tree))
@@ -269,13 +271,13 @@ class RowCopies:
   def pack(self) -> list[Any]:
     """Returns (worker, copies by table) as a tree of arrays."""
     return [
-      [worker, {name: rows.pack() for name, rows in each.items()}]
-      for worker, each in self._copies.items()
+      [worker, {name: rows.pack() for name, rows in tables.items()}]
+      for worker, tables in self._copies.items()
     ]
 
   def unpack(self, packed: Sequence[Any]) -> None:
     """Restores the copies that `pack` returned."""
     self._copies = {
-      worker: {name: KeyedRows.unpack(tree) for name, tree in each.items()}
-      for worker, each in packed
+      worker: {name: KeyedRows.unpack(tree) for name, tree in tables.items()}
+      for worker, tables in packed
     }

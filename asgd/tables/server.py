@@ -17,7 +17,7 @@ from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.rows import KeyedRows, RowCopies, largest_first, squares
+from asgd.tables.rows import KeyedRows, RowCopies, largest_first, sum_of_squares
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
@@ -140,7 +140,7 @@ class TableServer:
       return [np.array(self.tables[k].peek(x), float) for k, x in keys]
 
     before, advanced = peek(), self.receive(push)
-    return advanced, squares(map(np.subtract, peek(), before))
+    return advanced, sum_of_squares(map(np.subtract, peek(), before))
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message by table, without changing the cache."""
@@ -168,9 +168,10 @@ class TableServer:
       for worker in others:
         copies = self._copies.copies_of(worker)[name]
         is_copied = copies.has(keys)
-        lacks = copies.read(keys[is_copied], "lacks") + change[is_copied]
+        old_missing_change = copies.read(keys[is_copied], "lacks")
+        missing_change = old_missing_change + change[is_copied]
         limit = self.rules.limit(self._reading[worker])
-        if not (np.abs(lacks) <= limit).all():  # True for NaN, too
+        if not (np.abs(missing_change) <= limit).all():  # True for NaN, too
           return True
     return False
 
@@ -291,8 +292,8 @@ class TableServer:
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
       return keys, keys[:0]
-    lacks = copies.read(keys, "lacks")
-    order = largest_first(lacks, self.tables[name].peek(keys))
+    missing_change = copies.read(keys, "lacks")
+    order = largest_first(missing_change, self.tables[name].peek(keys))
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
   def _prepare_rows(
@@ -312,8 +313,8 @@ class TableServer:
     for name, copies in self._copies.copies_of(worker).items():
       if not len(copies):
         continue
-      lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
-      keys = copies.keys[lacks.max(1, initial=0) > limit]
+      missing_change = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
+      keys = copies.keys[missing_change.max(1, initial=0) > limit]
       if keys.size:
         tables[name] = self._prepare_rows(worker, name, keys)
     return Rows(self.slowest, tables, asked=False) if tables else None

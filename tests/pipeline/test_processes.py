@@ -184,7 +184,7 @@ def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(
       there.run(there_end)
     # A failure is raised, and nothing hangs.
     third = there.next_pass(again)
-    monkeypatch.setattr(processes, "_SILENT", 3.0)
+    monkeypatch.setattr(processes, "_HEARTBEAT_TIMEOUT", 3.0)
     with pytest.raises(kind, match=said):
       there.run(third)
     with pytest.raises(PipelineError, match="start new ones"):

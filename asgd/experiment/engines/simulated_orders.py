@@ -52,7 +52,7 @@ class MadeOrder:
     """Returns the last segments of the workers' time."""
     rows = cell_progress.rows_before(self.trace, self._row)
     # Over a network, a job ends before its message arrives.
-    over_network = [self._order.computed] if self._order else []
+    over_network = [self._order.compute_times] if self._order else []
     return cell_progress.segments(rows, *over_network)
 
   def use(self) -> LinkUse | None:
@@ -122,7 +122,7 @@ class GrownOrder:
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last segments of the workers' time."""
     rows = cell_progress.rows_before(self._order.rows, self._next)
-    return cell_progress.segments(rows, self._order.computed)
+    return cell_progress.segments(rows, self._order.compute_times)
 
   def _run_row(self) -> None:
     """Simulates the next row."""

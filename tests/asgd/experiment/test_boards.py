@@ -220,7 +220,7 @@ def calls(monkeypatch):
     return run
 
   monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-  monkeypatch.setenv(boards.ASKED, "1")
+  monkeypatch.setenv(boards.WANDB_VARIABLE, "1")
   for name in ("WANDB_MODE", "WANDB_SILENT"):
     monkeypatch.setenv(name, "")  # so that it is put back afterwards
     monkeypatch.delenv(name)
@@ -250,27 +250,27 @@ def test_a_cell_is_a_run_that_stays_here(calls, tmp_path):
 
 
 def test_it_is_written_only_if_it_is_asked_for(calls, tmp_path, monkeypatch):
-  monkeypatch.setenv(boards.ASKED, "0")
+  monkeypatch.setenv(boards.WANDB_VARIABLE, "0")
   log_of_wandb(tmp_path)
   assert calls == []
 
 
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, "wandb", None)
-  monkeypatch.delenv(boards.ASKED, raising=False)
-  boards.ask(False)
+  monkeypatch.delenv(boards.WANDB_VARIABLE, raising=False)
+  boards.request_wandb(False)
   with pytest.raises(ValueError, match=r"pip install 'asgd\[wandb\]'"):
-    boards.ask(True)
-  assert not boards.asked()
+    boards.request_wandb(True)
+  assert not boards.is_wandb_wanted()
 
 
 @pytest.mark.parametrize("word", ["", "0", "no", "False", "1", "yes", "TRUE"])
 def test_words_of_the_environment_mean_yes_or_no(word, monkeypatch):
-  monkeypatch.setenv(boards.ASKED, word)
-  assert boards.asked() == (word in ("1", "yes", "TRUE"))
+  monkeypatch.setenv(boards.WANDB_VARIABLE, word)
+  assert boards.is_wandb_wanted() == (word in ("1", "yes", "TRUE"))
 
 
 def test_another_word_is_refused(monkeypatch):
-  monkeypatch.setenv(boards.ASKED, "maybe")
+  monkeypatch.setenv(boards.WANDB_VARIABLE, "maybe")
   with pytest.raises(ValueError, match="ASGD_WANDB='maybe': write 1, yes or"):
-    boards.ask(True)
+    boards.request_wandb(True)

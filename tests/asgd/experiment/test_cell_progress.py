@@ -172,7 +172,7 @@ def test_the_strip_of_a_network_is_wire_and_computation():
     protocol.Rules(), durations.constant(3.0), 2, network=wire
   )
   played.until(4)
-  parts = cell_progress.segments(played.rows, played.computed)
+  parts = cell_progress.segments(played.rows, played.compute_times)
   of_first = [each for each in parts if each.lane == 0][:3]
   # A ticket, a job and a message, as in the example of `Play`.
   assert [each[1:] for each in of_first] == [
