@@ -214,8 +214,8 @@ class Play:
       self._move((part, None))
 
   def _move(self, part_and_line: tuple[MessagePart, Any]) -> None:
-    """Moves a part on. `line` is the shared line that the part may leave now, or
-    None if the part enters its next line."""
+    """Moves a part to its next line. `line` is the shared line that the part
+    may leave now; None if it is on none."""
     part, line = part_and_line
     if line is None and part.has_arrived:
       self._arrive(part.key)
