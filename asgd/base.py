@@ -302,7 +302,7 @@ class Records(NamedTuple):
 
   @classmethod
   def of(cls, rows: Sequence[tuple[Any, ...]]) -> "Records":
-    """Returns Records of rows whose values are in the order of the fields."""
+    """Returns Records of rows; a row has its values in the fields' order."""
     columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD_DTYPES)
     return cls(*map(np.array, columns, _RECORD_DTYPES))
 

@@ -205,7 +205,7 @@ def _check_every(options: RunOptions) -> int:
 
 def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
   """Raises ValueError if `evaluate` is another function than that of a finished
-  cell, whose evaluations would be returned."""
+  cell: the call would return the evaluations of that cell."""
   asked = given.notes.get("evaluate")
   noted = folder.read_cell(cell_folder).get("evaluate")
   evaluations = map(_row, folder.read_rows(cell_folder))

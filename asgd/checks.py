@@ -217,11 +217,11 @@ def is_zero(value: float) -> bool:
   return not isinstance(value, jax.Array) and value == 0
 
 
-def blame_batch(whose: str) -> contextlib.AbstractContextManager[None]:
-  """Returns a context whose errors name `whose` batch could not be made. The
-  maker may be a user's function; a ValueError passes unchanged."""
+def blame_batch(owner: str) -> contextlib.AbstractContextManager[None]:
+  """Returns a context in which errors say that the batch of `owner` could not
+  be made. The maker may be a user's function; a ValueError passes unchanged."""
   return user_code(
-    f"the batch of {whose} cannot be made",
+    f"the batch of {owner} cannot be made",
     ": mend the data, or the function that makes batches",
     passes=(ValueError,),
   )

@@ -80,8 +80,8 @@ def operations(jaxpr: Any) -> Iterator[str]:
 
 
 def xla_library() -> Any:
-  """Returns JAX's compiled library, whose functions connect several processes
-  on CPUs."""
+  """Returns JAX's compiled library. Its functions connect several processes on
+  CPUs."""
   return find("jax._src.xla_bridge._jax")
 
 

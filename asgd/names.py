@@ -56,7 +56,7 @@ def check(kind: str, name: str, valid: Iterable[str]) -> None:
 
 
 class RecipeModule(types.ModuleType):
-  """A module with the name of a recipe. A caller who takes it for the recipe
+  """A module with the name of a recipe. A caller that takes it for the recipe
   gets an error that names the recipe."""
 
   _recipe: str

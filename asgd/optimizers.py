@@ -168,7 +168,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     arguments = {"learning_rate": learning_rate, **options}
     return names.call("optimizer", name, maker, arguments)
 
-  # A partial of optax.sgd lets `momentum_of` recognise plain SGD.
+  # A partial of optax.sgd allows `momentum_of` to recognise plain SGD.
   if maker is optax.sgd:
     return functools.partial(maker, **options)
   vars(optimizer)["searches"] = maker is lbfgs
@@ -257,7 +257,7 @@ class _RateOfVersion(optax.schedules.StatefulSchedule):
 def at_version(
   optimizer: Any, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns an optimizer whose schedule counts the server's updates.
+  """Returns an optimizer with a schedule that counts the server's updates.
 
     u = optimizer(eta(version)),   however many updates it has made itself
 
@@ -322,7 +322,7 @@ def counting(
   this transform supplies it.
 
   Args:
-    tx: whose update may read the extra arg `version`, int32[].
+    tx: its update may read the extra arg `version`, int32[].
 
   Returns:
     A transform.

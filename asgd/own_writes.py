@@ -60,12 +60,12 @@ def own_writes(
       separately; else None.
 
   Returns:
-    A Worker, whose state holds a copy of the server's state. A worker that
+    A Worker. Its state holds a copy of the server's state. A worker that
     already has a copy (`asgd.local_worker`) is returned as it is.
 
   Raises:
-    ValueError: for a worker or a server whose jobs cannot share a ticket; from
-      `init` of the Worker, for an update that reads the sent parameters.
+    ValueError: for a worker or a server with jobs that need one ticket each;
+      from `init` of the Worker, for an update that reads the sent parameters.
 
   Source:
     Ho et al., "More effective distributed ML via a stale synchronous parallel
@@ -151,7 +151,7 @@ def own_writes(
 def wrap_state(
   worker: base.Worker, state: Any, params: base.Params
 ) -> OwnState:
-  """Wraps a worker's state into an OwnState whose copy has no ticket yet.
+  """Wraps a worker's state into an OwnState with a copy that has no ticket yet.
 
   Args:
     worker: the result of `own_writes`.

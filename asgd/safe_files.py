@@ -4,7 +4,7 @@ Writing through a link changes its target, and emptying a linked folder empties
 the target. So a write replaces the file by a new one, a file that grows is
 opened without following links, and a folder is opened only if it is no link.
 
-A full disk raises `DiskFull`, whose text names the file and the remedy.
+A full disk raises `DiskFull`; its text names the file and the remedy.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def _link(path: Path) -> ValueError:
 @contextlib.contextmanager
 def _explained(path: Path | str) -> Iterator[None]:
   """Adds the path and the remedy to two errors: the disk is full, or a folder
-  is in the place of a file."""
+  has the name of the file."""
   try:
     yield
   except DiskFull:

@@ -17,7 +17,7 @@ class TrainState(train_state.TrainState):
     >>> state = asgd.TrainState.create(
     ...   apply_fn=None, params=jnp.ones(2), tx=tx
     ... )
-    >>> sent = state.params  # what a worker computes on, while others update
+    >>> sent = state.params  # a worker computes on them, while others update
     >>> for _ in range(3):
     ...   gradient = jax.grad(lambda w: (w**2).sum())(sent)
     ...   state = state.apply_gradients(grads=gradient, sent_params=sent)

@@ -59,7 +59,7 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
-  """A worker whose message is one gradient, passed through a transform.
+  """A worker that sends one gradient a message, passed through a transform.
 
       message = at_worker(grad loss(sent params, batch))
 
@@ -113,7 +113,7 @@ def gradient_worker(
 
 
 class Uneven(NamedTuple):
-  """A job whose number of batches is particular to its worker."""
+  """A job with a number of batches that is particular to its worker."""
 
   batches: Any  # [H, B, ...], H of this worker
 
@@ -333,9 +333,10 @@ def local_worker(
     optimizer_state: of `tx` at the start of a job: "kept" from the worker's
       last job, "reset", or "averaged" over the last update's messages. The
       latter needs parameters and sends messages that carry it (`base.carry`).
-    push_every: jobs whose gradients are summed into one message. The last of
-      them sends it, the others send zeros (`asgd.server.pushed`). A fetch in
-      between replaces the worker's parameters and keeps the accrued gradients.
+    push_every: number of jobs with gradients summed into one message. The last
+      of these jobs sends it, the others send zeros (`asgd.server.pushed`). A
+      fetch in between replaces the worker's parameters and keeps the accrued
+      gradients.
   Returns:
     A Worker. Its message has the structure of the parameters. The loss, and the
     statistics in a message of `Variables`, are means over the batches, each

@@ -1,4 +1,4 @@
-"""A GPT whose weights do not fit into its device's memory.
+"""A GPT with weights that do not fit into its device's memory.
 
 One device runs all eight stages. Weights, momentum and gradient sums (3.8 MB)
 are in the host's memory, except for 2 MB or 1 MB (Cui et al., "GeePS: scalable

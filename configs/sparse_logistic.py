@@ -8,7 +8,7 @@ variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]) in bins and
 pairs of bins (3,121 features); `sst2` uses words of SST-2 in --data_dir.
 
 Final objectives of scikit-learn, BSP and delay 2: 0.3823, 0.383, 0.384. For
-breast cancer, whose features are similar: 0.2413, 0.2417, 0.2425, after 1,200
+breast cancer, with its similar features: 0.2413, 0.2417, 0.2425, after 1,200
 clocks.
 
   python -m launch.train --config=configs/sparse_logistic.py

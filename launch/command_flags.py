@@ -288,7 +288,7 @@ COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "bench": Usage("[NAME]", _BENCH, most_words=20),
   "completion": Usage("bash | zsh", {}, most_words=1),
 }
-# Commands whose first word may be a config instead of --config.
+# Commands that take a config as their first word, instead of --config.
 TAKE_A_CONFIG = tuple(
   name
   for name, command in COMMANDS.items()

@@ -13,8 +13,8 @@ if workers were independent (on shared cores they are not). The time of a job
 includes the server's work and the wait for it, so a prediction holds for this
 number of workers on equally busy machines.
 
-Cells of peers, tables and Sandblaster, whose order no server decides, are
-compared with their replay; the first record that differs is named.
+Cells of peers, tables and Sandblaster have no server that decides their order:
+they are compared with their replay; the first record that differs is named.
 
 WORKDIR alone compares each of its live cells with its simulations, and prints
 when each cell reached a common loss. --durations_of=WORKDIR/cells/OTHER takes

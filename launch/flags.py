@@ -93,7 +93,7 @@ class _ConfigParser(parsers.ConfigFileFlagParser):  # type: ignore[misc]
   valid keys depend on the engines, recipes and models that the config names."""
 
   def parse(self, path: str) -> ml_collections.ConfigDict:
-    """Returns a config whose keys are the overridden ones, without values."""
+    """Returns a config of the overridden keys, without values."""
     # A name, such as digits, stands for a shipped config.
     try:
       path = shipped.find(path)

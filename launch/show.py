@@ -144,8 +144,8 @@ def describe(folder: Path) -> tuple[str, list[str]]:
 
 
 def _read_cells(cells: Path) -> tuple[set[str], list[str]]:
-  """Returns the names of the cells whose results can be read, and a line for
-  each cell whose result cannot be read."""
+  """Returns the names of the cells with readable results, and a line for each
+  other cell."""
   finished, faults = set(), []
   for cell in sorted(cells.glob("*")):
     paths = [path for name in _FINISHED if (path := cell / name).exists()]

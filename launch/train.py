@@ -201,7 +201,7 @@ def _open(
 
 
 def _announce(runs: Mapping[str, schema.Run]) -> None:
-  """Prints what is trained, and where, before data are read and compiled for.
+  """Prints the cells and their folder, before data are read and compiled for.
   `_open` prints the exact folder, which depends on the data."""
   count = sum(
     len(flags.ENGINES[run.engine].workers(run)) * len(run.config["seeds"])

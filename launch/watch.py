@@ -80,8 +80,8 @@ def _read_cells(workdir: Path) -> list[tuple[panels.Panels, float]]:
 def _shown_cells(
   cells: list[tuple[panels.Panels, float]], name: str | None
 ) -> list[panels.Panels]:
-  """Returns the cells whose panels are shown: the named one, else those in
-  training, else the one that was written last."""
+  """Returns the cells to show: the named one, else those in training, else the
+  one that was written last."""
   # A name that is not known shows the others: the page stays useful.
   named = [cell for cell, _ in cells if cell.name == name]
   training = [cell for cell, _ in cells if cell.state == "training"]
@@ -94,7 +94,7 @@ def render(workdir: Path, cell: str | None = None) -> str:
 
   Args:
     workdir: folder of the run.
-    cell: name of the cell whose panels are shown; None: those in training.
+    cell: name of the cell to show; None: those in training.
 
   Raises:
     ValueError: the folder is no run's.
@@ -199,7 +199,7 @@ class PageServer(http.server.ThreadingHTTPServer):
 
 
 class _Parser(argparse.ArgumentParser):
-  """A parser whose errors have one line, as those of other commands."""
+  """A parser with errors of one line, as those of other commands."""
 
   def error(self, message: str) -> NoReturn:
     """Fails without argparse's usage."""

@@ -185,7 +185,7 @@ class Executor:
     # Homes: stage -> the device of its server, for servers in this process.
     entries, homes = {}, self.compiled_program.homes()
     servers: list[base.ServerState | None] = [None] * len(self.parts)
-    # Servers whose first device is in another process stay None.
+    # Servers with their first device in another process stay None.
     for stage in homes:
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)

@@ -17,8 +17,8 @@ from asgd.problems import descriptions, own, streams
 
 
 class _Plain(nn.Module):
-  """A module that does the same in training, or a layer of flax whose mode was
-  left to its call, as `nn.BatchNorm()` and `nn.Dropout(0.1)` are."""
+  """A module that does the same in training, or a layer of flax that gets its
+  mode from its call, as `nn.BatchNorm()` and `nn.Dropout(0.1)` are."""
 
   inner: nn.Module
 
@@ -73,7 +73,7 @@ def _is_stateful(value: Any) -> bool:
   no_module = type, nn.Module, functools.partial
   if isinstance(value, no_module) or not callable(value):
     return False
-  # An object of Equinox is a tree whose leaves are its arrays.
+  # An object of Equinox is a tree with its arrays as leaves.
   leaves = jax.tree.leaves(value)
   return any(isinstance(leaf, (jax.Array, np.ndarray)) for leaf in leaves)
 

@@ -75,7 +75,7 @@ def horizons(
 
 
 def momentum_of(name: str, recipe: algorithms.Recipe, shapes: Any) -> float:
-  """Returns gamma of a recipe whose state has one velocity for all weights.
+  """Returns gamma of a recipe with one velocity for all weights in its state.
 
   Args:
     name: one of NAMES, for the error.
@@ -124,7 +124,7 @@ def along_velocity(
   """Sends w - eta f v, with eta of the next update.
 
   Args:
-    algorithm: an Algorithm whose state has one velocity v, an optax "trace".
+    algorithm: an Algorithm with one velocity v in its state, an optax "trace".
     learning_rate: eta, or a schedule over the algorithm's updates.
     factor: f.
 
@@ -164,7 +164,7 @@ def extrapolate(
   learning_rate: optax.ScalarOrSchedule, factor: float
 ) -> Callable[[base.ServerState], Any]:
   """Returns the function of `stage.Part.correct` that predicts weights for a
-  backward pass: server state -> parameters whose weights are w - eta f v.
+  backward pass: server state -> parameters with the weights w - eta f v.
 
   Args:
     learning_rate: eta, or a schedule over the server's updates.

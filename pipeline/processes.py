@@ -8,8 +8,8 @@ the state when the driver fetches it.
 
 Why not `jax.distributed`: its processes run one program and end together.
 Stages run different programs, each when its input has arrived, and a pipeline
-must report a stage whose process exited. Processes help on one machine, too:
-each has its own XLA threads.
+must report a stage after its process exited. Processes help on one machine,
+too: each has its own XLA threads.
 
 The caller starts Ray first, by `ray.init` or by
 `asgd.experiment.ray_runtime.start`, which listens on the loopback interface

@@ -195,7 +195,7 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
 
 
 class _Watched(nn.Module):
-  """A module whose calls of submodules are left to `call`."""
+  """A module that leaves its calls of submodules to `call`."""
 
   inner: nn.Module
   call: Callable[..., Any]
@@ -216,7 +216,7 @@ def _reads_outside(
 
   Args:
     segment: to trace.
-    previous_call: the call whose output is the segment's input.
+    previous_call: the call that returned the segment's input.
   """
   x = jax.ShapeDtypeStruct(previous_call.shape, previous_call.dtype)
   # Shapes are enough: nothing is computed.

@@ -5,7 +5,8 @@ see: of errors, warnings, log lines, prints and flags. Code between backquotes
 and examples are not prose. A word of `DIALECT` has a plain term of the field,
 which `docs/glossary.md` gives; one of `UNNAMED` does not name the actor; one of
 `OPENING` puts a clause where the name of the thing is needed. "In place" is a
-term of the field: a buffer is updated in place.
+term of the field: a buffer is updated in place. In docstrings and comments a
+clause with `whose` becomes a phrase with "with" or "of", or a sentence.
 """
 
 import ast
@@ -29,6 +30,9 @@ UNNAMED = re.compile(
     r"|at|in|on|than|not)\s+)(who|whose|whoever)\b"
     r"|\b(whoever|nobody|somebody|anybody|everybody)\b",
     re.IGNORECASE)
+# Of docstrings and comments, which are read line by line: marks both.
+RELATIVE = re.compile(
+    r"\b(who|whose|whoever|nobody|somebody|anybody|everybody)\b", re.IGNORECASE)
 OPENING = re.compile(r"^(What|Whatever|That which|Of) ")
 SHOWN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "UsageError",
          "print", "warn", "info", "warning", "error", "DEFINE_string",
@@ -36,18 +40,19 @@ SHOWN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "UsageError",
          "DEFINE_enum", "DEFINE_list", "DEFINE_multi_string"}
 
 
-def of_page(text: str) -> Iterator[tuple[int, str]]:
-  """Yields (line number, prose) of each line of a page in Markdown."""
+def of_page(text: str) -> Iterator[tuple[int, str, re.Pattern]]:
+  """Yields (line number, prose, pattern of unnamed actors) of a page's lines."""
   fenced = False
   for number, line in enumerate(text.splitlines(), 1):
     if line.lstrip().startswith("```"):
       fenced = not fenced
     elif not fenced:
-      yield number, line
+      yield number, line, UNNAMED
 
 
-def of_module(text: str) -> Iterator[tuple[int, str]]:
-  """Yields (line number, prose) of docstrings, comments and shown strings."""
+def of_module(text: str) -> Iterator[tuple[int, str, re.Pattern]]:
+  """Yields (line number, prose, pattern of unnamed actors) of docstrings,
+  comments and shown strings."""
   for node in ast.walk(ast.parse(text)):
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
       doc = ast.get_docstring(node)
@@ -55,23 +60,24 @@ def of_module(text: str) -> Iterator[tuple[int, str]]:
         start = node.body[0].lineno
         for shift, line in enumerate(doc.splitlines()):
           if not line.lstrip().startswith((">>>", "...")):
-            yield start + shift, line
+            yield start + shift, line, RELATIVE
     elif isinstance(node, ast.Call):
       called = getattr(node.func, "attr", getattr(node.func, "id", ""))
       if called in SHOWN or called.endswith(("Error", "Warning")):
         for part in ast.walk(node):
           if isinstance(part, ast.Constant) and isinstance(part.value, str):
-            yield part.lineno, part.value
+            yield part.lineno, part.value, UNNAMED
   for token in tokenize.generate_tokens(io.StringIO(text).readline):
     if token.type == tokenize.COMMENT and "noqa" not in token.string:
-      yield token.start[0], token.string.lstrip("# ")
+      yield token.start[0], token.string.lstrip("# "), RELATIVE
 
 
-def prose(path: pathlib.Path) -> Iterator[tuple[int, str]]:
-  """Yields (line number, prose without its code) of a page or a module."""
+def prose(path: pathlib.Path) -> Iterator[tuple[int, str, re.Pattern]]:
+  """Yields (line number, prose without its code, pattern of unnamed actors) of
+  a page or a module."""
   read = of_page if path.suffix == ".md" else of_module
-  for number, line in read(path.read_text(encoding="utf-8")):
-    yield number, re.sub(r"`[^`]*`|https?:\S+", "CODE", line)
+  for number, line, unnamed in read(path.read_text(encoding="utf-8")):
+    yield number, re.sub(r"`[^`]*`|https?:\S+", "CODE", line), unnamed
 
 
 def files(paths: list[pathlib.Path]) -> Iterator[pathlib.Path]:
@@ -88,11 +94,10 @@ def count(paths: list[pathlib.Path]) -> tuple[list[str], int]:
   """Returns a line for each word that is not plain, and the words of all."""
   marks, words = [], 0
   for path in files(paths):
-    for number, line in prose(path):
+    for number, line, unnamed in prose(path):
       words += len(line.split())
       found = [m.group().lower() for m in DIALECT.finditer(line)]
-      found += [m.group(m.lastindex).lower()
-                for m in UNNAMED.finditer(line)]
+      found += [m.group(m.lastindex).lower() for m in unnamed.finditer(line)]
       if path.suffix == ".py":
         found += OPENING.findall(line)
       marks += [f"{path}:{number}: {word!r} in {line.strip()[:90]!r}"

@@ -29,6 +29,17 @@ def test_folder_keeps_to_plain_words(folder, files):
   assert len(marks) <= max(ALLOWED, MOST * words / 1000), "\n".join(marks)
 
 
+@pytest.mark.parametrize("folder, files", folders().items())
+def test_docstrings_and_comments_name_every_actor(folder, files):
+  unnamed = [
+    f"{path}:{number}: {line}"
+    for path in files
+    for number, line, pattern in prose.prose(path)
+    if pattern is prose.RELATIVE and pattern.search(line)
+  ]
+  assert not unnamed, "\n".join(unnamed)
+
+
 def test_marks_of_a_module(tmp_path):
   path = tmp_path / "module.py"
   path.write_text('''"""What a place is.

@@ -217,7 +217,8 @@ def rebuild(
     # A schedule is compared by identity, a number by value.
     if fits and (rate is learning_rate or rate == learning_rate):
       return recipe
-    # Identity, not equality: fields may hold arrays, whose == is no bool.
+    # Identity, not equality: fields may hold arrays, and == of arrays is no
+    # bool.
     if all(a is b for a, b in zip(made.parts, recipe[:-1], strict=True)):
       options = made.options
       return _make(made.name, made.maker, learning_rate, workers, options)

@@ -28,7 +28,7 @@ def worker_optimizer(
     steps: H, batches in an update.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are H batches.
+    A Recipe for the asynchronous order, with jobs of H batches.
 
   Raises:
     ValueError: for a value out of its range.

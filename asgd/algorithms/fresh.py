@@ -1,4 +1,4 @@
-"""Recipes whose server takes fresh gradients only, and drops the others.
+"""Recipes with a server that takes fresh gradients only, and drops others.
 
 A message may be dropped when it arrives: that works on every engine. Or the
 computation is stopped as soon as it is known to be of no use: that is an order
@@ -26,7 +26,7 @@ def ringmaster_asgd(
     params <- params - eta g   if the staleness is below R, else g is dropped
 
   Either way the worker starts again at the present parameters. With stops, a
-  computation whose delay reaches R is stopped at that moment.
+  computation is stopped at the moment when its delay reaches R.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options;
@@ -124,7 +124,7 @@ def mindflayer_sgd(
   budget: float | Sequence[float] | None = None,
   optimizer: OptimizerLike = None
 ) -> Recipe:
-  """MindFlayer SGD: Rennala SGD whose computations have a budget of time.
+  """MindFlayer SGD: Rennala SGD with a budget of time for each computation.
 
     params <- params - eta (1 / B) sum_b g_b,   all g_b computed at params
 

@@ -75,8 +75,8 @@ def d_psgd(
     A Recipe of peers, in rounds.
 
   Raises:
-    ValueError: for a value out of its range, or a topology whose weights would
-      change the mean over peers.
+    ValueError: for a value out of its range, or a topology with weights that
+      would change the mean over peers.
 
   Source:
     Lian et al., "Can decentralized algorithms outperform centralized
@@ -104,7 +104,7 @@ def d2(
   topology: _Topology = _RING, lazy: bool = True, momentum: float = 0.0,
   weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """D2: D-PSGD with a correction for peers whose data differ.
+  """D2: D-PSGD with a correction for peers with different data.
 
     x_i <- sum_j W_ij (2 x_j - x_j' - eta (g_j - g_j')),   ' of the last round
 
@@ -169,9 +169,9 @@ def gradient_tracking(
     y_i <- sum_j W_ij y_j + g_i - g_i',   ' of the last round
     x_i <- sum_j W_ij (x_j - eta y_j)
 
-  y_i estimates the mean gradient of all peers, so that peers whose data differ
-  have the same stationary points as all-reduce SGD. A message has parameters
-  and y.
+  y_i estimates the mean gradient of all peers, so that peers with different
+  data have the same stationary points as all-reduce SGD. A message has
+  parameters and y.
 
   Args:
     learning_rate, workers, momentum, optimizer: shared options, of the step
@@ -277,7 +277,7 @@ def sgp(
   """
   checks.whole("overlap", overlap, 0)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  # The rule keeps w_i. A peer has z_i in place of x_i = w_i z_i.
+  # The rule keeps w_i. A peer has z_i, and not x_i = w_i z_i.
   return _with_peers(
     Recipe(algorithm),
     *(rules.push_sum(), topology, workers),
@@ -317,7 +317,7 @@ def choco_sgd(
 
   Raises:
     ValueError: for a value out of its range, a topology that changes (copies
-      would miss messages), a codec whose errors are larger than its input, or a
+      would miss messages), a codec with errors larger than its input, or a
       codec without a gamma.
 
   Source:
@@ -474,7 +474,7 @@ def local_d_psgd(
     steps: H, batches between averages.
 
   Returns:
-    A Recipe of peers, in rounds, whose jobs are H batches.
+    A Recipe of peers, in rounds, with jobs of H batches.
 
   Source:
     Koloskova et al., "A unified theory of decentralized SGD with changing

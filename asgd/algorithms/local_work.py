@@ -50,7 +50,8 @@ def displacement_recipe(
   *,
   optimizer_state: str = worker_lib.KEPT,
 ) -> Recipe:
-  """Returns a recipe whose workers send the start minus the end of a job."""
+  """Returns a recipe with workers that send the start minus the end of a job:
+  the change of the parameters, negated."""
   checks.whole("steps", steps)
   checks.one_of("optimizer_state", optimizer_state, worker_lib.STATES)
 
@@ -104,7 +105,7 @@ def downpour(
       epsilon nor an initial value of the accumulator S.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are gcd(n_fetch, n_push)
+    A Recipe for the asynchronous order, with jobs of gcd(n_fetch, n_push)
     batches.
 
   Source:
@@ -196,7 +197,7 @@ def model_averaging(
       latter travels with the parameters, both ways.
 
   Returns:
-    A Recipe for the bulk synchronous order, whose jobs are H batches.
+    A Recipe for the bulk synchronous order, with jobs of H batches.
 
   Source:
     Stich, "Local SGD converges fast and communicates little", ICLR 2019,
@@ -254,7 +255,7 @@ def slowmo(
     optimizer_state: as of `model_averaging`.
 
   Returns:
-    A Recipe for the bulk synchronous order, whose jobs are H batches.
+    A Recipe for the bulk synchronous order, with jobs of H batches.
 
   Source:
     Wang, Tantia, Ballas, Rabbat, "SlowMo: improving communication-efficient
@@ -322,7 +323,7 @@ def easgd(
       N of the distance.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are `steps` batches.
+    A Recipe for the asynchronous order, with jobs of `steps` batches.
 
   Source:
     Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
@@ -388,7 +389,7 @@ def fedasync(
       loss.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are `steps` batches.
+    A Recipe for the asynchronous order, with jobs of `steps` batches.
 
   Source:
     Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
@@ -441,7 +442,7 @@ def fedbuff(
     decay: a, positive.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are H batches.
+    A Recipe for the asynchronous order, with jobs of H batches.
 
   Source:
     Nguyen et al., "Federated learning with buffered asynchronous aggregation",

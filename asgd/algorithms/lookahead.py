@@ -21,8 +21,8 @@ from asgd.optimizers import OptimizerLike
 def _closed_form(
   optimizer: OptimizerLike, momentum: float, weight_decay: float
 ) -> float | None:
-  """Returns the momentum of SGD, whose look-ahead has a closed form, or None
-  for an optimizer that must be stepped on zero gradients."""
+  """Returns the momentum of SGD, or None for another optimizer. The look-ahead
+  of SGD has a closed form; others are stepped on zero gradients."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )

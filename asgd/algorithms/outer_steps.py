@@ -35,7 +35,7 @@ def diloco(
     outer_optimizer: of the server, instead of Nesterov's momentum.
 
   Returns:
-    A Recipe for the bulk synchronous order, whose jobs are H batches.
+    A Recipe for the bulk synchronous order, with jobs of H batches.
 
   Source:
     Douillard et al., "DiLoCo: distributed low-communication training of
@@ -113,8 +113,9 @@ def async_diloco(
 
   with a = 1 - c M + c (`asgd.transforms.delayed_nesterov`). No worker waits for
   another. Messages of the same parameters make, M together, one outer step of
-  `diloco` on M workers. For the paper's dynamic local updates, workers whose
-  steps follow their speed, set `allocation.steps` of a config to "speed".
+  `diloco` on M workers. For the paper's dynamic local updates, in which a
+  worker's steps follow its speed, set `allocation.steps` of a config to
+  "speed".
 
   Args:
     learning_rate: of AdamW, positive, or a schedule over the server's updates.
@@ -128,7 +129,7 @@ def async_diloco(
     optimizer: of the workers, instead of AdamW.
 
   Returns:
-    A Recipe for the asynchronous order, whose jobs are H batches.
+    A Recipe for the asynchronous order, with jobs of H batches.
 
   Source:
     Liu et al., "Asynchronous local-SGD training for language modeling", 2024,

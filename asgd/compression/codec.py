@@ -44,7 +44,7 @@ class Symbols:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Values:
-  """A leaf whose elements are mostly 0; positions and values of the others are
+  """A leaf of mostly zeros; positions and values of the other elements are
   packed. A -0.0 is sent like a number that is not 0."""
 
   values: jax.Array  # float[L], of any float dtype
@@ -115,7 +115,7 @@ def identity() -> Codec:
   """The codec that sends the message unchanged.
 
   Returns:
-    A Codec whose code is the message.
+    A Codec. The code is the message itself.
 
   Source:
     none.
@@ -158,7 +158,7 @@ def error_feedback(codec: Codec) -> Codec:
     codec: any that does not keep a residual itself.
 
   Returns:
-    A Codec whose state holds the residual, in the messages' dtypes.
+    A Codec. Its state holds the residual, in the messages' dtypes.
 
   Raises:
     ValueError: for a codec that keeps a residual itself (`dgc`, `demo`).
@@ -261,8 +261,8 @@ def in_words(codec: Codec) -> Codec:
     A Codec with the same state.
 
   Source:
-    Strom 2015, whose messages are words of 31 bits of position and one of sign,
-    or these in a Golomb code.
+    Strom 2015. Its messages are words of 31 bits of position and one of sign,
+    or these words in a Golomb code.
 
   Example:
     >>> import jax

@@ -36,7 +36,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
   A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64.
   If 64 does not divide a dimension, the next smaller divisor is used. A leaf of
-  more dimensions is taken as a matrix whose columns are the last dimension. The
+  more dimensions is taken as a matrix; its columns are the last dimension. The
   transform is the orthonormal DCT-II.
 
   The server takes the sign of the sum (or of the mean) of messages:

@@ -68,7 +68,7 @@ def dgc(
     clip_norm: largest norm of the gradient of a global batch. Each worker's
       gradient is clipped to N^-1/2 of it, as for independent gradients. None:
       no limit.
-    workers: N, whose gradients are averaged; None: those of the run.
+    workers: N, the number of gradients in a mean; None: the run's workers.
     epoch: messages of one worker in a pass over the data; None: those of the
       run.
 

@@ -194,7 +194,7 @@ def wide(x: jax.Array) -> jax.Array:
 
 
 def exact_scale(x: jax.Array, levels: int) -> jax.Array:
-  """Returns scales, float32[...], whose products with symbols are exact.
+  """Returns scales, float32[...]; a product of a scale and a symbol is exact.
 
   They are rounded up to so few bits that the product with any integer up to
   `levels` is a float32. No scale is above 2^126, because its inverse must be a

@@ -62,8 +62,8 @@ def compressed(
     plan: of a server in shards, each of which gets a code; None: one code.
 
   Returns:
-    A Worker whose message is a `Coded`, or `Parts` with a plan. Its server must
-    decode it (`decoding`).
+    A Worker. Its message is a `Coded`, or `Parts` with a plan. Its server must
+    decode the message (`decoding`).
 
   Example:
     >>> import jax
@@ -92,8 +92,8 @@ def compressed(
     # [1] The job, with its message uncompressed.
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
     finite = all_finite((message, metrics.loss))
-    # [2] A code for each shard. The key differs from the job's, whose bits the
-    # loss has used.
+    # [2] A code for each shard. The key differs from the job's: the loss
+    # has used the bits of that key.
     key = jax.random.fold_in(key, _CODEC)
     parts, states = [], []
     for s, part in enumerate(split_up(message)):
@@ -159,7 +159,7 @@ def decode(codec: Codec, message: Coded) -> optax.Updates:
 
 
 def decoding(server: base.Server, codec: Codec) -> base.Server:
-  """Returns a server whose messages are codes. Runtimes decode them before
+  """Returns a server that receives codes. Runtimes decode them before
   `receive`, in the same compiled program."""
   return server._replace(codec=codec)
 

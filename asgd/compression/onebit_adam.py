@@ -60,7 +60,7 @@ def onebit_adam(
 
   Both norms are bias-corrected. Without the correction the rule would hold at
   step D + 1 already, because v is still growing from 0. The rule does not look
-  at the learning rate. If the rate has a warm-up of its own, end it before T.
+  at the learning rate. If the rate has a warm-up, it must end before T.
 
   The reducer returns, instead of a gradient, Adam's update before the learning
   rate. So the optimizer behind it must be SGD without a momentum. An element
@@ -168,7 +168,7 @@ def onebit_adam(
 def _update(
   state: OnebitAdamState, b1: float, b2: float, eps: float
 ) -> optax.Updates:
-  """Returns Adam's update, with 0 for elements whose v is 0."""
+  """Returns Adam's update, with 0 for elements with v = 0."""
   # m has taken in t gradients, v only those of the warm-up, min(t, T).
   m_hat = optax.tree.bias_correction(state.mu, b1, state.count)
   v_hat = optax.tree.bias_correction(state.nu, b2, state.warm)

@@ -16,7 +16,7 @@ _MOST_LEVELS = 2**15 - 1  # the largest int16
 def _round(
   x: jax.Array, scales: jax.Array, levels: int, key: jax.Array
 ) -> jax.Array:
-  """Returns integers, float32[B, size], whose mean over keys is x / scales."""
+  """Returns integers, float32[B, size]; their mean over keys is x / scales."""
   ratio = leaves.divide(jnp.abs(x), scales[:, None])
   lower_level = jnp.floor(ratio)
   uniform = jax.random.uniform(key, x.shape, jnp.float32)

@@ -40,8 +40,8 @@ def compressed_updates(
       params <- params + decode(code)
 
   With `compression.compressed` workers, both directions are compressed. An
-  update that is not finite, or whose code is not, is applied as it is; then the
-  server must send the parameters to the workers.
+  update that is not finite, or has a code that is not, is applied without the
+  codec; then the server must send the parameters to the workers.
 
   Args:
     algorithm: any without look-ahead: workers cannot rebuild predicted
@@ -49,7 +49,7 @@ def compressed_updates(
     codec: any; its state is part of the server's.
 
   Returns:
-    An Algorithm, whose state holds the code of the last update (`last_update`).
+    An Algorithm. Its state holds the code of the last update (`last_update`).
 
   Raises:
     ValueError: for an algorithm that looks ahead.

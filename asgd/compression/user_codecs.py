@@ -19,7 +19,8 @@ _CONTRACT = {
 def _naming(
   codec_name: str, function: str
 ) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context whose errors name the codec and its function's duty."""
+  """Returns a context in which errors name the codec and its function's
+  duty."""
   return checks.user_code(
     f"codec {codec_name}: {function} fails",
     f"; {function} {_CONTRACT[function]}",

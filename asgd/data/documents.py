@@ -217,7 +217,7 @@ def _parted(name, source, documents, vocabulary) -> Documents:
     rows = [
       d for d, in_test in zip(documents, test, strict=True) if in_test == part
     ]
-    # Padding is word 0; only the lengths tell it from a word.
+    # Padding is word 0; only the lengths distinguish it from a word.
     words = np.zeros((len(rows), longest), np.int32)
     for row, each in zip(words, rows, strict=True):
       row[: len(each)] = each

@@ -263,8 +263,8 @@ class IteratorBatches:
       self._iterators[int(worker)] = iterator
 
   def kept_in(self, folder: Path, worker: int) -> "KeptBatches":
-    """Returns the batches of one live worker, whose position is kept in a
-    folder of the run."""
+    """Returns the batches of one live worker. A folder of the run keeps the
+    worker's position."""
     return KeptBatches(self, folder / f"iterator-{worker}.json", worker)
 
 

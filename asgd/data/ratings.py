@@ -136,7 +136,7 @@ def movielens() -> Ratings:
 def read(
   path: str | Path, test: str | Path | None = None, *, name: str | None = None
 ) -> Ratings:
-  """Reads a file whose lines are a user, an item, a rating and further columns.
+  """Reads a file with a user, an item, a rating and further columns a line.
 
   Args:
     path: of the file. Columns are separated by tabs, commas, `::` or spaces; a

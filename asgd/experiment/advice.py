@@ -29,7 +29,7 @@ from asgd.pages.panels import bytes_text
 from asgd.parallel import memory
 
 _FEW = 8  # workers up to which plain `asgd` loses little
-_OLD = 4  # times as slow is a machine whose messages are very old
+_OLD = 4  # a machine this many times as slow sends very old messages
 _RUN = "advised"  # label of the proposed run
 _MESH_WARM_UP = 10  # a mesh starts at this part of the peak rate
 

@@ -19,10 +19,10 @@ from asgd import safe_files
 from asgd.experiment import storage
 from asgd.pages.run_files import PROGRESS
 
-# Files whose checksums are in result.json.
+# Files with checksums in result.json.
 FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
 # The archive of a finished cell. It has FILES, progress.json and result.json;
-# in place of records.npz it has NAME.npy for each column.
+# instead of records.npz it has NAME.npy for each column.
 ARCHIVE = "cell.npz"
 _REPLACED = (*FILES, PROGRESS, "result.json")  # by the archive
 
@@ -35,8 +35,8 @@ class CellInUse(ValueError):
 def locked_cell(cell_folder: Path) -> Iterator[None]:
   """Holds the lock of a cell: the file .lock, which it removes at the end.
 
-  After a kill the file stays, but nobody holds it. Raises CellInUse if another
-  process holds the lock.
+  After a kill the file stays, but no process holds it. Raises CellInUse if
+  another process holds the lock.
   """
   path = cell_folder / ".lock"
   with contextlib.ExitStack() as stack:
@@ -123,9 +123,9 @@ def _remove_packed(cell_folder: Path) -> None:
 def remove_leftovers(cell_folder: Path) -> None:
   """Removes files of a finished cell that a kill at its end has left.
 
-  These are the lock's file, a half-written archive, and what a complete archive
-  replaces. Nothing is removed if another process holds the cell, or its folder
-  is read-only or a link.
+  These are the lock's file, a half-written archive, and the files that a
+  complete archive replaces. Nothing is removed if another process holds the
+  cell, or its folder is read-only or a link.
   """
   if cell_folder.is_symlink() or not safe_files.is_writable(cell_folder):
     return

@@ -61,8 +61,8 @@ def segments(
     rows: of the trace; a job that starts before them is left out.
     computed: (worker, seq) -> times at which the worker began and ended its
       computation; the rest of the job is on the wire. The function returns ()
-      for a job whose computation is not known.
-    kind: of the segment of a job whose computation is not known.
+      if it does not know the job's computation.
+    kind: of the segment of a job without a known computation.
 
   Example:
     >>> row = Event(0.0, 3, 0, 7, base.SEND)
@@ -158,8 +158,8 @@ def read_work(folder: Path) -> list[Segment]:
   for path in sorted(folder.glob("trace-*.csv")):
     rows = list(filter(None, map(_parse_row, last_lines(path))))
     for job in segments(rows, kind="job"):
-      # Each shard has rows of a job; only the lead's are used. A job whose
-      # starts at two shards differ by 1 ms or more appears twice.
+      # Each shard has rows of a job; only the lead's are used. A job
+      # appears twice if its starts at two shards differ by 1 ms or more.
       jobs.setdefault((job.lane, round(job.start, 3)), job)
   jobs_without_spans = (
     job for job in jobs.values() if job.lane not in lanes_with_spans

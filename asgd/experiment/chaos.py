@@ -169,7 +169,7 @@ class InjectedRun:
       return True
     parties = self._protocols[cell].live.parties
     party = parties["shard" if kind == "shard" else "worker"]
-    # Some protocols have peers in place of workers.
+    # Some protocols have peers instead of workers.
     if party == "worker" and "peer" in pids:
       party = "peer"
     running = {

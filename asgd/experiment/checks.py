@@ -24,7 +24,7 @@ MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 def _require(is_valid: Any, value: Any, key: str, expected: str) -> Any:
   """Returns `value` if `is_valid`; otherwise raises a ValueError that names the
-  key and says what is expected."""
+  key and states the requirement."""
   if not is_valid:
     raise ValueError(f"config.{key} must be {expected}, not {shown(value)}")
   return value

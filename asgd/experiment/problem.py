@@ -314,7 +314,8 @@ def _given(
 
 
 def with_copies(problem: problems.Problem) -> problems.Problem:
-  """Returns a user's problem whose batches the user's loader cannot refill."""
+  """Returns a user's problem with copied batches, so that the user's loader
+  cannot refill them."""
   batches, rebatch = problem.batches, problem.rebatch
   if rebatch is not None:
     problem = problem._replace(

@@ -111,7 +111,7 @@ class Way(NamedTuple):
 
 
 def training_of(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
-  """Reads how a run takes its steps. Raises ValueError for a recipe whose
+  """Reads how a run takes its steps. Raises ValueError if the recipe's
   messages are no gradients of all parameters."""
   if schema.makes_settings(run.recipe):
     raise ValueError(

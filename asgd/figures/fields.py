@@ -66,7 +66,7 @@ number = checks.number(-checks.MOST_NUMBER)
 
 
 def bound(check: checks.Check) -> checks.Check:
-  """Returns a check of a bound, whose error adds that it can be left out."""
+  """Returns a check of a bound; its error adds that a bound can be left out."""
 
   # The bound is optional; the plain error would read as if it were needed.
   def either(value: Any, key: str) -> Any:

@@ -13,7 +13,7 @@ returns plain data:
   notes    name of a claim -> why it holds or does not, as its `note`.
   quick    dotted key of the config -> value, for --quick.
   tuned    str: which settings were chosen on which seeds.
-  turns    bool, for cells whose seconds are a result. They are trained seed by
+  turns    bool, for cells with seconds as a result. They are trained seed by
            seed, alternately in and against the order of the runs, so that all
            runs of a seed meet the same load of a shared machine.
 

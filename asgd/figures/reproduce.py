@@ -181,8 +181,8 @@ def _size(task: Reproduction) -> str:
 def _check_size(
   task: Reproduction, experiment: cells.Experiment, workdir: Path
 ) -> None:
-  """Raises ValueError for a folder of the figure's other size, whose verdicts
-  would be replaced by those of other cells."""
+  """Raises ValueError for a folder of the figure's other size: verdicts on
+  other cells would replace the verdicts in the folder."""
   name, size = task.figure.name, _size(task)
   # [1] A judged folder says in NAME.json which size it has.
   remedy = "choose another folder with --workdir"

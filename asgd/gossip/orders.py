@@ -430,7 +430,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   heads = [queue[0] for queue in queues if queue]
   if heads:
     later = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
-    # Report a take whose message no trace puts: other takes wait for puts
+    # Report a take of a message that no trace puts: other takes wait for puts
     # behind this take. If all messages are put, the takes wait in a circle;
     # then report the first take.
     lacks = [event for event in heads if (event.job, event.seq) not in later]

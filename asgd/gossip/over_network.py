@@ -2,7 +2,7 @@
 
   peer j --up--> latency --down--> peer i
 
-The links are those of `asgd.orders.network`. The receiving peer takes the place
+The links are those of `asgd.orders.network`. The receiving peer is in the role
 of a shard: the peer's download link is the shard's port. A peer sends a copy of
 its message to each receiver, one after the other.
 """

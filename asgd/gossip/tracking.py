@@ -11,7 +11,7 @@ from asgd.gossip.rules import add_weighted
 
 
 class Tracking(NamedTuple):
-  """State of an algorithm whose steps follow tracked gradients."""
+  """State of an algorithm that steps along tracked gradients."""
 
   inner: optax.OptState
   tracker: optax.Updates  # y_i, including the mixes after the last step

@@ -58,7 +58,7 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
 
   Args:
     workers: n.
-    weights: `[n][n]` or `[T][n][n]`, none negative, whose columns sum to 1;
+    weights: `[n][n]` or `[T][n][n]`, none negative, each column with the sum 1;
       `[i][j]` is the weight that peer i gives a message of peer j, `[i][i]` the
       weight that it gives itself.
 

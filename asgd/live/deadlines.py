@@ -34,7 +34,7 @@ class Ladder(NamedTuple):
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # least T, in seconds
   start: float = 120.0  # T before five jobs have ended, in seconds
-  window: int = 128  # count of the latest jobs whose durations are used
+  window: int = 128  # number of latest durations that are used
 
 
 MOST_SECONDS = 1e9  # seconds that a clock can count

@@ -45,7 +45,7 @@ class Frame(NamedTuple):
   job: int = 0  # HELLO, WELCOME: incarnation; ASKED, PREPARED: follower's index
   # TICKET: of the parameters; ROW: its index; ASK: count of the totals so far;
   # HELLO, WELCOME: how often the worker loop restarted as a new incarnation;
-  # BYE with flag 1: index of the shard whose updates cannot be read
+  # BYE with flag 1: index of the shard that sent unreadable updates
   version: int = 0
   # TICKET: WHOLE, KEPT or UPDATES; ROW: action; PUSH: 1 if finite; PREPARED: 1
   # if refused; EXPEL: 1 if another process has the worker index; HELLO: 1 as a

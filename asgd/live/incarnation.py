@@ -20,7 +20,7 @@ from asgd.live.slots import PARAMS
 
 
 class OpenJob:
-  """A job whose tickets have begun to arrive and that is not finished."""
+  """An unfinished job; at least a part of its ticket has arrived."""
 
   def __init__(self, frame: Frame, now: float):
     self.seq, self.job = frame.seq, frame.job

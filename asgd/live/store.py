@@ -40,7 +40,7 @@ class Changed(ValueError):
 
 
 def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
-  """Writes a file of one body, in place of an earlier one.
+  """Writes a file of one body; it replaces an earlier file.
 
   Args:
     path: of the file.

@@ -86,7 +86,7 @@ class Supervisor:
   # Starting and ending.
 
   def start(self, kind: str, index: int, make: Make) -> Party:
-    """Begins to make a party, in place of an earlier one with its index."""
+    """Begins to make a party; it replaces an earlier one with its index."""
     self.replaced[kind] += (kind, index) in self._started
     self._started.add((kind, index))
     host = self.hosts.start(kind, index, make)
@@ -125,7 +125,7 @@ class Supervisor:
     """Drops the parties of a kind that have exited or have ended their `run`.
 
     Yields (party, "died", "hung" or the result of its `run`). Raises the error
-    of a party whose object could not be made, or whose `run` failed.
+    of a party if its object could not be made, or its `run` failed.
     """
     ended = {party.index: party for party in self.exited_parties(kind)}
     for index, party in self.parties[kind].items():
@@ -359,7 +359,7 @@ class Supervisor:
       party.job_start = None
 
   def end_overdue(self, party: Party, seconds: float | None = None) -> None:
-    """Ends a party whose job takes too long. The first job of a party may take
+    """Ends a party if its job takes too long. The first job of a party may take
     `ladder.start` seconds, in which it starts and compiles.
 
     Args:

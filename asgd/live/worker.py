@@ -149,7 +149,7 @@ class WorkerLoop:
       if self.draining and not self._drain_sent:
         self._drain_sent = True
         self._send(0, Frame(frames.DRAIN, self._worker))
-      # [2] Start jobs whose tickets are complete, or leave if none remain.
+      # [2] Start jobs with complete tickets, or leave if none remain.
       self._start_ready_jobs()
       running = self._incarnation.running
       unacknowledged = self._incarnation.has_unacknowledged

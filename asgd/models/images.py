@@ -24,8 +24,8 @@ _EPSILON = 1e-5  # added to variances, by both norms
 def _conv(
   features, size=3, *, stride=1, bias=False, towers=1, name
 ) -> nn.Conv:
-  """Returns a convolution whose output has the size of its input / stride. Each
-  of the `towers` reads its part of the channels."""
+  """Returns a convolution with an output of the input's size / stride. Each of
+  the `towers` reads its part of the channels."""
   # Do not use "SAME" padding. For images of even size and stride 2 it pads only
   # right and bottom, so kernels centre on odd pixels; shortcuts keep the even
   # pixels.
@@ -329,8 +329,8 @@ def alexnet(
     features: channels of the five convolutions; multiples of the towers.
     hidden: features of the two dense layers.
     towers: 2 in the paper; 1 is one network.
-    stride: of the first convolution: 4 for images of ImageNet, whose kernel
-      then has 11x11 pixels, not 5x5.
+    stride: of the first convolution: 4 for images of ImageNet; the kernel then
+      has 11x11 pixels, not 5x5.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=5)

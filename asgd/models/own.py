@@ -383,7 +383,8 @@ def _stateful(
   between: list[str],
   arguments: list[str],
 ) -> Model:
-  """Returns the Model of a pair whose apply takes and returns a state.
+  """Returns the Model of an (init, apply) pair; apply takes and returns a
+  state.
 
   The statistics of this model are the state, in floating point numbers: the
   server subtracts and adds statistics. A count is exact up to 2^24.

@@ -45,7 +45,7 @@ class Recurrent(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    # `param_dtype` is that of the state, too, whose dtype a loop must keep.
+    # `param_dtype` is that of the state, too: a loop must keep its dtype.
     cell = nn.OptimizedLSTMCell(
       self.width, dtype=x.dtype, param_dtype=x.dtype, name="cell"
     )

@@ -38,8 +38,8 @@ class Arrivals:
     self._ledger = ledger
     self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
     self._arrival_counter = itertools.count()
-    # Messages whose ticket is the earliest of its worker; some of these tickets
-    # are closed.
+    # Messages on the earliest ticket of their worker; some of these tickets are
+    # closed.
     self._earliest: list[Key] = []
     self.round = self.n_granted = self.tickets = 0
 
@@ -120,8 +120,8 @@ class RoundArrivals(Arrivals):
     self._late_workers: set[int] = set()
 
   def count_jobs(self, worker: int) -> int:
-    """Returns the number of jobs that a worker computes: open tickets without
-    those whose messages have arrived."""
+    """Returns the number of jobs that a worker computes: its open tickets minus
+    its messages that have arrived."""
     return len(self._ledger.open[worker]) - self._arrived_counts[worker]
 
   def add_ticket(self, event: Event) -> None:

@@ -159,7 +159,7 @@ def _median(ordered: list[float], excluded: int | None) -> float | None:
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:
   """Returns (number of backup tasks that were started, number of backup tasks
-  whose result counted) of a trace."""
+  with a result that counted) of a trace."""
   copies, started, counted = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:

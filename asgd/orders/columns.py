@@ -201,8 +201,8 @@ class _Levels:
         last = self._messages - 1
         horizon = np.partition(all_ends, last)[last]
         next_estimate = count + count // 16
-      # Drop each worker whose job ends after the horizon: its next jobs end
-      # even later.
+      # Drop each worker with a job that ends after the horizon: its next jobs
+      # end even later.
       if horizon < math.inf and (ends > horizon).any():
         active = active[ends <= horizon]
     return levels
@@ -288,7 +288,7 @@ class _Levels:
 
     # Row numbers:
     #   row of the start of job j = j + (rank of its trigger + 1)
-    #   row of message r = r + (number of jobs whose trigger has a rank below r)
+    #   row of message r = r + (number of jobs with a trigger of a rank below r)
     start_rows = np.arange(len(granted)) + triggers + 1
     ranks = np.arange(self._messages)
     end_rows = ranks + np.searchsorted(triggers, ranks)
@@ -313,10 +313,10 @@ class _Rounds:
   """Rounds that end with a fixed number of their messages.
 
   A round starts `rules.round` + `rules.backup` jobs, first at idle workers. If
-  too few workers are idle, each worker whose message arrives starts another job
-  of the round, until the round has all its jobs. The round ends with the first
-  `rules.round` messages of its jobs. The other messages of its jobs are late:
-  the server receives them when they arrive, during later rounds.
+  too few workers are idle, each worker starts another job of the round when its
+  message arrives, until the round has all its jobs. The round ends with the
+  first `rules.round` messages of its jobs. The other messages of its jobs are
+  late: the server receives them when they arrive, during later rounds.
   """
 
   def __init__(self, rules, draws, workers):
@@ -408,7 +408,7 @@ class _Rounds:
     """Returns (workers, restarts): the workers in the order of their next
     messages, and how many of them, from the first on, start another job.
 
-    The last worker is the one whose message completes the round. The list ends
+    The message of the last worker completes the round. The list ends
     earlier if the message of a restarted job would arrive before the next
     message of the list."""
     busy = np.flatnonzero(self._end_time < math.inf)

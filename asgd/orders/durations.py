@@ -395,8 +395,8 @@ def of_each(
   """Returns the times that a user gives for each worker.
 
   Args:
-    times: positive numbers, one for each worker, whose batches always take it;
-      or rows of numbers, one for each worker, which repeat.
+    times: positive numbers, one for each worker, the time of each of its
+      batches; or rows of numbers, one for each worker, which repeat.
 
   Returns:
     Durations in the unit of `times`.

@@ -1,4 +1,4 @@
-"""Jobs whose tickets were lost: they start again, before new jobs."""
+"""Jobs that lost their tickets: they start again, before new jobs."""
 
 import heapq
 from collections.abc import Iterator

@@ -151,8 +151,8 @@ def backup_workers(
 
     a round is N - b messages; a message after its round is dropped
 
-  Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
-  whose gate drops late messages. The messages of a round are received together,
+  Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`:
+  the gate drops late messages. The messages of a round are received together,
   when it is complete, in the order of their jobs.
 
   Args:

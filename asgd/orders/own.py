@@ -1,7 +1,7 @@
 """Orders that a user gives: workers in their order, rows, or a function.
 
   given                                  read as
-  [0, 1, 0, 2]                           the workers whose messages are received
+  [0, 1, 0, 2]                           the worker of each received message
   base.Trace, or rows of five values     the rows, until enough are received
   a function                             it returns one of these, or Rules
 

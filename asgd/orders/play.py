@@ -241,7 +241,7 @@ class Play:
 
   def _start_fetched_jobs(self, job: _Job) -> None:
     """Begins the granted jobs of the job's worker, in order, up to the first
-    whose ticket has not arrived."""
+    job without its ticket."""
     worker = job.worker
     waiting = self._granted[worker]
     while waiting and not waiting[0].parts_left:

@@ -80,7 +80,7 @@ class Starters:
     self.largest_clock = 0
     self._clocks, self._with_job = Clocks(), Clocks()
     self._free: dict[int, int] = {}  # free worker -> clock at its next start
-    # A free worker whose clock exceeds the limit is in `_waiting`, under that
+    # A free worker with a clock above the limit is in `_waiting`, under that
     # clock, until a limit reaches it; then it is in the heap `_allowed`.
     self._waiting: dict[int, list[int]] = {}  # some workers are outdated
     self._heap: list[int] = []  # clocks of `_waiting`
@@ -166,7 +166,7 @@ class Starters:
       heapq.heappush(self._heap, clock)
 
   def _admit(self, limit: float) -> None:
-    """Moves workers whose clocks the limit allows into `_allowed`."""
+    """Moves workers with clocks that the limit allows into `_allowed`."""
     self._limit = limit
     while self._heap and self._heap[0] <= limit:
       for worker in self._waiting.pop(heapq.heappop(self._heap)):

@@ -163,7 +163,7 @@ class _Jobs:
       )
 
   def _stop_stale(self) -> None:
-    """Stops the jobs whose delay has reached `stop_after`."""
+    """Stops the jobs with a delay of `stop_after` or more."""
     if self._stop_after is None:
       return
     newest = self.received - self._stop_after  # messages before a stale ticket

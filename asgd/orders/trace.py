@@ -244,10 +244,10 @@ class TraceError(ValueError):
 class Ledger(Generic[T]):
   """Follows a trace row by row and keeps the open tickets.
 
-  The caller chooses what a ticket is: the parameters in a simulator, the SEND
-  row in an analysis. The ledger keeps it until the row that ends its job. The
-  ledger accepts every row that can be replayed; `orders.check` finds the rows
-  that protocols forbid.
+  The caller chooses the type of tickets: the parameters in a simulator, the
+  SEND row in an analysis. The ledger keeps it until the row that ends its job.
+  The ledger accepts every row that can be replayed; `orders.check` finds the
+  rows that protocols forbid.
 
   Args:
     start: (SEND or KEEP row, the kept ticket) -> the ticket of the job. It is

@@ -294,7 +294,7 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
   # `step`: a synchronous run reports its workers as one lane.
   step = len(starts) == 1 and progress["workers"] > 1
   for lane in sorted(starts):
-    # "all": a synchronous step, whose workers have one strip together.
+    # "all": a synchronous step: its workers have one strip together.
     parts, busy = [], dict.fromkeys(("compute", "wire"), 0.0)
     for _, kind, start, stop in sorted(p for p in work if p[0] == lane):
       start = max(start, begin)  # cut at the strip's left edge

@@ -173,8 +173,8 @@ def _on_power_of_two(
 
 
 def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
-  """Returns (sender, receiver) pairs of members whose indices differ in one
-  bit."""
+  """Returns (sender, receiver) for each two members with indices that differ in
+  one bit."""
   return [(device, members[i ^ bit]) for i, device in enumerate(members)]
 
 

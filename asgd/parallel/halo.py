@@ -161,7 +161,7 @@ def _rerun(module: nn.Module, x: jax.Array, **changes: Any) -> Any:
 def _intercept(
   method: Callable[..., Any], args: Any, kwargs: Any, context: Any
 ) -> Any:
-  """Runs a method of a module on a tile; flax calls this function in place of
+  """Runs a method of a module on a tile; flax calls this function instead of
   each method."""
   module = context.module
   if context.method_name != "__call__" or module.name == _RERUN_NAME:

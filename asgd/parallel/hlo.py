@@ -364,8 +364,8 @@ def read(text: str) -> HloProgram:
 
 
 def _results(text: str) -> list[Array]:
-  """Returns the arrays of the entry's result, whose type ends at the first
-  unmatched brace of the text."""
+  """Returns the arrays of the entry's result. The result's type ends at the
+  first unmatched brace of the text."""
   depth = 0
   for end, letter in enumerate(text):
     depth += (letter in "{(") - (letter in "})")

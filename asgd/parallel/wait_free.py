@@ -1,4 +1,4 @@
-"""Wait-free backpropagation: sends a gradient while the backward goes on.
+"""Wait-free backpropagation: sends a gradient while the backward continues.
 
 The gradient of a layer is complete after the backward of the layer, so its
 all-reduce can overlap the backward of the layers before it. Here the backward

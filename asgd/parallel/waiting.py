@@ -53,7 +53,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
   while probability_later(end) > 1e-15:
     end *= 2
   # Integrate in pieces: one quadrature over the whole range could miss the
-  # place where the integrand falls from 1 to 0.
+  # times at which the integrand falls from 1 to 0.
   pieces = itertools.pairwise(np.linspace(0, end, 33))
   exact = {"epsabs": 1e-12, "epsrel": 1e-10}
   integrals = (

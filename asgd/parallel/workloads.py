@@ -69,9 +69,9 @@ def count_of(text: str) -> float:
 
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
-  """Returns the sizes of a GPT whose blocks have about `parameters` parameters.
-  `sizes` are fields of `memory.Gpt`, or None. Raises ValueError if these sizes
-  make another number of parameters."""
+  """Returns the sizes of a GPT with about `parameters` parameters in its
+  blocks. `sizes` are fields of `memory.Gpt`, or None. Raises ValueError if
+  these sizes make another number of parameters."""
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
   vocabulary = given.get("vocabulary", 51200)  # as in Megatron's papers

@@ -67,7 +67,8 @@ def _code_of(value: Any) -> list[str]:
     pass  # getsource cut a lambda out of the middle of a call: hash the text
   code = getattr(value, "__code__", None)
   if code is not None and text.count("ambda") > 1:
-    # Several lambdas on one line have one source: their code tells them apart.
+    # Several lambdas on one line have one source: their code distinguishes
+    # them.
     constants = list(filter(_is_plain, code.co_consts))
     text += repr((code.co_code, code.co_names, constants))
   return [text, *(repr(x) for x in _closed_over(described) if _is_plain(x))]
@@ -81,7 +82,7 @@ def _closed_over(function: Any) -> Iterator[Any]:
 
 
 def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
-  """Yields the values of an object that change what it computes: those that its
+  """Yields the values of an object that change its results: those that its
   functions close over, such as the rates of a transform of optax, however deep.
   `seen` has the identities of functions that were visited."""
   if isinstance(value, functools.partial):

@@ -407,7 +407,7 @@ def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
       f" {checks.shown(result)}"
     ) from error
   # Other names get columns with the prefix "test_".
-  # Each of the two names has a field of its own in an Evaluation.
+  # An Evaluation has a field for each of the two names.
   loss, accuracy = (values.pop(key, _NAN) for key in ("loss", "accuracy"))
   more = {f"test_{key}": value for key, value in values.items()}
   return Evaluation(loss, accuracy, more=more)

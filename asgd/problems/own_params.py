@@ -42,7 +42,7 @@ class _Trained:
 class ModelTree(NamedTuple):
   """A callable model without the arrays that are trained."""
 
-  template: Any  # the model, with a _Trained in place of each of them
+  template: Any  # the model, with a _Trained instead of each of them
 
   def join(self, arrays: Any) -> Any:
     """Returns the model with these arrays: name -> array."""

@@ -41,8 +41,8 @@ class Pieces(NamedTuple):
 
 
 class Keyed(NamedTuple):
-  """Which rows of the parameters a batch needs, for problems whose leaves are
-  tables; keys are indices of their leading axis.
+  """Which rows of the parameters a batch needs, for problems with tables as
+  leaves; keys are indices of their leading axis.
 
   The loss of (the rows of those keys, localise(batch, keys)) equals the loss of
   (all rows, batch). More rows may follow those of the keys.
@@ -128,7 +128,7 @@ class Problem(NamedTuple):
 def carrying(
   problem: Problem, make_state: Callable[[optax.Params], Any]
 ) -> Problem:
-  """Returns a problem whose parameters carry the state of an optimizer.
+  """Returns a problem with parameters that carry the state of an optimizer.
 
   Args:
     problem: any. It sees the parameters of its model only.

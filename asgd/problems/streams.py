@@ -74,7 +74,7 @@ def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
   Args:
     user_data: one of these forms:
       - arrays with a leading axis of examples, in a tuple, a dict or alone;
-      - a `datasets.Dataset`, whose columns are such arrays;
+      - a `datasets.Dataset`, with such arrays as columns;
       - anything with len() and an index: of examples, or of batches if there is
         no `batch_size`;
       - a pure function (worker, job) -> batch;

@@ -44,7 +44,7 @@ from asgd.transforms import rows as rows_lib
 
 _MAX_MESSAGES = 256  # messages of a call
 _MAX_BYTES = 2**25  # bytes of the batches and the codes of a call
-_MAX_CALLS_AHEAD = 2  # calls whose records have not been fetched
+_MAX_CALLS_AHEAD = 2  # calls with records that are not fetched yet
 
 
 class Carry(NamedTuple):
@@ -199,8 +199,8 @@ def compile_chunk(
   """Compiles the program of a server and its workers, once.
 
   Args:
-    server: a server whose updates are not codes.
-    worker: a worker whose jobs have batches of one shape.
+    server: a server with updates that are not codes.
+    worker: a worker with batches of one shape in its jobs.
     wire: as in `compile_steps`.
     joins: whether workers join; a join resets the worker's state.
   """
@@ -232,8 +232,8 @@ def make_chunk(
   """Builds the chunk engine of a server and its workers.
 
   Args:
-    server: a server whose updates are not codes.
-    worker: a worker whose jobs have batches of one shape.
+    server: a server with updates that are not codes.
+    worker: a worker with batches of one shape in its jobs.
     wire: as in `compile_steps`.
 
   Returns:

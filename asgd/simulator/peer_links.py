@@ -101,7 +101,7 @@ class PeerLinks:
       del self.messages[key]
 
   def join(self, peer: int) -> None:
-    """Empties the inbox of a peer whose next incarnation joins."""
+    """Empties the inbox of a peer when its next incarnation joins."""
     self._inboxes[peer].clear()
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:

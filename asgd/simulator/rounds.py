@@ -1,6 +1,6 @@
 """The rounds engine: gradients in flight together, in one vmap.
 
-A round is a series of messages whose tickets were all sent before the first of
+A round is a series of messages: all their tickets were sent before the first of
 the messages is received. So no gradient of a round depends on another one. In a
 bulk synchronous order these are the jobs of a round, in an asynchronous order
 the jobs in flight. A compiled program computes the gradients of a round

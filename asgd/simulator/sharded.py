@@ -37,7 +37,7 @@ class _Shard(ServerReplay):
     super().__init__(state, steps, worker_indices, **replay_options(trace))
     self.events = list(trace_lib.events(trace))
     # Kept until the job has ended at all shards: the lead may close a ticket
-    # whose message another shard receives.
+    # although another shard receives its message.
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:

@@ -197,7 +197,7 @@ def compile_divided(
 
 
 def _after_transfer(tree: Any, dtype: str | None) -> Any:
-  """Returns a tree whose real numbers are rounded as a transfer in `dtype`
+  """Returns the tree with its real numbers rounded as a transfer in `dtype`
   rounds them."""
   if dtype is None:
     return tree

@@ -105,7 +105,7 @@ class StepwiseRun:
     # rows, in the order of its jobs: seq -> (worker state after the job,
     # message, loss)
     self._early_results: list[dict[int, Any]] = [{} for _ in self._states]
-    self._n_returned = 0  # messages whose records were returned already
+    self._n_returned = 0  # messages with records that were returned already
 
   def apply(self, event: trace_lib.Event) -> None:
     """Replays the next row. Raises TraceError if the row cannot follow the

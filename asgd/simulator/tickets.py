@@ -110,7 +110,7 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   end = _end_rows(trace, row)
   received = np.flatnonzero(action == base.RECEIVE)
   messages_before = np.searchsorted(received, row)
-  # [2] Group the starts whose tickets share a slot. A KEEP start belongs to the
+  # [2] Group the starts with tickets in one slot. A KEEP start belongs to the
   # group of the ticket that it keeps. With `shared`, the tickets sent between
   # two messages are one group.
   opening_start, earlier_jobs = _opening_starts(trace, row)
@@ -291,8 +291,8 @@ def _first_messages(trace, received):
 def tickets_at(
   starts: Starts, trace: base.Trace, row: int
 ) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
-  """Returns the starts whose tickets are in the buffer at row `row`: the open
-  starts by (worker, seq), and the latest start of each worker."""
+  """Returns the starts with tickets in the buffer at row `row`: the open starts
+  by (worker, seq), and the latest start of each worker."""
   started = np.flatnonzero(starts.row < row)
   worker, seq = (np.asarray(x)[starts.row[started]] for x in trace[1:3])
   is_open = starts.end[started] >= row

@@ -29,7 +29,7 @@ class ReceivedMessage(NamedTuple):
 
 
 class Sent(NamedTuple):
-  """Sent bytes of a server whose updates are codes; plain data."""
+  """Sent bytes of a server that sends its updates as codes; plain data."""
 
   total: int  # bytes of all updates so far
   version: int  # the server's version after the last counted update

@@ -226,7 +226,7 @@ class Client:
     self, rows: KeyedRows, keys: Keys, rng: np.random.Generator
   ) -> Keys:
     """Returns the keys to send: the keys that the filters pass, and the keys
-    whose updates exceed what the rules allow a worker to hold back."""
+    with larger updates than the rules allow a worker to hold back."""
     excess = self._exceeds_hold(rows.read(keys, "own"))
     urgent, keys = keys[excess], keys[~excess]
     for row_filter in self._filters:

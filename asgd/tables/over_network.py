@@ -11,7 +11,7 @@
 - All shards share one order: a request is answered, and a push is applied, once
   the last shard has received its part.
 - A pull that must wait, waits at the shards. Under value_bounded a push waits
-  there, too, while a reply is on its way to a worker whose copies would then
+  there, too, while a reply is on its way to a worker if its copies would then
   lack too much.
 - An ack has no bytes, and arrives before the rows that its push caused.
 - Under a model of server push, a worker that lacks changed rows waits for them.
@@ -237,7 +237,7 @@ class OverNetwork(TableRun):
     """Applies the pushes at the shards that need not wait.
 
     Under value_bounded a push waits while a reply is on its way to a worker
-    whose copies would then lack too much. The push is applied once that worker
+    if its copies would then lack too much. The push is applied once that worker
     has read.
     """
     pushes = {w: r for w, r in self._waiting.items() if r.kind == PUSH}

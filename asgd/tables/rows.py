@@ -181,8 +181,7 @@ class RowCopies:
   """The server's record of the workers' copies: which rows each worker has, and
   by how much each copy differs from the server's row.
 
-  What a copy lacks is the sum of the changes of its row since the server sent
-  the row.
+  The difference is the sum of the changes of the row since the server sent it.
   """
 
   def __init__(

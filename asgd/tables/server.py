@@ -72,7 +72,7 @@ class TableServer:
       for name, t in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
-    # (clock, worker, values) of messages whose clock some worker has not
+    # (clock, worker, values) of messages at clocks that some worker has not
     # finished.
     self._deferred: list[tuple[int, int, _Values]] = []
     shapes = {name: table.shape for name, table in self.tables.items()}

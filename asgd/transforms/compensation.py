@@ -45,7 +45,7 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
       the gradients.
 
   Returns:
-    A transform without a state, whose update needs `params` and the extra arg
+    A transform without a state. Its update needs `params` and the extra arg
     `sent_params`.
 
   Source:

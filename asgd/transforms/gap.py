@@ -60,16 +60,16 @@ def gap_aware(
     learning_rate: eta, as given to the optimizer.
     average: "gradients" or "updates". None is the published rule: "updates" for
       an optimizer with a state of the size of the parameters, such as a
-      velocity, otherwise "gradients". An optimizer without such a state whose
-      update is not -eta times the gradient, as `optax.sign_sgd`, needs
-      "updates".
+      velocity, otherwise "gradients". An optimizer without such a state, and
+      with an update that is not -eta times the gradient, as `optax.sign_sgd`,
+      needs "updates".
     weight_decay: 0 or more; weight_decay * params is added to a gradient, and
       penalised with it.
     decay: of the average, in [0, 1).
     eps: added to the root of the average.
 
   Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
+    A transform. Its update needs `params` and the extra arg `sent_params`.
 
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
@@ -179,7 +179,7 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
     eps: added to the root of the average.
 
   Returns:
-    A transform whose update needs `params` and the extra arg `sent_params`.
+    A transform. Its update needs `params` and the extra arg `sent_params`.
 
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR

@@ -40,7 +40,7 @@ def lookahead(
   Args:
     tx: the complete optimizer, learning rate included.
     workers: int32[] -> int32[K]. Takes the receiver of the ticket and returns
-      the workers whose messages are predicted, in order. A send costs K
+      the senders of the messages to predict, in order. A send costs K
       updates.
 
   Returns:

@@ -196,7 +196,7 @@ def add_proximal_pull(strength: float) -> base.Transform:
     strength: rho, 0 or more.
 
   Returns:
-    A transform without a state, whose update needs `params` and the extra arg
+    A transform without a state. Its update needs `params` and the extra arg
     `sent_params`.
 
   Source:

@@ -24,7 +24,7 @@ class WorkerRows(NamedTuple):
 
   stored: optax.OptState  # every leaf [N, ...]; row `owner` is out of date
   pending: optax.OptState  # every leaf [...], the current row of `owner`
-  owner: jax.Array  # int32[], the worker whose row is pending
+  owner: jax.Array  # int32[], the worker with the pending row
 
 
 def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
@@ -128,7 +128,7 @@ def per_worker(
     workers: N, states that are kept.
 
   Returns:
-    A transform whose update needs the extra arg `worker`, int32[]. An index of
+    A transform. Its update needs the extra arg `worker`, int32[]. An index of
     N or more is not detected under jit; runtimes check it (`Server.workers`).
 
   Source:

@@ -24,7 +24,7 @@ def scale_by_discount(
     discount: s, int32[] -> float[], such as `polynomial_discount`.
 
   Returns:
-    A transform without a state, whose update needs the extra arg `staleness`,
+    A transform without a state. Its update needs the extra arg `staleness`,
     int32[].
 
   Source:
@@ -69,7 +69,7 @@ def scale_by_staleness(grace: float = 1) -> base.Transform:
     grace: b, positive, the largest staleness at which nothing is divided.
 
   Returns:
-    A transform without a state, whose update needs the extra arg `staleness`,
+    A transform without a state. Its update needs the extra arg `staleness`,
     int32[].
 
   Source:
@@ -111,7 +111,7 @@ def scale_by_adadelay(
 
     u <- u / (1 + c eta sqrt(t + staleness)),   t = 1, 2, ...
 
-  Behind an optimizer whose rate is eta, the rate of update t becomes
+  Behind an optimizer with the rate eta, the rate of update t becomes
   (1 / eta + c sqrt(t + staleness))^-1.
 
   Args:

@@ -33,7 +33,7 @@ def own_statistics(
     decay: the part of the old statistics that is kept, in [0, 1).
 
   Returns:
-    An Algorithm of `Variables`, whose messages are `Variables`.
+    An Algorithm of `Variables`. Its messages are `Variables`, too.
 
   Source:
     none: BatchNorm's update of statistics, with the server as their owner.

@@ -107,7 +107,7 @@ def claims():
       column="bytes_up",
       statistic="t",
       order="falls",
-      # Codecs of one size are a group, whose members are not compared.
+      # Codecs of one size are a group; members of a group are not compared.
       runs=["dense", ["bf16", "fp16"], "int8", "onebit", list(SPARSE)],
     ),
     dict(

@@ -143,7 +143,7 @@ def published():
     dict(
       title=f"{RUNS[label][0]}, published",
       source=source,
-      # Points to SGD, whose error is 8.65 %.
+      # Points to SGD, which has an error of 8.65 %.
       points=[(4, 8.65 - error)],
       of=RUNS[label][0],
       line="",

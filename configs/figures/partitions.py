@@ -3,7 +3,7 @@
 One replica of Downpour, with the step time of a large model that is divided
 over machines: the fully connected one for speech and locally connected ones for
 images (Dean et al., "Large scale distributed deep networks", NIPS 2012). The
-models' shapes determine what a machine computes and sends
+models' shapes determine the work and the messages of a machine
 (`asgd.parallel.partitions`); messages queue at links and ports
 (`asgd.orders.phases`). The large models are not trained: a cell trains a
 quadratic function with their step times.

@@ -4,8 +4,8 @@ Eight workers on handwritten digits, in simulated time. A batch takes 1 on
 average (gamma, V = 0.1). All links, and the port of the server, have the same
 bandwidth, on which a message takes 0.01 to 0.8; each way has a latency of 0 to
 0.5. The server is synchronous with one or four shards, or asynchronous; peers
-are all-reduce SGD, D-PSGD on a ring, whose messages travel during the jobs, and
-AD-PSGD.
+are all-reduce SGD, D-PSGD on a ring with messages that travel during the jobs,
+and AD-PSGD.
 
   asgd reproduce peers_or_server
   python -m launch.train --config=configs/figures/peers_or_server.py

@@ -1,6 +1,6 @@
 """Matrix factorisation under SSP and ESSP, with messages that take time.
 
-The runs of `ssp` over a network, with workers whose durations vary: square loss
+The runs of `ssp` over a network, with workers of varying durations: square loss
 against simulated time. After Dai, Kumar, Wei, Ho, Gibson and Xing,
 "High-Performance Distributed ML at Scale through Parameter Server Consistency
 Models", AAAI 2015, arXiv 1410.8043. A pull takes two latencies, each a quarter

@@ -44,7 +44,7 @@ def get_config(arg=None):
         recipe=recipe,
         title=f"{TITLES[label]}, live, {slow}",
         learning_rate=rate,
-        slowdown=(1, 1, 1, slow),  # of the live workers, who sleep
+        slowdown=(1, 1, 1, slow),  # of the live workers, which sleep
       )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # their turns
   config.workers = (4,)

@@ -1,6 +1,6 @@
 """Threshold compression: accuracy at a hundredth of the traffic.
 
-Every worker sends plus or minus tau for the elements whose residual exceeds
+Every worker sends plus or minus tau for the elements with a residual above
 tau, and keeps the rest (Strom, "Scalable distributed DNN training using
 commodity GPU cloud computing", Interspeech 2015). A small CNN on Fashion-MNIST,
 4 and 8 asynchronous workers, several tau, with and without the residual. One

@@ -15,7 +15,7 @@ _NO_COMMENT = "&nbsp;"
 
 
 def as_markdown(text: str) -> str:
-  """Returns a docstring whose indented blocks are Markdown's."""
+  """Returns the docstring with its indented blocks in Markdown."""
   out, kind, before = [], "text", ""
   for line in text.splitlines():
     if line and not line.startswith(" "):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
 import reference_tables  # noqa: E402
 
-# Pages whose text is a file of the root. They, and figures.md, are in the
+# Pages with a file of the root as their text. They, and figures.md, are in the
 # navigation if they exist.
 FROM_ROOT = {
   "index.md": "README.md",
@@ -65,7 +65,7 @@ def on_config(config):
 
 
 def on_files(files, config):
-  """Adds the pages whose text is in the root."""
+  """Adds the pages with their text in the root."""
   for page, source in FROM_ROOT.items():
     if _exists(page):
       text = _relinked((ROOT / source).read_text())

@@ -47,7 +47,7 @@ _MOST_MEGABYTES = 1e5  # MB
 
 
 def _runner(name: str) -> Any:
-  """Returns the `run` of a benchmark, whose module is imported only now."""
+  """Returns the `run` of a benchmark; imports its module only now."""
   return importlib.import_module(f"{__package__}.{name}").run
 
 

@@ -104,7 +104,7 @@ def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
 def waiting(
   batch_size: int, *, seconds: float = 0.0, nbytes: int = 409_600
 ) -> problems.Problem:
-  """Returns a problem whose jobs wait, `seconds` in the mean.
+  """Returns a problem with jobs that wait, `seconds` in the mean.
 
   The wait is drawn uniformly from 0.5 to 1.5 times the mean; worker and job are
   the key. The parameters have `nbytes` bytes; the loss is half their square.

@@ -300,7 +300,7 @@ def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
       y, _, kept = stages[0].forward(params[0], (), x)
       y = copiers[1](y)
       loss, _, kept_later = stages[1].forward(params[1], y, ())
-      # [2] Backward from the loss, whose gradient is one.
+      # [2] Backward from the loss: its gradient is one.
       later, gy = stages[1].backward(params[1], kept_later, [one])
       first, _ = stages[0].backward(params[0], kept, copiers[0](gy))
       grads = first, later

@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 
 
 class BenchTable:
-  """A table whose rows are printed as soon as they are measured."""
+  """A table that prints each row as soon as it is measured."""
 
   def __init__(
     self,

@@ -1,6 +1,6 @@
 """How fast a live parameter server is, beside Ray's own and memory copies.
 
-Workers whose gradient costs one pass over the parameters train as fast as the
+Workers with gradients of one pass over the parameters train as fast as the
 server can reply, in separate processes, with all records on. The peer is
 the asynchronous parameter-server loop that Ray's documentation shows.
 """

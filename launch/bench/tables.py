@@ -52,7 +52,7 @@ _NO_LIMIT = 10**6  # jobs: more than any turn does
 
 
 def _settings() -> tables.TableSettings:
-  """Returns the settings of one shard whose reads never wait."""
+  """Returns the settings of one shard on which reads never wait."""
   return tables.table(_RATE, 1, consistency="asynchronous")
 
 
@@ -76,7 +76,7 @@ def _shard(rows: int, folder: Path, memory: Path, inside: Inside) -> ShardHost:
 def _worker(
   rows: int, folder: Path, host: Any, keys: Sequence[Any], clock: Any
 ) -> WorkerHost:
-  """Returns a worker of this process, whose job costs one pass over rows."""
+  """Returns a worker of this process. Its job costs one pass over rows."""
   # The keys of a job; the batch, which is its keys; and (loss, updates).
   work = tables.Work(
     lambda worker, job: keys[job % len(keys)],

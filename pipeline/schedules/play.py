@@ -120,7 +120,7 @@ class _Clock:
       reason = "no rule names a step" if not events else "own actions never end"
       raise self._stopped(f"{reason}, and {self.remaining} tasks are left")
     touched = set()
-    # Events whose times differ only by rounding are simultaneous.
+    # Events are simultaneous if their times differ only by rounding.
     end = events[0][0] + 1e-9 * max(1.0, events[0][0])
     while events and events[0][0] <= end:
       self._time, _, device, kind, stage, microbatch = heapq.heappop(events)

@@ -70,8 +70,8 @@ def zero_bubble(
   Args:
     devices: the device of each stage.
     microbatches: m, of a batch.
-    max_activations: the most forwards on each device whose backward of weights
-      has not ended; the number of its stages or more.
+    max_activations: the most forwards on each device without an ended backward
+      of weights; the number of its stages or more.
     costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
     batches: how many follow each other, with a flush between them.
 

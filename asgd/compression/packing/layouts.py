@@ -80,7 +80,7 @@ def layout(code: Any) -> CodeLayout:
     code: a tree of arrays, `Symbols` and `Values`, or of their structs.
 
   Raises:
-    ValueError: for leaves that are not numbers, symbols whose dtype is no
+    ValueError: for leaves that are not numbers, symbols of a dtype that is no
       signed integer or too small for their levels, and values that are not
       floats of 16 bits or more.
 

@@ -29,8 +29,8 @@ _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 
 def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
-  """Returns the arrays whose bytes are the packed stream of dtype[count].
-  Raises ValueError for symbols beyond their levels."""
+  """Returns arrays; their bytes are the packed stream of dtype[count]. Raises
+  ValueError for symbols beyond their levels."""
   if stream.kind == RAW:
     return [numbers]
   if stream.kind == VALUES:

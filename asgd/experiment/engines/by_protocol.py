@@ -1,4 +1,4 @@
-"""Engines whose runs are of several protocols, which know how they are run."""
+"""Engines for runs of several protocols: each protocol has a Runner for one."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -199,7 +199,7 @@ def partitioned(
   variation: float = 0.1,
   seed: int = 0,
 ) -> durations.Durations:
-  """Returns the times of a replica whose model is divided among machines.
+  """Returns the times of a replica that divides its model among machines.
 
   They are those of `asgd.orders.phases.partitioned` for the shapes of a model,
   in units of the mean time on one machine. Only shapes are used, so the model

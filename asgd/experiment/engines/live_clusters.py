@@ -320,7 +320,7 @@ def make_cluster(
     images: of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """
-  # Threads share what is made here; processes make their parts themselves.
+  # Threads share the parts made here; processes make their parts themselves.
   make_parts = _in_processes if hosts.apart else _in_threads
   site, options, spec_of = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)

@@ -72,7 +72,7 @@ class MeshEngine(engines.Engine):
     if tree is None:  # process 0 alone reads it
       tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
     tree = processes.share_arrays(tree)
-    # [3] Each process puts the parts of its devices in place.
+    # [3] Each process puts its parts of the arrays on its devices.
     self._put(tree["state"])
     # Arrays of a checkpoint are read-only, and `advance` writes into them.
     self._records = MeshRecords(*map(np.array, tree["records"]))

@@ -1,4 +1,4 @@
-"""Simulated runs of recipes whose `gossip` is set: peers have no common server.
+"""Simulated runs of recipes with `gossip`: peers have no common server.
 
 The engine `simulate` uses this module for such recipes. The order is a trace of
 `asgd.gossip.orders`, with rows that a run of a server does not have. The

@@ -62,7 +62,7 @@ def out_of_step(run: Run) -> bool:
 
 
 def check_delays(run: Run) -> None:
-  """Raises ValueError for delays of a run whose shards keep one order."""
+  """Raises ValueError for delays in a run with one order for all shards."""
   if run.config["server"]["delays"] is not None and not out_of_step(run):
     raise ValueError(
       "config.server.delays is for shards that are out of step: set"
@@ -117,9 +117,9 @@ def _order_call(run: Run) -> tuple[str, dict[str, Any]]:
 
 
 def with_protocol(run: Run, workers: int) -> Run:
-  """Returns a run whose own order, if it is a protocol, is replaced by the
-  name and options of that protocol. So simulated and live runs keep it as they
-  keep any protocol."""
+  """Returns the run. If a user gave it an order that is a protocol, the name
+  and options of that protocol replace the order. So simulated and live runs
+  follow it like any protocol."""
   maker = own_of(run)
   if not callable(maker) or not own.is_protocol(maker):
     return run
@@ -282,8 +282,8 @@ def keeps(order: Mapping[str, Any]) -> bool:
 
 
 def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
-  """Returns the protocol of a live run with this order, whose updates are of
-  `every` messages; refuses others with ValueError."""
+  """Returns the protocol of a live run with this order and `every` messages an
+  update; ValueError if the order is not for live runs."""
   options = dict(order)
   name = options.pop("name")
   if name == "bulk_synchronous":

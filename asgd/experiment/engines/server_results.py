@@ -58,8 +58,8 @@ def columns(
 def describe_first_not_finite(
   plan: ServerPlan, latest: Any, done: int, cell: str, template: str
 ) -> str | None:
-  """Returns the error for the first record whose loss or update is not finite;
-  None if all are finite.
+  """Returns the error for the first record with a loss or update that is not
+  finite; None if all are finite.
 
   Args:
     plan: of the cell.

@@ -309,8 +309,8 @@ class PeerCluster(Cluster):
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
     supervisor.news.append("the counter of jobs exited and is restarted")
-    # Peers first drop the numbers whose jobs they have not begun: the journals
-    # lack these numbers, so the new counter assigns them again.
+    # Peers first drop the numbers of jobs that they have not begun: the
+    # journals lack these numbers, so the new counter assigns them again.
     self._ask("use_counter", None)
     self._start_counter()
     self._ask("use_counter", supervisor.parties[COUNTER][0].host)

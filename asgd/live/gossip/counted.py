@@ -8,8 +8,8 @@ from asgd.live.hosts import Host, HostExited
 
 
 class Counted(LivePeer):
-  """A peer whose jobs the run's `JobCounter` numbers; the base of `Pairs` and
-  `PeerArrivals`."""
+  """A peer with jobs that the run's `JobCounter` numbers; the base of `Pairs`
+  and `PeerArrivals`."""
 
   def __init__(self, *args: Any, counter: Host, **options: Any):
     """Takes the host of the counter."""

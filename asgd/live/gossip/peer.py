@@ -22,7 +22,7 @@ from asgd.live.hosts import HostExited, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
-RETRY_SECONDS = 0.05  # until a call is retried whose connection has failed
+RETRY_SECONDS = 0.05  # from a failed connection to the retry of the call
 # Results of `run`.
 REJECTED = "rejected"
 ALONE = "found no lender"

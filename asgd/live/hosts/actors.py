@@ -92,7 +92,7 @@ class HostActor:
 
   def serve(self) -> None:
     """Returns when the host has ended. The driver keeps this call open: the end
-    of the call tells the driver that the host has ended."""
+    of the call shows the driver that the host has ended."""
     self._ended.wait()
 
   def end(self) -> None:
@@ -186,8 +186,8 @@ class ActorHosts(Hosts):
     import ray
 
     self._ray, self._n_started = ray, 0
-    # Most open calls at one object before Ray queues further calls; calls whose
-    # result is a Future count until it is done.
+    # Most open calls at one object before Ray queues further calls; a call
+    # with a Future as result counts until the Future is done.
     self._max_calls = _DRIVER_CALLS + 4 * site.setup.workers
     self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}

@@ -44,7 +44,7 @@ class Inside(NamedTuple):
   # the object with (*args, a Future of the result of `call`). The default drops
   # the call; each kind of host replaces it.
   run_later: Callable[..., None] = lambda call, method, *args: None
-  # Returns a handle of another host whose calls take as long as over a network.
+  # Returns a handle of another host; its calls take as long as over a network.
   # The default adds no delay.
   wrap_host: Callable[["Host"], "Host"] = lambda host: host
 
@@ -87,8 +87,8 @@ class Host(abc.ABC):
   def call(self, method: str, *args: Any) -> Call:
     """Calls a method of the object, once the host has made it.
 
-    The host runs one call at a time. Calls whose results the caller has not
-    waited for may run in any order. If a method returns a
+    The host runs one call at a time. Calls may run in any order if the
+    caller has not waited for their results. If a method returns a
     `concurrent.futures.Future`, its result is the result of the call, and the
     next call may run before the future is done."""
 

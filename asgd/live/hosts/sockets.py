@@ -1,10 +1,10 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
 A call of an actor of Ray passes several threads of both processes. A call by
-socket runs in the thread that reads it. Each open call has a connection of its
-own, so a late result, or one that nobody fetches, blocks no other call. Objects
-are pickled, and unpickling can run any code. So only the owner may have access
-to the folder of a socket.
+socket runs in the thread that reads it. Each open call has a separate
+connection, so a late result, or one that the caller never fetches, blocks no
+other call. Objects are pickled, and unpickling can run any code. So only the
+owner may have access to the folder of a socket.
 """
 
 import contextlib

@@ -147,7 +147,7 @@ CarryFrame = Callable[[Frame, Callable[[], None]], None]
 
 
 class ThrottledNetwork(UnixNetwork):
-  """Sockets whose frames, but those between shards, pass a Throttle."""
+  """Sockets that pass all frames, but those between shards, to a Throttle."""
 
   def __init__(self, throttle: Throttle, open_memory: Callable[[int], Any]):
     """`open_memory` returns the slots of a shard, once it is made."""

@@ -45,7 +45,7 @@ class LocalHost(Protocol):
 
 
 class ThrottledHost(Host):
-  """A handle of another host, whose calls pass a network."""
+  """A handle of another host; its calls pass a network."""
 
   def __init__(self, throttle: Throttle, caller: int, host: LocalHost):
     """The caller is a worker's or a peer's index."""
@@ -78,7 +78,7 @@ class ThrottledHost(Host):
 
 
 class ThrottledHosts(ThreadHosts):
-  """Threads whose workers or peers call others over a network."""
+  """Threads with workers or peers that call others over a network."""
 
   def __init__(self, network: Network, callers: int, *, began: float):
     """`callers` workers or peers call `network.shards` hosts; `began` is as of

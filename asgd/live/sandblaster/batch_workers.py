@@ -87,7 +87,7 @@ class LiveBatchWorkers(BatchWorkers):
 
   @property
   def starting(self) -> list[int]:
-    """The indices of the workers whose processes are starting."""
+    """The indices of the workers with processes that are starting."""
     return [
       worker
       for worker, state in enumerate(self.all)

@@ -108,7 +108,7 @@ class ShardStore:
 
     Arguments are fields of `Stored`.
     """
-    # No command changes a vector in place: an object keeps its values.
+    # No command writes into a vector: an object keeps its values.
     files = {id(rows): file for rows, file in self._image_files}
     image_files = []
 

@@ -263,7 +263,7 @@ class ServerCluster(Cluster):
   # Asking shards.
 
   def _made_shards(self) -> list[int]:
-    """Returns the indices of the shards whose objects are made."""
+    """Returns the indices of the shards with objects that are made."""
     indices = []
     for index, party in self._supervisor.parties[SHARD].items():
       with contextlib.suppress(Exception):  # `check` raises the error

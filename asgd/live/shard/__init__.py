@@ -3,7 +3,7 @@
   frame -> Shard.handle -> Role decides -> Role.commit(row): [1] the state
     applies the row, [2] the journal gets it, [3] peers receive frames of it
 
-The lead is shard 0, whose journal is the trace of the run. In a consistent run
+The lead is shard 0: its journal is the trace of the run. In a consistent run
 the other shards follow: they apply the lead's rows. Otherwise each shard orders
 the messages itself. More words: docs/glossary.md.
 

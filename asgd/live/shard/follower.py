@@ -138,7 +138,7 @@ class Independent(Role):
   def fetch(self, frame: Frame) -> None:
     """Opens this shard's slice of a ticket, or sends an open one again.
 
-    A worker sends PUSH only after FETCH, so a worker whose tickets are open
+    A worker sends PUSH only after FETCH, so a worker with open tickets
     never fetches a closed ticket. If it does, its tickets were ended here: the
     shard expels it. Raises BadFrame if no worker could have that job.
     """

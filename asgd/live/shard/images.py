@@ -44,8 +44,8 @@ def describe(state: ShardState) -> dict[str, Any]:
     "received": state.messages.count,
     "records": state.messages.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
-    # Open tickets whose parameters were lost with an earlier memory. Their LOST
-    # rows follow when the lead ends them.
+    # Open tickets without parameters, which were lost with an earlier memory.
+    # Their LOST rows follow when the lead ends them.
     "without_params": sorted(
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
@@ -70,8 +70,8 @@ def _open_tickets(
     state: of the shard; it is changed.
     ledger: of the journal's rows.
     intact: whether the slots have the parameters of the tickets.
-    without_params: (worker, seq) of tickets whose parameters are lost in any
-      case.
+    without_params: (worker, seq) of tickets that lost their parameters even if
+      the slots are `intact`.
   """
   lost_params = set(map(tuple, without_params))
   state.rows = ledger.rows

@@ -228,7 +228,7 @@ class LeadTotals:
 
   def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
     self._lead, self._dispatcher = lead, dispatcher
-    self._queue: list[Key] = []  # messages whose parts all shards have
+    self._queue: list[Key] = []  # messages with parts at all shards
     self._pending: _PendingSum | None = None
     # Totals of messages that can be received, until their rows are written.
     self._complete: dict[Key, tuple[float, ...]] = {}

@@ -44,7 +44,7 @@ class Role:
     self.time = max(now, events[-1].time if events else 0.0)
     self.peers: dict[int, SendFrame] = {}  # worker -> its connection
     self.incarnations: dict[int, int] = {}  # worker -> its present incarnation
-    # Worker -> the latest incarnation whose tickets were ended at this shard.
+    # Worker -> the latest incarnation with tickets that this shard has ended.
     self.ended: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
     self.restarts: dict[int, int] = {}

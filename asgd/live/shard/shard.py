@@ -156,7 +156,7 @@ class Shard:
     # A new worker repeats its HELLO if the answer takes long.
     registered = role.incarnations.get(worker, -1)
     is_present = same_connection if number < 0 else number == registered
-    # [2] Refuse an incarnation whose tickets were ended. If the worker has
+    # [2] Refuse an incarnation if its tickets were ended. If the worker has
     # another incarnation here, end its tickets.
     if not is_present:
       latest = self.state.latest_incarnations.get(worker, -1)
@@ -214,7 +214,7 @@ class Shard:
           # From here on the message is refused like one with NaN.
           frame = frame._replace(flag=0)
       self.role.push(frame)
-    else:  # a retry of a committed message, whose ACK may be lost
+    else:  # a retry of a committed message: its ACK may be lost
       self.role.send(frame.worker, Frame(frames.ACK, *key))
 
   def _leave(self, worker: int) -> None:
@@ -224,7 +224,7 @@ class Shard:
   def disconnect(
     self, worker: int, now: float, send: SendFrame | None = None
   ) -> None:
-    """Ends the tickets of a worker whose connection broke.
+    """Ends the tickets of a worker after its connection broke.
 
     `send` is the broken connection, if the caller knows it. Then nothing
     changes for a worker that has another connection by now.

@@ -52,7 +52,7 @@ class ReceivedMessages:
   ) -> None:
     """Adds a message. `row` is the message's Observation; `params` are the
     parameters after its update."""
-    if self.n_recorded:  # a recovery, whose sink has this record already
+    if self.n_recorded:  # a recovery: the sink has this record already
       self.n_recorded -= 1
     else:
       messages, observations = self._unwritten

@@ -1,4 +1,4 @@
-"""Packed updates, which a shard sends to workers in place of parameters.
+"""Packed updates, which a shard sends to workers instead of parameters.
 
 Each update is packed once. A ticket carries the updates since the worker's
 previous ticket, in order. If the parameters have no more bytes than these

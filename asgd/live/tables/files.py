@@ -182,7 +182,7 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
 
 def count_repeated_jobs(run: Path, workers: int) -> int:
   """Returns how many jobs were computed more than once. These are the lost and
-  rejected jobs, without the jobs whose saved message was sent again."""
+  rejected jobs, without the jobs that only sent a saved message again."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):

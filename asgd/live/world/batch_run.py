@@ -139,8 +139,8 @@ class BatchRun(WorldRun):
     return functools.partial(self._drive, resumed)
 
   def _resume_point(self, resumed: bool) -> SavedRun | None:
-    """Returns what a resumed run starts from: the last driver's notes, or the
-    last checkpoint if the notes are lost. Returns None for a new run."""
+    """Returns the state from which a resumed run starts: the last driver's
+    notes, or the last checkpoint if the notes are lost; None for a new run."""
     if not self.memory.exists():
       self._driver_notes = None  # the memory held the notes
     if resumed and self._driver_notes is not None:

@@ -40,7 +40,7 @@ def check(
   The world checks stamps, bounded time and reasons of errors during the run.
 
   Args:
-    world: the simulated world, whose folder contains the journals and records.
+    world: the simulated world; its folder contains the journals and records.
     training: the problem and the settings of the run.
     case: the rules of the run.
     shards: the run's shards after their last message, in the order of their
@@ -108,8 +108,8 @@ def _check_jobs(
     if case.consistent:
       require(keys == lead_keys, NAMES[1], text, "and not", lead_keys)
     require(len(set(keys)) == len(keys), NAMES[0], text)
-    # Without `consistent` a follower may also have received a message whose
-    # ticket the lead counts as lost.
+    # Without `consistent` a follower may also have received a message although
+    # the lead counts its ticket as lost.
     missing = set(lead_keys) - set(keys)
     require(not missing, NAMES[1], f"shard {index} lacks {sorted(missing)}")
 
