@@ -41,7 +41,7 @@ SHOWN = {"ValueError", "TypeError", "RuntimeError", "KeyError", "UsageError",
 
 
 def of_page(text: str) -> Iterator[tuple[int, str, re.Pattern]]:
-  """Yields (line number, prose, pattern of unnamed actors) of a page's lines."""
+  """Yields (line number, prose, pattern of unnamed actors) of lines."""
   fenced = False
   for number, line in enumerate(text.splitlines(), 1):
     if line.lstrip().startswith("```"):
