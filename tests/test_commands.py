@@ -12,7 +12,7 @@ import shlex
 import kit
 import pytest
 import tiny
-from tiny import drawn_images
+from tiny import drawn_images, no_limits
 
 FILES = [kit.ROOT / "README.md", kit.ROOT / "CONTRIBUTING.md"]
 FILES += sorted((kit.ROOT / "docs").rglob("*.md"))
@@ -140,7 +140,7 @@ CASES = cases()
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.usefixtures("no_pictures", "commands_as_here")
-@pytest.mark.usefixtures(drawn_images.__name__)
+@pytest.mark.usefixtures(drawn_images.__name__, no_limits.__name__)
 @pytest.mark.parametrize("page", CASES)
 def test_the_commands_of_a_page_run_and_their_cells_count(page, tmp_path):
   for number, (module, words) in enumerate(CASES[page]):
@@ -152,7 +152,7 @@ def test_the_commands_of_a_page_run_and_their_cells_count(page, tmp_path):
       line = " ".join(words)
       misses = "gossip_live" in line and "--fault=kill" in line
       status = INCOMPLETE if misses else 0
-      tiny.train_twice(tmp_path / name, *arguments, status=status)
+      tiny.train(tmp_path / name, *arguments, status=status)
     else:
       kit.call(module, *arguments, status=0)
 

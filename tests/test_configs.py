@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_collections
 import pytest
 import tiny
-from tiny import drawn_images
+from tiny import drawn_images, no_limits
 
 from asgd import experiment
 from asgd.pipeline.engine import PIPELINE
@@ -93,7 +93,7 @@ def test_an_unknown_variant_is_refused(path):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.usefixtures("no_pictures", "commands_as_here")
+@pytest.mark.usefixtures("no_pictures", "commands_as_here", no_limits.__name__)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_run_trains_at_the_tiny_size_and_its_cells_count(path, tmp_path):
   arguments = [f"--config={path}:tiny"]

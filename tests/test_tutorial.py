@@ -15,7 +15,6 @@ from asgd.live import processes, ray_internals
 PAGE = (kit.ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 CNN, LOOP, SIMULATED, LIVE, REPLAY = BLOCKS
-SECONDS = 240
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def start(*arguments):
 
 def finish(process):
   """Returns (accuracy, mean staleness), the last line that a run prints."""
-  out, _ = process.communicate(timeout=SECONDS)
+  out, _ = process.communicate(timeout=kit.DEADLINE)
   assert process.returncode == 0, out
   return [float(word) for word in out.splitlines()[-1].split()]
 

@@ -1,11 +1,14 @@
 """Shipped configs at their tiny size, trained by the command and counted."""
 
+import math
+
 import kit
 import numpy as np
 import pytest
 
 from asgd import data
 from asgd.experiment import folder
+from asgd.experiment.engines import parameter_server
 
 SHAPES = {"fashion": (28, 28, 1), "mnist": (28, 28, 1), "cifar10": (32, 32, 3)}
 
@@ -31,23 +34,34 @@ def drawn_images(monkeypatch):
   monkeypatch.setattr(data, "load", fake)
 
 
+@pytest.fixture
+def no_limits(monkeypatch):
+  """No run measures its limit of curvature, a fifth of a tiny run's time;
+  test_diagnosis measures those of recipes."""
+  plan_type = parameter_server.ServerPlan
+  monkeypatch.setattr(plan_type, "curvature_limit", math.nan)
+
+
 def written(workdir):
   """Returns what there is in the folders of cells, and when it was written."""
   paths = sorted(workdir.glob("cells/*/**/*"))
   return {path: path.stat().st_mtime_ns for path in paths}
 
 
-def train_twice(workdir, *arguments, status=0):
-  """Runs asgd train twice with some arguments: each cell of each run counts,
-  each run is in the table, both calls end with a status, and the second call
-  trains nothing. Returns what the first call printed."""
+def train(workdir, *arguments, status=0):
+  """Runs asgd train with some arguments: each cell of each run counts, each run
+  is in the table, and the call ends with a status."""
   arguments = *arguments, f"--workdir={workdir}", "--jobs=1"
-  said = kit.call("train", *arguments, status=status)
-  check(workdir)
-  before = written(workdir)
   kit.call("train", *arguments, status=status)
+  check(workdir)
+
+
+def train_twice(workdir, *arguments):
+  """Does what `train` does, and then the same call, which trains nothing."""
+  train(workdir, *arguments)
+  before = written(workdir)
+  train(workdir, *arguments)
   assert written(workdir) == before
-  return said
 
 
 def check(workdir):

@@ -1,21 +1,20 @@
 """Each figure's experiment at its tiny size: all cells count and are judged."""
 
-import math
 import runpy
 
 import kit
 import pytest
 import tiny
 from pipeline_experiments import ENGINES
+from tiny import no_limits
 
-from asgd import diagnosis
 from asgd.experiment import report, schema
 from asgd.experiment.progress import Silent
 from asgd.figures import reproduce
 
 FIGURES = reproduce.files(kit.ROOT / "configs" / "figures")
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures("no_pictures", no_limits.__name__)
 
 
 def load(path):
@@ -30,24 +29,11 @@ def load(path):
   return task._replace(resolved=resolved, counts=counts)
 
 
-class NoUpdates(Silent):
-  """A bar that is told of no message: nothing is trained."""
-
-  def update(self, cell, progress):
-    """Fails."""
-    raise AssertionError(f"{cell.name} is trained again")
-
-
 @pytest.mark.parametrize("name", FIGURES)
-def test_each_run_trains_at_the_tiny_size_and_is_judged(
-  name, tmp_path, monkeypatch
-):
-  # No claim is about it, and it is a fifth of the time of a run.
-  monkeypatch.setattr(diagnosis, "curvature_limit", lambda *_, **__: math.nan)
+def test_each_run_trains_at_the_tiny_size_and_is_judged(name, tmp_path):
   task, workdir = load(FIGURES[name]), str(tmp_path / "out")
-  options = {"workdir": workdir, "count": 1}
   exp, place = reproduce.train(
-    task, ENGINES, bar=lambda messages: Silent(), **options
+    task, ENGINES, bar=lambda messages: Silent(), workdir=workdir, count=1
   )
   report.write(place, exp)
   tiny.check(place)
@@ -55,6 +41,3 @@ def test_each_run_trains_at_the_tiny_size_and_is_judged(
   assert data["cells"] == data["of_cells"] == len(exp.cells)
   assert len(verdicts) == len(task.figure.claims)
   assert points
-  before = tiny.written(place)
-  reproduce.train(task, ENGINES, bar=lambda messages: NoUpdates(), **options)
-  assert tiny.written(place) == before
