@@ -6,6 +6,7 @@ returns plain data:
 
   title    str.
   paper    str: authors, title, where, arXiv number.
+  finding  str: what holds here, what does not, and why, in a sentence.
   about    str: the content, in a sentence or two.
   claims   list of dicts, see `Claim`.
   columns  name -> definition, see `asgd.figures.columns`.
@@ -123,6 +124,7 @@ class Figure(NamedTuple):
   panels: Sequence[PanelSpec]
   quick: Mapping[str, Any]
   tuned: str
+  finding: str
   turns: bool
 
 
@@ -248,7 +250,7 @@ _FIGURE = {
   **dict.fromkeys(("claims", "panels"), FieldCheck(fields.any_list)),
   **dict.fromkeys(("columns", "quick"), FieldCheck(fields.mapping)),
   "notes": FieldCheck(fields.texts),
-  "tuned": FieldCheck(fields.note),
+  **dict.fromkeys(("tuned", "finding"), FieldCheck(fields.note)),
   "turns": FieldCheck(checks.flag),
 }
 
@@ -273,8 +275,7 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   names.check(f"column of {where}:", data["column"], columns)
   # [3] The fields of the kind; the statistic was checked above.
   common_checks["statistic"] = FieldCheck(checks.anything)
-  valid = {**common_checks, **_KINDS[kind]}
-  fields.check(f"{where} of kind {kind!r}", data, valid)
+  fields.check(f"{where} of kind {kind!r}", data, common_checks | _KINDS[kind])
   # [4] Fields that are valid alone, but not together.
   _check_consistent(where, kind, data)
   kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}
@@ -432,7 +433,7 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
     for i, panel in enumerate(given.get("panels", ()))
   ]
   _check_distinct("panels", [panel.title for panel in panels])
-  defaults = {"quick": {}, "tuned": "", "turns": False}
+  defaults = {"quick": {}, "tuned": "", "finding": "", "turns": False}
   computed: dict[str, Any] = {"name": name, "claims": claims}
   computed |= {"columns": specs, "panels": panels}
   # `computed` replaces the raw claims and panels by checked ones.

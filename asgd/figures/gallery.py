@@ -63,6 +63,7 @@ _VERDICT = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
 _STORED: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
+  "finding": FieldCheck(fields.note),  # not needed: older files have none
   "size": FieldCheck(fields.named(("full", "quick")), "full or quick"),
   "seeds": FieldCheck(checks.several(checks.whole_number(0)), "a list"),
   **dict.fromkeys(("cells", "of_cells", "diverged", "messages"), _COUNT),
@@ -206,7 +207,7 @@ def _one_line(value: Any) -> Any:
 def page(docs: Path) -> str:
   """Returns the page, from the stored verdicts."""
   figures = _one_line(read(docs))
-  parts = [_TITLE, _summary(figures)]
+  parts = [_TITLE, _summary(figures), _findings(figures)]
   parts += [_row(name, data) for name, data in figures.items()]
   parts.append(_METHOD)
   parts += [_section(name, data) for name, data in figures.items()]
@@ -247,11 +248,29 @@ def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
   return (
     f"{len(figures)} figures judge {len(claims)} claims of the literature, at"
     f" the size of small machines: **{_counts(claims)}**"
-    " ([how claims are judged](#how-claims-are-judged)). A row for each"
-    " figure shows its first claims that hold, and every claim that fails, with"
-    " the reason. Its title leads to all claims, their numbers and intervals,"
-    " and the figure in full size.\n"
+    " ([how claims are judged](#how-claims-are-judged)). The table has what"
+    " each found; first come those with a claim that fails. Below it, a row"
+    " for each figure shows its first claims that hold, and every claim that"
+    " fails, with the reason. A title leads to all claims, their numbers and"
+    " intervals, and the figure in full size.\n"
   )
+
+
+def _findings(figures: Mapping[str, Mapping[str, Any]]) -> str:
+  """Returns the table of what each figure found; those with most failed claims
+  come first."""
+
+  def failed(data: Mapping[str, Any]) -> int:
+    return _count(data["claims"], statistics.FAIL)
+
+  rows = []
+  for data in sorted(figures.values(), key=failed, reverse=True):
+    claims = data["claims"]
+    counts = [_count(claims, verdict) for verdict in statistics.VERDICTS]
+    title = f"[{data['title']}](#{_anchor(data)})"
+    rows.append([title, data.get("finding") or "see its row", *counts])
+  header = ["figure", "what holds here, and what does not"]
+  return _table([*header, *statistics.VERDICTS], rows)
 
 
 def _first_sentence(text: str) -> str:

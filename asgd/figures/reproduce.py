@@ -281,6 +281,7 @@ def judge(
     "figure": figure.name,
     "title": figure.title,
     "paper": figure.paper,
+    "finding": figure.finding,
     "about": figure.about,
     "tuned": figure.tuned,
     "size": _size(task),

@@ -291,6 +291,10 @@ def get_figure():
       "Hakimi, Barkai, Gabel, Schuster: Taming Momentum in a Distributed"
       " Asynchronous Environment, arXiv 1907.11612: clusters, slow batches"
     ),
+    finding=(
+      "ASGD needs more epochs the more workers it has, and with momentum never"
+      " arrives with 32; how few cost nothing is open."
+    ),
     about=(
       "Epochs of all workers together until the test loss is that of one worker"
       " after a sixth of the run, with the same rate and batch."

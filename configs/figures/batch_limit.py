@@ -216,6 +216,10 @@ def get_figure():
       " McCandlish, Kaplan, Amodei et al.: An empirical model of large-batch"
       " training, arXiv 1812.06162"
     ),
+    finding=(
+      "The linear rate holds up to a batch that the noise scale predicts"
+      " within a factor of 4; that a warm-up extends it is open."
+    ),
     about=(
       "Synchronous SGD without momentum; each worker has a batch of 32, and the"
       " batch grows with the workers. Epochs are those of the first of eight"

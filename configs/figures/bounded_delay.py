@@ -114,6 +114,10 @@ def get_figure():
       " Learning with the Parameter Server, NIPS 2014: delayed block proximal"
       " gradient, on data of advertisements"
     ),
+    finding=(
+      "A delay of 8 reaches the objective 1.5 times sooner, at no cost in"
+      " steps; whether longer delays are useless is open."
+    ),
     about=(
       "Simulated time until the objective is 0.4, and the objective after 200"
       " epochs. A block of features is in every fourth job, so that a short"

@@ -330,6 +330,11 @@ def get_figure():
   return dict(
     title="DANA: gap, accuracy and speed against workers",
     paper=PAPER,
+    finding=(
+      "On equal machines DANA has the gap of ASGD, and the best accuracy with"
+      " 32 workers; on unequal ones its gap is 2.3 times that of ASGD, as fast"
+      " workers send more than it expects."
+    ),
     about=ABOUT,
     columns={
       # The accuracy falls below it first.

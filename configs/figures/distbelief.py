@@ -120,6 +120,10 @@ def get_figure():
       "Dean et al., Large Scale Distributed Deep Networks, NIPS 2012, figure 4:"
       " speech, up to 200 model replicas and 2,000 of Sandblaster"
     ),
+    finding=(
+      "Downpour is ahead of SGD by time, and Adagrad ahead of a fixed rate;"
+      " whether Sandblaster is ahead of both is open."
+    ),
     about=(
       "The simulated time to a test loss of 0.3, in batches of one worker;"
       " messages and the coordinator's commands take none. 1,437 images are 90"

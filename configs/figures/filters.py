@@ -266,6 +266,11 @@ def get_figure():
       " Server, OSDI 2014, section 5.1, with an L1 penalty on data of"
       " advertisements; managed communication: Wei et al., SoCC 2015"
     ),
+    finding=(
+      "Key caching and the KKT filter save half of the bytes each; int8"
+      " diverges here, random skip only delays rows, and managed communication"
+      " pulls what it leaves out."
+    ),
     about=(
       "Four workers with full batches under ESSP with s = 2, so that messages"
       " up are pushes alone. The publications' sizes are of other data, and"

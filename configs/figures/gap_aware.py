@@ -160,6 +160,11 @@ def get_figure():
       " ICLR 2020, arXiv 1909.10802, with ResNets on CIFAR and ImageNet;"
       " staleness-aware: Zhang, Gupta, Lian, Liu, IJCAI 2016, arXiv 1511.05950"
     ),
+    finding=(
+      "Without momentum Gap-Aware is above staleness-aware; but it falls with"
+      " the workers as much, as 938 gradients are too few for the steps that it"
+      " divides."
+    ),
     about=(
       "A small CNN on Fashion-MNIST, one epoch in total over all workers. Both"
       " algorithms have the rate, and the momentum, of one worker."

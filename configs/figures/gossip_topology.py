@@ -166,6 +166,10 @@ def get_figure():
       " Graph is Provably Efficient for Decentralized Deep Training, NeurIPS"
       " 2021, arXiv 2110.13363; both on ImageNet"
     ),
+    finding=(
+      "Rings and exponential graphs keep the accuracy up to 32 peers, within 2"
+      " points, for few messages."
+    ),
     about=(
       "Peers on four graphs, on handwritten digits: the accuracy of the mean"
       " model, the consensus distance at the end (the root mean square over"

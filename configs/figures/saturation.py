@@ -178,6 +178,10 @@ def get_figure():
       " Server, OSDI 2014, shards a server to spread its traffic; the sweep, in"
       " simulated time, is ours"
     ),
+    finding=(
+      "A server saturates at the number of workers that bytes and bandwidth"
+      " give, and shards raise it in proportion."
+    ),
     about=(
       "Messages in a unit of time (a mean batch), how long the busiest port was"
       " busy, and how long a message and its ticket waited there, against the"

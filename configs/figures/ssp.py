@@ -236,6 +236,10 @@ def get_figure():
   return dict(
     title="Matrix factorisation under SSP and ESSP",
     paper=PAPER,
+    finding=(
+      "SSP gets worse with its bound, and diverges at 10 at the edge of"
+      " stability; ESSP does not depend on its bound."
+    ),
     about=(
       "Square loss of the last quarter of a run, on generated ratings (the"
       " paper has Netflix). SSP reads a copy again when it is older than s"

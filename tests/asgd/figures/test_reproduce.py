@@ -106,6 +106,7 @@ def test_each_kept_figure_has_a_picture_and_a_file():
 def test_kept_verdicts_follow_from_their_numbers(name):
   """And are of the claims that the figure's file makes."""
   task = reproduce.load(FIGURES / f"{name}.py", ENGINES)
+  assert KEPT[name].get("finding", "") == task.figure.finding
   own = {claim.name: claim for claim in task.figure.claims}
   assert [claim["name"] for claim in KEPT[name]["claims"]] == list(own)
   for claim in KEPT[name]["claims"]:
@@ -224,6 +225,17 @@ def test_the_front_counts_every_verdict_and_says_why_a_claim_fails():
   assert len(re.findall(r"^- \*\*FAIL\*\* .*\. \*.+\*$", front, re.M)) == len(
     failed
   )
+
+
+def test_the_front_begins_with_what_each_figure_found():
+  rows = gallery.page(DOCS).partition("\n<div")[0].splitlines()
+  rows = [row for row in rows if row.startswith("| [")]
+  failures = [int(row.split("|")[-3]) for row in rows]
+  assert failures == sorted(failures, reverse=True)
+  assert len(rows) == len(KEPT)
+  for data in KEPT.values():
+    (row,) = [row for row in rows if f"[{data['title']}](#" in row]
+    assert (data.get("finding") or "see its row") in row
 
 
 def test_a_row_of_the_front_has_two_examples_and_every_failure(docs):
