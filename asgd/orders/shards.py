@@ -9,9 +9,13 @@ Shard 0, the lead, decides which job starts. The worker asks each other shard
 for its part of the ticket, computes when it has all parts, and sends its
 message to every shard. Each request and each message takes the delay of its
 (worker, shard) pair. So a ticket mixes versions, and shards receive messages in
-different orders. Messages of one worker to one shard arrive in order.
+different orders. Messages of one worker to one shard arrive in order. The ways
+have drawn delays (`out_of_step`), or are the links of a network
+(`over_network`).
 """
 
+import collections
+import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -23,6 +27,8 @@ import numpy.typing as npt
 from asgd import base, checks
 from asgd.orders import protocol
 from asgd.orders.durations import Durations
+from asgd.orders.link_queue import LinkQueue
+from asgd.orders.network import Links, LinkUse, Network
 from asgd.orders.trace import STARTS, Event, events, from_events
 
 
@@ -89,11 +95,7 @@ def out_of_step(
   checks.whole("workers", workers)
   checks.whole("messages", messages)
   checks.whole("shards", shards)
-  if rules.round:
-    raise ValueError(
-      f"rounds of {rules.round} messages need shards in step: shards that are"
-      " out of step would make different rounds; use shards=1"
-    )
+  _check_rounds(rules)
   message_delays = _MessageDelays(delays, workers, shards)
   streams = [durations.stream(worker) for worker in range(workers)]
   free_at = [0.0] * workers  # time at which each worker has ended its jobs
@@ -131,11 +133,173 @@ def out_of_step(
       rows[shard].append(event)
     dispatcher.arrive(worker, seq)
     dispatcher.deliver(now)
+  return _sorted_traces(rows)
+
+
+def _check_rounds(rules: protocol.Rules) -> None:
+  """Raises ValueError for rounds."""
+  if rules.round:
+    raise ValueError(
+      f"rounds of {rules.round} messages need shards in step: shards that are"
+      " out of step would make different rounds; use shards=1"
+    )
+
+
+def _sorted_traces(rows: Sequence[list[Event]]) -> list[base.Trace]:
+  """Returns the trace of each shard."""
   # A stable sort: rows with equal times keep their order.
   return [
     from_events(sorted(shard_rows, key=lambda row: row.time))
     for shard_rows in rows
   ]
+
+
+class _Job:
+  """A job whose parts are on their way."""
+
+  def __init__(self, grant: protocol.Grant, shards: int, duration: float):
+    self.worker, self.seq, self.number, self.keep = grant
+    self.parts_left = shards  # of its ticket
+    self.duration = duration
+
+  def row(self, time: float, action: int) -> Event:
+    """Returns a row of the job."""
+    return Event(time, self.worker, self.seq, self.number, action)
+
+
+class _OverNetwork:
+  """Plays a protocol over the links between workers and shards."""
+
+  def __init__(
+    self, rules: protocol.Rules, durations: Durations, network: Network,
+    nbytes: Sequence[float], workers: int, messages: int,
+  ):
+    self._shards, self._messages = range(network.shards), messages
+    self._nbytes = nbytes
+    self._waited = 0.0  # of all parts, in queues of shards
+    self.queue = LinkQueue(Links(network, workers), self._add_waited)
+    self.rows: list[list[Event]] = [[] for _ in self._shards]
+    self._dispatcher = protocol.Dispatcher(rules, log=self.rows[0].append)
+    self._streams = [durations.stream(worker) for worker in range(workers)]
+    self._free_at = [0.0] * workers
+    # Worker -> granted jobs that have not begun; they begin in this order.
+    self._granted: list[collections.deque[_Job]] = [
+      collections.deque() for _ in range(workers)
+    ]
+    for worker in range(workers):
+      self._dispatcher.join(worker, 0.0)
+    self.rows[0].clear()  # workers present at time 0 get no JOIN row
+
+  def _add_waited(self, waited: float) -> None:
+    self._waited += waited
+
+  def use(self, end: float) -> LinkUse:
+    """Returns the use of the links until the end of the play."""
+    n_parts = self._messages * len(self._shards)
+    return self.queue.links.use(end)._replace(waited=self._waited / n_parts)
+
+  def grant(self, time: float) -> None:
+    """Starts the jobs that may start: the lead sends its parts of tickets."""
+    for grant in self._dispatcher.grants(time):
+      stream = self._streams[grant.worker]
+      job = _Job(grant, len(self._shards), next(stream))
+      self._granted[job.worker].append(job)
+      self._send_part(0, job, time)
+
+  def _send_part(self, shard: int, job: _Job, time: float) -> None:
+    """Sends a shard's part of a ticket; a kept ticket has no bytes."""
+    nbytes = 0.0 if job.keep else self._nbytes[shard]
+    arrive = functools.partial(self._take_part, shard, job)
+    self.queue.send_down(time, job.worker, shard, nbytes, arrive)
+
+  def _take_part(self, shard: int, job: _Job, time: float) -> None:
+    """Counts a part of a ticket at its worker. With the part of the lead, the
+    worker asks the other shards for theirs."""
+    for other in self._shards[1:] if not shard else ():
+      answer = functools.partial(self._answer, other, job)
+      self.queue.send_up(time, job.worker, other, 0.0, answer)
+    job.parts_left -= 1
+    waiting = self._granted[job.worker]
+    while waiting and not waiting[0].parts_left:
+      job = waiting.popleft()
+      end = max(time, self._free_at[job.worker]) + job.duration
+      self._free_at[job.worker] = end
+      self.queue.at(end, functools.partial(self._push, job))
+
+  def _answer(self, shard: int, job: _Job, time: float) -> None:
+    """Sends the part of a ticket for which a worker has asked."""
+    action = base.KEEP if job.keep else base.SEND
+    self.rows[shard].append(job.row(time, action))
+    self._send_part(shard, job, time)
+
+  def _push(self, job: _Job, time: float) -> None:
+    """Sends the message of a job that has ended, the lead's part last."""
+    for shard in reversed(self._shards):
+      receive = functools.partial(self._receive, shard, job)
+      nbytes = self._nbytes[shard]
+      self.queue.send_up(time, job.worker, shard, nbytes, receive)
+
+  def _receive(self, shard: int, job: _Job, time: float) -> None:
+    """Receives a part of a message, which no shard waits for another to do."""
+    if shard:
+      self.rows[shard].append(job.row(time, base.RECEIVE))
+    elif self._dispatcher.received < self._messages:
+      self._dispatcher.arrive(job.worker, job.seq)
+      self._dispatcher.deliver(time)
+      if self._dispatcher.received < self._messages:
+        self.grant(time)
+
+
+def over_network(
+  rules: protocol.Rules, durations: Durations, network: Network, *,
+  nbytes: Sequence[float], workers: int, messages: int,
+) -> tuple[list[base.Trace], LinkUse]:
+  """Plays a protocol with shards that are out of step, over a network.
+
+  The lead sends its part of a ticket with the grant. When the part arrives, the
+  worker asks each other shard for its part: a message without bytes. A shard
+  receives its part of a message when it has processed the part, whatever the
+  other shards do.
+
+  Args:
+    rules, durations, workers, messages: as of `out_of_step`.
+    network: the links, for S shards, in the unit of the durations.
+    nbytes: of each shard's part of a ticket, and of a message.
+
+  Returns:
+    S traces; the first is the lead's. Its last row is that of the last message;
+    the other shards end with the same messages. And the use of the links until
+    the end.
+
+  Raises:
+    ValueError: as `out_of_step`.
+
+  Example:
+    A job takes 1, each way 0.5: the lead's part of the ticket, the request to
+    the other shard, its answer, and the message.
+
+    >>> from asgd import orders
+    >>> from asgd.orders import protocol, shards
+    >>> network = orders.network.Network(latency=0.5, shards=2)
+    >>> (lead, other), _ = shards.over_network(
+    ...   protocol.Rules(), orders.durations.constant(), network,
+    ...   nbytes=(8, 8), workers=1, messages=2,
+    ... )
+    >>> lead.time.tolist(), other.time.tolist()
+    ([0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 4.0, 6.0])
+  """
+  checks.whole("workers", workers)
+  checks.whole("messages", messages)
+  _check_rounds(rules)
+  play = _OverNetwork(rules, durations, network, nbytes, workers, messages)
+  play.grant(0.0)
+  play.queue.run()
+  received = {e.key for e in play.rows[0] if e.action == base.RECEIVE}
+  traces = _sorted_traces([
+    [e for e in rows if e.action != base.RECEIVE or e.key in received]
+    for rows in play.rows
+  ])
+  return traces, play.use(max(float(trace.time[-1]) for trace in traces))
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:

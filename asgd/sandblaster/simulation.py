@@ -174,20 +174,26 @@ class SandblasterSimulation(BatchDriver):
     self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> PortionTicket:
-    """Starts a job once its data are loaded, and schedules its end."""
-    state, settings = self._workers[worker], self._settings
-    begin = max(self.now, self._load(state, job))
-    if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
-      self._load(state, coming)
-    finish = begin + state.draw(len(settings.portions_of(job)))
+    """Starts a job, and schedules its end."""
+    finish = self._end_of(worker, job, self.now)
     self._push(finish, _FINISH, worker)
-    return PortionTicket(self._current, job, state.seq, finish, fresh)
+    seq = self._workers[worker].seq
+    return PortionTicket(self._current, job, seq, finish, fresh)
 
-  def _load(self, state: _SimulatedWorker, job: int) -> float:
+  def _end_of(self, worker: int, job: int, now: float) -> float:
+    """Returns the end of a job that a worker begins once its data are loaded;
+    prefetches the data of the next job."""
+    state, settings = self._workers[worker], self._settings
+    begin = max(now, self._load(state, job, now))
+    if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
+      self._load(state, coming, now)
+    return begin + state.draw(len(settings.portions_of(job)))
+
+  def _load(self, state: _SimulatedWorker, job: int, now: float) -> float:
     """Returns the time when a worker has loaded the data of a job."""
     settings = self._settings
     needs = settings.loading * len(settings.portions_of(job))
-    return state.load(job, needs, self.now)
+    return state.load(job, needs, now)
 
   def _push(self, time: float, kind: str, index: int) -> None:
     heapq.heappush(self._agenda, (time, self._event_count, kind, index))
@@ -196,6 +202,11 @@ class SandblasterSimulation(BatchDriver):
   def _step(self) -> bool:
     """Handles the next event; there always is one."""
     time, _, kind, index = heapq.heappop(self._agenda)
+    self._handle(time, kind, index)
+    return True
+
+  def _handle(self, time: float, kind: str, index: int) -> None:
+    """Handles an event."""
     self.now = max(time, self.now)
     if kind == SHARD:
       self._shards.lose(index)
@@ -209,7 +220,6 @@ class SandblasterSimulation(BatchDriver):
     # A finish at another time is of a job that was lost with its worker.
     elif (ticket := self._workers[index].ticket) and ticket.finish == time:
       self._finish(index, ticket)
-    return True
 
   def _kill(self, worker):
     if self._workers[worker].alive:

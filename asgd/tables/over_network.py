@@ -28,10 +28,7 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.network import LinkUse, Network
-from asgd.tables import requests, wire
-from asgd.tables.keys import Keys
-from asgd.tables.messages import Push, Rows
-from asgd.tables.network_events import (
+from asgd.orders.network_events import (
   DOWN,
   END_JOB,
   MESSAGE,
@@ -41,6 +38,9 @@ from asgd.tables.network_events import (
   Message,
   NetworkEvents,
 )
+from asgd.tables import requests, wire
+from asgd.tables.keys import Keys
+from asgd.tables.messages import Push, Rows
 from asgd.tables.requests import PULL, PUSH, Request
 from asgd.tables.simulation import TableRun, request_bytes
 
@@ -169,7 +169,7 @@ class OverNetwork(TableRun):
     worker = message.worker
     client, state = self._clients[worker], self._workers[worker]
     # The shards sent these rows before they had the worker's last push.
-    is_behind = message.applied < client.flushes
+    is_behind = message.number < client.flushes
     for data in message.data:
       rows = Rows(*wire.load(data))
       state.heard = max(state.heard, rows.clock)
@@ -277,6 +277,7 @@ class OverNetwork(TableRun):
       parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
     sizes = self._part_bytes(parts, shards or self._shards, len(batch))
     data = list(map(wire.dump, batch))
+    # The worker's pushes that the shards have applied.
     applied = self._workers[worker].applied
     self._events.send(Message(kind, DOWN, worker, sizes, data, applied))
 

@@ -8,6 +8,7 @@ live runs.
 """
 
 import csv
+import functools
 import io
 import math
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
 from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import learning_rates, outcomes
+from asgd.experiment.engines import learning_rates, networks, outcomes
 from asgd.experiment.engines.simulated import (
   Restore,
   SimulatedEngine,
@@ -28,6 +29,7 @@ from asgd.experiment.engines.simulated import (
 )
 from asgd.experiment.schema import Run
 from asgd.orders import trace
+from asgd.orders.network import Network
 
 _job_key = jax.jit(worker_lib.job_key)
 
@@ -41,6 +43,12 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     # One message is `push_every` portions, summed.
     """Batches in one message."""
     return self.settings.push_every
+
+  @property
+  def call_network(self) -> Network | None:
+    """Network between workers and shards; None: messages take no time."""
+    section, shards = self.run.config["network"], self.settings.shards
+    return networks.from_section(section, shards)
 
   def work(
     self, seed: int, root: jax.Array, batches: problems.Batches | None = None
@@ -145,7 +153,12 @@ class CoordinatedEngine(SimulatedEngine):
     plan, params = self._plan, jax.device_get(params)
     # `restore` calls the function with a checkpoint, if there is one.
     saved = restore(lambda restored: _unpack(restored, params, plan.settings))
-    self._simulation = sandblaster.SandblasterSimulation(
+    make: Any = sandblaster.SandblasterSimulation
+    if plan.call_network is not None:
+      make = functools.partial(
+        sandblaster.OverNetwork, network=plan.call_network
+      )
+    self._simulation = make(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
       workers=plan.workers,
       saved=saved,
@@ -233,7 +246,15 @@ class CoordinatedEngine(SimulatedEngine):
       "reason": state.reason or "the end of config.epochs",
       **self.summary(0, self.done),
       self._end_column: simulation.now,
+      **self._load_of_network(),
     }
+
+  def _load_of_network(self) -> dict[str, float]:
+    """Returns the columns of the network; {} without one."""
+    if self._plan.call_network is None:
+      return {}
+    now = self._simulation.now
+    return networks.columns(self._simulation.use(), self.done, now)
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the state at the start of the present evaluation."""
@@ -286,5 +307,6 @@ def describe(result: Mapping[str, Any]) -> str:
     )
   if result["fallbacks"]:
     words += f"; {result['fallbacks']} times back to steepest descent"
+  words += networks.describe(result)
   # The coordinator's own words, such as "the gradient norm".
   return f"{words}; ended by {result['reason']}"

@@ -79,6 +79,12 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self._params, _ = _start_of(self._plan, self._context.cell.seed)
     return super()._prepare()
 
+  def _network(self):
+    return self._plan.call_network
+
+  def _load_of_network(self):
+    return {}  # only a simulation measures it
+
   def _restore(self) -> SavedRun | None:
     """Returns the driver's notes in memory, else the last checkpoint; None if
     there is neither."""

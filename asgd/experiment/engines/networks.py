@@ -48,14 +48,23 @@ def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
 
 
 def check(run: Run) -> None:
-  """Raises ValueError for a network that a run cannot have."""
-  server = run.config["server"]
-  several = server["shards"] > 1 and not server["consistent"]
-  # Shards with separate orders have other delays (`config.server.delays`).
-  if several and network_of(run) is not None:
+  """Raises ValueError for a network that a simulated run cannot have."""
+  server, codecs = run.config["server"], ("compress", "compress_down")
+  out_of_step = server["shards"] > 1 and not server["consistent"]
+  if "live" in run.config or not out_of_step or network_of(run) is None:
+    return
+  if server["delays"] is not None:
     raise ValueError(
-      f"config.network with {server['shards']} shards needs one order for all"
-      " of them: set config.server.consistent=True, or config.server.shards=1"
+      "config.server.delays and config.network both say when messages arrive:"
+      " leave one of the two out"
+    )
+  # The order is made before the values, and the size of a code may depend on
+  # them. Shards with one order make it as the values come.
+  if codec := next((key for key in codecs if run.config[key]), None):
+    raise ValueError(
+      f"config.{codec} makes sizes depend on the values, and over a network the"
+      f" order of {server['shards']} shards that are out of step is made before"
+      " them: set config.server.consistent=True, or leave one of the two out"
     )
 
 

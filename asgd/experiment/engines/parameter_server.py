@@ -219,16 +219,24 @@ class ServerPlan:
       **self.order,
     )
 
-  def traces(self, seed: int) -> list[base.Trace]:
-    """Returns the order of each shard, for shards that are out of step."""
-    return orders.shards.out_of_step(
-      self.rules(),
-      self._durations(seed),
-      server_orders.delays(self.run, seed),
-      workers=self.workers,
-      messages=self.messages,
-      shards=self.run.config["server"]["shards"],
+  def traces(
+    self, seed: int
+  ) -> tuple[list[base.Trace], network_lib.LinkUse | None]:
+    """Returns the order of each shard, for shards that are out of step, and the
+    use of the network; None without one."""
+    rules, times = self.rules(), self._durations(seed)
+    counts = {"workers": self.workers, "messages": self.messages}
+    if self.network is not None:
+      nbytes = networks.shares(self, self.network.shards)
+      return orders.shards.over_network(
+        rules, times, self.network, nbytes=nbytes, **counts
+      )
+    delays = server_orders.delays(self.run, seed)
+    shards = self.run.config["server"]["shards"]
+    traces = orders.shards.out_of_step(
+      rules, times, delays, shards=shards, **counts
     )
+    return traces, None
 
   def _durations(self, seed: int) -> durations.Durations:
     """Returns the durations of jobs."""

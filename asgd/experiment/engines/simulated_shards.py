@@ -15,6 +15,7 @@ from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   live_clusters,
   live_hosts,
+  networks,
   server_results,
   traffic,
 )
@@ -34,7 +35,7 @@ class ShardedEngine(SimulatedEngine):
     """Draws the traces, and makes the simulation or restores it. Returns how
     many messages the lead has received."""
     plan = self._plan
-    self._traces = plan.traces(seed)
+    self._traces, self._use = plan.traces(seed)
     self._params = jax.device_get(params)
     split = sharding.make_plan(self._params, len(self._traces))
     # Each shard applies its own trace to its part of the parameters.
@@ -94,7 +95,9 @@ class ShardedEngine(SimulatedEngine):
     """Returns the engine's columns of the row of results."""
     plan, records, states = self._plan, self.records(), self._simulation.states
     row = server_results.columns(plan, records, int(states[0].version))
-    row["simulated_time"] = float(records.time[-1])
+    row["simulated_time"] = time = float(records.time[-1])
+    if self._use is not None:
+      row |= networks.columns(self._use, len(records.loss), time)
     row["shards"] = len(states)
     row["spread_mean"] = float(orders.shards.spreads(self._traces).mean())
     split = self._simulation.plan

@@ -119,7 +119,7 @@ PROTOCOL = Protocol(
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
     Refusal("order", "its order follows from its portions"),
-    Refusal("network", "the operations of its coordinator take no time"),
+    Refusal("network", "its live messages have real times", engines=("ray",)),
     # Live shards are the coordinator's, not a server's.
     Refusal(
       "server.shards",

@@ -9,10 +9,8 @@ links of a simulation (`asgd.orders.network`), with a real clock.
 `throttled_hosts` the calls of hosts.
 """
 
-import collections
 import contextlib
 import functools
-import heapq
 import threading
 import time
 from collections.abc import Callable
@@ -23,14 +21,8 @@ from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.sockets import UnixNetwork
 from asgd.live.slots import MESSAGES, PARAMS
-from asgd.orders.network import Links, MessagePart, Network
-
-
-class _Parcel:
-  """A frame or a call on its way."""
-
-  def __init__(self, deliver: Callable[[], Any]):
-    self.deliver, self.has_arrived = deliver, False
+from asgd.orders.link_queue import LinkQueue
+from asgd.orders.network import Links, Network
 
 
 class Throttle:
@@ -48,15 +40,8 @@ class Throttle:
     clock: Callable[[], float] = time.monotonic,
   ):
     """The clock counts seconds, the unit of the network's times."""
-    self._links, self._clock = Links(network, workers), clock
-    self.time = 0.0  # time at which the latest part arrived
-    # Events of the network: (time, tie-breaker, part, line of `Links`).
-    self._heap: list[tuple[float, int, MessagePart, Any]] = []
-    self._event_count = 0
-    # (direction, worker, shard) -> its parcels, in the order of sending
-    self._queues: dict[Any, collections.deque[_Parcel]] = (
-      collections.defaultdict(collections.deque)
-    )
+    self._queue, self._clock = LinkQueue(Links(network, workers)), clock
+    self.time = 0.0  # time at which the latest parcel was delivered
     self._changed = threading.Condition()
     self._ended = False
     self._thread = threading.Thread(target=self._run, daemon=True)
@@ -77,68 +62,48 @@ class Throttle:
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries `nbytes` bytes from a worker to a shard, then calls `deliver`."""
-    self._carry(self._links.message_part, worker, shard, nbytes, deliver)
+    self._carry(self._queue.send_up, worker, shard, nbytes, deliver)
 
   def send_down(
     self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries `nbytes` bytes from a shard to a worker, then calls `deliver`."""
-    self._carry(self._links.ticket_part, worker, shard, nbytes, deliver)
+    self._carry(self._queue.send_down, worker, shard, nbytes, deliver)
 
   def _carry(
     self,
-    make_part: Callable[..., MessagePart],
+    send: Callable[..., None],
     worker: int,
     shard: int,
     nbytes: float,
     deliver: Callable[[], Any],
   ) -> None:
-    """Sends a parcel; `make_part` is `Links.message_part` or
-    `Links.ticket_part`."""
-    parcel = _Parcel(deliver)
+    """Sends a parcel by a method of the queue."""
+
+    def act(time: float) -> None:
+      self.time = time
+      deliver()
+
     with self._changed:
-      parcels = self._queues[make_part.__name__, worker, shard]
       now = self._clock()
       # The links must be up to date before a part is added.
-      self._deliver_due(now)
-      parcels.append(parcel)
-      key = parcels, parcel
-      self._advance(now, make_part(key, worker, shard, nbytes), None)
+      self._queue.run(now)
+      send(now, worker, shard, nbytes, act)
       self._changed.notify()
 
   def deliver_due(self) -> float | None:
     """Delivers due frames; returns the time at which more may be due."""
     with self._changed:
-      self._deliver_due(self._clock())
-      return self._heap[0][0] if self._heap else None
-
-  def _deliver_due(self, now: float) -> None:
-    """Processes the events up to `now`, in their order."""
-    while self._heap and self._heap[0][0] <= now:
-      due, _, part, line = heapq.heappop(self._heap)
-      self._advance(due, part, line)
-
-  def _advance(self, now: float, part: MessagePart, line: Any) -> None:
-    """Processes one event: a part arrives, or moves on in the network."""
-    if line is None and part.has_arrived:
-      parcels, parcel = part.key
-      parcel.has_arrived, self.time = True, now
-      # A parcel that arrived before an earlier parcel waits for it.
-      while parcels and parcels[0].has_arrived:
-        parcels.popleft().deliver()
-      return
-    for time_due, next_part, next_line in self._links.advance(now, part, line):
-      self._event_count += 1
-      event = time_due, self._event_count, next_part, next_line
-      heapq.heappush(self._heap, event)
+      self._queue.run(self._clock())
+      return self._queue.next_time
 
   def _run(self) -> None:
     """Delivers until `close`; sleeps until the next event is due."""
     with self._changed:
       while not self._ended:
         now = self._clock()
-        self._deliver_due(now)
-        due = self._heap[0][0] if self._heap else None
+        self._queue.run(now)
+        due = self._queue.next_time
         self._changed.wait(None if due is None else max(due - now, 0.0))
 
 

@@ -144,6 +144,7 @@ class LiveWorker:
       HostExited: if a shard has exited. When called again for the job, the
         worker only pushes the message that it has computed.
     """
+    shards = list(map(self._inside.wrap_host, shards))
     # [1] Compute, unless the message of this job is computed and only its push
     # has failed.
     if self._unpushed is None or self._unpushed[0] != (evaluation, job):

@@ -74,6 +74,28 @@ def test_a_cell_that_was_stopped_goes_on_to_the_same_bits(
     assert (place / name).read_text() == (before / name).read_text()
 
 
+def test_a_network_takes_time_and_changes_no_loss(undisturbed, tmp_path):
+  network = {"latency": 0.25, "port": 6000.0, "service": 0.125}
+  exp = build(examples=16 * 60, evaluations=6, network=network)
+  result, place = train(exp, tmp_path)
+  rows, expected = map(iterates_of, (place, undisturbed[2]))
+  assert len(rows) > 2
+  for one, other in zip(rows, expected, strict=False):
+    assert one["loss"] == other["loss"]
+    assert float(one["time"]) > float(other["time"]) + 5 * 0.25
+  assert 0 < result["link_utilisation"] < 1
+  assert result["throughput"] == pytest.approx(
+    result["messages"] / result["simulated_time"]
+  )
+  said = experiment.ENGINES["simulate"].describe(result)
+  assert "messages a unit of time" in said
+  # Without limits it takes no time.
+  wide = build(examples=16 * 60, evaluations=6, network={"up": 1e30})
+  _, place = train(wide, tmp_path / "wide")
+  for one, other in zip(iterates_of(place), expected, strict=False):
+    assert one == other
+
+
 def test_killed_processes_change_no_iterate(undisturbed, tmp_path):
   failures = [(3.3, "worker", 1), (4.4, "shard", 1), (5.5, "coordinator", 0)]
   result, place = train(

@@ -127,12 +127,13 @@ MISTAKES = (
    "config.network: engine 'pipeline' of config.runs.run has no links"),
   ({"network": NETWORK, "engine": "ray"},
    "config.network.latency .* on engine 'ray': its live messages have real"),
-  ({"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
-   "config.network with 2 shards needs one order for all of them"),
-  ({"network": NETWORK, "server": {"shards": 2}},
-   "config.network with 2 shards needs one order for all of them"),
-  ({"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},
-   "config.network.latency .* not for the recipe 'sandblaster'"),
+  ({"network": NETWORK, "server": {"shards": 2, "delays": "gamma"}},
+   "config.server.delays and config.network both say when messages arrive"),
+  ({"network": NETWORK, "server": {"shards": 2}, "compress": TOP_K},
+   "config.compress makes sizes depend on the values, .* 2 shards"),
+  ({"network": NETWORK, "engine": "ray",
+    "runs": {"a": {"recipe": "sandblaster"}}},
+   "config.network.latency .* on engine 'ray': its live messages have real"),
 )
 
 

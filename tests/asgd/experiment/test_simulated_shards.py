@@ -7,6 +7,7 @@ import pytest
 import asgd
 from asgd import base
 from asgd.experiment import cell_files, live_files, storage
+from asgd.live.journal import journal_path, read_journal
 
 CONFIG = {
   "engine": "simulate",
@@ -59,6 +60,32 @@ def test_shards_out_of_step_clip_by_a_norm_for_each_shard(tmp_path):
     np.testing.assert_array_equal(params, [0.5 / 4, 3 - 0.5 - 0.5])
   with pytest.warns(UserWarning, match="is a norm for each"):
     assert asgd.replay(tmp_path, bowl, *data, recipe).same
+
+
+def test_a_network_decides_the_order_of_shards_out_of_step(tmp_path):
+  network = {"latency": 0.25, "port": 6000.0, "service": 0.125}
+  settings = {**CONFIG, "network": network, "server": {"shards": 3}}
+  place, result, _ = kit.train_live(tmp_path / "whole", **settings)
+  assert result["spread_mean"] > 0
+  assert 0 < result["link_utilisation"] <= 1
+  replayed = asgd.replay(place)
+  assert replayed.same
+  again, other, _ = kit.train_live(tmp_path / "cut", stop=(9,), **settings)
+  assert other["params_sha256"] == result["params_sha256"]
+
+
+def test_live_shards_out_of_step_over_a_network_are_replayed(tmp_path):
+  settings = {"network": {"latency": 1e-3}, "server": {"shards": 2}}
+  place, result, _ = kit.train_live(tmp_path, examples=576, **settings)
+  replayed = asgd.replay(place)
+  assert replayed.same
+  assert replayed.recorded == result["params_sha256"]
+  starts = {}
+  for row in read_journal(journal_path(place, 0)):
+    if row.action == base.SEND:
+      starts[row.key] = row.time
+    elif row.action == base.RECEIVE:  # the ticket and the message, 1 ms each
+      assert row.time - starts[row.key] > 2e-3
 
 
 MISTAKES = (

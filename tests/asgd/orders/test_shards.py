@@ -6,6 +6,7 @@ import pytest
 
 from asgd import base, orders
 from asgd.orders import durations, protocol, shards
+from asgd.orders.network import Network
 
 SMALL = {"workers": 2, "messages": 3, "shards": 2}
 IN_STEP = {
@@ -70,3 +71,58 @@ def test_rounds_are_not_for_shards_out_of_step():
   rules, clock = protocol.Rules(round=2), durations.constant()
   with pytest.raises(ValueError, match="rounds of 2 messages need shards"):
     shards.out_of_step(rules, clock, **SMALL)
+
+
+# Over a network.
+
+NETWORK = Network(latency=0.5, port=4.0, service=0.25, shards=2)
+
+
+def test_one_worker_and_two_shards_over_a_network_by_hand():
+  (lead, other), use = shards.over_network(
+    protocol.Rules(), durations.constant(2.0), NETWORK,
+    nbytes=(8, 4), workers=1, messages=2,
+  )
+  # The lead's part is 8 / 4 on the port. The request takes 0.5 + 0.25, the
+  # other shard's part 0.5 + 4 / 4.
+  ticket = 2.0 + 0.5
+  ask, part = 0.75, 1.5
+  end = ticket + ask + part + 2.0
+  received = end + 0.5 + 2.0 + 0.25  # by the lead; the other shard is faster
+  assert lead.time.tolist() == [0.0, received, received, 2 * received]
+  there = ticket + ask, end + 0.5 + 1.0 + 0.25
+  assert other.time.tolist() == [*there, *(received + t for t in there)]
+  assert use.waited == 0.0
+  assert use.service == pytest.approx(2 * (2 * 0.25) / (2 * received))
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": 2, "fetch_every": 2}])
+@pytest.mark.parametrize("incast", ["queue", "share"])
+def test_shards_over_a_network_can_be_obeyed(options, incast):
+  network = NETWORK._replace(up=64.0, shards=3, incast=incast)
+  counts = {"workers": 4, "messages": 40}
+  traces, use = shards.over_network(
+    protocol.Rules(**options), durations.homogeneous(), network,
+    nbytes=(8, 2, 0.5), **counts,
+  )
+  sets = []
+  for trace in traces:
+    assert orders.check(trace, depth=8) == 4
+    ends = trace.action == base.RECEIVE
+    assert ends.sum() == 40
+    sets.append(set(zip(trace.worker[ends], trace.seq[ends], strict=True)))
+  assert all(keys == sets[0] for keys in sets)
+  assert shards.spreads(traces).max() > 0
+  assert use.waited > 0 and 0 < use.utilisation <= 1
+
+
+def test_a_network_without_limits_has_the_order_of_one_server():
+  clock = durations.homogeneous(seed=1)  # no ties
+  counts = {"workers": 4, "messages": 25}
+  one = orders.build("asynchronous", clock, **counts)
+  wide = Network(up=1e30, shards=3)
+  traces, _ = shards.over_network(
+    protocol.Rules(), clock, wide, nbytes=(1, 1, 1), **counts
+  )
+  for trace in traces:
+    assert kit.steps(trace) == kit.steps(one)

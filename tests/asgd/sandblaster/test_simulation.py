@@ -1,5 +1,6 @@
 """Sandblaster in simulated time: the assignment of jobs changes no iterate."""
 
+import functools
 import json
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 
 from asgd import base, orders
 from asgd.orders import durations, trace
+from asgd.orders.network import Network
 from asgd.sandblaster import (
+  OverNetwork,
   PlannedKill,
   SandblasterSimulation,
   Saved,
@@ -41,11 +44,12 @@ PARAMS = {"v": kit.normal(3, seed=2), "w": kit.normal(4, 3, seed=3)}
 GAMMA = durations.gamma(1.0, variation=0.5, seed=3)
 
 
-def make(workers=4, times=GAMMA, saved=None, **settings):
+def make(workers=4, times=GAMMA, saved=None, network=None, **settings):
   options = Settings(**{"portions": PORTIONS, "history": 4, **settings})
-  return SandblasterSimulation(
-    options, PARAMS, work, times, workers=workers, saved=saved
-  )
+  kind = SandblasterSimulation
+  if network is not None:
+    kind = functools.partial(OverNetwork, network=network)
+  return kind(options, PARAMS, work, times, workers=workers, saved=saved)
 
 
 def run(until=150, **options):
@@ -208,3 +212,59 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
 def test_options_out_of_range(options, why):
   with pytest.raises(ValueError, match=why):
     sandblaster_lbfgs(0.1, 2, **options)
+
+
+# Over a network.
+
+NETWORK = Network(latency=0.25, up=64.0, down=96.0, port=80.0, service=0.125)
+
+
+def test_a_network_changes_no_iterate(whole):
+  over = run(push_every=2, shards=2, network=NETWORK)
+  assert losses(over, 8) == losses(run(push_every=2, shards=2), 8)
+  assert over.now > whole.now
+  use = over.use()
+  assert 0 < use.service < 1 and 0 < use.utilisation < 1 and use.waited > 0
+
+
+def test_times_over_a_network_by_hand():
+  clock = durations.constant(2.0)
+  alone = {"workers": 1, "portions": 3, "shards": 1, "backup": 0}
+  over = run(until=6, times=clock, network=NETWORK, **alone)
+  nbytes = sum(leaf.nbytes for leaf in PARAMS.values())
+  # A job: the assignment, the computation, the gradient, the answer.
+  job = 0.25 + 2.0 + (nbytes / 64 + 0.25 + 0.125) + 0.25
+  fetch = (0.25 + 0.125) + (0.25 + nbytes / 80)  # once for each evaluation
+  dots = over.run_log.iterates[0].time - over.run_log.records().time[2]
+  first = np.array([fetch + job, fetch + 2 * job, fetch + 3 * job])
+  # The norm of the gradient; the slope along the first direction.
+  assert dots == 2 * 0.25
+  times = over.run_log.records().time
+  np.testing.assert_allclose(times[:3], first, rtol=1e-12)
+  waits = times[3] - times[2] - (fetch + job)
+  assert waits > 0 and waits % (2 * 0.25) == pytest.approx(0, abs=1e-9)
+
+
+def test_jobs_over_a_network_go_on_from_a_checkpoint_to_the_same_bits():
+  options = {
+    "push_every": 2,
+    "shards": 2,
+    "network": NETWORK,
+    "failures": (
+      PlannedKill(3.1, "worker", 1),
+      PlannedKill(40.0, "worker", 0),
+      PlannedKill(50.0, "shard", 1),
+      PlannedKill(60.0, "coordinator", 0),
+    ),
+  }
+  with jax.enable_x64(True):
+    expected, first = make(**options), make(**options)
+    expected.advance(150)
+    first.advance(70)
+    saved = first.save()
+    notes = json.loads(json.dumps(saved.notes))
+    again = make(saved=Saved(0, saved.arrays, notes), **options)
+    again.advance(150)
+  assert again.run_log.rows == expected.run_log.rows
+  assert again.run_log.iterates == expected.run_log.iterates
+  assert again.use() == expected.use()

@@ -25,12 +25,12 @@ IN_TRANSIT, START_JOB, WAITING, END_JOB = range(4)
 class Message:
   """A message between a worker and shards."""
 
-  kind: str  # chosen by the sender, as are `data` and `applied`
+  kind: str  # chosen by the sender, as are `data` and `number`
   direction: str  # UP or DOWN
   worker: int
   sizes: dict[int, float]  # bytes of each part, by shard
   data: list[bytes] = dataclasses.field(default_factory=list)
-  applied: int = 0  # pushes of the worker that the sending shards had applied
+  number: int = 0
   parts: dict[int, MessagePart] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
@@ -44,7 +44,7 @@ class Message:
   def pack(self) -> list[Any]:
     """Returns the message as a tree of JSON and bytes."""
     parts = [part.pack() for part in self.parts.values()]
-    sizes, counts = list(self.sizes.items()), [self.applied, self.missing]
+    sizes, counts = list(self.sizes.items()), [self.number, self.missing]
     head = [self.kind, self.direction, self.worker, sizes, self.data]
     return [*head, parts, *counts]
 
@@ -57,7 +57,7 @@ class NetworkEvents:
 
   Example:
     >>> from asgd.orders.network import Network
-    >>> from asgd.tables.network_events import (
+    >>> from asgd.orders.network_events import (
     ...   START_JOB, UP, Message, NetworkEvents
     ... )
     >>> events = NetworkEvents(Network(latency=1.0, up=4.0), workers=1)
@@ -180,8 +180,8 @@ class NetworkEvents:
     for index, kind, direction, worker, sizes, data, parts, *counts in tree[
       "messages"
     ]:
-      applied, missing = counts
-      message = Message(kind, direction, worker, dict(sizes), data, applied)
+      number, missing = counts
+      message = Message(kind, direction, worker, dict(sizes), data, number)
       self._add(index, message)
       message.missing = missing
       for part, packed in zip(message.parts.values(), parts, strict=True):
