@@ -10,7 +10,7 @@ parties were at rest in time, and then `resume`.
 
 from typing import Any
 
-from asgd.live.supervisor import Supervisor
+from asgd.live.supervisor import Supervisor, answer_of
 
 
 class Cluster:
@@ -25,6 +25,35 @@ class Cluster:
   def replaced(self) -> dict[str, int]:
     """Kind of party -> count of replacements."""
     return self._supervisor.replaced
+
+  def ask_all_timed(
+    self, kind: str, method: str, *args: Any, limit: float
+  ) -> list[Any]:
+    """Calls a method of all parties of a kind, which times their jobs, and
+    returns the answers. Raises the error of a party, and ValueError if a party
+    exits or takes more than `limit` seconds."""
+    calls = {
+      (kind, index): party.host.call(method, *args)
+      for index, party in sorted(self._supervisor.parties[kind].items())
+    }
+    # No line names the silent party: an answer may take as long as a job.
+    silent = self._supervisor.wait_for_calls(calls, limit)
+    if silent:
+      raise ValueError(
+        f"{len(silent)} {kind}s took more than {limit:g} seconds to compile or"
+        " to do the jobs that are timed: give them more with"
+        " config.live.start_seconds, or fewer with config.allocation.jobs"
+      )
+    answers = []
+    for (_, index), call in calls.items():
+      answer = answer_of(call)
+      if answer is None:
+        raise ValueError(
+          f"{kind} {index} died while it was measured; run the same command"
+          " again, or give sizes instead (config.allocation)"
+        )
+      answers.append(answer[0])
+    return answers
 
   def close(self) -> None:
     """Ends all parties; the files that they wrote stay."""

@@ -139,7 +139,7 @@ def compile_work(
   divided = compile_divided(on_params, group)
 
   def divided_work(state, ticket, batch, root, job):
-    # The parameters are an argument of their own, which is sent once.
+    # The parameters are a separate argument, so that they are sent once.
     params, ticket = ticket.params, ticket._replace(params=None)
     return divided(params, batch, state, ticket, root, job)
 

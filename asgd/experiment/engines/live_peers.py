@@ -6,6 +6,7 @@ resumes from its last checkpoint. Later rows of the peers' files are dropped:
 all processes that had received those messages have exited.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +18,15 @@ import numpy as np
 
 from asgd import gossip, safe_files, simulator
 from asgd.experiment import engines, storage
-from asgd.experiment.engines import live_engine, peers, server_results
+from asgd.experiment.engines import (
+  allocations,
+  live_engine,
+  peers,
+  server_results,
+)
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.peers import PeerPlan
-from asgd.live.gossip import files
+from asgd.live.gossip import files, timed
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerSpec, View
@@ -66,10 +72,14 @@ def make_spec(
 
 
 def _spec_in_host(
-  plan: Callable[[], PeerPlan], seed: int, due: Sequence[int]
+  make_plan: Callable[[], PeerPlan],
+  allocation: Any,
+  seed: int,
+  due: Sequence[int],
 ) -> PeerSpec:
   """Returns the spec, made in the process of a peer."""
-  return make_spec(plan(), seed, due, copies=True)
+  plan = dataclasses.replace(make_plan(), allocation=allocation)
+  return make_spec(plan, seed, due, copies=True)
 
 
 def image_template(spec: PeerSpec, notes: dict[str, Any]) -> Any:
@@ -98,7 +108,9 @@ class LivePeerEngine(live_engine.LiveEngine):
     self.quantum = self._plan.quantum
     self._views: dict[int, View] = {}  # of the last evaluation
     # A cell has begun if any peer has written a row.
-    return any(map(read_journal, self._journals()))
+    begun = any(map(read_journal, self._journals()))
+    self._plan = allocations.read(self._plan, self._folder, begun=begun)
+    return begun
 
   @property
   def _counts_jobs(self):
@@ -118,18 +130,10 @@ class LivePeerEngine(live_engine.LiveEngine):
       ended_rounds = [notes["rounds"] for _, notes in images.values()]
       # The slowest peer's round: all messages up to it were received.
       self.done = plan.workers * min(ended_rounds, default=0)
-    config = self._context.experiment.config
-    due = engines.due(config["evaluations"], self.total, self.quantum)
-    spec_of: Callable[[], PeerSpec]
-    if hosts.apart:
-      spec_of = functools.partial(_spec_in_host, hosts.plan, seed, due)
-    else:
-      spec = make_spec(plan, seed, due, copies=False)
-      # Compiled once, for all threads of this process.
-      spec.warm_up_all()
-      spec_of = lambda: spec  # noqa: E731
+    if allocations.unknown(plan):
+      plan = self._plan = self._with_shares(live, hosts)
     maker = PeerMaker(
-      *(spec_of, live.folder, seed),
+      *(self._spec_of(hosts), live.folder, seed),
       *(tuple(self._context.machine.faults), live.write_span),
       warm_up=hosts.apart,
     )
@@ -140,6 +144,32 @@ class LivePeerEngine(live_engine.LiveEngine):
       refill=live.settings["refill"],
     )
     return cluster, functools.partial(cluster.start, saved and saved[0])
+
+  def _spec_of(self, hosts: CellHosts) -> Callable[[], PeerSpec]:
+    """Returns the function by which a host makes the spec of its peer."""
+    plan, seed = self._plan, self._context.cell.seed
+    config = self._context.experiment.config
+    due = engines.due(config["evaluations"], self.total, self.quantum)
+    if hosts.apart:
+      arguments = plan.allocation, seed, due
+      return functools.partial(_spec_in_host, hosts.plan, *arguments)
+    spec = make_spec(plan, seed, due, copies=False)
+    # Compiled once, for all threads of this process.
+    spec.warm_up_all()
+    return lambda: spec
+
+  def _with_shares(self, live: LiveCell, hosts: CellHosts) -> PeerPlan:
+    """Times the peers with equal shares; returns the plan with their shares by
+    speed, which are written to the folder of the cell."""
+    plan = self._plan
+    jobs = plan.run.config["allocation"]["jobs"]
+    seconds = timed.measure(
+      *(hosts.hosts, self._spec_of(hosts)),
+      *(plan.workers, live.setup.ladder, jobs),
+    )
+    plan = allocations.by_seconds(plan, seconds)
+    allocations.write(live.folder, plan.allocation)
+    return plan
 
   def _journal(self, peer):
     return read_journal(journal_path(self._folder, peer))

@@ -17,13 +17,13 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.experiment.findings import Failure, Finding, of_workers
 from asgd.experiment.protocol import (
-  LIVE,
   LiveCells,
   Protocol,
   Recomputed,
   Refusal,
   Runner,
 )
+from asgd.experiment.protocols.server import plan_of
 from asgd.live.gossip import files
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal, read_nonempty_journal
@@ -76,7 +76,7 @@ def _replay(
   plan: PeerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
   """Replays peers; parameters are the mean over those present at the end."""
-  order = _trace(folder, description)
+  order, plan = _trace(folder, description), plan_of(plan, folder, cell.seed)
   replayed = plan.peers(cell.seed, order)
   records = replayed.run(len(order.time))
   states = [replayed.states[i] for i in replayed.present]
@@ -148,6 +148,15 @@ PROTOCOL = Protocol(
       for key in ("port", "service", "incast")
     ),
     Refusal("simulator", "its simulation has one engine"),
+    # On a server an idle worker gets the ticket of a late job.
+    Refusal(
+      "order.name",
+      "a copy of a late job needs the parameters of its peer, which no other"
+      " peer has: each copy would add two messages to the links that peers wait"
+      " for, and in pairs and arrivals no peer is idle",
+      'leave it out, or set config.allocation.batch_size="speed"',
+      values=("backup_tasks",),
+    ),
     # Codecs of messages to and from a server.
     Refusal("compress", _CODEC),
     Refusal("compress_down", _CODEC),
@@ -158,17 +167,6 @@ PROTOCOL = Protocol(
     ),
     Refusal("server.delays", _NO_SERVER, engines=("simulate",)),
     Refusal("server.log", _NO_SERVER, engines=("simulate",)),
-    # A number for each peer is allowed; to measure speeds needs a server.
-    *(
-      Refusal(
-        f"allocation.{key}",
-        "its live peers are not timed",
-        "give numbers, one for each peer",
-        engines=LIVE,
-        values=("speed",),
-      )
-      for key in ("batch_size", "steps")
-    ),
     # Keys that divide one model among the devices of a mesh.
     *(
       Refusal(f"mesh.{key}", "each device is a peer with a separate model")

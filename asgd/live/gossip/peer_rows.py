@@ -54,11 +54,12 @@ class PeerSpec(NamedTuple):
 
   def warm_up_all(self) -> None:
     """Compiles the functions of all peers, for peers that share a process."""
-    # A program depends on the number of senders alone: one peer stands for all
-    # that have the same numbers.
-    peers: dict[frozenset[int], int] = {}
+    # Programs depend on the numbers of senders and on the sizes of batches: one
+    # peer stands for all with the same.
+    peers: dict[Any, int] = {}
     for peer, counts in enumerate(self.neighbour_counts):
-      peers[frozenset(counts)] = peer
+      sizes = (np.shape(leaf) for leaf in jax.tree.leaves(self.batch(peer, 0)))
+      peers[frozenset(counts), *sizes] = peer
     for peer in peers.values():
       self.warm_up(peer)
 

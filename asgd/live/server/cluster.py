@@ -25,7 +25,7 @@ from asgd.live.links.base import Disconnected
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
+from asgd.live.supervisor import TRIES, Party, Supervisor
 from asgd.live.worker_spec import WorkerSpec
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
@@ -119,34 +119,9 @@ class ServerCluster(Cluster):
     """
     for worker in range(self.setup.workers):
       self._make_worker(worker)
-    self._call_all_workers("prepare", self._make_spec)
-    return self._call_all_workers("measure", jobs)
-
-  def _call_all_workers(self, method: str, *args: Any) -> list[Any]:
-    """Calls a method of all workers, and returns the answers. Raises the error
-    of a worker, and ValueError if a worker exits or takes too long."""
-    calls = {
-      (WORKER, worker): party.host.call(method, *args)
-      for worker, party in sorted(self._supervisor.parties[WORKER].items())
-    }
-    # No line names the silent worker: an answer may take as long as a job.
-    silent = self._supervisor.wait_for_calls(calls, self._patience)
-    if silent:
-      raise ValueError(
-        f"{len(silent)} workers took more than {self._patience:g} seconds to"
-        " compile or to do the jobs that are timed: give them more with"
-        " config.live.start_seconds, or fewer with config.allocation.jobs"
-      )
-    answers = []
-    for (_, worker), call in calls.items():
-      answer = answer_of(call)
-      if answer is None:
-        raise ValueError(
-          f"worker {worker} died while it was measured; run the same command"
-          " again, or give sizes instead (config.allocation)"
-        )
-      answers.append(answer[0])
-    return answers
+    limit = self._patience
+    self.ask_all_timed(WORKER, "prepare", self._make_spec, limit=limit)
+    return self.ask_all_timed(WORKER, "measure", jobs, limit=limit)
 
   def set_spec(self, make_spec: Callable[[], WorkerSpec]) -> None:
     """Replaces the spec of the workers, before `start`. If the shares of the

@@ -23,6 +23,7 @@ from asgd.experiment import (
 from asgd.experiment.engines import live_peers, live_tables
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals, Stopped
+from asgd.live import worker_spec
 from asgd.live.faults import Fault
 from asgd.live.gossip import files as peer_files
 from asgd.live.hosts import threads
@@ -88,8 +89,9 @@ def check_finished(workdir, run, result):
 MISTAKES = (
   (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
   (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
+  (PAIRS, {"order": {"name": "backup_tasks"}},
+   "config.order.name 'backup_tasks' .* a copy of a late job needs"),
   (PAIRS, {"live": {"devices": 3}}, "config.live.devices 3 must divide"),
-  (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
   (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
   (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
   ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
@@ -145,6 +147,25 @@ def test_a_group_of_devices_computes_what_one_device_does(
   assert shared["messages"] == alone["messages"]
   for column in ("train_loss", "test_loss"):  # sums have another order
     assert shared[column] == pytest.approx(alone[column], rel=1e-4)
+
+
+@pytest.mark.parametrize("key", ["batch_size", "steps"])
+def test_peers_get_work_by_their_measured_speed(key, tmp_path, monkeypatch):
+  seconds = 1.0, 3.0  # of equal jobs of peers 0 and 1
+  measure = lambda spec, worker, jobs, wait: seconds[worker]  # noqa: E731
+  monkeypatch.setattr(worker_spec.WorkerSpec, "measure", measure)
+  run, given = {"recipe": "d_psgd"}, [24, 8]
+  if key == "steps":
+    run, given = {"recipe": "local_d_psgd", "steps": 4}, [6, 2]
+  place = stop(tmp_path / "cut", run, allocation={key: "speed"})
+  measured, _ = train(tmp_path / "cut", run, allocation={key: "speed"})
+  fields = json.loads((place / "allocation.json").read_text())
+  assert given in [fields["batch_sizes"], fields["steps"]]
+  replayed = replay.replay(place)
+  assert replayed.same and replayed.recorded == measured["params_sha256"]
+  # The same training as with these numbers, as rounds have one order.
+  numbers, _ = train(tmp_path / "given", run, allocation={key: given})
+  assert numbers["params_sha256"] == measured["params_sha256"]
 
 
 def test_the_work_of_a_peer_is_divided_among_its_devices():
