@@ -148,7 +148,8 @@ class OverNetwork(SandblasterSimulation):
 
   def _pack(self):
     packed = super()._pack()
-    self._begun |= {"events": self._events.pack(), "queued": [*self._queued]}
+    events = {"events": self._events.pack(), "queued": [*self._queued]}
+    self._begun = {**self._begun, **events}
     return packed
 
   def _unpack(self, saved: Saved) -> None:
