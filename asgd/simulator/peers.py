@@ -28,12 +28,7 @@ from asgd.simulator.peer_links import (
   Taken,
   read_key,
 )
-from asgd.simulator.steps import (
-  ALONE,
-  Observation,
-  WorkerDevices,
-  compile_work,
-)
+from asgd.simulator.steps import ALONE, Observation, WorkerDevices, compile_work
 from asgd.simulator.traffic import ReceivedMessage
 
 
