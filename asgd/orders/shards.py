@@ -155,7 +155,7 @@ def _sorted_traces(rows: Sequence[list[Event]]) -> list[base.Trace]:
 
 
 class _Job:
-  """A job whose parts are on their way."""
+  """A job from its grant until it is computed."""
 
   def __init__(self, grant: protocol.Grant, shards: int, duration: float):
     self.worker, self.seq, self.number, self.keep = grant
