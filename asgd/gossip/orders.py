@@ -14,7 +14,7 @@ Letters:
 import collections
 import functools
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -105,7 +105,10 @@ def rounds(
 class _Rounds:
   """The peers of an order of rounds, and the rows that they add."""
 
-  def __init__(self, queue, topology, rounds, put_first, every):
+  def __init__(
+    self, queue: EventQueue, topology: Topology, rounds: int, put_first: bool,
+    every: int
+  ):
     self._queue, self._topology, self._rounds = queue, topology, rounds
     self._put_first, self._every, n = put_first, every, topology.workers
     # By peer: its round, and whether it has ended the job of that round.
@@ -115,8 +118,8 @@ class _Rounds:
     self._due: collections.deque[int] = collections.deque()  # see `_proceed`
     self._ranks = {base.SEND: 0, base.PUT: 1 if put_first else 3}
     self._ranks |= {base.RECEIVE: 2, base.TAKE: 4, base.MIX: 4}
-    # Of each row: (time, round, rank of the action, peer, sender). The sender n
-    # puts a mix after its takes.
+    # A key for each row: (time, round, rank of the action, peer, sender). The
+    # sender n puts a mix after its takes.
     self.keys: list[tuple[float, int, int, int, int]] = []
 
   def _add(self, time: float, i: int, seq: int, job: int, action: int) -> None:
@@ -484,10 +487,12 @@ class Gossip(NamedTuple):
       seed: 0 or more, for the draws of neighbours; only PAIRS uses it.
       links: on which messages take time; None: they take none.
     """
-    make = {ROUNDS: rounds, PAIRS: pairs, ARRIVALS: arrivals}[self.order]
+    makers: dict[str, Callable[..., base.Trace]] = {
+      ROUNDS: rounds, PAIRS: pairs, ARRIVALS: arrivals
+    }
     options: dict[str, Any] = {"messages": messages, "links": links}
     if self.order == ROUNDS:
       options |= {"put_first": self.put_first, "every": self.every}
     elif self.order == PAIRS:
       options["seed"] = seed
-    return make(durations, self.topology, **options)
+    return makers[self.order](durations, self.topology, **options)
