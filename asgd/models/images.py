@@ -354,23 +354,30 @@ def alexnet(
 
 
 def resnet(
-  classes: int, *, depth: int = 20, norm: str = "group", groups: int = 8
+  classes: int,
+  *,
+  depth: int = 20,
+  width: int = 16,
+  norm: str = "group",
+  groups: int = 8,
 ) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
-  Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
-  and Head. The second and third group halve the image.
+  Stem, three groups of (depth - 2) / 6 BasicBlocks with 1, 2 and 4 times
+  `width` channels, and Head. The second and third group halve the image.
 
   The depth is 6 n + 2, counting layers with weights: 20, 32, 44, 56, 110. The
-  norm is "group", which needs no statistics, or "batch", as in the paper.
+  width is 16 in the paper. The norm is "group", which needs no statistics, or
+  "batch", as in the paper.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth, most=MOST_LAYERS)
   if depth < 8 or depth % 6 != 2:
     raise ValueError(f"depth must be 6 n + 2 (20, 32, 44, 56), not {depth}")
-  _check_norm(norm, groups, (16, 32, 64), residual=True)
-  blocks = _blocks(BasicBlock, 16, (depth - 2) // 6, norm, groups)
-  return (Stem(16, norm, groups), *blocks, Head(classes))
+  checks.whole("width", width, most=MOST_FEATURES // 4)
+  _check_norm(norm, groups, (width, 2 * width, 4 * width), residual=True)
+  blocks = _blocks(BasicBlock, width, (depth - 2) // 6, norm, groups)
+  return (Stem(width, norm, groups), *blocks, Head(classes))
 
 
 def _blocks(block, width, count, norm, groups) -> list[nn.Module]:

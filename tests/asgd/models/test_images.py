@@ -174,6 +174,14 @@ def test_count_of_resnet20(norm):
   assert models.count(shapes_of(layers)) == convs + norms + 650 == 269_722
 
 
+def test_the_width_of_a_resnet_is_that_of_its_first_group():
+  convs = 9 * (3 * 8 + 2 * 8 * 8 + (8 + 16) * 16 + (16 + 32) * 32)
+  norms = 2 * (3 * 8 + 2 * 16 + 2 * 32)
+  layers = models.resnet(10, depth=8, width=8)
+  assert [b.features for b in layers[:-1]] == [8, 8, 16, 32]
+  assert models.count(shapes_of(layers)) == convs + norms + 330
+
+
 @pytest.mark.parametrize("norm", ["group", "batch"])
 def test_count_of_wrn16_4(norm):
   total, before = 9 * 3 * 16, 16
@@ -623,6 +631,8 @@ test_a_bad_value_is_refused_with_a_remedy = kit.refuses(
     (lambda: models.resnet20(10, norm="none"), "'group' or 'batch'"),
     (lambda: models.wrn16_4(10, norm="none"), "'group' or 'batch'"),
     (lambda: models.wrn16_4(10, groups=32), "32 groups .* set groups to 16"),
+    (lambda: models.resnet(10, width=0), "width .* not 0"),
+    (lambda: models.resnet(10, width=12), "8 groups do not divide 12 chan"),
     (lambda: models.resnet(10, depth=18), r"6 n \+ 2 .* not 18"),
     (lambda: models.wide_resnet(10, depth=20), r"6 n \+ 4 .* not 20"),
     (lambda: models.wide_resnet(10, widen=0), "widen .* not 0"),
