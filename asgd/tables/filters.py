@@ -172,7 +172,8 @@ def largest_change(nbytes: int) -> Filter:
 
   It is for a worker's messages what `managed` is for the server's: with
   `push_every` a worker sends its most important updates several times in a
-  clock, and never more bytes than the link has in that time.
+  clock, and never more bytes than the link has in that time; with `bandwidth`
+  it sends them when the link is free (`tables.bandwidth`).
 
   Args:
     nbytes: of a message of one table, with 8 for each key, before a codec; so

@@ -161,6 +161,7 @@ class _Incarnation:
       if action != event.action:
         actual = base.ACTIONS[action]
         raise OrdersError(f"{event.format()}: the replayed job is a {actual}")
+      return event.time
 
     self._steps = worker.job(
       check_start, self._record, on_send=self._store_message

@@ -41,7 +41,8 @@ def largest_first(changes: Any, rows: Any) -> np.ndarray:
   arguments are [n, ...]."""
   # `tiny` avoids a division by 0 for a row of zeros.
   tiny = np.finfo(np.float64).tiny
-  relative = largest(changes) / (largest(rows) + tiny)
+  with np.errstate(over="ignore"):  # infinity is the largest change
+    relative = largest(changes) / (largest(rows) + tiny)
   return np.argsort(-relative, kind="stable")
 
 

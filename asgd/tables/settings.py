@@ -41,7 +41,9 @@ class TableSettings(NamedTuple):
   # Whether workers compute values to push (`Problem.updates`), no gradients.
   direct: bool = False
   workers: int | None = None  # N; None: the run gives it
-  push_every: int | None = None  # jobs between messages; None: a clock
+  # Jobs between messages; None: a clock, with a bandwidth one job.
+  push_every: int | None = None
+  bandwidth: float = math.inf  # bytes a second (`tables.bandwidth`)
 
   @property
   def rounds(self) -> bool:
@@ -125,16 +127,27 @@ class TableSettings(NamedTuple):
       values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
     return {name: (keys[name], each) for name, each in values.items()}
 
-  def clock_of_message(self, done: int, jobs: int) -> int | None:
+  def clock_of_message(
+    self, done: int, jobs: int, *, link_is_free: bool = True
+  ) -> int | None:
     """Returns the clock that a worker sends with its message after `done` of
-    its `jobs`; None if it sends no message then."""
+    its `jobs`; None if it sends no message then, because the jobs or the
+    bandwidth do not allow one."""
     clock, jobs_of_clock = divmod(done, self.clock_every)
     # value_bounded bounds unsent updates, so a worker sends after each job.
-    every = 1 if self.rules.by_value else self.push_every or self.clock_every
-    if done % every and done < jobs:
+    after_each = self.rules.by_value or self.bandwidth < math.inf
+    every = self.push_every or (1 if after_each else self.clock_every)
+    is_due = not jobs_of_clock or (link_is_free and not done % every)
+    if not is_due and done < jobs:
       return None
     # The last job completes its clock, even if the clock has fewer jobs.
     return clock + (done == jobs and jobs_of_clock > 0)
+
+  def sends_everything(self, done: int, jobs: int) -> bool:
+    """Whether the message after `done` of `jobs` bypasses the filters: the last
+    one, and with a bandwidth each message at the end of a clock."""
+    ends_clock = done % self.clock_every == 0
+    return done == jobs or (self.bandwidth < math.inf and ends_clock)
 
   def make_codec(self) -> ValueCodec | None:
     """Returns the codec of messages, or None."""
@@ -187,6 +200,7 @@ def table(
   budget: int | None = None,
   clock_every: int = 1,
   push_every: int | None = None,
+  bandwidth: float | None = None,
   shards: int = 1,
   rebalance_every: int = 0,
   filters: str | Sequence[str | Mapping[str, Any]] = (),
@@ -217,7 +231,11 @@ def table(
       nevertheless.
     push_every: jobs between two messages within a clock, a divisor of
       clock_every, for a server that applies updates as they arrive. None: one
-      message a clock.
+      message a clock; with a bandwidth, messages after any job.
+    bandwidth: bytes that a worker may send in a second, or in the unit of the
+      durations of a simulation, for the same servers. A message within a clock
+      is sent when the earlier ones have been sent at this rate; the message at
+      the end of a clock has all updates (`tables.bandwidth`). None: no limit.
     shards: number of shards over which the rows of each table are divided.
     rebalance_every: clocks after which keys are divided again by load; 0 never.
       In a live run, workers rest meanwhile.
@@ -242,7 +260,7 @@ def table(
     Li et al., OSDI 2014; Ho et al., "More effective distributed ML via a stale
     synchronous parallel parameter server", NIPS 2013; Dai et al.,
     "High-performance distributed ML at scale through parameter server
-    consistency models", AAAI 2015, arXiv:1410.8043.
+    consistency models", AAAI 2015, arXiv:1410.8043; Wei et al., SoCC 2015.
 
   Example:
     >>> from asgd import tables
@@ -257,6 +275,8 @@ def table(
     checks.whole("push_every", push_every)
     each = "messages of {} jobs (push_every)"
     checks.multiple(clock_every, "jobs of a clock", push_every, each)
+  if bandwidth is not None:
+    checks.positive("bandwidth", bandwidth)
   if not callable(learning_rate):
     checks.positive("learning_rate", learning_rate)
   if isinstance(filters, str | Mapping):
@@ -294,6 +314,7 @@ def table(
     key_caching,
     workers=workers,
     push_every=push_every,
+    bandwidth=math.inf if bandwidth is None else float(bandwidth),
   )
   _check_uses(settings, filters)
   with checks.below("codec", codec or ()):  # errors name the option
@@ -307,13 +328,22 @@ def _check_uses(
 ) -> None:
   """Raises ValueError for an option that the server cannot use."""
   rules, function = settings.rules, settings.function
-  if settings.push_every is not None and (
-    rules.deferred or rules.by_value or function.aggregates
+  early = {"push_every": settings.push_every, "bandwidth": settings.bandwidth}
+  for key, value in early.items():
+    is_given = value is not None and value < math.inf
+    if is_given and (rules.deferred or rules.by_value or function.aggregates):
+      raise ValueError(
+        f"{key} {value} is for a server that applies updates as they arrive,"
+        f" and workers that send by clock: not for {rules.consistency.name}"
+        " with these options; leave it out"
+      )
+  if settings.bandwidth < math.inf and any(
+    each["name"] != "largest_change" for each in filters
   ):
     raise ValueError(
-      f"push_every {settings.push_every} is for a server that applies updates"
-      " as they arrive, and workers that send by clock: not for"
-      f" {rules.consistency.name} with these options; leave it out"
+      "with a bandwidth the message at the end of a clock has all updates, so"
+      " that filters can only order those within a clock: use largest_change"
+      " alone, or leave bandwidth out"
     )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(

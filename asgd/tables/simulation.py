@@ -21,6 +21,7 @@ import numpy as np
 from asgd import base
 from asgd.orders.durations import Durations
 from asgd.orders.trace import Event, TraceError, events, from_events
+from asgd.tables.bandwidth import free_after
 from asgd.tables.client import Client
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Push, Rows
@@ -51,6 +52,8 @@ class SimulatedTableWorker:
     self.ticket: TableTicket | None = None  # of the job that it computes
     self.waits = False  # for other workers, before the next job can start
     self.up = self.down = 0  # bytes since the worker's last record
+    # Times: when its job began, and when its messages so far have been sent.
+    self.began = self.link_free = 0.0
     # Used over a network only:
     self.heard = 0  # the slowest worker's clock in the rows that it received
     self.applied = 0  # pushes that the shards have applied
@@ -257,7 +260,7 @@ class TableRun:
     """Starts the worker's next job on the rows of the worker's client. `row` is
     the index of the trace row that starts the job."""
     state, client = self._workers[worker], self._clients[worker]
-    values = client.read(keys)
+    values, state.began = client.read(keys), self.rows[row].time
     self.server.has_read(worker)
     clocks = {name: client.clocks(name, each) for name, each in keys.items()}
     # The empty array makes the concatenation valid for a job without keys.
@@ -294,11 +297,15 @@ class TableRun:
     state.done += 1
     norm = rms(x for _, x in written.values())
     state.ticket = ticket._replace(loss=loss, norm=norm)
-    after = settings.clock_of_message(state.done, self._jobs)
+    counts, is_free = (state.done, self._jobs), state.began >= state.link_free
+    after = settings.clock_of_message(*counts, link_is_free=is_free)
     if after is None:
       return None
-    push = client.flush(after, everything=state.done == self._jobs)
+    push = client.flush(after, everything=settings.sends_everything(*counts))
     state.up += push.nbytes
+    state.link_free = free_after(
+      state.link_free, state.began, push.nbytes, settings.bandwidth
+    )
     return push
 
   def _receive(self, worker: int, push: Push | None) -> Mapping[int, Rows]:

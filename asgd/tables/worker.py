@@ -15,6 +15,7 @@ import numpy as np
 from asgd import base
 from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests, wire
+from asgd.tables.bandwidth import free_after
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
 from asgd.tables.keys import Keys
@@ -92,6 +93,7 @@ class TableWorker:
     self.done = 0  # jobs finished by the worker, earlier incarnations included
     self._clocks = [0 for _ in shards]  # slowest worker's, in the last rows
     self._records: list[JobRecord] = []  # of jobs of the unfinished clock
+    self._link_free = 0.0  # time at which its messages so far have been sent
 
   @property
   def gets_server_push(self) -> bool:
@@ -198,7 +200,7 @@ class TableWorker:
 
   def job(
     self,
-    on_start: Callable[[int], None],
+    on_start: Callable[[int], float],
     on_done: Callable[[JobRecord], None],
     alter_gradient: Callable[[Any], Any] = lambda gradient: gradient,
     on_send: Callable[[ClockMessage], None] = lambda message: None,
@@ -206,7 +208,8 @@ class TableWorker:
     """Does the next job, in steps.
 
     Args:
-      on_start: called with SEND if the job requests rows, else with KEEP.
+      on_start: called with SEND if the job requests rows, else with KEEP;
+        returns the time of the job's start in the trace.
       on_done: called with the record of each job once all shards have the job's
         updates.
       alter_gradient: applied to the gradient, to inject faults.
@@ -223,7 +226,7 @@ class TableWorker:
     for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
-    on_start(base.SEND if asks else base.KEEP)
+    began = on_start(base.SEND if asks else base.KEEP)
 
     # [1] With server push, wait until all shards have the needed clock.
     late_shards = []
@@ -261,10 +264,7 @@ class TableWorker:
     )
 
     # [4] If the job ends a clock, push the updates of the clock to all shards.
-    new_clock, pushes = settings.clock_of_message(self.done, self.jobs), []
-    if new_clock is not None:
-      is_last = self.done == self.jobs
-      pushes = [x.flush(new_clock, everything=is_last) for x in self._clients]
+    pushes = self._flush(began)
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
     # The bytes of a push are counted for the job that ends the clock.
@@ -275,6 +275,23 @@ class TableWorker:
     self._records.append(_with_bytes(record, *self.sessions.count()))
     if asks:
       yield from self._push(pushes, asks, on_done, on_send)
+
+  def _flush(self, began: float) -> list[Push]:
+    """Returns a push for each shard after a job that began at a time; [] if the
+    worker sends no message then."""
+    settings, counts = self._settings, (self.done, self.jobs)
+    clock = settings.clock_of_message(
+      *counts, link_is_free=began >= self._link_free
+    )
+    if clock is None:
+      return []
+    everything = settings.sends_everything(*counts)
+    pushes = [x.flush(clock, everything=everything) for x in self._clients]
+    nbytes = sum(push.nbytes for push in pushes)
+    self._link_free = free_after(
+      self._link_free, began, nbytes, settings.bandwidth
+    )
+    return pushes
 
   def _push(
     self,
@@ -372,6 +389,7 @@ class TableWorker:
       "mail": self.sessions.pack(),
       "done": self.done,
       "clocks": self._clocks,
+      "link_free": self._link_free,
       "division": [
         self._division.version,
         {name: each.cuts for name, each in self._division.ranges.items()},
@@ -384,4 +402,5 @@ class TableWorker:
       client.unpack(packed)
     self.sessions.unpack(tree["mail"])
     self.done, self._clocks = tree["done"], list(tree["clocks"])
+    self._link_free = tree.get("link_free", 0.0)  # not in earlier images
     self._set_division(*tree["division"])

@@ -70,10 +70,13 @@ class JobJournal(WorkerJournal):
     """Writes the JOIN row of the incarnation."""
     self.write(NO_SEQ, self.incarnation, base.JOIN)
 
-  def begin(self, job: int, action: int, **fields: Any) -> None:
-    """Writes the row that begins a job."""
-    self._last_start = self.write(self.started_jobs, job, action, **fields)
-    self._open_jobs.append((self._last_start.seq, job))
+  def begin(self, job: int, action: int, **fields: Any) -> Event:
+    """Writes and returns the row that begins a job."""
+    self._last_start = row = self.write(
+      self.started_jobs, job, action, **fields
+    )
+    self._open_jobs.append((row.seq, job))
+    return row
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
     """Writes the row and record of the first open job, which all shards have

@@ -229,12 +229,13 @@ class WorkerHost:
 
   # A job.
 
-  def _write_start(self, action: int) -> None:
-    """Writes the row of a job that begins, with the rows taken by then."""
+  def _write_start(self, action: int) -> float:
+    """Writes the row of a job that begins, with the rows taken by then; returns
+    its time."""
     job = self._worker.next_job
     assert job is not None
     rows_taken = tuple(map(float, self._worker.sessions.taken))
-    self._journal.begin(job, action, totals=rows_taken)
+    return self._journal.begin(job, action, totals=rows_taken).time
 
   def _gradient(
     self,

@@ -185,8 +185,10 @@ class World:
     taken = tuple(map(float, worker.sessions.taken))
 
     def begun(action):
-      row = Event(0.0, w, 0, worker.next_job, action, totals=taken)
+      time = float(len(self.journals[w]))
+      row = Event(time, w, 0, worker.next_job, action, totals=taken)
       self.journals[w].append(row)
+      return row.time
 
     done = functools.partial(self.done, w)
     sends = functools.partial(self.sends, w)
@@ -299,6 +301,26 @@ def test_a_message_that_some_shards_have_comes_to_the_others(which):
     assert sum(e.action == base.SEND for e in again) == 6  # jobs of 3 messages
     assert len({r.job for mine in world.records for r in mine}) == 18
     check_replay(world)
+
+
+@pytest.mark.parametrize(
+  ("filters", "kills"),
+  # A worker that is killed loses what a filter holds back.
+  [((dict(name="largest_change", nbytes=24),), ()), ((), KILLS)],
+)
+def test_messages_that_a_bandwidth_allows_are_those_of_the_replay(
+  filters, kills
+):
+  options = dict(MODELS["managed"], bandwidth=40.0, filters=filters)
+  for seed in range(2):
+    world = World(seed, "managed", **options).run(kills)
+    assert same(world.tables(), whole())
+    rows = [row for row in world.orders[0] if row.action == base.RECEIVE]
+    within = [row for row in rows if row.job % 2]  # a clock is of two jobs
+    # Each worker can send three within its clocks.
+    assert 0 < len(within) < 3 * WORKERS
+    check_replay(world)
+    check_bound(world, MODELS["managed"]["bound"])
 
 
 @pytest.mark.parametrize("function", [{}, {"ftrl": {"l1": 0.01}}])

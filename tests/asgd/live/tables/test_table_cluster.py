@@ -178,6 +178,7 @@ def kill(kind, index):
     SSP,
     dict(consistency="essp", bound=1),
     dict(consistency="managed", bound=2, budget=2),
+    dict(consistency="managed", bound=2, budget=2, bandwidth=1e4),
     dict(consistency="value_bounded", threshold=3.0),
     dict(consistency="asynchronous"),
   ],
