@@ -15,6 +15,7 @@ from asgd.orders import (
   makers,
   network,
   own,
+  partial_reads,
   play,
   protocol,
   shards,

@@ -53,9 +53,11 @@ def check(run: Run) -> None:
   out_of_step = server["shards"] > 1 and not server["consistent"]
   if "live" in run.config or not out_of_step or network_of(run) is None:
     return
-  if server["delays"] is not None:
+  defaults = {"delays": None, "reads": 0.0}
+  key = next((k for k, x in defaults.items() if server[k] != x), None)
+  if key is not None:
     raise ValueError(
-      "config.server.delays and config.network both say when messages arrive:"
+      f"config.server.{key} and config.network both say when messages arrive:"
       " leave one of the two out"
     )
   # The order is made before the values, and the size of a code may depend on

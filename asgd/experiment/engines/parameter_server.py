@@ -224,6 +224,11 @@ class ServerPlan:
   ) -> tuple[list[base.Trace], network_lib.LinkUse | None]:
     """Returns the order of each shard, for shards that are out of step, and the
     use of the network; None without one."""
+    server = self.run.config["server"]
+    if server["reads"]:  # only the reads are out of step
+      return orders.partial_reads.by_block(
+        self.trace(seed), blocks=server["shards"], share=server["reads"]
+      ), None
     rules, times = self.rules(), self._durations(seed)
     counts = {"workers": self.workers, "messages": self.messages}
     if self.network is not None:
@@ -232,9 +237,8 @@ class ServerPlan:
         rules, times, self.network, nbytes=nbytes, **counts
       )
     delays = server_orders.delays(self.run, seed)
-    shards = self.run.config["server"]["shards"]
     traces = orders.shards.out_of_step(
-      rules, times, delays, shards=shards, **counts
+      rules, times, delays, shards=server["shards"], **counts
     )
     return traces, None
 

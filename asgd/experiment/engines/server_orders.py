@@ -43,6 +43,8 @@ SECTIONS: dict[str, Any] = {
     # Time until a simulated shard that is out of step receives a ticket or a
     # message, as `durations`; None is no time.
     "delays": Setting(None, _delays),
+    # Share of a job in which a simulated worker reads the shards one by one.
+    "reads": Setting(0.0, checks.number(most=1.0)),
     # Messages that are kept for recovery.
     "log": Setting(16, checks.whole_number(0, 10_000)),
     "wire": Setting("float32", checks.choice("float32", "bfloat16")),
@@ -62,11 +64,21 @@ def out_of_step(run: Run) -> bool:
 
 
 def check_delays(run: Run) -> None:
-  """Raises ValueError for delays in a run with one order for all shards."""
-  if run.config["server"]["delays"] is not None and not out_of_step(run):
+  """Raises ValueError for delays of a run whose shards keep one order, and for
+  partial reads of such shards, or of delayed ones."""
+  server = run.config["server"]
+  if server["delays"] is not None and not out_of_step(run):
     raise ValueError(
       "config.server.delays is for shards that are out of step: set"
       " config.server.shards=2 or more and consistent=False, or leave it out"
+    )
+  # One shard is read at once, so that partial reads change nothing.
+  if server["reads"] and (server["delays"] is not None or server["consistent"]):
+    key = "delays" if server["delays"] is not None else "consistent"
+    raise ValueError(
+      f"config.server.reads {server['reads']:g} reads one shard after the other"
+      f" as its server has it then, which config.server.{key} rules out: leave"
+      " one of the two out"
     )
 
 

@@ -166,6 +166,7 @@ PROTOCOL = Protocol(
       for key in ("shards", "consistent", "wire")
     ),
     Refusal("server.delays", _NO_SERVER, engines=("simulate",)),
+    Refusal("server.reads", _NO_SERVER, engines=("simulate",)),
     Refusal("server.log", _NO_SERVER, engines=("simulate",)),
     # Keys that divide one model among the devices of a mesh.
     *(

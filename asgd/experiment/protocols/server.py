@@ -222,6 +222,12 @@ PROTOCOL = Protocol(
       "leave it out, or use engine 'simulate'",
       engines=LIVE,
     ),
+    Refusal(
+      "server.reads",
+      "its shards answer a worker when they are asked",
+      "leave it out, or use engine 'simulate'",
+      engines=LIVE,
+    ),
   ),
   iterators=True,
 )

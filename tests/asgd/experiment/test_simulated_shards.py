@@ -15,10 +15,14 @@ CONFIG = {
   "runs": {"a": {"recipe": "dana_slim"}},
 }
 OUT = {"shards": 3, "delays": {"name": "gamma", "mean": 0.8}}
+READS = {"shards": 3, "reads": 0.75}
 
 
-def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
-  place, result, _ = kit.train_live(tmp_path / "whole", **CONFIG, server=OUT)
+@pytest.mark.parametrize("server", [OUT, READS], ids=["delays", "reads"])
+def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(
+  tmp_path, server
+):
+  place, result, _ = kit.train_live(tmp_path / "whole", **CONFIG, server=server)
   assert result["spread_mean"] > 0
   replayed = asgd.replay(place)
   assert replayed.same
@@ -30,7 +34,7 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
   ]
   assert counts == [result["messages"]] * 3
 
-  settings = {**CONFIG, "server": OUT}
+  settings = {**CONFIG, "server": server}
   again, other, _ = kit.train_live(tmp_path / "cut", stop=(9,), **settings)
   assert other["params_sha256"] == result["params_sha256"]
   records = [cell_files.read_records(cell) for cell in (place, again)]
@@ -88,7 +92,23 @@ def test_live_shards_out_of_step_over_a_network_are_replayed(tmp_path):
       assert row.time - starts[row.key] > 2e-3
 
 
+def test_one_block_is_a_read_at_once_to_the_bit(tmp_path):
+  cells = [
+    kit.train_live(tmp_path / str(share), **CONFIG, server={"reads": share})
+    for share in (0.0, 1.0)
+  ]
+  digests = [result["params_sha256"] for _, result, _ in cells]
+  assert digests[0] == digests[1]
+
+
 MISTAKES = (
+  ({"server": READS, "network": {"latency": 0.5}},
+   "server.reads and config.network both say when messages arrive"),
+  ({"server": {**OUT, "reads": 0.5}}, "delays rules out: leave one of the two"),
+  ({"server": {"shards": 2, "consistent": True, "reads": 0.5}},
+   "server.reads 0.5 reads one shard after the other .* consistent rules out"),
+  ({"server": {"reads": 1.5}}, "server.reads must be a number from 0 to 1"),
+  ({"server": READS, "engine": "threads"}, "reads .* is not for .* 'threads'"),
   ({"server": {"delays": "gamma"}}, "delays is for shards that are out of"),
   ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
   ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
