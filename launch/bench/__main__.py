@@ -37,7 +37,7 @@ from . import report, summary
 # are its parameters.
 BENCHMARKS = (
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
-  *("network", "orders"),
+  *("network", "orders", "hogwild"),
 )
 _F = flags.define("bench")
 _PASSED_FLAGS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"

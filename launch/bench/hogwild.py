@@ -1,0 +1,151 @@
+"""How fast processes train in one shared memory without locks (Hogwild).
+
+  w[k] <- w[k] - eta dF_i(w)/dw[k]   for the features k of one example i
+
+Processes read and write the weights of a sparse logistic regression in shared
+memory, and none waits for another. Reads and writes of several processes mix,
+and an addition may be lost (Recht et al., "Hogwild!: a lock-free approach to
+parallelizing stochastic gradient descent", NIPS 2011). The baseline is one
+process; the other contestant has a lock around each update. All make the same
+number of updates, so their losses compare.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd.data import sparse
+
+from .report import BenchReport, Measured
+
+_UPDATES = 200_000  # of all processes together
+_RATE = 0.05  # eta
+_FEATURES, _EXAMPLES = 2_000, 5_000
+
+
+class Example(NamedTuple):
+  """An example: its features, their values, and its label 0 or 1."""
+
+  keys: npt.NDArray[np.int32]
+  values: npt.NDArray[np.float64]
+  label: float
+
+
+def examples_of(data: sparse.Sparse) -> list[Example]:
+  """Returns the training examples, without the values of 0 that fill rows: a
+  key that occurs twice in a row would lose an addition in one process, too."""
+  rows = zip(data.train_keys, data.train_values, data.train_labels, strict=True)
+  return [
+    Example(keys[values != 0], values[values != 0].astype(float), float(label))
+    for keys, values, label in rows
+  ]
+
+
+def train(
+  weights: npt.NDArray[np.float64],
+  examples: Sequence[Example],
+  order: npt.NDArray[np.int64],
+  lock: Any,
+) -> None:
+  """Makes an update of the weights for each example of an order.
+
+  Args:
+    weights: float64[K], changed in place.
+    examples: of which the order has indices.
+    order: int64[U].
+    lock: entered for each update; a null context for none.
+  """
+  for index in order:
+    keys, values, label = examples[index]
+    with lock:
+      prediction = 1 / (1 + np.exp(-(weights[keys] @ values)))
+      weights[keys] -= _RATE * (prediction - label) * values
+
+
+def _process(
+  memory: Any, data: sparse.Sparse, seed: int, updates: int, lock: Any,
+  barrier: Any,
+) -> None:
+  """Trains in a process, between two barriers of all processes."""
+  examples = examples_of(data)
+  rng = np.random.default_rng(seed)
+  order = rng.integers(len(examples), size=updates)
+  weights = np.frombuffer(memory)
+  barrier.wait()
+  train(weights, examples, order, lock or contextlib.nullcontext())
+  barrier.wait()
+
+
+def loss_of(
+  weights: npt.NDArray[np.float64], examples: Sequence[Example]
+) -> float:
+  """Returns the mean log loss of the examples."""
+  logits = np.array([weights[x.keys] @ x.values for x in examples])
+  labels = np.array([x.label for x in examples])
+  return float((np.logaddexp(0, logits) - labels * logits).mean())
+
+
+def measure(
+  data: sparse.Sparse, processes: int, updates: int, *, has_lock: bool
+) -> tuple[float, float]:
+  """Returns (updates a second, loss) of processes that divide the updates."""
+  context = multiprocessing.get_context("spawn")  # JAX has threads: no fork
+  memory = context.RawArray("d", data.features)
+  lock = context.Lock() if has_lock else None
+  barrier = context.Barrier(processes + 1)
+  share = updates // processes
+  children = [
+    context.Process(
+      target=_process, args=(memory, data, seed, share, lock, barrier)
+    )
+    for seed in range(processes)
+  ]
+  for child in children:
+    child.start()
+  barrier.wait()  # all have loaded their examples
+  start = time.perf_counter()
+  barrier.wait()
+  seconds = time.perf_counter() - start
+  for child in children:
+    child.join()
+  loss = loss_of(np.frombuffer(memory), examples_of(data))
+  return share * processes / seconds, loss
+
+
+def run(report: BenchReport, rounds: int = 3) -> None:
+  """Prints updates/s and the loss after equal updates, by processes."""
+  data = sparse.generated(_EXAMPLES, _FEATURES, nonzeros=20, relevant=200)
+  cores = os.cpu_count() or 1
+  contestants = {
+    "1 process": (1, False),
+    "2 processes": (2, False),
+    "2 processes, a lock": (2, True),
+    f"{2 * cores} processes": (2 * cores, False),
+  }
+  table = report.table(
+    f"sparse logistic regression, {_UPDATES:,} updates of {_FEATURES:,} weights"
+    " in shared memory",
+    "processes",
+    {"updates/s": ",.0f", "loss": ".4f"},
+    {"speed / one process": ".2f", "loss / one process": ".4f"},
+    width=10,
+  )
+  turns = [
+    [
+      measure(data, processes, _UPDATES, has_lock=has_lock)
+      for processes, has_lock in contestants.values()
+    ]
+    for _ in range(rounds)
+  ]
+  # By contestant: the rates and the losses of the rounds.
+  results = np.transpose(turns, (1, 2, 0))
+  speeds, losses = results[0]
+  for name, (rates, values) in zip(contestants, results, strict=True):
+    ratios = Measured(rates / speeds), Measured(values / losses, "<= 1.01")
+    table.row(name, np.median(rates), np.median(values), *ratios)
