@@ -146,6 +146,18 @@ def commands_as_here():
     yield
 
 
+@pytest.fixture(scope="module")
+def ray_session():
+  """One session of Ray for the runs of a file, which use it in place of their
+  own."""
+  pytest.importorskip("ray")
+  from asgd.experiment import ray_runtime
+
+  ray_runtime.start()
+  yield
+  ray_runtime.stop()
+
+
 @pytest.fixture
 def no_pictures(monkeypatch):
   """An experiment's report draws nothing in this test; its fixtures may."""

@@ -194,7 +194,7 @@ def test_a_model_of_equinox_trains_on_a_mesh_as_in_a_simulation():
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_models_of_others_travel_to_processes(tmp_path):
+def test_models_of_others_travel_to_processes(tmp_path, ray_session):
   state = hk.transform_with_state(lambda x, is_training: with_state(
     x, is_training
   ))
