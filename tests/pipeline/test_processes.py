@@ -15,7 +15,6 @@ from kit import same
 from pipeline_experiments import build_pipelines, train_pipelines
 
 from asgd import algorithms, models
-from asgd.experiment import ray_runtime
 from asgd.experiment.machine import Machine
 from asgd.pipeline import analyze, executor, schedules
 from asgd.pipeline import engine as engine_lib
@@ -35,10 +34,8 @@ LAYERS = models.mlp(5, hidden=(8, 6, 7))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def cluster():
-  with jax.enable_x64(True), contextlib.ExitStack() as stack:
-    ray_runtime.start(None)
-    stack.callback(ray_runtime.stop)
+def cluster(ray_session):
+  with jax.enable_x64(True):
     yield
 
 
