@@ -115,12 +115,14 @@ def measured_costs(
   run = spans_lib.measured(schedule, spans)
   durations = run.end - run.start
 
-  def median(chosen):
-    return float(np.median(durations[chosen])) if chosen.any() else 0.0
+  def median(mask):
+    return float(np.median(durations[mask])) if mask.any() else 0.0
 
   def column(action):
-    chosen = run.action == action
-    return [median(chosen & (run.stage == s)) for s in range(schedule.stages)]
+    is_action = run.action == action
+    return [
+      median(is_action & (run.stage == s)) for s in range(schedule.stages)
+    ]
 
   user_actions = sorted(set(run.action.tolist()) - set(KNOWN))
   return costs(
@@ -143,8 +145,8 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   check_costs(cost, schedule.stages)
   durations = np.zeros(len(schedule.time))  # of tasks by themselves
   for action, name in COST_OF.items():
-    chosen = schedule.action == action
-    durations[chosen] = getattr(cost, name)[schedule.stage[chosen]]
+    is_action = schedule.action == action
+    durations[is_action] = getattr(cost, name)[schedule.stage[is_action]]
   for action, value in cost.own.items():
     durations[schedule.action == action] = value
   inputs = _input_rows(schedule, cost)
@@ -166,19 +168,22 @@ def _updates(schedule):
   """Numbers of updates: int[T], of the one that a forward waits for, and of the
   one that a backward counts for; -1 for none."""
   batch = schedule.microbatch // schedule.every
-  number = schedule.stage * (batch.max() + 1) + batch
-  later = (schedule.action == FORWARD) & (batch > 0)
-  counted = np.isin(schedule.action, (BACKWARD, WEIGHT))
-  return np.where(later, number - 1, -1), np.where(counted, number, -1)
+  update = schedule.stage * (batch.max() + 1) + batch
+  waits_for_update = (schedule.action == FORWARD) & (batch > 0)
+  is_gradient = np.isin(schedule.action, (BACKWARD, WEIGHT))
+  awaited_update = np.where(waits_for_update, update - 1, -1)
+  return awaited_update, np.where(is_gradient, update, -1)
 
 
 def _times_by_row(schedule, overlap, durations, inputs, *, flush):
   """`times`, row by row: narrow tables have few rows in a slot."""
   count, every = len(durations), schedule.every
-  first, second, delay = inputs
-  updated: dict[tuple[int, int], float] = collections.defaultdict(float)
-  columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
-  free = [0.0] * schedule.devices
+  local_inputs, remote_inputs, transfers = inputs
+  update_times: dict[tuple[int, int], float] = collections.defaultdict(float)
+  columns = (
+    c.tolist() for c in (*schedule[1:6], local_inputs, remote_inputs, transfers)
+  )
+  free_at = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
   previous = (-1, -1)
   # A task starts when its device is free, its inputs have arrived and, in a
@@ -187,24 +192,24 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
     slot, d, stage, batch, action, local_input, remote_input, transfer = task
     block = previous == (d, slot)
     previous = d, slot
-    begin = start[row - 1] if block else free[d]
-    if local_input >= 0 and end[local_input] > begin:
-      begin = end[local_input]
-    if remote_input >= 0 and end[remote_input] + transfer > begin:
-      begin = end[remote_input] + transfer
+    task_start = start[row - 1] if block else free_at[d]
+    if local_input >= 0 and end[local_input] > task_start:
+      task_start = end[local_input]
+    if remote_input >= 0 and end[remote_input] + transfer > task_start:
+      task_start = end[remote_input] + transfer
     if flush and action == FORWARD and batch >= every:
-      begin = max(begin, updated[stage, batch // every - 1])
-    start[row] = begin
-    end[row] = free[d] = begin + durations[row]
+      task_start = max(task_start, update_times[stage, batch // every - 1])
+    start[row] = task_start
+    end[row] = free_at[d] = task_start + durations[row]
     # The second task of a block ends both: they overlap.
     if block:
       duration = durations[row - 1] + durations[row]
-      finish = begin + (duration if overlap is None else overlap)
-      start[row - 1] = begin
-      end[row] = end[row - 1] = free[d] = finish
+      finish = task_start + (duration if overlap is None else overlap)
+      start[row - 1] = task_start
+      end[row] = end[row - 1] = free_at[d] = finish
     if flush and action in (BACKWARD, WEIGHT):
       key = stage, batch // every
-      updated[key] = max(updated[key], end[row])
+      update_times[key] = max(update_times[key], end[row])
   return spans_lib.Timing(np.array(start), np.array(end))
 
 
@@ -212,7 +217,7 @@ def _input_rows(schedule, cost):
   """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
   perhaps on another, from where the transfer takes float[T]."""
   table_rows, device = validate_lib.rows(schedule), schedule.device
-  first, second = np.full((2, len(device)), -1, np.int64)
+  local_inputs, remote_inputs = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
 
   def need(column, later, earlier, transfer=0.0):
@@ -224,11 +229,11 @@ def _input_rows(schedule, cost):
     delay[later[is_remote]] = transfer[exists][is_remote]
 
   forward, backward, weight = table_rows
-  need(second, forward[1:], forward[:-1], cost.transfer[:, None])
-  need(first, backward, forward)
-  need(second, backward[:-1], backward[1:], cost.transfer_back[:, None])
-  need(first, np.where(weight == backward, -1, weight), backward)
-  return first, second, delay
+  need(remote_inputs, forward[1:], forward[:-1], cost.transfer[:, None])
+  need(local_inputs, backward, forward)
+  need(remote_inputs, backward[:-1], backward[1:], cost.transfer_back[:, None])
+  need(local_inputs, np.where(weight == backward, -1, weight), backward)
+  return local_inputs, remote_inputs, delay
 
 
 def update_order(schedule: Schedule) -> np.ndarray:
@@ -286,13 +291,13 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   # The gradients of a stage before a slot, divided by those of an update, are
   # the version at the slot.
   gradient_slots = np.sort(schedule.time[table_rows.weight], axis=1)
-  number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
-  np.put_along_axis(update, update_order(schedule), number, 1)
+  update_index = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
+  np.put_along_axis(update, update_order(schedule), update_index, 1)
   forwards, backwards, _ = table_rows
-  for rows, out in ((forwards, forward), (backwards, backward)):
+  for rows, version_of in ((forwards, forward), (backwards, backward)):
     for stage, slots in enumerate(schedule.time[rows]):
       gradients = np.searchsorted(gradient_slots[stage], slots)
-      out[stage] = gradients // schedule.every
+      version_of[stage] = gradients // schedule.every
   latest = forward
   if weights == "stash":
     backward = forward
@@ -312,8 +317,11 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
   """Returns the age of weights read, in updates, when the gradient counts."""
-  read = versions(schedule, weights)
-  return Staleness(read.update - read.forward, read.update - read.backward)
+  versions_read = versions(schedule, weights)
+  return Staleness(
+    versions_read.update - versions_read.forward,
+    versions_read.update - versions_read.backward,
+  )
 
 
 def in_flight(schedule: Schedule, weights: str = "stash") -> np.ndarray:
@@ -336,22 +344,22 @@ def in_flight(schedule: Schedule, weights: str = "stash") -> np.ndarray:
 def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   """Returns int[S]: the most versions of its weights that a stage holds at
   once, the newest included."""
-  read = versions(schedule, weights)
+  versions_read = versions(schedule, weights)
   table_rows = validate_lib.rows(schedule)
-  out = np.ones(schedule.stages, np.int64)
+  version_counts = np.ones(schedule.stages, np.int64)
   if weights == "latest" or (table_rows.weight < 0).any():
-    return out
+    return version_counts
   update_slots = updates_done(schedule)  # when a version is replaced
   for stage, gradient_slots in enumerate(schedule.time[table_rows.weight]):
     # A version that is read later than it is replaced is kept until then.
     last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
-    np.maximum.at(last_reads, read.forward[stage], gradient_slots)
+    np.maximum.at(last_reads, versions_read.forward[stage], gradient_slots)
     is_stashed = last_reads[:-1] > update_slots[stage]
     change = np.zeros(schedule.slots + 1, np.int64)
     np.add.at(change, update_slots[stage, is_stashed] + 1, 1)
     np.add.at(change, last_reads[:-1][is_stashed] + 1, -1)
-    out[stage] += change.cumsum().max()
-  return out
+    version_counts[stage] += change.cumsum().max()
+  return version_counts
 
 
 def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
@@ -371,28 +379,31 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
       "weights='latest' differ between forward and backward: no ticket holds"
       " both; use 'stash', '2bw' or 'vertical'"
     )
-  read = versions(schedule, weights)
+  versions_read = versions(schedule, weights)
   table_rows = validate_lib.rows(schedule)
   if (table_rows.weight < 0).any():
     raise ValueError(
       f"{schedule.name} has no backward, so servers receive nothing: add"
       " backwards"
     )
-  out = []
+  stage_traces = []
   for stage, order in enumerate(update_order(schedule).tolist()):
     sends = collections.defaultdict(list)
     # A worker is sent version v right before the first gradient of update v.
-    for job, version in enumerate(read.forward[stage].tolist()):
+    for job, version in enumerate(versions_read.forward[stage].tolist()):
       sends[version].append(job)
     events = []
-    for number, job in enumerate(order):
-      if number % schedule.every == 0:
-        events += [(j, base.SEND) for j in sends[number // schedule.every]]
+    for gradient_index, job in enumerate(order):
+      if gradient_index % schedule.every == 0:
+        events += [
+          (j, base.SEND) for j in sends[gradient_index // schedule.every]
+        ]
       events.append((job, base.RECEIVE))
     jobs, actions = np.array(events, np.int32).T
     time, worker = np.arange(len(jobs), dtype=np.float64), np.zeros_like(jobs)
-    out.append(base.Trace(time, worker, jobs, jobs, actions.astype(np.int8)))
-  return out
+    actions = actions.astype(np.int8)
+    stage_traces.append(base.Trace(time, worker, jobs, jobs, actions))
+  return stage_traces
 
 
 class Analysis(NamedTuple):
@@ -438,12 +449,12 @@ def analyze(
   timing = times(schedule, cost)
   run = spans_lib.planned(schedule, timing)
   bubbles = spans_lib.idle(run, schedule.devices)
-  sent = np.zeros(schedule.devices)
+  sent_sizes = np.zeros(schedule.devices)
   # Transfers are charged to the device that sends.
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
   pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
-  border = schedule.stage[pairs].min(1)
-  np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
+  pair_stage = schedule.stage[pairs].min(1)
+  np.add.at(sent_sizes, schedule.device[pairs[:, 0]], size[pair_stage])
   return Analysis(
     makespan=bubbles.makespan,
     busy=bubbles.busy,
@@ -453,7 +464,7 @@ def analyze(
     peak_activations=_peaks(schedule, timing, activation),
     weight_versions=weight_versions(schedule, weights),
     staleness=staleness(schedule, weights),
-    sent=sent,
+    sent=sent_sizes,
     timing=timing,
   )
 
@@ -462,9 +473,9 @@ def _peaks(schedule, timing, activation):
   """Returns float[D]: the largest sum of activations on each device."""
   is_forward = schedule.action == FORWARD
   is_freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
-  out = np.zeros(schedule.devices)
+  peaks = np.zeros(schedule.devices)
   if not is_freed.any():
-    return out
+    return peaks
   size = np.asarray(activation, float)
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * is_forward - is_freed)
@@ -472,5 +483,5 @@ def _peaks(schedule, timing, activation):
   # At the same time, memory is freed first.
   order = np.lexsort((change, when, schedule.device))
   for d, device_rows in enumerate(schedule.rows_of_devices(order)):
-    out[d] = np.cumsum(change[device_rows]).max(initial=0.0)
-  return out
+    peaks[d] = np.cumsum(change[device_rows]).max(initial=0.0)
+  return peaks

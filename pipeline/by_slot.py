@@ -6,6 +6,7 @@ some 50 us for any number of devices, so they call this module for tables of
 table: the caller then works task by task, and raises an error with the cell.
 """
 
+import itertools
 import operator
 import re
 from collections.abc import Sequence
@@ -39,10 +40,10 @@ class _Blocks(NamedTuple):
     return np.where(is_step, step_index, len(self.kind))
 
 
-def _read(orders, known_actions) -> _Blocks | None:
+def _read_blocks(orders, known_actions) -> _Blocks | None:
   """Returns the steps in columns; None if one is not (name, int, int)."""
-  action_index = {name: number for number, name in enumerate(known_actions)}
-  columns, sizes, stop = [], [], []
+  action_index = {name: index for index, name in enumerate(known_actions)}
+  columns, sizes, block_counts = [], [], []
   for order in orders:
     if all(isinstance(block[0], str) for block in order):
       steps = order
@@ -51,17 +52,19 @@ def _read(orders, known_actions) -> _Blocks | None:
       blocks = [(b,) if isinstance(b[0], str) else b for b in order]
       steps = [step for block in blocks for step in block]
       sizes.append(np.array([len(block) for block in blocks], np.int64))
-    stop.append(len(order))
+    block_counts.append(len(order))
     if not steps:
       continue
     kinds = [action_index.setdefault(a, len(action_index)) for a, _, _ in steps]
-    numbers = [list(map(operator.itemgetter(i), steps)) for i in (1, 2)]
-    columns.append(list(map(np.array, (kinds, *numbers))))
-  if not columns or any(c.dtype.kind != "i" for each in columns for c in each):
+    cells = [list(map(operator.itemgetter(i), steps)) for i in (1, 2)]
+    columns.append(list(map(np.array, (kinds, *cells))))
+  if any(c.dtype.kind != "i" for c in itertools.chain(*columns)) or not columns:
     return None
   columns = [np.concatenate(column) for column in zip(*columns, strict=True)]
-  first = np.concatenate([[0], *sizes]).cumsum()
-  return _Blocks(*columns, first, np.cumsum(stop), list(action_index))
+  block_starts = np.concatenate([[0], *sizes]).cumsum()
+  return _Blocks(
+    *columns, block_starts, np.cumsum(block_counts), list(action_index)
+  )
 
 
 class _StepInputs(NamedTuple):
@@ -72,14 +75,14 @@ class _StepInputs(NamedTuple):
   without inputs read the second, 0. Row T of the columns is "no step".
   """
 
-  needed: np.ndarray  # int64[T + 1, 2], indices that a step reads
-  written: np.ndarray  # int64[T + 1], the index that a step's end is written to
+  input_index: np.ndarray  # int64[T + 1, 2], indices that a step reads
+  end_index: np.ndarray  # int64[T + 1], where a step's end is written
   gate: np.ndarray  # int64[T + 1], the update that a step counts for
   ends: np.ndarray  # int64[E], slots
-  missing: np.ndarray  # int64[gates + 1], missing steps of each update
+  missing_steps: np.ndarray  # int64[gates + 1], missing steps of each update
 
 
-def _needs_of(blocks, every, flush) -> _StepInputs | None:
+def _inputs_of_steps(blocks, every, flush) -> _StepInputs | None:
   """Returns the ends that steps wait for. None if a step occurs twice, or if
   stages or microbatches are negative or too large."""
   kind, stage, microbatch = blocks[:3]
@@ -87,46 +90,48 @@ def _needs_of(blocks, every, flush) -> _StepInputs | None:
   lowest = np.where(is_known, 0, -1)
   if (np.minimum(stage, microbatch) < lowest).any() or not is_known.any():
     return None
-  stages, count = int(1 + stage.max()), int(1 + microbatch.max())
-  batches = count // every + 1
+  stages, microbatches = int(1 + stage.max()), int(1 + microbatch.max())
+  batches = microbatches // every + 1
   # A microbatch number far above the number of steps is a misprint: refuse it
   # before arrays of that size are allocated.
-  if stages * count > min(_MOST, 8 * len(kind) + 1000):
+  if stages * microbatches > min(_MOST, 8 * len(kind) + 1000):
     return None
   forward, backward, weight = kind == 0, (kind == 1) | (kind == 2), kind == 3
-  cell = stage * count + microbatch
-  for chosen in (forward, backward, weight | (kind == 1)):
-    if np.bincount(cell[chosen], minlength=1).max() > 1:
+  cell = stage * microbatches + microbatch
+  for is_kind in (forward, backward, weight | (kind == 1)):
+    if np.bincount(cell[is_kind], minlength=1).max() > 1:
       return None
   # [1] Lay out `ends`: forwards, backwards, updates, and the two dummies.
-  forwards = stages * count
-  gates = 2 * forwards
-  unused = gates + stages * batches
-  nothing = unused + 1
+  cells = stages * microbatches
+  gates = 2 * cells
+  no_reader = gates + stages * batches
+  no_input = no_reader + 1
   # [2] Count the steps of each update; an update without steps is done.
-  needed = np.full((len(kind) + 1, 2), nothing)
-  written = np.full(len(kind) + 1, unused)
+  input_index = np.full((len(kind) + 1, 2), no_input)
+  end_index = np.full(len(kind) + 1, no_reader)
   gate = np.full(len(kind) + 1, stages * batches)
   update = stage * batches + microbatch // every
-  counted = weight | (kind == 1)
-  gate[:-1][counted] = update[counted]
-  missing = np.bincount(update[counted], minlength=stages * batches)
-  ends = np.full(nothing + 1, _NEVER)
-  ends[gates:unused][missing == 0] = 0
-  ends[nothing] = 0
+  is_gradient = weight | (kind == 1)
+  gate[:-1][is_gradient] = update[is_gradient]
+  missing_steps = np.bincount(update[is_gradient], minlength=stages * batches)
+  ends = np.full(no_input + 1, _NEVER)
+  ends[gates:no_reader][missing_steps == 0] = 0
+  ends[no_input] = 0
   # [3] Connect forwards and backwards along the stages.
-  written[:-1][forward] = cell[forward]
-  written[:-1][backward] = forwards + cell[backward]
+  end_index[:-1][forward] = cell[forward]
+  end_index[:-1][backward] = cells + cell[backward]
   later = forward & (stage > 0)
-  needed[:-1, 0][later] = cell[later] - count
+  input_index[:-1, 0][later] = cell[later] - microbatches
   if flush:
     later = forward & (microbatch >= every)
-    needed[:-1, 1][later] = gates + update[later] - 1
-  needed[:-1, 0][backward] = cell[backward]
+    input_index[:-1, 1][later] = gates + update[later] - 1
+  input_index[:-1, 0][backward] = cell[backward]
   earlier = backward & (stage < stages - 1)
-  needed[:-1, 1][earlier] = forwards + cell[earlier] + count
-  needed[:-1, 0][weight] = forwards + cell[weight]
-  return _StepInputs(needed, written, gate, ends, np.append(missing, _NEVER))
+  input_index[:-1, 1][earlier] = cells + cell[earlier] + microbatches
+  input_index[:-1, 0][weight] = cells + cell[weight]
+  return _StepInputs(
+    input_index, end_index, gate, ends, np.append(missing_steps, _NEVER)
+  )
 
 
 def lay_out(
@@ -152,9 +157,9 @@ def lay_out(
     order. None for orders that lead to no table, or of fewer than `WIDE`
     devices.
   """
-  if len(orders) < WIDE or (blocks := _read(orders, known)) is None:
+  if len(orders) < WIDE or (blocks := _read_blocks(orders, known)) is None:
     return None
-  inputs = _needs_of(blocks, every, flush)
+  inputs = _inputs_of_steps(blocks, every, flush)
   if inputs is None or not all(map(name.fullmatch, blocks.names)):
     return None
   steps = blocks.in_blocks
@@ -164,23 +169,23 @@ def lay_out(
   sizes = np.diff(blocks.first)
   devices = np.diff(blocks.stop, prepend=0)
   device = np.repeat(np.arange(len(devices)), devices)
-  numbers = (
+  columns = (
     np.repeat(block_slots, sizes),
     np.repeat(device, sizes),
     blocks.stage,
     blocks.microbatch,
   )
   actions = np.array(blocks.names)[blocks.kind]
-  return *(column.astype(np.int32) for column in numbers), actions
+  return *(column.astype(np.int32) for column in columns), actions
 
 
 def _block_slots(blocks, steps, inputs, *, counts_updates):
   """Returns int[K], the slot of each block; None for a deadlock."""
   width = steps.shape[1]
-  needed = inputs.needed[steps].reshape(-1, 2 * width)
-  written, gate = inputs.written[steps], inputs.gate[steps]
-  ends, missing = inputs.ends, inputs.missing
-  no_update = len(missing) - 1
+  input_index = inputs.input_index[steps].reshape(-1, 2 * width)
+  end_index, gate = inputs.end_index[steps], inputs.gate[steps]
+  ends, missing_steps = inputs.ends, inputs.missing_steps
+  no_update = len(missing_steps) - 1
   gates = len(ends) - 2 - no_update
   block_slots = np.empty(len(steps), np.int64)
   stop = blocks.stop
@@ -189,24 +194,26 @@ def _block_slots(blocks, steps, inputs, *, counts_updates):
   slot = 0
   # Each pass does one slot: devices with a ready block begin it.
   while len(next_block):
-    ready = ends[needed[next_block]].max(1)
-    starts_now = ready <= slot
-    started = next_block[starts_now]
-    if not len(started):  # skip the slots in which every device waits
-      slot = ready.min()
+    ready_slots = ends[input_index[next_block]].max(1)
+    starts_now = ready_slots <= slot
+    started_blocks = next_block[starts_now]
+    if not len(started_blocks):  # skip the slots in which every device waits
+      slot = ready_slots.min()
       if slot == _NEVER:
         return None
       continue
-    block_slots[started] = slot
+    block_slots[started_blocks] = slot
     slot += 1
     # Steps of this slot end at the beginning of the next.
-    ends[written[started]] = slot
+    ends[end_index[started_blocks]] = slot
     if counts_updates:
       # A forward of the next batch is ready once its update misses no step.
-      counted = gate[started].ravel()
-      np.subtract.at(missing, counted, 1)
-      complete = counted[(missing[counted] == 0) & (counted < no_update)]
-      ends[gates + complete] = slot
+      updates = gate[started_blocks].ravel()
+      np.subtract.at(missing_steps, updates, 1)
+      complete_updates = updates[
+        (missing_steps[updates] == 0) & (updates < no_update)
+      ]
+      ends[gates + complete_updates] = slot
     next_block = next_block + starts_now
     if (next_block == stop).any():
       next_block, stop = next_block[next_block < stop], stop[next_block < stop]
@@ -239,44 +246,50 @@ def times(
   slot, device = table
   is_first = np.ones(len(slot), bool)  # whether a row is the first of its block
   is_first[1:] = (np.diff(slot) != 0) | (np.diff(device) != 0)
-  first = np.flatnonzero(is_first)
-  size = np.diff(first, append=len(slot))
+  first_rows = np.flatnonzero(is_first)
+  block_sizes = np.diff(first_rows, append=len(slot))
   # [1] Group rows into blocks of one or two tasks.
-  if len(slot) == 0 or device.max() + 1 < WIDE or size.max() > 2:
+  if len(slot) == 0 or device.max() + 1 < WIDE or block_sizes.max() > 2:
     return None
-  width, block = int(size.max()), is_first.cumsum() - 1
-  rows = np.minimum(first[:, None] + np.arange(width), len(slot) - 1)
-  rows = np.where(np.arange(width) < size[:, None], rows, first[:, None])
-  block_seconds = durations[first]
+  width, block = int(block_sizes.max()), is_first.cumsum() - 1
+  rows = np.minimum(first_rows[:, None] + np.arange(width), len(slot) - 1)
+  rows = np.where(
+    np.arange(width) < block_sizes[:, None], rows, first_rows[:, None]
+  )
+  block_seconds = durations[first_rows]
   if width == 2:
     overlapped = durations[rows].sum(1) if overlap is None else overlap
-    block_seconds = np.where(size == 2, overlapped, block_seconds)
+    block_seconds = np.where(block_sizes == 2, overlapped, block_seconds)
   # [2] Turn the rows that a block needs into indices of blocks.
   local_input, remote_input, transfer = needs
-  block = np.append(block, len(first))  # row -1, no need: ends at -infinity
-  needed = block[np.concatenate([local_input[rows], remote_input[rows]], 1)]
+  # Row -1, no input, belongs to a last block that ends at -infinity.
+  block = np.append(block, len(first_rows))
+  input_rows = np.concatenate([local_input[rows], remote_input[rows]], 1)
+  input_blocks = block[input_rows]
   delay = np.concatenate([np.zeros(rows.shape), transfer[rows]], 1)
   # [3] Time all blocks of a slot at once: they never depend on each other.
-  begin, end = np.empty(len(first)), np.full(len(first) + 1, -np.inf)
-  device = device[first]
-  free = np.zeros(device.max() + 1)
+  block_start = np.empty(len(first_rows))
+  block_end = np.full(len(first_rows) + 1, -np.inf)
+  device = device[first_rows]
+  free_at = np.zeros(device.max() + 1)
   if updates is not None:
     # A block has at most one forward, its first row, and one backward.
-    waits, counts = updates[0][rows].max(1), updates[1][rows].max(1)
-    updated = np.zeros(max(waits.max(), counts.max()) + 2)  # last: none
-  cuts = np.flatnonzero(np.diff(slot[first], prepend=-1))
-  for low, high in zip(cuts, [*cuts[1:], len(first)], strict=True):
+    awaited_update, own_update = (u[rows].max(1) for u in updates)
+    # The last element is for rows without an update.
+    update_times = np.zeros(max(awaited_update.max(), own_update.max()) + 2)
+  cuts = np.flatnonzero(np.diff(slot[first_rows], prepend=-1))
+  for low, high in zip(cuts, [*cuts[1:], len(first_rows)], strict=True):
     slot_blocks = slice(low, high)
-    starts = (end[needed[slot_blocks]] + delay[slot_blocks]).max(1)
-    starts = np.maximum(starts, free[device[slot_blocks]])
+    starts = (block_end[input_blocks[slot_blocks]] + delay[slot_blocks]).max(1)
+    starts = np.maximum(starts, free_at[device[slot_blocks]])
     if updates is not None:
-      starts = np.maximum(starts, updated[waits[slot_blocks]])
+      starts = np.maximum(starts, update_times[awaited_update[slot_blocks]])
     ends = starts + block_seconds[slot_blocks]
-    begin[slot_blocks], end[slot_blocks] = starts, ends
-    free[device[slot_blocks]] = ends
+    block_start[slot_blocks], block_end[slot_blocks] = starts, ends
+    free_at[device[slot_blocks]] = ends
     if updates is not None:
-      np.maximum.at(updated, counts[slot_blocks], ends)
+      np.maximum.at(update_times, own_update[slot_blocks], ends)
       # Rows without an update write to the last element: reset it.
-      updated[-1] = 0.0
+      update_times[-1] = 0.0
   block = block[:-1]
-  return begin[block], end[:-1][block]
+  return block_start[block], block_end[:-1][block]

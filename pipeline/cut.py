@@ -48,7 +48,7 @@ def cut(
     raise ValueError(
       f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
     )
-  out = []
+  slices = []
   for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
     stage_params = slice_of(params, first, last)
     # Each stage has a server, which needs weights to update.
@@ -67,8 +67,8 @@ def cut(
         " dc_asgd_c, dc_asgd_a, staleness_aware, adadelay or gap_aware"
       )
     fn = _stage_fn(problem.pieces, first, last)
-    out.append(Part(fn, stage_params, rules.server(), rules.at_worker))
-  return out
+    slices.append(Part(fn, stage_params, rules.server(), rules.at_worker))
+  return slices
 
 
 def slice_of(params: Any, first: int, last: int) -> Any:

@@ -57,7 +57,7 @@ def _compile_parts(
   is_here: Sequence[bool],
 ) -> tuple[lanes_lib.CompiledPart, ...]:
   """Compiles each stage that has a lane in this process, from shapes."""
-  out, x = [], ()
+  compiled_parts, x = [], ()
   for index, part in enumerate(parts):
     for leaf in jax.tree.leaves(base.weights_of(part.params)):
       if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -78,7 +78,9 @@ def _compile_parts(
         f"stage {index} cannot be compiled: {error}"
       ) from error
     steps, at_worker = _steps(part.server, None), _jitted(part.at_worker)
-    out.append(lanes_lib.CompiledPart(stage, steps, at_worker, part.correct))
+    compiled_parts.append(
+      lanes_lib.CompiledPart(stage, steps, at_worker, part.correct)
+    )
   scalar = getattr(x, "shape", None) == ()
   # All losses are scalars, so that their gradient starts at 1.
   if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -86,7 +88,7 @@ def _compile_parts(
       "the last stage must return its loss, float[], not"
       f" {jax.tree.map(lambda s: f'{s.dtype}{list(s.shape)}', x)}"
     )
-  return tuple(out)
+  return tuple(compiled_parts)
 
 
 class Executor:
@@ -376,7 +378,7 @@ def _streams(
 ) -> list[int]:
   """Returns each stage's number of workers: its updates in flight, or 1 if its
   algorithm was built for one worker."""
-  out = []
+  streams = []
   # An algorithm that keeps a state for each worker needs one worker for each
   # update in flight.
   for stage, count in enumerate(analyze.in_flight(schedule, weights).tolist()):
@@ -386,8 +388,8 @@ def _streams(
         f"stage {stage} has {count} updates in flight, and its algorithm was"
         f" built for {workers} workers: build it for {count}"
       )
-    out.append(1 if workers == 1 else count)
-  return out
+    streams.append(1 if workers == 1 else count)
+  return streams
 
 
 def _devices(

@@ -104,11 +104,11 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
       "layers must be a tuple of flax modules and functions, in the order in"
       f" which they are called, not {checks.shown(layers)}"
     )
-  out: list[nn.Module] = []
+  modules: list[nn.Module] = []
   for number, layer in enumerate(layers):
     if isinstance(layer, nn.Module):
       takes = inspect.signature(type(layer).__call__).parameters
-      out.append(layer if "train" in takes else _Plain(layer))
+      modules.append(layer if "train" in takes else _Plain(layer))
     elif _has_state(layer):
       raise ValueError(
         f"layer {number} ({descriptions.name_of(layer)}) has state, such as"
@@ -117,13 +117,13 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
         " asgd.simulate or asgd.train_live"
       )
     elif callable(layer):
-      out.append(_Function(layer))
+      modules.append(_Function(layer))
     else:
       raise ValueError(
         f"layer {number} must be a flax.linen module or a function, not"
         f" {checks.shown(layer)}"
       )
-  return tuple(out)
+  return tuple(modules)
 
 
 class TrainOptions(call_options.KeptOptions, total=False):

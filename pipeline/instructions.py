@@ -153,15 +153,15 @@ def _merge_updates(lanes, schedule, where):
       " stages, so their updates cannot be made together: use a table of one"
       " batch"
     )
-  out = []
+  merged_lanes = []
   for lane in lanes:
     groups = collections.defaultdict(list)
     for op in lane:
       if op.last:
         groups[op.group].append(op._replace(slot=int(batch_ends[op.group])))
-    merged = [op for op in lane if not op.last]
+    ops = [op for op in lane if not op.last]
     for first_op, *later_ops in groups.values():
       needs = sum((op.needs for op in (first_op, *later_ops)), ())
-      merged.append(first_op._replace(also=tuple(later_ops), needs=needs))
-    out.append(merged)
-  return out
+      ops.append(first_op._replace(also=tuple(later_ops), needs=needs))
+    merged_lanes.append(ops)
+  return merged_lanes

@@ -155,7 +155,7 @@ def copier_of(device: jax.Device, tree: Any) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache
-def _one(dtype):
+def _scalar_one(dtype):
   return np.ones((), dtype)
 
 
@@ -354,7 +354,7 @@ class LaneRun:
     stage, number = cell = op.stage, op.microbatch
     stage_fns = compiled.parts[stage].stage
     if stage == len(compiled.parts) - 1:
-      gy = [_one(stage_fns.y.dtype)]
+      gy = [_scalar_one(stage_fns.y.dtype)]
     else:
       gy = box.pop(("g", stage, number))
     params = self._params(lane, op, backward=True)
@@ -392,7 +392,7 @@ class LaneRun:
     """Receives a message; the last of an update makes a new version."""
     ops = op, *op.also
     box = self._boxes[lane]
-    messages = [box.pop(("m", one.stage, one.microbatch)) for one in ops]
+    messages = [box.pop(("m", m.stage, m.microbatch)) for m in ops]
     start = self._compiled.now(op.slot)
     arguments = [
       self._arguments(lane, update_op, *message)
@@ -460,10 +460,10 @@ class LaneRun:
         for step, args in zip(steps, arguments, strict=True)
       ]
       if isinstance(outs[0], sharding.Done):
-        return [out.result for out in outs]
+        return [done.result for done in outs]
       operands = {
-        op.stage: jax.device_get(out.operand)
-        for op, out in zip(ops, outs, strict=True)
+        op.stage: jax.device_get(done.operand)
+        for op, done in zip(ops, outs, strict=True)
       }
       round_key = ops[0].group, len(totals)
       for other_lane in other_lanes:

@@ -176,8 +176,8 @@ def extrapolate(
     rate = rates.at(learning_rate, state.version)
     weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "trace")
-    ahead = step_along(weights, velocity, rate * factor)
-    return base.with_weights(state.params, ahead)
+    predicted_weights = step_along(weights, velocity, rate * factor)
+    return base.with_weights(state.params, predicted_weights)
 
   return predicted
 

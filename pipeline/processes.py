@@ -283,14 +283,14 @@ class Processes:
         " resume from a checkpoint"
       )
     calls = [getattr(actor, name).remote(*args) for actor in self._actors]
-    waiting, heartbeats, last_heartbeat = list(calls), [], time.monotonic()
-    while waiting:
+    open_calls, heartbeats, last_heartbeat = list(calls), [], time.monotonic()
+    while open_calls:
       # [1] Wait for the next result, and raise the error of a failed call.
-      done, waiting = ray_waits.wait(waiting, count=1)
+      done, open_calls = ray_waits.wait(open_calls, count=1)
       try:
         self._ray.get(done, timeout=_HEARTBEAT_TIMEOUT)
       except self._ray.exceptions.RayError as error:
-        error_type, self._broken = self._first_cause(calls, waiting)
+        error_type, self._broken = self._first_cause(calls, open_calls)
         raise error_type(self._broken) from error
       if done:
         continue
@@ -302,14 +302,14 @@ class Processes:
       elif time.monotonic() - last_heartbeat > _HEARTBEAT_TIMEOUT:
         pairs = zip(heartbeats, self.lanes, strict=True)
         names = (_process_name(lanes) for x, lanes in pairs if x in silent)
-        lost = " and ".join(names)
+        processes = " and ".join(names)
         self._broken = (
-          f"{lost} has sent no heartbeat for {_HEARTBEAT_TIMEOUT:g} s"
+          f"{processes} has sent no heartbeat for {_HEARTBEAT_TIMEOUT:g} s"
         )
         raise ProcessDied(self._broken)
     return self._ray.get(calls, timeout=_HEARTBEAT_TIMEOUT)
 
-  def _first_cause(self, calls, waiting):
+  def _first_cause(self, calls, open_calls):
     """Stops all processes; returns the first cause as error type and text.
 
     One failure makes other calls fail, too. So causes have ranks: an exited
@@ -318,8 +318,8 @@ class Processes:
     for actor in self._actors:
       with contextlib.suppress(self._ray.exceptions.RayError):
         actor.stop.remote()
-    if waiting:  # tasks that have begun still run to their end
-      ray_waits.wait(waiting, timeout=_STOP_TIMEOUT)
+    if open_calls:  # tasks that have begun still run to their end
+      ray_waits.wait(open_calls, timeout=_STOP_TIMEOUT)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
       process = _process_name(lanes)
@@ -339,8 +339,8 @@ class Processes:
         reasons.append((0, f"{process} has died"))
       except self._ray.exceptions.RayError as error:  # the call timed out
         reasons.append((4, f"{process} does not stop: {type(error).__name__}"))
-    rank, text = min(reasons)
-    return (PipelineError if rank in (1, 2) else ProcessDied), text
+    rank, message = min(reasons)
+    return (PipelineError if rank in (1, 2) else ProcessDied), message
 
   def _new_state(self, slot, microbatch):
     self._serial += 1

@@ -61,12 +61,12 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
     if end > start:
       blocks[device, start, end].append(table_lib.label(action, microbatch))
   makespan = float(run.end.max(initial=0.0))
-  needed = [
+  min_scales = [
     len("&".join(names)) / (end - start)
     for (_, start, end), names in blocks.items()
   ]
   # As wide as asked, but no wider than the longest name needs.
-  scale = min(columns / makespan, max(needed)) if blocks else 1.0
+  scale = min(columns / makespan, max(min_scales)) if blocks else 1.0
   grid = [["."] * round(makespan * scale) for _ in range(schedule.devices)]
   for (device, start, end), names in blocks.items():
     first, last = round(start * scale), round(end * scale)
@@ -162,15 +162,17 @@ def _describe_measured(table, facts, measured):
     ["of the total", "", "", f"{plan.of_total:.1%}", f"{run.of_total:.1%}"],
     ["of the ideal", "", "", f"{plan.of_ideal:.1%}", f"{run.of_ideal:.1%}"],
   ]
-  planned, done = (np.isin(of.action, KNOWN).sum() for of in (table, tasks))
-  missing = ""
+  planned, done = (
+    np.isin(tasks_of.action, KNOWN).sum() for tasks_of in (table, tasks)
+  )
+  shortfall = ""
   if planned > done:
-    missing = f"{planned - done} tasks of the table were not measured\n"
+    shortfall = f"{planned - done} tasks of the table were not measured\n"
   if table.flush:  # as `spans.SpanLog` keeps them
-    missing += "measured: the last batch; training says the mean of all\n"
+    shortfall += "measured: the last batch; training says the mean of all\n"
   return (
     f"makespan  {plan.makespan:.6g} planned, {run.makespan:.6g} measured\n"
-    f"{missing}\n{text_table.format_table(head, rows)}"
+    f"{shortfall}\n{text_table.format_table(head, rows)}"
   )
 
 

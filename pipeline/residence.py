@@ -105,14 +105,14 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
         " the server's, which would be held too: use another, such as ssgd"
       )
     sizes, every = sizes_of(part), schedule.every
-    needed = sizes[WEIGHTS] + sizes[STATE]
+    needed_bytes = sizes[WEIGHTS] + sizes[STATE]
     if every > 1:
-      needed += sizes[SUM]
-    if needed > room:
+      needed_bytes += sizes[SUM]
+    if needed_bytes > room:
       raise ValueError(
-        f"the update of stage {stage} needs {needed / 1e6:.6g} MB at once, and"
-        f" there is room for {room / 1e6:.6g}: give more, or cut the model into"
-        " more stages"
+        f"the update of stage {stage} needs {needed_bytes / 1e6:.6g} MB at"
+        f" once, and there is room for {room / 1e6:.6g}: give more, or cut the"
+        " model into more stages"
       )
 
 
@@ -145,9 +145,9 @@ class BlockMemory:
     indices = self._op_index.get(block)
     if not indices:
       return 2 * len(self.uses)
-    first = bisect.bisect_left(indices, op_index)
-    is_next_pass = first == len(indices)
-    return indices[0] + len(self.uses) if is_next_pass else indices[first]
+    position = bisect.bisect_left(indices, op_index)
+    is_next_pass = position == len(indices)
+    return indices[0] + len(self.uses) if is_next_pass else indices[position]
 
   def admit(self, block: Block, size: int, op_index: int) -> list[Block]:
     """Adds a block of `size` bytes that instruction `op_index` needs.
@@ -159,10 +159,10 @@ class BlockMemory:
       ValueError: if the blocks of the instruction do not fit.
     """
     evicted = []
-    needed = {*self.uses[op_index], block}
+    needed_blocks = {*self.uses[op_index], block}
     # Evict the block with the latest next use (Belady) until the new one fits.
     while self.bytes() + size > self._room:
-      candidates = [held for held in self.held if held not in needed]
+      candidates = [b for b in self.held if b not in needed_blocks]
       if not candidates:
         raise ValueError(
           f"instruction {op_index} needs {self.bytes() + size} bytes at once,"
@@ -187,13 +187,13 @@ class BlockMemory:
     for step in range(1, count):
       blocks = self.uses[(op_index + step) % count]
       resident.update(blocks)
-      missing = [
+      missing_blocks = [
         block for block in blocks if block not in self.held and sizes(block)
       ]
-      if missing:
-        size = sum(map(sizes, missing))
+      if missing_blocks:
+        size = sum(map(sizes, missing_blocks))
         size += sum(self.held.get(block, 0) for block in resident)
-        return missing if size <= self._room else []
+        return missing_blocks if size <= self._room else []
     return []
 
 

@@ -98,7 +98,7 @@ def _compile(fn, tree, *leaves):
   def recompute(params, x, extra, gy):
     return backward(params, residuals_of(params, x, extra), gy)
 
-  halves = _split(backward, params, residuals, floating(y))
+  halves = _split_jaxpr(backward, params, residuals, floating(y))
   functions = forward, residuals_of, backward, recompute, *halves
   size = sum(s.size * s.dtype.itemsize for s in residuals)
   return Stage(*map(jax.jit, functions), size, y)
@@ -144,26 +144,29 @@ def _differentiate(fn, params, x, extra):
     return y, aux, vjp
 
   jaxpr, shapes = _inlined(full, params, x, extra)
-  out, vjp = jax.tree.structure(shapes[:2]), jax.tree.structure(shapes[2])
-  n_out, outs = out.num_leaves, jaxpr.jaxpr.outvars
+  output_tree = jax.tree.structure(shapes[:2])
+  vjp = jax.tree.structure(shapes[2])
+  n_out, outs = output_tree.num_leaves, jaxpr.jaxpr.outvars
   param_vars = jaxpr.jaxpr.invars[: jax.tree.structure(params).num_leaves]
   # Residuals that depend on the parameters alone are not kept: the backward
   # recomputes them.
-  free = {*param_vars, *jaxpr.jaxpr.constvars}
+  params_only = {*param_vars, *jaxpr.jaxpr.constvars}
   for eqn in jaxpr.jaxpr.eqns:
-    if all(_literal(v) or v in free for v in eqn.invars) and not eqn.effects:
-      free.update(eqn.outvars)
+    is_params_only = all(_literal(v) or v in params_only for v in eqn.invars)
+    if is_params_only and not eqn.effects:
+      params_only.update(eqn.outvars)
   residuals = outs[n_out:]
-  stored = [v for v in _variables(residuals) if v not in free]
+  stored = [v for v in _variables(residuals) if v not in params_only]
   compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *stored])
-  recomputed = [v for v in residuals if _literal(v) or v in free]
+  recomputed = [v for v in residuals if _literal(v) or v in params_only]
   # The backward drops effects, such as prints: the forward has had them.
-  eqns = _needed(jaxpr.jaxpr.eqns, recomputed, effects=False)
+  eqns = _needed_equations(jaxpr.jaxpr.eqns, recomputed, effects=False)
   compute_again = _function(jaxpr, param_vars, recomputed, eqns)
 
   def forward(params, x, extra):
     outputs = compute(*jax.tree.leaves((params, x, extra)))
-    return *jax.tree.unflatten(out, outputs[:n_out]), tuple(outputs[n_out:])
+    y, aux = jax.tree.unflatten(output_tree, outputs[:n_out])
+    return y, aux, tuple(outputs[n_out:])
 
   def backward(params, outputs, gy):
     from_params = iter(compute_again(*jax.tree.leaves(params)))
@@ -177,7 +180,7 @@ def _differentiate(fn, params, x, extra):
   return forward, backward, tuple(_shape(v.aval) for v in stored)
 
 
-def _split(backward, params, residuals, gy):
+def _split_jaxpr(backward, params, residuals, gy):
   """Returns a backward in two functions: the inputs' gradient, with shared
   intermediate values, and the weights' gradient from those."""
   jaxpr, shapes = _inlined(backward, params, residuals, gy)
@@ -185,18 +188,18 @@ def _split(backward, params, residuals, gy):
   n, n_inputs = gradient.num_leaves, len(shapes[1])
   eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
   weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
-  input_eqns = _needed(eqns, inputs)
+  input_eqns = _needed_equations(eqns, inputs)
   forward_vars = invars[: len(invars) - len(gy)]  # parameters, residuals
   # `half` is what both halves read: I returns it, and W takes it.
   outvars = (v for eqn in input_eqns for v in eqn.outvars)
-  computed = {*invars[len(forward_vars) :], *outvars}
+  input_computed = {*invars[len(forward_vars) :], *outvars}
   weight_eqns = [
     eqn
-    for eqn in _needed(eqns, weights)
+    for eqn in _needed_equations(eqns, weights)
     if not any(eqn is input_eqn for input_eqn in input_eqns)
   ]
   weight_atoms = [*(v for eqn in weight_eqns for v in eqn.invars), *weights]
-  half = [v for v in _variables(weight_atoms) if v in computed]
+  half = [v for v in _variables(weight_atoms) if v in input_computed]
   compute_inputs = _function(jaxpr, invars, [*inputs, *half])
   weight_invars = [*forward_vars, *half]
   compute_weights = _function(jaxpr, weight_invars, weights, weight_eqns)
@@ -241,8 +244,8 @@ def _evaluate(closed, *args):
     if inner is not None:
       outs = _evaluate(inner, *map(read, eqn.invars))
     else:
-      free = _variables(eqn.invars)
-      outs = _run(free, [eqn], eqn.outvars, *map(read, free))
+      eqn_vars = _variables(eqn.invars)
+      outs = _run(eqn_vars, [eqn], eqn.outvars, *map(read, eqn_vars))
     values.update(zip(eqn.outvars, outs, strict=True))
   return [read(v) for v in closed.jaxpr.outvars]
 
@@ -256,7 +259,7 @@ def _run(invars, eqns, outvars, *args):
   return internals.jaxpr_as_fun(internals.ClosedJaxpr(jaxpr, ()))(*args)
 
 
-def _needed(eqns, outs, *, effects=True):
+def _needed_equations(eqns, outs, *, effects=True):
   """Returns the equations that `outs` depend on, and those with effects, in
   their order."""
   wanted_vars = set(_variables(outs))
@@ -272,6 +275,6 @@ def _needed(eqns, outs, *, effects=True):
 def _function(closed, invars, outs, eqns=None):
   """Returns the function of `invars` that computes `outs`, from `eqns`, or from
   the needed equations of `closed`."""
-  eqns = _needed(closed.jaxpr.eqns, outs) if eqns is None else eqns
+  eqns = _needed_equations(closed.jaxpr.eqns, outs) if eqns is None else eqns
   invars = [*closed.jaxpr.constvars, *invars]
   return functools.partial(_run, invars, eqns, outs, *closed.consts)

@@ -53,13 +53,13 @@ def keys(program: Program, slot: int) -> set[tuple]:
   schedule, rows_of = program.schedule, program.where
   every = schedule.every
   forward, backward, weight = (schedule.time[rows] for rows in rows_of)
-  out: set[tuple] = set()
+  entry_keys: set[tuple] = set()
 
   def add(kind, made_at, read_at, first_stage=0):
     # An entry exists between the task that makes it and the task that reads it.
     exists = (made_at < slot) & (slot <= read_at)
     for stage, number in np.argwhere(exists).tolist():
-      out.add((kind, first_stage + stage, number))
+      entry_keys.add((kind, first_stage + stage, number))
 
   add("x", forward[:-1], forward[1:], 1)
   add("g", backward[1:], backward[:-1])
@@ -76,15 +76,15 @@ def keys(program: Program, slot: int) -> set[tuple]:
     # `waiting` messages belong to an update that is not made yet.
     waiting = len(weight[stage]) - len(later) - current * every
     if every > 1 and waiting:
-      out.add((SUM, stage))
+      entry_keys.add((SUM, stage))
     if waiting == every:  # the last message waits for the other stages
       number = (current + 1) * every - 1
-      out.add(("m", stage, int(program.order[stage, number])))
+      entry_keys.add(("m", stage, int(program.order[stage, number])))
     for version, worker in program.reads:
       columns = version[stage, later], replica, worker[stage, later]
       tickets = np.stack(columns, 1)[columns[0] <= current].tolist()
-      out.update((TICKET, stage, *ticket) for ticket in tickets)
-  return out
+      entry_keys.update((TICKET, stage, *ticket) for ticket in tickets)
+  return entry_keys
 
 
 def lane_of(program: Program, key: tuple) -> int:

@@ -97,10 +97,10 @@ class Schedule(NamedTuple):
     # Not those of a user's own actions, which may be anywhere.
     pairs = np.stack([self.stage, self.device], 1)
     pairs = np.unique(pairs[np.isin(self.action, KNOWN)], axis=0)
-    out = [[] for _ in range(self.stages)]
+    devices_of = [[] for _ in range(self.stages)]
     for stage, device in pairs.tolist():
-      out[stage].append(device)
-    return out
+      devices_of[stage].append(device)
+    return devices_of
 
 
 def _count(column):
@@ -235,31 +235,31 @@ def lay_out_by_task(
     for order in orders
   ]
   clock, queues = _Clock(blocks, every, flush), list(map(deque, blocks))
-  free, rows, progressed = [0] * len(blocks), [], True
+  free_at, rows, has_progressed = [0] * len(blocks), [], True
   # Rounds over the devices, until no device can start its next block.
-  while progressed:
-    progressed = False
+  while has_progressed:
+    has_progressed = False
     for device, queue in enumerate(queues):
       while queue:
-        times = [clock.ready(*step) for step in queue[0]]
+        times = [clock.ready_slot(*step) for step in queue[0]]
         if None in times:
           break
-        start = max(free[device], *times)
+        start = max(free_at[device], *times)
         for action, stage, microbatch in queue.popleft():
           rows.append((start, device, stage, microbatch, action))
-          clock.done(action, stage, microbatch, start + 1)
-        free[device] = start + 1
-        progressed = True
+          clock.record_end(action, stage, microbatch, start + 1)
+        free_at[device] = start + 1
+        has_progressed = True
   table = make(name, rows, every=every, flush=flush)
-  waiting = [
+  blocked_steps = [
     f"\n  device {device}: {' & '.join(_cell(*s, True) for s in queue[0])}"
     for device, queue in enumerate(queues)
     if queue
   ]
-  if waiting:
+  if blocked_steps:
     raise ScheduleError(
       "deadlock: each device waits for a task of another.\n"
-      f"{to_text(table)}waiting:{''.join(waiting)}"
+      f"{to_text(table)}waiting:{''.join(blocked_steps)}"
     )
   return table
 
@@ -273,14 +273,14 @@ class _Clock:
     self._last_stage = max((stage for _, stage, _ in steps), default=-1)
     self._ends: dict[Step, int] = {}
     # By update, (stage, batch): missing gradients, and the last one's slot.
-    self._missing = Counter(
+    self._missing_gradients = Counter(
       (stage, microbatch // every)
       for action, stage, microbatch in steps
       if action in (BACKWARD, WEIGHT)
     )
-    self._updated = Counter()
+    self._update_slots = Counter()
 
-  def ready(self, action, stage, microbatch):
+  def ready_slot(self, action, stage, microbatch):
     """Returns the slot at which a step may start; None if not known yet."""
     ends, inputs = self._ends, [0]
     if action == FORWARD:
@@ -288,7 +288,8 @@ class _Clock:
         inputs.append(ends.get((FORWARD, stage - 1, microbatch)))
       if self._flush:
         update = stage, microbatch // self._every - 1
-        inputs.append(None if self._missing[update] else self._updated[update])
+        is_done = not self._missing_gradients[update]
+        inputs.append(self._update_slots[update] if is_done else None)
     elif action in (BACKWARD, INPUT):
       inputs.append(ends.get((FORWARD, stage, microbatch)))
       if stage < self._last_stage:
@@ -297,14 +298,14 @@ class _Clock:
       inputs.append(ends.get((BACKWARD, stage, microbatch)))
     return None if None in inputs else max(inputs)
 
-  def done(self, action, stage, microbatch, end):
+  def record_end(self, action, stage, microbatch, end):
     # A backward of inputs frees the stage before it like a full backward.
     kind = BACKWARD if action == INPUT else action
     self._ends[kind, stage, microbatch] = end
     if action in (BACKWARD, WEIGHT):
       update = stage, microbatch // self._every
-      self._missing[update] -= 1
-      self._updated[update] = max(self._updated[update], end)
+      self._missing_gradients[update] -= 1
+      self._update_slots[update] = max(self._update_slots[update], end)
 
 
 # Forms.

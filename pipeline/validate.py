@@ -121,15 +121,17 @@ def _window(schedule, marked):
   last_slot = int(schedule.time[marked].max()) + _AROUND
   if last_slot - first_slot > 4 * _AROUND:  # too wide: show the later marks
     first_slot = last_slot - 4 * _AROUND
-  near = (schedule.time >= first_slot) & (schedule.time <= last_slot)
+  is_shown = (schedule.time >= first_slot) & (schedule.time <= last_slot)
   lowest = 0
   if schedule.devices > _MOST_DEVICES:
     devices = schedule.device[marked]
     lowest = max(int(devices.min()) - _MOST_DEVICES // 2, 0)
-    near &= schedule.device >= lowest
-    near &= schedule.device <= max(int(devices.max()), lowest + _MOST_DEVICES)
+    is_shown &= schedule.device >= lowest
+    is_shown &= schedule.device <= max(
+      int(devices.max()), lowest + _MOST_DEVICES
+    )
   fields = table_lib.Task._fields
-  columns = {name: getattr(schedule, name)[near] for name in fields}
+  columns = {name: getattr(schedule, name)[is_shown] for name in fields}
   columns["time"] -= first_slot
   cells = np.stack([schedule.device, schedule.time - first_slot], 1)[marked]
   marks = dict.fromkeys(map(tuple, cells.tolist()), "!")

@@ -24,19 +24,21 @@ class Blocks:
     self.block_of = list(range(len(graph.nodes)))
     # block -> its nodes
     self.members: dict[int, tuple[int, ...]] = {i: (i,) for i in self.block_of}
-    after, before = graph_lib.neighbours(graph)
-    self.after, self.before = dict(enumerate(after)), dict(enumerate(before))
+    successors, predecessors = graph_lib.neighbours(graph)
+    self.successors = dict(enumerate(successors))
+    self.predecessors = dict(enumerate(predecessors))
 
   def __len__(self) -> int:
     return len(self.members)
 
   def copy(self) -> "Blocks":
     """Returns blocks that can be merged without a trace here."""
-    out = copy.copy(self)
-    out.block_of, out.members = self.block_of.copy(), self.members.copy()
+    copied = copy.copy(self)
+    copied.block_of, copied.members = self.block_of.copy(), self.members.copy()
     # Sets of neighbours are replaced, never changed.
-    out.after, out.before = self.after.copy(), self.before.copy()
-    return out
+    copied.successors = self.successors.copy()
+    copied.predecessors = self.predecessors.copy()
+    return copied
 
   def weight(self, block: int) -> float:
     """Returns the seconds of a block."""
@@ -49,17 +51,18 @@ class Blocks:
 
   def order(self) -> list[int]:
     """Returns the blocks in an order in which they can run."""
-    missing = {b: len(self.before[b]) for b in self.members}
-    ready = sorted(b for b, n in missing.items() if not n)  # a heap
-    out = []
-    while ready:
-      block = heapq.heappop(ready)
-      out.append(block)
-      for successor in self.after[block]:
-        missing[successor] -= 1
-        if not missing[successor]:
-          heapq.heappush(ready, successor)
-    return out
+    missing_predecessors = {b: len(self.predecessors[b]) for b in self.members}
+    # A sorted list is a heap.
+    ready_blocks = sorted(b for b, n in missing_predecessors.items() if not n)
+    order = []
+    while ready_blocks:
+      block = heapq.heappop(ready_blocks)
+      order.append(block)
+      for successor in self.successors[block]:
+        missing_predecessors[successor] -= 1
+        if not missing_predecessors[successor]:
+          heapq.heappush(ready_blocks, successor)
+    return order
 
   def _reaches(self, start: set[int], end: int) -> bool:
     """Returns whether a path leads from any block of `start` to `end`."""
@@ -69,7 +72,7 @@ class Blocks:
       block = stack.pop()
       if block == end:
         return True
-      successors = self.after[block] - visited
+      successors = self.successors[block] - visited
       visited |= successors
       stack.extend(successors)
     return False
@@ -81,7 +84,7 @@ class Blocks:
       self.block_of[i] = low
     members = self.members[low] + self.members.pop(high)
     self.members[low] = tuple(sorted(members))
-    directions = self.after, self.before
+    directions = self.successors, self.predecessors
     for adjacent, reverse in (directions, directions[::-1]):
       adjacent[low] = (adjacent[low] | adjacent.pop(high)) - {low, high}
       for block in adjacent[low]:
@@ -91,25 +94,26 @@ class Blocks:
   def try_merge(self, a: int, b: int) -> int | None:
     """Merges two blocks unless that closes a cycle; then returns None."""
     # A path from a to b besides the edge (a, b) would become a cycle.
-    successors, successors_of_b = self.after[a] - {b}, self.after[b] - {a}
+    successors = self.successors[a] - {b}
+    successors_of_b = self.successors[b] - {a}
     if self._reaches(successors, b) or self._reaches(successors_of_b, a):
       return None
     return self._merge(a, b)
 
   def merge_neighbours(self, may: Callable[[int, int], bool]) -> None:
     """Merges blocks along edges (a, b) with may(a, b), without cycles."""
-    merged = True
-    while merged:
-      merged = False
+    has_merged = True
+    while has_merged:
+      has_merged = False
       for a in self.order():
         if a in self.members:
-          successors = (b for b in sorted(self.after[a]) if may(a, b))
-          merged |= self.merge_first(a, successors)
+          successors = (b for b in sorted(self.successors[a]) if may(a, b))
+          has_merged |= self.merge_first(a, successors)
 
   def merge_first(self, block: int, candidates: Iterable[int]) -> bool:
     """Merges a block with the first of others that closes no cycle."""
-    merged = (self.try_merge(block, candidate) for candidate in candidates)
-    return any(number is not None for number in merged)
+    results = (self.try_merge(block, candidate) for candidate in candidates)
+    return any(block_number is not None for block_number in results)
 
   def merge_all(self, groups: Sequence[Collection[int]]) -> None:
     """Merges each group of nodes, and what lies between its nodes."""
@@ -117,7 +121,9 @@ class Blocks:
     from scipy import sparse
     from scipy.sparse import csgraph
 
-    pairs = [(a, b) for a, successors in self.after.items() for b in successors]
+    pairs = [
+      (a, b) for a, successors in self.successors.items() for b in successors
+    ]
     for group in groups:
       first_block, *later_blocks = (self.block_of[i] for i in group)
       # Both ways, so that the group becomes a cycle, which is merged below.
@@ -136,11 +142,11 @@ class Blocks:
 
   def sent(self, block: int) -> float:
     """Returns the bytes of the forward cut, from a block to all others."""
-    inside = set(self.members[block])
+    nodes = set(self.members[block])
     return graph_lib.bytes_of(
       ((source, self.block_of[target]), size)
       for source, target, size, _ in self.graph.edges
-      if source in inside and target not in inside
+      if source in nodes and target not in nodes
     )
 
 
@@ -148,22 +154,22 @@ def merge_scopes(blocks: Blocks, scopes: Sequence[str]) -> None:
   """Merges the nodes of each scope, such as "encoder/block3", along edges."""
   for scope in scopes:
     names = enumerate(f"{node.name}/" for node in blocks.graph.nodes)
-    inside = {i for i, name in names if name.startswith(f"{scope}/")}
-    if not inside:
+    scope_nodes = {i for i, name in names if name.startswith(f"{scope}/")}
+    if not scope_nodes:
       raise ValueError(f"no node is in scope {scope!r}; leave it out")
 
-    def within(a, b, inside=inside):
-      return inside.issuperset(blocks.members[a] + blocks.members[b])
+    def is_within_scope(a, b, scope_nodes=scope_nodes):
+      return scope_nodes.issuperset(blocks.members[a] + blocks.members[b])
 
-    blocks.merge_neighbours(within)
+    blocks.merge_neighbours(is_within_scope)
 
 
 def merge_weightless(blocks: Blocks, length: int) -> None:
   """Merges blocks that take no time into a predecessor, else a successor."""
-  merged = True
-  while merged and len(blocks) > length:
-    merged = any(
-      _merge_lightest(blocks, block, (blocks.before, blocks.after))
+  has_merged = True
+  while has_merged and len(blocks) > length:
+    has_merged = any(
+      _merge_lightest(blocks, block, (blocks.predecessors, blocks.successors))
       for block in blocks.order()
       if blocks.weight(block) <= 0
     )
@@ -207,7 +213,7 @@ def merge_bounded(
     # Grow a copy, and keep it only if the block becomes bounded.
     trial, block = blocks.copy(), start
     while is_bounded(trial, block) and len(trial) > length:
-      predecessors = sorted(trial.before[block] - protected, reverse=True)
+      predecessors = sorted(trial.predecessors[block] - protected, reverse=True)
       if not trial.merge_first(block, predecessors):
         break
       block = trial.block_of[block]
@@ -232,16 +238,19 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
       kinds[kind].append(block)
   count = sum(map(len, kinds.values()))
   centers = []
-  for _, alike in sorted(kinds.items()):
-    n_centers = min(length * len(alike) // count, len(alike))
-    centers += [alike[i * len(alike) // n_centers] for i in range(n_centers)]
+  for _, kind_blocks in sorted(kinds.items()):
+    n_centers = min(length * len(kind_blocks) // count, len(kind_blocks))
+    centers += [
+      kind_blocks[i * len(kind_blocks) // n_centers] for i in range(n_centers)
+    ]
   other_blocks = [block for block in order if block not in centers]
   # Blocks without a kind, and remainders of the division, are drawn.
   rng = np.random.default_rng(seed)
   indices = rng.choice(len(other_blocks), length - len(centers), replace=False)
   centers += [other_blocks[i] for i in sorted(indices.tolist())]
   # Centres take turns; a round in which none can merge is the last.
-  for adjacent, is_reversed in ((blocks.after, False), (blocks.before, True)):
+  directions = (blocks.successors, False), (blocks.predecessors, True)
+  for adjacent, is_reversed in directions:
     queue = collections.deque(centers)
     idle = 0
     while len(blocks) > length and idle < len(queue):
@@ -259,11 +268,13 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
 
 def merge_smallest(blocks: Blocks, length: int) -> None:
   """Merges the smallest block with its smallest successor, again and again."""
-  merged = True
-  while merged and len(blocks) > length:
+  has_merged = True
+  while has_merged and len(blocks) > length:
     # The number breaks ties, so that the result is deterministic.
     ranked = sorted(blocks.members, key=lambda b: (blocks.weight(b), b))
-    merged = any(_merge_lightest(blocks, b, (blocks.after,)) for b in ranked)
+    has_merged = any(
+      _merge_lightest(blocks, b, (blocks.successors,)) for b in ranked
+    )
 
 
 def coarsen(

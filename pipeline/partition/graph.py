@@ -181,12 +181,12 @@ def _largest(tensors: Iterable[tuple[Any, float]]) -> dict[Any, float]:
 
 def neighbours(graph: Graph) -> tuple[list[set[int]], list[set[int]]]:
   """Returns the successors and the predecessors of each node."""
-  after: list[set[int]] = [set() for _ in graph.nodes]
-  before: list[set[int]] = [set() for _ in graph.nodes]
+  successors: list[set[int]] = [set() for _ in graph.nodes]
+  predecessors: list[set[int]] = [set() for _ in graph.nodes]
   for edge in graph.edges:
-    after[edge.source].add(edge.target)
-    before[edge.target].add(edge.source)
-  return after, before
+    successors[edge.source].add(edge.target)
+    predecessors[edge.target].add(edge.source)
+  return successors, predecessors
 
 
 def measure(

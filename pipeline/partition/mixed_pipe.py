@@ -98,17 +98,21 @@ def assign(
   failed: int | None = None  # the first item without room
   # The second pass sorts by bytes: it may find room where the first did not.
   for keys in (weights, sizes):
-    load, used_bytes, out = [0.0] * devices, [0.0] * devices, [0] * count
+    load, used_bytes, device_of_item = (
+      [0.0] * devices,
+      [0.0] * devices,
+      [0] * count,
+    )
     for i in sorted(range(count), key=keys.__getitem__, reverse=descending):
       fitting = [d for d in range(devices) if used_bytes[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
         break
-      out[i] = device = min(fitting, key=load.__getitem__)
+      device_of_item[i] = device = min(fitting, key=load.__getitem__)
       load[device] += weights[i]
       used_bytes[device] += sizes[i]
     else:
-      return tuple(out)
+      return tuple(device_of_item)
   raise ValueError(
     f"no device of {devices} has room for item {failed} of {sizes[failed or 0]}"
     f" bytes among {sum(sizes)}; a device has {memory}: give more memory or"
@@ -140,7 +144,7 @@ class Refinement:
     self.sizes, self.memory = sizes, memory
     stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
     self.stage = {unit: stage_of[unit] for unit in units.members}
-    self.now = self._cost()  # the objective, and the bytes sent
+    self.score = self._cost()  # the objective, and the bytes sent
 
   def _cost(self):
     graph, weights = self.units.graph, self.units.weights
@@ -161,12 +165,12 @@ class Refinement:
         return False
     self.stage[unit] = stage
     cost_after = self._cost()
-    slack = _SLACK * self.now[0]
-    is_equal = abs(cost_after[0] - self.now[0]) <= slack
-    is_better = cost_after[0] < self.now[0] - slack
-    if is_better or is_equal and cost_after[1] < self.now[1]:
+    slack = _SLACK * self.score[0]
+    is_equal = abs(cost_after[0] - self.score[0]) <= slack
+    is_better = cost_after[0] < self.score[0] - slack
+    if is_better or is_equal and cost_after[1] < self.score[1]:
       # The least yet, lest moves within the rounding add up.
-      self.now = min(cost_after[0], self.now[0]), cost_after[1]
+      self.score = min(cost_after[0], self.score[0]), cost_after[1]
       return True
     self.stage[unit] = current
     return False
@@ -216,22 +220,22 @@ def refine(state: Refinement) -> None:
   while improved:
     improved = False
     for later in (True, False):
-      side = units.after if later else units.before
+      neighbours_of = units.successors if later else units.predecessors
       for s in reversed(range(len(state.devices))):
         edges = sorted(
           (
-            (unit, other)
+            (unit, neighbour)
             for unit, its_stage in stage.items()
             if its_stage == s
-            for other in side[unit]
-            if stage[other] != s
+            for neighbour in neighbours_of[unit]
+            if stage[neighbour] != s
           ),
           reverse=later,
         )
-        for unit, other in edges:
+        for unit, neighbour in edges:
           # A unit may only go to the nearest stage that it is connected to.
-          target = stage[other]
-          neighbour_stages = {stage[o] for o in side[unit]}
+          target = stage[neighbour]
+          neighbour_stages = {stage[o] for o in neighbours_of[unit]}
           if stage[unit] != s or target == s:
             continue
           nearest = min(neighbour_stages) if later else max(neighbour_stages)
@@ -279,7 +283,7 @@ def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
   for length in settings.lengths:
     check_positive(**{"each L": length})
   if settings.recompute == "but_last":
-    return _settle(graph, devices, settings)
+    return _repeat_until_consistent(graph, devices, settings)
   return _sweep(graph, devices, settings, frozenset())
 
 
@@ -287,7 +291,7 @@ class _NoRoom(ValueError):
   """The blocks of some L do not fit in the memory."""
 
 
-def _settle(graph, devices, options):
+def _repeat_until_consistent(graph, devices, options):
   """Repeats a partition until the last stage is the one assumed."""
   results: dict[frozenset[int], Mixed] = {}  # assumed -> the partition
   spared: frozenset[int] = frozenset()
@@ -322,17 +326,17 @@ def _sweep(graph, devices, options, spared):
   for length in options.lengths:
     try:
       states[length] = _attempt(units, length, sizes, devices, options)
-      tried.append((length, float(states[length].now[0])))
+      tried.append((length, float(states[length].score[0])))
     except _NoRoom as error:
       failure = f"with L={length}: {error}"
       tried.append((length, math.inf))
   if not states:
     raise ValueError(failure)
-  length, best = min(states.items(), key=lambda each: each[1].now)
+  length, best = min(states.items(), key=lambda entry: entry[1].score)
   # Some stages may have lost all their nodes.
   used_stages, stage_of = np.unique(best.nodes(), return_inverse=True)
-  numbers = range(len(used_stages))
-  stages = [np.flatnonzero(stage_of == s).tolist() for s in numbers]
+  stage_indices = range(len(used_stages))
+  stages = [np.flatnonzero(stage_of == s).tolist() for s in stage_indices]
   devices_of = [best.devices[s] for s in used_stages.tolist()]
   counts = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
   recomputed = tuple(range(counts[recompute]))
@@ -346,9 +350,11 @@ def _sweep(graph, devices, options, spared):
     for node, stage in zip(graph.nodes, stage_list, strict=True)
   ]
   bandwidth = options.bandwidth
-  value = float(cost(graph, stage_list, devices_of, weights, bandwidth)[0])
-  settled = recompute != "but_last" or spared == set(stages[-1])
-  return Mixed(partition, value, length, tuple(tried), recomputed, settled)
+  objective = float(cost(graph, stage_list, devices_of, weights, bandwidth)[0])
+  is_assumed_stage = recompute != "but_last" or spared == set(stages[-1])
+  return Mixed(
+    partition, objective, length, tuple(tried), recomputed, is_assumed_stage
+  )
 
 
 def _attempt(units, length, sizes, devices, options):

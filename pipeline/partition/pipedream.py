@@ -132,7 +132,7 @@ def pipedream(
   search = searches[settings.formula](graph, states, levels, settings)
   k, end, no_devices = len(levels), len(states) - 1, Fraction(0)
   total = math.prod(level.machines for level in levels)
-  time, count = search.whole(k, 0, end, no_devices)
+  time, count = search.least_time(k, 0, end, no_devices)
   if math.isinf(time):
     raise ValueError(_explain_failure(graph, total, end, settings))
   stages = search.stages(k, 0, end, count, no_devices, (0,))
@@ -159,15 +159,15 @@ def _levels(machines, bandwidth):
       f"each level of machines needs its bandwidth: there are {len(counts)} and"
       f" {len(speeds)}"
     )
-  out, size, inner_count = [], 1, 1
+  result, size, inner_count = [], 1, 1
   for count, speed in zip(counts, speeds, strict=True):
     check_positive(**{"machines of a level": count})
     if speed is None:
       raise ValueError("a level's bandwidth must be a number, not None")
     placement.check_limit("bandwidth", speed, "bytes a second")
-    out.append(_Level(count, speed, inner_count, size))
+    result.append(_Level(count, speed, inner_count, size))
     size, inner_count = size * count, count
-  return out
+  return result
 
 
 def _explain_failure(graph, total, places, settings):
@@ -191,37 +191,37 @@ def _states(graph, cuts, groups):
   count = len(graph.nodes)
   if cuts == "order":
     prefixes = ((1 << i) - 1 for i in range(count + 1))
-    together = [sum(1 << i for i in group) for group in groups]
+    group_masks = [sum(1 << i for i in group) for group in groups]
     # A cut may not part a group: all of its nodes are before it, or none.
     return [
       prefix
       for prefix in prefixes
-      if all(prefix & mask in (0, mask) for mask in together)
+      if all(prefix & mask in (0, mask) for mask in group_masks)
     ]
   successors, predecessors = graph_lib.neighbours(graph)
   successor_masks = [sum(1 << j for j in nodes) for nodes in successors]
   all_nodes, closures = (1 << count) - 1, _closures(predecessors, groups)
-  reached, queue = {0}, [0]
+  states, queue = {0}, [0]
   while queue:
     state = queue.pop()
     candidates = all_nodes & ~state
     if cuts == "released":
-      masks = (successor_masks[i] for i in _in(state))
+      masks = (successor_masks[i] for i in _nodes_in(state))
       reachable = functools.reduce(operator.or_, masks, 0)
       # Where nothing follows, the first of the other nodes is the next source.
       candidates = reachable & candidates or candidates & -candidates
-    larger = {state | closures[i] for i in _in(candidates)} - reached
-    reached |= larger
-    queue += larger
-    if len(reached) > MOST_STATES:
+    new_states = {state | closures[i] for i in _nodes_in(candidates)} - states
+    states |= new_states
+    queue += new_states
+    if len(states) > MOST_STATES:
       raise ValueError(
         f"the graph of {count} nodes has more than {MOST_STATES} antichains;"
         " use cuts='released' or cuts='order', or merge nodes that are alike"
       )
-  return sorted(reached, key=lambda s: (s.bit_count(), s))
+  return sorted(states, key=lambda s: (s.bit_count(), s))
 
 
-def _in(mask):
+def _nodes_in(mask):
   """Yields the numbers of the nodes in a bit mask."""
   return (i for i in range(mask.bit_length()) if mask >> i & 1)
 
@@ -233,27 +233,31 @@ def _closures(predecessors, groups):
   for group in groups:
     for i in group:
       direct[i] |= set(group)
-  out, changed = [1 << i for i in range(len(direct))], True
-  while changed:
-    previous = list(out)
+  closures, has_changed = [1 << i for i in range(len(direct))], True
+  while has_changed:
+    previous = list(closures)
     for i, nodes in enumerate(direct):
-      out[i] |= functools.reduce(operator.or_, (out[j] for j in nodes), 0)
-    changed = out != previous
-  return out
+      closures[i] |= functools.reduce(
+        operator.or_, (closures[j] for j in nodes), 0
+      )
+    has_changed = closures != previous
+  return closures
 
 
 class _Search:
   """The recursion; states have indices, and a stage is between two states.
 
-  `down` is the number of devices downstream of this pipeline, for each copy of
-  the pipeline. The microbatches in flight depend on it; it is 0 where they do
-  not matter. Subclasses have the formulas, `stage` and `send`.
+  `downstream` is the number of devices downstream of this pipeline, for each
+  copy of the pipeline. The microbatches in flight depend on it; it is 0 where
+  they do not matter. Subclasses have the formulas, `stage_time` and
+  `transfer_time`.
   """
 
   counts_down = True
 
-  def __init__(self, graph, states, levels, how):
-    self.graph, self.states, self.levels, self.how = graph, states, levels, how
+  def __init__(self, graph, states, levels, settings):
+    self.graph, self.states = graph, states
+    self.levels, self.settings = levels, settings
     # The recursion asks for the same range again and again.
     self.sums = functools.cache(self._sums)
     self.best = functools.cache(self._best)
@@ -265,106 +269,110 @@ class _Search:
       )
       for state in states
     ]
-    self.inside = [
+    self.subsets = [
       [i for i in range(j) if states[i] & states[j] == states[i]]
       for j in range(len(states))
     ]
 
   def nodes(self, i, j):
-    return tuple(_in(self.states[j] & ~self.states[i]))
+    return tuple(_nodes_in(self.states[j] & ~self.states[i]))
 
-  def stage(
-    self, k: int, i: int, j: int, m: int, end: int, down: Fraction
+  def stage_time(
+    self, k: int, i: int, j: int, m: int, end: int, downstream: Fraction
   ) -> float:
     """Returns the time of stage [i, j) on m machines of level k, of which `end`
     end with it."""
     raise NotImplementedError
 
-  def send(self, k: int, s: int, j: int, m: int) -> float:
+  def transfer_time(self, k: int, s: int, j: int, m: int) -> float:
     """Returns the transfer time, both ways, of a last stage [s, j) on m
     machines."""
     raise NotImplementedError
 
   def _sums(self, i: int, j: int) -> tuple[float, float, float, float]:
     """Returns time, parameters, stash and outputs of the nodes between."""
-    numbers = self.nodes(i, j)
-    nodes = [self.graph.nodes[n] for n in numbers]
-    parameters = graph_lib.parameters(self.graph, numbers)
+    indices = self.nodes(i, j)
+    nodes = [self.graph.nodes[n] for n in indices]
+    parameters = graph_lib.parameters(self.graph, indices)
     work = sum(node.work() for node in nodes)
     stash = sum(node.stash for node in nodes)
     return work, parameters, stash, sum(node.activation for node in nodes)
 
-  def whole(self, k, i, j, down):
+  def least_time(self, k, i, j, downstream):
     """Returns the least time on a whole level, and the machines used."""
     if k == 0:
       return self.sums(i, j)[0], 1
-    most = self.levels[k - 1].machines
-    counts = range(1, most + 1) if self.how.fewer else (most,)
-    return min((self.best(k, i, j, m, down)[0], m) for m in counts)
+    machines = self.levels[k - 1].machines
+    counts = range(1, machines + 1) if self.settings.fewer else (machines,)
+    return min((self.best(k, i, j, m, downstream)[0], m) for m in counts)
 
   def _best(
-    self, k: int, i: int, j: int, m: int, down: Fraction
+    self, k: int, i: int, j: int, m: int, downstream: Fraction
   ) -> tuple[float, int | None, int]:
     """Returns A: its time, and state and machines of its last stage's cut."""
-    may_be_single = m == 1 or not self.how.straight
-    time = self.stage(k, i, j, m, m, down) if may_be_single else math.inf
+    may_be_single = m == 1 or not self.settings.straight
+    time = (
+      self.stage_time(k, i, j, m, m, downstream) if may_be_single else math.inf
+    )
     best_so_far: tuple[float, int | None, int] = time, None, m
-    for s in self.inside[j] if m > 1 else ():
+    for s in self.subsets[j] if m > 1 else ():
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
-      for last_machines in range(1, 2 if self.how.straight else m):
-        border = self.send(k, s, j, last_machines)
+      for last_machines in range(1, 2 if self.settings.straight else m):
+        border = self.transfer_time(k, s, j, last_machines)
         if border >= best_so_far[0]:
           continue
-        time = max(border, self.stage(k, s, j, last_machines, m, down))
+        stage_time = self.stage_time(k, s, j, last_machines, m, downstream)
+        time = max(border, stage_time)
         if time >= best_so_far[0]:
           continue
         # The last stage is [s, j) on `last_machines`; the rest is solved
         # before.
-        inner_down = self.after(k, last_machines, down)
-        rest_time = self.best(k, i, s, m - last_machines, inner_down)[0]
+        inner_downstream = self.downstream_before(k, last_machines, downstream)
+        rest_time = self.best(k, i, s, m - last_machines, inner_downstream)[0]
         if max(time, rest_time) < best_so_far[0]:
           best_so_far = max(time, rest_time), s, last_machines
     return best_so_far
 
-  def after(self, k, last, down):
-    """Returns `down` of the stages before one that has `last` machines."""
-    if self.how.memory is None or not self.counts_down:
-      return down
-    return down + last * self.levels[k - 1].size
+  def downstream_before(self, k, last, downstream):
+    """Returns `downstream` for the stages before one with `last` machines."""
+    if self.settings.memory is None or not self.counts_down:
+      return downstream
+    return downstream + last * self.levels[k - 1].size
 
-  def stages(self, k, i, j, m, down, copies):
+  def stages(self, k, i, j, m, downstream, copies):
     """Returns nodes and devices of the stages of the best pipeline."""
     if k == 0:
       return [(self.nodes(i, j), tuple(sorted(copies)))]
-    _, s, last = self.best(k, i, j, m, down)
-    out = []
+    _, s, last = self.best(k, i, j, m, downstream)
+    earlier_stages = []
     if s is not None:
-      inner_down = self.after(k, last, down)
-      out = self.stages(k, i, s, m - last, inner_down, copies)
+      inner_downstream = self.downstream_before(k, last, downstream)
+      earlier_stages = self.stages(k, i, s, m - last, inner_downstream, copies)
       i = s
     size = self.levels[k - 1].size
     copies = [c + n * size for c in copies for n in range(m - last, m)]
-    down /= last
-    used_machines = self.whole(k - 1, i, j, down)[1]
-    return out + self.stages(k - 1, i, j, used_machines, down, copies)
+    downstream /= last
+    used_machines = self.least_time(k - 1, i, j, downstream)[1]
+    last_stages = self.stages(k - 1, i, j, used_machines, downstream, copies)
+    return earlier_stages + last_stages
 
 
 class _Paper(_Search):
   """The formula of the paper."""
 
-  def stage(self, k, i, j, m, end, down):
+  def stage_time(self, k, i, j, m, end, downstream):
     del end
-    level, down = self.levels[k - 1], down / m
+    level, downstream = self.levels[k - 1], downstream / m
     _, parameters, stash, _ = self.sums(i, j)
-    if k == 1 and self.how.memory is not None:
-      in_flight = 1 + math.ceil(down)
-      if in_flight * (stash + parameters) > self.how.memory:
+    if k == 1 and self.settings.memory is not None:
+      in_flight = 1 + math.ceil(downstream)
+      if in_flight * (stash + parameters) > self.settings.memory:
         return math.inf
-    work, _ = self.whole(k - 1, i, j, down)
+    work, _ = self.least_time(k - 1, i, j, downstream)
     return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
 
-  def send(self, k, s, j, m):
+  def transfer_time(self, k, s, j, m):
     del j, m
     return 2 * self.border[s] / self.levels[k - 1].bandwidth
 
@@ -374,21 +382,21 @@ class _Code(_Search):
 
   counts_down = False
 
-  def stage(self, k, i, j, m, end, down):
+  def stage_time(self, k, i, j, m, end, downstream):
     level = self.levels[k - 1]
     _, parameters, _, outputs = self.sums(i, j)
-    if self.how.memory is not None:
+    if self.settings.memory is not None:
       copies = -(-(level.machines - end) // m)
-      if copies * (outputs + parameters) > self.how.memory:
+      if copies * (outputs + parameters) > self.settings.memory:
         return math.inf
-    work, _ = self.whole(k - 1, i, j, down)
-    within = level.within if end == m else 1  # of the first stage only
-    sync = 4 * (m - 1) * parameters / (level.bandwidth * m) / within
+    work, _ = self.least_time(k - 1, i, j, downstream)
+    sync_streams = level.within if end == m else 1  # of the first stage only
+    sync = 4 * (m - 1) * parameters / (level.bandwidth * m) / sync_streams
     return (work + sync) / m
 
-  def send(self, k, s, j, m):
-    if self.how.compression is None:
+  def transfer_time(self, k, s, j, m):
+    if self.settings.compression is None:
       return 0.0
     bytes_sent = max(self.border[s], self.border[j])  # after the last: nothing
     bandwidth = self.levels[k - 1].bandwidth
-    return 2 * bytes_sent / (bandwidth * m * self.how.compression)
+    return 2 * bytes_sent / (bandwidth * m * self.settings.compression)

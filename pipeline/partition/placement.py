@@ -97,15 +97,15 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
   span_load[np.tril_indices(len(prefix))] = np.inf
   # best[j]: the smallest possible largest load of the first j nodes, cut into
   # the stages that the loop has counted so far.
-  best, starts = span_load[0], []
+  best, stage_starts = span_load[0], []
   for _ in range(stages - 1):
     # [i, j]: the largest load if the last of the stages has nodes i to j - 1.
     largest_load = np.maximum(best[:, None], span_load)
-    starts.append(largest_load.argmin(0))
+    stage_starts.append(largest_load.argmin(0))
     best = largest_load.min(0)
   # Walk back through the best starts, from the last stage.
   end, last_stages = len(array), []
-  for start_of in reversed(starts):
+  for start_of in reversed(stage_starts):
     last_stages.append(tuple(range(start_of[end], end)))
     end = start_of[end]
   return (tuple(range(end)), *reversed(last_stages))

@@ -105,7 +105,9 @@ class _Clock:
     self._places, self._cost = places, cost
     self._batches = {"every": every, "flush": flush}
     columns = cost.forward, cost.backward, cost.input, cost.weight
-    self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
+    self._durations = {
+      a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)
+    }
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
     self._gates = _Gates(every) if flush and every < microbatches else None
     self._serial = itertools.count()
@@ -118,13 +120,15 @@ class _Clock:
     events = self.events
     if not events or self._user_actions > _MANY * len(self.states):
       reason = "no rule names a step" if not events else "own actions never end"
-      raise self._stopped(f"{reason}, and {self.remaining} tasks are left")
-    touched = set()
+      raise self._error_with_table(
+        f"{reason}, and {self.remaining} tasks are left"
+      )
+    devices = set()
     # Events are simultaneous if their times differ only by rounding.
     end = events[0][0] + 1e-9 * max(1.0, events[0][0])
     while events and events[0][0] <= end:
       self._time, _, device, kind, stage, microbatch = heapq.heappop(events)
-      touched.add(device)
+      devices.add(device)
       if kind == "idle":
         self.idle.add(device)
       elif kind == "done":
@@ -132,7 +136,7 @@ class _Clock:
       else:
         heapq.heappop(self._arrival_times[device])
         self.states[device].queues(kind)[stage].append(microbatch)
-    return touched
+    return devices
 
   def start_next(self, device, rule):
     """Asks the rule for a device's next step, and begins the step."""
@@ -143,40 +147,40 @@ class _Clock:
     if answer is None:
       return
     steps = (answer,) if isinstance(answer[0], str) else tuple(answer)
-    length = sum(self._take(device, *step) for step in steps)
+    duration = sum(self._remove_ready(device, *step) for step in steps)
     if len(steps) > 1 and self._cost.overlap is not None:
-      length = self._cost.overlap
-    end = now + length
+      duration = self._cost.overlap
+    end = now + duration
     self.orders[device].append(answer)
     self.idle.remove(device)
-    self._at(end, device, "idle", 0, 0)
+    self._schedule(end, device, "idle", 0, 0)
     for action, stage, microbatch in steps:
       if action in KNOWN:
-        self._begin(device, end, action, stage, microbatch)
+        self._schedule_results(device, end, action, stage, microbatch)
 
-  def _take(self, device, action, stage, microbatch):
+  def _remove_ready(self, device, action, stage, microbatch):
     """Removes a step from the ready ones; returns its duration."""
     if action not in KNOWN:
       self._user_actions += 1
       user_costs = self._cost.own  # None: every action takes 1
-      length = 1.0 if user_costs is None else user_costs.get(action, 0.0)
-      if length <= 0:
+      duration = 1.0 if user_costs is None else user_costs.get(action, 0.0)
+      if duration <= 0:
         raise ValueError(
           f"costs have no time for the action {action!r}: pass it, such as"
           f" own={{{action!r}: 1}}"
         )
-      return length
+      return duration
     self._user_actions = 0
     try:
       self.states[device].queues(action)[stage].remove(microbatch)
     except (KeyError, ValueError):
-      raise self._stopped(
+      raise self._error_with_table(
         f"device {device} does {(action, stage, microbatch)} at {self._time:g},"
         " which is not ready"
       ) from None
-    return self._length[action][stage]
+    return self._durations[action][stage]
 
-  def _begin(self, device, end, action, stage, microbatch):
+  def _schedule_results(self, device, end, action, stage, microbatch):
     """Schedules the events that follow from a step that ends at `end`."""
     if action == FORWARD:
       # The forward is in flight until its backward of weights ends.
@@ -197,11 +201,12 @@ class _Clock:
       self._send(end, device, WEIGHT, stage, microbatch)
       return
     self.remaining -= 1
-    self._at(end, device, "done", stage, microbatch)
+    self._schedule(end, device, "done", stage, microbatch)
     # The update of a full batch releases the forwards that wait for it.
     if self._gates is not None:
-      for when, waiting in self._gates.done(end, stage, microbatch):
-        self.arrive(when, stage, waiting)
+      released = self._gates.count_backward(end, stage, microbatch)
+      for when, released_microbatch in released:
+        self.arrive(when, stage, released_microbatch)
 
   def arrive(self, when, stage, microbatch):
     """Makes a forward ready at `when`, or later when its batch may start."""
@@ -216,13 +221,13 @@ class _Clock:
     return replicas[microbatch % len(replicas)]
 
   def _send(self, when, device, action, stage, microbatch):
-    self._at(when, device, action, stage, microbatch)
+    self._schedule(when, device, action, stage, microbatch)
     heapq.heappush(self._arrival_times[device], when)
 
-  def _at(self, when, *event):
+  def _schedule(self, when, *event):
     heapq.heappush(self.events, (when, next(self._serial), *event))
 
-  def _stopped(self, why) -> table_lib.ScheduleError:
+  def _error_with_table(self, why) -> table_lib.ScheduleError:
     table = table_lib.lay_out("so far", self.orders, **self._batches)
     return table_lib.ScheduleError(f"{why}\n{table_lib.to_text(table)}")
 
@@ -232,22 +237,24 @@ class _Gates:
 
   def __init__(self, every):
     self._every = every
-    self._done = collections.Counter()  # of (stage, batch)
-    self._end = collections.defaultdict(float)
-    self._waiting = collections.defaultdict(list)
+    self._backward_counts = collections.Counter()  # of (stage, batch)
+    self._update_times = collections.defaultdict(float)
+    self._waiting_forwards = collections.defaultdict(list)
 
   def enter(self, when, stage, microbatch):
     """Returns the start of a forward with inputs at `when`; None: not known."""
     batch = microbatch // self._every
     previous = stage, batch - 1
-    if batch == 0 or self._done[previous] == self._every:
-      return max(when, self._end[previous])
-    self._waiting[previous].append((when, microbatch))
+    if batch == 0 or self._backward_counts[previous] == self._every:
+      return max(when, self._update_times[previous])
+    self._waiting_forwards[previous].append((when, microbatch))
     return None
 
-  def done(self, end, stage, microbatch):
+  def count_backward(self, end, stage, microbatch):
     """Counts a backward; returns the (time, microbatch) it releases."""
     key = stage, microbatch // self._every
-    self._done[key] += 1
-    self._end[key] = max(self._end[key], end)
-    return self._waiting.pop(key, ()) if self._done[key] == self._every else ()
+    self._backward_counts[key] += 1
+    self._update_times[key] = max(self._update_times[key], end)
+    if self._backward_counts[key] < self._every:
+      return ()
+    return self._waiting_forwards.pop(key, ())

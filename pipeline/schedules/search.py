@@ -34,21 +34,21 @@ Ways = Callable[[Limits], Iterable[Orders]]  # known orders within limits: the
 _LARGE = 20_000  # tasks; of a larger table one order is tried for given costs
 _SMALL = 1_000  # tasks; of a larger table one order is shortened
 _WORK = 2_000  # tasks, in sum over the limits for which a table is tried
-_PATIENCE = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
+_PATIENCES = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
 _SHORTENED = 3  # orders of a small table that are shortened
 _ROUNDS = 4  # at the most, of shortening an order
 
 
-def _score_of(begin: Sequence[float], end: Sequence[float]) -> Score:
-  """Returns the longest time that a device is engaged, from the begin of its
+def _score_of(starts: Sequence[float], ends: Sequence[float]) -> Score:
+  """Returns the longest time that a device is engaged, from the start of its
   first task to the end of its last, then the time of all.
 
   The first is the time of a batch if devices do not wait for each other between
   batches (the zero bubble papers' cost).
   """
-  longest = max(stop - start for start, stop in zip(begin, end, strict=True))
+  longest = max(stop - start for start, stop in zip(starts, ends, strict=True))
   # Sums of the same numbers in another order are the same time.
-  return float(f"{longest:.9g}"), float(f"{max(end):.9g}")
+  return float(f"{longest:.9g}"), float(f"{max(ends):.9g}")
 
 
 class _Direction(NamedTuple):
@@ -56,8 +56,9 @@ class _Direction(NamedTuple):
 
   # For each step: the steps that it needs, with the time from the start of each
   # until this step may start.
-  needs: list[list[tuple[int, float]]]
-  change: list[int]  # for each step: of its device's number of activations
+  inputs: list[list[tuple[int, float]]]
+  # For each step: the change of its device's number of activations.
+  activation_change: list[int]
 
 
 class Gaps:
@@ -83,7 +84,7 @@ class Gaps:
     def need(later, earlier, transfer=0.0):
       for microbatch in range(microbatches):
         a, b = ((*step, microbatch) for step in (earlier, later))
-        a, b = self._number(a), self._number(b)
+        a, b = self._index_of(a), self._index_of(b)
         predecessors[b].append((a, self._time[a] + transfer))
         successors[a].append((b, self._time[b] + transfer))
 
@@ -95,14 +96,15 @@ class Gaps:
         need((FORWARD, stage), (FORWARD, stage - 1), forward_delay[stage - 1])
         need((INPUT, stage - 1), (INPUT, stage), backward_delay[stage - 1])
     third = count // 3
-    change = [1] * third + [0] * third + [-1] * third
-    self._forward_time = _Direction(predecessors, change)
-    self._reverse_time = _Direction(successors, change[::-1])
+    activation_change = [1] * third + [0] * third + [-1] * third
+    self._forward_time = _Direction(predecessors, activation_change)
+    self._reverse_time = _Direction(successors, activation_change[::-1])
 
   def score(self, orders: Orders) -> Score:
     """Returns the score of orders that can be run."""
-    numbers = [list(map(self._number, order)) for order in orders]
-    return self._score(numbers, self._earliest(numbers, self._forward_time))
+    indices = [list(map(self._index_of, order)) for order in orders]
+    starts = self._earliest_starts(indices, self._forward_time)
+    return self._score_of_starts(indices, starts)
 
   def shorten(
     self, orders: Orders, limits: Sequence[int], rounds: int
@@ -110,61 +112,61 @@ class Gaps:
     """Returns the best orders that are found, and their score, from orders that
     can be run within the limits, the most activations of each device. A round
     is two passes; one that does not shorten the table is the last."""
-    orders = [list(map(self._number, order)) for order in orders]
-    start = self._earliest(orders, self._forward_time)
-    best = self._score(orders, start), orders
+    orders = [list(map(self._index_of, order)) for order in orders]
+    start = self._earliest_starts(orders, self._forward_time)
+    best = self._score_of_starts(orders, start), orders
     for _ in range(rounds):
       for direction, opposite in (
         (self._forward_time, self._reverse_time),
         (self._reverse_time, self._forward_time),
       ):
-        orders = self._pull(orders, start, direction, limits)
+        orders = self._pull_forward(orders, start, direction, limits)
         orders = [order[::-1] for order in orders]
-        start = self._earliest(orders, opposite)
-      score = self._score(orders, start)
+        start = self._earliest_starts(orders, opposite)
+      score = self._score_of_starts(orders, start)
       if score >= best[0]:
         break
       best = score, orders
-    return best[0], [list(map(self._step, order)) for order in best[1]]
+    return best[0], [list(map(self._step_at, order)) for order in best[1]]
 
-  def _number(self, step: Step) -> int:
+  def _index_of(self, step: Step) -> int:
     stages, microbatches = self._shape
     action, stage, microbatch = step
     position = _ACTIONS.index(action) * stages + stage
     return position * microbatches + microbatch
 
-  def _step(self, number: int) -> Step:
-    position, microbatch = divmod(number, self._shape[1])
+  def _step_at(self, index: int) -> Step:
+    position, microbatch = divmod(index, self._shape[1])
     action, stage = divmod(position, self._shape[0])
     return _ACTIONS[action], stage, microbatch
 
-  def _score(self, orders, start):
+  def _score_of_starts(self, orders, start):
     ends = [start[order[-1]] + self._time[order[-1]] for order in orders]
     return _score_of([start[order[0]] for order in orders], ends)
 
-  def _earliest(self, orders, direction):
+  def _earliest_starts(self, orders, direction):
     """Returns when each step starts, at the earliest."""
-    needs, time = direction.needs, self._time
+    inputs, time = direction.inputs, self._time
     start = [-1.0] * len(time)  # negative: not known yet
-    next_index, free = [0] * len(orders), [0.0] * len(orders)
+    next_index, free_at = [0] * len(orders), [0.0] * len(orders)
     remaining = len(time)
     # Rounds over the devices: each runs until a step lacks an input.
     while remaining:
       for device, order in enumerate(orders):
         i = first_index = next_index[device]
-        begin = free[device]
+        step_start = free_at[device]
         while i < len(order):
           step = order[i]
-          for input_step, delay in needs[step]:
+          for input_step, delay in inputs[step]:
             input_start = start[input_step]
             if input_start < 0:
               break
-            if input_start + delay > begin:
-              begin = input_start + delay
+            if input_start + delay > step_start:
+              step_start = input_start + delay
           else:
-            start[step] = begin
-            begin += time[step]
-            free[device] = begin
+            start[step] = step_start
+            step_start += time[step]
+            free_at[device] = step_start
             i += 1
             continue
           break
@@ -172,16 +174,17 @@ class Gaps:
         remaining -= i - first_index
     return start
 
-  def _pull(self, orders, start, direction, limits):
+  def _pull_forward(self, orders, start, direction, limits):
     """Returns orders in which each step is in the earliest gap for it; `start`
     becomes when it starts there, or later than it could."""
-    needs, change, time = direction.needs, direction.change, self._time
+    inputs, time = direction.inputs, self._time
+    activation_change = direction.activation_change
     orders = [list(order) for order in orders]
     counts = []  # of each device, activations before each of its steps
     for order in orders:
       counts.append([0])
       for step in order:
-        counts[-1].append(counts[-1][-1] + change[step])
+        counts[-1].append(counts[-1][-1] + activation_change[step])
     rows = sorted(
       (start[step], device, old_index)
       for device, order in enumerate(orders)
@@ -192,21 +195,28 @@ class Gaps:
       order, count = orders[device], counts[device]
       step = order[old_index]
       # [1] Find when the inputs of the step are ready.
-      ready = 0.0
-      for input_step, delay in needs[step]:
-        ready = max(ready, start[input_step] + delay)
-      if ready >= old_start:
+      ready_at = 0.0
+      for input_step, delay in inputs[step]:
+        ready_at = max(ready_at, start[input_step] + delay)
+      if ready_at >= old_start:
         continue
-      limit = limits[device] if change[step] > 0 else len(time)
+      limit = limits[device] if activation_change[step] > 0 else len(time)
       # [2] Walk to earlier gaps while the inputs allow it and memory has room.
       index, gap_end, target = old_index, old_start + time[step], None
       while True:
         previous = order[index - 1] if index else None
-        end = 0.0 if previous is None else start[previous] + time[previous]
-        begin = max(end, ready)
-        if begin < old_start and begin + time[step] <= gap_end * self._slack:
-          target = index, begin
-        if end <= ready or count[index] >= limit or count[index - 1] >= limit:
+        previous_end = (
+          0.0 if previous is None else start[previous] + time[previous]
+        )
+        step_start = max(previous_end, ready_at)
+        fits = step_start + time[step] <= gap_end * self._slack
+        if step_start < old_start and fits:
+          target = index, step_start
+        if (
+          previous_end <= ready_at
+          or count[index] >= limit
+          or count[index - 1] >= limit
+        ):
           break
         index, gap_end = index - 1, start[previous]
       # [3] Move the step, and correct the activations between the two indices.
@@ -215,14 +225,14 @@ class Gaps:
       index, start[step] = target
       order.insert(index, order.pop(old_index))
       for i in range(index, old_index):
-        count[i + 1] = count[i] + change[order[i]]
+        count[i + 1] = count[i] + activation_change[order[i]]
     return orders
 
 
-def _next_weight(state, costs, patience, full):
+def _next_weight(state, costs, patience, is_memory_full):
   """The next W, if memory is full or it fits before the next known step."""
   step = state.first(WEIGHT)
-  if step is None or full:
+  if step is None or is_memory_full:
     return step
   wait = state.soon - state.time
   return step if wait >= (patience - 1e-9) * costs.weight[step[1]] else None
@@ -234,19 +244,19 @@ def _follow(orders, limits, costs, patience) -> Rule:
   names_weights = [any(step[0] == WEIGHT for step in order) for order in orders]
 
   def rule(device, state):
-    order, full = orders[device], False
+    order, is_memory_full = orders[device], False
     if next_index[device] < len(order):
       action, stage, microbatch = step = order[next_index[device]]
       queue = state.queues(action)[stage]
       if queue and queue[0] == microbatch:
         in_flight = sum(state.in_flight.values())
-        full = action == FORWARD and in_flight >= limits[device]
-        if not full:
+        is_memory_full = action == FORWARD and in_flight >= limits[device]
+        if not is_memory_full:
           next_index[device] += 1
           return step
     if names_weights[device]:
       return None
-    return _next_weight(state, costs, patience, full)
+    return _next_weight(state, costs, patience, is_memory_full)
 
   return rule
 
@@ -262,14 +272,14 @@ def _greedy(owned, limits, costs, patience) -> Rule:
     step = state.first(INPUT)
     if step:
       return step
-    room, full = limits[device] - sum(state.in_flight.values()), False
+    room, is_memory_full = limits[device] - sum(state.in_flight.values()), False
     for stage in owned[device]:  # the last one first
       if state.forward[stage]:
         if room > 0:
           return FORWARD, stage, state.forward[stage][0]
-        full = True
+        is_memory_full = True
       room -= not state.in_flight[stage]
-    return _next_weight(state, costs, patience, full)
+    return _next_weight(state, costs, patience, is_memory_full)
 
   return rule
 
@@ -307,14 +317,19 @@ def best(
   if not transfers and not np.ptp((costs.forward, costs.input, costs.weight)):
     costs = search.even
   limits = search.useful(limits)
-  numbers = (*named, *range(max(limits))[: search.min_activations - 1 : -1])
-  other_limits = (search.useful([number] * len(limits)) for number in numbers)
+  activation_limits = (
+    *named,
+    *range(max(limits))[: search.min_activations - 1 : -1],
+  )
+  other_limits = (
+    search.useful([limit] * len(limits)) for limit in activation_limits
+  )
   count = max(_WORK // search.tasks, 1)
   lower_bound, best_found = search.least_engaged(costs), None
   for tried_limits in list(dict.fromkeys([limits, *other_limits]))[:count]:
     score, orders = search.run(costs, tried_limits)
-    better = best_found is None or score < best_found[0]
-    if better and search.fits(orders, limits):
+    is_better = best_found is None or score < best_found[0]
+    if is_better and search.fits(orders, limits):
       best_found = score, orders
     # No order can be shorter than the busiest device's work.
     if best_found[0][0] <= lower_bound:
@@ -360,41 +375,42 @@ class _Search:
     """Returns the best orders within the limits, and their score."""
     even = self.even
     # Where all tasks take one unit, no device ever waits for a part of it.
-    rules = self._rules(self._known_orders(limits), even, limits, _PATIENCE[:1])
+    orders = self._known_orders(limits)
+    rules = self._rules(orders, even, limits, _PATIENCES[:1])
     best_found = self._shortest([], rules, even, limits)
     if costs is not even:
       without_weights = [
         [step for step in order if step[0] != WEIGHT] for order in best_found[1]
       ]
-      rules = self._rules([without_weights], costs, limits, _PATIENCE)
+      rules = self._rules([without_weights], costs, limits, _PATIENCES)
       best_found = self._shortest([best_found[1]], rules, costs, limits)
     return best_found
 
-  def _rules(self, known_orders, costs, limits, patience):
+  def _rules(self, known_orders, costs, limits, patiences):
     """Yields rules that follow known orders, and greedy ones."""
     for orders in known_orders:
-      for part in patience:
-        yield _follow(orders, limits, costs, part)
-    for part in patience:
-      yield _greedy(self._owned, limits, costs, part)
+      for patience in patiences:
+        yield _follow(orders, limits, costs, patience)
+    for patience in patiences:
+      yield _greedy(self._owned, limits, costs, patience)
 
-  def _shortest(self, tried, rules, costs, limits):
+  def _shortest(self, candidates, rules, costs, limits):
     """Returns the best of some orders and the rules' orders, shortened."""
     places, count = self._places, self._microbatches
     is_large = self.tasks > _LARGE
-    tried += [
+    candidates += [
       play(rule, places, count, costs, every=count, flush=True)
       for rule in itertools.islice(rules, 1 if is_large else None)
     ]
     gaps = Gaps(places, count, costs)
-    scores = [(gaps.score(orders), i) for i, orders in enumerate(tried)]
+    scores = [(gaps.score(orders), i) for i, orders in enumerate(candidates)]
     # Keep the first of the orders with equal scores.
     scores = dict(sorted(scores, reverse=True))
     n_shortened = _SHORTENED if self.tasks <= _SMALL else 1
     best_first = sorted(scores.items())[:n_shortened]
     if is_large:
-      return best_first[0][0], tried[best_first[0][1]]
+      return best_first[0][0], candidates[best_first[0][1]]
     return min(
-      (gaps.shorten(tried[i], limits, _ROUNDS) for _, i in best_first),
+      (gaps.shorten(candidates[i], limits, _ROUNDS) for _, i in best_first),
       key=lambda item: item[0],
     )
