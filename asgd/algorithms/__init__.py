@@ -189,8 +189,8 @@ def _make(
   # `rebuild` compares these to detect a recipe that was changed by hand. The
   # last field is `made` itself.
   parts = tuple(recipe[:-1])
-  made = RecipeBuild(name, maker, learning_rate, dict(options), parts)
-  return recipe._replace(made=made)
+  recipe_build = RecipeBuild(name, maker, learning_rate, dict(options), parts)
+  return recipe._replace(made=recipe_build)
 
 
 def rebuild(
@@ -208,20 +208,23 @@ def rebuild(
     >>> recipe.workers, recipe.made.learning_rate, recipe.made.options
     (4, 0.2, {'moving_rate': 0.5})
   """
-  made = recipe.made
-  fits = recipe.workers in (None, workers)
-  if made is None and fits:
+  recipe_build = recipe.made
+  fits_workers = recipe.workers in (None, workers)
+  if recipe_build is None and fits_workers:
     return recipe
-  if made is not None:
-    rate = made.learning_rate
+  if recipe_build is not None:
+    rate = recipe_build.learning_rate
     # A schedule is compared by identity, a number by value.
-    if fits and (rate is learning_rate or rate == learning_rate):
+    if fits_workers and (rate is learning_rate or rate == learning_rate):
       return recipe
     # Identity, not equality: fields may hold arrays, and == of arrays is no
     # bool.
-    if all(a is b for a, b in zip(made.parts, recipe[:-1], strict=True)):
-      options = made.options
-      return _make(made.name, made.maker, learning_rate, workers, options)
+    pairs = zip(recipe_build.parts, recipe[:-1], strict=True)
+    if all(part is field for part, field in pairs):
+      options = recipe_build.options
+      return _make(
+        recipe_build.name, recipe_build.maker, learning_rate, workers, options
+      )
   raise ValueError(
     f"the Recipe was made or changed by hand for {recipe.workers} workers, but"
     f" {workers} are needed, at learning rate {checks.shown(learning_rate)}:"

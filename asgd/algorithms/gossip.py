@@ -38,16 +38,16 @@ def _with_peers(
 ) -> Recipe:
   """Returns a recipe as one of peers; ValueError if its topology is unfit.
   `options` are those of `gossip.Gossip`."""
-  built = topologies.build(topology, workers)
+  peer_topology = topologies.build(topology, workers)
   # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
   # only, as its weights w correct the rows.
-  topologies.check_sums(built, columns=rule.columns)
-  exchange = gossip.Gossip(rule, built, **options)
+  topologies.check_sums(peer_topology, columns=rule.columns)
+  exchange = gossip.Gossip(rule, peer_topology, **options)
   # A pair is one random neighbour; a round mixes with all neighbours of W.
   if exchange.order == gossip.PAIRS:
-    check_pairs(built)
+    check_pairs(peer_topology)
   else:
-    topologies.check_agrees(built)
+    topologies.check_agrees(peer_topology)
   return recipe._replace(gossip=exchange, order=exchange.order)
 
 
@@ -141,21 +141,24 @@ def d2(
   # holds x_i' and the update of the last round.
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
-  built = topologies.build(topology, workers)
-  topologies.check_constant("d2", built, symmetric=True)
+  peer_topology = topologies.build(topology, workers)
+  topologies.check_constant("d2", peer_topology, symmetric=True)
   if lazy:
     # W has eigenvalues from -1 to 1, so (W + I) / 2 has them from 0 to 1.
-    built = topologies.lazy(built)
-  smallest = topologies.smallest_eigenvalue(built)
+    peer_topology = topologies.lazy(peer_topology)
+  smallest = topologies.smallest_eigenvalue(peer_topology)
   # 1e-9 allows for the rounding of the eigenvalue.
   if smallest <= -1 / 3 + 1e-9:
     raise ValueError(
       "d2 is stable only if the smallest eigenvalue of W is above -1/3, and for"
-      f" topology {built.name!r} of {workers} peers it is {smallest:.3f}: use"
-      " lazy=True, or another topology or number of peers"
+      f" topology {peer_topology.name!r} of {workers} peers it is"
+      f" {smallest:.3f}: use lazy=True, or another topology or number of peers"
     )
   return _with_peers(
-    Recipe(base.as_algorithm(corrected)), rules.average(), built, workers
+    Recipe(base.as_algorithm(corrected)),
+    rules.average(),
+    peer_topology,
+    workers,
   )
 
 
@@ -333,8 +336,8 @@ def choco_sgd(
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # x_i - x^_i already contains what earlier messages left out.
   chosen = compression.as_codec(codec, error_feedback=False)
-  built = topologies.build(topology, workers)
-  topologies.check_constant("choco_sgd", built)
+  peer_topology = topologies.build(topology, workers)
+  topologies.check_constant("choco_sgd", peer_topology)
   # E||codec(x) - x||^2 <= (1 - delta) ||x||^2, None if nothing is proved. With
   # delta <= 0 errors may grow without bound.
   delta = chosen.delta
@@ -346,11 +349,13 @@ def choco_sgd(
     )
   # delta is 1 for a codec without error; then gamma = 1 is exact averaging.
   if gamma is None and delta != 1:
-    raise ValueError(_no_gamma(built, delta))
+    raise ValueError(_no_gamma(peer_topology, delta))
   # The rule keeps x^_i and the copies x^_j, and computes q_i and the mix.
   return _with_peers(
     Recipe(algorithm),
-    *(rules.choco(chosen, 1.0 if gamma is None else gamma), built, workers),
+    rules.choco(chosen, 1.0 if gamma is None else gamma),
+    peer_topology,
+    workers,
     compressed=codec is not None,
   )
 

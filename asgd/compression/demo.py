@@ -100,7 +100,9 @@ def _init(like: base.Params) -> DeMoState:
   return DeMoState(zeros(like))
 
 
-def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:
+def _chunk_sides(
+  shape: tuple[int, ...], chunk: int
+) -> tuple[int, int, int, int]:
   """Returns rows and columns of a leaf as a matrix, and those of its chunks."""
   columns = shape[-1] if shape else 1
   rows = int(np.prod(shape[:-1], dtype=np.int64))
@@ -145,25 +147,26 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   """Returns the k largest cosines of each chunk of a leaf, all others as 0."""
   if not x.size:
     return leaves.as_leaf((), x)
-  sides = _sides(x.shape, chunk)
+  sides = _chunk_sides(x.shape, chunk)
   wide = leaves.wide(x)
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transform(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
   # Each chunk is a row of `flat`, and has a separate border.
-  numbers = selection.magnitudes(flat)
+  magnitudes = selection.magnitudes(flat)
   count = min(k, flat.shape[1])
-  border = jax.vmap(lambda row: selection.border(row, count))(numbers)
-  sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
+  border = jax.vmap(lambda row: selection.border(row, count))(magnitudes)
+  sent_values = jnp.where(magnitudes >= border[:, None], flat, 0.0).reshape(-1)
   bound = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
   # Clip, so that no sum in the inverse transform overflows.
-  sent = jnp.clip(sent, -bound / unit, bound / unit) * unit
-  return leaves.as_leaf(Values(sent), x)
+  sent_values = jnp.clip(sent_values, -bound / unit, bound / unit) * unit
+  return leaves.as_leaf(Values(sent_values), x)
 
 
 def _decode(chunk: int, leaf: leaves.Leaf) -> jax.Array:
   """Returns the leaf of some cosines. Barriers keep XLA from fusing it with
   other code, which would round differently in another program."""
-  sent = jax.lax.optimization_barrier(leaf.code.values)
-  sides = _sides(leaf.shape, chunk)
-  return jax.lax.optimization_barrier(_transform(sent, sides, inverse=True))
+  sent_values = jax.lax.optimization_barrier(leaf.code.values)
+  sides = _chunk_sides(leaf.shape, chunk)
+  values = _transform(sent_values, sides, inverse=True)
+  return jax.lax.optimization_barrier(values)

@@ -152,8 +152,8 @@ def dgc(
     options["clip_norm"] = clip_norm
     return dgc(density, momentum=momentum, **options)
 
-  fit = for_run if missing else None
-  return Codec(_init, encode, _decode, feedback=OWN, for_run=fit)
+  fit_to_run = for_run if missing else None
+  return Codec(_init, encode, _decode, feedback=OWN, for_run=fit_to_run)
 
 
 def _missing(

@@ -110,10 +110,10 @@ def int8(*, block: int = 256) -> Codec:
     del key
     rows = leaves.blocks(leaves.float32(x), block)
     scales = leaves.exact_scale(jnp.abs(rows).max(axis=1) / _INT8, _INT8)
-    numbers = jnp.round(leaves.divide(rows, scales[:, None]))
+    rounded = jnp.round(leaves.divide(rows, scales[:, None]))
     # exact_scale limits scales, so the largest elements may exceed 127 of them.
-    numbers = jnp.clip(numbers, -_INT8, _INT8)
-    return leaves.symbols_of(numbers, x.size, scales, _INT8), state
+    rounded = jnp.clip(rounded, -_INT8, _INT8)
+    return leaves.symbols_of(rounded, x.size, scales, _INT8), state
 
   decode = functools.partial(leaves.products, size=block)
   return leaves.make_codec(encode, decode)
@@ -158,30 +158,30 @@ def e3m0(*, block: int = 256) -> Codec:
     top = _nearest_power(jnp.abs(rows).max(axis=1))
     units = leaves.exact_scale(top / 2 ** (_E3M0 - 1), 2 ** (_E3M0 - 1))
     ratio = leaves.divide(jnp.abs(rows), units[:, None])
-    words = jax.lax.bitcast_convert_type(ratio, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(ratio, jnp.int32)
     # Adding half a mantissa moves 1.5 and more to the next power of 2. A
     # float32 has the exponent e as the bits e + 127.
-    exponent = (words + (1 << _MANTISSA - 1) >> _MANTISSA) - 127
+    exponent = (bits + (1 << _MANTISSA - 1) >> _MANTISSA) - 127
     level = jnp.clip(exponent + 1, 1, _E3M0)
     # Below half a unit, 0 is the nearest.
     level = jnp.where(ratio >= 0.5, level, 0)
-    numbers = jnp.where(rows < 0, -level, level)
-    return leaves.symbols_of(numbers, x.size, units, _E3M0), state
+    rounded = jnp.where(rows < 0, -level, level)
+    return leaves.symbols_of(rounded, x.size, units, _E3M0), state
 
   def decode(leaf: leaves.Leaf) -> jax.Array:
     symbols = leaves.blocks(leaf.code.symbols, block).astype(jnp.int32)
     # Shifted integers are exact powers of 2 on all devices; exp2 may round.
     size = jnp.where(symbols == 0, 0, 1 << jnp.maximum(jnp.abs(symbols) - 1, 0))
-    numbers = jnp.where(symbols < 0, -size, size).astype(jnp.float32)
-    return (numbers * leaf.code.scales[:, None]).reshape(-1)[: leaf.size]
+    rounded = jnp.where(symbols < 0, -size, size).astype(jnp.float32)
+    return (rounded * leaf.code.scales[:, None]).reshape(-1)[: leaf.size]
 
   return leaves.make_codec(encode, decode, feedback=NEEDED)
 
 
 def _nearest_power(x: jax.Array) -> jax.Array:
   """Returns the power of 2 that is nearest to a float32; 0 for 0."""
-  words = jax.lax.bitcast_convert_type(x, jnp.int32)
+  bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   # Round the mantissa away; a carry raises the exponent.
-  words = words + (1 << _MANTISSA - 1) & ~((1 << _MANTISSA) - 1)
-  words = jnp.minimum(words, 254 << _MANTISSA)  # 255 would be infinity
-  return jax.lax.bitcast_convert_type(words, jnp.float32)
+  bits = bits + (1 << _MANTISSA - 1) & ~((1 << _MANTISSA) - 1)
+  bits = jnp.minimum(bits, 254 << _MANTISSA)  # 255 would be infinity
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -215,15 +215,15 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   drop = levels.bit_length()
   mask = (1 << drop) - 1
   single = float32(x)
-  words = jax.lax.bitcast_convert_type(single, jnp.int32)
-  words += single.astype(x.dtype) < x  # undo rounding a float64 down
+  bits = jax.lax.bitcast_convert_type(single, jnp.int32)
+  bits += single.astype(x.dtype) < x  # undo rounding a float64 down
   # Round the bits up, to a multiple of 2^drop.
-  words = (words + mask) & ~mask
+  bits = (bits + mask) & ~mask
   bound = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
   bound &= ~np.int32(mask)  # the bound has as few bits as a scale
   # Bits of positive floats are ordered as the numbers are.
-  words = jnp.minimum(words, bound)
-  scale = jax.lax.bitcast_convert_type(words, jnp.float32)
+  bits = jnp.minimum(bits, bound)
+  scale = jax.lax.bitcast_convert_type(bits, jnp.float32)
   # XLA may flush subnormal numbers to 0, in one program and not in another.
   return jnp.where(scale < _TINY, 0.0, scale)
 

@@ -188,9 +188,9 @@ def _end_warm_up(state: OnebitAdamState, b2: float) -> OnebitAdamState:
   window = state.norms.size
   # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
-  before = state.norms[position]
-  ended = (state.count > window) & (before > 0)
-  ended &= norm >= _STEADY_RATIO * before
+  norms_before = state.norms[position]
+  ended = (state.count > window) & (norms_before > 0)
+  ended &= norm >= _STEADY_RATIO * norms_before
   norms = state.norms.at[position].set(norm)
   return state._replace(frozen=ended, norms=norms)
 

@@ -74,25 +74,25 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     between = low + ((high - low) * fraction).astype(dtype)
     # Alternate, and interpolate only in a bracket where patterns are about
     # linear in the numbers.
-    turn = (bracket.passes % 2 == 1) & (high - low < _NEAR)
-    number = jnp.where(turn, between, middle)
+    uses_guess = (bracket.passes % 2 == 1) & (high - low < _NEAR)
+    candidate = jnp.where(uses_guess, between, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
-    number = jnp.where(low == 0, jnp.ones_like(low), number)
+    candidate = jnp.where(low == 0, jnp.ones_like(low), candidate)
     # The first two passes use the sample's guesses, if they are inside.
     for i, guess in enumerate(guesses):
       fits = (guess > low) & (guess < high)
-      number = jnp.where((bracket.passes == i) & fits, guess, number)
-    return jnp.clip(number, low + 1, high - 1)
+      candidate = jnp.where((bracket.passes == i) & fits, guess, candidate)
+    return jnp.clip(candidate, low + 1, high - 1)
 
   def narrow(bracket: _Bracket) -> _Bracket:
     """Moves one end of the bracket to a number inside, by one count."""
-    number = probe(bracket)
+    candidate = probe(bracket)
     # One pass over memory.
-    count = (numbers >= number).sum(dtype=jnp.int32)
+    count = (numbers >= candidate).sum(dtype=jnp.int32)
     enough = count >= k
     return _Bracket(
-      jnp.where(enough, number, bracket.low),
-      jnp.where(enough, bracket.high, number),
+      jnp.where(enough, candidate, bracket.low),
+      jnp.where(enough, bracket.high, candidate),
       jnp.where(enough, count, bracket.at_low),
       jnp.where(enough, bracket.at_high, count),
       bracket.passes + 1,

@@ -29,8 +29,8 @@ def count_of(density: float, size: int) -> int:
 def largest(x: jax.Array, k: Any) -> jax.Array:
   """Returns bool[L], a mask of the k largest elements of float[L] by magnitude.
   Elements as large as the k-th are included, so there may be more than k."""
-  numbers = selection.magnitudes(x)
-  return numbers >= selection.border(numbers, k)
+  magnitudes = selection.magnitudes(x)
+  return magnitudes >= selection.border(magnitudes, k)
 
 
 def masked(x: jax.Array, mask: jax.Array) -> Values:

@@ -184,9 +184,9 @@ def _make(
     def encode_leaf(x: jax.Array) -> leaves.Leaf:
       flat = leaves.wide(x).reshape(-1)
       level = tau.astype(flat.dtype)
-      above, below = flat > level, flat < -level
+      is_above, is_below = flat > level, flat < -level
       # 1 above tau, -1 below -tau, otherwise 0.
-      symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
+      symbols = is_above.astype(jnp.int8) - is_below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
     code = jax.tree.map(encode_leaf, tree)

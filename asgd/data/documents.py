@@ -189,14 +189,14 @@ def _vocabulary(pieces, source, least, most):
   counts = collections.Counter(w for words in pieces for w in set(words))
   # In few documents the upper limit must not fall below `least`.
   limit = max(_COMMON * len(pieces), least)
-  common = [w for w, n in counts.most_common() if least <= n <= limit]
-  if not common:
+  frequent_words = [w for w, n in counts.most_common() if least <= n <= limit]
+  if not frequent_words:
     raise ValueError(
       f"the vocabulary of {source} has no word: none of {len(counts)} words is"
       f" in at least {least} and at most half of {len(pieces)} documents; lower"
       " least, or give more documents"
     )
-  return tuple(sorted(common[:most]))
+  return tuple(sorted(frequent_words[:most]))
 
 
 def _parted(name, source, documents, vocabulary) -> Documents:

@@ -39,9 +39,11 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
   options: dict[str, Any] = {}
   if isinstance(value, Mapping):
     unknown = [key for key in value if key not in (*_ARRAYS, *_OTHERS)]
-    lacks = [key for key in _ARRAYS if key not in value]
-    if unknown or lacks:
-      wrong = f"has {unknown[0]!r}" if unknown else f"lacks {lacks[0]!r}"
+    missing_arrays = [key for key in _ARRAYS if key not in value]
+    if unknown or missing_arrays:
+      wrong = f"has {unknown[0]!r}" if unknown else (
+        f"lacks {missing_arrays[0]!r}"
+      )
       raise ValueError(
         f"the dict that it returned {wrong}; its keys are"
         f" {', '.join(_ARRAYS)} and, optionally, {', '.join(_OTHERS)}"

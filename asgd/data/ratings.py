@@ -150,7 +150,7 @@ def read(
       test rating of a user or an item without training ratings; it names the
       line.
   """
-  columns = _lines(Path(path))
+  columns = _read_lines(Path(path))
   # Renumber from 0: the ids of a file have gaps.
   users, user_indices = np.unique(columns[0], return_inverse=True)
   items, item_indices = np.unique(columns[1], return_inverse=True)
@@ -159,7 +159,7 @@ def read(
   counts = len(users), len(items)
   if test is None:
     return _parted(name, str(path), pairs, columns[2], *counts)
-  test_columns = _lines(Path(test))
+  test_columns = _read_lines(Path(test))
   test_indices = [
     _indices_of(kind, ids, training_ids, test)
     for kind, ids, training_ids in (
@@ -190,22 +190,22 @@ def _indices_of(kind, ids, training_ids, path):
   return indices
 
 
-def _lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns users, items and ratings of a file."""
   try:
     lines = path.read_text().splitlines()
   except (OSError, UnicodeDecodeError) as error:
     raise DataError(f"cannot read the ratings {path}: {error}") from error
-  rows = list(_parsed(path, lines))
+  rows = list(_parse_lines(path, lines))
   if not rows:
     raise ValueError(f"{path} has no rating")
   users, items, values = zip(*rows, strict=True)
   return np.array(users, np.int64), np.array(items, np.int64), np.array(values)
 
 
-def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
+def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
   """Yields (user, item, rating) of each line, behind the header."""
-  begun = False
+  has_rows = False
   for number, line in enumerate(lines, 1):
     # Spaces separate, whatever the file uses.
     for mark in ("\t", ",", "::"):
@@ -217,7 +217,7 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
       user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
       # Lines before the first rating may be a header.
-      if begun or number > _HEADER:
+      if has_rows or number > _HEADER:
         raise ValueError(
           f"{path}, line {number} is no rating: {checks.shown(line)}; write a"
           " user, an item and a rating"
@@ -232,5 +232,5 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
         f"{path}, line {number}: {checks.shown(line)} has a number of more than"
         " 64 bits: renumber users and items"
       )
-    begun = True
+    has_rows = True
     yield user, item, value

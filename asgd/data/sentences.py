@@ -285,8 +285,8 @@ def _from_archive(form, location):
     path = PurePosixPath(member)
     if path.parent.name == form.folder and path.name in _FILES:
       files[path.name] = f"{location}/{member}", content
-  if lacks := [file for file in _FILES if file not in files]:
-    raise damaged(f"{location} lacks {form.folder}/{lacks[0]}")
+  if missing_files := [file for file in _FILES if file not in files]:
+    raise damaged(f"{location} lacks {form.folder}/{missing_files[0]}")
   return [files[file] for file in _FILES]
 
 

@@ -164,11 +164,12 @@ def from_rows(
     wrong = _wrong(keys, values, label, features)
     if wrong:
       raise ValueError(f"example {number} of {source} {wrong}")
-  most = 1 + max((len(k) for k, _ in rows), default=0)
-  both = np.zeros((len(rows), most), np.int32), np.zeros((len(rows), most))
-  both[1][:, 0] = 1
+  width = 1 + max((len(k) for k, _ in rows), default=0)
+  arrays = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width))
+  arrays[1][:, 0] = 1
   for i, (keys, values) in enumerate(rows):
-    both[0][i, 1 : 1 + len(keys)], both[1][i, 1 : 1 + len(keys)] = keys, values
+    arrays[0][i, 1 : 1 + len(keys)] = keys
+    arrays[1][i, 1 : 1 + len(keys)] = values
   if test is None:
     test = np.arange(len(rows)) % _EVERY == _EVERY - 1
   if not test.any():
@@ -179,10 +180,10 @@ def from_rows(
     raise ValueError(
       f"the training part of {source} has only one class: give examples of both"
     )
-  keys, values = both[0], both[1].astype(np.float32)
+  keys, values = arrays[0], arrays[1].astype(np.float32)
 
   def part(chosen: np.ndarray) -> Any:
-    keys, values = both[0][chosen], both[1][chosen].astype(np.float32)
+    keys, values = arrays[0][chosen], arrays[1][chosen].astype(np.float32)
     return keys, values, labels[chosen].astype(np.int32)
 
   train_part, test_part = part(~test), part(test)
@@ -194,9 +195,9 @@ def _wrong(keys, values, label, features) -> str | None:
   """Returns the fault of an example, as the end of a sentence, or None."""
   if keys.shape != values.shape or keys.ndim != 1:
     return f"has {keys.size} keys and {values.size} values"
-  out = (keys < 1) | (keys >= features)
-  if out.any():
-    key = keys[np.argmax(out)]
+  is_out_of_range = (keys < 1) | (keys >= features)
+  if is_out_of_range.any():
+    key = keys[np.argmax(is_out_of_range)]
     return f"has feature {key}, out of range: there are 1 to {features - 1}"
   # Equal keys are neighbours in sorted order.
   ordered = np.sort(keys)

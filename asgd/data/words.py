@@ -74,18 +74,18 @@ def from_string(
   cut = len(words) - int(len(words) * _TEST)
   counted = collections.Counter(words[:cut])
   ordered = sorted(counted.items(), key=lambda pair: (-pair[1], pair[0]))
-  common = [word for word, count in ordered if count >= least][:most]
-  if len(common) < 2:
+  frequent_words = [word for word, count in ordered if count >= least][:most]
+  if len(frequent_words) < 2:
     raise ValueError(
-      f"the vocabulary of {source} has {len(common) or 'no'} word: of"
+      f"the vocabulary of {source} has {len(frequent_words) or 'no'} word: of"
       f" {len(counted)} different words only these occur {least} times or more;"
       " lower least, or give a longer text"
     )
-  number = {word: i for i, word in enumerate(common)}
+  index_of = {word: i for i, word in enumerate(frequent_words)}
   train, test = (
-    np.array([number[w] for w in part if w in number], np.int32)
+    np.array([index_of[w] for w in part if w in index_of], np.int32)
     for part in (words[:cut], words[cut:])
   )
   sources.freeze([train, test])
-  counts = np.bincount(train, minlength=len(common))
-  return Words(name, source, train, test, tuple(common), counts)
+  counts = np.bincount(train, minlength=len(frequent_words))
+  return Words(name, source, train, test, tuple(frequent_words), counts)

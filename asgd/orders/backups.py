@@ -46,7 +46,8 @@ class Copies:
     self.open: dict[int, list[Key]] = {}
     self.single: dict[int, Key] = {}
     self.awaited: set[int] = set()
-    self._done: set[int] = set()  # open jobs of which a message was received
+    # Open jobs of which a message was received.
+    self._answered_jobs: set[int] = set()
     self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
     self._repeats: list[tuple[int, Key]] = []  # perhaps superseded
     self._time_of: dict[int, float] = {}  # worker -> duration of its latest job
@@ -64,7 +65,7 @@ class Copies:
     """Adds a message that has arrived."""
     keys = self._arrived.setdefault(job, [])
     keys.append(key)
-    if len(keys) > 1 or job in self._done:
+    if len(keys) > 1 or job in self._answered_jobs:
       self._repeats.append((job, key))
     self._update_sets(job)
 
@@ -72,7 +73,7 @@ class Copies:
     """Removes a ticket that was closed, because its message `counts` or for
     another reason. Returns whether the job is lost: it has no open ticket, and
     no message of it was received."""
-    other_keys, is_done = self.open[job], job in self._done
+    other_keys, is_done = self.open[job], job in self._answered_jobs
     other_keys.remove(key)
     arrived = self._arrived.get(job, [])
     if key in arrived:
@@ -81,9 +82,9 @@ class Copies:
       self._arrived.pop(job, None)
     if not other_keys:
       del self.open[job]
-      self._done.discard(job)
+      self._answered_jobs.discard(job)
     elif counts:
-      self._done.add(job)
+      self._answered_jobs.add(job)
     self._update_sets(job)
     return not (counts or other_keys or is_done)
 
@@ -91,7 +92,7 @@ class Copies:
     """Updates `awaited` and `single` after a job has changed."""
     keys: Sequence[Key] = self.open.get(job, ())
     # A job with a message, even one not received yet, needs no copy.
-    if not keys or job in self._done or job in self._arrived:
+    if not keys or job in self._answered_jobs or job in self._arrived:
       self.awaited.discard(job)
       keys = ()
     else:
@@ -110,7 +111,7 @@ class Copies:
     # the job lost.
     for job, key in repeats:
       keys = self._arrived.get(job, [])
-      if key in keys and (job in self._done or keys[0] != key):
+      if key in keys and (job in self._answered_jobs or keys[0] != key):
         superseded_keys.append(key)
     return superseded_keys
 

@@ -376,13 +376,13 @@ class _Rounds:
     # RECEIVE rows of this round's messages, kept until the end of the round.
     round_messages = []
     # [2] Messages arrive, and their workers may start another job.
-    missing = self._round_size
-    while missing:
-      arrivals, restarts = self._next_arrivals(jobs_left, missing)
+    messages_left = self._round_size
+    while messages_left:
+      arrivals, restarts = self._next_arrivals(jobs_left, messages_left)
       times = self._end_time[arrivals]
       receive_rows = self._columns(arrivals, times, base.RECEIVE)
       on_time = self._round_of_job[arrivals] == self._round
-      missing -= int(on_time.sum())
+      messages_left -= int(on_time.sum())
       round_messages.append(receive_rows[:, on_time])
       late_rows = receive_rows[:, ~on_time]
       self._received += late_rows.shape[1]

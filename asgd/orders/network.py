@@ -84,10 +84,10 @@ class Line:
 
   def take(self, now: float, duration: float) -> float:
     """Adds a part that takes `duration`; returns when the part begins."""
-    begin = max(now, self.free_at)
-    self.free_at = begin + duration
+    start = max(now, self.free_at)
+    self.free_at = start + duration
     self._busy += duration
-    return begin
+    return start
 
   def busy_time(self, end: float) -> float:
     """Returns the time that the line was busy up to `end`, which must not be
@@ -307,10 +307,10 @@ class Links:
     if isinstance(line, SharedLine):
       line.join(now, duration, part)
       return self._next_end(line)
-    begin = line.take(ready, duration)
+    start = line.take(ready, duration)
     # Waiting for the worker's own link is no queue at a shard.
-    part.waited += 0.0 if is_worker_link else begin - ready
-    return [self._leave(now, part, begin, begin + duration)]
+    part.waited += 0.0 if is_worker_link else start - ready
+    return [self._leave(now, part, start, start + duration)]
 
   def _next_end(self, line: SharedLine) -> list[LinkEvent]:
     """Returns the next event of a shared line, if a part is on the line."""
@@ -318,14 +318,14 @@ class Links:
     return [] if next_end is None else [(*next_end, line)]
 
   def _leave(
-    self, now: float, part: MessagePart, began: float, ended: float
+    self, now: float, part: MessagePart, started: float, ended: float
   ) -> LinkEvent:
     """Returns the event in which a part enters its next line. The part was on
-    the present line from `began` to `ended`."""
+    the present line from `started` to `ended`."""
     hops, index = part._hops, part._next
     hop = hops[index]
     if isinstance(hop.line, SharedLine):
-      part.waited += max(ended - began - hop.duration, 0.0)
+      part.waited += max(ended - started - hop.duration, 0.0)
     # If an earlier line is slower, the last byte arrives later than this line
     # alone would deliver it.
     ended = max(ended, part._last_byte)
@@ -334,8 +334,8 @@ class Links:
     if not part.has_arrived and not hops[index + 1].store_and_forward:
       # Cut-through: begin on the next line as early as possible, but so late
       # that the next line never waits for bytes of the part.
-      lead = max(ended - began - hops[index + 1].duration, 0.0)
-      part._ready = began + hop.latency + lead
+      lead = max(ended - started - hops[index + 1].duration, 0.0)
+      part._ready = started + hop.latency + lead
     return max(part._ready, now), part, None
 
   def count_received(self, waited: float) -> None:

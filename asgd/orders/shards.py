@@ -108,7 +108,7 @@ def out_of_step(
   rows[0].clear()  # workers present at time 0 get no JOIN row
   # Heap of (end, job, worker, seq, None) for computations, and of (arrival at
   # the lead, job, worker, seq, arrival at each shard) for messages.
-  running: list[Any] = []
+  events: list[Any] = []
   now = 0.0
   while dispatcher.received < messages:
     for worker, seq, job, keep in dispatcher.grants(now):
@@ -118,15 +118,15 @@ def out_of_step(
         rows[shard].append(Event(time, worker, seq, job, action))
         ready_at = max(ready_at, time)
       free_at[worker] = max(ready_at, free_at[worker]) + next(streams[worker])
-      heapq.heappush(running, (free_at[worker], job, worker, seq, None))
+      heapq.heappush(events, (free_at[worker], job, worker, seq, None))
     # Times are None for the end of a job, else the arrival at each shard.
-    now, job, worker, seq, times = heapq.heappop(running)
+    now, job, worker, seq, times = heapq.heappop(events)
     if times is None:  # the job has ended: its message is sent to all shards
       times = [
         message_delays.arrival_time(now, worker, shard)
         for shard in range(shards)
       ]
-      heapq.heappush(running, (times[0], job, worker, seq, times))
+      heapq.heappush(events, (times[0], job, worker, seq, times))
       continue
     for shard in range(1, shards):
       event = Event(times[shard], worker, seq, job, base.RECEIVE)

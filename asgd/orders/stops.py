@@ -117,22 +117,22 @@ class _Jobs:
     self._streams = [durations.stream(i) for i in range(len(budgets))]
     self._now, self._next_job = 0.0, 0
     self._next_seq = [0] * len(budgets)
-    self._free = list(range(len(budgets)))  # workers without a job
-    self._open: dict[int, Event] = {}  # worker -> SEND row of its job
+    self._idle_workers = list(range(len(budgets)))  # workers without a job
+    self._open_rows: dict[int, Event] = {}  # worker -> SEND row of its job
     # (end, job, worker, whether its budget ends it); some were stopped before
     self._ends: list[tuple[float, int, int, bool]] = []
     # (messages before it, SEND row), in the order of the rows
-    self._started = collections.deque[tuple[int, Event]]()
+    self._start_rows = collections.deque[tuple[int, Event]]()
     self._stops = 0  # since the last message
 
   def advance(self) -> None:
     """Stops stale jobs, starts a job at each free worker, and ends the next."""
     self._stop_stale()
-    for worker in sorted(self._free):
+    for worker in sorted(self._idle_workers):
       self._start(worker)
-    self._free.clear()
+    self._idle_workers.clear()
     self._now, job, worker, is_over = heapq.heappop(self._ends)
-    if worker in self._open and self._open[worker].job == job:
+    if worker in self._open_rows and self._open_rows[worker].job == job:
       self._end(worker, base.STOP if is_over else base.RECEIVE)
 
   def _start(self, worker: int) -> None:
@@ -140,19 +140,19 @@ class _Jobs:
     seq, job = self._next_seq[worker], self._next_job
     row = Event(self._now, worker, seq, job, base.SEND)
     self.rows.append(row)
-    self._open[worker] = row
+    self._open_rows[worker] = row
     self._next_seq[worker], self._next_job = seq + 1, job + 1
     if self._stop_after is not None:
-      self._started.append((self.received, row))
+      self._start_rows.append((self.received, row))
     length, budget = next(self._streams[worker]), self._budgets[worker]
     end = self._now + min(length, budget)
     heapq.heappush(self._ends, (end, job, worker, length > budget))
 
   def _end(self, worker: int, action: int) -> None:
     """Ends the job of a worker by a RECEIVE or a STOP row."""
-    row = self._open.pop(worker)
+    row = self._open_rows.pop(worker)
     self.rows.append(row._replace(time=self._now, action=action))
-    self._free.append(worker)
+    self._idle_workers.append(worker)
     self._stops += 1
     if action == base.RECEIVE:
       self.received, self._stops = self.received + 1, 0
@@ -167,7 +167,7 @@ class _Jobs:
     if self._stop_after is None:
       return
     newest = self.received - self._stop_after  # messages before a stale ticket
-    while self._started and self._started[0][0] <= newest:
-      _, row = self._started.popleft()
-      if self._open.get(row.worker) is row:
+    while self._start_rows and self._start_rows[0][0] <= newest:
+      _, row = self._start_rows.popleft()
+      if self._open_rows.get(row.worker) is row:
         self._end(row.worker, base.STOP)

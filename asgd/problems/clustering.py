@@ -82,8 +82,9 @@ def k_means(
 
   def init(key):
     # Without replacement: of two equal centres `argmin` uses only the first.
-    first = jax.random.choice(key, len(train), (clusters,), replace=False)
-    return jnp.pad(jnp.asarray(train)[first], [(0, 0), (0, 1)]).at[:, -1].set(1)
+    rows = jax.random.choice(key, len(train), (clusters,), replace=False)
+    centres = jnp.asarray(train)[rows]
+    return jnp.pad(centres, [(0, 0), (0, 1)]).at[:, -1].set(1)
 
   # The variance of the test examples times their number.
   spread = float(np.square(test - test.mean(0), dtype=float).sum())

@@ -149,12 +149,12 @@ def _pair_sampler(data, window, negatives, power):
     # A centre is at least `window` words from both ends of the text.
     positions = rng.integers(window, len(tokens) - window, count)
     distances = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
-    drawn = np.searchsorted(cumulative, rng.random((count, negatives)))
+    negative_words = np.searchsorted(cumulative, rng.random((count, negatives)))
     # Rounding may leave the last cumulative weight below 1.
-    drawn = drawn.clip(max=len(cumulative) - 1)
+    negative_words = negative_words.clip(max=len(cumulative) - 1)
     # int[B, 1 + N]: the nearby word, then the negatives.
     nearby = tokens[positions + distances]
-    contexts = np.concatenate([nearby[:, None], drawn], 1)
+    contexts = np.concatenate([nearby[:, None], negative_words], 1)
     return tokens[positions], contexts.astype(np.int32)
 
   return draw
@@ -169,8 +169,8 @@ def _products(params, batch):
 
 def _mean(products):
   """Returns the mean loss of pairs from their products."""
-  true, drawn = products[:, 0], products[:, 1:]
-  losses = jax.nn.softplus(-true) + jax.nn.softplus(drawn).sum(1)
+  nearby, negative = products[:, 0], products[:, 1:]
+  losses = jax.nn.softplus(-nearby) + jax.nn.softplus(negative).sum(1)
   return losses.mean()
 
 

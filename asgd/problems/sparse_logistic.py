@@ -128,8 +128,8 @@ def _batches(data, blocks, size):
     keys, values = data.train_keys[rows], data.train_values[rows]
     values = np.where(real[:, None], values, 0)
     weights = np.where(real, weight, 0).astype(np.float32)
-    inside = (values != 0) & (keys % blocks == block)
-    return keys, values, data.train_labels[rows], weights, inside
+    is_in_block = (values != 0) & (keys % blocks == block)
+    return keys, values, data.train_labels[rows], weights, is_in_block
 
   def batches(seed, workers):
     if workers > n:
@@ -142,8 +142,8 @@ def _batches(data, blocks, size):
 
     def batch(worker, job):
       del worker  # job j always belongs to worker j % N
-      turn, owner = divmod(int(job), workers)
-      number, part = divmod(turn, jobs)
+      turn_index, owner = divmod(int(job), workers)
+      number, part = divmod(turn_index, jobs)
       cycle, position = divmod(number, blocks)
       order = np.random.default_rng((seed, cycle)).permutation(blocks)
       worker_rows = np.arange(owner, n, workers)
@@ -172,19 +172,19 @@ def _loss(params, batch: base.Batch, key):
 
 def _updates(params, batch: base.Batch, key):
   """Returns the loss, and gradient and curvature of the block's features."""
-  keys, values, labels, weights, inside = batch
+  keys, values, labels, weights, is_in_block = batch
   logits = _logits(params, keys, values)
   # d loss / d logit of each example, float[B].
   slopes = weights * (jax.nn.sigmoid(logits) - labels)
   # Features outside of the block get no update from this job.
-  values = values * inside
+  values = values * is_in_block
   sizes = jnp.abs(values)
   # u_i = 1/4 mean |x_i| sum_j |x_j|; 1/4 bounds the second derivative of the
   # log loss in the logit.
   bounds = weights[:, None] * sizes * sizes.sum(1, keepdims=True) / 4
-  both = jnp.stack([slopes[:, None] * values, bounds], -1) / len(labels)
+  sums = jnp.stack([slopes[:, None] * values, bounds], -1) / len(labels)
   # A feature may be in several rows: `add` sums its terms.
-  out = jnp.zeros_like(params[_TABLE]).at[keys].add(both)
+  out = jnp.zeros_like(params[_TABLE]).at[keys].add(sums)
   return _loss(params, batch, key), {_TABLE: out}
 
 
@@ -206,8 +206,8 @@ def _evaluate(data, l1, params) -> Evaluation:
     params, data.train_keys, data.train_values, data.train_labels
   )
   penalty = l1 * float(np.abs(weights, dtype=np.float64).sum())
-  more = {
+  columns = {
     "objective": float(train) + penalty,
     "nonzero": int(np.count_nonzero(weights)),
   }
-  return Evaluation(float(loss), float(accuracy), more=more)
+  return Evaluation(float(loss), float(accuracy), more=columns)

@@ -208,8 +208,8 @@ class _Model:
       "totals": (totals - params["totals"][0])[None],
       "words": counts - params["words"],
     }
-    after = jax.tree.map(jnp.add, params, updates)
-    return self.loss(after, batch, key), updates
+    updated = jax.tree.map(jnp.add, params, updates)
+    return self.loss(updated, batch, key), updates
 
   def _sample(self, counts, position):
     """Draws the topic of one word, on the counts of all other words."""
@@ -222,9 +222,10 @@ class _Model:
     # [2] Weigh each topic.
     frequencies = self.word_frequencies(words[word], totals)
     weights = (of_docs[row] + self._alpha) * frequencies
-    below = jnp.cumsum(weights)
+    cumulative = jnp.cumsum(weights)
     # [3] Draw one by inversion; rounding may exceed the last index.
-    drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
+    is_below = cumulative <= uniform * cumulative[-1]
+    drawn = is_below.sum().clip(max=self._topics - 1)
     new = jnp.where(valid, drawn, old).astype(old.dtype)
     # [4] Add the word to the counts of its new topic.
     of_docs = of_docs.at[row, new].add(unit)
@@ -288,6 +289,6 @@ def in_common(estimated: np.ndarray, true: np.ndarray) -> float:
   from scipy import optimize
 
   # float[T', T]: the overlap of each pair of topics.
-  both = np.minimum(estimated[:, None], true[None]).sum(2)
-  rows, columns = optimize.linear_sum_assignment(-both)
-  return float(both[rows, columns].sum() / len(true))
+  overlaps = np.minimum(estimated[:, None], true[None]).sum(2)
+  rows, columns = optimize.linear_sum_assignment(-overlaps)
+  return float(overlaps[rows, columns].sum() / len(true))
