@@ -30,13 +30,13 @@ class Instruction(NamedTuple):
   stage: int  # -1 for a user's action
   microbatch: int
   replica: int
-  worker: int = 0  # gradient stream of its update, at the stage
-  last: bool = False  # of an update's microbatches
-  group: int = 0  # the update
+  worker: int = 0  # gradient stream of the microbatch's update, at the stage
+  last: bool = False  # whether this is the last microbatch of an update
+  group: int = 0  # index of the update
   also: tuple["Instruction", ...] = ()  # updates to make together with it
   # Tickets that the forward and the backward of its microbatch read.
   tickets: tuple[TicketKey, ...] = ()
-  needs: tuple[tuple, ...] = ()  # keys of entries that it waits for
+  needs: tuple[tuple, ...] = ()  # keys of entries that the instruction needs
 
 
 class Program(NamedTuple):
@@ -44,15 +44,15 @@ class Program(NamedTuple):
 
   schedule: Schedule
   together: bool  # as in `write`
-  lanes: tuple[list[Instruction], ...]  # D, by slot
-  places: list[list[int]]  # S, devices of each stage's replicas
+  lanes: tuple[list[Instruction], ...]  # D lists, each sorted by slot
+  places: list[list[int]]  # stage -> devices of its replicas
   where: validate.TableRows
-  order: np.ndarray  # int[S, M], as of `analyze.update_order`
+  order: np.ndarray  # int[S, M], result of `analyze.update_order`
   # For forwards and backwards: versions and workers of their tickets, each
   # int[S, M].
   reads: tuple[tuple[np.ndarray, np.ndarray], ...]
-  last_reads: dict[TicketKey, int]  # slots after which a ticket is not read
-  readers: dict[tuple[int, int], list[TicketKey]]  # of (stage, version)
+  last_reads: dict[TicketKey, int]  # ticket -> slot of its last read
+  readers: dict[tuple[int, int], list[TicketKey]]  # by (stage, version)
 
   def of_lane(self, lane: int, first: int, until: int) -> list[Instruction]:
     """Returns a lane's instructions from slot `first` on, before `until`."""

@@ -43,15 +43,15 @@ from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 class PipelineError(RuntimeError):
-  """A task failed; its text names stage and microbatch, its cause says why."""
+  """A task failed. The message names stage and microbatch; see `__cause__`."""
 
 
 class ExecutorOptions(NamedTuple):
   """How a table is run: the options of an Executor."""
 
   weights: str | None = None  # as in `analyze.analyze`
-  # Keep a stage's input instead of residuals, and run its forward again; with
-  # "latest" weights, the newest. A bool for all stages, or one for each.
+  # Whether to keep a stage's input instead of residuals, and run its forward
+  # again (on the newest weights, if "latest"): of all stages, or of each.
   recompute: bool | Sequence[bool] = False
   # Make the updates of a synchronous schedule at the end of each batch, with
   # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
@@ -61,8 +61,8 @@ class ExecutorOptions(NamedTuple):
   own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
   clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
   # Bytes of weights, optimizer states and sums of gradients that a device holds
-  # at once; the rest is in the host's memory (`residence`). None is
-  # that all are on the devices.
+  # at once; the rest is in the host's memory (`residence`). None: all are on
+  # the devices.
   room: int | None = None
 
 
@@ -70,7 +70,7 @@ class CompiledPart(NamedTuple):
   """One stage's programs."""
 
   stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
-  steps: simulator.Steps  # of its server
+  steps: simulator.Steps  # compiled steps of its server
   at_worker: optax.GradientTransformationExtraArgs | None
   correct: Callable[[base.ServerState], Any] | None = None
 
@@ -79,19 +79,19 @@ class CompiledProgram(NamedTuple):
   """Compiled stages on the devices of a program's lanes."""
 
   program: Program
-  parts: tuple[CompiledPart, ...]  # S
-  devices: dict[int, jax.Device]  # of the lanes that are here
-  inboxes: Mapping[int, LaneInbox]  # of the lanes here, if others are elsewhere
-  elsewhere: Mapping[int, Any]  # lane -> a queue, of those
+  parts: tuple[CompiledPart, ...]  # S, one for each stage
+  devices: dict[int, jax.Device]  # lane of this process -> its device
+  inboxes: Mapping[int, LaneInbox]  # lane here -> entries of other processes
+  elsewhere: Mapping[int, Any]  # lane of another process -> its queue
   extra: Callable[[int, int], Any]
   how: ExecutorOptions
-  # Whether a lane waits for its work: its own core does it, or it is timed.
+  # Whether a lane waits for its device: its core is the device, or it is timed.
   waits: bool
-  # Lane -> memory, where a device is too small for the weights of its stages.
+  # Lane -> memory, if its device is too small for the weights of its stages.
   memories: Mapping[int, DeviceMemory]
 
   def now(self, slot: int = 0) -> float:
-    """Returns the time; without a clock it is that of the slot."""
+    """Returns the time of the clock; without a clock, the slot."""
     return self.how.clock() if self.how.clock else float(slot)
 
   def homes(self) -> dict[int, jax.Device]:
@@ -102,8 +102,8 @@ class CompiledProgram(NamedTuple):
   def tickets(
     self, stage: int, version: int, server: base.ServerState
   ) -> Iterator[tuple[TicketKey, int, base.Ticket]]:
-    """Yields what replicas are sent of a version that they will read: (key,
-    lane, ticket on the lane's device, if that is here)."""
+    """Yields the tickets of a version for the replicas that will read it: (key,
+    lane, ticket). A lane of this process gets it on the lane's device."""
     for key in self.program.readers.get((stage, version), ()):
       *_, replica, worker = key
       if worker == OF_NOW:
@@ -118,7 +118,7 @@ class CompiledProgram(NamedTuple):
       yield key, lane, ticket
 
 
-_SMALL = 2**16  # bytes, of which a copy takes less than `jax.device_put`
+_SMALL = 2**16  # bytes; up to this size a copy is faster than `device_put`
 
 
 class _Stopped(Exception):
@@ -160,7 +160,7 @@ def _scalar_one(dtype):
 
 
 class LaneRun:
-  """One call of `executor.Executor.run`: from a state to a slot."""
+  """One call of `executor.Executor.run`: from a state to a stop slot."""
 
   def __init__(
     self, compiled: CompiledProgram, state: PipelineState, until: int
@@ -176,13 +176,13 @@ class LaneRun:
       lane: collections.deque(self._program.of_lane(lane, state.slot, until))
       for lane in self._boxes
     }
-    self._copiers: dict[tuple, Callable] = {}  # of entries for other lanes
-    self._begun_op: dict[int, Any] = {}  # of lanes with a memory
+    self._copiers: dict[tuple, Callable] = {}  # copy entries to other lanes
+    self._begun_op: dict[int, Any] = {}  # lane with a memory -> instruction
     for lane in compiled.memories:
       self._adopt(lane)
     self._losses, self._spans = {}, []
     self._failures: list[PipelineError] = []
-    self._rows = [[] for _ in compiled.parts]  # of records
+    self._rows = [[] for _ in compiled.parts]  # stage -> rows of its records
     # Kind -> method that runs an instruction and returns its start time.
     self._handlers = {
       UPDATE: self._receive,

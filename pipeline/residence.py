@@ -28,13 +28,13 @@ from asgd.pipeline.state import SUM
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 WEIGHTS, STATE = "weights", "state"
-HOST = "pinned_host"  # the memory kind behind a device's own
+HOST = "pinned_host"  # JAX's memory kind for the host's memory
 
 Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
 
 
 class DeviceTraffic(NamedTuple):
-  """Counts of one device."""
+  """Bytes that one device has moved, used and held."""
 
   fetched: int = 0  # bytes from the host
   written: int = 0  # bytes to the host
@@ -129,7 +129,7 @@ class BlockMemory:
     for op_index, blocks in enumerate(uses):
       for block in blocks:
         self._op_index.setdefault(block, []).append(op_index)
-    self.held: dict[Block, int] = {}  # bytes of each
+    self.held: dict[Block, int] = {}  # block on the device -> its bytes
 
   def bytes(self) -> int:
     """Returns the bytes held."""
@@ -219,7 +219,7 @@ class DeviceMemory:
     self._memory = BlockMemory([needs(op, every) for op in ops], room)
     self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
     self._on_device = jax.sharding.SingleDeviceSharding(device)
-    self._host: dict[Block, Any] = {}  # None: newer on the device
+    self._host: dict[Block, Any] = {}  # None: the device has a newer value
     self._device: dict[Block, Any] = {}
     self._sizes: dict[Block, int] = {}
     self._op_index = 0
@@ -266,15 +266,17 @@ class DeviceMemory:
     return tree
 
   def keep(self, block: Block, tree: Any) -> None:
-    """Holds what the present instruction has made of a block; the host has it
-    once it gives way or is asked for (`host`)."""
+    """Holds the new value that the present instruction has computed for a
+    block. The value is written to the host when the block is evicted, or by
+    `host`."""
     self._memory.held.pop(block, None)
     self._host[block], self._sizes[block] = None, _nbytes(tree)
     self._admit(block)
     self._device[block] = tree
 
   def host(self, block: Block) -> Any:
-    """Returns a block in the host's memory, written if it is newer here."""
+    """Returns a block in the host's memory; first writes a newer value to
+    it."""
     if self._host[block] is None:
       self._host[block] = self.to_host(self._device[block])
       self._count(written=self._sizes[block])

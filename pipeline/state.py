@@ -32,9 +32,9 @@ class PipelineState(NamedTuple):
   """A run before a slot. In the state of a process that has only some of the
   lanes, servers of other processes are None."""
 
-  slot: int  # the next
-  microbatch: int  # that the first of the table stands for
-  servers: tuple[base.ServerState, ...]  # S
+  slot: int  # the next slot to execute
+  microbatch: int  # index of the table's first microbatch, over all passes
+  servers: tuple[base.ServerState, ...]  # S, one for each stage
   entries: dict[tuple, Any]
 
 
@@ -43,7 +43,7 @@ class PipelineResult(NamedTuple):
 
   state: PipelineState
   losses: dict[int, Any]  # microbatch -> float[], as its last stage found it
-  records: tuple[base.Records, ...]  # S; a row an update
+  records: tuple[base.Records, ...]  # S; each has one row an update
   spans: tuple[TaskSpan, ...]
 
 
@@ -116,7 +116,7 @@ def check(state: PipelineState, program: Program, at_worker: set) -> None:
       )
   expected = keys(program, state.slot) | at_worker
   for key in sorted(expected ^ state.entries.keys()):
-    # A version may be held that is read no more.
+    # A state may contain a ticket that no later task reads.
     if key in expected or key[0] != TICKET:
       raise ValueError(
         f"before slot {state.slot} of {table.name} a state has"
