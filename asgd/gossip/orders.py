@@ -273,7 +273,7 @@ def pairs(
     if received < messages:
       start(i, time)
     else:
-      queue.stop()
+      queue.clear()
 
   for i in range(n):
     start(i, 0.0)

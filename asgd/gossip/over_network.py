@@ -8,7 +8,6 @@ its message to each receiver, one after the other.
 """
 
 import functools
-import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -16,10 +15,9 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.durations import Durations
+from asgd.orders.link_queue import Act, LinkQueue
 from asgd.orders.network import Links, LinkUse, Network
 from asgd.orders.trace import Event
-
-Act = Callable[[float], None]  # called with the time of its event
 
 
 class PeerNetwork:
@@ -51,54 +49,26 @@ class PeerNetwork:
       nbytes: bytes of a message.
     """
     peer_network = network._replace(port=network.down, shards=peers)
-    self._links, self._nbytes = Links(peer_network, peers), nbytes
-
-  def carry(
-    self, schedule: Callable[[float, Act], None], time: float, sender: int,
-    receiver: int, on_arrival: Act
-  ) -> None:
-    """Sends a message at a time. `on_arrival` is called when the last byte
-    arrives; `schedule(time, act)` arranges that `act` is called at a time."""
-    part = self._links.message_part(on_arrival, sender, receiver, self._nbytes)
-    self._move(time, schedule=schedule, part=part, line=None)
-
-  def _move(
-    self, time: float, *, schedule: Callable[[float, Act], None], part: Any,
-    line: Any
-  ) -> None:
-    """Moves a part of a message to its next line, or to its receiver."""
-    if line is None and part.has_arrived:
-      self._links.count_received(part.waited)
-      on_arrival = part.key
-      on_arrival(time)
-      return
-    for next_time, moved, next_line in self._links.advance(time, part, line):
-      move = functools.partial(
-        self._move, schedule=schedule, part=moved, line=next_line
-      )
-      schedule(next_time, move)
+    self.links, self.nbytes = Links(peer_network, peers), nbytes
 
   def use(self, end: float) -> LinkUse:
     """Returns the use of the links until a time."""
-    use = self._links.use(end)
+    use = self.links.use(end)
     # `Links.use` averages over a part for each shard. Here a message has one
     # part, for its receiver: undo the division by the number of shards.
-    return use._replace(waited=use.waited * self._links.network.shards)
+    return use._replace(waited=use.waited * self.links.network.shards)
 
 
-class EventQueue:
-  """Events of peers in the order of their times, and the trace rows so far.
-
-  Events at equal times keep the order in which they were added.
-  """
+class EventQueue(LinkQueue):
+  """Events of peers in the order of their times, and the trace rows so far."""
 
   def __init__(
-    self, durations: Durations, peers: int, links: PeerNetwork | None
+    self, durations: Durations, peers: int, network: PeerNetwork | None
   ):
+    # Without a network no parcel is sent.
+    super().__init__(network.links if network else Links(Network(), peers))
     self._streams = [durations.stream(peer) for peer in range(peers)]
-    self._links = links
-    self._heap: list[tuple[float, int, Act]] = []
-    self._count = 0
+    self._network = network
     self._n_jobs, self._next_seq = 0, [0] * peers  # of `start_job`
     self.rows: list[Event] = []
 
@@ -108,7 +78,7 @@ class EventQueue:
 
   def compute(self, time: float, peer: int, on_end: Act) -> None:
     """Starts a job of a peer; `on_end` is called at the end of the job."""
-    self._schedule(time + next(self._streams[peer]), on_end)
+    self.at(time + next(self._streams[peer]), on_end)
 
   def start_job(
     self, time: float, peer: int, on_end: Callable[[int, int, float], None]
@@ -125,10 +95,10 @@ class EventQueue:
   ) -> None:
     """Sends a message. `on_arrival` is called when the last byte arrives,
     before this method returns if messages take no time."""
-    if self._links is None:
+    if self._network is None:
       on_arrival(time)
     else:
-      self._links.carry(self._schedule, time, sender, receiver, on_arrival)
+      self.send_up(time, sender, receiver, self._network.nbytes, on_arrival)
 
   def receivers(self, links: np.ndarray, peer: int) -> list[int]:
     """Returns the receivers of a peer's message, in the order of sending.
@@ -136,22 +106,8 @@ class EventQueue:
     `links`, bool[n, n], are those of the message: `[j, i]` is whether peer j
     receives from peer i."""
     receivers: list[int] = np.flatnonzero(links[:, peer]).tolist()
-    if self._links is None:
+    if self._network is None:
       return receivers
     # Each peer begins with the next higher one. Otherwise all peers would send
     # to peer 0 first.
     return sorted(receivers, key=lambda j: (j - peer) % len(links))
-
-  def _schedule(self, time: float, act: Act) -> None:
-    heapq.heappush(self._heap, (time, self._count, act))
-    self._count += 1
-
-  def run(self) -> None:
-    """Processes events until none is left."""
-    while self._heap:
-      time, _, act = heapq.heappop(self._heap)
-      act(time)
-
-  def stop(self) -> None:
-    """Drops all events: messages on their way do not arrive."""
-    self._heap.clear()
