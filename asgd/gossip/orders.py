@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, checks
+from asgd.compression.codec import OPTIONAL, Codec
 from asgd.gossip.over_network import EventQueue, PeerNetwork
 from asgd.gossip.peer import Rule
 from asgd.gossip.topology import Topology
@@ -447,6 +448,14 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   return trace_lib.from_events(rows)
 
 
+@functools.lru_cache(maxsize=32)  # equal rules are compiled once
+def _coded(rule: Rule, codec: Codec) -> Rule:
+  """Returns a rule with encoded messages."""
+  assert rule.coded is not None
+  coded: Rule = rule.coded(codec)
+  return coded
+
+
 class Gossip(NamedTuple):
   """The choices of a gossip algorithm: rule, topology and order."""
 
@@ -462,6 +471,23 @@ class Gossip(NamedTuple):
   # of the round before its next put.
   every: int = 1
   compressed: bool = False  # whether a codec compresses the messages
+
+  def with_codec(self, codec: Codec) -> "Gossip":
+    """Returns the exchange with encoded messages. Raises ValueError for a rule
+    with its own codec, and for a codec that is too coarse for models."""
+    if self.rule.coded is None:
+      raise ValueError(
+        "the recipe has an own codec of what it sends: set its option codec="
+      )
+    coarse = codec.delta is not None and codec.delta <= 0
+    if coarse or codec.feedback != OPTIONAL:
+      raise ValueError(
+        "peers send models, not changes, and this codec leaves out a part that"
+        " a later message would have to add, or has errors larger than its"
+        " input: use one such as qsgd, or the recipe choco_sgd, which sends"
+        " changes"
+      )
+    return self._replace(rule=_coded(self.rule, codec), compressed=True)
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
     """Returns the weight that a receiver gives a sender's message. `round` is

@@ -135,6 +135,9 @@ class Rule(NamedTuple):
   residual: Callable[[PeerState], jax.Array] = no_residual
   introduces: bool = False  # whether a newcomer's neighbours adopt its loans
   refers: bool = False  # whether put only returns arrays of the state
+  # codec of `asgd.compression` -> the rule with encoded messages; None: the
+  # rule has a codec already
+  coded: Callable[[Any], Any] | None = None
   # Whether the rule keeps the mean over peers if the columns of W sum to 1: a
   # peer gives parts of its mass away. Otherwise W must be symmetric.
   columns: bool = False

@@ -34,7 +34,22 @@ def add_weighted(
   return total
 
 
-def average() -> Rule:
+def encoded(codec: Any, tree: Any, key: jax.Array) -> tuple[Any, Any]:
+  """Returns (code of a message, message as receivers decode it); without a
+  codec both are the message."""
+  if codec is None:
+    return tree, tree
+  # Messages are models, not sums: a codec leaves nothing for later ones.
+  code, _ = codec.encode(codec.init(tree), tree, key)
+  return code, codec.decode(code)
+
+
+def decoded(codec: Any, codes: Sequence[Any]) -> Sequence[Any]:
+  """Returns the messages of some codes."""
+  return codes if codec is None else [codec.decode(code) for code in codes]
+
+
+def average(codec: Any = None) -> Rule:
   """Weighted means of parameters, as in D-PSGD and AD-PSGD.
 
       m_j = x_j;   x_i <- x_i + sum_j W_ij (m_j - m_i)
@@ -44,26 +59,41 @@ def average() -> Rule:
   gradient that was applied since then is kept in full. With a symmetric W the
   mean over peers is kept if two neighbours always take each other's messages.
 
+  With a codec m_j = decode(encode(x_j)), for the sender as well. So the mean is
+  kept, whatever the codec's error is, and the distance between peers cannot
+  fall below that error.
+
+  Args:
+    codec: of `asgd.compression`, without a memory; None sends x_j.
+
   Source:
     Lian et al., "Can decentralized algorithms outperform centralized
-    algorithms?", NeurIPS 2017, arXiv:1705.09056.
+    algorithms?", NeurIPS 2017, arXiv:1705.09056. With a codec: Carli, Fagnani,
+    Frasca, Zampieri, "Gossip consensus algorithms via quantized communication",
+    Automatica 46, 2010.
   """
 
   def put(state, keep, key):
-    del keep, key
-    params = state.server.params
-    return state._replace(own=params), params
+    del keep
+    code, own_message = encoded(codec, state.server.params, key)
+    return state._replace(own=own_message), code
 
   def mix(state, codes, weights, slots):
     del slots
     own_message = state.own
     # Differences to the peer's own message, not to its present parameters: a
     # gradient applied since then must not be averaged away.
-    differences = [optax.tree.sub(code, own_message) for code in codes]
+    messages = decoded(codec, codes)
+    differences = [optax.tree.sub(m, own_message) for m in messages]
     params = add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
 
-  return Rule(lambda params, slots: params, put, mix, refers=True)
+  plain = codec is None
+  return Rule(
+    *(lambda params, slots: params, put, mix),
+    refers=plain,
+    coded=average if plain else None,
+  )
 
 
 def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
@@ -79,7 +109,7 @@ def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
   return base.with_weights(params, weights)
 
 
-def push_sum() -> Rule:
+def push_sum(codec: Any = None) -> Rule:
   """Push-sum: peers give parts of their mass away, along a directed graph.
 
       m_j = (z_j, w_j);   w_j <- W_jj w_j   when it is put
@@ -91,6 +121,14 @@ def push_sum() -> Rule:
   computed. Its own update u is one of x: z_i <- z_i + u / w_i. The sums of w
   and of w z, over peers and messages on their way, stay constant on any graph,
   in any order, and with any delay.
+
+  With a codec a message has z^_j = decode(encode(z_j)) and the exact w_j. What
+  receivers lack stays at the sender, so that the sums stay constant:
+
+      z_j <- z_j + (1 / W_jj - 1) (z_j - z^_j)   when it is put
+
+  Args:
+    codec: of `asgd.compression`, without a memory; None sends z_j.
 
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
@@ -104,14 +142,23 @@ def push_sum() -> Rule:
     return jnp.ones([], leaf.dtype)
 
   def put(state, keep, key):
-    del key
-    code = state.server.params, state.own
-    return state._replace(own=keep.astype(state.own.dtype) * state.own), code
+    z, mass = state.server.params, keep.astype(state.own.dtype) * state.own
+    code, sent = encoded(codec, z, key)
+    message = code, state.own
+    if codec is not None:
+      # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
+      given = jnp.where(mass > 0, state.own / mass - 1, 0)
+      z = jax.tree.map(
+        lambda x, y: x + given.astype(x.dtype) * (x - y), *(z, sent)
+      )
+      state = with_params(state, z)
+    return state._replace(own=mass), message
 
   def mix(state, codes, weights, slots):
     del slots
     # The received masses, and the peer's new mass.
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
+    messages = decoded(codec, [code[0] for code in codes])
     total = state.own
     for part in parts:
       total = total + part.astype(total.dtype)
@@ -120,7 +167,7 @@ def push_sum() -> Rule:
       lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
     )
     shares = jnp.stack([part / total for part in parts]) if parts else weights
-    params = add_weighted(params, [code[0] for code in codes], shares)
+    params = add_weighted(params, messages, shares)
     return with_params(state, params)._replace(own=total)
 
   def lend(state, slot):
@@ -149,6 +196,7 @@ def push_sum() -> Rule:
     lend=lend,
     adopt=adopt,
     columns=True,
+    coded=push_sum if codec is None else None,
   )
 
 

@@ -7,7 +7,7 @@ import optax
 
 from asgd import base
 from asgd.gossip.peer import Rule
-from asgd.gossip.rules import add_weighted
+from asgd.gossip.rules import add_weighted, decoded, encoded
 
 
 class Tracking(NamedTuple):
@@ -37,7 +37,7 @@ def _track(algorithm: base.Algorithm) -> base.Algorithm:
   return base.Algorithm(init, update)
 
 
-def track() -> Rule:
+def track(codec: Any = None) -> Rule:
   """Mixes parameters and estimates of the mean gradient with the same weights.
 
       y_i <- y_i + g_i - g_i(before);   x_i takes a step along y_i
@@ -50,22 +50,28 @@ def track() -> Rule:
   sum_i g_i. A message has twice the size of the parameters. If a peer fails,
   its y_i is lost, and the sums are no longer equal.
 
+  Args:
+    codec: of both parts of a message, as in `rules.average`, so that the sums
+      stay equal.
+
   Source:
     Pu, Nedic, "Distributed stochastic gradient tracking methods", Mathematical
     Programming 187, 2021, arXiv:1805.11454.
   """
 
   def put(state, keep, key):
-    del keep, key
-    code = state.server.params, state.server.opt_state.tracker
-    return state._replace(own=code), code
+    del keep
+    message = state.server.params, state.server.opt_state.tracker
+    code, own_message = encoded(codec, message, key)
+    return state._replace(own=own_message), code
 
   def mix(state, codes, weights, slots):
     del slots
     server = state.server
     # One message has parameters and tracker, so both get the same weights.
     current = server.params, server.opt_state.tracker
-    differences = [optax.tree.sub(code, state.own) for code in codes]
+    messages = decoded(codec, codes)
+    differences = [optax.tree.sub(m, state.own) for m in messages]
     mixed: Any = add_weighted(current, differences, weights)
     params, tracker = mixed
     tracking = server.opt_state._replace(tracker=tracker)
@@ -76,4 +82,5 @@ def track() -> Rule:
     del slots
     return params, optax.tree.zeros_like(params)
 
-  return Rule(init, put, mix, wrap=_track, refers=True)
+  plain, coded = codec is None, track if codec is None else None
+  return Rule(init, put, mix, wrap=_track, refers=plain, coded=coded)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import algorithms, base, gossip, problems, simulator
+from asgd import algorithms, base, compression, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import networks, parameter_server, server_results
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -127,14 +127,30 @@ class PeerPlan(ServerPlan):
     update."""
     return workers * recipe.steps
 
+  @classmethod
+  def with_codec(
+    cls,
+    run: Run,
+    recipe: algorithms.Recipe,
+    codec: compression.Codec | None,
+  ) -> tuple[algorithms.Recipe, None]:
+    """Returns the recipe, whose peers encode their messages; there is no
+    server."""
+    if codec is None or recipe.gossip is None:
+      return recipe, None
+    with checks.prefix_errors("compress"):
+      return recipe._replace(gossip=recipe.gossip.with_codec(codec)), None
+
   def check(self) -> None:
     """Raises ValueError, naming the key, if the parameters cannot be encoded
-    by the recipe's codec."""
+    by the codec."""
     super().check()
     if self.gossip.compressed:
       params = jax.eval_shape(self.problem.init, jax.random.key(0))
+      config, label = self.run.config, self.run.label
+      key = "compress" if config["compress"] else f"runs.{label}.codec"
       # Encoding shapes shows whether the codec takes the parameters.
-      with checks.prefix_errors(f"runs.{self.run.label}.codec"):
+      with checks.prefix_errors(key):
         frames.packed_wire(self.peer, params)
 
   def peers(

@@ -31,10 +31,6 @@ from asgd.orders import trace
 
 Description = Mapping[str, Any]
 _NO_SERVER = "its peers have no server"
-_CODEC = (
-  "of the recipes of peers only choco_sgd, threshold_sharing and"
-  " async_threshold_sharing have a codec, as their option codec="
-)
 
 
 def _wrote(folder: Path, description: Description) -> bool:
@@ -157,10 +153,8 @@ PROTOCOL = Protocol(
       'leave it out, or set config.allocation.batch_size="speed"',
       values=("backup_tasks",),
     ),
-    # Codecs of messages to and from a server.
-    Refusal("compress", _CODEC),
-    Refusal("compress_down", _CODEC),
     # The server itself.
+    Refusal("compress_down", _NO_SERVER),
     *(
       Refusal(f"server.{key}", _NO_SERVER)
       for key in ("shards", "consistent", "wire")

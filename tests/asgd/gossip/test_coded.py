@@ -1,0 +1,85 @@
+"""Codecs of the messages of peers: by hand, without an error, and live."""
+
+import jax
+import jax.numpy as jnp
+import kit
+import numpy as np
+import pytest
+
+import asgd
+from asgd import compression, gossip
+from asgd.gossip import rules
+
+RECIPES = {
+  "d_psgd": {},
+  "d2": {},
+  "gradient_tracking": {},
+  "ad_psgd": {},
+  "sgp": {"overlap": 1},
+  "local_d_psgd": {"steps": 2},
+}
+
+
+def coarse(step=4.0):
+  """A codec that rounds down to multiples of `step`."""
+  return compression.identity()._replace(
+    encode=lambda state, tree, key: (
+      jax.tree.map(lambda x: step * jnp.floor(x / step), tree),
+      state,
+    )
+  )
+
+
+@pytest.mark.parametrize("rule", [rules.average, rules.push_sum])
+def test_two_peers_keep_their_mean(rule):
+  """5 and 9 are sent as 4 and 8. Averages move both by half of 4. With push-sum
+  a peer keeps half of its mass, and at it the rest: 6 and 10, which meet 8 and
+  4."""
+  server = asgd.asgd(1.0, workers=2).server()
+  peer = gossip.make_peer(server, rule().coded(coarse()), slots=1)
+  states, codes = [], []
+  for value in (5.0, 9.0):
+    state = peer.init(jnp.float32(value))
+    state, code = peer.put(state, jnp.float32(0.5), jax.random.key(0))
+    states.append(state)
+    codes.append(code)
+  weights, slots = jnp.array([0.5]), jnp.array([0])
+  for state, code in zip(states, codes[::-1], strict=True):
+    state = peer.mix(state, (code,), weights, slots)
+    assert state.server.params == 7
+    assert peer.weight(state) == 1
+
+
+def losses(params, batch):
+  return 0.5 * jnp.sum((params - batch.mean(0)) ** 2)
+
+
+def train(name, **options):
+  recipe = getattr(asgd, name)(0.1, workers=4, **RECIPES[name])
+  data = kit.normal(64, 3).astype(np.float32)
+  result = asgd.simulate(
+    *(losses, np.zeros(3, np.float32), data, recipe),
+    **{"messages": 24, "batch_size": 2, **options},
+  )
+  return result.params
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_codec_without_an_error_changes_nothing(name):
+  expected = train(name)
+  kit.close(train(name, compress="identity"), expected, rtol=1e-5, atol=1e-6)
+  # A fine codec stays near, a coarse one does not.
+  fine = train(name, compress={"name": "qsgd", "levels": 127})
+  assert 0 < np.abs(fine - expected).max() < 0.1
+
+
+@pytest.mark.parametrize("name", ["d_psgd", "ad_psgd"])
+def test_live_peers_pack_their_messages_and_are_replayed(name, tmp_path):
+  run, sent = {"a": {"recipe": name}}, []
+  for compress in (None, {"name": "qsgd", "levels": 7}):
+    place, result, _ = kit.train_live(
+      tmp_path / str(len(sent)), runs=run, compress=compress, epochs=0.5
+    )
+    sent.append(result["taken_bytes"] / result["link_messages"])
+    assert asgd.replay(place).same
+  assert sent[1] < sent[0] / 4  # 4 bits instead of 32
