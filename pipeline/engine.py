@@ -41,6 +41,8 @@ from asgd.pipeline.lanes import PipelineError
 from asgd.pipeline.run_plan import PipelinePlan
 from asgd.pipeline.state import PipelineState
 
+# Options of the executor that a plan has.
+_OPTIONS = "weights", "recompute", "together", "room", "codec"
 _SECONDS = 1.0  # aim for one `advance` of an asynchronous table
 
 
@@ -56,10 +58,7 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
       for part, (first, last) in stages
     ],
     "extra": _extras(plan, seed),
-    "weights": plan.weights,
-    "recompute": plan.recompute,
-    "together": plan.together,
-    "room": plan.room,
+    **{name: getattr(plan, name) for name in _OPTIONS},
     "clock": clock,
   }
 

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, simulator
-from asgd.pipeline import analyze, instructions, residence, validate
+from asgd import base, compression, simulator
+from asgd.pipeline import analyze, coded, instructions, residence, validate
 from asgd.pipeline import lanes as lanes_lib
 from asgd.pipeline import stage as stage_lib
 from asgd.pipeline import state as state_lib
@@ -55,6 +55,7 @@ def _compile_parts(
   parts: Sequence[stage_lib.Part],
   extra: Callable[[int, int], Any],
   is_here: Sequence[bool],
+  codec: compression.Codec | None,
 ) -> tuple[lanes_lib.CompiledPart, ...]:
   """Compiles each stage that has a lane in this process, from shapes."""
   compiled_parts, x = [], ()
@@ -69,7 +70,11 @@ def _compile_parts(
     try:
       if is_here[index]:
         stage = stage_lib.compile_stage(part.fn, part.params, x, inputs)
-        x = stage.y
+        y = stage.y
+        if codec is not None:
+          last = index == len(parts) - 1
+          stage = coded.with_codec(stage, codec, x, last=last)
+        x = y
       else:
         # Later stages still need the shapes of this stage's output.
         x = jax.eval_shape(part.fn, part.params, x, inputs)[0]
@@ -156,7 +161,9 @@ class Executor:
     is_here = [
       any(lane in self.devices for lane in places) for places in program.places
     ]
-    compiled_parts = _compile_parts(self.parts, extra, is_here)
+    compiled_parts = _compile_parts(
+      self.parts, extra, is_here, settings.codec
+    )
     self._earlier_traffic, memories = residence.DeviceTraffic(), {}
     if settings.room is not None:
       memories = _memories(program, self.parts, self.devices, settings.room)

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -139,6 +139,7 @@ class TrainOptions(call_options.KeptOptions, total=False):
   device_megabytes: Any
   partition: Any
   bandwidth: float
+  compress: str | Mapping[str, Any] | None
 
   chunks: int
   group: int
@@ -191,7 +192,8 @@ def train(
     machine: with processes=2 stages are in processes of Ray.
     options: batch_size, folder, seed, evaluate, every, progress, clip_norm and
       on_nan as of `asgd.simulate`; further settings of a pipeline: cuts,
-      weights, predict, recompute, partition, or of its schedule.
+      weights, predict, recompute, partition, compress (the name of a codec of
+      what stages exchange), or of its schedule.
 
   Example:
     >>> import numpy as np
@@ -252,7 +254,7 @@ def train(
     )
     models.own.check_layers(init, "or train with asgd.simulate")
     # [3] The settings of the run, in the keys of a config.
-    shared = call_options.FURTHER
+    shared = *call_options.FURTHER, "compress"
     config = {key: settings.pop(key) for key in shared if key in settings}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, sharding, simulator
+from asgd import base, compression, sharding, simulator
 from asgd import server as server_lib
 from asgd.pipeline import stage as stage_lib
 from asgd.pipeline.instructions import (
@@ -64,6 +64,7 @@ class ExecutorOptions(NamedTuple):
   # at once; the rest is in the host's memory (`residence`). None: all are on
   # the devices.
   room: int | None = None
+  codec: compression.Codec | None = None  # of messages between stages
 
 
 class CompiledPart(NamedTuple):

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, models, problems
+from asgd import base, compression, models, problems
 from asgd.checks import shown
+from asgd.compression.codec import check_complete
 from asgd.experiment import build_cache, checks
-from asgd.experiment.engines import learning_rates
+from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
 from asgd.pipeline import (
   analyze,
@@ -126,7 +127,9 @@ SECTIONS: dict[str, Any] = {
       "bandwidth": Setting(1e10, checks.positive),  # bytes/s between devices
     },
     options,
-  )
+  ),
+  # A codec of the activations and gradients between stages.
+  "compress": traffic.SECTIONS["compress"],
 }
 
 
@@ -168,6 +171,18 @@ class PipelinePlan(NamedTuple):
     """Bytes of weights on a device at once; None: no limit."""
     megabytes = self.run.config["pipeline"]["device_megabytes"]
     return None if megabytes is None else int(1e6 * megabytes)
+
+  @property
+  def codec(self) -> compression.Codec | None:
+    """The codec of messages between stages; None: they are sent as they are.
+    Raises ValueError for one that leaves a part for later messages."""
+    codec = traffic.codec_of(self.run, "compress", (1, None))
+    if codec is not None:
+      with checks.prefix_errors("compress"):
+        check_complete(
+          codec, "stages send activations of different examples, not sums"
+        )
+    return codec
 
   @property
   def updates(self) -> int:
@@ -267,6 +282,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     together=table.flush and run.config["clip_norm"] is not None,
     measurements=experiment.measurements,
   )
+  planned.codec  # noqa: B018  raises now if it is unfit
   parts = _parts(planned, section, shapes)
   if planned.room is not None:
     if planned.together:

@@ -83,6 +83,17 @@ class Codec(NamedTuple):
   for_run: Callable[[int, float | None], "Codec"] | None = None
 
 
+def check_complete(codec: Codec, why: str) -> None:
+  """Raises ValueError for a codec that leaves a part of a message for later
+  ones, or has errors larger than its input; `why` begins the error."""
+  coarse = codec.delta is not None and codec.delta <= 0
+  if coarse or codec.feedback != OPTIONAL:
+    raise ValueError(
+      f"{why}, and this codec leaves out a part that a later message would have"
+      " to add, or has errors larger than its input: use one such as qsgd"
+    )
+
+
 def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
   """Returns a codec, or a reducer, that fits the size of a run.
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, checks
-from asgd.compression.codec import OPTIONAL, Codec
+from asgd.compression.codec import Codec, check_complete
 from asgd.gossip.over_network import EventQueue, PeerNetwork
 from asgd.gossip.peer import Rule
 from asgd.gossip.topology import Topology
@@ -479,14 +479,7 @@ class Gossip(NamedTuple):
       raise ValueError(
         "the recipe has an own codec of what it sends: set its option codec="
       )
-    coarse = codec.delta is not None and codec.delta <= 0
-    if coarse or codec.feedback != OPTIONAL:
-      raise ValueError(
-        "peers send models, not changes, and this codec leaves out a part that"
-        " a later message would have to add, or has errors larger than its"
-        " input: use one such as qsgd, or the recipe choco_sgd, which sends"
-        " changes"
-      )
+    check_complete(codec, "peers send models, not changes as in choco_sgd")
     return self._replace(rule=_coded(self.rule, codec), compressed=True)
 
   def weight(self, round: int, receiver: int, sender: int) -> float:

@@ -80,7 +80,7 @@ _compressed_updates = functools.lru_cache(maxsize=32)(
 )
 
 
-def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
+def codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
   """Returns the codec of a run's key; None if it has none. Raises ValueError if
   the config refers to an object that the call was not given."""
   section = run.config[key]
@@ -108,7 +108,7 @@ def codecs_of(
   message = recipe.push_every * recipe.steps
   up = size_of(dataset, problem, workers, workers * message)
   down = size_of(dataset, problem, 1, recipe.every * message)
-  return _codec_of(run, "compress", up), _codec_of(run, "compress_down", down)
+  return codec_of(run, "compress", up), codec_of(run, "compress_down", down)
 
 
 def compressed(

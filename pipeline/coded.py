@@ -1,0 +1,93 @@
+"""Stages that exchange codes: activations, and gradients of them.
+
+  stage k    y -> encode --code--> decode -> x    stage k + 1
+            gy <- decode <--code-- encode <- gx
+
+A stage computes as before between decoding and encoding, so a table, its
+delays and its updates stay the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asgd import compression
+from asgd.pipeline.stage import Stage, floating
+
+
+def _wire(
+  codec: compression.Codec, shapes: list[Any]
+) -> tuple[Callable[[list[Any]], list[Any]], Callable[[list[Any]], list[Any]]]:
+  """Returns (arrays of these shapes -> arrays of their code, the inverse)."""
+  if not shapes:  # the first stage's input
+    return list, list
+
+  def code_of(leaves: list[Any]) -> Any:
+    # Draws follow from the values, so that all processes make the same.
+    total = sum(jnp.sum(x, dtype=jnp.float32) for x in leaves)
+    seed = jax.lax.bitcast_convert_type(total, jnp.int32)
+    key = jax.random.fold_in(jax.random.key(0), seed)
+    # Messages of different examples are not added: nothing is left for later.
+    return codec.encode(codec.init(leaves), leaves, key)[0]
+
+  # Entries between stages are plain arrays, which checkpoints store.
+  structure = jax.tree.structure(jax.eval_shape(code_of, shapes))
+
+  def decode(arrays: list[Any]) -> list[Any]:
+    floats: list[Any] = codec.decode(jax.tree.unflatten(structure, arrays))
+    return floats
+
+  return lambda leaves: jax.tree.leaves(code_of(leaves)), decode
+
+
+def with_codec(
+  stage: Stage, codec: compression.Codec, x: Any, *, last: bool
+) -> Stage:
+  """Returns a stage that exchanges codes with the stages beside it.
+
+  Args:
+    stage: any; its shapes `y` stay those of the decoded output.
+    codec: of `asgd.compression`, without a memory.
+    x: shapes of its decoded input; () for the first stage.
+    last: whether y is the loss, which is sent to nobody.
+  """
+  encode_gx, decode_x = _wire(codec, floating(x))
+  encode_y, decode_gy = _wire(codec, [] if last else floating(stage.y))
+  leaves, structure = jax.tree.flatten(x)
+  are_floats = [bool(floating([leaf])) for leaf in leaves]
+
+  def decode_input(coded):
+    if not any(are_floats):
+      return coded
+    code, others = coded
+    floats, others = iter(decode_x(code)), iter(others)
+    values = [next(floats if is_float else others) for is_float in are_floats]
+    return jax.tree.unflatten(structure, values)
+
+  def forward(params, coded, extra):
+    y, *rest = stage.forward(params, decode_input(coded), extra)
+    if last:
+      return y, *rest
+    others = [leaf for leaf in jax.tree.leaves(y) if not floating([leaf])]
+    return [encode_y(floating(y)), others], *rest
+
+  def residuals(params, coded, extra):
+    return stage.residuals(params, decode_input(coded), extra)
+
+  def backward(params, kept, gy):
+    gradient, gx = stage.backward(params, kept, decode_gy(gy))
+    return gradient, encode_gx(gx)
+
+  def recompute(params, coded, extra, gy):
+    arguments = params, decode_input(coded), extra, decode_gy(gy)
+    gradient, gx = stage.recompute(*arguments)
+    return gradient, encode_gx(gx)
+
+  def of_input(params, kept, gy):
+    gx, half = stage.input(params, kept, decode_gy(gy))
+    return encode_gx(gx), half
+
+  functions = map(jax.jit, (forward, residuals, backward, recompute, of_input))
+  return Stage(*functions, *stage[5:])
