@@ -51,7 +51,7 @@ def with_codec(
     stage: any; its shapes `y` stay those of the decoded output.
     codec: of `asgd.compression`, without a memory.
     x: shapes of its decoded input; () for the first stage.
-    last: whether y is the loss, which is sent to nobody.
+    last: whether y is the loss, which no stage receives.
   """
   encode_gx, decode_x = _wire(codec, floating(x))
   encode_y, decode_gy = _wire(codec, [] if last else floating(stage.y))

@@ -109,6 +109,19 @@ def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
   return base.with_weights(params, weights)
 
 
+def _keep_rest(
+  state: PeerState, sent: base.Params, mass: jax.Array
+) -> PeerState:
+  """Adds to z, of which a peer keeps `mass`, what receivers of z^ lack."""
+  # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
+  given = jnp.where(mass > 0, state.own / mass - 1, 0)
+
+  def add(z: jax.Array, received: jax.Array) -> jax.Array:
+    return z + given.astype(z.dtype) * (z - received)
+
+  return with_params(state, jax.tree.map(add, state.server.params, sent))
+
+
 def push_sum(codec: Any = None) -> Rule:
   """Push-sum: peers give parts of their mass away, along a directed graph.
 
@@ -142,16 +155,10 @@ def push_sum(codec: Any = None) -> Rule:
     return jnp.ones([], leaf.dtype)
 
   def put(state, keep, key):
-    z, mass = state.server.params, keep.astype(state.own.dtype) * state.own
-    code, sent = encoded(codec, z, key)
-    message = code, state.own
+    code, sent = encoded(codec, state.server.params, key)
+    message, mass = (code, state.own), keep.astype(state.own.dtype) * state.own
     if codec is not None:
-      # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
-      given = jnp.where(mass > 0, state.own / mass - 1, 0)
-      z = jax.tree.map(
-        lambda x, y: x + given.astype(x.dtype) * (x - y), *(z, sent)
-      )
-      state = with_params(state, z)
+      state = _keep_rest(state, sent, mass)
     return state._replace(own=mass), message
 
   def mix(state, codes, weights, slots):
