@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, checks
-from asgd.compression.codec import Codec, check_complete
 from asgd.gossip.over_network import EventQueue, PeerNetwork
 from asgd.gossip.peer import Rule
 from asgd.gossip.topology import Topology
@@ -448,14 +447,6 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   return trace_lib.from_events(rows)
 
 
-@functools.lru_cache(maxsize=32)  # equal rules are compiled once
-def _coded(rule: Rule, codec: Codec) -> Rule:
-  """Returns a rule with encoded messages."""
-  assert rule.coded is not None
-  coded: Rule = rule.coded(codec)
-  return coded
-
-
 class Gossip(NamedTuple):
   """The choices of a gossip algorithm: rule, topology and order."""
 
@@ -471,16 +462,6 @@ class Gossip(NamedTuple):
   # of the round before its next put.
   every: int = 1
   compressed: bool = False  # whether a codec compresses the messages
-
-  def with_codec(self, codec: Codec) -> "Gossip":
-    """Returns the exchange with encoded messages. Raises ValueError for a rule
-    with its own codec, and for a codec that is too coarse for models."""
-    if self.rule.coded is None:
-      raise ValueError(
-        "the recipe has an own codec of what it sends: set its option codec="
-      )
-    check_complete(codec, "peers send models, not changes as in choco_sgd")
-    return self._replace(rule=_coded(self.rule, codec), compressed=True)
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
     """Returns the weight that a receiver gives a sender's message. `round` is

@@ -24,7 +24,7 @@ from asgd.experiment.engines.simulated import (
   some,
 )
 from asgd.experiment.schema import Run
-from asgd.gossip import topologies
+from asgd.gossip import coded, topologies
 from asgd.gossip.over_network import PeerNetwork
 from asgd.live.gossip import frames
 from asgd.orders import protocol
@@ -139,7 +139,8 @@ class PeerPlan(ServerPlan):
     if codec is None or recipe.gossip is None:
       return recipe, None
     with checks.prefix_errors("compress"):
-      return recipe._replace(gossip=recipe.gossip.with_codec(codec)), None
+      exchange = coded.with_codec(recipe.gossip, codec)
+    return recipe._replace(gossip=exchange), None
 
   def check(self) -> None:
     """Raises ValueError, naming the key, if the parameters cannot be encoded

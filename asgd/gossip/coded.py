@@ -1,0 +1,26 @@
+"""Exchanges of peers with encoded messages."""
+
+import functools
+
+from asgd.compression.codec import Codec, check_complete
+from asgd.gossip.orders import Gossip
+from asgd.gossip.peer import Rule
+
+
+@functools.lru_cache(maxsize=32)  # equal rules are compiled once
+def _coded(rule: Rule, codec: Codec) -> Rule:
+  """Returns a rule with encoded messages."""
+  assert rule.coded is not None
+  coded: Rule = rule.coded(codec)
+  return coded
+
+
+def with_codec(exchange: Gossip, codec: Codec) -> Gossip:
+  """Returns an exchange with encoded messages. Raises ValueError for a rule
+  with its own codec, and for a codec that is too coarse for models."""
+  if exchange.rule.coded is None:
+    raise ValueError(
+      "the recipe has an own codec of what it sends: set its option codec="
+    )
+  check_complete(codec, "peers send models, not changes as in choco_sgd")
+  return exchange._replace(rule=_coded(exchange.rule, codec), compressed=True)
