@@ -2,13 +2,14 @@
 
 import json
 import re
+import runpy
 import shutil
 
 import kit
 import pytest
 from pipeline_experiments import ENGINES
 
-from asgd.experiment import folder
+from asgd.experiment import folder, schema
 from asgd.experiment.cells import Cell
 from asgd.experiment.progress import Silent
 from asgd.figures import (
@@ -82,6 +83,22 @@ def test_a_figure_is_judged_on_five_seeds_or_more(name, quick):
   assert task.figure.panels
   for panel in task.figure.panels:
     assert all(known["source"] for known in panel.published)
+
+
+def test_the_second_problem_of_dana_changes_the_problem_alone():
+  """So that its gaps compare with those of the figure."""
+  get_config = runpy.run_path(str(FIGURES / "dana.py"))["get_config"]
+  full, second = (
+    schema.resolve(get_config(arg), ENGINES) for arg in (None, "fashion")
+  )
+  assert second.config["data"]["name"] == "fashion"
+  labels = "asgd", "nag", "dc", "dana"
+  labels += tuple(f"{label}-het" for label in labels)
+  assert sorted(second.runs) == sorted(labels)
+  for label in labels:
+    assert second.config["runs"][label] == full.config["runs"][label]
+  for key in ("batch_size", "learning_rate"):
+    assert second.config[key] == full.config[key]
 
 
 def test_seeds_take_turns():
