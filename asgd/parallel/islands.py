@@ -47,12 +47,12 @@ def make_step(
 
   Args:
     server_of_means: makes an update of each message, which is a mean.
-    worker: of an island, whose jobs take H batches.
+    worker: of an island; its jobs take H batches.
     mesh: with the axis "data" of n islands, and perhaps the axis "island".
     steps: H, batches in a job, which `asgd.stacking.job_batches` stacks.
 
   Returns:
-    A Step, whose `norm` is that of the mean message. Its batch is one of n
+    A Step. Its `norm` is that of the mean message. Its batch is one of n
     islands, [B, ...], or H of them, [H, B, ...].
 
   Source:

@@ -120,7 +120,7 @@ def skip_gram(
     guess=float((1 + negatives) * np.log(2)),  # the loss if products are 0
     keyed=problem_lib.keyed(
       lambda batch: {"inner": (batch[0], True), "outer": (batch[1], True)},
-      lambda batch, centres, contexts: (centres, contexts),
+      lambda batch, inner, outer: (inner, outer),
     ),
   )
 

@@ -16,7 +16,7 @@ updates, so that the bound of the consistency model holds. If the clocks'
 messages alone exceed the budget, the link is never free within a clock.
 
 The rows of a trace that begin jobs have the times t. So a replay makes the same
-decisions, also that of a live run, whose times are measured.
+decisions, also the replay of a live run, in which times are measured.
 """
 
 

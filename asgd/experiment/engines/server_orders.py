@@ -64,8 +64,8 @@ def out_of_step(run: Run) -> bool:
 
 
 def check_delays(run: Run) -> None:
-  """Raises ValueError for delays of a run whose shards keep one order, and for
-  partial reads of such shards, or of delayed ones."""
+  """Raises ValueError for delays in a run with one order for all shards, and
+  for partial reads of such shards, or of delayed ones."""
   server = run.config["server"]
   if server["delays"] is not None and not out_of_step(run):
     raise ValueError(
@@ -271,7 +271,7 @@ def _check_prescribed(run: Run, prescribed: str) -> None:
 def in_order(
   run: Run, recipe: algorithms.Recipe, workers: int
 ) -> algorithms.Recipe:
-  """Returns a recipe whose updates fit the order of a config.
+  """Returns a recipe with updates that fit the order of a config.
 
   A recipe of rounds takes any order of a server, and still averages as many
   messages: they may then be late, or several of one worker. In rounds without
