@@ -69,13 +69,14 @@ def train(
 
 
 def _process(
-  memory: Any, data: sparse.Sparse, seed: int, updates: int, lock: Any,
+  memory: Any, data: sparse.Sparse, part: slice, updates: int, lock: Any,
   barrier: Any,
 ) -> None:
-  """Trains in a process, between two barriers of all processes."""
+  """Trains in a process, between two barriers of all processes, with a part of
+  an order of `updates` examples, which is the same for any processes."""
   examples = examples_of(data)
-  rng = np.random.default_rng(seed)
-  order = rng.integers(len(examples), size=updates)
+  rng = np.random.default_rng(0)
+  order = rng.integers(len(examples), size=updates)[part]
   weights = np.frombuffer(memory)
   barrier.wait()
   train(weights, examples, order, lock or contextlib.nullcontext())
@@ -99,12 +100,12 @@ def measure(
   memory = context.RawArray("d", data.features)
   lock = context.Lock() if has_lock else None
   barrier = context.Barrier(processes + 1)
-  share = updates // processes
+  parts = [slice(index, None, processes) for index in range(processes)]
   children = [
     context.Process(
-      target=_process, args=(memory, data, seed, share, lock, barrier)
+      target=_process, args=(memory, data, part, updates, lock, barrier)
     )
-    for seed in range(processes)
+    for part in parts
   ]
   for child in children:
     child.start()
@@ -115,7 +116,7 @@ def measure(
   for child in children:
     child.join()
   loss = loss_of(np.frombuffer(memory), examples_of(data))
-  return share * processes / seconds, loss
+  return updates / seconds, loss
 
 
 def run(report: BenchReport, rounds: int = 3) -> None:
