@@ -121,4 +121,8 @@ def make_step(
   # All devices of an island divide its examples.
   examples = P(*before, tuple(mesh.axis_names))
   place = functools.partial(meshes.place, mesh=mesh, specs=examples)
-  return Step(init, step, lambda state: state.server.params, place)
+
+  def params_of(state: Any) -> optax.Params:
+    return state.server.params
+
+  return Step(init, step, params_of, place)
