@@ -33,7 +33,7 @@ ALGORITHMS = {  # label -> title, entry
   "danadc": ("DANA-DC", dict(recipe="dana_dc")),
 }
 UNEQUAL = dict(name="heterogeneous")  # V_mach = 0.6
-# The runs of the second problem, whose gaps decide between causes.
+# The runs of the second problem: their gaps decide between causes.
 SECOND = "asgd", "nag", "dc", "dana"
 
 

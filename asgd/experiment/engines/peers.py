@@ -134,7 +134,7 @@ class PeerPlan(ServerPlan):
     recipe: algorithms.Recipe,
     codec: compression.Codec | None,
   ) -> tuple[algorithms.Recipe, None]:
-    """Returns the recipe, whose peers encode their messages; there is no
+    """Returns the recipe with peers that encode their messages; there is no
     server."""
     if codec is None or recipe.gossip is None:
       return recipe, None
