@@ -355,12 +355,19 @@ def test_the_table_of_protocols_says_which_engines_run_them(tables):
   assert [x.strip() for x in served["tables"]] == ["yes"] * 3 + ["no"] * 2
   of_servers = [x.strip() for x in served["a server"]]
   assert of_servers[:3] == ["yes"] * 3
-  # Recipes with local steps of workers.
-  assert of_servers[3].startswith("yes, except `downpour`, `model_averaging`")
-  # A pipeline also refuses those that drop late gradients.
-  drop = "`ringmaster_asgd`, `rennala_sgd`, `mindflayer_sgd`, "
-  assert of_servers[4].replace(drop, "") == of_servers[3] != of_servers[4]
-  assert "ssgd" not in of_servers[3]
+  # Recipes with local steps of workers that are not in rounds.
+  assert of_servers[3].startswith("yes, except `downpour`, `easgd`")
+  on_mesh, in_pipeline = (
+    set(cell.removeprefix("yes, except ").split(", "))
+    for cell in of_servers[3:5]
+  )
+  # A pipeline also refuses all other local steps, and recipes that drop late
+  # gradients.
+  assert in_pipeline - on_mesh == {
+    *("`model_averaging`", "`slowmo`", "`diloco`"),
+    *("`ringmaster_asgd`", "`rennala_sgd`", "`mindflayer_sgd`"),
+  }
+  assert on_mesh < in_pipeline and "`ssgd`" not in in_pipeline
   assert served["peers"][3].strip() == (
     "yes, except `ad_psgd`, `async_threshold_sharing`"
   )

@@ -275,7 +275,8 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   names.check(f"column of {where}:", data["column"], columns)
   # [3] The fields of the kind; the statistic was checked above.
   common_checks["statistic"] = FieldCheck(checks.anything)
-  fields.check(f"{where} of kind {kind!r}", data, common_checks | _KINDS[kind])
+  checks_of_kind = {**common_checks, **_KINDS[kind]}
+  fields.check(f"{where} of kind {kind!r}", data, checks_of_kind)
   # [4] Fields that are valid alone, but not together.
   _check_consistent(where, kind, data)
   kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}

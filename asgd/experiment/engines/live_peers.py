@@ -163,9 +163,9 @@ class LivePeerEngine(live_engine.LiveEngine):
     speed, which are written to the folder of the cell."""
     plan = self._plan
     jobs = plan.run.config["allocation"]["jobs"]
+    make = self._spec_of(hosts)
     seconds = timed.measure(
-      *(hosts.hosts, self._spec_of(hosts)),
-      *(plan.workers, live.setup.ladder, jobs),
+      hosts.hosts, make, plan.workers, live.setup.ladder, jobs
     )
     plan = allocations.by_seconds(plan, seconds)
     allocations.write(live.folder, plan.allocation)

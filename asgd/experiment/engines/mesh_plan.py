@@ -215,8 +215,8 @@ def _local_recipe(
 ) -> algorithms.Recipe | None:
   """Returns the recipe of islands, replicas that take local steps; None if the
   run's workers send gradients. ValueError if it is not in rounds of all."""
-  recipe = run.make_recipe(rate, mesh.shape[meshes.DATA], searches=True)
-  if recipe.worker is None:
+  # A recipe that was made by hand is of one worker here, and cannot be rebuilt.
+  if run.make_recipe(rate, 1, searches=True).worker is None:
     if meshes.ISLAND in mesh.shape:
       raise ValueError(
         "config.mesh.axes.island is for recipes whose workers take local steps,"
@@ -225,7 +225,7 @@ def _local_recipe(
       )
     return None
   optimizers.refuse_search(run.config["optimizer"])
-  # A recipe that was made by hand may be of another number of workers.
+  recipe = run.make_recipe(rate, mesh.shape[meshes.DATA], searches=True)
   in_rounds = recipe.order == "bulk_synchronous" and recipe.at_server is None
   if not in_rounds or recipe.every != mesh.shape[meshes.DATA]:
     raise ValueError(

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -258,7 +258,7 @@ class ServerPlan:
     """Returns the durations of jobs."""
     return clocks.of_jobs(self.run, seed, self.recipe.steps, self.allocation)
 
-  def of_seed(self, seed: int) -> "ServerPlan":
+  def of_seed(self, seed: int) -> Self:
     """Returns the plan of a simulated cell. Shares by speed follow from the
     speeds that are drawn with the seed."""
     if not allocations.unknown(self):

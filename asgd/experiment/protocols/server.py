@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -39,6 +39,7 @@ Description = Mapping[str, Any]
 
 
 # Folders of live cells, and of simulated shards.
+_Plan = TypeVar("_Plan", bound=ServerPlan)
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
@@ -105,7 +106,7 @@ def train_in_order(
   return whole, sharded.records[0]
 
 
-def plan_of(plan: ServerPlan, folder: Path, seed: int) -> ServerPlan:
+def plan_of(plan: _Plan, folder: Path, seed: int) -> _Plan:
   """Returns the plan of a cell, with the allocation that its workers had."""
   if "live" in plan.run.config:
     return allocations.read(plan, folder, begun=True)
