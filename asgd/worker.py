@@ -334,9 +334,8 @@ def local_worker(
       last job, "reset", or "averaged" over the last update's messages. The
       latter needs parameters and sends messages that carry it (`base.carry`).
     push_every: number of jobs with gradients summed into one message. The last
-      of these jobs sends it, the others send zeros (`asgd.server.pushed`). A
-      fetch in between replaces the worker's parameters and keeps the accrued
-      gradients.
+      job sends it, the others send zeros (`asgd.server.pushed`). A fetch in
+      between replaces the worker's parameters and keeps the accrued gradients.
   Returns:
     A Worker. Its message has the structure of the parameters. The loss, and the
     statistics in a message of `Variables`, are means over the batches, each

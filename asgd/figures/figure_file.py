@@ -275,14 +275,14 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   names.check(f"column of {where}:", data["column"], columns)
   # [3] The fields of the kind; the statistic was checked above.
   common_checks["statistic"] = FieldCheck(checks.anything)
-  checks_of_kind = {**common_checks, **_KINDS[kind]}
-  fields.check(f"{where} of kind {kind!r}", data, checks_of_kind)
+  all_checks = {**common_checks, **_KINDS[kind]}
+  fields.check(f"{where} of kind {kind!r}", data, all_checks)
   # [4] Fields that are valid alone, but not together.
   _check_consistent(where, kind, data)
   kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}
   texts = {key: data[key] for key in ("name", "says", "kind", "column")}
-  note = data.get("note", "")
-  return Claim(**texts, statistic=statistic, data=kind_fields, note=note)
+  texts["note"] = data.get("note", "")
+  return Claim(**texts, statistic=statistic, data=kind_fields)
 
 
 def _with_notes(claims: Sequence[Claim], notes: Any) -> list[Claim]:
@@ -435,8 +435,7 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
   ]
   _check_distinct("panels", [panel.title for panel in panels])
   defaults = {"quick": {}, "tuned": "", "finding": "", "turns": False}
-  computed: dict[str, Any] = {"name": name, "claims": claims}
-  computed |= {"columns": specs, "panels": panels}
+  computed = dict(name=name, claims=claims, columns=specs, panels=panels)
   # `computed` replaces the raw claims and panels by checked ones.
   figure = Figure(**{**defaults, **given, **computed})
   _check_cells(figure, counts)

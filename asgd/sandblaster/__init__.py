@@ -26,7 +26,7 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
-from asgd.sandblaster.over_network import OverNetwork
+from asgd.sandblaster.over_network import SandblasterOverNetwork
 from asgd.sandblaster.portions import Work, make_sums, message_norm
 from asgd.sandblaster.replay import RecomputedState, count_jobs, recompute
 from asgd.sandblaster.run_log import Iterate

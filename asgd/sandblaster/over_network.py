@@ -39,7 +39,7 @@ _FETCH, _PARAMS, _LATE, _PUSH = "fetch", "params", "late", "push"  # messages
 _JOB, _COMPUTED, _DONE = "job", "computed", "done"
 
 
-class OverNetwork(SandblasterSimulation):
+class SandblasterOverNetwork(SandblasterSimulation):
   """A run of Sandblaster L-BFGS over a network.
 
   Example:
@@ -49,9 +49,9 @@ class OverNetwork(SandblasterSimulation):
     >>> import jax
     >>> import numpy as np
     >>> from asgd import orders
-    >>> from asgd.sandblaster import OverNetwork, Settings
+    >>> from asgd.sandblaster import SandblasterOverNetwork, Settings
     >>> work = jax.value_and_grad(lambda x, p: (p + 1) * (x**2).sum())
-    >>> run = OverNetwork(
+    >>> run = SandblasterOverNetwork(
     ...   Settings(portions=1), np.float32([3.0, 4.0]), work,
     ...   orders.durations.constant(), workers=1,
     ...   network=orders.network.Network(latency=0.5),

@@ -38,6 +38,33 @@ def _with_bytes(record: JobRecord, up: int, down: int) -> JobRecord:
   )
 
 
+def _read(
+  clients: Sequence[Client],
+  division: Division,
+  keys: Mapping[str, Keys],
+  parts: Sequence[Parts],
+  clock: int,
+) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+  """Returns the values of rows, the counts of rows by clock differential, and
+  the age of the oldest row in clocks."""
+  values = {
+    name: np.empty((len(each), *spec.shape), spec.dtype)
+    for name, each in keys.items()
+    for spec in [division.specs[name]]
+  }
+  ages_by_part = [np.zeros(0, np.int64)]
+  for client, part in zip(clients, parts, strict=True):
+    part_keys = {name: each for name, (_, each) in part.items()}
+    for name, rows in client.read(part_keys).items():
+      values[name][part[name][0]] = rows
+      ages_by_part.append(clock - client.clocks(name, part_keys[name]))
+  # A row may be newer than the worker's clock; it counts as age 0.
+  ages = np.concatenate(ages_by_part).clip(min=0)
+  bins = ages.clip(max=requests.BINS - 1)
+  reads = np.bincount(bins, minlength=requests.BINS)
+  return values, reads, int(ages.max(initial=0))
+
+
 class TableWorker:
   """The clients and jobs of one incarnation of a worker.
 
@@ -84,7 +111,8 @@ class TableWorker:
       Client(
         *(worker, division.of_shard(shard), settings.rules),
         filters=settings.filters,
-        codec=codec, key_caching=settings.key_caching,
+        codec=codec,
+        key_caching=settings.key_caching,
         key=codec and jax.random.fold_in(key, shard),
         seed=seed * division.shards + shard,
       )
@@ -254,7 +282,9 @@ class TableWorker:
       self._take_replies(asks)
 
     # [3] Read the rows, compute, and write the updates to the clients.
-    values, reads, oldest = self._read(keys, parts, clock)
+    values, reads, oldest = _read(
+      self._clients, self._division, keys, parts, clock
+    )
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
     size = self._write(keys, alter_gradient(gradient), clock)
     self.done += 1
@@ -337,28 +367,6 @@ class TableWorker:
       if stale := self._clients[shard].stale(keys, clock):
         asks[shard] = stale
     return asks
-
-  def _read(
-    self, keys: Mapping[str, Keys], parts: Sequence[Parts], clock: int
-  ) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
-    """Returns the values of rows, the counts of rows by clock differential, and
-    the age of the oldest row in clocks."""
-    values = {
-      name: np.empty((len(each), *spec.shape), spec.dtype)
-      for name, each in keys.items()
-      for spec in [self._division.specs[name]]
-    }
-    ages_by_part = [np.zeros(0, np.int64)]
-    for client, part in zip(self._clients, parts, strict=True):
-      part_keys = {name: each for name, (_, each) in part.items()}
-      for name, rows in client.read(part_keys).items():
-        values[name][part[name][0]] = rows
-        ages_by_part.append(clock - client.clocks(name, part_keys[name]))
-    # A row may be newer than the worker's clock; it counts as age 0.
-    ages = np.concatenate(ages_by_part).clip(min=0)
-    bins = ages.clip(max=requests.BINS - 1)
-    reads = np.bincount(bins, minlength=requests.BINS)
-    return values, reads, int(ages.max(initial=0))
 
   def _write(
     self, keys: Mapping[str, Keys], gradient: Values, clock: int

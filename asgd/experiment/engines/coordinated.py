@@ -156,7 +156,7 @@ class CoordinatedEngine(SimulatedEngine):
     make: Any = sandblaster.SandblasterSimulation
     if plan.call_network is not None:
       make = functools.partial(
-        sandblaster.OverNetwork, network=plan.call_network
+        sandblaster.SandblasterOverNetwork, network=plan.call_network
       )
     self._simulation = make(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),

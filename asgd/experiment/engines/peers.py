@@ -53,7 +53,7 @@ class PeerPlan(ServerPlan):
   def gossip(self) -> gossip.Gossip:
     """Topology, order and rule of the exchange between peers."""
     exchange = self.recipe.gossip
-    assert exchange is not None
+    assert exchange is not None, "every recipe of peers has an exchange"
     return exchange
 
   @property
@@ -136,11 +136,13 @@ class PeerPlan(ServerPlan):
   ) -> tuple[algorithms.Recipe, None]:
     """Returns the recipe with peers that encode their messages; there is no
     server."""
-    if codec is None or recipe.gossip is None:
+    if codec is None:
       return recipe, None
+    exchange = recipe.gossip
+    assert exchange is not None, "every recipe of peers has an exchange"
     with checks.prefix_errors("compress"):
-      exchange = coded.with_codec(recipe.gossip, codec)
-    return recipe._replace(gossip=exchange), None
+      encoded = coded.with_codec(exchange, codec)
+    return recipe._replace(gossip=encoded), None
 
   def check(self) -> None:
     """Raises ValueError, naming the key, if the parameters cannot be encoded

@@ -38,8 +38,10 @@ from asgd.orders.trace import from_events
 Description = Mapping[str, Any]
 
 
-# Folders of live cells, and of simulated shards.
 _Plan = TypeVar("_Plan", bound=ServerPlan)
+
+
+# Folders of live cells, and of simulated shards.
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:

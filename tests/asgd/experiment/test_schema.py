@@ -550,7 +550,8 @@ MISTAKES = (
   ({"engine": "mesh", "mesh.axes.data": 8, "batch_size": 20},
    "^config.batch_size 20 cannot be divided into 8 pieces"),
   ({"engine": "mesh", "runs.a.recipe": "easgd"},
-   "^config.runs.a: the workers of easgd take local steps, and a mesh"),
+   r"^config.mesh.axes: the workers of the recipe 'easgd' \(config.runs.a\)"
+   " take local steps, and the 8 islands of a mesh make one update"),
   ({"engine": "pipeline", "runs.a.recipe": "easgd"}, "^config.runs.a"),
 )
 

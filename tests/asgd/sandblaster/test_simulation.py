@@ -13,8 +13,8 @@ from asgd import base, orders
 from asgd.orders import durations, trace
 from asgd.orders.network import Network
 from asgd.sandblaster import (
-  OverNetwork,
   PlannedKill,
+  SandblasterOverNetwork,
   SandblasterSimulation,
   Saved,
   Settings,
@@ -48,7 +48,7 @@ def make(workers=4, times=GAMMA, saved=None, network=None, **settings):
   options = Settings(**{"portions": PORTIONS, "history": 4, **settings})
   kind = SandblasterSimulation
   if network is not None:
-    kind = functools.partial(OverNetwork, network=network)
+    kind = functools.partial(SandblasterOverNetwork, network=network)
   return kind(options, PARAMS, work, times, workers=workers, saved=saved)
 
 
