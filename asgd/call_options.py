@@ -1,4 +1,5 @@
-"""Keyword arguments of calls, with their types; see `asgd.facade`."""
+"""Types of the keyword arguments of `simulate`, `train_live` and `train_mesh`;
+see `asgd.facade`."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +16,11 @@ from asgd.orders.protocol import Rules
 from asgd.sandblaster.settings import Settings as SandblasterSettings
 from asgd.tables.settings import TableSettings
 
-FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys of a config
+# Keys of a config that calls take beside the fields of `RunOptions`.
+FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"
 
-# Forms of a recipe; the settings of tables and of Sandblaster are two more.
+# What a call takes as its recipe. `TableSettings` and `SandblasterSettings` are
+# recipes, too.
 RecipeLike: TypeAlias = (
   algorithms.Recipe
   | base.Algorithm
@@ -26,8 +29,9 @@ RecipeLike: TypeAlias = (
   | SandblasterSettings
 )
 Matrix: TypeAlias = npt.NDArray[np.floating[Any]]
-# Forms of an order: a name, a dict of it and options, a protocol, rows or
-# workers in their order, or a function that makes one of the last two.
+# An order is a name, a dict of a name and options, a protocol (`Rules`), rows
+# of a trace, or the worker of each message; or a function that returns such
+# rows or workers.
 OrderLike: TypeAlias = (
   str | Mapping[str, Any] | Rules | Iterable[Any] | Callable[..., Any]
 )
@@ -54,7 +58,7 @@ TopologyLike: TypeAlias = (
 class RunOptions(NamedTuple):
   """How long a call trains, and which results it keeps and shows."""
 
-  messages: int | None  # None: as many as `epochs` has, or a trace
+  messages: int | None  # None: as many as `epochs` or the trace has
   epochs: float | None = None
   workers: int | None = None  # None: the recipe's
   batch_size: int | None = None
@@ -131,19 +135,19 @@ class MeshOptions(KeptOptions, total=False):
 
 
 def read_options(
-  named: Sequence[Any], further: Mapping[str, Any]
+  positional: Sequence[Any], further: Mapping[str, Any]
 ) -> tuple[RunOptions, dict[str, Any]]:
   """Returns (options, keys of a config) of a call.
 
   Args:
-    named: values of the first fields of `RunOptions`.
+    positional: values of the first fields of `RunOptions`.
     further: values of its other fields, and keys of a config.
 
   Raises ValueError for a folder that is no path.
   """
-  fields = RunOptions._fields[len(named) :]
+  fields = RunOptions._fields[len(positional) :]
   known = {key: further[key] for key in fields if key in further}
   if known.get("folder") is not None:
     known["folder"] = checks.path("folder", known["folder"])
   config = {k: v for k, v in further.items() if k not in known}
-  return RunOptions(*named, **known), config
+  return RunOptions(*positional, **known), config

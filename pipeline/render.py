@@ -1,5 +1,6 @@
-"""Draws a table with its times: text, a picture, tracks for Perfetto, and what
-it costs in words. The numbers are from `asgd.pipeline.analyze`.
+"""Draws a table with its times as text, as a picture and as tracks for
+Perfetto, and describes its costs in words. The numbers are from
+`asgd.pipeline.analyze`.
 
 A run that was measured is drawn beside its plan, in the same tracks.
 """
@@ -48,7 +49,7 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   1 | ..F0B0--....
   <BLANKLINE>
 
-  The makespan takes `columns`, or fewer, if all names fit in fewer.
+  The makespan is `columns` letters wide, or less if all names fit into less.
 
   Raises:
     ValueError: if there is no room at all.
@@ -72,9 +73,11 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
     first, last = round(start * scale), round(end * scale)
     name = _longest_label(names, last - first)
     grid[device][first:last] = name.ljust(last - first, "-")
-  number = len(str(schedule.devices - 1))
+  index_width = len(str(schedule.devices - 1))
   lines = [f"# {schedule.name}; a column is {1 / scale:.6g}"]
-  lines += [f"{d:>{number}} | {''.join(row)}" for d, row in enumerate(grid)]
+  lines += [
+    f"{d:>{index_width}} | {''.join(row)}" for d, row in enumerate(grid)
+  ]
   return "\n".join(lines) + "\n"
 
 
@@ -168,8 +171,12 @@ def _describe_measured(table, facts, measured):
   shortfall = ""
   if planned > done:
     shortfall = f"{planned - done} tasks of the table were not measured\n"
-  if table.flush:  # as `spans.SpanLog` keeps them
-    shortfall += "measured: the last batch; training says the mean of all\n"
+  # With flushes, `spans.SpanLog` keeps only the spans of the last batch.
+  if table.flush:
+    shortfall += (
+      "measured: the last batch only; training prints the mean over all"
+      " batches\n"
+    )
   return (
     f"makespan  {plan.makespan:.6g} planned, {run.makespan:.6g} measured\n"
     f"{shortfall}\n{text_table.format_table(head, rows)}"
@@ -240,8 +247,8 @@ _OTHER_COLOURS = ("#6a51a3", "#8c6d31", "#636363", "#17a2b8")
 _PALEST = 0.6  # how much white is in the colour of the last stage
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.95, 1.5, 0.75, 0.85  # around the axes
 _NUMBERED = 6000  # tasks, above which no numbers are written
-_VECTORS = 20000  # tasks, above which they are pixels in an SVG, too
-_LETTER = 0.62  # of its size, the width of a digit
+_MOST_VECTORS = 20000  # tasks, above which they are pixels in an SVG, too
+_DIGIT_WIDTH = 0.62  # width of a digit, as a share of its font size
 
 
 def gantt(
@@ -286,9 +293,9 @@ def gantt(
   for position, run in enumerate(runs.values()):
     bars = _bars(run, position, len(runs))
     _draw(axes, run, bars, colours, schedule.stages, room)
-  _dress(axes, schedule, idle, end, room[1])
+  _label_axes(axes, schedule, idle, end, room[1])
   _legend(figure, colours, schedule.stages)
-  # The same file for the same run: no date, and names that are not drawn.
+  # The same file for the same run: no date, and ids that are not random.
   with matplotlib.rc_context({"svg.hashsalt": "gantt"}):
     for path in map(Path, paths):
       svg = path.suffix == ".svg"
@@ -299,15 +306,16 @@ def gantt(
 def _bars(run, position, positions):
   """float[T, 4]: start, end, top and bottom of each task; the row of device d
   is from d to d + 1. Tasks that overlap share its height."""
-  lane, lanes = _share(run)
+  lane, lanes = _lanes(run)
   height = 0.86 / positions
   bar = height / lanes
   top = run.device + 0.07 + position * height + lane * bar
   return np.stack([run.start, run.end, top, top + 0.94 * bar], 1)
 
 
-def _share(run):
-  """int[T], int[T]: lanes of tasks, and how many there are beside them."""
+def _lanes(run):
+  """int[T], int[T]: the lane of each task, and the number of lanes that its
+  group of overlapping tasks needs."""
   lane = np.zeros(len(run.start), np.int64)
   lanes = np.ones(len(run.start), np.int64)
   group = collections.defaultdict(list)  # device -> tasks that overlap
@@ -340,7 +348,7 @@ def _draw(axes, run, bars, colours, stages, room):
   fill = _paler([colours[action] for action in run.action.tolist()], share)
   left, right, top, bottom = bars.T
   corners = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
-  is_dense = len(bars) > _VECTORS
+  is_dense = len(bars) > _MOST_VECTORS
   axes.add_collection(
     PolyCollection(
       corners,
@@ -359,13 +367,14 @@ def _draw(axes, run, bars, colours, stages, room):
   style = {"ha": "center", "va": "center_baseline", "clip_on": True}
   for task, number in enumerate(run.microbatch.tolist()):
     text = str(number)
-    size = min(9.0, 0.8 * high[task], (wide[task] - 1) / _LETTER / len(text))
+    widest = (wide[task] - 1) / _DIGIT_WIDTH / len(text)
+    size = min(9.0, 0.8 * high[task], widest)
     if number >= 0 and size >= 4:
       colour = "white" if is_dark[task] else "black"
       axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)
 
 
-def _dress(axes, schedule, idle, end, room):
+def _label_axes(axes, schedule, idle, end, room):
   """Writes around the axes; `room` is the height of a row."""
   size = float(np.clip(72 * room * 0.6 / len(idle), 2, 9))
   devices = range(schedule.devices)
@@ -379,7 +388,7 @@ def _dress(axes, schedule, idle, end, room):
     axes.axhline(device, color="#dddddd", lw=0.4, zorder=0)
   beside_axes = {"transform": axes.get_yaxis_transform(), "va": "center"}
   prefixes = ("planned ", "measured ") if len(idle) > 1 else ("",)
-  facts = [
+  title_lines = [
     f"{schedule.name}: {schedule.stages} stages on {schedule.devices} devices,"
     f" {schedule.microbatches} microbatches"
   ]
@@ -388,13 +397,13 @@ def _dress(axes, schedule, idle, end, room):
       height = device + (position + 0.5) / len(idle)
       text = f"{prefix}{part.bubble[device]:.1%}"
       axes.text(1.01, height, text, fontsize=size, **beside_axes)
-    facts.append(
+    title_lines.append(
       f"{prefix}makespan {part.makespan:.5g}; bubble {part.of_total:.1%} of the"
       f" total, {part.of_ideal:.1%} of the ideal"
     )
   above_axes = {"transform": axes.transAxes, "va": "bottom"}
   axes.text(1.01, 1, "bubble", fontsize=9, **above_axes)
-  title = "\n".join(facts).replace("$", r"\$")
+  title = "\n".join(title_lines).replace("$", r"\$")
   axes.set_title(title, fontsize=10, loc="left")
 
 

@@ -18,10 +18,11 @@ from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
-_LOOK = 0.01  # seconds between two looks whether all are at rest
+_REST_CHECK_SECONDS = 0.01  # between two checks whether all are at rest
 _ANSWER_LOOK = 0.5  # seconds between two looks at calls
 _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
-# Bounds for each party of a kind: the sum over a kind may be on one party.
+# The next two are per party: a kind of n parties may have n times as many, even
+# all at one party.
 TRIES = 3  # refused messages in a row before a run ends
 _MOST_EXITS = 5  # exits between two received messages before a run ends
 _PATIENCE = 60.0  # least seconds after which a silent party is ended
@@ -30,7 +31,7 @@ _POLL_SECONDS = 0.5  # to wait for the answers to a poll
 
 
 class Party:
-  """One incarnation of a shard, a worker or a peer, as the driver sees it."""
+  """One start of a shard, a worker or a peer, as the driver sees it."""
 
   def __init__(self, kind: str, index: int, host: Host, make_call: Call):
     self.kind, self.index, self.host = kind, index, host
@@ -68,7 +69,7 @@ class Supervisor:
     Args:
       hosts: in which the parties run.
       counts: kind -> how many indices it has.
-      ladder: when a job takes too long.
+      ladder: settings of the deadlines of jobs.
       patience: seconds, at least 0, after which a party that does not answer
         is ended.
     """
@@ -77,7 +78,8 @@ class Supervisor:
     self._patience = patience
     self.parties: dict[str, dict[int, Party]] = {kind: {} for kind in counts}
     self.replaced = dict.fromkeys(counts, 0)  # kind -> count of replacements
-    self._started: set[tuple[str, int]] = set()  # (kind, index) of any time
+    # (kind, index) of every party that was ever started
+    self._started: set[tuple[str, int]] = set()
     self._received = 0  # count of messages, when the supervisor last looked
     self._refused = 0  # count of refused messages since then
     self._exits = dict.fromkeys(counts, 0)  # kind -> count of exits since then
@@ -104,7 +106,7 @@ class Supervisor:
     return [party for party in parties if answer_of(party.make_call) is None]
 
   def end(self, party: Party) -> None:
-    """Ends a party, even in a call; `exited` then reports it."""
+    """Ends a party, even in a call; `exited_parties` then returns it."""
     self.hosts.kill(party.kind, party.index)
 
   def drop(self, party: Party) -> None:
@@ -304,13 +306,12 @@ class Supervisor:
     if kind in LOCAL:
       raise ShardsDie(
         f"{kind}s ended {exits} times before a message was received, the last"
-        f" was {kind} {index}: look for what ends them in the memory of the"
-        " machine"
+        f" was {kind} {index}: check whether the machine has run out of memory"
       )
     raise WorkersDie(
       f"{exits} {kind}s ended, one after the other, before a message was"
-      f" received (the last: {kind} {index} {how}): look for what ends them in"
-      " the data, in the loss, and in the memory of the machine"
+      f" received (the last: {kind} {index} {how}): check the data, the loss,"
+      " and whether the machine has run out of memory"
     )
 
   def count_refusal(self, kind: str, index: int) -> None:
@@ -390,7 +391,7 @@ class Supervisor:
     while not at_rest():
       if self.hosts.clock() > deadline:
         return False
-      self.hosts.sleep(_LOOK)
+      self.hosts.sleep(_REST_CHECK_SECONDS)
     return True
 
   def take_news(self) -> list[str]:

@@ -18,9 +18,10 @@ from asgd.pages import panels
 
 # Pixels for each point of a figure, so that its text has the page's size.
 _PIXELS = 1.45
-# Pixels: the width of a picture without a known size, and the width below which
-# a narrow window scrolls a picture and no longer shrinks it.
-_WIDEST, _NARROWEST = 760, 480
+_WIDEST = 760  # pixels; width of a picture without a known size
+# Pixels. A window that is narrower scrolls the picture and does not shrink it
+# further.
+_NARROWEST = 480
 _ROUNDING = 1e-9  # a smaller relative spread is not shown
 
 
@@ -40,8 +41,8 @@ def render(
       panels: a `panels.Panels` for each shown cell; left_out counts the others.
       config: a `Config`.
       facts: names and values.
-      differing: (header, rows).
-      folders: texts.
+      differing: (header, rows) of the keys in which compared folders differ.
+      folders: paths of the compared folders.
       files: names of files beside the page.
       cells: for each cell the names of its files.
 
@@ -150,7 +151,7 @@ class Results(NamedTuple):
 
   columns: list[Heading]
   groups: dict[str, list[list[ResultCell]]]  # by number of workers
-  explains: str  # the meaning of a mark; "" without a mark
+  explains: str  # legend of the best values; "" if no cell is marked
 
 
 # Columns with a best value: 1 if higher is better, -1 if lower is.
@@ -181,9 +182,9 @@ def results(
   row_keys = dict.fromkeys(key for row in rows for key in row)
   # KEY_std is drawn in the cell of KEY, not as a separate column.
   spreads = {f"{key}_std" for key in row_keys}
-  first = [key for key in shown_columns if key in row_keys]
+  shown_keys = [key for key in shown_columns if key in row_keys]
   hidden = set(row_keys) - set(shown_columns) - spreads
-  keys = [*first, *(key for key in row_keys if key in hidden)]
+  keys = [*shown_keys, *(key for key in row_keys if key in hidden)]
   headings = []
   for key in keys:
     numeric = any(_is_number(row.get(key)) for row in rows)
@@ -191,7 +192,7 @@ def results(
     kind = "n" * numeric + " more" * (key not in shown_columns)
     name = shown_columns[key].header if key in shown_columns else key
     headings.append(Heading(kind, key, name))
-  # Runs are comparable, and sorted, among those with as many workers.
+  # Only runs with the same number of workers are compared, and sorted together.
   groups: dict[Any, list[Any]] = {}
   for row in rows:
     groups.setdefault(row.get("workers"), []).append(row)
@@ -212,15 +213,17 @@ def results(
     ]
     # The legend appears only if a cell is marked.
     has_best |= any(row is not None for row in best.values())
-  explains = "better than each other run with as many workers (Welch, 95 %)"
+  explains = (
+    "better than every other run with the same number of workers (Welch, 95 %)"
+  )
   return Results(headings, tables, explains if has_best else "")
 
 
 def _best(
   rows: Sequence[Mapping[str, Any]], key: str
 ) -> Mapping[str, Any] | None:
-  """Returns the row that is best in a column; None if it is not better than
-  each other by more than the noise of the seeds, or that noise is not known."""
+  """Returns the best row of a column; None if another row is within the noise
+  of the seeds, or that noise is not known."""
   sign = _BETTER.get(key)
   rows = [row for row in rows if not _is_missing(row.get(key))]
   if not sign or len(rows) < 2:
@@ -243,13 +246,15 @@ def _differ(
     return False
   # Squared standard errors of the two means: s^2 / n.
   pairs = zip(spreads, counts, strict=True)
-  parts = [float(std or 0) ** 2 / count for std, count in pairs]
-  variance, difference = sum(parts), abs(first[key] - second[key])
+  squared_errors = [float(std or 0) ** 2 / count for std, count in pairs]
+  variance = sum(squared_errors)
+  difference = abs(first[key] - second[key])
   if not variance:  # both runs gave the same value in every seed
     return bool(difference > 0)
   # The degrees of freedom of Welch and Satterthwaite.
   freedom = variance**2 / sum(
-    part**2 / (count - 1) for part, count in zip(parts, counts, strict=True)
+    squared_error**2 / (count - 1)
+    for squared_error, count in zip(squared_errors, counts, strict=True)
   )
   noise = special.stdtrit(freedom, _LEVEL) * variance**0.5
   return bool(difference > noise)
@@ -277,8 +282,8 @@ def _cell(
   # Equal values of all seeds have a deviation of rounding errors alone.
   deviation = 0.0 if std is None or _is_missing(std) else float(std)
   if deviation > _ROUNDING * abs(value):
-    few = form if scale != 1 else "{:.2g}"
-    spread = deviation, few.format(scale * deviation)
+    spread_form = form if scale != 1 else "{:.2g}"
+    spread = deviation, spread_form.format(scale * deviation)
   return ResultCell(kind, str(value), shown, value, spread)
 
 
@@ -310,8 +315,7 @@ class Config(NamedTuple):
 
 def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
   """Returns a config beside its defaults."""
-  # Both sides as JSON, so that 1 and 1.0, or a tuple and a list, compare as
-  # they are written.
+  # Both sides as JSON: a tuple equals a list, and 1 differs from 1.0.
   defaults = leaves(defaults)
   rows = [
     (key, json.dumps(x), json.dumps(defaults[key]) if key in defaults else "")

@@ -32,7 +32,8 @@ class Turns(NamedTuple):
 
   pairs: list[list[tuple[int, int]]]  # by turn, pairs (sender, receiver)
   weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer receives nothing
-  # [n, c], `Topology.slots` where a peer receives nothing
+  # [n, c], the slot of each sender at its receiver; `Topology.slots`, one past
+  # the last, where a peer receives nothing
   slots: npt.NDArray[np.int32]
   keep: npt.NDArray[np.float64]  # [n], weight of each peer's own parameters
 
@@ -92,7 +93,8 @@ class RoundState(NamedTuple):
 
   peers: gossip.PeerState
   workers: Any  # states of the workers
-  # The message that a later round mixes, if `every` is above 1; else ().
+  # The message that a later round mixes, if peers do not send in every round
+  # (`Gossip.every` > 1); else ().
   codes: tuple[Any, ...]
 
 
@@ -114,7 +116,9 @@ class RoundProgram(NamedTuple):
   # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
   round: Callable[..., tuple[RoundState, RoundMetrics]]
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
-  phases: Callable[[int], Any]  # round -> (phase, puts, mixes)
+  # round -> (index of the topology's matrix, whether the round puts a message,
+  # whether it mixes one)
+  phases: Callable[[int], Any]
   # Jitted: (phases, state, batches, root, round) -> as `round`. Given shapes,
   # `init` and `place` return shapes, with which `program` can be lowered.
   program: Callable[..., tuple[RoundState, RoundMetrics]]
@@ -146,17 +150,19 @@ class _Device(NamedTuple):
   worker: base.Worker
   axis: str
 
-  def put(self, phase, state, root, k):
-    """Puts the message of round k; returns (state, code)."""
+  def put(self, matrix_index, state, root, k):
+    """Makes the message of round k, which `mix` sends. Returns (state, code of
+    the message)."""
     i = jax.lax.axis_index(self.axis)
-    keep = jnp.asarray(turns(self.exchange.topology, phase).keep)[i]
+    table = turns(self.exchange.topology, matrix_index)
+    keep = jnp.asarray(table.keep)[i]
     key = gossip.message_key(root, i, k // self.exchange.every)
     return self.peer.put(state, keep, key)
 
-  def mix(self, phase, state, code):
+  def mix(self, matrix_index, state, code):
     """Sends this peer's message, and mixes the messages that it receives."""
     i = jax.lax.axis_index(self.axis)
-    table = turns(self.exchange.topology, phase)
+    table = turns(self.exchange.topology, matrix_index)
     # One message in each turn. A peer that receives no message gets zeros, with
     # the weight 0.
     codes = tuple(
@@ -171,7 +177,8 @@ class _Device(NamedTuple):
   def round(self, phases, state, batch, root, k):
     """Computes round k. `phases` is (index of the topology's matrix for its
     message, whether the round puts the message, whether it mixes it)."""
-    (phase, puts, mixes), exchange, peer = phases, self.exchange, self.peer
+    (matrix_index, puts, mixes), exchange = phases, self.exchange
+    peer = self.peer
     # shard_map hands each device a row, [1, ...].
     state, batch = jax.tree.map(lambda x: x[0], (state, batch))
     peer_state, i = state.peers, jax.lax.axis_index(self.axis)
@@ -180,7 +187,7 @@ class _Device(NamedTuple):
     code = None if puts else state.codes[0]
     # [2] Put the message now, so that XLA may overlap transfer and job...
     if puts and exchange.put_first:
-      peer_state, code = self.put(phase, peer_state, root, k)
+      peer_state, code = self.put(matrix_index, peer_state, root, k)
     # [3] The job, with the number and key that the simulator gives it.
     n = exchange.topology.workers
     key = worker_lib.job_key(root, i, k * n + i)
@@ -192,11 +199,11 @@ class _Device(NamedTuple):
     peer_state, report = peer.receive(peer_state, job, message)
     # [5] ... or put the parameters after the update.
     if puts and not exchange.put_first:
-      peer_state, code = self.put(phase, peer_state, root, k)
+      peer_state, code = self.put(matrix_index, peer_state, root, k)
     # [6] Mix the message of this round, or of an earlier one (`every`).
     before = peer_state.server.params
     if mixes:
-      peer_state = self.mix(phase, peer_state, code)
+      peer_state = self.mix(matrix_index, peer_state, code)
     mix_norm = norms.gap(peer_state.server.params, before)
     whole = peer_state.server.version, report.staleness, report.accepted
     real = (
@@ -227,8 +234,8 @@ def make_rounds(
 
   Args:
     exchange: topology and rule of the peers, in rounds.
-    server: each peer's server, of an algorithm that `exchange.rule.wrap`
-      returned.
+    server: the server in each peer; make it of the algorithm that
+      `exchange.rule.wrap` returns.
     worker: computes a message; the job of peer i in round k is k n + i.
     mesh: a mesh with an axis of n devices.
     axis: the name of this axis.
@@ -240,8 +247,8 @@ def make_rounds(
   n = exchange.topology.workers
   if exchange.order != gossip.ROUNDS:
     raise ValueError(
-      f"peers in the order {exchange.order!r} have no rounds, and a program on"
-      " a mesh is in step: use engine simulate, or another recipe"
+      f"peers in the order {exchange.order!r} have no rounds, but all peers of"
+      " a mesh compute in rounds: use engine simulate, or another recipe"
     )
   if meshes.size(mesh, axis) != n:
     raise ValueError(
@@ -251,7 +258,7 @@ def make_rounds(
   # One more slot, for turns in which a peer receives nothing.
   peer = gossip.make_peer(server, exchange.rule, exchange.topology.slots + 1)
   device = _Device(exchange, peer, worker, axis)
-  rows = NamedSharding(mesh, P(axis))
+  row_sharding = NamedSharding(mesh, P(axis))
 
   def first_state(params):
     state = peer.init(params)
@@ -273,21 +280,21 @@ def make_rounds(
     )(state, batch, root, k)
 
   def phases_of(k):
-    # Message m, put in round m `every`, uses matrix m of the topology.
+    # Message m is put in round m * every, and uses matrix m of the topology.
     every = exchange.every
     topology = exchange.topology
-    phase = topology.first_rounds[k // every % topology.period]
-    return phase, k % every == 0, (k + 1) % every == 0
+    matrix_index = topology.first_rounds[k // every % topology.period]
+    return matrix_index, k % every == 0, (k + 1) % every == 0
 
   def run_round(state, batch, root, k):
     return program(phases_of(k), state, batch, root, jnp.int32(k))
 
   place = partial(meshes.place, mesh=mesh, specs=P(axis))
-  begin = jax.jit(first_state, out_shardings=rows)
+  jitted_init = jax.jit(first_state, out_shardings=row_sharding)
 
   def init(params):
     if meshes.are_shapes(params):
       return place(jax.eval_shape(first_state, params))
-    return begin(params)
+    return jitted_init(params)
 
   return RoundProgram(init, run_round, place, phases_of, program)

@@ -178,7 +178,7 @@ def test_a_measured_run_is_held_against_its_plan(tmp_path, capsys):
   said = draw(capsys, "one_f_one_b", str(out), measured=str(path), **options)
   # The plan takes what was measured, and nothing was lost.
   assert "makespan  0.12 planned, 0.12 measured" in said
-  assert "measured: the last batch;" in said
+  assert "measured: the last batch only;" in said
   assert row(said, "of the total") == ["25.0%", "25.0%"]
   assert row(said, "of the ideal") == ["33.3%", "33.3%"]
   trace = json.loads((out / "trace.json").read_text())["traceEvents"]

@@ -321,7 +321,7 @@ def test_the_same_picture_for_the_same_run(tmp_path):
 
 def test_tasks_that_overlap_share_the_row():
   run = spans.planned(BLOCKS, BLOCK_TIMING)
-  lane, lanes = render._share(run)
+  lane, lanes = render._lanes(run)
   beside = {
     (action, microbatch): pair
     for action, microbatch, device, *pair in zip(
@@ -366,7 +366,7 @@ def test_all_kinds_are_drawn(tmp_path, made):
 
 
 def test_large_tables_are_drawn_as_pixels(tmp_path, monkeypatch):
-  monkeypatch.setattr(render, "_VECTORS", 10)
+  monkeypatch.setattr(render, "_MOST_VECTORS", 10)
   monkeypatch.setattr(render, "_NUMBERED", 10)
   render.gantt(TABLE, TIMING, tmp_path / "a.svg")
   drawn = (tmp_path / "a.svg").read_text()

@@ -49,8 +49,8 @@ def measure(positions: np.ndarray) -> CodedGaps:
     unary = int((gaps >> k).sum()) + count
     return CodedGaps(positions, gaps, k, -(-unary // 8))
 
-  # For a geometric distribution the best 2**k is near ln 2 of the mean (Golomb
-  # 1966); the search starts there.
+  # For a geometric distribution the best 2**k is near ln 2 times the mean gap
+  # (Golomb 1966); the search starts there.
   mean = (int(positions[-1]) + 1 - count) / count
   guess = min(max(int(0.69 * mean), 1).bit_length() - 1, MOST_BITS)
   best = coded(guess)
@@ -60,9 +60,9 @@ def measure(positions: np.ndarray) -> CodedGaps:
   for step in (1, -1):
     k, misses = guess + step, 0
     while misses < patience and 0 <= k <= MOST_BITS:
-      other = coded(k)
-      misses = 0 if other.nbytes < best.nbytes else misses + 1
-      best = min(best, other, key=lambda code: code.nbytes)
+      candidate = coded(k)
+      misses = 0 if candidate.nbytes < best.nbytes else misses + 1
+      best = min(best, candidate, key=lambda code: code.nbytes)
       k += step
   return best
 
@@ -112,20 +112,21 @@ def decode(
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):
     raise BadCode(f"{ends.size} positions are coded, but {count} are claimed")
-  beyond = f"positions are coded beyond the {length} elements of the leaf"
+  beyond_error = f"positions are coded beyond the {length} elements of the leaf"
+  positions = ends  # with k = 0 the stream is the mask of the positions
   if count and k:
-    # [2] The zeros before each 1: sums of the unary numbers.
-    ends -= np.arange(count)
+    # [2] Count the zeros before each 1: the sum of the unary numbers up to it.
+    positions -= np.arange(count)
     # Check before the shift can overflow.
-    if int(ends[-1]) << k >= length or count << k >= 1 << 62:
-      raise BadCode(beyond)
-    ends <<= k
+    if int(positions[-1]) << k >= length or count << k >= 1 << 62:
+      raise BadCode(beyond_error)
+    positions <<= k
     # [3] Add the sums of the low bits. A gap counts the elements between: the
     # step to the next position is 1 more.
     low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
     low += 1
-    ends += np.cumsum(low)
-    ends -= 1  # the first position is its gap, not 1 more
-  if count and ends[-1] >= length:
-    raise BadCode(beyond)
-  return ends
+    positions += np.cumsum(low)
+    positions -= 1  # the first position is its gap, not 1 more
+  if count and positions[-1] >= length:
+    raise BadCode(beyond_error)
+  return positions

@@ -63,8 +63,8 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if result.gossip.order != gossip.ROUNDS:
     raise ValueError(
-      f"config.runs.{run.label}.recipe {run.recipe!r} has no rounds, and a mesh"
-      " is in step: use engine simulate"
+      f"config.runs.{run.label}.recipe {run.recipe!r} has no rounds, but all"
+      " peers of a mesh compute in rounds: use engine simulate"
     )
   return result
 

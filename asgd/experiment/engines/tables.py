@@ -53,15 +53,16 @@ def _compile_step(gradient: Any) -> Any:
 
   def step(params, batch, root, worker, job):
     key = worker_lib.job_key(root, worker, job)
-    (loss, _), out = gradient(params, batch, key)
-    return loss, out
+    (loss, _), gradients = gradient(params, batch, key)
+    return loss, gradients
 
   return jax.jit(step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TablePlan(outcomes.OutcomePlan):
-  """The parts that the cells of a run share; the schedule counts clocks."""
+  """The parts that the cells of a run share. The schedule of the learning rate
+  counts clocks, not messages."""
 
   like: Any = None  # shapes of the parameters
   dataset: Any = None
@@ -192,8 +193,9 @@ def _add_function(
 def _check_updates(
   run: Run, problem: problems.Problem, settings: tables.TableSettings
 ) -> tables.TableSettings:
-  """Returns the settings for the values that a problem's workers compute.
-  Raises ValueError if the server's function does not take such values."""
+  """Returns the settings, with `direct` set if the problem's workers compute
+  updates and no gradients. Raises ValueError if the server's function does not
+  take such values."""
   run_key, name = f"config.runs.{run.label}", settings.function.name
   if problem.updates is None:
     if name == functions.PROXIMAL:
@@ -324,7 +326,7 @@ class TableEngine(SimulatedEngine):
 
   @property
   def ended(self) -> bool:
-    """Whether nothing can follow: an update was not finite."""
+    """Whether the cell has ended early, because an update was not finite."""
     return self._not_finite is not None
 
   def _run(self, end: int) -> base.Records:
@@ -457,7 +459,8 @@ def profile_table(profile: Mapping[int, int]) -> str:
   return "\n".join(["differential,rows", *lines, ""])
 
 
-# Columns of results in which a cell has tables of rows.
+# Columns of a table of results, if the parameters of one of its cells are
+# tables.
 COLUMNS = (
   engines.Column("clock diff.", "differential_mean", 1, "{:.2f}"),
   engines.Column("fresh %", "fresh_reads", 100, "{:.1f}"),

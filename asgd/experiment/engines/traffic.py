@@ -30,8 +30,8 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
       f" options, or None, not {shown(value)}"
     )
   name = value["name"]
-  # Only engine mesh makes reducers. Other engines refuse them, or make the
-  # codec of the same name.
+  # The name of a reducer is not checked here: engine mesh makes the reducer.
+  # Other engines make the codec of that name or, if there is none, refuse it.
   if name != GIVEN and name not in list(compression.REDUCERS):
     with checks.prefix_errors(key, tuple(value)):
       compression.named(**value)
@@ -59,8 +59,8 @@ def size_of(
   Args:
     dataset: of the experiment; `per_epoch` None marks a stream.
     problem: on the dataset.
-    workers: count of the messages that are averaged.
-    batches: in one message of each of these workers, together.
+    workers: number of messages that are averaged, one of each worker.
+    batches: number of batches in all these messages together.
   """
   if getattr(dataset, "per_epoch", problem.batches_per_epoch) is None:
     return workers, None
@@ -104,10 +104,10 @@ def codecs_of(
 ) -> tuple[compression.Codec | None, compression.Codec | None]:
   """Returns the codecs of a run's messages and of its server's updates; None
   where there is no codec."""
-  # Batches of one message; then messages of one update.
-  message = recipe.push_every * recipe.steps
-  up = size_of(dataset, problem, workers, workers * message)
-  down = size_of(dataset, problem, 1, recipe.every * message)
+  # Down, an update counts as the message; it is of `recipe.every` messages.
+  batches_per_message = recipe.push_every * recipe.steps
+  up = size_of(dataset, problem, workers, workers * batches_per_message)
+  down = size_of(dataset, problem, 1, recipe.every * batches_per_message)
   return codec_of(run, "compress", up), codec_of(run, "compress_down", down)
 
 
@@ -178,11 +178,13 @@ def lost(
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
   norms = dict(zip(keys, records.residual_norm.tolist(), strict=True))
   residuals: dict[int, float] = {}  # by worker
-  # Sums of squares: of all, and of workers that left since the last message.
+  # Sums of squares: of the residuals that count as lost, and of those of
+  # workers that left since the last message.
   lost_squares, left_squares = 0.0, 0.0
   for event in journal:
     if event.action == base.RECEIVE:
-      # A message after a worker left: its residual would have been sent.
+      # A message follows, so the residuals of workers that left before it
+      # count: they would have been sent.
       lost_squares, left_squares = lost_squares + left_squares, 0.0
       residuals[event.worker] = norms.get((event.worker, event.job), 0.0)
     elif event.action == base.LEAVE:

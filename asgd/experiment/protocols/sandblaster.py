@@ -64,9 +64,10 @@ def _audit(
   records = read_records(records_path(folder, 0))
   received = sum(event.action == base.RECEIVE for event in events)
   rows = ((event.action, event.job) for event in events)
-  jobs, twice = sandblaster.count_jobs(rows, records.accepted)
-  text = f"{received} received, {len(jobs)} counted, {twice} twice"
-  yield Finding("jobs", text, not twice and received == len(records.loss))
+  jobs, counted_twice = sandblaster.count_jobs(rows, records.accepted)
+  text = f"{received} received, {len(jobs)} counted, {counted_twice} twice"
+  is_complete = received == len(records.loss)
+  yield Finding("jobs", text, not counted_twice and is_complete)
   # The coordinator's rules are not known here: tickets and workers are checked.
   try:
     orders.check(events)
@@ -95,7 +96,8 @@ PROTOCOL = Protocol(
   },
   # The lead writes the same files as the lead of a server.
   live=LiveCells(
-    wrote=lambda folder, description: False,  # all its recipes have names
+    # Asked only about recipes without a name; here all have one.
+    wrote=lambda folder, description: False,
     trace=server.PROTOCOL.live.trace,
     read=live_files.read_shards,
     check=live_files.read_shards,
@@ -112,7 +114,7 @@ PROTOCOL = Protocol(
     Refusal("clip_norm", "a clipped gradient is not that of the loss"),
     Refusal("compress", "a coded gradient is not that of the loss"),
     Refusal(
-      "compress_down", "its loss is that of the parameters as they are"
+      "compress_down", "its loss must be computed with the exact parameters"
     ),
     Refusal("simulator", "its simulation has one engine"),
     # Rules of a server: which workers may start, which messages count.

@@ -87,7 +87,7 @@ class ServerCluster(Cluster):
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
-    self._starts = collections.Counter[int]()  # incarnations of each worker
+    self._starts = collections.Counter[int]()  # loops of each worker
     self._image_row = -1  # the row of the requested images; -1: none
     # Workers that were replaced since the last status of the lead. That status
     # may name their former incarnations as expelled: this is one exit, not two.
@@ -144,7 +144,7 @@ class ServerCluster(Cluster):
     party.run = party.host.call("run")
 
   def add_worker(self, worker: int) -> None:
-    """Starts the next incarnation of a worker."""
+    """Starts the next loop of a worker."""
     self._run_worker(self._make_worker(worker))
 
   def _make_worker(self, worker: int) -> Party:

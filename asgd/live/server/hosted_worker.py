@@ -21,7 +21,7 @@ from asgd.live.slots import SharedMemory
 from asgd.live.worker import LoopContext, WorkerLoop
 from asgd.live.worker_spec import WorkerSpec
 
-# The result of `run` if `interrupt` was called: another incarnation follows.
+# The result of `run` if `interrupt` was called: another loop follows.
 REPLACED = "replaced"
 
 # (faults, folder of the run, Inside) -> the Script that injects the faults
@@ -29,7 +29,7 @@ MakeScript = Callable[..., faults_lib.Script]
 
 
 class HostedWorker:
-  """One incarnation of a worker.
+  """One start of a worker: a thread or process with a `WorkerLoop`.
 
   The driver calls `run`. If the run divides its jobs by the speed of workers,
   it calls `prepare` and `measure` before. Other threads call `drain` and
@@ -116,7 +116,7 @@ class WorkerMaker(NamedTuple):
   site: Site
   network: UnixNetwork
   worker: int
-  restarts: int  # number of earlier incarnations of the worker
+  restarts: int  # number of earlier loops of the worker
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
   warm_up: bool  # whether the worker compiles before it joins

@@ -103,7 +103,8 @@ def recover(
   Args:
     role: of a shard before its first row; it is changed.
     image: of a checkpoint, used if the shared memory is lost.
-    resumed: no worker and no other shard is alive.
+    resumed: whether the whole run starts again, so that no worker and no other
+      shard is alive.
 
   Returns:
     The position that the shard rolled back to, or None if no update is lost.

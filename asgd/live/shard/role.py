@@ -31,7 +31,7 @@ class Role:
   """
 
   decides = False  # whether this shard writes rows that the lead did not write
-  stopped = False  # every job is received, as far as this shard decides that
+  stopped = False  # whether every job is received; only the lead sets it
 
   def __init__(
     self, index: int, state: ShardState, journal: FileJournal, now: float

@@ -3,8 +3,12 @@
 A shard writes each decision to its journal as a row before any worker or other
 shard receives it, and only rows change the state. So a shard that was killed
 replays the rows since its last snapshot (`recovery`). The messages of these
-rows still lie in their slots: the log costs no copy, only the slots, and a
-snapshot whenever the log is full.
+rows still lie in their slots, the log (`Setup.log`). So keeping them costs no
+copies, only slots, and a snapshot whenever all slots of the log are used.
+
+A loop is one start of a worker (`WorkerLoop`), and an incarnation is one
+registration of the worker here. After an EXPEL a loop that is not replaced goes
+on as the next incarnation.
 
 A shard never waits and never reads a clock: the caller passes `now`. All calls
 come from one thread.
@@ -79,9 +83,11 @@ class Shard:
       setup: settings of the run.
       steps: compiled steps of the server.
       server: the state before the first row; it is donated.
-      store: its memory has the slots of `slot_counts`.
+      store: files and memory; the memory must have the slots that
+        `slot_counts` gives.
       now: seconds since the run began.
-      resumed: no worker and no other shard is alive.
+      resumed: whether the whole run starts again, so that no worker and no
+        other shard is alive.
 
     Raises:
       ValueError: if the parts of the store do not fit together.
@@ -93,20 +99,21 @@ class Shard:
     if index:
       role_class = Follower if setup.consistent else Independent
     self.role = role_class(index, self.state, store.journal, now)
-    self._last_snapshot = now  # time at which the last snapshot was due
+    # Time of the start, or of the last snapshot by `tick`; unused with a log.
+    self._last_snapshot = now
     self._is_paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to print
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
     self.state.messages.lost_residuals.clear()  # reported before the restart
-    # Adopt the memory after the recovery: a successor treats memory that is not
-    # adopted as new.
+    # Adopt the memory only after the recovery. If this process is killed
+    # before, its successor takes the memory for new.
     store.memory.adopt()
     self.role.on_commit = self._after_commit
     # Image for a checkpoint: (row, the image once that row is applied).
     self._requested_image: tuple[int, Image | None] | None = None
-    # Workers that received STOP send no further frames, so a lead that
-    # recovers after the last job is stopped from the start.
+    # A lead that recovers after the last job counts as stopped at once. No
+    # frame would make it stop later, as workers that received STOP send none.
     self.role.stopped = self.role.finished
 
   def handle(self, frame: Frame, send: SendFrame, now: float) -> None:
@@ -144,7 +151,7 @@ class Shard:
     Sends WELCOME and the open tickets, or EXPEL to a loop or an incarnation
     that was replaced.
     """
-    role, worker, number = self.role, frame.worker, frame.job
+    role, worker, incarnation = self.role, frame.worker, frame.job
     # [1] Refuse a loop that was replaced. The lead alone checks this: a worker
     # connects to the lead before it connects to other shards.
     if not self.index and self._is_replaced_loop(frame):
@@ -155,17 +162,19 @@ class Shard:
       role.mark_alive(worker)
     # A new worker repeats its HELLO if the answer takes long.
     registered = role.incarnations.get(worker, -1)
-    is_present = same_connection if number < 0 else number == registered
+    is_present = (
+      same_connection if incarnation < 0 else incarnation == registered
+    )
     # [2] Refuse an incarnation if its tickets were ended. If the worker has
     # another incarnation here, end its tickets.
     if not is_present:
       latest = self.state.latest_incarnations.get(worker, -1)
-      if self.index and number > latest + MOST_AHEAD:
+      if self.index and incarnation > latest + MOST_AHEAD:
         raise frames.BadFrame(
-          f"incarnation {number} of worker {worker} sends {frame} to shard"
+          f"incarnation {incarnation} of worker {worker} sends {frame} to shard"
           f" {self.index}, which knows the incarnations up to {latest}"
         )
-      if number >= 0 and role.is_outdated(worker, number):
+      if incarnation >= 0 and role.is_outdated(worker, incarnation):
         send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
       role.send(worker, Frame(frames.EXPEL, worker, flag=1))
@@ -173,15 +182,15 @@ class Shard:
     # [3] Register the incarnation, and send WELCOME and the open tickets.
     role.peers[worker] = send
     if not is_present:
-      role.join(worker, number)
+      role.join(worker, incarnation)
       if self._is_paused:
         role.pause(worker)
-    number, attempt = role.incarnations[worker], frame.version
-    send(Frame(frames.WELCOME, worker, job=number, version=attempt))
+    incarnation, attempt = role.incarnations[worker], frame.version
+    send(Frame(frames.WELCOME, worker, job=incarnation, version=attempt))
     # An incarnation that connects again may have missed its TICKETs.
-    for key in self.state.tickets:
-      if key[0] == worker and key not in self.state.pushes:
-        send(self.state.ticket_frame(key))
+    for job_key in self.state.tickets:
+      if job_key[0] == worker and job_key not in self.state.pushes:
+        send(self.state.ticket_frame(job_key))
     if role.stopped:
       send(Frame(frames.STOP, worker))
 
@@ -191,8 +200,9 @@ class Shard:
     role, worker = self.role, frame.worker
     latest = role.restarts.get(worker, 0)
     incarnation = self.state.latest_incarnations.get(worker, 0)
-    # The journal has an incarnation of each loop that connected. MOST_AHEAD
-    # bounds the number of loops that never did.
+    # Each loop that connected has an incarnation in the journal. The index of a
+    # loop is larger at most by the number of loops that never connected, which
+    # MOST_AHEAD bounds.
     if frame.seq > max(latest, incarnation) + MOST_AHEAD:
       raise frames.BadFrame(
         f"{frame} is too far ahead of loop {latest}, the latest of its worker"
@@ -202,20 +212,20 @@ class Shard:
 
   def _handle_push(self, frame: Frame) -> None:
     """Passes a PUSH to the role; acknowledges a committed message again."""
-    key, state = (frame.worker, frame.seq), self.state
+    job_key, state = (frame.worker, frame.seq), self.state
     self.role.mark_alive(frame.worker)
-    if key in state.pushes:  # a retry; the message is not received yet
+    if job_key in state.pushes:  # a retry; the message is not received yet
       return
-    if key in state.tickets:
+    if job_key in state.tickets:
       if frame.flag:
-        state.check_written(key)
-        if error := state.unpack_error(key):
+        state.check_written(job_key)
+        if error := state.unpack_error(job_key):
           self._news.append(error)
           # From here on the message is refused like one with NaN.
           frame = frame._replace(flag=0)
       self.role.push(frame)
     else:  # a retry of a committed message: its ACK may be lost
-      self.role.send(frame.worker, Frame(frames.ACK, *key))
+      self.role.send(frame.worker, Frame(frames.ACK, *job_key))
 
   def _leave(self, worker: int) -> None:
     self.role.peers.pop(worker, None)
@@ -261,7 +271,7 @@ class Shard:
     calls this periodically."""
     self.state.messages.flush()
     since_snapshot = now - self._last_snapshot
-    # With a log, a full log makes the snapshots due (`Role.commit`).
+    # With a log, `Role.commit` takes a snapshot whenever the log is full.
     if not self.setup.log and since_snapshot > self.setup.snapshot_seconds:
       images.save_snapshot(self.state)
       self._last_snapshot = now
@@ -334,7 +344,8 @@ class Shard:
 
   @property
   def stopped(self) -> bool:
-    """Whether every job is received, as far as this shard decides that."""
+    """Whether every job is received. Only the lead knows that: at another shard
+    it is False."""
     return self.role.stopped
 
   @property

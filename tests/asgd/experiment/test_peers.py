@@ -165,7 +165,7 @@ MISTAKES = (
   ("ring", {"engine": "pipeline", "stages": 2},
    "the recipe 'd_psgd' has peers instead of a server's update"),
   ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
-  ("arrivals", {"engine": "mesh"}, "has no rounds, and a mesh is in step: use"),
+  ("arrivals", {"engine": "mesh"}, "has no rounds, but all peers of a mesh"),
   ("mesh", {"axes": {"data": 2}},
    "config.mesh.axes data 2 does not fit config.workers 4, as each device"),
   ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),
