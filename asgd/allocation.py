@@ -47,7 +47,7 @@ def in_proportion(
   short as whole units allow.
 
   Args:
-    speeds: of N workers, positive; only their ratios count.
+    speeds: the speeds of N workers, positive; only their ratios count.
     total: the amount to divide, at least one unit for each worker.
     unit: each part is a multiple of it, as is `total`.
     most: the largest allowed part; None is `total`.

@@ -129,7 +129,7 @@ def train(
     given: the caller's objects.
     engine: (name, kind).
     config: further keys of a config.
-    options: of the call.
+    options: the options of the call.
     quantum: (how many messages must be counted together, a text such as "rounds
       of {} workers").
   """

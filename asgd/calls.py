@@ -32,8 +32,9 @@ def read_recipe(
 
   Args:
     recipe: in one of the forms of `call_options.RecipeLike`.
-    workers: of the call; None: the recipe's.
-    topology: of the call, for a recipe of peers; None: the recipe's.
+    workers: the number of workers of the call; None: the recipe's.
+    topology: the topology of the call, for a recipe of peers; None: the
+      recipe's.
 
   Raises:
     ValueError: for anything else, with the remedy.

@@ -67,9 +67,9 @@ def simulate(
       of batches), of batches, or with `batch_size` of examples; a pure
       function (worker, job) -> batch, with jobs counted over all workers; or a
       function (worker) -> iterator of batches (`asgd.data.iterators`).
-    recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`, `asgd.table`
-      (tables of keyed rows) or `asgd.sandblaster_lbfgs`; an `asgd.Recipe`; or
-      an optax transform, which may read a Delay.
+    recipe: a recipe of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`,
+      `asgd.table` (tables of keyed rows) or `asgd.sandblaster_lbfgs`; an
+      `asgd.Recipe`; or an optax transform, which may read a Delay.
     messages: how many the server receives. In rounds they are a multiple of the
       workers.
     epochs: instead of `messages`: passes of all workers together over the data,
@@ -78,7 +78,8 @@ def simulate(
     batch_size: examples in a batch, unless the data are batches already.
     folder: where results, a report.html and checkpoints are kept; the same call
       resumes from them. None keeps nothing.
-    seed: of the initial parameters, the order of examples and the durations.
+    seed: the seed of the initial parameters, the order of examples and the
+      durations.
     evaluate: called with the parameters; returns a number or a dict of numbers.
       "loss" and "accuracy" are those of a test.
     every: messages between two evaluations; it divides `messages`. None is
@@ -89,11 +90,12 @@ def simulate(
       them (`asgd.orders.own`), or "MODULE:FUNCTION".
     trace: instead of `order`: the trace of another run, as `result.trace`,
       which is repeated. It also gives `messages`.
-    durations: of jobs. The seconds of each worker, as [1, 1, 1, 3]; a name or a
-      dict, as {"name": "gamma"}; a function (worker) -> seconds of its jobs;
-      `asgd.orders.durations.Durations`; or "MODULE:FUNCTION".
-    topology: of a recipe of peers: a matrix of weights, a name or a dict, an
-      `asgd.gossip.Topology`, or "MODULE:FUNCTION". Rows and columns sum to 1.
+    durations: the durations of jobs. The seconds of each worker, as [1, 1, 1,
+      3]; a name or a dict, as {"name": "gamma"}; a function (worker) -> seconds
+      of its jobs; `asgd.orders.durations.Durations`; or "MODULE:FUNCTION".
+    topology: the topology of a recipe of peers: a matrix of weights, a name or
+      a dict, an `asgd.gossip.Topology`, or "MODULE:FUNCTION". Rows and columns
+      sum to 1.
     progress: whether a progress bar is printed on the standard error.
     machine: an `asgd.experiment.machine.Machine`.
     options: `seed` (0) to `machine` (None), described above, and further keys
@@ -183,7 +185,7 @@ def train_mesh(
       reads a delay reads staleness 0, and the call warns of it once. A recipe
       of peers needs a device for each peer.
     messages: updates; of peers, messages, a multiple of the peers.
-    workers: of a recipe of peers.
+    workers: the number of workers of a recipe of peers.
     axes: axis of the mesh -> its size, as {"data": 4}; None: all devices share
       the examples of a batch. The batch size is a multiple of `data`.
     options: also accumulate=2, zero=1, precision="bfloat16", compress= and
@@ -289,8 +291,8 @@ def replay(
   """Recomputes a live run from its traces.
 
   Args:
-    folder: of `train_live`; or WORKDIR/cells/NAME of asgd train, or a WORKDIR
-      that has one cell.
+    folder: the folder of `train_live`; or WORKDIR/cells/NAME of asgd train, or
+      a WORKDIR that has one cell.
     loss, params, data, recipe: for a run of `train_live`, the objects that it
       was given. They may be left out if the first three are functions of
       modules that can be imported, and the recipe was built by name with plain

@@ -19,7 +19,7 @@ def rms(tree: optax.Params) -> jax.Array:
   """Root mean square over all elements of a tree.
 
   Args:
-    tree: of float arrays.
+    tree: a tree of float arrays.
 
   Returns:
     float32[]; 0 of a tree without elements.

@@ -167,8 +167,8 @@ def named(
   """Returns a schedule over updates, of optax or a user's own.
 
   Args:
-    name: of `known`, or MODULE:FUNCTION of a function that takes some of the
-      arguments of optax's schedules.
+    name: a name of `known`, or MODULE:FUNCTION of a function that takes some of
+      the arguments of optax's schedules.
     peak: the learning rate. It is the schedule's peak_value, or else its
       init_value or value.
     updates: the schedule's length (its decay_steps or transition_steps) unless

@@ -92,7 +92,7 @@ def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   """Writes a file atomically: complete or not at all, see `replacing`.
 
   Args:
-    path: of the file.
+    path: the path of the file.
     content: all of it; a str is encoded as UTF-8.
     disk: has `write` and `replace` like those of `os`; a simulation passes its
       own.
@@ -225,7 +225,7 @@ def hold_folder(path: Path) -> int:
   they are missing.
 
   Args:
-    path: of the folder; those above it may be links.
+    path: the path of the folder; those above it may be links.
 
   Returns:
     A descriptor of the folder. `/proc/self/fd/DESCRIPTOR` names this folder

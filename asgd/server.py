@@ -78,7 +78,7 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
   """A gate that drops messages holding a NaN or an infinity.
 
   Args:
-    delay: of the message; not used.
+    delay: the delay of the message; not used.
     message: any tree of float arrays.
 
   Returns:
@@ -98,7 +98,7 @@ def all_finite(tree: Any) -> jax.Array:
   """Returns whether a tree holds no NaN and no infinity, bool[].
 
   Args:
-    tree: of arrays; those of integers or bools count as finite.
+    tree: a tree of arrays; those of integers or bools count as finite.
   """
   leaves = jax.tree.leaves(tree)
   floats = (x for x in leaves if jnp.result_type(x).kind not in "iub")
@@ -158,7 +158,7 @@ def gather(
     total: the sum of the messages before.
     oldest: the ticket of the stalest of them; the update gets its Delay.
     message: like `total`.
-    ticket: of the message.
+    ticket: the ticket of the message.
     first: bool[], whether the message is the first one; then `oldest` is not
       read.
     add: adds two trees; another function may donate the first one's buffers.

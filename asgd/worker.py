@@ -330,9 +330,9 @@ def local_worker(
       learning rate 1 at the server moves the parameters to the end. "gradients"
       is the sum of the job's gradients: Downpour's `accrued` without the
       learning rate, which the server multiplies in once.
-    optimizer_state: of `tx` at the start of a job: "kept" from the worker's
-      last job, "reset", or "averaged" over the last update's messages. The
-      latter needs parameters and sends messages that carry it (`base.carry`).
+    optimizer_state: the state of `tx` that a job begins with: "kept" from the
+      last job, "reset", or "averaged" over the last update's messages, which
+      needs parameters and sends messages that carry it (`base.carry`).
     push_every: number of jobs with gradients summed into one message. The last
       job sends it, the others send zeros (`asgd.server.pushed`). A fetch in
       between replaces the worker's parameters and keeps the accrued gradients.

@@ -126,7 +126,7 @@ def write() -> None:
 
 def text(engines: Mapping[str, Any]) -> str:
   """Returns every name that a config may use, with its options; `engines` are
-  the engines by name."""
+  the engines, by name."""
   of_engines = []
   for name, kind in engines.items():
     settings_of = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}

@@ -49,7 +49,7 @@ def with_codec(
 
   Args:
     stage: any; its shapes `y` stay those of the decoded output.
-    codec: of `asgd.compression`, without a memory.
+    codec: a codec of `asgd.compression`, without a memory.
     x: shapes of its decoded input; () for the first stage.
     last: whether y is the loss, which no stage receives.
   """

@@ -23,9 +23,9 @@ def cut(
 
   Args:
     problem: one that has `pieces`.
-    params: of the whole model.
+    params: the parameters of the whole model.
     cuts: S + 1 layers, from 0 to the number of layers, rising.
-    recipe: of each stage, or of all.
+    recipe: the recipe of each stage, or of all.
 
   Raises:
     ValueError: for a problem that cannot be cut, cuts that leave out a layer or

@@ -188,7 +188,8 @@ def train(
     params: a tuple with the weights of each layer, or the variables of the one
       module; None draws them. The result has the same form.
     schedule: one of `asgd.pipeline.schedules`; or a table, in a file.
-    microbatches: of a batch of a synchronous schedule.
+    microbatches: the number of microbatches of a batch of a synchronous
+      schedule.
     machine: with processes=2 stages are in processes of Ray.
     options: batch_size, folder, seed, evaluate, every, progress, clip_norm and
       on_nan as of `asgd.simulate`; further settings of a pipeline: cuts,

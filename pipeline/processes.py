@@ -228,8 +228,8 @@ class Processes:
       count: number of processes. Each has D / count consecutive lanes, rounded
         down or up; D is the table's number of devices.
       cores: the cores of each process; None leaves the choice to the system.
-      options: of each actor, for `ray.remote`. By default Ray reserves no core
-        and spreads actors over machines.
+      options: the options of each actor, for `ray.remote`. By default Ray
+        reserves no core and spreads actors over machines.
 
     Raises:
       ValueError: if `count` is not from 1 to D, if `cores` does not have

@@ -215,7 +215,7 @@ def _reads_outside(
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
-    segment: to trace.
+    segment: the segment to trace.
     previous_call: the call that returned the segment's input.
   """
   x = jax.ShapeDtypeStruct(previous_call.shape, previous_call.dtype)

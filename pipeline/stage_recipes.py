@@ -37,13 +37,13 @@ def variants(
   """Returns the variant of each stage.
 
   Args:
-    run: of the pipeline.
+    run: the run of the pipeline.
     rate: the learning rate of an update, or a schedule.
     table: the schedule.
     weights: that backwards read, as of `analyze.versions`.
     section: the run's settings of the pipeline.
-    updates: of the run.
-    shapes: of the weights of the complete model.
+    updates: the number of updates of the run.
+    shapes: the shapes of the weights of the complete model.
 
   Raises:
     ValueError: for a prediction that does not fit the table or the recipe.

@@ -117,7 +117,7 @@ def make(
   """Returns a table of `tasks`, which may come in any order.
 
   Args:
-    name: for people.
+    name: the name for people.
     tasks: rows (time, device, stage, microbatch, action).
     every: microbatches of one update.
     flush: whether the schedule is synchronous: the forwards of a batch wait

@@ -138,8 +138,8 @@ def build(
   """Builds one of ALL, or a user's recipe, by name.
 
   Args:
-    name: of ALL, or MODULE:FUNCTION of a function (learning_rate, workers,
-      **options) -> Recipe.
+    name: a name of ALL, or MODULE:FUNCTION of a function (learning_rate,
+      workers, **options) -> Recipe.
     learning_rate, workers: shared options.
     **kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
       may be given as `optimizers.named` takes it.

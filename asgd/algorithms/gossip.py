@@ -117,7 +117,7 @@ def d2(
     lazy: uses (W + I) / 2 instead of W, which is stable on every graph.
       Otherwise the smallest eigenvalue of W must be above -1/3, which excludes
       rings of an even number of peers.
-    optimizer: of a peer, instead of SGD; g stands for its update.
+    optimizer: the optimizer of a peer, instead of SGD; g stands for its update.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -473,7 +473,7 @@ def local_d_psgd(
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options; a schedule
       counts rounds.
-    momentum: of the steps; it is not reset by an average.
+    momentum: the momentum of the steps; it is not reset by an average.
     topology: the neighbours that a peer averages with; rows and columns of W
       sum to 1.
     steps: H, batches between averages.

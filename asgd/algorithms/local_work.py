@@ -101,8 +101,8 @@ def downpour(
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       otherwise a tenth of it, because Adagrad's is too large.
-    optimizer: of the server. None is the paper's Adagrad, with neither an
-      epsilon nor an initial value of the accumulator S.
+    optimizer: the optimizer of the server. None is the paper's Adagrad, with
+      neither an epsilon nor an initial value of the accumulator S.
 
   Returns:
     A Recipe for the asynchronous order, with jobs of gcd(n_fetch, n_push)
@@ -317,7 +317,7 @@ def easgd(
 
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options.
-    momentum: of the workers, Nesterov's.
+    momentum: the momentum of the workers, Nesterov's.
     steps: batches between two exchanges of a worker (the paper's tau).
     moving_rate: beta, in (0, 1]: an exchange moves each side by alpha = beta /
       N of the distance.

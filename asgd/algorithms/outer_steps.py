@@ -25,14 +25,16 @@ def diloco(
   parameter averaging.
 
   Args:
-    learning_rate: of AdamW, positive, or a schedule over the server's updates.
+    learning_rate: the learning rate of AdamW, positive, or a schedule over the
+      server's updates.
     workers: N, the messages of an outer step.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
     steps: H, batches in an outer step.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
-    optimizer: of the workers, instead of AdamW.
-    outer_optimizer: of the server, instead of Nesterov's momentum.
+    optimizer: the optimizer of the workers, instead of AdamW.
+    outer_optimizer: the optimizer of the server, instead of Nesterov's
+      momentum.
 
   Returns:
     A Recipe for the bulk synchronous order, with jobs of H batches.
@@ -118,7 +120,8 @@ def async_diloco(
   "speed".
 
   Args:
-    learning_rate: of AdamW, positive, or a schedule over the server's updates.
+    learning_rate: the learning rate of AdamW, positive, or a schedule over the
+      server's updates.
     workers: N.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
     steps: H, batches in a message.
@@ -126,7 +129,7 @@ def async_diloco(
     outer_momentum: mu, in [0, 1).
     momentum_every: M, messages between two changes of v; None is N.
     momentum_share: c, in [0, 1 / M].
-    optimizer: of the workers, instead of AdamW.
+    optimizer: the optimizer of the workers, instead of AdamW.
 
   Returns:
     A Recipe for the asynchronous order, with jobs of H batches.

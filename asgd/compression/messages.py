@@ -59,7 +59,8 @@ def compressed(
   Args:
     worker: any.
     codec: any; its state, such as the residual, is the worker's.
-    plan: of a server in shards, each of which gets a code; None: one code.
+    plan: the plan of a server in shards, each of which gets a code; None: one
+      code.
 
   Returns:
     A Worker. Its message is a `Coded`, or `Parts` with a plan. Its server must
@@ -123,8 +124,8 @@ def residual_norm(state: Any) -> jax.Array:
   """Returns the RMS of the residuals that codecs keep to send later.
 
   Args:
-    state: of codecs; all fields named `residual` count, such as that of
-      `error_feedback`.
+    state: the state of codecs; all fields named `residual` count, such as that
+      of `error_feedback`.
 
   Returns:
     float32[], in the unit of a message; 0 if there is none.

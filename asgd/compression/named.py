@@ -42,7 +42,8 @@ def named(
   """Builds one of CODECS, or a user's codec, by name.
 
   Args:
-    name: of CODECS, or MODULE:FUNCTION of a function (**options) -> Codec.
+    name: a name of CODECS, or MODULE:FUNCTION of a function (**options) ->
+      Codec.
     error_feedback: whether the unsent part is sent later; None: if the codec
       needs it.
     clip: largest L2 norm of a message. It is clipped before the residual is
@@ -157,7 +158,7 @@ def named_reducer(name: str, **options: Any) -> Reducer:
   """Builds one of REDUCERS, or the average over devices' codecs, by name.
 
   Args:
-    name: of REDUCERS, or see `named`.
+    name: a name of REDUCERS, or see `named`.
     **options: of the reducer; for a codec see `named`.
 
   Returns:

@@ -96,7 +96,7 @@ def adaptive_threshold(
   epoch; here each worker keeps a separate tau.
 
   Args:
-    tau: of the first message, above 0, in the unit of a message.
+    tau: the threshold of the first message, above 0, in the unit of a message.
     least: density below which tau falls, in (0, 1].
     most: density above which tau grows, in (0, 1].
     decay: in (0, 1).

@@ -73,7 +73,7 @@ def checked(codec: Codec, name: str) -> Codec:
   """Makes a codec raise errors that name it, when it is traced.
 
   Args:
-    codec: of a caller, with any functions.
+    codec: the codec of a caller, with any functions.
     name: the codec's name in errors.
 
   Returns:

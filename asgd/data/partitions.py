@@ -64,7 +64,7 @@ def shards(
     labels: [n], of the examples; "dirichlet" takes classes, or floats, which it
       puts in ten bins of equally many.
     workers: N.
-    seed: of "dirichlet"; each seed has other shards.
+    seed: the seed of "dirichlet"; each seed has other shards.
 
   Returns:
     int64[n // N or one more] for each worker.

@@ -51,10 +51,10 @@ def generated(
   Args:
     users: rows of the matrix.
     items: its columns.
-    rank: of the matrix without noise.
+    rank: the rank of the matrix without noise.
     ratings: known entries, of which a tenth is the test part.
     noise: standard deviation of the noise.
-    seed: of all random numbers.
+    seed: the seed of all random numbers.
 
   Raises:
     ValueError: for a value out of its range, or more ratings than entries.
@@ -139,10 +139,10 @@ def read(
   """Reads a file with a user, an item, a rating and further columns a line.
 
   Args:
-    path: of the file. Columns are separated by tabs, commas, `::` or spaces; a
-      header is allowed; users and items are integers of 64 bits.
+    path: the path of the file. Columns are separated by tabs, commas, `::` or
+      spaces; a header is allowed; users and items are integers of 64 bits.
     test: path of a file for the test part; None: a tenth of the first file.
-    name: of the data, for people.
+    name: the name of the data, for people.
 
   Raises:
     DataError: for a file that cannot be read.

@@ -32,11 +32,11 @@ def drawn(
   returns None, and the caller loads the files.
 
   Args:
-    kind: of the data, for errors.
-    name: of `loaders`, one of which is "generated".
+    kind: the kind of the data, for errors.
+    name: a name of `loaders`, one of which is "generated".
     loaders: the functions by their names.
     data_dir: path of files; must be None for "generated".
-    options: of the loader "generated" only.
+    options: the options of the loader "generated" only.
 
   Raises:
     ValueError: for an unknown name, and for a folder or options that the data

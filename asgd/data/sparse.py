@@ -54,7 +54,7 @@ def generated(
     nonzeros: features of an example, besides the bias.
     relevant: number of features with a weight, from N(0, 2^2); they are the
       most frequent ones.
-    seed: of all random numbers.
+    seed: the seed of all random numbers.
 
   Raises:
     ValueError: for a value out of its range.
@@ -134,7 +134,7 @@ def from_rows(
   Args:
     rows: (integers from 1, the same number of floats) for each example.
     labels: 0 or 1 for each example.
-    name: of the data, for people.
+    name: the name of the data, for people.
     source: where the data are from, for people.
     features: K, above all keys; None: the smallest possible.
     test: bool for each example; None: every fifth is in the test part.

@@ -85,7 +85,7 @@ def from_string(
 
   Args:
     characters: 1,000 or more.
-    name: of the text.
+    name: the name of the text.
     source: where it is from.
     tokenizer: "characters": those that occur less than 10 times share one
       number; "bytes": of UTF-8; a file of the package tokenizers, which ends in

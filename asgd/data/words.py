@@ -40,7 +40,7 @@ def load(
   """Loads a text as words, in lower case; its last tenth is the test part.
 
   Args:
-    name: of `data.text.load`: "pydoc", or "file".
+    name: a name of `data.text.load`: "pydoc", or "file".
     data_dir: path of the file.
     least: a word must occur this often in the training part.
     most: largest size of the vocabulary; the most frequent words are kept.

@@ -70,7 +70,7 @@ def recipe_for(
     way: the chosen one.
     training: how the config takes its steps.
     cluster: the machines.
-    nbytes: of the parameters.
+    nbytes: the bytes of the parameters.
   """
   workers, momentum = way.workers, training.momentum
   if way.name in (ONE, MESH):
@@ -311,7 +311,7 @@ def advise(
   """Returns the advice for measurements and machines.
 
   Args:
-    measured: on this machine.
+    measured: the costs of a step, measured on this machine.
     cluster: the machines and links that may be used.
     training: how the config takes its steps.
     config: resolved.

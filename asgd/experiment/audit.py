@@ -62,8 +62,8 @@ def findings(
   """Yields the findings of a finished cell.
 
   Args:
-    plan: of the cell.
-    folder: of the cell.
+    plan: the plan of the cell.
+    folder: the folder of the cell.
     failures: injected by `asgd chaos`, which explain deaths in the trace.
     data_dir: folder of the data set; None: the default.
   """

@@ -58,11 +58,11 @@ def segments(
   """Returns the jobs in the last rows of a trace.
 
   Args:
-    rows: of the trace; a job that starts before them is left out.
+    rows: the rows of the trace; a job that starts before them is left out.
     computed: (worker, seq) -> times at which the worker began and ended its
       computation; the rest of the job is on the wire. The function returns ()
       if it does not know the job's computation.
-    kind: of the segment of a job without a known computation.
+    kind: the kind of the segment of a job without a known computation.
 
   Example:
     >>> row = Event(0.0, 3, 0, 7, base.SEND)
@@ -286,9 +286,9 @@ class ProgressFile:
     """Continues the file of an earlier attempt at the cell.
 
     Args:
-      cell_folder: of the cell.
+      cell_folder: the folder of the cell.
       about: name, engine and workers of the cell.
-      engine: of the cell.
+      engine: the engine of the cell.
       lines: the list to which the caller appends printed lines. Each write
         moves the lines into the file and empties the list.
     """

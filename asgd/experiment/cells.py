@@ -145,7 +145,7 @@ def build(
   Args:
     config: keys of `schema.SHARED` and of the engines' sections; or what
       `schema.resolve` returned, which is not checked again.
-    engines: by their names.
+    engines: the engines, by their names.
     data_dir: the folder of the dataset's files, or the file of a text; None
       searches the usual folders.
     dataset: a loaded dataset, used as it is; or a caller's data, model and

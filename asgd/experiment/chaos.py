@@ -253,7 +253,7 @@ def inject(
 
   Args:
     run: the run.
-    kinds: of failures; each comes once before any comes again.
+    kinds: the kinds of failures; each comes once before any comes again.
     rng: draws the order of the kinds, and the times.
     mtbf: mean seconds of work between two failures.
     seconds: of work, after which no failure is injected.

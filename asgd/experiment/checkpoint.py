@@ -84,7 +84,7 @@ def _digest(arrays: Iterable[np.ndarray], text: str) -> str:
 
 class _PatientLoop(asyncio.SelectorEventLoop):
   """An event loop that waits for its tasks before it closes. Orbax closes its
-  loop at the first failed write, and each other write then has a traceback."""
+  loop at the first failed write, and every other write then has a traceback."""
 
   def close(self) -> None:
     if not self.is_closed() and (tasks := asyncio.all_tasks(self)):

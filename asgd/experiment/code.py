@@ -58,7 +58,7 @@ def check_trusted(
 
   Args:
     cell_folder: WORKDIR/cells/NAME.
-    config: of the cell; each MODULE:FUNCTION counts.
+    config: the config of the cell; each MODULE:FUNCTION counts.
     modules: more modules; their folders would become importable.
     trust: whether this user allows the code to run.
 

@@ -93,7 +93,7 @@ def _streams(
 
   Args:
     cell: the simulated cell.
-    files: of that cell.
+    files: the files of that cell.
     timed: files of the cell with the durations, which may be another.
     timed_name: its name in an error.
   """
@@ -132,7 +132,7 @@ def compare(
   """Compares a live cell with its simulations or with its replay.
 
   Args:
-    folder: of the cell, or of an experiment with one live cell.
+    folder: the folder of the cell, or of an experiment with one live cell.
     durations_of: folder of another cell with the durations for simulations.
     data_dir: folder of the data set; None: the default.
     trust: whether code of other users may be imported.

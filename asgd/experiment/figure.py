@@ -313,7 +313,7 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
   Labels are such as 20, 50 and 1,000, and ", log scale" is added to its name.
 
   Args:
-    axis: of matplotlib.
+    axis: an axis of matplotlib.
     direction: "x" or "y".
     values: on the axis.
 
@@ -360,10 +360,10 @@ def _draw_run(
   """Draws one run: a curve with a band, or means with the seeds' points.
 
   Args:
-    axis: of matplotlib.
+    axis: an axis of matplotlib.
     rows: the run's points.
-    style: of its lines.
-    panel: of the axis.
+    style: the style of its lines.
+    panel: the panel of the axis.
     flat: whether the run is a horizontal line.
     shift: factor on x of the seeds' points, so that runs do not overlap.
   """

@@ -51,8 +51,8 @@ def jobs(
   """Checks that the lead and the other shards received each job once.
 
   Args:
-    journals: of each shard.
-    jobs: of the cell.
+    journals: the journal of each shard.
+    jobs: the number of jobs of the cell.
     consistent: whether all shards have the lead's order.
     missed: jobs that no worker did, as the result says.
   """
@@ -90,9 +90,9 @@ def updates(
   """Checks that acknowledged messages are in the parameters and the records.
 
   Args:
-    journals: of each shard.
+    journals: the journal of each shard.
     sinks: records of each shard.
-    result: of the cell.
+    result: the result of the cell.
     every: messages in one update.
     log: config.server.log; 0 allows rollbacks.
   """
@@ -129,7 +129,7 @@ def of_workers(
   Args:
     events: rows of all workers, by their times.
     records: columns of all workers.
-    plan: of the cell.
+    plan: the plan of the cell.
     depth: jobs that a worker may have open at once.
     failures: injected into the cell's processes, in this order.
     missed: jobs that no worker did, as the result says.

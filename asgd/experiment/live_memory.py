@@ -179,7 +179,7 @@ class LiveMemory:
     """Opens and locks the memory of a cell; makes it if it does not exist.
 
     Args:
-      cell_folder: of the cell.
+      cell_folder: the folder of the cell.
       memory_dir: folder for a new memory.
       resume: whether the files of an existing memory are kept.
 

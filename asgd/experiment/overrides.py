@@ -52,7 +52,7 @@ def _section_of(
     key_tree: the keys that a config may have, of `schema.sections`.
     parents: the parts of the dotted key before the last one.
     key: the last part.
-    engines: by name.
+    engines: the engines, by name.
   """
   section = config
   # The part of `key_tree` for `section`: a dict of keys, Section, Open or

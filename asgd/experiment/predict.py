@@ -213,7 +213,7 @@ def count_until_all_sent(worker: np.ndarray, workers: int) -> int:
 
   Args:
     worker: int[N], the worker of each message in the order of receipt.
-    workers: of the cell.
+    workers: the number of workers of the cell.
   """
   present, firsts = np.unique(worker, return_index=True)
   missing = np.setdiff1d(range(workers), present)
@@ -292,7 +292,7 @@ def play(
   """Simulates the order of a live run until `messages` are received.
 
   Args:
-    rules: of the order.
+    rules: the rules of the order.
     streams: durations of each worker's jobs, in seconds.
     comes: time at which each worker joins.
     messages: count of messages.

@@ -76,10 +76,10 @@ def check(
   """Raises ValueError for a key that a run sets and its protocol refuses.
 
   Args:
-    run: of a config.
-    protocol: of the run.
+    run: the run of a config.
+    protocol: the protocol of the run.
     engine: the name that refusals use; a variant of the engine has another.
-    sections: of the engine.
+    sections: the sections of the engine.
 
   Raises:
     ValueError: names the key, its value, the reason and the remedies.

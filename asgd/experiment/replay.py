@@ -109,7 +109,7 @@ def load(
   the cell's config names.
 
   Args:
-    folder: of the cell.
+    folder: the folder of the cell.
     data_dir: folder of the data set; None: the default.
     given: objects that the run was given, instead of a config's names.
     trust: whether code of other users may run.

@@ -221,10 +221,10 @@ def write_tables(
 
   Args:
     out: the folder.
-    heading: of the figure.
-    text: of table.txt.
-    csv_rows: of results.csv.
-    results: of the cells.
+    heading: the heading of the figure.
+    text: the text of table.txt.
+    csv_rows: the rows of results.csv.
+    results: the results of the cells.
     curves: the rows of their evaluations.
 
   Returns:
@@ -269,10 +269,10 @@ def write_page(
 
   Args:
     workdir: the folder, with config.json.
-    results: of the cells.
+    results: the results of the cells.
     csv_rows: from `tabulate`.
-    engines: by name.
-    title: of the page.
+    engines: the engines, by name.
+    title: the title of the page.
     lead: a line below the title.
     notes: that were printed in training.
 
@@ -363,7 +363,7 @@ def write(
 
   Args:
     workdir: folder of the experiment. If it is read-only, nothing is written.
-    experiment: of the folder.
+    experiment: the experiment of the folder.
     notes: that were printed in training.
 
   Returns:

@@ -190,7 +190,7 @@ class Run(NamedTuple):
 
     Args:
       learning_rate: a number or a schedule.
-      workers: of the cell.
+      workers: the number of workers of the cell.
       searches: whether the engine gives the loss function to the optimizer's
         update, as a line search needs.
 

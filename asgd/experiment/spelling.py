@@ -17,7 +17,7 @@ def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
 
   Args:
     config: plain data, with every key.
-    engines: by name.
+    engines: the engines, by name.
 
   Example:
     >>> runs = {"a": {"recipe": "Dana-Zero"}}

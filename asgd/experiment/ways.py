@@ -170,7 +170,7 @@ def measure(
   Args:
     problem: with the batch size of the config.
     training: how it takes steps.
-    batches: of the whole run.
+    batches: the number of batches of the whole run.
 
   Returns:
     Measurements. The first step compiles, and is left out. The sharpness is

@@ -221,10 +221,10 @@ def train(
 
   Args:
     task: the figure and its config.
-    engines: by name.
+    engines: the engines, by name.
     workdir: None takes the runs/NAME-001, ..., with this experiment, or the
       next free one; for a quick figure runs/NAME-quick-001, ....
-    data_dir: of the dataset's files.
+    data_dir: the folder of the dataset's files.
     machine: where it trains; None: this machine.
     bar: (total messages) -> an `asgd.experiment.progress.ProgressBar`.
     count: simulated cells at once; None: one for each core.

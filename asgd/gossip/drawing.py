@@ -11,8 +11,8 @@ def draw(topology: Topology, *, size: float = 2.4) -> Any:
   """Draws each round of a topology: peers in a circle, links by their weight.
 
   Args:
-    topology: to draw.
-    size: of a round, in inches.
+    topology: the topology to draw.
+    size: the size of a round, in inches.
 
   Returns:
     A matplotlib Figure, made without pyplot.

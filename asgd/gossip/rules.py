@@ -64,7 +64,7 @@ def average(codec: Any = None) -> Rule:
   fall below that error.
 
   Args:
-    codec: of `asgd.compression`, without a memory; None sends x_j.
+    codec: a codec of `asgd.compression`, without a memory; None sends x_j.
 
   Source:
     Lian et al., "Can decentralized algorithms outperform centralized
@@ -141,7 +141,7 @@ def push_sum(codec: Any = None) -> Rule:
       z_j <- z_j + (1 / W_jj - 1) (z_j - z^_j)   when it is put
 
   Args:
-    codec: of `asgd.compression`, without a memory; None sends z_j.
+    codec: a codec of `asgd.compression`, without a memory; None sends z_j.
 
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
@@ -228,8 +228,8 @@ def choco(codec: Any, gamma: float) -> Rule:
   gamma = 1 this is `average`.
 
   Args:
-    codec: of `asgd.compression`; the part that it does not send stays in x_i -
-      x^_i, so it needs no error feedback.
+    codec: a codec of `asgd.compression`; the part that it does not send stays
+      in x_i - x^_i, so it needs no error feedback.
     gamma: the consensus step, in (0, 1]; the coarser the codec, the smaller it
       must be. See `proved_gamma`.
 
@@ -312,8 +312,8 @@ def proved_gamma(topology: Topology, delta: float) -> float:
   converges.
 
   Args:
-    topology: of symmetric weights W, the same in all rounds.
-    delta: of the codec, in (0, 1]; see `compression.Codec`.
+    topology: the topology of symmetric weights W, the same in all rounds.
+    delta: the delta of the codec, in (0, 1]; see `compression.Codec`.
 
   Raises:
     ValueError: for another topology, or a delta out of its range.
@@ -374,11 +374,11 @@ def share(codec: Any) -> Rule:
   peers start from the same parameters and receive the same messages, so their
   parameters stay equal except for rounding. W_ij = 1 / n is the mean: with the
   identity codec and no momentum this is all-reduce SGD. W_ij = 1 adds: a peer
-  may then mix its own message and each other one by itself, in any order.
+  may then mix its own message and every other one by itself, in any order.
 
   Args:
-    codec: of `asgd.compression`; a biased one, such as a threshold, with its
-      error feedback.
+    codec: a codec of `asgd.compression`; a biased one, such as a threshold,
+      with its error feedback.
 
   Source:
     Strom, "Scalable distributed DNN training using commodity GPU cloud

@@ -105,7 +105,7 @@ def torus(
 
 
 def star(workers: int, *, weights: str | None = None) -> Topology:
-  """Peer 0 in the middle, linked with each other peer; no further links."""
+  """Peer 0 in the middle, linked with every other peer; no further links."""
   links = np.zeros((workers, workers), bool)
   links[0, 1:] = links[1:, 0] = True
   return of_matrices("star", of_links(links, weights))
@@ -199,7 +199,7 @@ def random_regular(
     workers: n, at least 3.
     degree: neighbours of each, from 2 to n - 1; n times degree must be even.
       None is 3, or 2 if n is odd.
-    seed: of the draw.
+    seed: the seed of the draw.
 
   Raises:
     ValueError: for a degree that no such graph has, or fewer than 3 peers.
@@ -252,9 +252,9 @@ def erdos_renyi(
 
   Args:
     workers: n.
-    probability: of a link, in (0, 1]; None is 2 ln n / n, at most 1, with which
-      most graphs are connected.
-    seed: of the draw; a graph that is not connected is redrawn.
+    probability: the probability of a link, in (0, 1]; None is 2 ln n / n, at
+      most 1, with which most graphs are connected.
+    seed: the seed of the draw; a graph that is not connected is redrawn.
     weights: one of WEIGHTS.
 
   Raises:
@@ -314,7 +314,7 @@ def random_digraph(
     workers: n.
     degree: the largest number of receivers of a peer, at least 1; None is 2, or
       1 for two peers.
-    seed: of the draw.
+    seed: the seed of the draw.
   """
   most = max(workers - 1, 1)
   degree = min(2, most) if degree is None else degree
@@ -353,7 +353,7 @@ def matcha(
     base: the graph, an undirected topology by name or with options.
     budget: part of the matchings in a round, in (0, 1]; 1 is the graph itself.
     rounds: T, after which the draws repeat.
-    seed: of the draw.
+    seed: the seed of the draw.
 
   Raises:
     ValueError: for a value out of its range, or a directed graph.

@@ -168,7 +168,7 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
   """Raises ValueError unless mixing with the weights keeps the mean over peers.
 
   Args:
-    topology: to check.
+    topology: the topology to check.
     columns: whether only columns need to sum to 1, as for push-sum.
   """
   kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
@@ -246,7 +246,7 @@ def check_constant(
 
   Args:
     what: the rule that needs such weights, for the error.
-    topology: to check.
+    topology: the topology to check.
     symmetric: whether the weights must be symmetric.
   """
   if topology.period > 1 or (symmetric and not topology.symmetric):

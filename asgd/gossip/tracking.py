@@ -51,8 +51,8 @@ def track(codec: Any = None) -> Rule:
   its y_i is lost, and the sums are no longer equal.
 
   Args:
-    codec: of both parts of a message, as in `rules.average`, so that the sums
-      stay equal.
+    codec: the codec of both parts of a message, as in `rules.average`, so that
+      the sums stay equal.
 
   Source:
     Pu, Nedic, "Distributed stochastic gradient tracking methods", Mathematical

@@ -111,7 +111,7 @@ class Script:
     """Takes the faults and the functions by which they act.
 
     Args:
-      faults: of the run.
+      faults: the faults of the run.
       kill: ends this worker, and does not return.
       wait: blocks for some seconds.
       record: called with each fault before it happens.

@@ -25,7 +25,7 @@ def lock(path: Path, seconds: float, name: Path | None = None) -> int:
   """Locks a file until this process ends, and returns the file's descriptor.
 
   Args:
-    path: of the file.
+    path: the path of the file.
     seconds: how long to wait for another process that has the lock.
     name: the path in the error; by default `path`.
 

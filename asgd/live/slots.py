@@ -161,8 +161,8 @@ class SharedMemory:
     """Opens the files; a shard makes missing ones, a worker does not.
 
     Args:
-      folder: of the shard, best in memory (/dev/shm/NAME), readable by its
-        owner alone.
+      folder: the folder of the shard, best in memory (/dev/shm/NAME), readable
+        by its owner alone.
       counts: numbers of slots.
       like: contents of slots of params, of messages and, if shards send
         updates, of updates, as `slot_format` takes them. The last element is a

@@ -43,7 +43,7 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
   """Writes a file of one body; it replaces an earlier file.
 
   Args:
-    path: of the file.
+    path: the path of the file.
     body: its content.
     disk: writes and replaces as `os` does; a simulation has another.
 

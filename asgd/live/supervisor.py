@@ -67,7 +67,7 @@ class Supervisor:
     """Stores the settings; `start` starts a party.
 
     Args:
-      hosts: in which the parties run.
+      hosts: the hosts in which the parties run.
       counts: kind -> how many indices it has.
       ladder: settings of the deadlines of jobs.
       patience: seconds, at least 0, after which a party that does not answer
@@ -151,8 +151,8 @@ class Supervisor:
     does not answer is ended: it may have missed the call.
 
     Args:
-      kind: of the parties.
-      method: of their objects.
+      kind: the kind of the parties.
+      method: the method of their objects.
       *args: of the method.
       among: indices; None asks all of the kind.
 
@@ -226,8 +226,8 @@ class Supervisor:
     does not answer is replaced, and the next one is called.
 
     Args:
-      kind: of the parties.
-      method: of their objects; it may be called twice.
+      kind: the kind of the parties.
+      method: the method of their objects; it may be called twice.
       *args: of the method.
       among: indices; None asks all of the kind.
       restart: starts the party of an index again, or raises.

@@ -33,7 +33,7 @@ class WorkerFiles:
   """Opens, reads and cuts the files of workers.
 
   Attributes:
-    dtype: of a row of the records: RECORD with the extra column.
+    dtype: the dtype of a row of the records: RECORD with the extra column.
   """
 
   def __init__(self, columns: Any, *extra_column: Any):
@@ -158,7 +158,7 @@ class WorkerJournal:
   """Appends rows to the journal of one worker. Subclasses append the records.
 
   Attributes:
-    index: of the worker.
+    index: the index of the worker.
     started_jobs: number of jobs that it started, earlier incarnations included.
   """
 

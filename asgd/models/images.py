@@ -329,8 +329,8 @@ def alexnet(
     features: channels of the five convolutions; multiples of the towers.
     hidden: features of the two dense layers.
     towers: 2 in the paper; 1 is one network.
-    stride: of the first convolution: 4 for images of ImageNet; the kernel then
-      has 11x11 pixels, not 5x5.
+    stride: the stride of the first convolution: 4 for images of ImageNet; the
+      kernel then has 11x11 pixels, not 5x5.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=5)

@@ -391,7 +391,7 @@ def _stateful(
 
   Args:
     draw: (key, example) -> (params, state).
-    apply: of the pair.
+    apply: the function `apply` of the pair.
     between: names of its arguments between params and x.
     arguments: names of its arguments after x.
   """

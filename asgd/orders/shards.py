@@ -5,7 +5,7 @@
               |     |     compute    |    |    |
             grant  its tickets     its message
 
-Shard 0, the lead, decides which job starts. The worker asks each other shard
+Shard 0, the lead, decides which job starts. The worker asks every other shard
 for its part of the ticket, computes when it has all parts, and sends its
 message to every shard. Each request and each message takes the delay of its
 (worker, shard) pair. So a ticket mixes versions, and shards receive messages in
@@ -257,14 +257,14 @@ def over_network(
   """Plays a protocol with shards that are out of step, over a network.
 
   The lead sends its part of a ticket with the grant. When the part arrives, the
-  worker asks each other shard for its part: a message without bytes. A shard
+  worker asks every other shard for its part: a message without bytes. A shard
   receives its part of a message when it has processed the part, whatever the
   other shards do.
 
   Args:
     rules, durations, workers, messages: as of `out_of_step`.
     network: the links, for S shards, in the unit of the durations.
-    nbytes: of each shard's part of a ticket, and of a message.
+    nbytes: the bytes of each shard's part of a ticket, and of a message.
 
   Returns:
     S traces; the first is the lead's. Its last row is that of the last message;

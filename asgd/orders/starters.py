@@ -94,7 +94,7 @@ class Starters:
 
     Args:
       worker: its index.
-      clock: of the worker, now.
+      clock: the clock of the worker, now.
       has_job: whether the worker holds a ticket, or must repeat a lost job.
       start_clock: the worker's clock once its open jobs have ended; None if the
         worker is not free for another job.

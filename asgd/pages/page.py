@@ -31,9 +31,9 @@ def render(
   """Returns a page.
 
   Args:
-    title: of the page.
+    title: the title of the page.
     lead: a line below the title.
-    template: of this folder.
+    template: a template of this folder.
     **sections: of the page; report.html draws each that is given:
       warnings: from `merged`.
       pictures: from `pictures`.
@@ -174,7 +174,8 @@ def results(
   """Returns the table of results.
 
   Args:
-    rows: of results.csv; KEY_std is the deviation of KEY, in the same cell.
+    rows: the rows of results.csv; KEY_std is the deviation of KEY, in the same
+      cell.
     columns: an `asgd.experiment.engines.Column` for each key that is shown at
       once; the page hides the others until a click.
   """

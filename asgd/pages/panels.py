@@ -197,10 +197,10 @@ def _bars(
   """Returns a histogram in percent of the messages; None if it is empty.
 
   Args:
-    name: of the chart.
-    x_label: of its axis.
-    counts: of each bar.
-    labels: of each bar.
+    name: the name of the chart.
+    x_label: the label of its axis.
+    counts: the count of each bar.
+    labels: the label of each bar.
     ticks: (index of a bar, text).
   """
   total = int(counts.sum())
@@ -233,7 +233,7 @@ def _staleness(content: Mapping[str, Any]) -> Chart | None:
   counts, width = np.array(content["counts"], int), content["width"]
   # Merge neighbours until at most `_BARS` bars remain.
   bars_merged = max(-(-len(counts) // _BARS), 1)
-  # Pad with zeros, so that the last bar merges as many as the others.
+  # Pad with zeros, so that the last bar merges the same number as the others.
   counts = np.append(counts, np.zeros(-len(counts) % bars_merged, int))
   counts, width = counts.reshape(-1, bars_merged).sum(1), width * bars_merged
   labels = [

@@ -47,7 +47,7 @@ def make_step(
 
   Args:
     server_of_means: makes an update of each message, which is a mean.
-    worker: of an island; its jobs take H batches.
+    worker: the worker of an island; its jobs take H batches.
     mesh: with the axis "data" of n islands, and perhaps the axis "island".
     steps: H, batches in a job, which `asgd.stacking.job_batches` stacks.
 

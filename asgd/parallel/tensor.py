@@ -23,8 +23,8 @@ wrong: `enter` then raises an error.
 
 With `sequence`, devices also divide norms, dropout and the stream between the
 split regions, by positions: f gathers positions and g scatters them. Devices
-send as many bytes as without `sequence`, and these activations are 1/t as
-large.
+send the same number of bytes as without `sequence`, and these activations are
+1/t as large.
 
 Index letters:
   B  sequences

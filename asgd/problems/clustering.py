@@ -43,7 +43,7 @@ def k_means(
     clusters: k, 2 or more, at most the training examples.
     dataset: a name of `data.DATASETS`; examples are flattened.
     data_dir: folder of its files.
-    partition: of examples, see `asgd.data.partitions`.
+    partition: the partition of examples, see `asgd.data.partitions`.
 
   Returns:
     A Problem with parameters float32[k, d + 1], the sum and the number of each

@@ -20,7 +20,7 @@ def first_fault(tree: Any, label: str) -> str:
   """Returns a text on the first value of a tree that is not finite.
 
   Args:
-    tree: of arrays.
+    tree: a tree of arrays.
     label: name of the tree in the text.
 
   Returns:
@@ -56,9 +56,9 @@ def find_fault(
   """Searches the initial parameters and the data of a run.
 
   Args:
-    problem: of the run.
+    problem: the problem of the run.
     stored: (label, tree of arrays) of data in memory; None: a config's problem.
-    seed: of the run.
+    seed: the seed of the run.
     workers: N.
     jobs: (worker, job) of the batches that are searched.
 

@@ -146,8 +146,9 @@ class Objects:
       recipe: an `algorithms.Recipe`, or the settings of another protocol.
       batch_size: examples in a batch, if the data are examples.
       evaluate: parameters -> a number or a dict of numbers.
-      pieces: of a loss that can be cut.
-      objects: by key of a config; each object replaces the value of its key.
+      pieces: the pieces of a loss that can be cut.
+      objects: the objects, by key of a config; each object replaces the value
+        of its key.
     """
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
     self.objects = dict(objects or {})

@@ -348,8 +348,8 @@ def language(
         text.train, batch_size=size, context=context, seed=seed
       )
 
-    # Windows are drawn at random; an epoch is as many characters as the text
-    # has.
+    # Windows are drawn at random; an epoch has the number of characters of the
+    # text.
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 

@@ -70,8 +70,8 @@ class BatchWorkers:
 
     Args:
       states: a BatchWorker for each worker.
-      jobs: in one evaluation.
-      run_log: of the run.
+      jobs: the number of jobs in one evaluation.
+      run_log: the log of the run.
       clock: returns the time of a row.
     """
     self.all = list(states)
@@ -134,9 +134,9 @@ class BatchDriver:
     """Starts a run, or resumes one from the notes of an earlier driver.
 
     Args:
-      settings: of the run.
+      settings: the settings of the run.
       params: with the shapes and dtypes of parameters; no values are read.
-      run_log: of the run.
+      run_log: the log of the run.
       notes: from `_notes` of the earlier driver; None starts a run.
     """
     self._settings, self._like, self.run_log = settings, params, run_log

@@ -62,7 +62,7 @@ def recompute(
   """Runs L-BFGS in this process, as far as the given jobs allow.
 
   Args:
-    settings: of the run.
+    settings: the settings of the run.
     params: before the first step, of NumPy.
     work: the loss and the gradient of a portion, a mean.
     jobs: the jobs that were received, numbered as in a trace: evaluation times

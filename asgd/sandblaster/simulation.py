@@ -136,10 +136,10 @@ class SandblasterSimulation(BatchDriver):
     """Starts a run, or resumes a saved one.
 
     Args:
-      settings: of the run.
+      settings: the settings of the run.
       params: before the first step, of NumPy.
       work: the loss and the gradient of a portion, a mean.
-      durations: of portions.
+      durations: the durations of portions.
       workers: N.
       saved: the checkpoint to resume from.
     """

@@ -98,7 +98,7 @@ def differences(
   all rows, trained on random messages in one program.
 
   Args:
-    algorithm: to be probed.
+    algorithm: the algorithm to be probed.
     structs: arrays, or shapes and dtypes, of a few rows of each leaf.
     totals: see `check`.
   """

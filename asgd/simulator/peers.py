@@ -270,7 +270,7 @@ class Peers:
     trace: the rows of the run.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    devices: of each peer.
+    devices: the devices of each peer.
 
   Attributes:
     peers: the N peers, by index.

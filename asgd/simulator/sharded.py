@@ -92,7 +92,7 @@ class Sharded:
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    options: of shards and workers.
+    options: the options of shards and workers.
 
   Attributes:
     plan: the rows of each shard.

@@ -228,7 +228,7 @@ def compile_steps(
 
   Args:
     server: of the run.
-    worker: of the run; with None, `Steps.work` is None.
+    worker: the worker of the run; with None, `Steps.work` is None.
     wire: dtype in which parameters and messages travel, such as "bfloat16";
       with None they travel in their own dtypes.
     group: the devices of each worker.

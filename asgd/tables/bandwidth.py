@@ -27,8 +27,8 @@ def free_after(
 
   Args:
     free: time at which it has sent the earlier messages.
-    time: at which the message is sent, in the same unit.
-    nbytes: of the message.
+    time: the time at which the message is sent, in the same unit.
+    nbytes: the bytes of the message.
     bandwidth: bytes in a unit of time; infinite is no limit.
 
   Source:

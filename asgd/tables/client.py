@@ -81,13 +81,13 @@ class Client:
 
     Args:
       worker: its index.
-      specs: of the tables, by name.
-      rules: of reads.
-      filters: of messages; each filter gets the rows that the previous filter
-        passed.
-      codec: of values.
+      specs: the specs of the tables, by name.
+      rules: the rules of reads.
+      filters: the filters of messages; each filter gets the rows that the
+        previous filter passed.
+      codec: the codec of values.
       key: JAX key of the codec's random numbers.
-      seed: of the filters' random numbers.
+      seed: the seed of the filters' random numbers.
       key_caching: whether a list of keys that was sent before is sent as its
         digest.
     """
@@ -256,8 +256,8 @@ class Client:
     them to the copies. The part that the codec leaves out stays unsent.
 
     Args:
-      name: of the table.
-      keys: of the rows.
+      name: the name of the table.
+      keys: the keys of the rows.
       table: index of the table; the codec draws differently for each.
     """
     rows = self._rows[name]

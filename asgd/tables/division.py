@@ -144,7 +144,8 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
   """Returns cuts of all tables that give the shards about equal loads.
 
   Args:
-    loads: of each shard: table -> float[k], the load of each row of the shard.
+    loads: the loads of each shard: table -> float[k], the load of each row of
+      the shard.
 
   Example:
     >>> import numpy as np

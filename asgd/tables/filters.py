@@ -116,8 +116,8 @@ def kkt(
   Args:
     l1: the penalty, positive, in the unit of a gradient.
     slack: from 0, below `l1`; gradients within `slack` of the penalty are sent.
-    column: of the weights in rows, and of the gradients in values, where rows
-      have other columns, too; None: all columns are weights.
+    column: the column of the weights in rows, and of the gradients in values,
+      where rows have other columns, too; None: all columns are weights.
 
   Returns:
     A Filter.
@@ -176,8 +176,8 @@ def largest_change(nbytes: int) -> Filter:
   it sends them when the link is free (`tables.bandwidth`).
 
   Args:
-    nbytes: of a message of one table, with 8 for each key, before a codec; so
-      many in the time of a message are the bandwidth.
+    nbytes: the bytes of a message of one table, with 8 for each key, before a
+      codec; so many in the time of a message are the bandwidth.
 
   Returns:
     A Filter.

@@ -251,10 +251,10 @@ def _move(
   """Moves ranges between shards, if all next rows are the same MOVE row.
 
   Args:
-    shards: of the run.
+    shards: the shards of the run.
     rows: the next row of each shard; None where the trace has ended, as a run
       may end before all shards have written their MOVE row.
-    incarnations: of all workers.
+    incarnations: the incarnations of all workers.
     division: the first one.
 
   Returns:
@@ -299,13 +299,13 @@ def replay(
   """Recomputes the result of a live run.
 
   Args:
-    settings: of the run.
+    settings: the settings of the run.
     tables: complete, [K, ...] by name, before the first job.
-    division: of the tables, the first of the run.
+    division: the division of the tables, the first of the run.
     work: computed by the workers.
     orders: the traces of the run.
-    jobs: of each worker.
-    seed: of filters and codecs.
+    jobs: the number of jobs of each worker.
+    seed: the seed of filters and codecs.
 
   Raises:
     OrdersError: for traces that do not belong together.

@@ -111,8 +111,8 @@ def dump_move(version: int, cuts: Cuts, parts: Sequence[bytes]) -> bytes:
   """Returns, as bytes, the request that gives a shard its ranges of a division.
 
   Args:
-    version: of the division.
-    cuts: of all shards.
+    version: the version of the division.
+    cuts: the cuts of all shards.
     parts: the rows that other shards give to this one (`TableShard.give`).
   """
   tables = {"cuts": dict(cuts), "parts": list(parts)}

@@ -238,8 +238,8 @@ class RowCopies:
     Args:
       sender: the worker that pushed the change and has applied it to its own
         copies; None if no worker has applied the change.
-      name: of the table.
-      keys: of the rows.
+      name: the name of the table.
+      keys: the keys of the rows.
       change: [n, ...].
     """
     for worker, copies in self._copies.items():

@@ -56,8 +56,8 @@ class TableServer:
     """Takes ownership of the tables.
 
     Args:
-      tables: by name.
-      rules: of reads.
+      tables: the tables, by name.
+      rules: the rules of reads.
       workers: their indices.
       codec: the codec of the clients.
       total: number of rows of all shards, over which a budget is shared; None:

@@ -66,7 +66,7 @@ class TableSettings(NamedTuple):
 
     Args:
       workers: N.
-      jobs: of each worker.
+      jobs: the number of jobs of each worker.
 
     Raises:
       ValueError: if value_bounded cannot bound the effect of held-back updates.
@@ -112,8 +112,8 @@ class TableSettings(NamedTuple):
     of zeros.
 
     Args:
-      clock: of the worker.
-      keys: of the rows that the job read.
+      clock: the clock of the worker.
+      keys: the keys of the rows that the job read.
       values: [n, ...], from `Work.gradient`.
     """
     if self.direct:
@@ -239,10 +239,10 @@ def table(
     shards: number of shards over which the rows of each table are divided.
     rebalance_every: clocks after which keys are divided again by load; 0 never.
       In a live run, workers rest meanwhile.
-    filters: of messages, a list of names or dicts of a `name` and options
-      (`FILTERS`); a single one may be given without the list.
-    codec: of values, a name of `compression.CODECS`, or a dict of a `name` and
-      options; None: values are sent as they are.
+    filters: the filters of messages, a list of names or dicts of a `name` and
+      options (`FILTERS`); a single one may be given without the list.
+    codec: the codec of values, a name of `compression.CODECS`, or a dict of a
+      `name` and options; None: values are sent as they are.
     key_caching: whether workers send a list of keys that they have sent before
       as its digest, of 8 bytes.
     ftrl: options of `ftrl_proximal`, which becomes the function at the server.

@@ -113,13 +113,13 @@ class TableRun:
     """Starts a run.
 
     Args:
-      settings: of the run.
+      settings: the settings of the run.
       tables: arrays [K, ...] by name.
       work: computed by the workers.
-      durations: of jobs.
+      durations: the durations of jobs.
       workers: N.
       messages: jobs of the run, a multiple of N.
-      seed: of filters and codecs.
+      seed: the seed of filters and codecs.
       observe: called with each read.
 
     Raises:

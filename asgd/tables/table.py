@@ -56,7 +56,7 @@ class Table:
 
     Args:
       values: rows, of NumPy or JAX; the table stays of that kind.
-      function: of a push; None adds.
+      function: the function of a push; None adds.
       shards: S, at most K.
       load: float[K], of each key; the shards get ranges of about equal load.
         None: the shards get equal numbers of keys.
@@ -123,11 +123,11 @@ class Table:
     """Returns a table without rows, for any keys from 0 on.
 
     Args:
-      shape: of a row.
-      dtype: of its elements.
-      function: of a push; None adds.
+      shape: the shape of a row.
+      dtype: the dtype of its elements.
+      function: the function of a push; None adds.
       init: int64[n] keys -> [n, ...] their initial values; None: zeros.
-      ranges: of the shards; None: one shard.
+      ranges: the ranges of the shards; None: one shard.
       name: for errors.
     """
     self = cls.__new__(cls)

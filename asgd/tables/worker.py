@@ -92,13 +92,13 @@ class TableWorker:
 
     Args:
       worker: its index.
-      incarnation: of the worker, counted from 0.
-      settings: of the run.
-      division: of its tables.
+      incarnation: the incarnation of the worker, counted from 0.
+      settings: the settings of the run.
+      division: the division of its tables.
       work: computed by the worker.
       workers: N.
-      jobs: of this worker.
-      seed: of filters and codecs.
+      jobs: the number of jobs of this worker.
+      seed: the seed of filters and codecs.
     """
     self.worker, self.jobs = worker, jobs
     self.sessions = requests.ShardSessions(worker, incarnation, division.shards)

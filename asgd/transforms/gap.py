@@ -65,7 +65,7 @@ def gap_aware(
       needs "updates".
     weight_decay: 0 or more; weight_decay * params is added to a gradient, and
       penalised with it.
-    decay: of the average, in [0, 1).
+    decay: the decay of the average, in [0, 1).
     eps: added to the root of the average.
 
   Returns:
@@ -175,7 +175,7 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
   of them. Before the first step there is no penalty.
 
   Args:
-    decay: of the average, in [0, 1).
+    decay: the decay of the average, in [0, 1).
     eps: added to the root of the average.
 
   Returns:

@@ -33,7 +33,8 @@ def delayed_nesterov(
   Args:
     momentum: mu, in [0, 1).
     every: N, updates between two changes of the velocity.
-    share: c, in [0, 1 / N], the part of the velocity in each other update.
+    share: c, in [0, 1 / N], the part of the velocity in each of the other
+      updates.
 
   Returns:
     A transform that keeps S and v.

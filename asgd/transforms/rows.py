@@ -79,7 +79,7 @@ def peek(rows: WorkerRows, worker: jax.Array) -> Any:
   """Returns a worker's row, for a caller that does not write.
 
   Args:
-    rows: of all workers, such as `PerWorkerState.inner`.
+    rows: the rows of all workers, such as `PerWorkerState.inner`.
     worker: int32[], below N.
 
   Returns:

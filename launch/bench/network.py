@@ -239,10 +239,10 @@ def simulated(
     links: their latency, bandwidth, and bytes of a message.
     workers: N.
     shards: S, which keep one order.
-    messages: of the run; those before each worker has handed one in are not
-      counted.
+    messages: the number of messages of the run; those before each worker has
+      handed one in are not counted.
     times: seconds that jobs take; of each worker they are drawn from these.
-    seed: of the draws.
+    seed: the seed of the draws.
   """
   rows = [{"worker": 0, "seconds": seconds} for seconds in times]
   with tempfile.TemporaryDirectory() as folder:

@@ -138,7 +138,7 @@ class BenchReport:
       values: header -> format of a number, such as {"updates/s": ".0f"}.
       measured: the same of the numbers that docs/benchmarks.md shows, each a
         `Measured`.
-      width: of the names, at least.
+      width: the width of the names, at least.
     """
     return BenchTable(self.rows, title, first, (values, measured), width)
 

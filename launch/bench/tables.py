@@ -181,7 +181,7 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
   """Yields contestants by name. Each does ten jobs, and a job pulls and pushes
   1,000 rows of 64 float32 of a table of `rows`. Ray is running."""
   rng = np.random.default_rng(1)
-  # Rows that are spread over the table, and as many that are contiguous.
+  # Rows that are spread over the table, and the same number of contiguous rows.
   sparse = [
     np.sort(rng.choice(rows, ROWS, replace=False)) for _ in range(_KEY_LISTS)
   ]

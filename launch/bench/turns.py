@@ -44,7 +44,7 @@ def take_turns(
   each. In a round before the first one, programs are compiled.
 
   Args:
-    contestants: by name.
+    contestants: the contestants, by name.
     rounds: that are counted.
     calls: of each contestant in a round.
     clock: in seconds; of a process's CPU time, other programs on its core cost

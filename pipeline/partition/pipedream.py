@@ -106,7 +106,7 @@ def pipedream(
     graph: the profile.
     machines: of each level from the innermost, (8, 2) for two servers of eight
       devices; all are used, unless `fewer`.
-    bandwidth: of each level, in bytes a second.
+    bandwidth: the bandwidth of each level, in bytes a second.
     **options: those of `PipeDreamOptions`.
 
   Raises:

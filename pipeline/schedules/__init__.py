@@ -80,7 +80,7 @@ def build(name: str, **options: Any) -> Schedule:
   """Builds a table by the name of its schedule.
 
   Args:
-    name: of `SCHEDULES`.
+    name: a name of `SCHEDULES`.
     **options: the arguments of that function.
 
   Returns:
@@ -115,7 +115,7 @@ def forwards(options: Mapping[str, object]) -> int:
     32
   """
   keys = ("devices", "stages", "chunks", "microbatches", "batches")
-  # A list of devices stands for as many stages.
+  # A list of devices stands for the number of devices that it names.
   counts = [options.get(key) for key in keys]
   counts[0] = len(listed(counts[0]) or ()) or counts[0]
   integers = (int(n) for n in counts if isinstance(n, (int, np.integer)))
@@ -150,7 +150,7 @@ def make(
   schedule flushes, else of all microbatches.
 
   Args:
-    name: of `SCHEDULES`, or the path of a file that holds a table.
+    name: a name of `SCHEDULES`, or the path of a file that holds a table.
     stages: S; None takes the stages of the table in a file.
     total: microbatches of the run.
     batch: microbatches of an update where `every` does not say it and the

@@ -35,7 +35,7 @@ def pipedream(
 
   Args:
     stages: p.
-    microbatches: of the whole run.
+    microbatches: the number of microbatches of the whole run.
     replicas: devices of each stage, numbered stage by stage; None is one of
       each.
     every: microbatches of an update.
@@ -100,7 +100,7 @@ def pipedream_2bw(
 
   Args:
     stages: p.
-    microbatches: of the whole run.
+    microbatches: the number of microbatches of the whole run.
     every: microbatches of an update, p or more; None is p.
 
   Returns:
@@ -201,7 +201,7 @@ def pipemare(
 
   Args:
     stages: P.
-    microbatches: of the whole run.
+    microbatches: the number of microbatches of the whole run.
     every: N, microbatches of an update.
     anneal: K, in updates; None is a quarter of the run's (this library's
       choice). The table does not depend on it.
@@ -267,7 +267,7 @@ def ftpipe(
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).
-    microbatches: of the whole run.
+    microbatches: the number of microbatches of the whole run.
     stage_depth: distance of each stage s from the end; None is p - 1 - s.
     supremum: of the staleness. All depths are lowered by the same number, so
       that the first stage has at most supremum - 1 microbatches in flight; the

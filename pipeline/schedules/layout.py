@@ -98,9 +98,9 @@ def synchronous(
   """Returns the valid table of a batch's orders, done once for each batch.
 
   Args:
-    name: of the schedule.
+    name: the name of the schedule.
     orders: for each device, the steps of the first batch.
-    microbatches: of a batch, which is one update.
+    microbatches: the number of microbatches of a batch, which is one update.
     batches: number of consecutive batches.
     limit: the most forwards in flight on a device; None: no limit.
 

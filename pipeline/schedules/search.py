@@ -306,7 +306,7 @@ def best(
 
   Args:
     places: the device of each stage, in a tuple.
-    microbatches: of the batch.
+    microbatches: the number of microbatches of the batch.
     costs: the times of F, I, W and transfers.
     limits: the most activations of each device.
     known_orders: limits -> orders that fit, the best for much memory first.

@@ -92,7 +92,7 @@ def _dualpipe(
     stages_here: the device's stage in each direction.
     rank: distance from the nearer end, where the first direction starts.
     ranks: devices of one half, p / 2.
-    microbatches: of each direction.
+    microbatches: the number of microbatches of each direction.
   """
   order, waiting = [], collections.deque()
   # Each pair of iterators, by direction: the microbatches still to be done.

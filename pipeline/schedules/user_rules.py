@@ -42,7 +42,7 @@ def custom(
       every own action.
     every: microbatches of one update; None is all.
     flush: whether forwards of a batch wait for the update of the one before.
-    name: of the table.
+    name: the name of the table.
 
   Returns:
     A valid Schedule.
@@ -94,7 +94,7 @@ def forwards_first(device: int, state: RuleState) -> Step | None:
 
   Args:
     device: its number.
-    state: of the device.
+    state: the state of the device.
 
   Returns:
     The next step, or None to wait.
@@ -127,7 +127,7 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
 
   Args:
     schedule: the table.
-    actions: of each device, in their order.
+    actions: the actions of each device, in their order.
 
   Returns:
     A valid Schedule.

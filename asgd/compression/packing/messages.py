@@ -32,7 +32,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   them.
 
   Args:
-    layout: of the code.
+    layout: the layout of the code.
     code: a tree of NumPy or jax arrays, `Symbols` and `Values`.
     buffer: uint8[n] in one piece, or an object with a writable buffer of n
       bytes, to write to; n = layout.most is enough for any code.

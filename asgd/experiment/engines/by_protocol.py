@@ -14,8 +14,8 @@ def engine_kind(
   """Returns an engine that leaves its runs to the runners of their protocols.
 
   Args:
-    name: of the engine, by which protocols have their runners.
-    sections: of a config, its own.
+    name: the name of the engine, by which protocols have their runners.
+    sections: its own sections of a config.
     fields: further ones of the EngineKind.
   """
 

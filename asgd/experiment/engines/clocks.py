@@ -85,7 +85,7 @@ def of_jobs(
 
   Args:
     run: the run.
-    seed: of the cell.
+    seed: the seed of the cell.
     steps: batches of a job, unless an allocation is given.
     given: the workers' shares; None: all are equal.
   """
@@ -134,11 +134,11 @@ def recorded(
   """Times from a file, such as the durations.csv that `asgd compare` writes.
 
   Args:
-    path: of a CSV file with the columns worker and seconds, a row a job, each
-      worker's in their order. Worker i uses the i-th worker's, modulo their
-      number, over and over.
+    path: the path of a CSV file with the columns worker and seconds, a row a
+      job, each worker's in their order. Worker i uses the i-th worker's, modulo
+      their number, over and over.
     resample: draws from them at random, with replacement.
-    seed: of the draws.
+    seed: the seed of the draws.
 
   Raises:
     ValueError: for a file that cannot be read, naming the line.
@@ -210,14 +210,14 @@ def partitioned(
     inputs: shape of an example, as (440,) or (100, 100, 3).
     classes: logits.
     machines: of each replica, at most 256.
-    flops: of a machine, a second.
-    bandwidth: of a machine's link, bytes a second each way.
+    flops: the floating-point operations of a machine, a second.
+    bandwidth: the bandwidth of a machine's link, bytes a second each way.
     batch_size: examples of a step.
     latency: seconds of a message, one way.
     service: seconds in which a machine takes a message, one after the other.
-    mean: of a step on one machine, in any unit of time.
+    mean: the mean time of a step on one machine, in any unit of time.
     variation: V of the time of a machine in a phase.
-    seed: of the draws.
+    seed: the seed of the draws.
 
   Raises:
     ValueError: for a model that cannot be divided, or a value out of range.

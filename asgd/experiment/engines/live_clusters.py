@@ -315,9 +315,9 @@ def make_cluster(
   Args:
     run: inputs of shards and workers.
     live: inputs of hosts.
-    hosts: of shards and workers.
+    hosts: the hosts of shards and workers.
     machine: with the faults that are injected.
-    images: of each shard, from a checkpoint; None: there is none.
+    images: the image of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """
   # Threads share the parts made here; processes make their parts themselves.

@@ -16,7 +16,7 @@ class ShardNews:
     """Starts without any lines.
 
     Args:
-      setup: of the cell.
+      setup: the setup of the cell.
       memory: folder of the cell's memory.
       message: count of messages received before.
       resumed: whether the journals have rows.

@@ -50,8 +50,8 @@ def make_spec(
   """Returns the spec of the peers.
 
   Args:
-    plan: of the cell.
-    seed: of the cell.
+    plan: the plan of the cell.
+    seed: the seed of the cell.
     due: messages after which peers keep parameters for evaluations.
     copies: whether messages are copied, as between processes.
   """

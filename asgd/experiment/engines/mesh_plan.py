@@ -101,7 +101,7 @@ SECTIONS: dict[str, Any] = {
   "mesh": {
     # Axis -> devices. One may be -1: all other devices. {}: all on "data".
     "axes": Setting({}, _axes),
-    # CPU devices to make; None: as many as the mesh has.
+    # CPU devices to make; None: the number that the mesh has.
     "devices": Setting(
       None, checks.optional(checks.whole_number(1, _MOST_DEVICES))
     ),
@@ -232,8 +232,8 @@ def _local_recipe(
       f"config.mesh.axes: the workers of {refusals.recipe_of(run)} take local"
       f" steps, and the {mesh.shape[meshes.DATA]} islands of a mesh make one"
       " update of the mean of their messages, which have no order: use a recipe"
-      " in rounds of as many workers (model_averaging, slowmo, diloco), or"
-      " engine simulate, threads or ray"
+      " in rounds of the same number of workers (model_averaging, slowmo,"
+      " diloco), or engine simulate, threads or ray"
     )
   section = {**run.config["mesh"], "compress": run.config["compress"]}
   with checks.prefix_errors("mesh"):

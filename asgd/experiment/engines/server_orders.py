@@ -273,9 +273,9 @@ def in_order(
 ) -> algorithms.Recipe:
   """Returns a recipe with updates that fit the order of a config.
 
-  A recipe of rounds takes any order of a server, and still averages as many
-  messages: they may then be late, or several of one worker. In rounds without
-  the slowest workers an update takes the messages of one round.
+  A recipe of rounds takes any order of a server, and still averages the same
+  number of messages: they may then be late, or several of one worker. In rounds
+  without the slowest workers an update takes the messages of one round.
   """
   order = run.config["order"]
   # "asynchronous" without options is the default, and stands for the recipe's

@@ -62,7 +62,7 @@ def describe_first_not_finite(
   finite; None if all are finite.
 
   Args:
-    plan: of the cell.
+    plan: the plan of the cell.
     latest: records of the latest messages, of a server or of peers.
     done: messages of the cell so far.
     cell: name of the cell.

@@ -424,9 +424,9 @@ def columns_of(
   """Returns the columns of a cell's result, without its time.
 
   Args:
-    rules: of reads.
-    records: of all its jobs.
-    summary: of these records.
+    rules: the rules of reads.
+    records: the records of all its jobs.
+    summary: the summary of these records.
     profile: rows read at each clock differential.
     held: counts of rows that filters held back and dropped.
     updates: the slowest worker's clock.

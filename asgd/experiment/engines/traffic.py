@@ -57,7 +57,7 @@ def size_of(
   """Returns the size that codecs are fitted to.
 
   Args:
-    dataset: of the experiment; `per_epoch` None marks a stream.
+    dataset: the dataset of the experiment; `per_epoch` None marks a stream.
     problem: on the dataset.
     workers: number of messages that are averaged, one of each worker.
     batches: number of batches in all these messages together.

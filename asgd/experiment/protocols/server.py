@@ -71,8 +71,8 @@ def train_in_order(
   """Trains a cell in the order of its shards' traces.
 
   Args:
-    plan: of the cell.
-    seed: of the cell.
+    plan: the plan of the cell.
+    seed: the seed of the cell.
     traces: one for each shard, the lead's first.
     totals: sums over all shards, by shard and event; None: there are none.
     **options: of `simulator.run_sharded`.

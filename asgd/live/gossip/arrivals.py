@@ -2,8 +2,8 @@
 
 A peer that ends a job applies it, mixes its own message, sends it to all
 receivers, and starts its next job. It starts none while a receiver has not
-acknowledged its last `_MOST` messages. So each receiver, which keeps as many
-messages of each sender, has those that others lack if the sender exits.
+acknowledged its last `_MOST` messages. So each receiver, which keeps
+`_MOST` messages of each sender, has those that others lack if the sender exits.
 """
 
 import collections

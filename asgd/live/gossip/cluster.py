@@ -57,10 +57,10 @@ class PeerMaker(NamedTuple):
     """Makes the next incarnation of a peer from its files.
 
     Args:
-      index: of the peer.
+      index: the index of the peer.
       image: from which it resumes; None: it begins with the first parameters.
-      counter: of jobs; None: the peer works in rounds.
-      inside: of the host.
+      counter: the counter of jobs; None: the peer works in rounds.
+      inside: the functions of the host.
     """
     spec = self.make_spec()
     if self.warm_up:
@@ -104,8 +104,8 @@ class PeerCluster(Cluster):
 
     Args:
       settings: rule, topology and order of the run.
-      hosts: of the peers.
-      maker: of peers.
+      hosts: the hosts of the peers.
+      maker: the maker of peers.
       messages: jobs of all peers together.
       ladder: time limits of jobs.
       refill: whether to replace peers that have exited.
@@ -344,7 +344,7 @@ class PeerCluster(Cluster):
     and waits until they have. Raises as `check`.
 
     Args:
-      seconds: to wait at most.
+      seconds: the time to wait at most.
 
     Returns:
       Whether all peers are quiet.

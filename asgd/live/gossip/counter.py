@@ -35,7 +35,7 @@ class JobCounter:
 
     Args:
       peer: that asks.
-      incarnation: of the peer.
+      incarnation: the incarnation of the peer.
       begun: number of jobs that the incarnation has begun. A repeated call with
         the same count gets the same answer.
     """
@@ -73,7 +73,7 @@ class JobCounter:
 
     Args:
       peer: that exited.
-      incarnation: of the peer.
+      incarnation: the incarnation of the peer.
       begun: number of jobs that the incarnation has begun. The counter also
         frees a number that it assigned and that the peer did not begin.
       lost: numbers of jobs that the peer began and did not end.

@@ -120,7 +120,7 @@ def write_leave(
 
   Args:
     run: the folder of the run.
-    index: of the peer.
+    index: the index of the peer.
     incarnation: the one that has exited.
     now: time of the rows in seconds, unless the journal has a later row.
     disk: writes the rows.

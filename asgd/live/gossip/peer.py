@@ -71,9 +71,9 @@ class LivePeer:
     """Prepares a peer.
 
     Args:
-      inside: of the host.
+      inside: the functions of the host.
       rows: the peer's state and journal.
-      faults: to inject.
+      faults: the faults to inject.
       span: called with spans of time: fetch lasts until a job starts, push
         until the peer has received its message.
     """
@@ -118,7 +118,7 @@ class LivePeer:
 
     Args:
       sender: the peer.
-      incarnation: of the sender.
+      incarnation: the incarnation of the sender.
       first: number of the first frame.
       batch: the frames.
 

@@ -147,7 +147,7 @@ class PeerRows:
     """Starts from the first parameters; `restore` then continues from an image.
 
     Args:
-      index: of the peer.
+      index: the index of the peer.
       spec: the peer's specification.
       files: (journal, records), with the rows of earlier incarnations.
       clock: returns the run's time in seconds.

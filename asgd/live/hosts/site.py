@@ -72,7 +72,7 @@ def prepare_process(site: Site, worker: bool) -> None:
   """Sets up malloc and JAX in a process that has not used JAX yet.
 
   Args:
-    site: of the run.
+    site: the site of the run.
     worker: whether this is the process of a worker or a peer; otherwise it is a
       process of a local kind.
 

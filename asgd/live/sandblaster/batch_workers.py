@@ -71,10 +71,10 @@ class LiveBatchWorkers(BatchWorkers):
 
     Args:
       count: N.
-      jobs: in one evaluation.
-      supervisor: of the processes.
+      jobs: the number of jobs in one evaluation.
+      supervisor: the supervisor of the processes.
       make: worker -> factory of the worker in its host.
-      run_log: of the run.
+      run_log: the log of the run.
     """
     self._supervisor, self._make = supervisor, make
 

@@ -108,12 +108,12 @@ class Driver(BatchDriver, Cluster):
     """Prepares a run; `start` starts it.
 
     Args:
-      settings: of the run.
+      settings: the settings of the run.
       params: NumPy arrays, before the first step.
-      makers: of shards and workers.
-      run_log: of the run.
+      makers: the makers of shards and workers.
+      run_log: the log of the run.
       workers: N.
-      options: of watching.
+      options: the options of watching.
       saved: the state to resume from.
       save_notes: called when an evaluation begins, with the notes from which
         the next driver can resume it. Called with None if the files of a shard

@@ -36,10 +36,10 @@ class LiveShard(VectorShard):
     """Resumes from the files of the folder, or starts from an image.
 
     Args:
-      inside: of the host.
-      folder: of the shard's files.
+      inside: the functions of the host.
+      folder: the folder of the shard's files.
       image: to start from; its `point` has the shapes and dtypes of rows.
-      evaluation: of the image.
+      evaluation: the evaluation of the image.
       from_image: whether to remove the files and start from the image.
 
     Raises:

@@ -33,12 +33,12 @@ class LiveShards:
     """Prepares the shards; `start` starts them.
 
     Args:
-      plan: of rows over shards.
-      supervisor: of the processes.
-      make: of a shard.
-      images: by shard.
+      plan: the plan of rows over shards.
+      supervisor: the supervisor of the processes.
+      make: makes a shard.
+      images: the images by shard.
       from_images: whether shards start from the images, or from their files.
-      number: of the next command.
+      number: the number of the next command.
       on_unusable: called before an error about the files of a shard is raised,
         from which no driver can resume.
     """

@@ -49,7 +49,7 @@ class ShardStore:
     """Opens the files in an existing folder.
 
     Args:
-      folder: of the files.
+      folder: the folder of the files.
       rows_like: with the shapes and dtypes of rows.
       disk: writes as `os` does.
       clear: whether to remove all files first.

@@ -97,10 +97,10 @@ class LiveWorker:
     """Prepares and compiles the computation.
 
     Args:
-      inside: of the host.
-      index: of the worker.
+      inside: the functions of the host.
+      index: the index of the worker.
       make_task: returns the computation.
-      faults: to inject.
+      faults: the faults to inject.
       record: called with each fault before it happens.
       span: called with the worker's spans of time.
     """
@@ -133,7 +133,7 @@ class LiveWorker:
     """Does a job.
 
     Args:
-      evaluation: of the job.
+      evaluation: the evaluation of the job.
       job: its index in the evaluation.
       seq: count of earlier jobs of this worker index.
       shards: hosts, by shard.

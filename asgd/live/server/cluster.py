@@ -75,8 +75,8 @@ class ServerCluster(Cluster):
     Args:
       setup: settings of the run.
       plan: division of the parameters among shards; None: there is one shard.
-      hosts: in which shards and workers run.
-      makers: of shards and workers.
+      hosts: the hosts in which shards and workers run.
+      makers: the makers of shards and workers.
       make_spec: makes the work of workers, in their hosts.
       refill: whether a worker that exits is replaced.
       resumed: whether the journals of shards have rows of earlier commands.

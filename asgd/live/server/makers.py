@@ -46,7 +46,7 @@ class ServerMakers:
       steps: compiled steps of the server, which threads share; None: each party
         compiles in its separate process.
       network: makes the sockets of shards and workers.
-      faults: to inject, each once.
+      faults: the faults to inject, each once.
       images: the image of each shard in a checkpoint; used if the memory is
         lost.
       make_script: makes the faults of a worker.

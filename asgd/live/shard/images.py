@@ -67,8 +67,8 @@ def _open_tickets(
   """Sets the open tickets and counts of a state to those of a ledger.
 
   Args:
-    state: of the shard; it is changed.
-    ledger: of the journal's rows.
+    state: the state of the shard; it is changed.
+    ledger: the ledger of the journal's rows.
     intact: whether the slots have the parameters of the tickets.
     without_params: (worker, seq) of tickets that lost their parameters even if
       the slots are `intact`.
@@ -103,7 +103,7 @@ def restore(
   Args:
     state: a state before the first row; it is changed.
     image: (the server's state, the result of `describe`).
-    ledger: of the journal's rows before the image.
+    ledger: the ledger of the journal's rows before the image.
     intact: whether the parameters of open tickets lie in their slots.
   """
   tree, meta = image
@@ -146,7 +146,7 @@ def reopen(
   Args:
     state: after `restore`; it is changed.
     events: the rows since the image.
-    ledger: of all rows.
+    ledger: the ledger of all rows.
     intact: as in `restore`.
 
   Returns:

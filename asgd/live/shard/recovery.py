@@ -101,8 +101,8 @@ def recover(
       incarnations have exited, so their tickets end.
 
   Args:
-    role: of a shard before its first row; it is changed.
-    image: of a checkpoint, used if the shared memory is lost.
+    role: the role of a shard before its first row; it is changed.
+    image: the image of a checkpoint, used if the shared memory is lost.
     resumed: whether the whole run starts again, so that no worker and no other
       shard is alive.
 

@@ -79,7 +79,7 @@ class Shard:
     """Starts, or recovers to the end of the journal.
 
     Args:
-      index: of the shard.
+      index: the index of the shard.
       setup: settings of the run.
       steps: compiled steps of the server.
       server: the state before the first row; it is donated.

@@ -41,7 +41,8 @@ class SentUpdates(simulator.Traffic):
     """Keeps a packet, and drops the oldest ones that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
-    # A ticket that needs as many bytes carries the parameters instead.
+    # A ticket whose updates need as many bytes as the parameters carries the
+    # parameters instead.
     while self._nbytes >= self.dense_nbytes:
       self._nbytes -= len(self._packets.popleft())
 
@@ -63,7 +64,7 @@ class SentUpdates(simulator.Traffic):
     """Counts a new ticket, and writes the updates that it carries to its slot.
 
     Args:
-      memory: of the shard.
+      memory: the memory of the shard.
       slot: index of the ticket's updates slot, and of its message slot.
       key: (worker, seq) of the ticket.
       params: the server's parameters at the ticket's version.
@@ -100,7 +101,7 @@ class SentUpdates(simulator.Traffic):
     in the ticket's slot, or the bytes of the parameters.
 
     Args:
-      memory: of the shard.
+      memory: the memory of the shard.
       slots: (worker, seq) of a ticket -> its message slot.
     """
     for key in self.sent.tickets.keys() & slots.keys():
@@ -121,7 +122,7 @@ class SentUpdates(simulator.Traffic):
     """Writes the packets to the slot `first_slot` or the next one, in turn.
 
     Args:
-      memory: of the shard.
+      memory: the memory of the shard.
       first_slot: the first of the two updates slots of snapshots.
       rows: number of rows of the journal before the snapshot.
 

@@ -81,8 +81,8 @@ class TableCluster(Cluster):
     """Prepares a cluster.
 
     Args:
-      hosts: of shards and workers.
-      makers: of shards and workers.
+      hosts: the hosts of shards and workers.
+      makers: the makers of shards and workers.
       run: folder of the run.
       shards: S.
       workers: N.
@@ -310,7 +310,7 @@ class TableCluster(Cluster):
     Raises as `check`.
 
     Args:
-      seconds: to wait at most.
+      seconds: the time to wait at most.
 
     Returns:
       Whether all workers have halted.

@@ -102,7 +102,7 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
   Args:
     run: folder of the run.
     workers: N.
-    jobs: of each worker between two moves.
+    jobs: the number of jobs of each worker between two moves.
   """
   total = 0.0
   for worker in range(workers):

@@ -30,9 +30,9 @@ class JobJournal(WorkerJournal):
     """Opens the files, which may have rows of earlier incarnations.
 
     Args:
-      inside: of the worker's host.
+      inside: the functions of the worker's host.
       run: the folder of the run.
-      index: of the worker.
+      index: the index of the worker.
       resumes: whether the worker continues from an image, as the incarnation
         that made the image.
       span: called with the worker's stretches of time.

@@ -71,13 +71,14 @@ class ShardHost:
     """Makes a shard, or rebuilds it from the files of an earlier process.
 
     Args:
-      inside: of the host.
+      inside: the functions of the host.
       make: returns the shard before its first request.
       run: folder of the run.
       memory: folder of the run's memory.
-      index: of the shard.
+      index: the index of the shard.
       clock_every: number of jobs in a clock.
-      image: of a checkpoint from which the run resumes; None otherwise.
+      image: the image of a checkpoint from which the run resumes; None
+        otherwise.
     """
     self._inside, self._clock_every = inside, clock_every
     self._folder = memory / f"shard-{index}"
@@ -271,7 +272,8 @@ class ShardHost:
 
     Args:
       worker: its index.
-      incarnation: of the worker; an earlier incarnation gets no rows.
+      incarnation: the incarnation of the worker; an earlier incarnation gets no
+        rows.
       expected: number of the next row; the worker has all earlier rows.
     """
     if incarnation != self._shard.incarnation(worker):

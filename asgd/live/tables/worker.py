@@ -54,15 +54,15 @@ class WorkerHost:
     """Starts a worker, or continues one from an image.
 
     Args:
-      inside: of the host.
+      inside: the functions of the host.
       make: (incarnation, work) -> a worker without rows.
       work: computed by the worker.
       journal: the worker's files.
       shards: hosts, by shard.
-      script: of injected faults.
+      script: the script of injected faults.
       slowdown: factor on the time of a job.
-      image: of the worker, from which it continues; `journal` was then opened
-        with `resumes`.
+      image: the image of the worker, from which it continues; `journal` was
+        then opened with `resumes`.
     """
     self._inside, self._journal, self._script = inside, journal, script
     self._shards = {

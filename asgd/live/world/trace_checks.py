@@ -169,8 +169,8 @@ def check_protocol(
 
   Args:
     events: rows of the lead's trace.
-    rules: of the order.
-    jobs: of the run.
+    rules: the rules of the order.
+    jobs: the number of jobs of the run.
     owned: whether each job belongs to one worker.
 
   Raises:
