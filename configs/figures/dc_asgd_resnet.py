@@ -6,7 +6,7 @@ The data may be those of `cifar10_jpeg.tar.xz`, which are lossy.
 
   asgd reproduce dc_asgd_resnet --data_dir=FOLDER
 
-45 cells of 480 gradients; --quick has 80. Its full size was not run yet.
+45 cells of 480 gradients, 18 minutes of a core; --quick has 80.
 """
 
 import dc_asgd
@@ -52,5 +52,10 @@ def get_figure():
       "learning_rate_schedule.warmup_examples": 8 * BATCH,
       "learning_rate_schedule.decay_examples": (60 * BATCH,),
     },
+    finding=(
+      "After 480 gradients accuracies are 19 to 28 %, and those of ASGD and"
+      " delay compensation differ by less than a third of a point: open, as in"
+      " the larger figure."
+    ),
     tuned="nothing: rates are those of dc_asgd, of another model and data",
   )
