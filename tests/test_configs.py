@@ -10,6 +10,7 @@ import tiny
 from tiny import drawn_images, no_limits
 
 from asgd import experiment
+from asgd.experiment import code
 from asgd.pipeline.engine import PIPELINE
 
 pytestmark = pytest.mark.usefixtures(drawn_images.__name__)
@@ -27,6 +28,7 @@ VARIANTS_ONLY = ("pipeline_sentences", "mesh_gpt")
 
 
 def load(path):
+  code.add_folder(path.parent)  # a figure may import another
   spec = importlib.util.spec_from_file_location(path.stem, path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)

@@ -85,12 +85,13 @@ class Codec(NamedTuple):
 
 def check_complete(codec: Codec, why: str) -> None:
   """Raises ValueError for a codec that leaves a part of a message for later
-  ones, or has errors larger than its input; `why` begins the error."""
+  ones, or with a known bound of its error above its input; `why` begins the
+  error."""
   coarse = codec.delta is not None and codec.delta <= 0
   if coarse or codec.feedback != OPTIONAL:
     raise ValueError(
       f"{why}, and this codec leaves out a part that a later message would have"
-      " to add, or has errors larger than its input: use one such as qsgd"
+      " to add, or its errors may be larger than its input: use bf16"
     )
 
 

@@ -212,10 +212,12 @@ class Checkpoints:
     # The reverse of `save`: names, and shapes of small arrays, are in the JSON.
     text, arrays, start = saved["meta"]["text"], {}, 0
     meta = json.loads(text)
+    # Before arrays were packed, only those without elements were in the JSON.
+    packed = meta[_PACKED] if _PACKED in meta else meta["empty"]
     small = np.asarray(saved["arrays"].get(_PACKED, np.empty(0, np.uint8)))
     for i, name in enumerate(meta["names"]):
-      if name in meta[_PACKED]:
-        dtype, shape = meta[_PACKED][name]
+      if name in packed:
+        dtype, shape = packed[name]
         end = start + np.dtype(dtype).itemsize * math.prod(shape)
         arrays[name] = small[start:end].copy().view(dtype).reshape(shape)
         start = end

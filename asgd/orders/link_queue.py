@@ -114,3 +114,4 @@ class LinkQueue:
   def clear(self) -> None:
     """Drops all events: parcels on their way do not arrive."""
     self._heap.clear()
+    self._ways.clear()

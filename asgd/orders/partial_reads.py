@@ -19,6 +19,8 @@ of that block. In live runs, shards without a common order
 (`server.consistent=False`) have such reads.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from asgd import base, checks
@@ -72,16 +74,23 @@ def by_block(
   rows = list(events(trace))
   ends = {row.key: row.time for row in rows if row.action in ENDS}
 
-  def read(row: Event, block: int) -> Event:
-    """Returns a row of the trace of a block."""
-    if row.action != base.SEND:
-      return row
-    end = ends.get(row.key, rows[-1].time)
-    delay = share * (end - row.time) * block / blocks
-    return row._replace(time=row.time + delay)
+  def read(block: int) -> Iterator[Event]:
+    """Yields the rows of the trace of a block."""
+    read_at: dict[int, float] = {}  # worker -> time of its last read
+    for row in rows:
+      if row.action == base.SEND:
+        end = ends.get(row.key, rows[-1].time)
+        delay = share * (end - row.time) * block / blocks
+        row = row._replace(time=row.time + delay)
+        read_at[row.worker] = row.time
+      elif row.action == base.KEEP:
+        # A job on a kept ticket may be granted before the ticket is read.
+        read_time = read_at.get(row.worker, row.time)
+        row = row._replace(time=max(row.time, read_time))
+      yield row
 
   # A stable sort: rows with equal times keep the order of the trace.
   return [
-    from_events(sorted((read(row, b) for row in rows), key=lambda r: r.time))
+    from_events(sorted(read(b), key=lambda row: row.time))
     for b in range(blocks)
   ]

@@ -177,6 +177,10 @@ class _OverNetwork:
     self._shards, self._messages = range(network.shards), messages
     self._nbytes = nbytes
     self._waited = 0.0  # of all parts, in queues of shards
+    # Key of a job -> the count of shards that have received its message.
+    self._n_parts: collections.Counter[Any] = collections.Counter()
+    self._lead_keys: set[Any] = set()  # of the messages that the lead received
+    self._n_complete, self._end = 0, 0.0  # messages; time of the last part
     self.queue = LinkQueue(Links(network, workers), self._add_waited)
     self.rows: list[list[Event]] = [[] for _ in self._shards]
     self._dispatcher = protocol.Dispatcher(rules, log=self.rows[0].append)
@@ -193,10 +197,11 @@ class _OverNetwork:
   def _add_waited(self, waited: float) -> None:
     self._waited += waited
 
-  def use(self, end: float) -> LinkUse:
+  def use(self) -> LinkUse:
     """Returns the use of the links until the end of the play."""
     n_parts = self._messages * len(self._shards)
-    return self.queue.links.use(end)._replace(waited=self._waited / n_parts)
+    waited = self._waited / n_parts
+    return self.queue.links.use(self._end)._replace(waited=waited)
 
   def grant(self, time: float) -> None:
     """Starts the jobs that may start: the lead sends its parts of tickets."""
@@ -241,13 +246,24 @@ class _OverNetwork:
 
   def _receive(self, shard: int, job: _Job, time: float) -> None:
     """Receives a part of a message, which no shard waits for another to do."""
+    row = job.row(time, base.RECEIVE)
     if shard:
-      self.rows[shard].append(job.row(time, base.RECEIVE))
+      self.rows[shard].append(row)
     elif self._dispatcher.received < self._messages:
+      self._lead_keys.add(row.key)
       self._dispatcher.arrive(job.worker, job.seq)
       self._dispatcher.deliver(time)
       if self._dispatcher.received < self._messages:
         self.grant(time)
+    else:
+      return
+    self._n_parts[row.key] += 1
+    is_complete = self._n_parts[row.key] == len(self._shards)
+    self._n_complete += is_complete and row.key in self._lead_keys
+    if self._n_complete == self._messages:
+      # Jobs in flight do not use the links after the last counted part.
+      self._end = time
+      self.queue.clear()
 
 
 def over_network(
@@ -299,7 +315,7 @@ def over_network(
     [e for e in rows if e.action != base.RECEIVE or e.key in received]
     for rows in play.rows
   ])
-  return traces, play.use(max(float(trace.time[-1]) for trace in traces))
+  return traces, play.use()
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:

@@ -99,8 +99,8 @@ def skip_gram(
     loss, accuracy = _score(params, test)
     return Evaluation(float(loss), float(accuracy))
 
-  def data_of(vocabulary_size):
-    checks.whole("batch_size", vocabulary_size, most=len(data.train))
+  def data_of(size):
+    checks.whole("batch_size", size, most=len(data.train))
 
     def batches(seed, workers):
       del workers
@@ -108,12 +108,12 @@ def skip_gram(
       def batch(worker, job):
         del worker
         rng = np.random.default_rng((seed, int(job)))
-        return draw_pairs(data.train, vocabulary_size, rng)
+        return draw_pairs(data.train, size, rng)
 
       return batch
 
     probe = draw_pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
-    return batches, probe, max(len(data.train) // vocabulary_size, 1)
+    return batches, probe, max(len(data.train) // size, 1)
 
   return problem_lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),

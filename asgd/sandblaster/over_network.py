@@ -101,9 +101,10 @@ class SandblasterOverNetwork(SandblasterSimulation):
 
   def _step(self) -> bool:
     kind, subject = self._events.pop()
+    waited = 0.0
     if kind == MESSAGE:
       worker, seq, kind = subject.worker, subject.number, subject.kind
-      self._queued[worker] += subject.waited
+      waited = subject.waited
     elif kind in (_JOB, _COMPUTED, _DONE):
       worker, seq = subject
     else:  # of a process that exits or restarts
@@ -112,6 +113,7 @@ class SandblasterOverNetwork(SandblasterSimulation):
     ticket = self._workers[worker].ticket
     # Else the worker has exited since, and the job is lost.
     if ticket is not None and ticket.seq == seq:
+      self._queued[worker] += waited
       self._follow(kind, worker, ticket)
     return True
 

@@ -852,9 +852,9 @@ def test_refinement_moves_borders():
   state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, None
   )
-  assert state.now == (5, 1)
+  assert state.score == (5, 1)
   mixed_pipe.refine(state)
-  assert state.now == (3, 1) and state.nodes() == [0, 0, 0, 1, 1, 1]
+  assert state.score == (3, 1) and state.nodes() == [0, 0, 0, 1, 1, 1]
   # With memory for two units on the first device, it takes one more only.
   state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, 2.0
@@ -871,7 +871,7 @@ def test_equal_objectives_are_told_apart_by_bytes():
     *(None, dict.fromkeys(range(3), 0.0), None),
   )
   mixed_pipe.refine(state)
-  assert state.nodes() == [0, 0, 1] and state.now == (2, 1)
+  assert state.nodes() == [0, 0, 1] and state.score == (2, 1)
 
 
 def test_the_sweep_keeps_the_lowest_objective():

@@ -121,6 +121,7 @@ PROTOCOL = Protocol(
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
     Refusal("order", "its order follows from its portions"),
+    Refusal("server.reads", _NEVER_STALE, engines=("simulate",)),
     Refusal("network", "its live messages have real times", engines=("ray",)),
     # Live shards are the coordinator's, not a server's.
     Refusal(

@@ -133,6 +133,7 @@ PROTOCOL = Protocol(
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
     Refusal("order", "its order follows from its consistency"),
+    Refusal("server.reads", "a job reads single rows", engines=("simulate",)),
     Refusal("network", "its live messages have real times", engines=("ray",)),
     # Live shards are those of the tables, not a server's.
     Refusal(

@@ -198,7 +198,7 @@ def test_what_a_network_takes_is_no_part_of_a_job(rules, incast):
     return Play(rules, streams, [0.0] * 3, jobs=24, **over)
 
   order, spans = played(TIMES), {0: [], 1: [], 2: []}
-  put, compute = order._put, order._compute
+  put, end_job = order._put, order._end_job
 
   def fetched(time, place, call, job):
     if call is pushed:  # the job begins
@@ -209,9 +209,9 @@ def test_what_a_network_takes_is_no_part_of_a_job(rules, incast):
   def pushed(job):
     span = Span("push", order.now, order.now, job.seq, job.number)
     spans[job.worker].append(span)
-    compute(job)
+    end_job(job)
 
-  order._put, order._compute = fetched, pushed
+  order._put, order._end_job = fetched, pushed
   order.until(24)
   journal = [
     kit.row(row.time, row.worker, row.job, row.action, row.seq)

@@ -28,7 +28,7 @@ MISTAKES = (
   ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
   ({"compress": "given"}, "stands for an object that a call was given"),
   ({"compress": THRESHOLD, "engine": "pipeline"},
-   "config.compress: engine 'pipeline' of config.runs.run sends nothing"),
+   "config.compress: stages send activations of different examples, not sums"),
   ({"compress_down": "onebit", "engine": "mesh"},
    "config.compress_down: engine 'mesh' of config.runs.run sends nothing"),
   (
@@ -42,7 +42,7 @@ MISTAKES = (
   ({"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
    "config.compress_down: an algorithm that looks ahead sends parameters"),
   ({"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
-   "config.compress .* is not for the recipe .*: of the recipes of peers"),
+   "config.compress: peers send models, not changes as in choco_sgd"),
   ({"compress": {"name": "onebit_adam", "warm_up": 3}},
    "config.compress.*is only for devices in step"),
   ({"compress": "onebit_adam"}, "config.compress.*devices in step"),

@@ -49,6 +49,7 @@ ORDERS = {
   "asynchronous": dict(name="asynchronous"),
   "ahead": dict(name="stale_synchronous", bound=2, depth=2),
   "kept": dict(name="asynchronous", fetch_every=3, warm_start=4),
+  "kept ahead": dict(name="asynchronous", fetch_every=2, depth=2),
 }
 
 

@@ -116,6 +116,16 @@ def test_shards_over_a_network_can_be_obeyed(options, incast):
   assert use.waited > 0 and 0 < use.utilisation <= 1
 
 
+def test_jobs_in_flight_at_the_end_do_not_count_as_use():
+  traces, use = shards.over_network(
+    protocol.Rules(), durations.constant(slowdown=[1, 1000]),
+    Network(latency=0.1, port=8, service=0.05, shards=2),
+    nbytes=(8, 8), workers=2, messages=10,
+  )
+  assert traces[0].worker.tolist().count(1) == 1  # its ticket alone
+  assert 0 < use.service < use.utilisation <= 1
+
+
 def test_a_network_without_limits_has_the_order_of_one_server():
   clock = durations.homogeneous(seed=1)  # no ties
   counts = {"workers": 4, "messages": 25}
