@@ -41,8 +41,7 @@ class SentUpdates(simulator.Traffic):
     """Keeps a packet, and drops the oldest ones that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
-    # A ticket whose updates need as many bytes as the parameters carries the
-    # parameters instead.
+    # A ticket carries the parameters if its updates need as many bytes or more.
     while self._nbytes >= self.dense_nbytes:
       self._nbytes -= len(self._packets.popleft())
 
