@@ -19,8 +19,7 @@ from asgd.tables.settings import TableSettings
 # Keys of a config that calls take beside the fields of `RunOptions`.
 FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"
 
-# What a call takes as its recipe. `TableSettings` and `SandblasterSettings` are
-# recipes, too.
+# The recipes that a call accepts, with those of tables and of Sandblaster.
 RecipeLike: TypeAlias = (
   algorithms.Recipe
   | base.Algorithm

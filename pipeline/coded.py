@@ -59,7 +59,7 @@ def with_codec(
   are_floats = [bool(floating([leaf])) for leaf in leaves]
 
   def decode_input(coded):
-    if not any(are_floats):
+    if not leaves:  # the first stage's input
       return coded
     code, others = coded
     floats, others = iter(decode_x(code)), iter(others)

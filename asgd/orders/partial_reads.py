@@ -9,8 +9,8 @@ applies messages, so that its copy mixes versions.
   B  number of blocks
 
 This is the inconsistent read of Lian et al.: block b of w_hat is that of
-w_{k - tau_b}, with a staleness tau_b of its own. Messages are applied to all
-blocks at once.
+w_{k - tau_b}, with a staleness tau_b for each block. Messages are applied to
+all blocks at once.
 
 There is a trace for each block. All have the same RECEIVE rows, and the SEND
 rows of a later block are later. `asgd.simulator.Sharded` replays them, with the

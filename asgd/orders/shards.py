@@ -155,11 +155,13 @@ def _sorted_traces(rows: Sequence[list[Event]]) -> list[base.Trace]:
 
 
 class _Job:
-  """A job from its grant until it is computed."""
+  """A job from its grant until all shards have its message."""
 
   def __init__(self, grant: protocol.Grant, shards: int, duration: float):
     self.worker, self.seq, self.number, self.keep = grant
     self.parts_left = shards  # of its ticket
+    self.unreceived = shards  # parts of its message that shards lack
+    self.is_counted = False  # whether the lead has received its part
     self.duration = duration
 
   def row(self, time: float, action: int) -> Event:
@@ -177,10 +179,8 @@ class _OverNetwork:
     self._shards, self._messages = range(network.shards), messages
     self._nbytes = nbytes
     self._waited = 0.0  # of all parts, in queues of shards
-    # Key of a job -> the count of shards that have received its message.
-    self._n_parts: collections.Counter[Any] = collections.Counter()
-    self._lead_keys: set[Any] = set()  # of the messages that the lead received
-    self._n_complete, self._end = 0, 0.0  # messages; time of the last part
+    # Counted messages that all shards have received, and the time of the last.
+    self._n_complete, self._end = 0, 0.0
     self.queue = LinkQueue(Links(network, workers), self._add_waited)
     self.rows: list[list[Event]] = [[] for _ in self._shards]
     self._dispatcher = protocol.Dispatcher(rules, log=self.rows[0].append)
@@ -246,20 +246,16 @@ class _OverNetwork:
 
   def _receive(self, shard: int, job: _Job, time: float) -> None:
     """Receives a part of a message, which no shard waits for another to do."""
-    row = job.row(time, base.RECEIVE)
     if shard:
-      self.rows[shard].append(row)
+      self.rows[shard].append(job.row(time, base.RECEIVE))
     elif self._dispatcher.received < self._messages:
-      self._lead_keys.add(row.key)
+      job.is_counted = True
       self._dispatcher.arrive(job.worker, job.seq)
       self._dispatcher.deliver(time)
       if self._dispatcher.received < self._messages:
         self.grant(time)
-    else:
-      return
-    self._n_parts[row.key] += 1
-    is_complete = self._n_parts[row.key] == len(self._shards)
-    self._n_complete += is_complete and row.key in self._lead_keys
+    job.unreceived -= 1
+    self._n_complete += job.is_counted and not job.unreceived
     if self._n_complete == self._messages:
       # Jobs in flight do not use the links after the last counted part.
       self._end = time

@@ -152,19 +152,21 @@ def published():
   ]
 
 
-SERIES = {
-  title: [(n, f"{label}@{n}") for n in WORKERS]
-  for label, (title, _) in RUNS.items()
-}
+BY_WORKERS = dict(
+  xlabel="workers",
+  series={
+    title: [(n, f"{label}@{n}") for n in WORKERS]
+    for label, (title, _) in RUNS.items()
+  },
+)
 
 
 def accuracy_panel():
   return dict(
     title="accuracy",
+    **BY_WORKERS,
     column="test_accuracy",
-    xlabel="workers",
     ylabel="accuracy, points to SGD",
-    series=SERIES,
     published=published(),
     minus="sgd",
     # "minus" subtracts the accuracy of one worker, seed by seed.
@@ -175,10 +177,9 @@ def accuracy_panel():
 def gap_panel():
   return dict(
     title="gap",
+    **BY_WORKERS,
     column="gap_mean",
-    xlabel="workers",
     ylabel="mean gap",
-    series=SERIES,
   )
 
 

@@ -103,7 +103,9 @@ def measure(
   parts = [slice(index, None, processes) for index in range(processes)]
   children = [
     context.Process(
-      target=_process, args=(memory, data, part, updates, lock, barrier)
+      target=_process,
+      args=(memory, data, part, updates, lock, barrier),
+      daemon=True,  # they end with this process, also if it fails
     )
     for part in parts
   ]

@@ -60,7 +60,7 @@ def of_one_model(
   batch = step.place(_shapes(mesh_plan.job_batches(problem, steps, 0)(0, 0)))
   if isinstance(state, data_parallel.StepState):
     planned = _plan(run, problem, mesh, params, state, batch)
-  else:  # islands: what they send has no formula
+  else:  # islands: no formula gives their traffic
     planned = ahead.ProgramPlan(None)
   arguments = state, batch, key
   yield ahead.Compilation(run.label, step.step, arguments, mesh, planned)

@@ -99,14 +99,10 @@ class ServerPlan:
 
   @classmethod
   def with_codec(
-    cls,
-    run: Run,
-    recipe: algorithms.Recipe,
-    codec: compression.Codec | None,
+    cls, recipe: algorithms.Recipe, codec: compression.Codec | None
   ) -> tuple[algorithms.Recipe, compression.Codec | None]:
     """Returns the recipe with the codec of its messages, and the codec of a
     server's messages."""
-    del run
     return recipe, codec
 
   def check(self) -> None:
@@ -392,7 +388,7 @@ def plan(
   codec, codec_down = traffic.codecs_of(
     run, experiment.dataset, problem, recipe, workers
   )
-  recipe, codec = make.with_codec(run, recipe, codec)
+  recipe, codec = make.with_codec(recipe, codec)
   recipe = traffic.downward(run, recipe, codec_down, problem)
   order = server_orders.of_run(run, problem, recipe)
   count = learning_rates.passes(run, problem)

@@ -129,10 +129,7 @@ class PeerPlan(ServerPlan):
 
   @classmethod
   def with_codec(
-    cls,
-    run: Run,
-    recipe: algorithms.Recipe,
-    codec: compression.Codec | None,
+    cls, recipe: algorithms.Recipe, codec: compression.Codec | None
   ) -> tuple[algorithms.Recipe, None]:
     """Returns the recipe with peers that encode their messages; there is no
     server."""

@@ -51,18 +51,23 @@ def test_shards_out_of_step_by_hand():
   assert shards.spreads([lead, other]).tolist() == [0, 1, 0]
 
 
+def check_same_messages(traces, *, depth, workers, messages):
+  """Asserts that shards' traces are valid, and receive the same messages."""
+  sets = []
+  for trace in traces:
+    assert orders.check(trace, depth=depth) == workers
+    ends = trace.action == base.RECEIVE
+    assert ends.sum() == messages
+    sets.append(set(zip(trace.worker[ends], trace.seq[ends], strict=True)))
+  assert all(keys == sets[0] for keys in sets)
+
+
 def test_what_shards_out_of_step_do_can_be_obeyed():
   rules = protocol.Rules(depth=2, fetch_every=2)
   ways = durations.heterogeneous(0.7, seed=5)
   clock, counts = durations.homogeneous(), {"workers": 3, "messages": 40}
   traces = shards.out_of_step(rules, clock, ways, shards=4, **counts)
-  sets = []
-  for trace in traces:
-    assert orders.check(trace, depth=2) == 3
-    ends = trace.action == base.RECEIVE
-    assert ends.sum() == 40
-    sets.append(set(zip(trace.worker[ends], trace.seq[ends], strict=True)))
-  assert all(keys == sets[0] for keys in sets)
+  check_same_messages(traces, depth=2, **counts)
   assert shards.spreads(traces).max() > 0
   assert not np.array_equal(traces[0].worker, traces[1].worker)
 
@@ -105,13 +110,7 @@ def test_shards_over_a_network_can_be_obeyed(options, incast):
     protocol.Rules(**options), durations.homogeneous(), network,
     nbytes=(8, 2, 0.5), **counts,
   )
-  sets = []
-  for trace in traces:
-    assert orders.check(trace, depth=8) == 4
-    ends = trace.action == base.RECEIVE
-    assert ends.sum() == 40
-    sets.append(set(zip(trace.worker[ends], trace.seq[ends], strict=True)))
-  assert all(keys == sets[0] for keys in sets)
+  check_same_messages(traces, depth=8, **counts)
   assert shards.spreads(traces).max() > 0
   assert use.waited > 0 and 0 < use.utilisation <= 1
 
