@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from asgd.live import processes, ray_internals
+from asgd.live import ray_internals
 
 PAGE = (kit.ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -27,10 +26,34 @@ def folder(tmp_path, monkeypatch):
   sys.modules.pop("cnn", None)
 
 
-def start(*arguments):
+# The driver kills a host itself, at an evaluation, when the others train.
+KILL = """
+import os, pathlib, runpy, signal
+import cnn
+from asgd.live import processes
+
+accuracy, killed = cnn.accuracy, []
+
+def accuracy_and_kill(params):
+  hosts = [
+    pid
+    for pid in processes.descendants(os.getpid())
+    if "HostActor" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+  ]
+  if hosts and not killed:
+    killed.append(max(hosts))
+    os.kill(max(hosts), signal.SIGKILL)
+  return accuracy(params)
+
+cnn.accuracy = accuracy_and_kill
+runpy.run_path("live.py", run_name="__main__")
+"""
+
+
+def start(*arguments, script="live.py"):
   path = os.pathsep.join([str(kit.ROOT), os.environ.get("PYTHONPATH", "")])
   return subprocess.Popen(
-    [sys.executable, "live.py", *arguments],
+    [sys.executable, script, *arguments],
     env={**os.environ, "PYTHONPATH": path},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
@@ -73,16 +96,8 @@ def test_threads(folder, capsys):
 @pytest.mark.process
 def test_a_killed_worker_and_the_same_bits(folder, capsys):
   pytest.importorskip("ray")
-  process = start("ray", "runs/killed", "2000")
-  for line in process.stdout:  # until the run shows its progress
-    if "updates/s" in line:
-      break
-  hosts = [
-    pid
-    for pid in processes.descendants(process.pid)
-    if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
-  ]
-  os.kill(max(hosts), signal.SIGKILL)
+  (folder / "kill.py").write_text(KILL)
+  process = start("ray", "runs/killed", "2000", script="kill.py")
   assert finish(process)[0] > 0.9
   (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
   text = trace.read_text()
