@@ -326,9 +326,7 @@ class _Attempt(contextlib.ExitStack):
       try:
         progress = advance(target)
       except NonFiniteResult as error:  # of a live worker's job
-        next_jobs = range(self.counted, self.counted + _SEARCHED)
-        jobs = itertools.product(range(self._cell.workers), next_jobs)
-        raise self._not_finite(str(error), jobs) from error
+        raise self._not_finite(str(error), self._next_jobs()) from error
       for line in progress.news:
         self._machine.show(line)
       if progress.messages:
@@ -368,16 +366,25 @@ class _Attempt(contextlib.ExitStack):
     rows = {k: v for k, v in rows.items() if len(v) == progress.messages}
     is_finite = np.isfinite(progress.loss)
     is_finite = is_finite & np.isfinite(rows.get("update_norm", 0.0))
-    first = int(np.argmin(is_finite))  # the first False
-    # A server and peers record the job of each message.
-    jobs = [(0, self.counted - progress.messages + first)]
-    if {"worker", "job"} <= rows.keys():
-      jobs = [(int(rows["worker"][first]), int(rows["job"][first]))]
+    jobs = self._next_jobs()
+    # If all records are finite, a message without a record was not: the first
+    # update of a table may be, and then there is no record at all.
+    if not is_finite.all():
+      first = int(np.argmin(is_finite))  # the first False
+      jobs = [(0, self.counted - progress.messages + first)]
+      # A server and peers record the job of each message.
+      if {"worker", "job"} <= rows.keys():
+        jobs = [(int(rows["worker"][first]), int(rows["job"][first]))]
     if self._experiment.config["on_nan"] == "stop":
       text = f"{progress.broken}, or set --config.on_nan=record to keep the"
       raise self._not_finite(f"{text} cell as diverged and continue", jobs)
     if fault := self._data_fault(jobs):
       self._machine.show(f"warning: {fault}")
+
+  def _next_jobs(self) -> Iterable[tuple[int, int]]:
+    """Returns the (worker, job) of which the next messages may be."""
+    jobs = range(self.counted, self.counted + _SEARCHED)
+    return itertools.product(range(self._cell.workers), jobs)
 
   def _not_finite(
     self, text: str, jobs: Iterable[tuple[int, int]]

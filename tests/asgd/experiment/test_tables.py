@@ -2,11 +2,13 @@
 
 import csv
 
+import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
 from table_kit import train
 
+import asgd
 from asgd import base, experiment, orders
 from asgd.experiment import cell_files, engines, folder
 from asgd.experiment.engines import tables
@@ -121,6 +123,32 @@ def test_what_is_not_finite_is_recorded(rate):
   *_, rows = train(exp)
   assert rows[-1]["diverged"]
   assert np.isnan(rows[-1]["train_loss"])
+
+
+def train_on_nan(on_nan, folder):
+  """Trains a table whose first update is NaN: the derivative of 0 sqrt(0)."""
+
+  def loss(params, batch):
+    x, keys = batch
+    return jnp.mean(x * 0.0 * jnp.sqrt(params["w"][keys]))
+
+  data = np.ones((8, 1), np.float32), np.arange(8, dtype=np.int32) % 4
+  return asgd.simulate(
+    *(loss, {"w": jnp.zeros((4, 1))}, data, asgd.table(1.0, workers=2)),
+    messages=8,
+    batch_size=1,
+    on_nan=on_nan,
+    folder=folder,
+  )
+
+
+def test_a_first_update_that_is_not_finite_is_recorded_or_named(tmp_path):
+  result = train_on_nan("record", tmp_path)
+  assert [row["message"] for row in result.evaluations] == [0]
+  assert (tmp_path / "report.html").exists()
+  line = "the update of key 0 is not finite .* at message 1, .*lower learning_r"
+  with pytest.raises(engines.NonFiniteResult, match=line):
+    train_on_nan("stop", None)
 
 
 def test_a_stretch_without_messages_is_summed_up():

@@ -115,3 +115,20 @@ def test_of_two_peers_that_meet_only_the_one_that_ended_its_job_waits():
   received = found.action == base.RECEIVE
   assert found.time[received].tolist() == [5.0, 10.0, 13.0]
   assert found.worker[received].tolist() == [0, 0, 1]
+
+
+def test_messages_that_no_peer_takes_do_not_use_links_after_the_last_round():
+  # A message put at 1 takes 2.5, so the second round ends at 3.5. The third
+  # round ends at 4.5 and puts a message, which would begin on the links down,
+  # idle since 3.5, at 5.
+  found, use = over(
+    *(Network(latency=0.5, up=4.0, down=4.0), peer_orders.rounds),
+    *(durations.constant(), topologies.full(2)),
+    messages=6,
+    every=2,
+  )
+  orders.check(found)
+  assert times_of(found, base.MIX) == [3.5, 3.5]
+  assert float(found.time.max()) == 4.5
+  # A link down is busy from 1.5 to 3.5.
+  assert use.utilisation == pytest.approx(2.0 / 4.5)
