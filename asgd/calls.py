@@ -16,12 +16,15 @@ from asgd import algorithms, base, checks, compression, names, orders
 from asgd.call_options import FURTHER, RunOptions
 from asgd.experiment import protocol, schema
 from asgd.experiment.checks import MOST_COUNT
+from asgd.experiment.engines import server_orders
 from asgd.orders.protocol import Rules
 from asgd.problems import descriptions, own, streams
 
 # Modules that have, nearly, the name of a recipe -> the recipe.
 _RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
-_IN_ROUNDS = "bulk_synchronous", "backup_workers", "backup_tasks"
+# Orders in which each round has a message of every worker. Rounds of
+# "backup_workers" have fewer, and late messages are between them.
+_IN_ROUNDS = "bulk_synchronous", "backup_tasks"
 
 
 def read_recipe(
@@ -311,10 +314,11 @@ def quantum_of(
 ) -> tuple[int, str]:
   """Returns how many messages a run counts together, and a text for so many:
   those of a round, or 1 where workers do not wait for each other."""
-  order = config.get("order") or {}
-  name = order.get("name") if isinstance(order, Mapping) else None
-  in_rounds = name in _IN_ROUNDS or order.get("bound") == 0
-  if name != schema.GIVEN and (recipe.rounds or in_rounds):
+  order = config.get("order") or {"name": "asynchronous"}
+  in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
+  if not server_orders.replaces_rounds(order, recipe):
+    in_rounds |= recipe.rounds
+  if in_rounds and order["name"] != schema.GIVEN:
     return workers, "rounds of {} workers"
   return 1, "messages"
 

@@ -137,8 +137,11 @@ def _range(values: npt.NDArray[Any], *, zero: bool) -> tuple[float, float]:
   low, high = float(values.min()), float(values.max())
   low = min(low, 0.0) if zero else low
   # Equal limits would divide by 0 in `_across` and `_down`.
-  if high - low <= 1e-9 * max(abs(high), abs(low)):
-    low, high = (low, high + 1.0) if zero else (low - 0.5, high + 0.5)
+  least = 1e-9 * max(abs(high), abs(low))
+  if high - low <= least:
+    # A diverged loss may be so large that adding 0.5 does not change it.
+    margin = max(0.5, least)
+    low, high = (low, high + 1.0) if zero else (low - margin, high + margin)
   return low, high
 
 

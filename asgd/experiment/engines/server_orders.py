@@ -268,6 +268,14 @@ def _check_prescribed(run: Run, prescribed: str) -> None:
   )
 
 
+def replaces_rounds(order: Mapping[str, Any], recipe: Any) -> bool:
+  """Whether a config's order replaces the rounds of a recipe of a server."""
+  # "asynchronous" without options is the default, and stands for the recipe's
+  # order. With an option, such as depth=1, it replaces that order.
+  in_rounds = getattr(recipe, "order", None) == "bulk_synchronous"
+  return in_rounds and order != {"name": "asynchronous"}
+
+
 def in_order(
   run: Run, recipe: algorithms.Recipe, workers: int
 ) -> algorithms.Recipe:
@@ -278,9 +286,7 @@ def in_order(
   without the slowest workers an update takes the messages of one round.
   """
   order = run.config["order"]
-  # "asynchronous" without options is the default, and stands for the recipe's
-  # order. With an option, such as depth=1, it replaces that order.
-  if recipe.order == "bulk_synchronous" and order != {"name": "asynchronous"}:
+  if replaces_rounds(order, recipe):
     recipe = recipe._replace(order="asynchronous")
   rounds = "backup_workers", "backup_tasks"
   if recipe.order == "asynchronous" and order["name"] in rounds:

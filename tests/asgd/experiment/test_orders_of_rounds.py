@@ -60,6 +60,24 @@ def test_an_order_replaces_the_rounds_of_a_recipe(case):
 
 
 @pytest.mark.parametrize(
+  ("recipe", "expected"), [(SSGD, 4.0), (AVERAGING, 2.0), (DILOCO, -1.0)]
+)
+@pytest.mark.parametrize("order", [LATE, DEEP])
+def test_without_rounds_any_count_of_messages_is_trained(
+  recipe, expected, order
+):
+  """The third message waits for a fourth, so one update is made."""
+  w = descend(recipe, order, messages=3)
+  assert w == pytest.approx(expected)
+
+
+def test_rounds_need_complete_rounds_of_messages():
+  for order in ("asynchronous", {"name": "stale_synchronous", "bound": 0}):
+    with pytest.raises(ValueError, match="3 messages are not a whole number"):
+      descend(SSGD, order, messages=3)
+
+
+@pytest.mark.parametrize(
   ("make", "factor"), [(asgd.ssgd, 0.5), (asgd.model_averaging, 0.25)]
 )
 def test_backup_workers_average_the_fastest_messages(make, factor):
@@ -94,6 +112,18 @@ def test_repeated_jobs_change_no_average_of_stateless_workers():
     for order in ({"name": "asynchronous"}, {"name": "backup_tasks", "late": 2})
   }
   assert len(digests) == 1
+
+
+def test_a_live_run_without_rounds_receives_any_count_of_messages(tmp_path):
+  parts = (
+    lambda w, batch: 0.5 * w**2 + 0 * batch.sum(),
+    *(jnp.float32(8.0), np.zeros(64, np.float32), asgd.ssgd(0.5, workers=3)),
+  )
+  result = asgd.train_live(
+    *parts, order=BACKUP, messages=7, batch_size=1, folder=tmp_path
+  )
+  assert len(result.records.loss) == 7
+  assert asgd.replay(tmp_path, *parts).same
 
 
 LIVE = (
