@@ -172,7 +172,7 @@ def train(
       *(experiment, cell, workdir),
       bar=bar,
       machine=machine,
-      ended=lambda *values: results.extend(values),
+      on_end=lambda *values: results.extend(values),
     )
     # [4] Collect its results.
     if workdir is not None and options.folder is not None:
@@ -240,7 +240,7 @@ def _trace(
   """Returns the order of a cell: read from the lead's journal, or drawn; None
   if the engine has no trace."""
   if cell_folder is not None and kind.journaled:
-    return replay_lib.trace_of(cell_folder)
+    return replay_lib.read_trace(cell_folder)
   # Devices of a mesh are in step: no order is drawn for them.
   if "durations" not in kind.sections or not hasattr(plan, "trace"):
     return None
@@ -287,5 +287,5 @@ def _read(
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))
   content = cell_files.read_file(cell_folder, "params.msgpack")
-  params = storage.params_of(content, like)
+  params = storage.params_from_bytes(content, like)
   return records, params, folder.read_rows(cell_folder)

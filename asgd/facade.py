@@ -312,7 +312,7 @@ def replay(
   folder = checks.path("folder", folder)
   if data_dir is not None:
     data_dir = str(checks.path("data_dir", data_dir))
-  recorded = replay_lib.trained(folder)
+  recorded = replay_lib.dataset_identity(folder)
   # [1] A run of a config names all that it needs.
   if recorded.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
@@ -334,7 +334,7 @@ def replay(
       f" build it with workers={count}"
     )
   if count is None:
-    count = replay_lib.workers_of(folder)
+    count = replay_lib.worker_count(folder)
   recipe = calls.read_recipe(recipe, count)
   # [4] Recompute the run.
   codecs = {"compress": compress, "compress_down": compress_down}
@@ -343,7 +343,9 @@ def replay(
     batch_size=recorded.get("batch_size"),
     objects={key: codec for key, codec in codecs.items() if codec},
   )
-  replayed = replay_lib.replay(folder, given=given, trust=trust)
+  replayed = replay_lib.replay(
+    folder, caller_objects=given, trust=trust
+  )
   return replayed._replace(params=given.outward(replayed.params))
 
 

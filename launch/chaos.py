@@ -127,8 +127,10 @@ def _report(
     for finding in audit.findings(
       plan, cell_folder, failures, data_dir=data_dir
     ):
-      _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
-      passed &= finding.well
+      _print_finding(
+        f"{cell.name}, {finding.check}", finding.text, finding.passed
+      )
+      passed &= finding.passed
   # [2] The machine: no process and no memory may outlive the run.
   running = chaos.wait_for_end(run.processes)  # Ray takes a while to end them
   memories = [path for path in sorted(run.memories) if path.exists()]

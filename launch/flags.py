@@ -378,7 +378,7 @@ def run(main: Callable[..., None], name: str) -> None:
       word, takes_config = argv[most_words + 1], "config" in flags.FLAGS
       hint = f"; for a config write --config={word}" if takes_config else ""
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
-    compiled.keep()  # the cache of compiled programs
+    compiled.keep_programs()  # the cache of compiled programs
     try:
       with _stdout():
         main(*argv[1:])

@@ -153,7 +153,7 @@ def text(engines: Mapping[str, Any]) -> str:
     ),
     "datasets (config.data.name)": [
       _entry("images", ", ".join(data.DATASETS)),
-      _entry("texts", ", ".join(problem.TEXTS)),
+      _entry("texts", ", ".join(problem.TEXT_NAMES)),
       _entry("sentences", ", ".join(sentences.TASKS)),
     ],
   }

@@ -229,7 +229,7 @@ def _train(
     os.makedirs(machine.profile, exist_ok=True)
   # Only the process with the folder prints that it was asked to stop.
   signals, cells_at_once = Signals(prints=workdir is not None), _jobs()
-  share = jobs.share(experiment.cells, *_share())
+  share = jobs.cells_of_command(experiment.cells, *_share())
   # `default_jobs` asks JAX for its devices, so this cannot be known earlier.
   if cells_at_once == "auto":
     cells_at_once = 1 if machine.profile else jobs.default_jobs()
@@ -287,7 +287,8 @@ def _dry_run(resolved: schema.Resolved) -> None:
   experiment = build(
     resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
-  share, cells_at_once = jobs.share(experiment.cells, *_share()), _jobs()
+  share = jobs.cells_of_command(experiment.cells, *_share())
+  cells_at_once = _jobs()
   # One row for each run and number of workers.
   rows = dry_run.rows(experiment, share, Machine())
   if not isinstance(cells_at_once, int):

@@ -23,7 +23,7 @@ import numpy as np
 
 from asgd import checks, simulator
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
-from asgd.experiment.cell_progress import ROWS, Segment
+from asgd.experiment.cell_progress import MAX_ROWS, Segment
 from asgd.experiment.engines import Column, mean
 from asgd.pipeline import (
   analyze,
@@ -90,13 +90,13 @@ def _remote_arguments(config, dataset, measurements, cell):
 def _in_processes(context: engines.Context) -> processes.Processes:
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
-  dataset = machine.share(plan.dataset)  # which starts Ray
+  dataset = machine.ray_reference(plan.dataset)  # which starts Ray
   if machine.gpus_per_process:
     import ray
 
     available = ray.cluster_resources().get("GPU", 0.0)
     _check_gpus(machine.gpus_per_process, count, available)
-  config = cells.only(plan.run, context.cell)
+  config = cells.single_cell_config(plan.run, context.cell)
   make = functools.partial(
     _remote_arguments, config, dataset, plan.measurements, context.cell
   )
@@ -135,8 +135,8 @@ def check_machine(
     ray_runtime.check(
       machine.address,
       allow_network=machine.allow_network,
-      asked=f"--processes={count}",
-      instead="--processes=0",
+      setting=f"--processes={count}",
+      alternative="--processes=0",
     )
   max_devices = max(plan.table.devices for plan in plans)
   local = jax.local_devices()
@@ -272,7 +272,7 @@ class PipelineEngine(engines.Engine):
 
   def work(self) -> list[Segment]:
     """Returns the last tasks of the devices."""
-    return [Segment(*row) for row in self._log.last(ROWS)]
+    return [Segment(*row) for row in self._log.last(MAX_ROWS)]
 
   def _stage_records(self):
     """Returns the records of each stage, one row for each update."""

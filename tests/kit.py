@@ -98,7 +98,7 @@ def train(exp, workdir=None, index=0, **options):
 
   cell, kept = exp.cells[index], []
   options = {"bar": progress.Silent(), **options}
-  options["ended"] = lambda *what: kept.extend(what)
+  options["on_end"] = lambda *what: kept.extend(what)
   result = loop.train(exp, cell, workdir, **options)
   return Trained(result, workdir and workdir / "cells" / cell.name, *kept)
 

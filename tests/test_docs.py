@@ -345,7 +345,7 @@ def test_the_table_of_refusals_has_every_one_with_its_reason(tables):
     for refusal in protocol.refusals:
       key = f"`{refusal.key.removeprefix('recipe.')}"
       rows = [row for row in page.splitlines() if key in row]
-      assert any(f"| {protocol.what} " in row for row in rows), key
+      assert any(f"| {protocol.participants} " in row for row in rows), key
       assert any(refusal.why.rstrip("=") in row for row in rows), key
 
 

@@ -97,15 +97,15 @@ def _pack(
   """Writes the archive of a cell, then removes the files that it replaces."""
   members: dict[str, bytes] = {}
   # NAME.npy, as in an .npz file, so that numpy.load reads the archive.
-  for name, column in records._asdict().items():
-    np.save(buffer := io.BytesIO(), column)
+  for name, values in records._asdict().items():
+    np.save(buffer := io.BytesIO(), values)
     members[f"{name}.npy"] = buffer.getvalue()
   for name in ("cell.json", "metrics.jsonl", PROGRESS):
     if (cell_folder / name).exists():
       members[name] = (cell_folder / name).read_bytes()
   members["params.msgpack"] = storage.params_bytes(params)
-  text = storage.to_json(result, indent=2) + "\n"
-  members["result.json"] = text.encode()
+  result_text = storage.to_json(result, indent=2) + "\n"
+  members["result.json"] = result_text.encode()
   # The archive is written atomically, by a rename. A kill before the rename
   # leaves the cell unfinished; one after it leaves files that
   # `remove_leftovers` removes.

@@ -53,7 +53,7 @@ def _scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
 def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
   """Returns the hyperparameters of a cell, for tables of boards."""
   run = experiment.runs[cell.label]
-  keys = "batch_size", "epochs", "examples", "learning_rate", "clip_norm"
+  config_keys = "batch_size", "epochs", "examples", "learning_rate", "clip_norm"
   settings: dict[str, Any] = {
     "algorithm": cell.title,
     "recipe": run.recipe,
@@ -61,12 +61,12 @@ def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
     "workers": cell.workers,
     "seed": cell.seed,
   }
-  settings |= {key: run.config[key] for key in keys}
+  settings |= {key: run.config[key] for key in config_keys}
   settings |= {f"recipe.{key}": value for key, value in run.options.items()}
   settings["data"] = experiment.dataset.name
   # TensorBoard's table takes no lists, dicts or None.
-  plain = (bool, int, float, str)
-  return {k: v for k, v in settings.items() if isinstance(v, plain)}
+  plain_types = (bool, int, float, str)
+  return {k: v for k, v in settings.items() if isinstance(v, plain_types)}
 
 
 def read_rows_so_far(cell_folder: Path) -> list[dict[str, Any]]:
@@ -80,12 +80,12 @@ def read_rows_so_far(cell_folder: Path) -> list[dict[str, Any]]:
     return rows
   # The text after the last newline is "", or a line that a kill has cut.
   *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-  for number, line in enumerate(lines, 1):
+  for line_number, line in enumerate(lines, 1):
     try:
       rows.append(storage.unsealed(json.loads(line)))
     except ValueError as error:
       raise folder.FolderError(
-        f"{path}, line {number} is no evaluation that a run wrote:"
+        f"{path}, line {line_number} is no evaluation that a run wrote:"
         f" {line[:60].strip()!r}. Put the file back as it was, or remove it:"
         " then the earlier evaluations are repeated with the current"
         " parameters"
@@ -127,8 +127,8 @@ class CellLog:
 
   def close(self) -> None:
     """Closes the files."""
-    for each in (self._file, *self._boards):
-      each.close()
+    for output in (self._file, *self._boards):
+      output.close()
 
 
 def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
@@ -147,11 +147,13 @@ def _join_seeds(
   workdir: Path, experiment: Experiment, group: Sequence[Mapping[str, Any]]
 ) -> None:
   """Writes the board of one group of seeds and removes the seeds' boards."""
-  first = group[0]
-  cell = Cell(*(first[k] for k in ("label", "algorithm", "workers", "seed")))
-  above = workdir / "tensorboard"
-  joined_board = above / f"{cell.label}-n{cell.workers}"
-  seed_boards = [above / row["cell"] for row in group]
+  first_row = group[0]
+  cell = Cell(
+    *(first_row[k] for k in ("label", "algorithm", "workers", "seed"))
+  )
+  boards_folder = workdir / "tensorboard"
+  joined_board = boards_folder / f"{cell.label}-n{cell.workers}"
+  seed_boards = [boards_folder / row["cell"] for row in group]
   # Nothing is removed through a link.
   seed_boards = [board for board in seed_boards if not board.is_symlink()]
   safe_files.make_folder(joined_board)
@@ -170,7 +172,7 @@ def _join_seeds(
   board = boards.open_board(draft, purge_step=0)
   try:
     board.add_settings(settings, _METRICS)
-    for message, values in means(cells):
+    for message, values in mean_curves(cells):
       board.add_scalars(values, message)
   finally:
     board.close()
@@ -183,13 +185,13 @@ def _join_seeds(
   for path in (*old_files, *seed_files):
     if path != published:
       path.unlink(missing_ok=True)
-  for folder_of_seed in seed_boards:
-    # It was removed before, or has the folder `live` of a live run.
+  for seed_board in seed_boards:
+    # The folder is removed already, or has a subfolder `live` of a live run.
     with contextlib.suppress(OSError):
-      folder_of_seed.rmdir()
+      seed_board.rmdir()
 
 
-def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
+def mean_curves(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
   """Returns the mean curves of several seeds: [(message, {tag: value})].
 
   There is a point for each evaluation that all seeds have made. It has the

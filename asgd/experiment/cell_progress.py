@@ -38,7 +38,7 @@ _MAX_SEGMENTS = 400  # segments of work
 _MAX_LANES = 32  # workers, or devices, that the file shows
 _MAX_CALLS = 100  # calls of `advance` that the file shows
 
-ROWS = 800  # last rows of a trace that the segments of work are read from
+MAX_ROWS = 800  # last rows of a trace that the segments of work are read from
 
 
 class Segment(NamedTuple):
@@ -71,27 +71,27 @@ def segments(
   """
   work: list[Segment] = []
   started: dict[tuple[int, int], float] = {}
-  now = rows[-1].time if rows else 0.0
+  last_time = rows[-1].time if rows else 0.0
 
-  def add(key: tuple[int, int], start: float, end: float) -> None:
-    """Adds the segments of the job `key`, which is (worker, seq)."""
-    computation = computed(*key)
+  def add_job(job_key: tuple[int, int], start: float, end: float) -> None:
+    """Adds the segments of the job `job_key`, which is (worker, seq)."""
+    computation = computed(*job_key)
     if not computation:
-      work.append(Segment(key[0], kind, start, end))
+      work.append(Segment(job_key[0], kind, start, end))
       return
-    # The simulated end of a job in progress may be later than `now`.
+    # The simulated end of a job in progress may be later than `last_time`.
     began, ended = (min(time, end) for time in computation)
-    before = Segment(key[0], "wire", start, began)
-    after = Segment(key[0], "wire", ended, end)
-    work.extend((before, Segment(key[0], "compute", began, ended), after))
+    fetch = Segment(job_key[0], "wire", start, began)
+    push = Segment(job_key[0], "wire", ended, end)
+    work.extend((fetch, Segment(job_key[0], "compute", began, ended), push))
 
   for event in rows:
     if event.action in STARTS:
       started[event.key] = event.time
     elif event.action in ENDS and event.key in started:
-      add(event.key, started.pop(event.key), event.time)
-  for key, start in started.items():  # jobs in progress
-    add(key, start, now)
+      add_job(event.key, started.pop(event.key), event.time)
+  for job_key, start in started.items():  # jobs in progress
+    add_job(job_key, start, last_time)
   # A ticket that takes no time has no segment on the wire.
   return [segment for segment in work if segment.end > segment.start]
 
@@ -99,9 +99,9 @@ def segments(
 def rows_before(
   trace: base.Trace | Sequence[Event], end: int
 ) -> Sequence[Event]:
-  """Returns up to `ROWS` rows of a trace, those before row `end`. The trace may
-  be a Trace of columns or a list of rows."""
-  start = max(end - ROWS, 0)
+  """Returns the last rows of a trace before row `end`, at most `MAX_ROWS`. The
+  trace may be a Trace of columns or a list of rows."""
+  start = max(end - MAX_ROWS, 0)
   if isinstance(trace, base.Trace):
     return list(events(trace, start, end))
   return trace[start:end]
@@ -180,14 +180,17 @@ class _Totals:
   def add(self, rows: Any) -> int:
     """Adds records to the totals. A missing column counts as 0. Returns the
     bytes of the records' messages, up and down together."""
-    up, down = (
+    bytes_up, bytes_down = (
       int(np.sum(getattr(rows, name, 0))) for name in ("bytes_up", "bytes_down")
     )
     self.messages += len(rows.loss)
-    self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
+    self.bytes_up, self.bytes_down = (
+      self.bytes_up + bytes_up,
+      self.bytes_down + bytes_down,
+    )
     if hasattr(rows, "staleness"):
       self._add_delays(rows)
-    return up + down
+    return bytes_up + bytes_down
 
   def _add_delays(self, rows: Any) -> None:
     """Counts staleness and gaps in their bins."""
@@ -233,42 +236,43 @@ class _Losses(NamedTuple):
   loss: npt.NDArray[Any]  # float[k], of the k new messages
 
 
-def _thinned(points: list[_Point]) -> list[_Point]:
+def _halved(points: list[_Point]) -> list[_Point]:
   """Returns one point for two, with the means over both."""
-  thinned: list[_Point] = []
-  before = 0.0
+  merged_points: list[_Point] = []
+  previous_message = 0.0
   for first, second in zip(points[::2], points[1::2], strict=False):
     # A mean is weighted by the messages that its point stands for.
-    weights = first.message - before, second.message - first.message
-    total = max(sum(weights), 1)
+    weights = first.message - previous_message, second.message - first.message
+    weight_sum = max(sum(weights), 1)
     loss, staleness = (
-      (weights[0] * a + weights[1] * b) / total
+      (weights[0] * a + weights[1] * b) / weight_sum
       for a, b in zip(first[2:4], second[2:4], strict=True)
     )
     nbytes = first.nbytes + second.nbytes
     point = second._replace(loss=loss, staleness=staleness, nbytes=nbytes)
-    thinned.append(point)
-    before = second.message
-  # Of an odd count the last point has no partner, and stays.
-  return thinned + points[2 * len(thinned) :]
+    merged_points.append(point)
+    previous_message = second.message
+  # If the count is odd, the last point has no partner, and stays as it is.
+  return merged_points + points[2 * len(merged_points) :]
 
 
 def _read_earlier_attempt(
-  path: Path, done: int
+  path: Path, last_message: int
 ) -> tuple[list[_Point], list[Any]]:
-  """Returns what an earlier attempt at the cell wrote: the points up to message
-  `done`, and all log lines. Both are empty if the file is missing or damaged.
-  """
+  """Returns (points up to `last_message`, all log lines) of an earlier attempt.
+  Both are empty if the file is missing or damaged."""
   content = storage.read_json(path) or {}
   try:
-    # JSON has no NaN: `_rounded` wrote null for it.
+    # JSON has no NaN: `_rounded_rows` wrote null for it.
     rows = [
       [math.nan if x is None else x for x in point]
       for point in content["points"]
     ]
     points = [_Point(*map(float, row)) for row in rows]
     # The engine repeats the messages after its checkpoint.
-    return [p for p in points if p.message <= done], list(content["events"])
+    return [p for p in points if p.message <= last_message], list(
+      content["events"]
+    )
   except (KeyError, TypeError, ValueError):
     return [], []
 
@@ -298,7 +302,7 @@ class ProgressFile:
     self._points, self._log = _read_earlier_attempt(self._path, engine.done)
     # The clock continues at the last point, so the stop between has no length.
     seconds = self._points[-1].seconds if self._points else 0.0
-    self._began = time.monotonic() - seconds
+    self._clock_start = time.monotonic() - seconds
     # Not by the cell's clock, which `advance` sets back after the start-up.
     self._next_write = time.monotonic() + _FIRST_WRITE
     # By the engine's clock, at the last message; None: it has no clock. A
@@ -308,7 +312,7 @@ class ProgressFile:
     if engine.done:
       self._totals.add(engine.records())
       self._log.append([seconds, f"resumed at message {engine.done}"])
-    self._new: list[Any] = []  # rows of records since the last point
+    self._unwritten_rows: list[Any] = []  # rows of records since the last point
     # An engine without workers has one lane, with its calls.
     calls: list[Segment] = []
     self._calls = collections.deque(calls, maxlen=_MAX_CALLS)
@@ -316,29 +320,29 @@ class ProgressFile:
   def advance(self, until: int) -> engines.Progress:
     """Advances the engine, and counts its progress. Returns it without the
     rows of records, which only this file needs."""
-    start = time.monotonic() - self._began
+    start = time.monotonic() - self._clock_start
     progress: engines.Progress = self._engine.advance(until)
     if progress.seconds is not None:
       # Records of several writers are not read in the order of their times.
       seconds = max(progress.seconds, self._engine_seconds or 0.0)
       self._engine_seconds = seconds
       # The start-up of the workers does not count: the clock continues here.
-      self._began = time.monotonic() - seconds
+      self._clock_start = time.monotonic() - seconds
     elif progress.messages:
       self._engine_seconds = None
-    now = time.monotonic() - self._began
+    seconds_now = time.monotonic() - self._clock_start
     if progress.messages:
-      self._new.append(progress.rows or _Losses(progress.loss))
-      self._calls.append(Segment(0, "compute", start, now))
+      self._unwritten_rows.append(progress.rows or _Losses(progress.loss))
+      self._calls.append(Segment(0, "compute", start, seconds_now))
     if time.monotonic() >= self._next_write:
-      self._write(now)
+      self._write(seconds_now)
     return progress._replace(rows=None)
 
   def finish(self) -> None:
     """Writes the file of a finished cell, with the totals of all records."""
     now = self._engine_seconds
     if now is None:
-      now = time.monotonic() - self._began
+      now = time.monotonic() - self._clock_start
     self._add_point(now)
     # While it trains, an engine may report losses alone. The records are
     # complete only now, so all totals are counted again.
@@ -348,16 +352,19 @@ class ProgressFile:
 
   def _add_point(self, now: float) -> None:
     """Adds the point of the rows since the last one, if there are some."""
-    new, self._new = self._new, []
-    if not new:
+    rows, self._unwritten_rows = self._unwritten_rows, []
+    if not rows:
       return
-    losses, staleness = _joined(new, "loss"), _joined(new, "staleness")
-    nbytes = sum(map(self._totals.add, new))
+    losses, staleness = (
+      _joined_column(rows, "loss"),
+      _joined_column(rows, "staleness"),
+    )
+    nbytes = sum(map(self._totals.add, rows))
     self._message += len(losses)
     means = engines.mean(losses), engines.mean(staleness)
     self._points.append(_Point(now, self._message, *means, nbytes))
     if len(self._points) > _MAX_POINTS:
-      self._points = _thinned(self._points)
+      self._points = _halved(self._points)
 
   def _write(self, now: float) -> None:
     """Writes the file."""
@@ -375,9 +382,9 @@ class ProgressFile:
       **self._about,
       "seconds": now,
       **self._totals.content(),
-      "points": _rounded(self._points),
-      "work": _rounded(work[-_MAX_SEGMENTS:]),
-      "events": _rounded(self._log),
+      "points": _rounded_rows(self._points),
+      "work": _rounded_rows(work[-_MAX_SEGMENTS:]),
+      "events": _rounded_rows(self._log),
     }
     with contextlib.suppress(OSError):  # the run does not need this file
       safe_files.write(self._path, json.dumps(content, allow_nan=False))
@@ -388,13 +395,13 @@ class ProgressFile:
     self._next_write = write_ended + pause
 
 
-def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
+def _joined_column(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
   """Returns a column of several records, joined; empty if they lack it."""
   columns = [np.ravel(getattr(records, column, ())) for records in parts]
   return np.concatenate(columns)
 
 
-def _rounded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+def _rounded_rows(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
   """Returns rows with floats of four digits after the point; None stands for a
   float that is not finite."""
 

@@ -18,7 +18,8 @@ from asgd.parallel import ahead, meshes
 from asgd.parallel.targets import Target
 from asgd.problems import own
 
-_MOST_COMPILED = 10**13  # parameters of a model of which there are shapes alone
+# Parameters of a model that is only compiled: no array of its size is made.
+_MOST_COMPILED = 10**13
 
 
 class Cell(NamedTuple):
@@ -52,9 +53,9 @@ class Experiment:
     self.runs, self.dataset = dict(runs), dataset
     self.measurements = dict(measurements or {})
     cells = (
-      Cell(label, run.title, count, seed)
+      Cell(label, run.title, workers, seed)
       for label, run in runs.items()
-      for count in engines[run.engine].workers(run)
+      for workers in engines[run.engine].workers(run)
       for seed in config["seeds"]
     )
     # By workers, then run, then seed: the sort is stable.
@@ -76,31 +77,33 @@ class Experiment:
   def problem_of(self, run: Run) -> problems.Problem:
     """Returns the problem with a run's batch size. Its parameters carry the
     optimizer's state if the run averages it."""
-    size = run.config["batch_size"]
-    if size not in self._problems:
+    batch_size = run.config["batch_size"]
+    if batch_size not in self._problems:
       with checks.prefix_errors(f"runs.{run.label}.batch_size"):
-        shared = self._problems[self.config["batch_size"]]
-        self._problems[size] = shared.with_batch_size(size)
+        shared_problem = self._problems[self.config["batch_size"]]
+        self._problems[batch_size] = shared_problem.with_batch_size(batch_size)
     if run.label not in self._problems_of_runs:
-      self._problems_of_runs[run.label] = _carrying(run, self._problems[size])
+      self._problems_of_runs[run.label] = _with_carried_state(
+        run, self._problems[batch_size]
+      )
     return self._problems_of_runs[run.label]
 
   def sharpness_of(self, run: Run) -> Callable[[Any], float]:
     """Returns the estimate of a run's sharpness, compiled once for all cells of
     its batch size, and for all experiments on one problem."""
-    shared = self.problem_of(run)
+    run_problem = self.problem_of(run)
     return _sharpness.get(
-      lambda: diagnosis.make_sharpness(shared.loss, shared.probe),
-      *(run.config["batch_size"], shared.loss),
+      lambda: diagnosis.make_sharpness(run_problem.loss, run_problem.probe),
+      *(run.config["batch_size"], run_problem.loss),
     )
 
   def plan(self, cell: Cell) -> Any:
     """Returns the plan of a cell; cells that differ in the seed share it."""
-    key = cell.label, cell.workers
-    if key not in self._plans:
+    plan_key = cell.label, cell.workers
+    if plan_key not in self._plans:
       run = self.runs[cell.label]
-      self._plans[key] = self.kind(cell).plan(self, run, cell.workers)
-    return self._plans[key]
+      self._plans[plan_key] = self.kind(cell).plan(self, run, cell.workers)
+    return self._plans[plan_key]
 
   def check_machine(self, machine: Any) -> None:
     """Raises ValueError if an engine cannot train its cells on a machine, an
@@ -113,7 +116,9 @@ class Experiment:
       check(self, plans_of_check, machine)
 
 
-def _carrying(run: Run, problem: problems.Problem) -> problems.Problem:
+def _with_carried_state(
+  run: Run, problem: problems.Problem
+) -> problems.Problem:
   """Returns a run's problem; its parameters carry the state of the optimizer if
   the run averages that state, or its recipe carries it."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
@@ -159,7 +164,7 @@ def build(
   if not isinstance(config, schema.Resolved):
     config = schema.resolve(config, engines)
   # [1] Checks that need neither data nor devices, so mistakes show at once.
-  config = _checked(config, engines, dataset)
+  config = _checked_config(config, engines, dataset)
   # [2] Devices. JAX takes the count of CPU devices only before it starts.
   runs = config.runs.values()
   devices = max(engines[run.engine].devices(run) for run in runs)
@@ -186,21 +191,21 @@ def programs(
     ValueError: as `build`, for an engine without programs, and for a mesh that
       does not fit the devices of `target`.
   """
-  config = _checked(config, engines)
+  config = _checked_config(config, engines)
   for run in config.runs.values():
     if engines[run.engine].programs is None:
       raise ValueError(
         f"config.runs.{run.label}: engine {run.engine!r} has no program that"
         " could be compiled ahead: use engine=mesh"
       )
-  experiment = _load(config, engines, data_dir, most=_MOST_COMPILED)
+  experiment = _load(config, engines, data_dir, max_parameters=_MOST_COMPILED)
   for run in config.runs.values():
-    kind = engines[run.engine]
-    for workers in dict.fromkeys(kind.workers(run)):
-      yield from kind.programs(experiment, run, workers, target)
+    engine_kind = engines[run.engine]
+    for workers in dict.fromkeys(engine_kind.workers(run)):
+      yield from engine_kind.programs(experiment, run, workers, target)
 
 
-def _checked(
+def _checked_config(
   config: schema.Resolved,
   engines: Engines,
   dataset: problem.Dataset | None = None,
@@ -209,8 +214,8 @@ def _checked(
   it returns have the recipe and the objects of a caller's `dataset`."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
-    given = {"given": dataset.recipe, "objects": dataset.objects}
-    runs = {k: run._replace(**given) for k, run in runs.items()}
+    caller_objects = {"given": dataset.recipe, "objects": dataset.objects}
+    runs = {k: run._replace(**caller_objects) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())
     _check_codec(run, resolved, engines)
@@ -230,15 +235,17 @@ def _load(
   `problem.load`."""
   resolved, runs = config
   options |= {"data_dir": data_dir, "dataset": dataset}
-  dataset, shared = problem.load(resolved, **options)
+  dataset, shared_problem = problem.load(resolved, **options)
   for run in runs.values():
     # `updates` replaces the gradient; only some protocols can apply it.
-    if shared.updates is not None and not protocol.of(run).updates:
+    if shared_problem.updates is not None and not protocol.of(run).updates:
       raise ValueError(
         f"config.problem: its workers compute no gradient, for the recipe"
         f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
       )
-  return Experiment(resolved, engines, runs, dataset, shared, measurements)
+  return Experiment(
+    resolved, engines, runs, dataset, shared_problem, measurements
+  )
 
 
 def _check_codec(
@@ -256,9 +263,11 @@ def _check_codec(
   # This engine has no section `network`: the keys of the other engines have the
   # defaults.
   sections = [kind.sections.get("network") or {} for kind in engines.values()]
-  keys = {key: node for section in sections for key, node in section.items()}
+  network_keys = {
+    key: node for section in sections for key, node in section.items()
+  }
   has_links = "network" in engines[run.engine].sections
-  if not has_links and schema.set_in(config.get("network"), keys):
+  if not has_links and schema.changed_keys(config.get("network"), network_keys):
     raise ValueError(
       f"config.network: engine {run.engine!r} of config.runs.{run.label} has no"
       " links whose time could be set: use engine simulate or threads, or set"
@@ -266,9 +275,9 @@ def _check_codec(
     )
 
 
-def only(run: Run, cell: Cell) -> dict[str, Any]:
+def single_cell_config(run: Run, cell: Cell) -> dict[str, Any]:
   """Returns a config with this cell alone, for other processes and replays."""
-  # The engine moves from the config to the entry of the only run.
+  # The engine is a key of the entry: a config with one run needs no default.
   config = {k: v for k, v in run.config.items() if k != "engine"}
   entry = {"engine": run.engine, "recipe": run.recipe, "title": run.title}
   return {

@@ -1,7 +1,7 @@
 """The evaluations of a cell: when they are due, their rows, and the result.
 
 The run loop (`asgd.experiment.loop`) calls `Evaluations.evaluate` whenever the
-engine has reached the next message that is due, and `result` at the end.
+engine has reached `next_message`, and `result` at the end.
 """
 
 from typing import Any
@@ -15,19 +15,27 @@ from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Engine, due
 from asgd.experiment.signals import GO_ON
 
-_OF_CURVATURE = "sharpness", "rate_x_sharpness"  # columns of some evaluations
+_CURVATURE_COLUMNS = (
+  "sharpness",
+  "rate_x_sharpness",
+)  # columns of some evaluations
 # Columns of a result that the rows of evaluations do not have.
-_OF_RESULT = (
+_RESULT_COLUMNS = (
   *("label", "recipe", "evaluations", "sent_accuracy", "sustained"),
-  *("rate_x_sharpness_limit", "params_sha256", "wall_seconds", *_OF_CURVATURE),
+  *(
+    "rate_x_sharpness_limit",
+    "params_sha256",
+    "wall_seconds",
+    *_CURVATURE_COLUMNS,
+  ),
 )
 
 
 class Evaluations:
   """The evaluations of a cell: their messages and their rows.
 
-  `next` is the message of the next one; `finished` says whether the final one
-  was made. The rows go into metrics.jsonl, and into checkpoints.
+  `next_message` is the message of the next one; `finished` says whether the
+  final one was made. The rows go into metrics.jsonl, and into checkpoints.
   """
 
   def __init__(
@@ -47,15 +55,17 @@ class Evaluations:
     config = experiment.config
     self._due = due(config["evaluations"], engine.total, engine.quantum)
     # Some of them, evenly spaced, measure the sharpness.
-    count = len(self._due)
-    at = np.linspace(0, count - 1, min(config["curvature_checks"], count))
-    self._checks = {self._due[round(i)] for i in at}
+    n_due = len(self._due)
+    positions = np.linspace(
+      0, n_due - 1, min(config["curvature_checks"], n_due)
+    )
+    self._sharpness_messages = {self._due[round(i)] for i in positions}
 
   @property
-  def next(self) -> int | None:
+  def next_message(self) -> int | None:
     """The message after which the next evaluation is due."""
-    count = len(self.rows)
-    return self._due[count] if count < len(self._due) else None
+    n_rows = len(self.rows)
+    return self._due[n_rows] if n_rows < len(self._due) else None
 
   @property
   def finished(self) -> bool:
@@ -66,7 +76,7 @@ class Evaluations:
     """
     if self.diverged or self._engine.ended:
       return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
-    return self.next is None
+    return self.next_message is None
 
   def evaluate(self) -> dict[str, Any]:
     """Returns the row of the evaluation that is due, and keeps it."""
@@ -75,7 +85,7 @@ class Evaluations:
     rate = schedule(snapshot.update) if callable(schedule) else schedule
     # `summary` covers the messages since the last evaluation.
     batches = snapshot.message * self._plan.batches
-    start = self.rows[-1]["message"] if self.rows else 0
+    previous_message = self.rows[-1]["message"] if self.rows else 0
     row = {
       "cell": self._cell.name,
       "algorithm": self._cell.title,
@@ -88,12 +98,12 @@ class Evaluations:
       "examples": batches * self._run.config["batch_size"],
       **snapshot.clock,
       "learning_rate": float(rate),
-      **self._engine.summary(start, snapshot.message),
+      **self._engine.summary(previous_message, snapshot.message),
       "test_loss": float("nan"),
       "test_accuracy": float("nan"),
       "diverged": self.diverged,
     }
-    # Only process 0 writes rows; the others decide by their messages alone.
+    # Only process 0 writes rows; other processes need only their messages.
     if jax.process_index() == 0:
       evaluation = _evaluate(
         self._problem, snapshot.params, self._cell, snapshot.message
@@ -102,13 +112,14 @@ class Evaluations:
       row["test_accuracy"] = evaluation.accuracy
       if storage.is_finite(evaluation.measure):  # of tasks that have one
         row["test_measure"] = evaluation.measure
-      if taken := evaluation.more.keys() & {*row, *_OF_RESULT}:
+      if taken_names := evaluation.more.keys() & {*row, *_RESULT_COLUMNS}:
         raise ValueError(
-          f"{self._cell.name}: evaluate returned {min(taken)!r}, and a row of"
-          " results has a column of this name already: return another name"
+          f"{self._cell.name}: evaluate returned {min(taken_names)!r}, and a"
+          " row of results has a column of this name already: return another"
+          " name"
         )
       row.update(evaluation.more)
-      if self.next in self._checks:
+      if self.next_message in self._sharpness_messages:
         row["sharpness"] = self._sharpness(snapshot.params)
         row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
     self.rows.append(row)
@@ -117,7 +128,7 @@ class Evaluations:
   def result(self, params: Any, *, diverged: bool) -> dict[str, Any]:
     """Returns the row of results, with the final parameters."""
     cell, engine, plan = self._cell, self._engine, self._plan
-    last = self.rows[-1]
+    last_row = self.rows[-1]
     # The two largest of learning rate x sharpness; NaN if none was measured.
     products = sorted(
       (
@@ -129,8 +140,8 @@ class Evaluations:
     )[:2] or [float("nan")]
     keys = ["examples", "epoch", "test_accuracy", "test_loss"]
     # The problem adds its own measures behind the column `diverged`.
-    after = list(last)[list(last).index("diverged") + 1 :]
-    keys += [key for key in after if key not in _OF_CURVATURE]
+    columns_after = list(last_row)[list(last_row).index("diverged") + 1 :]
+    keys += [key for key in columns_after if key not in _CURVATURE_COLUMNS]
     return {
       "cell": cell.name,
       "label": cell.label,
@@ -140,11 +151,11 @@ class Evaluations:
       "workers": cell.workers,
       "seed": cell.seed,
       "evaluations": len(self.rows),
-      **{key: last[key] for key in keys},
+      **{key: last_row[key] for key in keys},
       # `engine.columns` replaces it if the server looks ahead: it then sends
       # other parameters than it has.
-      "sent_accuracy": last["test_accuracy"],
-      "train_loss": last["train_loss"],
+      "sent_accuracy": last_row["test_accuracy"],
+      "train_loss": last_row["train_loss"],
       **engine.columns(),
       "learning_rate": plan.learning_rate,
       # The largest may be a single spike, so `sustained` is the second.
@@ -187,5 +198,5 @@ def compile_evaluation(experiment: Experiment, cell: Cell) -> None:
     _evaluate(problem, params, cell, 0)
     return with_sharpness and sharpness(params)
 
-  functions = problem.evaluate, sharpness
-  _compiled_evaluations.get(compile_both, with_sharpness, *functions)
+  cache_objects = problem.evaluate, sharpness
+  _compiled_evaluations.get(compile_both, with_sharpness, *cache_objects)

@@ -239,7 +239,7 @@ def hold_cell(
   safe_files.make_folder(cell_folder)
   with locked_cell(cell_folder):
     run = experiment.runs[cell.label]
-    config = cells_lib.only(run, cell)
+    config = cells_lib.single_cell_config(run, cell)
     description = {
       "version": VERSION,
       "cell": cell._asdict(),

@@ -38,17 +38,20 @@ from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.live import ray_waits
 from asgd.parallel import processes
 
-_LOOK = 0.5  # seconds between two checks for signals and exited processes
-_SECONDS = 60.0  # to fetch the events of a finished task of Ray
+_POLL_SECONDS = 0.5  # between two checks for signals and exited processes
+_FETCH_SECONDS = 60.0  # to fetch the events of a finished task of Ray
 
 Group = Sequence[Cell]  # cells that share a plan
 # A process reports events (kind, arguments...) to the process that started it.
 Event = tuple[Any, ...]
-_SHOWN = ("skip", "update", "line", "finish")  # kinds: methods of a bar
-_ENDS = ("crash", "error", "stopped")  # kinds that end it, the worst first
+_BAR_EVENTS = ("skip", "update", "line", "finish")  # kinds: methods of a bar
+# Kinds of the last event of a process, the worst first.
+_END_EVENTS = ("crash", "error", "stopped")
 
 
-def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
+def cells_of_command(
+  cells: Sequence[Cell], index: int, count: int
+) -> list[Cell]:
   """Returns the cells of command `index` of `count` commands.
 
   Cells with one plan are a group. The command gets every count-th group, from
@@ -72,9 +75,9 @@ def _warn_of_changes(
     return
   changed: collections.Counter[str] = collections.Counter()  # cells, by module
   for cell in finished:
-    described = folder.read_cell(cells / cell.name).get("modules") or {}
-    config = cells_lib.only(experiment.runs[cell.label], cell)
-    changed.update(code.changed(described, config))
+    recorded_modules = folder.read_cell(cells / cell.name).get("modules") or {}
+    config = cells_lib.single_cell_config(experiment.runs[cell.label], cell)
+    changed.update(code.changed(recorded_modules, config))
   for module, count in changed.items():
     bar.line(
       f"warning: {module} has changed since {count} finished"
@@ -122,7 +125,7 @@ def train_all(
   # [1] Skip the finished cells.
   waiting, finished = [], []
   for cell in cells:
-    if loop.finished(experiment, cell, workdir) is None:
+    if loop.finished_result(experiment, cell, workdir) is None:
       waiting.append(cell)
     else:
       bar.skip(experiment.plan(cell).messages)
@@ -140,26 +143,26 @@ def train_all(
   count = len(groups) if isinstance(jobs, str) else min(jobs, len(groups))
   if count > 1 or (on_ray and count):
     # A task of Ray has another working directory.
-    shared = workdir.absolute() if on_ray and workdir else workdir
-    work = _work_of(experiment, parallel, data_dir, shared)
+    shared_workdir = workdir.absolute() if on_ray and workdir else workdir
+    work = _make_work(experiment, parallel, data_dir, shared_workdir)
     if on_ray:
-      dataset = machine.share(experiment.dataset)
-      ends = _on_ray(work, groups, dataset, bar, signals)
+      dataset = machine.ray_reference(experiment.dataset)
+      end_events = _train_on_ray(work, groups, dataset, bar, signals)
     else:
-      ends = _in_processes(work, groups, count, bar, signals, crew)
-    _conclude(ends, signals)
+      end_events = _train_in_processes(work, groups, count, bar, signals, crew)
+    _raise_worst(end_events, signals)
     waiting = [cell for cell in waiting if cell not in set(parallel)]
   # [3] The other cells, one by one in this process.
-  for number, cell in enumerate(waiting):
+  for index, cell in enumerate(waiting):
     surroundings = {"bar": bar, "machine": machine, "signals": signals}
     _train_unless_in_use(experiment, cell, workdir, **surroundings)
     # On several hosts, a signal to any process stops all of them.
     signal_number = int(processes.gather([signals.received]).max())
-    if signal_number and number + 1 < len(waiting):
+    if signal_number and index + 1 < len(waiting):
       raise Stopped(f"stopped after {cell.name}; {GO_ON}", signal_number)
   # [4] Another command may still train a cell, or may have failed.
-  names = [cell.name for cell in cells]
-  reason = processes.share(workdir and folder.incomplete(workdir, names))
+  cell_names = [cell.name for cell in cells]
+  reason = processes.share(workdir and folder.incomplete(workdir, cell_names))
   if reason:
     raise folder.Incomplete(reason)
   return finished
@@ -184,7 +187,7 @@ def _train_unless_in_use(
 # Several processes.
 
 
-def _work_of(
+def _make_work(
   experiment: Experiment, cells: Sequence[Cell], *folders: Any
 ) -> Callable[..., None]:
   """Returns `_train_groups` for other processes, with the runs of these cells
@@ -210,7 +213,7 @@ def _train_groups(
   """
   from asgd.experiment import ENGINES
 
-  methods = {kind: functools.partial(put, kind) for kind in _SHOWN}
+  methods = {kind: functools.partial(put, kind) for kind in _BAR_EVENTS}
   bar = types.SimpleNamespace(**methods)
   surroundings = {"bar": bar, "machine": Machine(), "signals": signals}
   experiment = None
@@ -244,14 +247,14 @@ class _ParentSignals:
     return signal.SIGTERM if self._event.is_set() else 0
 
 
-def _child(parent: connection.Connection, stop: synchronize.Event) -> None:
+def _child_main(parent: connection.Connection, stop: synchronize.Event) -> None:
   """The main function of a child process.
 
   The child ignores signals: its parent receives them and sets the event `stop`.
   The child exits when its parent exits for any reason.
   """
-  for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
+  for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(signal_number, signal.SIG_IGN)
 
   starter = multiprocessing.parent_process()
   assert starter is not None, "this is the main function of a child"
@@ -302,7 +305,7 @@ class Crew:
       for _ in range(count):
         parent_end, child_end = context.Pipe()
         child = context.Process(
-          target=_child, args=(child_end, self.stop), daemon=True
+          target=_child_main, args=(child_end, self.stop), daemon=True
         )
         child.start()
         # The child alone then holds its end, and its exit closes the pipe.
@@ -330,7 +333,7 @@ def start_crew(
   return Crew(count if forks else 0, forks=True)
 
 
-def _in_processes(
+def _train_in_processes(
   work: Callable[..., None],
   groups: Sequence[Group],
   count: int,
@@ -345,8 +348,8 @@ def _in_processes(
   if crew is None or len(crew.pipes) < count:
     crew = Crew(count)
   try:
-    for number, pipe in enumerate(crew.pipes):
-      pipe.send(work if number < count else None)
+    for index, pipe in enumerate(crew.pipes):
+      pipe.send(work if index < count else None)
     return _watch(crew, groups, bar, signals)
   finally:
     crew.close()
@@ -360,45 +363,45 @@ def _watch(
   When a process fails or a signal arrives, the others save and end. Returns the
   events that ended the processes.
   """
-  ends: list[Event] = []
+  end_events: list[Event] = []
   waiting, open_pipes = list(groups), set(crew.pipes)
   while open_pipes:
     # [1] Pass a request to stop on; the processes end after it.
     if signals.received:
       crew.stop.set()
     # [2] Take an event from each process that has one.
-    ready = connection.wait(list(open_pipes), timeout=_LOOK)
-    for pipe in open_pipes.intersection(ready):
+    ready_pipes = connection.wait(list(open_pipes), timeout=_POLL_SECONDS)
+    for pipe in open_pipes.intersection(ready_pipes):
       try:
         event = pipe.recv()
       except EOFError:  # the process has exited
         open_pipes.remove(pipe)
-        child = crew.pipes[pipe]
-        child.join()
-        if child.exitcode:
-          reason = f"process {child.pid} ended with status {child.exitcode}"
-          ends.append(("error", f"{reason}; {GO_ON}"))
+        exited = crew.pipes[pipe]
+        exited.join()
+        if exited.exitcode:
+          reason = f"process {exited.pid} ended with status {exited.exitcode}"
+          end_events.append(("error", f"{reason}; {GO_ON}"))
           crew.stop.set()
         continue
       # [3] Answer a process that is idle, or show the event.
       if event == ("next",):
         has_work = waiting and not crew.stop.is_set()
         pipe.send(waiting.pop(0) if has_work else None)
-      elif _is_end(event, bar):
-        ends.append(event)
+      elif _handle_event(event, bar):
+        end_events.append(event)
         crew.stop.set()
-  return ends
+  return end_events
 
 
-def _is_end(event: Event, bar: Any) -> bool:
+def _handle_event(event: Event, bar: Any) -> bool:
   """Returns whether an event ends its process; shows other events."""
   kind, *arguments = event
-  if kind not in _ENDS:
+  if kind not in _END_EVENTS:
     getattr(bar, kind)(*arguments)
-  return kind in _ENDS
+  return kind in _END_EVENTS
 
 
-def _on_ray(
+def _train_on_ray(
   work: Callable[..., None],
   groups: Sequence[Group],
   dataset: Any,
@@ -416,7 +419,7 @@ def _on_ray(
     del dataset  # holds the reference; `work` loads its own copy
     events: list[Event] = []
     work([group], lambda *event: events.append(event), NoSignals)
-    # They arrive all at once, at the end, when updates show nothing new.
+    # All events arrive together, at the end: updates then show nothing new.
     return [event for event in events if event[0] != "update"]
 
   if ray.cluster_resources().get("CPU", 0) < 1:
@@ -425,30 +428,34 @@ def _on_ray(
       " it with --num-cpus, or use --jobs=1"
     )
   references = [task.remote(work, dataset, group) for group in groups]
-  ends: list[Event] = []
+  end_events: list[Event] = []
   while references and not signals.received:
-    done, references = ray_waits.wait(references, count=1, timeout=_LOOK)
-    for reference in done:
+    finished_tasks, references = ray_waits.wait(
+      references, count=1, timeout=_POLL_SECONDS
+    )
+    for reference in finished_tasks:
       try:
-        events = ray.get(reference, timeout=_SECONDS)
+        events = ray.get(reference, timeout=_FETCH_SECONDS)
       except ray.exceptions.RayError as error:
         last_line = " ".join(str(error).strip().splitlines()[-1:])[:200]
         reason = f"a task of Ray has died ({type(error).__name__}: {last_line})"
         events = [("error", f"{reason}; {GO_ON}")]
-      ends += [event for event in events if _is_end(event, bar)]
+      end_events += [event for event in events if _handle_event(event, bar)]
   # Nothing is lost: a cell resumes from its checkpoint in the results folder.
   for reference in references:
     ray.cancel(reference, force=True)
-  return ends
+  return end_events
 
 
-def _conclude(ends: Sequence[Event], signals: Any) -> None:
+def _raise_worst(end_events: Sequence[Event], signals: Any) -> None:
   """Raises the worst error of the processes, or Stopped."""
-  if not ends:
+  if not end_events:
     if signals.received:
       raise Stopped(f"stopped; {GO_ON}", signals.received)
     return
-  kind, text, *number = min(ends, key=lambda end: _ENDS.index(end[0]))
+  kind, text, *signal_numbers = min(
+    end_events, key=lambda event: _END_EVENTS.index(event[0])
+  )
   if kind == "crash":
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
@@ -456,7 +463,7 @@ def _conclude(ends: Sequence[Event], signals: Any) -> None:
   # All are "stopped in CELL at ...; GO_ON", of (kind, text, signal).
   cells = (
     text.removeprefix("stopped ").removesuffix(f"; {GO_ON}")
-    for _, text, _ in ends
+    for _, text, _ in end_events
   )
   text = f"stopped {', '.join(cells)}; {GO_ON}"
-  raise Stopped(text, signals.received or number[0])
+  raise Stopped(text, signals.received or signal_numbers[0])

@@ -37,40 +37,41 @@ from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 from asgd.problems import finite
 
-_DEATHS = 3  # attempts without progress, then the loop gives up a cell
-_CLEARLY = 1.2  # times the loss at the beginning
+_MAX_DEATHS = 3  # failed attempts without progress, after which a cell fails
+_DIVERGENCE_FACTOR = 1.2  # of the loss at the start, for a positive loss
 # Fraction of the loss of guessing, which for classes is log(classes). The
 # margin covers noise and class imbalance.
 _GUESSING = 0.95
-_SEARCHED = 64  # jobs after the last message, one of which was not finite
+_SEARCHED_JOBS = 64  # jobs after the last message, one of which was not finite
 
 
-def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
+def has_diverged(loss: np.ndarray, window: int, guess: float) -> bool:
   """Returns whether a run diverged, by its losses.
 
-  The start is the mean of the first `least` messages (at least 8). The end is
+  The start is the mean of the first `window` messages (at least 8). The end is
   the mean of the last tenth. A run diverged if its end is more than a fifth
-  above its start. It also diverged if the mean of `least` consecutive messages
+  above its start. It also diverged if the mean of `window` consecutive messages
   was that high, and the end is no better than `guess`, the loss of guessing
   (NaN: unknown). A network with dead units ends so.
   """
-  count = max(least, 8)
+  length = max(window, 8)
   if not np.isfinite(loss).all():
     return True
-  if len(loss) < 2 * count:
+  if len(loss) < 2 * length:
     return False  # too few messages for a separate start and end
-  start = loss[:count].mean()
-  end = loss[-max(count, len(loss) // 10) :].mean()
-  limit = start + (_CLEARLY - 1) * abs(start)  # losses may be negative
+  start = loss[:length].mean()
+  end = loss[-max(length, len(loss) // 10) :].mean()
+  # `abs`, because losses may be negative.
+  limit = start + (_DIVERGENCE_FACTOR - 1) * abs(start)
   if end > limit:
     return True
-  # It rose and fell again; a guess of NaN makes the comparison False.
-  parts = np.array_split(loss, len(loss) // count)
-  highest = max(part.mean() for part in parts)
+  # Or the loss rose and fell again. A guess of NaN makes the comparison False.
+  chunks = np.array_split(loss, len(loss) // length)
+  highest = max(chunk.mean() for chunk in chunks)
   return bool(highest > limit and end > _GUESSING * guess)
 
 
-def finished(
+def finished_result(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
   """Returns the result of a finished cell, else None.
@@ -80,18 +81,18 @@ def finished(
   engine cannot repeat the cell.
   """
   path = workdir and workdir / "cells" / cell.name
-  kind = experiment.kind(cell)
+  engine_kind = experiment.kind(cell)
   result = processes.share(
-    path and folder.finished_result(path, repeatable=not kind.journaled)
+    path and folder.finished_result(path, repeatable=not engine_kind.journaled)
   )
   if result is not None and path is not None:
-    kind.clean(path)
+    engine_kind.clean(path)
     cell_files.remove_leftovers(path)
   return result
 
 
 # A caller's function of (records, final parameters, rows of the evaluations).
-Ended = Callable[[Any, Any, list[dict[str, Any]]], None]
+EndCallback = Callable[[Any, Any, list[dict[str, Any]]], None]
 
 
 def train(
@@ -102,7 +103,7 @@ def train(
   bar: Any,
   machine: Machine | None = None,
   signals: Any = NoSignals,
-  ended: Ended | None = None,
+  on_end: EndCallback | None = None,
 ) -> dict[str, Any]:
   """Trains one cell to its end, unless it is finished, and returns its result.
   All processes make this call; process 0 has the files.
@@ -112,18 +113,18 @@ def train(
     bar: shows the progress; an `asgd.experiment.progress.ProgressBar`.
     machine: the devices, hosts and faults that engines use.
     signals: its `received` is the number of a signal that asks to stop, or 0.
-    ended: called with the records, the final parameters and the evaluations of
+    on_end: called with the records, the final parameters and the evaluations of
       a cell that this call has trained to its end.
 
   Raises:
     Stopped: after a signal, when the state is saved.
     NonFiniteResult: for a loss that is not finite, unless `on_nan` records it.
     cell_files.CellInUse: if another process trains the cell.
-    ValueError: if an engine cannot resume, or its processes exited `_DEATHS`
+    ValueError: if an engine cannot resume, or its processes exited _MAX_DEATHS
       times without progress.
   """
   # [1] A finished cell has a result; a damaged one is trained again.
-  result = finished(experiment, cell, workdir)
+  result = finished_result(experiment, cell, workdir)
   if result is not None:
     bar.skip(experiment.plan(cell).messages)
     return result
@@ -143,18 +144,19 @@ def train(
     bar.line(f"{cell.name}: {line}")
 
   machine.show_line = show
-  # [3] Attempts, until one reaches the end or _DEATHS began at one message.
+  # [3] Attempts, until one ends the cell, or _MAX_DEATHS in a row fail without
+  # progress.
   deaths, last_start = 0, -1
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
       with attempt:
-        return attempt.run(ended)
+        return attempt.run(on_end)
     except Died as error:
       if attempt.start > last_start:
         deaths, last_start = 0, attempt.start
       deaths += 1
-      if deaths == _DEATHS:
+      if deaths == _MAX_DEATHS:
         message = f"{cell.name}: {error}"
         raise ValueError(message + _remedy(attempt, machine)) from error
       bar.skip(-attempt.counted)  # the next attempt counts its start anew
@@ -164,22 +166,22 @@ def train(
       show(f"{error}; {action}")
 
 
-def _board_of(cell_folder: Path) -> Path:
+def _board_folder(cell_folder: Path) -> Path:
   """Returns the folder WORKDIR/tensorboard/NAME of a WORKDIR/cells/NAME."""
   return cell_folder.parents[1] / "tensorboard" / cell_folder.name
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
   """Returns the remedy for a cell with failed processes in each attempt."""
-  saved = "from the last checkpoint"
+  resume_point = "from the last checkpoint"
   if not attempt.has_saved:
-    saved = "from the beginning, as nothing was saved"
+    resume_point = "from the beginning, as nothing was saved"
   if machine.faults:
     return (
       ". The faults of --fault repeat each time that the cell resumes from a"
-      f" message before them: leave them out and {GO_ON} {saved}"
+      f" message before them: leave them out and {GO_ON} {resume_point}"
     )
-  return f"; {GO_ON} {saved}"
+  return f"; {GO_ON} {resume_point}"
 
 
 class _Attempt(contextlib.ExitStack):
@@ -203,7 +205,8 @@ class _Attempt(contextlib.ExitStack):
     self._experiment, self._cell = experiment, cell
     self._bar, self._machine, self._signals = bar, machine, signals
     self._folder = workdir and workdir / "cells" / cell.name
-    self._kind, self._run = experiment.kind(cell), experiment.runs[cell.label]
+    self._engine_kind = experiment.kind(cell)
+    self._run = experiment.runs[cell.label]
     # Message at which this attempt began; messages that the bar has counted.
     self.start, self.counted = -1, 0
     # Files of process 0; None on the others.
@@ -221,9 +224,9 @@ class _Attempt(contextlib.ExitStack):
       return self.start > 0
     return any((self._folder / "checkpoints").glob("[0-9]*"))
 
-  def run(self, ended: Ended | None) -> dict[str, Any]:
+  def run(self, on_end: EndCallback | None) -> dict[str, Any]:
     """Trains the cell from its last checkpoint to its end; returns its result.
-    See `train` for `ended`."""
+    See `train` for `on_end`."""
     began = time.monotonic()
     # [1] The engine, and the evaluations and the log so far.
     engine = self._open()
@@ -245,8 +248,8 @@ class _Attempt(contextlib.ExitStack):
     result = evaluations.result(params, diverged=diverged)
     result["wall_seconds"] = time.monotonic() - began
     processes.fail_together(lambda: self._write(engine, params, result))
-    if ended is not None:
-      ended(engine.records(), params, evaluations.rows)
+    if on_end is not None:
+      on_end(engine.records(), params, evaluations.rows)
     # A live run's memory is removed once its result is on disk.
     engine.discard()
     self._bar.finish(self._cell, result)
@@ -260,24 +263,24 @@ class _Attempt(contextlib.ExitStack):
       self.enter_context(lock)
       self._checkpoints = checkpoint.Checkpoints(self._folder / "checkpoints")
       self.push(_closing(self._checkpoints.close))
-      if self._kind.journaled:
+      if self._engine_kind.journaled:
         rows = cell_log.read_rows_so_far(self._folder)
         compile_evaluation(self._experiment, self._cell)
-    engine: Engine = self._kind.start(
+    engine: Engine = self._engine_kind.start(
       Context(
         self._experiment,
         self._cell,
         self._experiment.plan(self._cell),
         folder=self._folder,
-        board=self._folder and _board_of(self._folder),
+        board=self._folder and _board_folder(self._folder),
         restore=self._restore,
         rows=rows,
         machine=self._machine,
       )
     )
     self.push(_closing(engine.close))
-    # The log may be newer than the message that the engine resumes at.
-    if self._kind.journaled:
+    # The log may have rows after the message at which the engine resumes.
+    if self._engine_kind.journaled:
       self._rows = [row for row in rows if row["message"] <= engine.done]
     return engine
 
@@ -290,7 +293,7 @@ class _Attempt(contextlib.ExitStack):
       cell_folder, about, engine, self._machine.lines
     )
     settings = cell_log.settings_of(self._experiment, self._cell)
-    board = _board_of(cell_folder)
+    board = _board_folder(cell_folder)
     self._log = cell_log.CellLog(cell_folder, board, rows, settings)
     self.push(_closing(self._log.close))
 
@@ -317,11 +320,11 @@ class _Attempt(contextlib.ExitStack):
 
   def _train(self, engine: Engine, evaluations: Evaluations) -> None:
     """Trains to the last evaluation, or to the first after a NaN."""
-    config, saved = self._experiment.config, time.monotonic()
+    config, last_save = self._experiment.config, time.monotonic()
     advance = self._progress.advance if self._progress else engine.advance
     while not evaluations.finished:
       # [1] Train for about a second, up to the next evaluation.
-      target = evaluations.next
+      target = evaluations.next_message
       assert target is not None, "a cell without a due evaluation is finished"
       try:
         progress = advance(target)
@@ -332,7 +335,7 @@ class _Attempt(contextlib.ExitStack):
       if progress.messages:
         self.counted += progress.messages
         self._bar.update(self._cell, progress)
-        if processes.is_first() and not self._kind.elsewhere:
+        if processes.is_first() and not self._engine_kind.elsewhere:
           self._machine.after_job()
       if progress.broken:
         evaluations.diverged = True
@@ -343,19 +346,19 @@ class _Attempt(contextlib.ExitStack):
         if self._log is not None:
           self._log.write(row)
       # [3] Save, and stop if a signal asks for it.
-      is_old = time.monotonic() - saved >= config["checkpoint_seconds"]
+      is_old = time.monotonic() - last_save >= config["checkpoint_seconds"]
       # All processes must decide alike. The clock of process 0 counts, and a
       # signal to any process stops all.
       gathered = processes.gather([is_old, self._signals.received])
       is_due, signal_number = bool(gathered[0, 0]), int(gathered[:, 1].max())
       if evaluations.finished:
         break
-      addition = engine.stop() if signal_number else ""
+      stop_note = engine.stop() if signal_number else ""
       is_due = is_due or bool(signal_number)
       if is_due and self._save(engine, evaluations):
-        saved = time.monotonic()
+        last_save = time.monotonic()
       if signal_number:
-        state = f"{self._cell.name} at message {engine.done}{addition}"
+        state = f"{self._cell.name} at message {engine.done}{stop_note}"
         raise Stopped(f"stopped in {state}; {GO_ON}", signal_number)
 
   def _stop_or_warn(self, progress: Progress) -> None:
@@ -370,11 +373,11 @@ class _Attempt(contextlib.ExitStack):
     # If all records are finite, a message without a record was not: the first
     # update of a table may be, and then there is no record at all.
     if not is_finite.all():
-      first = int(np.argmin(is_finite))  # the first False
-      jobs = [(0, self.counted - progress.messages + first)]
+      first_index = int(np.argmin(is_finite))  # the first False
+      jobs = [(0, self.counted - progress.messages + first_index)]
       # A server and peers record the job of each message.
       if {"worker", "job"} <= rows.keys():
-        jobs = [(int(rows["worker"][first]), int(rows["job"][first]))]
+        jobs = [(int(rows["worker"][first_index]), int(rows["job"][first_index]))]
     if self._experiment.config["on_nan"] == "stop":
       text = f"{progress.broken}, or set --config.on_nan=record to keep the"
       raise self._not_finite(f"{text} cell as diverged and continue", jobs)
@@ -389,11 +392,11 @@ class _Attempt(contextlib.ExitStack):
   def _not_finite(
     self, text: str, jobs: Iterable[tuple[int, int]]
   ) -> NonFiniteResult:
-    """Returns the error of a message that is not finite. It begins with data
-    that are not finite, if some are found."""
+    """Returns the error of a message that is not finite. Its text begins with
+    the first data that are not finite, if some are found."""
     name = f"{self._cell.name}: "
     if fault := self._data_fault(jobs):
-      # A loss may leave such values out: then the text is the reason.
+      # A loss may ignore such values. The reason is then in `text`.
       of_loss = text.removeprefix(name)
       text = f"{name}{fault}. If the loss leaves them out: {of_loss}"
     return NonFiniteResult(text)
@@ -442,21 +445,21 @@ class _Attempt(contextlib.ExitStack):
     for name, content in engine.extras().items():
       safe_files.write(self._folder / name, content)
     self._progress.finish()
-    records, as_archive = engine.records(), not self._kind.journaled
+    records, as_archive = engine.records(), not self._engine_kind.journaled
     cell_files.finish(
       self._folder, result, records, params, as_archive=as_archive
     )
 
 
 def _closing(close: Callable[[], Any]) -> Callable[..., None]:
-  """Returns an exit callback that closes something.
+  """Returns an exit callback that calls `close`.
 
-  An error of the block itself is raised rather than one of `close`.
+  If the block has raised an error, errors of `close` are suppressed.
   """
 
-  def leave(kind: Any, error: Any, trace: Any) -> None:
+  def leave(error_type: Any, error: Any, trace: Any) -> None:
     del error, trace
-    with contextlib.suppress(*([OSError, ValueError] if kind else [])):
+    with contextlib.suppress(*([OSError, ValueError] if error_type else [])):
       close()
 
   return leave

@@ -35,23 +35,25 @@ class Machine:
   # Shown lines on the cell in training that its progress.json does not have.
   lines: list[str] = dataclasses.field(default_factory=list)
 
-  _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
+  _references: dict[int, Any] = dataclasses.field(
+    default_factory=dict, init=False
+  )
   # Whether this object has started Ray.
-  _started: bool = dataclasses.field(default=False, init=False)
-  _tracing: Profile | None = dataclasses.field(default=None, init=False)
+  _started_ray: bool = dataclasses.field(default=False, init=False)
+  _tracer: Profile | None = dataclasses.field(default=None, init=False)
 
-  def share(self, value: Any) -> Any:
+  def ray_reference(self, value: Any) -> Any:
     """Returns a reference to a value in Ray's object store; starts Ray, unless
     this process has it already."""
-    if not self._shared:
-      self._started = ray_runtime.start(
+    if not self._references:
+      self._started_ray = ray_runtime.start(
         self.address, allow_network=self.allow_network, modules=self.modules
       )
-    if id(value) not in self._shared:
+    if id(value) not in self._references:
       import ray
 
-      self._shared[id(value)] = ray.put(value), value
-    return self._shared[id(value)][0]
+      self._references[id(value)] = ray.put(value), value
+    return self._references[id(value)][0]
 
   def show(self, line: str) -> None:
     """Shows a line to the user, at once: the engine is waiting."""
@@ -62,15 +64,15 @@ class Machine:
 
   def after_job(self) -> None:
     """Counts work that was done in this process; see `Profile.after_job`."""
-    if self._tracing is None:
-      self._tracing = Profile(self.profile)
-    self._tracing.after_job()
+    if self._tracer is None:
+      self._tracer = Profile(self.profile)
+    self._tracer.after_job()
 
   def close(self) -> None:
     """Stops the profiler, and Ray if this object has started it."""
-    if self._tracing is not None:
-      self._tracing.close()
-    if self._started:
+    if self._tracer is not None:
+      self._tracer.close()
+    if self._started_ray:
       ray_runtime.stop()
-      self._started = False
-    self._shared.clear()
+      self._started_ray = False
+    self._references.clear()

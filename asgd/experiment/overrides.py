@@ -70,11 +70,11 @@ def _section_of(
       begins_run = len(parents) == 2 and key in ("recipe", "engine")
       if is_new_run and not begins_run:
         remedy = f" (a new run begins with {path}.recipe)"
-        raise schema.unknown(path, section, remedy)
+        raise schema.unknown_key(path, section, remedy)
       # Elsewhere a deeper key may be an argument of a MODULE:FUNCTION, which is
       # imported later.
       if child is None and not is_new_run and (depth == 0 or of_runs):
-        raise schema.unknown(path, node)
+        raise schema.unknown_key(path, node)
       # A run's section starts empty: `schema.resolve` adds the config's keys.
       is_section = not isinstance(child, schema.Setting)
       starts_empty = of_runs and is_section

@@ -34,9 +34,11 @@ Dataset = (
   | own_problem.Objects
 )
 
-TEXTS = ("pydoc", "file")
-_WINDOWS = 64  # of a text, for its evaluation
+TEXT_NAMES = ("pydoc", "file")
+_EVALUATION_WINDOWS = 64  # of a text, for its evaluation
 _MOST_PARAMETERS = 10**10
+# Keys of the config that the problem of `data` and `model` depends on.
+_BUILD_KEYS = ("data", "model", "batch_size", "evaluation_examples")
 
 
 def load(
@@ -44,18 +46,18 @@ def load(
   *,
   data_dir: str | None = None,
   dataset: Dataset | None = None,
-  most: int = _MOST_PARAMETERS,
+  max_parameters: int = _MOST_PARAMETERS,
 ) -> tuple[Dataset, problems.Problem]:
   """Loads the data and builds the model of a resolved config.
 
-  The type of the data decides the task (text, sentences, classes, values), and
-  not their name.
+  The task (text, sentences, classes, values) follows from the type of the data,
+  not from their name.
 
   Args:
     config: resolved.
     data_dir: as of `cells.build`.
     dataset: as of `cells.build`.
-    most: parameters that a model may have.
+    max_parameters: parameters that a model may have.
 
   Returns:
     The data and the problem.
@@ -66,29 +68,30 @@ def load(
   if isinstance(dataset, own_problem.Objects):
     return dataset, dataset.problem()
   if config["problem"]["name"] is not None:
-    return _given(config, data_dir)
+    return _load_users_problem(config, data_dir)
   section, model = config["data"], dict(config["model"])
-  kind = model.pop("name")
-  # [1] Mistakes that need no data, which take long to load.
-  _check_model(kind, model)
-  trained = None
+  model_name = model.pop("name")
+  # [1] Checks that need no data, because data take long to load.
+  _check_model(model_name, model)
+  pretrained = None
   if dataset is None and section["name"] in sentences.TASKS:
-    trained = _encoder(kind, model)
+    pretrained = _load_encoder(model_name, model)
   # [2] The data.
   if dataset is None:
-    dataset = _load_data(section, data_dir, trained and trained[1])
-  # `build` was given no such data: above they have returned already.
+    dataset = _load_data(section, data_dir, pretrained and pretrained[1])
+  # For these two types the function has returned above.
   assert not isinstance(dataset, ProblemSource | own_problem.Objects)
   # [3] The task, by the type of the data. `model` gets the sizes of the data.
-  if isinstance(dataset, sentences.Sentences) and trained is None:
-    trained = _encoder(kind, model)
-  weights = trained and trained[0]
-  make, options = _task_of(dataset, config, weights)
+  if isinstance(dataset, sentences.Sentences) and pretrained is None:
+    pretrained = _load_encoder(model_name, model)
+  weights = pretrained and pretrained[0]
+  make, options = _problem_maker(dataset, config, weights)
   if isinstance(dataset, text.Text):
-    _set_sizes(kind, model, {"context": section["context"]})
+    _set_sizes(model_name, model, {"context": section["context"]})
   elif isinstance(dataset, sentences.Sentences):
     sizes = {"context": dataset.train_tokens.shape[-1]}
-    _set_sizes(kind, model, {**sizes, "vocabulary": dataset.vocabulary})
+    sizes["vocabulary"] = dataset.vocabulary
+    _set_sizes(model_name, model, sizes)
   if isinstance(dataset, data.Dataset) and dataset.classes is None:
     outputs = int(dataset.train_labels[0].size)  # values of an example
   else:
@@ -98,23 +101,25 @@ def load(
   # [4] The model and the problem.
   def build() -> problems.Problem:
     """Builds the problem; the cache calls it for new configs only."""
-    with prefix_errors("model", tuple(model)), _of_function("model", kind):
-      layers = models.build(kind, outputs, **model)
+    user_errors = _function_errors("model", model_name)
+    with prefix_errors("model", tuple(model)), user_errors:
+      layers = models.build(model_name, outputs, **model)
     errors = prefix_errors("data") if from_user else contextlib.nullcontext()
-    with errors, _of_model(config):
-      sizes = {"batch_size": config["batch_size"]}
-      problem = make(dataset, layers, **sizes, **options)
-    _check_fit(config, problem, most)
+    with errors, _model_errors(config):
+      problem = make(
+        dataset, layers, batch_size=config["batch_size"], **options
+      )
+    _check_fit(config, problem, max_parameters)
     return problem
 
   if weights is not None:
     return dataset, build()  # not cached: the files may have changed
-  keys = ("data", "model", "batch_size", "evaluation_examples")
-  plain = [config[key] for key in keys]  # all that `build` reads of a config
-  return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
+  build_values = [config[key] for key in _BUILD_KEYS]
+  checksum = identity(dataset)["sha256"]
+  return dataset, _problems.get(build, build_values, checksum)
 
 
-def _task_of(
+def _problem_maker(
   dataset: data.Dataset | text.Text | sentences.Sentences,
   config: Mapping[str, Any],
   weights: Any,
@@ -128,14 +133,14 @@ def _task_of(
         f"config.data.partition {shown(section['partition'])} divides labelled"
         f" examples, and {section['name']!r} is a text; leave it out"
       )
-    windows = {"evaluation_windows": examples or _WINDOWS}
+    windows = {"evaluation_windows": examples or _EVALUATION_WINDOWS}
     return problems.language, {"context": section["context"], **windows}
   options = {"partition": section["partition"], "evaluation_examples": examples}
   if isinstance(dataset, sentences.Sentences):
     return problems.classify_sentences, {**options, "weights": weights}
   options["augment"] = section["augment"]
-  of_values = dataset.classes is None
-  make = problems.regression if of_values else problems.classification
+  is_regression = dataset.classes is None
+  make = problems.regression if is_regression else problems.classification
   return make, options
 
 
@@ -143,8 +148,8 @@ def _task_of(
 _problems = build_cache.BuildCache(8)
 
 
-# The last data and their checksum, which takes seconds for large data.
-_latest: list[tuple[Dataset, str]] = []
+# (data, checksum) of the last call: a checksum of large data takes seconds.
+_latest_checksum: list[tuple[Dataset, str]] = []
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:
@@ -152,14 +157,14 @@ def identity(dataset: Dataset) -> dict[str, Any]:
   bring their identity."""
   if isinstance(dataset, own_problem.Objects):
     return dataset.identity
-  if not any(latest is dataset for latest, _ in _latest):
+  if not any(known_dataset is dataset for known_dataset, _ in _latest_checksum):
     arrays = jax.tree.leaves(dataset[2:])  # without its name and source
     checksum = storage.digest(arrays)
-    # The checksum of arrays that can be written to is not kept.
+    # Writable arrays may change, so their checksum is not cached.
     if any(getattr(x, "flags", None) and x.flags.writeable for x in arrays):
       return {"name": dataset.name, "sha256": checksum}
-    _latest[:] = [(dataset, checksum)]
-  return {"name": dataset.name, "sha256": _latest[0][1]}
+    _latest_checksum[:] = [(dataset, checksum)]
+  return {"name": dataset.name, "sha256": _latest_checksum[0][1]}
 
 
 def title(config: Mapping[str, Any], dataset: Dataset) -> str:
@@ -172,10 +177,10 @@ def title(config: Mapping[str, Any], dataset: Dataset) -> str:
 
 
 def _set_sizes(
-  kind: str, model: dict[str, Any], sizes: Mapping[str, int]
+  model_name: str, model: dict[str, Any], sizes: Mapping[str, int]
 ) -> None:
   """Sets those sizes of the data that a model takes as arguments."""
-  for key in models.takes(kind, sizes):
+  for key in models.takes(model_name, sizes):
     model.setdefault(key, sizes[key])
 
 
@@ -185,13 +190,13 @@ def _load_data(
   """Loads the data of the section `data`. `tokenizer` is a pre-trained
   encoder's, for sentences."""
   name, context = section["name"], section["context"]
-  if name in TEXTS:
+  if name in TEXT_NAMES:
     with prefix_errors("data"):
       return text.load(name, data_dir=data_dir, tokenizer=section["tokenizer"])
   if section["tokenizer"] != text.CHARACTERS and not names.is_import(name):
     raise ValueError(
       f"config.data.tokenizer {section['tokenizer']!r} is for the texts"
-      f" {', '.join(TEXTS)}, not for {name!r}; drop it"
+      f" {', '.join(TEXT_NAMES)}, not for {name!r}; drop it"
     )
   if name in sentences.TASKS:
     with prefix_errors("data"):
@@ -201,7 +206,7 @@ def _load_data(
   if names.is_import(name):
     with prefix_errors("data"):
       value = _call("dataset", section, {"data_dir": data_dir})
-      with _naming(f"dataset {name!r}"):
+      with _prefix_value_errors(f"dataset {name!r}"):
         return data.as_dataset(value, name)
   try:
     return data.load(name, data_dir=data_dir)
@@ -209,7 +214,7 @@ def _load_data(
     if not str(error).startswith("unknown dataset"):
       raise
     # `data` knows its datasets only; the config knows more.
-    texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
+    texts, tasks = ", ".join(TEXT_NAMES), ", ".join(sentences.TASKS)
     raise ValueError(
       f"config.data.name: {error}; texts: {texts}; sentences: {tasks}; or"
       " MODULE:FUNCTION, a function that returns data"
@@ -220,7 +225,7 @@ def _load_data(
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _prefix_value_errors(name: str) -> Iterator[None]:
   """Prefixes errors about a function's return value with its name."""
   try:
     yield
@@ -228,7 +233,7 @@ def _naming(name: str) -> Iterator[None]:
     raise ValueError(f"{name}: {error}") from error
 
 
-def _of_function(
+def _function_errors(
   kind: str, name: str | None
 ) -> contextlib.AbstractContextManager[None]:
   """Returns a context that turns any error of a user's function into a
@@ -239,29 +244,31 @@ def _of_function(
 
 
 def _call(
-  kind: str, section: Mapping[str, Any], given: Mapping[str, Any]
+  kind: str, section: Mapping[str, Any], extra_arguments: Mapping[str, Any]
 ) -> Any:
   """Calls the function that a section names.
 
   Its arguments are the section's keys. Fixed keys of the section and keys of
-  `given` are passed only if the function takes them.
+  `extra_arguments` are passed only if the function takes them.
   """
   name = section["name"]
   make = names.imported(kind, name)
   parameters = inspect.signature(make).parameters
-  # The section `data` has these keys with defaults, whether set or not.
+  # These keys of the section `data` have values even if the config sets none.
   fixed = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
   arguments = {
     key: value
     for key, value in section.items()
     if key != "name" and (key not in fixed or key in parameters)
   }
-  arguments |= {key: given[key] for key in given if key in parameters}
-  with _of_function(kind, name):
+  arguments |= {
+    key: extra_arguments[key] for key in extra_arguments if key in parameters
+  }
+  with _function_errors(kind, name):
     return names.call(kind, name, make, arguments)
 
 
-def _given(
+def _load_users_problem(
   config: Mapping[str, Any], data_dir: str | None
 ) -> tuple[Dataset, problems.Problem]:
   """Returns the problem that a user's function makes, and its data."""
@@ -291,9 +298,9 @@ def _given(
         f"{name!r} returned {shown(problem)}; return an asgd.problems.Problem"
       )
     loss = problem.loss  # called with a key, whatever its signature says
-    problem = with_copies(problem)._replace(
+    problem = with_copied_batches(problem)._replace(
       loss=losses.as_loss(lambda params, batch, key: loss(params, batch, key)),
-      evaluate=_evaluating(problem.evaluate, name),
+      evaluate=_completed_evaluate(problem.evaluate, name),
     )
     # Runs may set another batch size: the function is then called again.
     if problem.rebatch is not None:
@@ -313,20 +320,20 @@ def _given(
   return ProblemSource(name, name, problem.probe), problem
 
 
-def with_copies(problem: problems.Problem) -> problems.Problem:
+def with_copied_batches(problem: problems.Problem) -> problems.Problem:
   """Returns a user's problem with copied batches, so that the user's loader
   cannot refill them."""
   batches, rebatch = problem.batches, problem.rebatch
   if rebatch is not None:
     problem = problem._replace(
-      rebatch=lambda size: with_copies(rebatch(size))
+      rebatch=lambda size: with_copied_batches(rebatch(size))
     )
   return problem._replace(
     batches=lambda seed, workers: streams.copied(batches(seed, workers))
   )
 
 
-def _evaluating(
+def _completed_evaluate(
   evaluate: Callable[[base.Params], Any], name: str
 ) -> Callable[[base.Params], problems.Evaluation]:
   """Returns a function that completes the value of a user's `evaluate`, which
@@ -334,7 +341,10 @@ def _evaluating(
 
   def evaluate_completely(params: base.Params) -> problems.Evaluation:
     value = evaluate(params)
-    with prefix_errors("problem"), _naming(f"evaluate of {name!r}"):
+    with (
+      prefix_errors("problem"),
+      _prefix_value_errors(f"evaluate of {name!r}"),
+    ):
       return own_problem.as_evaluation(value, "loss")
 
   return evaluate_completely
@@ -375,32 +385,33 @@ def _check_updates(
     )
 
 
-def _check_model(kind: str, model: Mapping[str, Any]) -> None:
+def _check_model(model_name: str, model: Mapping[str, Any]) -> None:
   """Raises ValueError for a model or arguments that are wrong for any data.
   This comes before the data are loaded, which takes long."""
   arguments = {k: v for k, v in model.items() if k != "pretrained"}
   with prefix_errors("model", tuple(arguments)):
-    if names.is_import(kind):
+    if names.is_import(model_name):
       # A user's function is not called yet: its arguments' names must fit.
-      maker = names.imported("model", kind)
+      maker = names.imported("model", model_name)
       sizes = "classes", "context", "vocabulary", "rngs"
-      keys = [*arguments, *models.takes(kind, sizes)]
-      names.check_arguments("model", kind, maker, keys)
+      keys = [*arguments, *models.takes(model_name, sizes)]
+      names.check_arguments("model", model_name, maker, keys)
       return
-    if kind == "bert":  # the real vocabulary follows from the data
+    if model_name == "bert":  # the real vocabulary follows from the data
       arguments.setdefault("vocabulary", 2)
-    models.build(kind, 1, **arguments)  # with one output, to check the rest
+    # With one output: this call only checks the arguments.
+    models.build(model_name, 1, **arguments)
 
 
-def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
-  """Returns (weights, tokenizer) of a pre-trained model for sentences, else
-  (None, None), and adds its sizes to `model`."""
-  if names.is_import(kind):
+def _load_encoder(model_name: str, model: dict[str, Any]) -> tuple[Any, Any]:
+  """Returns (weights, tokenizer) of a pre-trained model for sentences, and adds
+  its sizes to `model`. Returns (None, None) if the config names none."""
+  if names.is_import(model_name):
     return None, None
-  if kind != "bert":
+  if model_name != "bert":
     raise ValueError(
       "config.model.name must be 'bert' for sentences, or MODULE:FUNCTION, not"
-      f" {kind!r}"
+      f" {model_name!r}"
     )
   pretrained = model.pop("pretrained", None)
   if pretrained is None:
@@ -409,30 +420,30 @@ def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
     return None, None
   with prefix_errors("model.pretrained"):
     pooling = model.get("pooling", "mean")
-    trained = encoder.pretrained(pretrained, pooling=pooling)
+    loaded = encoder.pretrained(pretrained, pooling=pooling)
   # The sizes of the weights; `pooling` is no size, and may be chosen.
-  for key in trained.sizes:
+  for key in loaded.sizes:
     if key in model and key != "pooling":
       raise ValueError(
         f"config.model.{key} follows from config.model.pretrained; drop it"
       )
-  model.update(trained.sizes)
-  return trained.weights, trained.folder
+  model.update(loaded.sizes)
+  return loaded.weights, loaded.folder
 
 
 @contextlib.contextmanager
-def _of_model(config: Mapping[str, Any]) -> Iterator[None]:
+def _model_errors(config: Mapping[str, Any]) -> Iterator[None]:
   """Prefixes errors of a user's model with its name."""
   name = config["model"]["name"]
   try:
-    with _of_function("config.model", name):
+    with _function_errors("config.model", name):
       yield
   except models.ModelError as error:
     raise ValueError(f"config.model {name!r}: {error}") from error
 
 
 def _check_fit(
-  config: Mapping[str, Any], problem: problems.Problem, most: int
+  config: Mapping[str, Any], problem: problems.Problem, max_parameters: int
 ) -> None:
   """Raises ValueError if the model does not take the data, or is too large."""
   key = jax.random.key(0)
@@ -446,19 +457,20 @@ def _check_fit(
     if not is_usual and not names.is_import(model):
       raise
     line = " ".join(str(error).split())[:300]
-    kind = "" if is_usual else f"{type(error).__name__}: "
+    error_name = "" if is_usual else f"{type(error).__name__}: "
     raise ValueError(
-      f"config.model {model!r} does not fit config.data {name!r}: {kind}{line}"
+      f"config.model {model!r} does not fit config.data {name!r}:"
+      f" {error_name}{line}"
     ) from error
   if names.is_import(model) and problem.pieces is not None:
-    with _of_model(config):
+    with _model_errors(config):
       own.check_layers(problem.init, "or return one Module")
-  _check_size(shapes, most)
+  _check_size(shapes, max_parameters)
 
 
-def _check_size(shapes: Any, most: int = _MOST_PARAMETERS) -> None:
-  """Raises ValueError for a model with more than `most` parameters."""
+def _check_size(shapes: Any, max_parameters: int = _MOST_PARAMETERS) -> None:
+  """Raises ValueError for a model with too many parameters."""
   count = models.count(shapes)
-  if count > most:
-    size = f"config.model has {count:,} parameters"
-    raise ValueError(f"{size}; use at most {most:,}")
+  if count > max_parameters:
+    text = f"config.model has {count:,} parameters"
+    raise ValueError(f"{text}; use at most {max_parameters:,}")

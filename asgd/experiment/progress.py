@@ -36,8 +36,8 @@ class ProgressBar:
     stream = stream or sys.stderr or io.StringIO()
     self._stream, self._quiet = stream, quiet
     self._describe = describe or (lambda engine, result: "")
-    self._done, self._total = 0, total
-    self._seconds, self._last = seconds, time.monotonic()
+    self._messages_done, self._total = 0, total
+    self._seconds, self._last_line_time = seconds, time.monotonic()
     self._warned: set[tuple[str, int]] = set()  # (label, workers) of cells
     self.notes: list[str] = []  # lines beside progress and results
     self._block = None
@@ -46,7 +46,7 @@ class ProgressBar:
 
   def skip(self, messages: int) -> None:
     """Counts messages that an earlier run received."""
-    self._done += messages
+    self._messages_done += messages
     if self._block is not None:
       self._block.skip(messages)
 
@@ -55,7 +55,7 @@ class ProgressBar:
 
     Shows their loss, staleness and gap: in short in a block, in full in a line.
     """
-    self._done += progress.messages
+    self._messages_done += progress.messages
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:
       state += f" staleness {progress.staleness:.1f}"
@@ -64,10 +64,15 @@ class ProgressBar:
     if self._block is not None:
       state += f" {live_figures.short(figures)}" if figures is not None else ""
       self._block.update(cell.name, state, progress.messages)
-    elif not self._quiet and time.monotonic() - self._last >= self._seconds:
-      self._last = time.monotonic()
+    elif (
+      not self._quiet
+      and time.monotonic() - self._last_line_time >= self._seconds
+    ):
+      self._last_line_time = time.monotonic()
       state += f", {live_figures.long(figures)}" if figures is not None else ""
-      self._print(f"{self._done / self._total:4.0%} {cell.name}: {state}")
+      self._print(
+        f"{self._messages_done / self._total:4.0%} {cell.name}: {state}"
+      )
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows the result of a cell, with warnings for the first seed of a run. A
@@ -82,8 +87,8 @@ class ProgressBar:
     # Seeds of a run repeat the warnings of the first one.
     if warnings and (cell.label, cell.workers) not in self._warned:
       self._warned.add((cell.label, cell.workers))
-      for text in warnings:
-        self._print(text)
+      for warning in warnings:
+        self._print(warning)
 
   def line(self, text: str) -> None:
     """Prints a line that stays, and keeps it for the report."""
@@ -113,7 +118,7 @@ class _Block:
 
     self._cells: dict[str, str] = {}  # name -> state, the latest first
     self._finished = 0  # cells
-    self._ended = ""  # the result of the cell that has finished last
+    self._last_result = ""  # the result of the cell that has finished last
     self._bar = bars.Progress(
       *("messages", bars.BarColumn(), bars.MofNCompleteColumn()),
       *(bars.TaskProgressColumn(), "left", bars.TimeRemainingColumn()),
@@ -121,7 +126,7 @@ class _Block:
     self._task = self._bar.add_task("", total=total)
     self._console = console.Console(file=stream, highlight=False)
     self._live = live.Live(
-      get_renderable=self._lines,
+      get_renderable=self._render,
       console=self._console,
       transient=True,
       redirect_stdout=False,
@@ -131,40 +136,41 @@ class _Block:
     # A second Ctrl-C ends the process at once: the cursor stays visible.
     self._console.show_cursor(True)
 
-  def _lines(self) -> Any:
+  def _render(self) -> Any:
     """Returns the block for the width that the terminal has now."""
     from rich import console, text
 
     lines = [f"{name}: {state}" for name, state in self._cells.items()]
-    if self._ended:
-      lines.insert(0, f"{self._finished} finished, last {self._ended}")
-    # One more line than cells, for the finished one. None is wrapped, so that
-    # the block keeps its height.
-    texts = (
+    if self._last_result:
+      lines.insert(0, f"{self._finished} finished, last {self._last_result}")
+    # One line more than cells, for the finished cell. Lines are not wrapped, so
+    # that the block keeps its height.
+    rows = (
       text.Text(line, no_wrap=True, overflow="ellipsis")
       for line in lines[: _MOST_CELLS + 1]
     )
-    return console.Group(self._bar.get_renderable(), *texts)
+    return console.Group(self._bar.get_renderable(), *rows)
 
   def skip(self, messages: int) -> None:
     """Counts messages of an earlier run, which took no time of this one."""
     task = self._bar.tasks[0]
-    # `reset`, not `advance`: the estimate of the time counts only its own.
+    # `reset`, not `advance`: rich estimates the remaining time from its own
+    # messages only.
     self._bar.reset(
       self._task, total=task.total, completed=int(task.completed) + messages
     )
 
-  def update(self, name: str, state: str, count: int) -> None:
+  def update(self, name: str, state: str, messages: int) -> None:
     """Shows the state of a cell, and counts its messages."""
     # The cell moves to the front of the dict.
     self._cells.pop(name, None)
     self._cells = {name: state, **self._cells}
-    self._bar.advance(self._task, count)
+    self._bar.advance(self._task, messages)
 
   def finish(self, name: str, result: str) -> None:
     """Shows the result of a cell that has ended."""
     self._cells.pop(name, None)
-    self._finished, self._ended = self._finished + 1, result
+    self._finished, self._last_result = self._finished + 1, result
 
   def print(self, line: str) -> None:
     """Prints a line above the block."""

@@ -60,9 +60,9 @@ class LiveCells(NamedTuple):
   The functions raise ValueError. `description` is the content of cell.json.
   """
 
-  # (folder, description): whether the protocol wrote the folder of a cell. It
-  # is asked if the recipe of the cell has no name.
-  wrote: Callable[[Path, Mapping[str, Any]], bool]
+  # (folder, description): whether the protocol wrote the folder of a cell.
+  # `of_cell` asks it only about cells whose recipe has no name.
+  wrote_folder: Callable[[Path, Mapping[str, Any]], bool]
   trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
   # Refuses files that were changed since the cell ended.
@@ -76,7 +76,7 @@ class LiveCells(NamedTuple):
   # How its processes name the workers, and the shards, that chaos may kill.
   parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
   # Refuses a cell that has nothing to replay, or cannot be replayed. None:
-  # `check`, of a finished cell, and `trace` decide.
+  # a replay calls `check`, for a finished cell, and `trace` instead.
   check_replayable: Callable[[Path, Mapping[str, Any]], None] | None = None
   link_faults: str = ""  # why --fault cannot drop messages; "": it can
   # (plan, cell, folder) -> (Rules, trace -> (params, records)): the rules of
@@ -91,7 +91,7 @@ class Protocol(NamedTuple):
   """A protocol, as the rest of the experiment knows it."""
 
   name: str
-  what: str  # ends "the recipe has ...", as in "peers", "a coordinator"
+  participants: str  # ends "the recipe has ...": "peers", "a coordinator"
   recipes: Mapping[str, Callable[..., Any]]  # makers, by name
   runners: Mapping[str, Runner]  # by engine
   live: Any = None  # a LiveCells; None: the protocol is simulated only
@@ -106,7 +106,7 @@ class Protocol(NamedTuple):
 PROTOCOLS: dict[str, Protocol] = {}  # by name; see `asgd.experiment`
 
 
-def named(recipe: Any) -> Protocol | None:
+def named_recipe_protocol(recipe: Any) -> Protocol | None:
   """Returns the protocol that has a recipe of this name; None if none has."""
   for protocol in PROTOCOLS.values():
     if recipe in protocol.recipes:
@@ -124,12 +124,11 @@ def recipes() -> dict[str, Any]:
 
 
 def of(run: Any) -> Protocol:
-  """Returns the protocol of a Run.
+  """Returns the protocol of a Run: that of its recipe.
 
-  The name of its recipe decides, or the recipe that its MODULE:FUNCTION or its
-  caller made.
+  The recipe is given by name, by MODULE:FUNCTION, or by a caller as an object.
   """
-  protocol, recipe = named(run.recipe), run.given
+  protocol, recipe = named_recipe_protocol(run.recipe), run.given
   if protocol is not None:
     return protocol
   if recipe is None:
@@ -149,24 +148,26 @@ def check_engine(run: Any, protocols: Sequence[str]) -> None:
   protocol = of(run)
   if protocol.name in protocols:
     return
-  *others, last = map(repr, protocol.runners)
-  engines = f"{', '.join(others)} or {last}" if others else last
+  *other_names, last_name = map(repr, protocol.runners)
+  engine_names = (
+    f"{', '.join(other_names)} or {last_name}" if other_names else last_name
+  )
   raise ValueError(
-    f"config.runs.{run.label}: the recipe {run.recipe!r} has {protocol.what}"
-    f" instead of a server's update, which engine {run.engine!r} does not run:"
-    f" use engine={engines}"
+    f"config.runs.{run.label}: the recipe {run.recipe!r} has"
+    f" {protocol.participants} instead of a server's update, which engine"
+    f" {run.engine!r} does not run: use engine={engine_names}"
   )
 
 
 def of_result(result: Mapping[str, Any]) -> Protocol:
   """Returns the protocol of a row of results."""
   # [1] By the name of the recipe; [2] for other code by a column of results.
-  protocol = named(result["recipe"])
+  protocol = named_recipe_protocol(result["recipe"])
   if protocol is not None:
     return protocol
-  for each in PROTOCOLS.values():
-    if each.column and each.column in result:
-      return each
+  for candidate in PROTOCOLS.values():
+    if candidate.column and candidate.column in result:
+      return candidate
   return PROTOCOLS[DEFAULT]
 
 
@@ -175,15 +176,15 @@ def of_cell(folder: Path, description: Mapping[str, Any]) -> Protocol:
   folder. The code that the config names is not imported."""
   # [1] A recipe with a name. A live cell has one run.
   for entry in description["config"].get("runs", {}).values():
-    protocol = named(entry.get("recipe"))
+    protocol = named_recipe_protocol(entry.get("recipe"))
     if protocol is not None:
       return protocol
-  # [2] A recipe that a call was given; its objects note their protocol.
-  given = (description.get("dataset") or {}).get("protocol")
-  if given in PROTOCOLS:
-    return PROTOCOLS[given]
+  # [2] A recipe object of a call. cell.json then has the protocol's name.
+  noted_name = (description.get("dataset") or {}).get("protocol")
+  if noted_name in PROTOCOLS:
+    return PROTOCOLS[noted_name]
   # [3] A MODULE:FUNCTION.
   for protocol in PROTOCOLS.values():
-    if protocol.live and protocol.live.wrote(folder, description):
+    if protocol.live and protocol.live.wrote_folder(folder, description):
       return protocol
   return PROTOCOLS[DEFAULT]

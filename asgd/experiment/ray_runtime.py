@@ -31,7 +31,9 @@ _CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
 _NICENESS = "RAY_worker_niceness"  # variable
 # Ray prints a paragraph with these words. The command prints one line instead.
 _NOISE = "A worker died or was killed", "Raylet is terminated"
-_LONGEST = 24  # characters of a folder's path: Linux limits paths of sockets
+_MAX_FOLDER_LENGTH = (
+  24  # characters of a folder's path: Linux limits paths of sockets
+)
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 _undo = contextlib.ExitStack()  # undoes the changes for the present cluster
 atexit.register(_undo.close)  # if `stop` is not called; after Ray's handler
@@ -41,18 +43,19 @@ def check(
   address: str | None,
   *,
   allow_network: bool,
-  asked: str = "engine='ray'",
-  instead: str = "--engine=threads",
+  setting: str = "engine='ray'",
+  alternative: str = "--engine=threads",
 ) -> None:
-  """Raises ValueError where `start` would, as far as that is known before.
+  """Raises the ValueErrors of `start` that need no cluster.
 
-  `asked` is the setting that asks for Ray, `instead` one that does not.
+  `setting` is the setting that asks for Ray, `alternative` one that does not.
   """
   try:
     import ray  # noqa: F401
   except ImportError as error:
     raise ValueError(
-      f"{asked} needs Ray ({error}): pip install 'asgd[ray]', or use {instead}"
+      f"{setting} needs Ray ({error}): pip install 'asgd[ray]', or use"
+      f" {alternative}"
     ) from error
   if address and not allow_network:
     source = f"--address={address} joins"
@@ -189,13 +192,15 @@ def _runtime_env(
   that both have.
   """
   job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
-  of_job = job.get("env_vars") or {}
+  job_variables = job.get("env_vars") or {}
   # A user's choice of a cache may be a folder that all machines share. The
   # default one is this machine's.
   variables = {
     name: value
     for name, value in os.environ.items()
-    if name.startswith(_CACHE) and name not in of_job and not compiled.is_own()
+    if name.startswith(_CACHE)
+    and name not in job_variables
+    and not compiled.uses_default_folder()
   }
   options: dict[str, Any] = {"env_vars": variables} if variables else {}
   if "working_dir" not in job:
@@ -217,11 +222,11 @@ def _copy_code(
     else:
       shutil.copy(source, folder)
   # In a checkout this package lies beside asgd, not inside it.
-  inside = folder / "asgd" / "pipeline"
-  if not inside.exists():
+  pipeline_folder = folder / "asgd" / "pipeline"
+  if not pipeline_folder.exists():
     spec = importlib.util.find_spec("asgd.pipeline")
     assert spec is not None and spec.origin, "asgd.pipeline is installed too"
-    shutil.copytree(Path(spec.origin).parent, inside, ignore=ignore)
+    shutil.copytree(Path(spec.origin).parent, pipeline_folder, ignore=ignore)
   return str(folder)
 
 
@@ -293,23 +298,27 @@ def _make_folder(undo: contextlib.ExitStack) -> str:
   Ray makes the folder writable for every user. Its parent is closed to other
   users, so they cannot reach it.
   """
-  above = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-  above = above if len(above) <= _LONGEST else "/tmp"
-  _remove_abandoned(Path(above))
-  closed = tempfile.mkdtemp(prefix="ray-", dir=above)  # mode 700
-  processes.write_pid(Path(closed), "worker", 0)
+  parent_folder = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+  parent_folder = (
+    parent_folder if len(parent_folder) <= _MAX_FOLDER_LENGTH else "/tmp"
+  )
+  _remove_abandoned(Path(parent_folder))
+  private_folder = tempfile.mkdtemp(
+    prefix="ray-", dir=parent_folder
+  )  # mode 700
+  processes.write_pid(Path(private_folder), "worker", 0)
   # `processes.kill_descendants` removes the folder, too.
-  processes.TEMPORARY_FOLDERS.add(closed)
-  undo.callback(shutil.rmtree, closed, ignore_errors=True)
-  return os.path.join(closed, "s")
+  processes.TEMPORARY_FOLDERS.add(private_folder)
+  undo.callback(shutil.rmtree, private_folder, ignore_errors=True)
+  return os.path.join(private_folder, "s")
 
 
-def _remove_abandoned(above: Path) -> None:
+def _remove_abandoned(parent_folder: Path) -> None:
   """Removes the folders of this user's killed drivers.
 
   A driver writes its process id and start time into its folder first.
   """
-  for folder in above.glob("ray-????????"):
+  for folder in parent_folder.glob("ray-????????"):
     with contextlib.suppress(OSError):
       is_mine = folder.lstat().st_uid == os.geteuid()
       is_mine = is_mine and not folder.is_symlink()

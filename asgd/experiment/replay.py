@@ -66,8 +66,10 @@ class Replay(NamedTuple):
       return ""
     count = int((self.trace.action == base.RECEIVE).sum())
     if count < (self.messages or 0):
-      text = f"the trace ends at message {count} of {self.messages}: it was cut"
-      return f"{text} short; put the files back as the run wrote them"
+      return (
+        f"the trace ends at message {count} of {self.messages}: it was cut"
+        " short; put the files back as the run wrote them"
+      )
     if self.changed:
       return f"{', '.join(self.changed)} changed since"
     if self.cpus != os.cpu_count():
@@ -79,19 +81,19 @@ class Replay(NamedTuple):
     return describe(self)
 
 
-def trained(folder: str | Path) -> dict[str, Any]:
+def dataset_identity(folder: str | Path) -> dict[str, Any]:
   """Returns the `Experiment.dataset_identity` of a live cell."""
   cell_folder = live_files.only_cell(Path(folder))
   return live_files.read_description(cell_folder).get("dataset") or {}
 
 
-def workers_of(folder: str | Path) -> int:
+def worker_count(folder: str | Path) -> int:
   """Returns the number of workers of a live cell."""
   cell_folder = live_files.only_cell(Path(folder))
   return live_files.read_description(cell_folder)["cell"]["workers"]
 
 
-def trace_of(folder: Path) -> base.Trace:
+def read_trace(folder: Path) -> base.Trace:
   """Returns the trace of a live cell's lead."""
   description = live_files.read_description(folder)
   live = protocol.of_cell(folder, description).live
@@ -102,7 +104,7 @@ def load(
   folder: Path,
   *,
   data_dir: str | None = None,
-  given: own.Objects | None = None,
+  caller_objects: own.Objects | None = None,
   trust: bool = False,
 ) -> tuple[cells.Experiment, cells.Cell]:
   """Builds the experiment of one live cell. This imports and runs the code that
@@ -111,37 +113,37 @@ def load(
   Args:
     folder: the folder of the cell.
     data_dir: folder of the data set; None: the default.
-    given: objects that the run was given, instead of a config's names.
+    caller_objects: objects that the run was given, instead of a config's names.
     trust: whether code of other users may run.
 
   Raises:
     ValueError: the data differ, or the code is not trusted
       (`code.check_trusted`).
   """
-  # [1] What the run was trained on, and whether its code may run.
+  # [1] The config and the data of the run; whether its code may run.
   description = live_files.read_description(folder)
   config, modules = description["config"], description["modules"]
   code.check_trusted(folder, config, modules, trust=trust)
   code.make_importable(modules)
   recorded: Mapping[str, Any] = description.get("dataset") or {}
   # [2] Whether the call gives the objects that the run was given.
-  for key in given.objects if given is not None else ():
+  for key in caller_objects.objects if caller_objects is not None else ():
     section = config.get(key)
     name = section["name"] if isinstance(section, Mapping) else section
     if name != schema.GIVEN:
       raise ValueError(
         f"{folder} had {key}={shown(section)}, not an object: leave {key} out"
       )
-  if given is None and recorded.get("name") == own.Objects.name:
+  if caller_objects is None and recorded.get("name") == own.Objects.name:
     raise ValueError(
       f"{folder} is of asgd.train_live, which was given functions: call"
       " asgd.replay(folder, loss, params, data, recipe)"
     )
   # [3] The experiment, of this cell alone.
   experiment = cells.build(
-    config, engines=ENGINES, data_dir=data_dir, dataset=given
+    config, engines=ENGINES, data_dir=data_dir, dataset=caller_objects
   )
-  if given is not None and given.sequential:
+  if caller_objects is not None and caller_objects.sequential:
     raise ValueError(
       f"{folder} was trained on iterators, which a replay cannot rewind to the"
       " batch of each job: for runs to be replayed, give data as a function"
@@ -149,9 +151,9 @@ def load(
     )
   if len(experiment.cells) != 1:
     raise ValueError(f"{folder}/{live_files.CHANGED}")
-  # [4] Whether its data are those of the run.
+  # [4] Whether these are the data of the run.
   identity = experiment.dataset_identity
-  if given is not None:
+  if caller_objects is not None:
     _check_same_objects(folder, recorded, identity)
   elif identity != recorded:
     raise ValueError(
@@ -170,16 +172,16 @@ def _check_same_objects(
   keys = [key for key in identity if identity[key] != recorded.get(key)]
   if not keys:
     return
-  texts = [
+  reasons = [
     f"{key} was {shown(recorded.get(key))}, and is {shown(identity[key])}"
     for key in keys
     if key not in ("sha256", "build", "code")
   ]
   if keys == ["code"]:
-    texts = ["the source of the loss, or of another function, was changed"]
-  texts = texts or ["the parameters or the first batches differ"]
+    reasons = ["the source of the loss, or of another function, was changed"]
+  reasons = reasons or ["the parameters or the first batches differ"]
   raise ValueError(
-    f"{folder} was trained with other arguments: {'; '.join(texts)}"
+    f"{folder} was trained with other arguments: {'; '.join(reasons)}"
   )
 
 
@@ -187,7 +189,7 @@ def replay(
   folder: str | Path,
   *,
   data_dir: str | None = None,
-  given: own.Objects | None = None,
+  caller_objects: own.Objects | None = None,
   trust: bool = False,
 ) -> Replay:
   """Replays a cell of a live run.
@@ -195,7 +197,7 @@ def replay(
   Args:
     folder: WORKDIR/cells/NAME, or a WORKDIR that has one cell.
     data_dir: folder of the data set; None: the default.
-    given: objects that the run was given, instead of a config's names.
+    caller_objects: objects that the run was given, instead of a config's names.
     trust: whether code may run that the folder of another user names.
 
   Raises:
@@ -213,7 +215,9 @@ def replay(
       live.check(folder, description)
     live.trace(folder, description)
   # [2] The computation.
-  experiment, cell = load(folder, data_dir=data_dir, given=given, trust=trust)
+  experiment, cell = load(
+    folder, data_dir=data_dir, caller_objects=caller_objects, trust=trust
+  )
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
   # [3] The comparison. Further digests matter only if the parameters agree:
@@ -271,7 +275,7 @@ def restore(folder: str | Path, replayed: Replay) -> Path:
 
 def describe(replayed: Replay) -> str:
   """Returns a text on a replay's result, and whether the run has the same."""
-  action, stale = replayed.trace.action, replayed.records.staleness
+  action, staleness = replayed.trace.action, replayed.records.staleness
   counts = np.bincount(action, minlength=len(base.ACTIONS)).tolist()
   events = ", ".join(
     f"{n} {name}" for name, n in zip(base.ACTIONS, counts, strict=True) if n
@@ -280,7 +284,7 @@ def describe(replayed: Replay) -> str:
   lines = [
     f"{replayed.name}: {events}",
     f"{report.quality(score.accuracy, score.measure, score.loss)}staleness"
-    f" mean {stale.mean():.1f} max {stale.max()}",
+    f" mean {staleness.mean():.1f} max {staleness.max()}",
     f"parameters {replayed.digest[:16]}",
   ]
   if replayed.recorded is None:
@@ -288,8 +292,8 @@ def describe(replayed: Replay) -> str:
   elif replayed.recorded == replayed.digest:
     lines.append("the same parameters as the run, to the bit")
   else:
-    why = replayed.reason and f": {replayed.reason}"
+    reason = replayed.reason and f": {replayed.reason}"
     lines.append(
-      f"NOT the parameters of the run ({replayed.recorded[:16]}){why}"
+      f"NOT the parameters of the run ({replayed.recorded[:16]}){reason}"
     )
   return "\n".join(lines)

@@ -30,16 +30,16 @@ class Setting(NamedTuple):
   check: checks.Check
 
 
-def set_in(
+def changed_keys(
   section: Mapping[str, Any] | None, keys: Mapping[str, Setting]
 ) -> list[str]:
   """Returns the keys of a section with other values than their defaults."""
-  given = (section or {}).items()
-  return [key for key, value in given if value != keys[key].default]
+  items = (section or {}).items()
+  return [key for key, value in items if value != keys[key].default]
 
 
 class Open(NamedTuple):
-  """A section with a `name`. Other keys are arguments of the named thing."""
+  """A section with a `name`; other keys are arguments of what has this name."""
 
   default: Mapping[str, Any]
   derived: tuple[str, ...] = ()  # arguments that follow from other keys
@@ -67,24 +67,24 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
-def _of_function(kind: str, given: tuple[str, ...]) -> Any:
+def _function_arguments(kind: str, caller_arguments: tuple[str, ...]) -> Any:
   """Returns the `options` of a section that names a MODULE:FUNCTION: the
-  function's arguments, without those `given` by the caller."""
+  function's arguments, without `caller_arguments`, which asgd passes itself."""
 
   def options(section: Mapping[str, Any]) -> list[str]:
     name = section.get("name")
     if not isinstance(name, str) or not names.is_import(name):
       return []
     parameters = inspect.signature(names.imported(kind, name)).parameters
-    keys = list(parameters)
+    arguments = list(parameters)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-      keys = list(dict.fromkeys([*section, *keys]))  # **options take any key
-    return [key for key in keys if key not in (*given, "name")]
+      arguments = list(dict.fromkeys([*section, *arguments]))  # **options
+    return [key for key in arguments if key not in (*caller_arguments, "name")]
 
   return options
 
 
-def _of_schedule(section: Mapping[str, Any]) -> list[str]:
+def _schedule_arguments(section: Mapping[str, Any]) -> list[str]:
   """Returns the arguments of the schedule that a section names."""
   name = section.get("name", rates.STEPS)
   return [] if name == rates.STEPS else rates.arguments(name)
@@ -107,7 +107,7 @@ SHARED: dict[str, Any] = {
       # For a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.
       "tokenizer": Setting("characters", checks.text),
     },
-    _of_function("dataset", ("data_dir",)),
+    _function_arguments("dataset", ("data_dir",)),
   ),
   # A name of `asgd.models`, or MODULE:FUNCTION.
   "model": Open({"name": "mlp"}, ("classes",)),
@@ -115,7 +115,7 @@ SHARED: dict[str, Any] = {
   # asgd.problems.Problem.
   "problem": Section(
     {"name": Setting(None, checks.optional(checks.text))},
-    _of_function("problem", ("batch_size", "data_dir")),
+    _function_arguments("problem", ("batch_size", "data_dir")),
   ),
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
@@ -144,7 +144,7 @@ SHARED: dict[str, Any] = {
       ),
       "decay_factor": Setting(0.1, checks.positive),
     },
-    _of_schedule,
+    _schedule_arguments,
   ),
   "clip_norm": Setting(None, checks.optional(checks.positive)),
   "evaluations": Setting(10, checks.whole_number(1, 10**6)),  # evenly spaced
@@ -154,7 +154,7 @@ SHARED: dict[str, Any] = {
   # "record" keeps a cell that diverges and continues with the next one.
   "on_nan": Setting("stop", checks.choice("stop", "record")),
 }
-# Shared keys that a run may set for itself.
+# Keys of SHARED that an entry of `runs` may set, for its run only.
 OF_A_RUN: tuple[str, ...] = ("batch_size", "clip_norm", "learning_rate")
 OF_A_RUN += ("learning_rate_schedule", "optimizer")
 PLAIN = Setting(None, checks.anything)
@@ -252,8 +252,8 @@ def plain(value: Any, key: str = "") -> Any:
   """Returns a value as JSON reads it back. Raises ValueError, which names the
   key, if the value is not plain data."""
   if isinstance(value, Mapping):
-    above = f"{key}." if key else ""
-    return {str(k): plain(inner, f"{above}{k}") for k, inner in value.items()}
+    prefix = f"{key}." if key else ""
+    return {str(k): plain(inner, f"{prefix}{k}") for k, inner in value.items()}
   if isinstance(value, (list, tuple, range)):
     return [plain(inner, key) for inner in value]
   if value is not None and not isinstance(value, (bool, int, float, str)):
@@ -277,7 +277,7 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def _refuse_missing(
-  config: ml_collections.ConfigDict, above: str = ""
+  config: ml_collections.ConfigDict, prefix: str = ""
 ) -> None:
   """Raises ValueError for a required placeholder that nothing has filled."""
   for key in config:
@@ -285,23 +285,22 @@ def _refuse_missing(
       value = config[key]
     except ml_collections.config_dict.RequiredValueError:
       raise ValueError(
-        f"config.{above}{key} is a required placeholder without a value: give"
+        f"config.{prefix}{key} is a required placeholder without a value: give"
         " it one in the file; the command line may give it another"
       ) from None
     if isinstance(value, ml_collections.ConfigDict):
-      _refuse_missing(value, f"{above}{key}.")
+      _refuse_missing(value, f"{prefix}{key}.")
 
 
-def unknown(key: str, known: Any, where: str = "") -> ValueError:
+def unknown_key(key: str, known: Any, where: str = "") -> ValueError:
   """Returns the error for an unknown key. It names the nearest known key."""
   nearest = names.nearest(key.rsplit(".", 1)[-1], known)
   return ValueError(f"unknown config key {shown(key)}{where}; {nearest}")
 
 
-def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
+def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
   """Checks the value of a key, and fills in defaults. `key` is "" for the
-  complete config; `reads` accepts options of named functions unchecked, so that
-  nothing is imported."""
+  complete config. `unchecked` accepts any options and imports no user code."""
   if isinstance(node, Setting):
     listed = isinstance(node.default, (tuple, list))
     if listed and isinstance(value, str):
@@ -322,17 +321,17 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
         )
     base = {} if "name" in value else node.default
     return plain({**base, **value}, key)
-  keys, options, above = keys_of(node), list[str](), f"{key}." if key else ""
+  keys, options, prefix = keys_of(node), list[str](), f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.prefix_errors(key):
-      options = list(value) if reads else node.options(value)
+      options = list(value) if unchecked else node.options(value)
   for inner in value:
     if inner not in keys and inner not in options:
-      raise unknown(f"{above}{inner}", [*keys, *options])
-  extra = [k for k in options if k in value and k not in keys]
-  return {k: plain(value[k], above + k) for k in extra} | {
-    inner: _section(value.get(inner, default_of(below)), below, above + inner)
-    for inner, below in keys.items()
+      raise unknown_key(f"{prefix}{inner}", [*keys, *options])
+  further_keys = [k for k in options if k in value and k not in keys]
+  return {k: plain(value[k], prefix + k) for k in further_keys} | {
+    inner: _section(value.get(inner, default_of(child)), child, prefix + inner)
+    for inner, child in keys.items()
   }
 
 
@@ -341,15 +340,15 @@ def shared(key: str, value: Any) -> Any:
   return _section(value, SHARED[key], key)
 
 
-def shared_of_run(key: str, below: Any, value: Any) -> Any:
+def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
   """Returns a run's value of a key of SHARED, merged with the config's value.
-  It imports no user code: options of a MODULE:FUNCTION are not checked."""
+  No user code is imported: options of a MODULE:FUNCTION are not checked."""
   node = SHARED[key]
-  merged = _merge(node, below, value)
-  reads = any(names.imports(merged))
-  if reads and isinstance(node, Setting):  # an optimizer
+  merged = _merge(node, config_value, value)
+  unchecked = any(names.imports(merged))
+  if unchecked and isinstance(node, Setting):  # an optimizer
     return plain({"name": merged} if isinstance(merged, str) else merged, key)
-  return _section(merged, node, key, reads=reads)
+  return _section(merged, node, key, unchecked=unchecked)
 
 
 def resolve(config: Config, engines: Engines) -> Resolved:
@@ -360,9 +359,6 @@ def resolve(config: Config, engines: Engines) -> Resolved:
   for label in resolved["only"]:
     names.lookup("label in config.only", label, resolved["runs"])
   return Resolved(resolved, _runs(resolved, engines))
-
-
-# Runs.
 
 
 def entries(
@@ -404,8 +400,8 @@ def entries(
       )
     titles[title] = label
     engine = entry.get("engine", config["engine"])
-    where = f"runs.{label}.engine" if "engine" in entry else "engine"
-    with checks.prefix_errors(where):
+    engine_key = f"runs.{label}.engine" if "engine" in entry else "engine"
+    with checks.prefix_errors(engine_key):
       kind = names.lookup("engine", engine, engines)
     yield label, entry, kind
 
@@ -426,34 +422,36 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
       raise ValueError(f"config.runs.{label} {_needs_recipe()}")
     with checks.prefix_errors(f"runs.{label}"):
       options = {} if recipe == GIVEN else options_of(recipe)
-      of_engine = keys_of_engine(kind, entry)
-    shared = (*OF_A_RUN, *kind.sections, "workers")
-    known = (*RESERVED, *shared, *of_engine, *options)
-    of_run = {*SHARED, *kind.sections} - {"runs", "only"}
-    # The complete config of the run, over which its values are laid.
-    merged = {key: value for key, value in config.items() if key in of_run}
+      engine_keys = keys_of_engine(kind, entry)
+    shared_keys = (*OF_A_RUN, *kind.sections, "workers")
+    known_keys = (*RESERVED, *shared_keys, *engine_keys, *options)
+    config_keys = {*SHARED, *kind.sections} - {"runs", "only"}
+    # The complete config of the run: its own values replace the shared ones.
+    run_config = {k: value for k, value in config.items() if k in config_keys}
     recipe_options = {}
     for key, value in entry.items():
-      where = f"runs.{label}.{key}"
-      if key not in known:
-        raise unknown(where, known, f" (engine {engine!r}, recipe {recipe!r})")
-      if key in shared:
+      full_key = f"runs.{label}.{key}"
+      if key not in known_keys:
+        source = f" (engine {engine!r}, recipe {recipe!r})"
+        raise unknown_key(full_key, known_keys, source)
+      if key in shared_keys:
         value = _merge(keys[key], config[key], value)
-        merged[key] = _section(value, keys[key], where)
+        run_config[key] = _section(value, keys[key], full_key)
       elif key in options:
-        value = plain(value, where)
+        value = plain(value, full_key)
         # Settings of other protocols check whole numbers themselves.
         if not makes_settings(recipe) or type(options[key]) is not int:
-          value = _option(value, options[key], where)
+          value = _option(value, options[key], full_key)
         recipe_options[key] = value
-      elif key in of_engine:
+      elif key in engine_keys:
         section = kind.settings
         node = keys_of(kind.sections[section])
         if key in node:
-          value = _section(value, node[key], where)
-        merged[section] = {**merged[section], key: plain(value, where)}
+          value = _section(value, node[key], full_key)
+        value = plain(value, full_key)
+        run_config[section] = {**run_config[section], key: value}
     title = str(entry.get("title", label))
-    runs[label] = Run(label, title, engine, recipe, recipe_options, merged)
+    runs[label] = Run(label, title, engine, recipe, recipe_options, run_config)
   return {label: runs[label] for label in config["only"] or runs}
 
 
@@ -477,24 +475,25 @@ def options_of(recipe: str) -> dict[str, Any]:
   return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _merge(node: Any, below: Any, value: Any) -> Any:
-  """Returns a run's value of a shared key, over the config's value `below`. A
-  run that names another thing does not inherit the config's arguments."""
+def _merge(node: Any, config_value: Any, value: Any) -> Any:
+  """Returns a run's value of a shared key, over the config's value. A run that
+  names another schedule, codec and so on inherits none of its arguments."""
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
-  name = below.get("name")
+  name = config_value.get("name")
   if isinstance(node, Open | Section) and value.get("name", name) != name:
     return value
-  return {**below, **value}
+  return {**config_value, **value}
 
 
 def _option(value: Any, default: Any, key: str) -> Any:
-  """Checks that an option of a recipe is a number where its default is one. The
-  recipe itself checks more."""
-  real = type(value) is int or type(value) is float and math.isfinite(value)
-  if type(default) is int and not real:
+  """Checks that an option of a recipe is a number if its default is a number.
+  The recipe itself checks more."""
+  # `type`, because a bool is an int, too.
+  is_float = type(value) is float and math.isfinite(value)
+  if type(default) is int and type(value) is not int and not is_float:
     raise ValueError(f"config.{key} must be a whole number, not {shown(value)}")
   if type(default) in (int, float) or type(value) in (int, float):
-    most = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
-    checks.number(-most, most)(value, key)
+    limit = checks.MOST_INTEGER if type(value) is int else checks.MOST_NUMBER
+    checks.number(-limit, limit)(value, key)
   return value

@@ -157,7 +157,7 @@ def protocol_table() -> str:
   header = ("a run has", "recipes", *(f"`{name}`" for name in ENGINES))
   rows = (
     (
-      each.what,
+      each.participants,
       _code(each.recipes),
       *(_runs(engine, kind, each) for engine, kind in ENGINES.items()),
     )
@@ -172,19 +172,19 @@ def refusal_table() -> str:
   for each in experiment.PROTOCOLS.values():
     for refusal in each.refusals:
       engines = refusal.engines or tuple(each.runners)
-      row = each.what, _code(engines), refusal.why.rstrip("=")
+      row = each.participants, _code(engines), refusal.why.rstrip("=")
       values = "".join(f" {value!r}" for value in refusal.values)
       keys = whats.setdefault(row, [])
       keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
     if each.live and each.live.link_faults:
-      row = each.what, _code(protocol.LIVE), each.live.link_faults
+      row = each.participants, _code(protocol.LIVE), each.live.link_faults
       flags = [f"`--fault={kind}`" for kind in faults.LINK_FAULTS]
       whats.setdefault(row, []).extend(flags)
   return format_markdown(
     ("runs with", "may not set", "on engines", "because"),
     (
-      (what, ", ".join(keys), engines, why)
-      for (what, engines, why), keys in whats.items()
+      (participants, ", ".join(keys), engines, why)
+      for (participants, engines, why), keys in whats.items()
     ),
   )
 
@@ -209,7 +209,7 @@ def datasets() -> str:
   """All data that a config can name."""
   kinds = {
     "images, numbers": data.DATASETS,
-    "texts": problem.TEXTS,
+    "texts": problem.TEXT_NAMES,
     "sentences": sentences.TASKS,
   }
   rows = (

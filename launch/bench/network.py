@@ -185,7 +185,7 @@ def _train(
         Path(folder),
         bar=Silent(),
         machine=machine,
-        ended=lambda *what: end_results.extend(what),
+        on_end=lambda *what: end_results.extend(what),
       )
     finally:
       machine.close()

@@ -192,7 +192,7 @@ def _cell(config):
     loop.train(  # without a column of the result, which is not compared
       *(exp, cell, None),
       bar=Silent(),
-      ended=lambda *what: ended.extend(what),
+      on_end=lambda *what: ended.extend(what),
     )
   records, params, rows = ended
   out = {f"records.{k}": v for k, v in digests.columns(records).items()}

@@ -158,7 +158,7 @@ def test_a_read_only_folder_is_replayed_drawn_and_compared(read_only):
   findings = list(audit.findings(exp.plan(cell), place))
   # An audit runs no code of another user, and says so.
   asks = {"replay"} if os.geteuid() != os.getuid() else set()
-  assert {found.what for found in findings if not found.well} == asks
+  assert {found.check for found in findings if not found.passed} == asks
 
 
 @pytest.fixture

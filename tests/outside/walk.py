@@ -334,7 +334,7 @@ def describe(result) -> str:
 IN_REAL_TIME = live.runners(LiveWalkEngine, plan=plan, describe=describe)
 WALK = Protocol(
   name="walk",
-  what="a model that walks",
+  participants="a model that walks",
   recipes={"walk": walk},
   runners={
     "simulate": Runner(plan, WalkEngine, describe),

@@ -117,8 +117,8 @@ def check_machine(
     check_ray(
       machine.address,
       allow_network=machine.allow_network,
-      asked=f"{key}=ray",
-      instead=f"--{key}=threads",
+      setting=f"{key}=ray",
+      alternative=f"--{key}=threads",
     )
 
 

@@ -97,8 +97,8 @@ def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
 def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are actors of Ray, which is started unless it runs."""
   # One cell: Ray's processes need no others.
-  config = cells.only(live.plan.run, live.cell)
-  shared = machine.share(live.dataset)  # which starts Ray
+  config = cells.single_cell_config(live.plan.run, live.cell)
+  shared = machine.ray_reference(live.dataset)  # which starts Ray
   # Only now: the module imports Ray.
   from asgd.live.hosts.actors import ActorHosts
 

@@ -15,7 +15,7 @@ from asgd.experiment.engines import (
   peers,
 )
 from asgd.experiment.engines.peers import PeerPlan
-from asgd.experiment.findings import Failure, Finding, of_workers
+from asgd.experiment.findings import Failure, Finding, worker_findings
 from asgd.experiment.protocol import (
   LiveCells,
   Protocol,
@@ -23,7 +23,7 @@ from asgd.experiment.protocol import (
   Refusal,
   Runner,
 )
-from asgd.experiment.protocols.server import plan_of
+from asgd.experiment.protocols.server import plan_of_cell
 from asgd.live.gossip import files
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal, read_nonempty_journal
@@ -33,12 +33,12 @@ Description = Mapping[str, Any]
 _NO_SERVER = "its peers have no server"
 
 
-def _wrote(folder: Path, description: Description) -> bool:
+def _wrote_folder(folder: Path, description: Description) -> bool:
   """Returns whether a folder has a journal for each peer, not each shard."""
   if description["config"]["server"]["shards"] > 1:
     return False
-  first = journal_path(folder, 0)
-  return any(path != first for path in folder.glob("trace-*.csv"))
+  lead_journal = journal_path(folder, 0)
+  return any(path != lead_journal for path in folder.glob("trace-*.csv"))
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
@@ -46,15 +46,15 @@ def _trace(folder: Path, description: Description) -> base.Trace:
   return files.read_trace(folder, description["cell"]["workers"])
 
 
-# The journals of peers also have rows on the messages between them.
-_OF_JOBS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
+# Of all rows: the journals of peers also have rows on messages between them.
+_JOB_ACTIONS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
 
 
 def _rows(folder: Path) -> list[trace.Event]:
   """Returns the rows on jobs of all peers, sorted by time."""
   paths = sorted(folder.glob("trace-*.csv"))
   rows = [event for path in paths for event in read_journal(path)]
-  rows = [event for event in rows if event.action in _OF_JOBS]
+  rows = [event for event in rows if event.action in _JOB_ACTIONS]
   return sorted(rows, key=lambda event: event.time)
 
 
@@ -72,7 +72,8 @@ def _replay(
   plan: PeerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
   """Replays peers; parameters are the mean over those present at the end."""
-  order, plan = _trace(folder, description), plan_of(plan, folder, cell.seed)
+  order = _trace(folder, description)
+  plan = plan_of_cell(plan, folder, cell.seed)
   replayed = plan.peers(cell.seed, order)
   records = replayed.run(len(order.time))
   states = [replayed.states[i] for i in replayed.present]
@@ -88,17 +89,17 @@ def _audit(
   """Yields the findings of a finished cell. The last job of a peer that failed
   may be done by no peer: the result counts such jobs as `missed`."""
   files.read_trace(folder, plan.workers)  # checks all journals
-  events = _rows(folder)  # the rows that failures count
+  events = _rows(folder)  # `Failure` counts these rows, too
   records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
-  # A peer has one job open. No records are returned: of a replay only the
-  # parameters are compared.
-  yield from of_workers(events, records, plan, 1, failures, missed)
+  # A peer has at most one open job. No records are returned: only the
+  # parameters of a replay are compared.
+  yield from worker_findings(events, records, plan, 1, failures, missed)
 
 
 PROTOCOL = Protocol(
   name="peers",
-  what="peers",
+  participants="peers",
   recipes=algorithms.PEER_RECIPES,
   runners={
     "simulate": Runner(
@@ -122,7 +123,7 @@ PROTOCOL = Protocol(
     ),
   },
   live=LiveCells(
-    wrote=_wrote,
+    wrote_folder=_wrote_folder,
     trace=_trace,
     read=_read,
     check=live_peers.check_files,

@@ -57,17 +57,17 @@ def _audit(
   plan: CoordinatedPlan, folder: Path, result: Any, failures: Sequence[Failure]
 ) -> Generator[Finding, None, None]:
   """Yields the findings of a finished cell: each job counts once, whichever
-  workers computed copies of it. Deaths are not counted, because a driver that
-  resumes drops rows."""
+  workers computed copies of it. Deaths of workers are not checked, because a
+  driver that resumes drops their rows."""
   del plan, result, failures
   events = read_journal(journal_path(folder, 0))
   records = read_records(records_path(folder, 0))
   received = sum(event.action == base.RECEIVE for event in events)
   rows = ((event.action, event.job) for event in events)
   jobs, counted_twice = sandblaster.count_jobs(rows, records.accepted)
-  text = f"{received} received, {len(jobs)} counted, {counted_twice} twice"
+  counts = f"{received} received, {len(jobs)} counted, {counted_twice} twice"
   is_complete = received == len(records.loss)
-  yield Finding("jobs", text, not counted_twice and is_complete)
+  yield Finding("jobs", counts, not counted_twice and is_complete)
   # The coordinator's rules are not known here: tickets and workers are checked.
   try:
     orders.check(events)
@@ -79,7 +79,7 @@ def _audit(
 
 PROTOCOL = Protocol(
   name="sandblaster",
-  what="a coordinator",
+  participants="a coordinator",
   recipes=sandblaster.RECIPES,
   runners={
     "simulate": Runner(
@@ -96,8 +96,8 @@ PROTOCOL = Protocol(
   },
   # The lead writes the same files as the lead of a server.
   live=LiveCells(
-    # Asked only about recipes without a name; here all have one.
-    wrote=lambda folder, description: False,
+    # Asked only about recipes without a name; all of these have one.
+    wrote_folder=lambda folder, description: False,
     trace=server.PROTOCOL.live.trace,
     read=live_files.read_shards,
     check=live_files.read_shards,

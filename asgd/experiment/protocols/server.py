@@ -85,8 +85,7 @@ def train_in_order(
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
-  # [2] One server. The program must be that of the run, to the bit: there, too,
-  # no message is overwritten.
+  # [2] One server. Equal bits need the run's program: it keeps messages, too.
   if len(traces) == 1:
     host = simulator.make_host(
       plan.server, plan.coded_worker(), keeps_messages=True, **options
@@ -98,17 +97,17 @@ def train_in_order(
   # [3] Or shards, each in the order of its trace; all apply the same plan of
   # rows.
   data |= {"workers": plan.workers, "totals": totals}
-  split = sharding.make_plan(params, len(traces))
-  worker = plan.coded_worker(split)
+  shard_plan = sharding.make_plan(params, len(traces))
+  worker = plan.coded_worker(shard_plan)
   sharded = simulator.run_sharded(
-    plan.server, worker, params, traces, plan=split, **options, **data
+    plan.server, worker, params, traces, plan=shard_plan, **options, **data
   )
-  parts = [jax.device_get(state.params) for state in sharded.states]
-  whole = sharding.join(split, parts)
-  return whole, sharded.records[0]
+  shard_params = [jax.device_get(state.params) for state in sharded.states]
+  final_params = sharding.join(shard_plan, shard_params)
+  return final_params, sharded.records[0]
 
 
-def plan_of(plan: _Plan, folder: Path, seed: int) -> _Plan:
+def plan_of_cell(plan: _Plan, folder: Path, seed: int) -> _Plan:
   """Returns the plan of a cell, with the allocation that its workers had."""
   if "live" in plan.run.config:
     return allocations.read(plan, folder, begun=True)
@@ -117,7 +116,7 @@ def plan_of(plan: _Plan, folder: Path, seed: int) -> _Plan:
 
 def _simulation(plan: ServerPlan, cell: Any, folder: Path) -> tuple[Any, Any]:
   """Returns (rules of a cell's order, trace -> (parameters, records))."""
-  plan = plan_of(plan, folder, cell.seed)
+  plan = plan_of_cell(plan, folder, cell.seed)
   return plan.rules(), lambda trace: train_in_order(plan, cell.seed, [trace])
 
 
@@ -129,7 +128,7 @@ def _replay(
     events for _, events in live_files.read_traces(folder, description)
   ]
   traces = [from_events(events) for events in journals]
-  plan = plan_of(plan, folder, cell.seed)
+  plan = plan_of_cell(plan, folder, cell.seed)
   # Some algorithms need sums over all shards: the rows of the journals have
   # them. A cell without such sums has empty tuples.
   totals = [[event.totals for event in events] for events in journals]
@@ -157,17 +156,18 @@ def _audit(
   # [2] Jobs, updates and workers that left.
   consistent = server["consistent"] and server["shards"] > 1
   yield from jobs(journals, plan.messages, consistent)
-  every, log = plan.recipe.every, server["log"]
-  yield from updates(journals, sinks, result, every, log)
+  messages_per_update, log_slots = plan.recipe.every, server["log"]
+  yield from updates(journals, sinks, result, messages_per_update, log_slots)
   # The shortest time after which a silent worker counts as failed; see
   # `asgd.live.deadlines`.
-  slow = DEAD_FACTOR * config["live"]["late_seconds"]
-  yield from deaths(journals[0], failures, rules.depth, slow)
+  slow_seconds = DEAD_FACTOR * config["live"]["late_seconds"]
+  yield from deaths(journals[0], failures, rules.depth, slow_seconds)
   # [3] Whether the protocol allows the orders.
   errors = []
   for index, events in enumerate(journals):
-    # In rounds a worker may start a job before its last message is received.
-    # Another shard may still have a ticket open that the lead has closed.
+    # `depth` limits a worker's open jobs only at the lead and outside rounds:
+    # in a round, messages are received at its end, and other shards may still
+    # have a ticket open that the lead has closed.
     depth = len(events) if index or rules.round else rules.depth
     try:
       orders.check(events, depth=depth)
@@ -181,7 +181,7 @@ def _audit(
 
 PROTOCOL = Protocol(
   name="server",
-  what="a server",
+  participants="a server",
   recipes=algorithms.RECIPES,
   runners={
     "simulate": Runner(
@@ -207,7 +207,7 @@ PROTOCOL = Protocol(
     ),
   },
   live=LiveCells(
-    wrote=lambda folder, description: False,  # it is the default
+    wrote_folder=lambda folder, description: False,  # it is the default
     trace=_trace,
     read=live_files.read_shards,
     check=live_files.read_shards,

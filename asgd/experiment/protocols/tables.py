@@ -11,7 +11,7 @@ from asgd.experiment import live_files
 from asgd.experiment.engines import live, live_tables, parameter_server
 from asgd.experiment.engines import tables as simulated
 from asgd.experiment.engines.tables import TablePlan
-from asgd.experiment.findings import Failure, Finding, of_workers
+from asgd.experiment.findings import Failure, Finding, worker_findings
 from asgd.experiment.protocol import (
   LIVE,
   LiveCells,
@@ -72,8 +72,8 @@ def _replay(
     ) from error
   # A worker's records are in the order of its jobs; together they are sorted
   # by time, as the run's are.
-  parts = [files.columns(rows) for rows in replayed.records]
-  records = files.by_time(parts).plain
+  records_by_worker = [files.columns(rows) for rows in replayed.records]
+  records = files.by_time(records_by_worker).plain
   params = plan.join(replayed.tables)
   return Recomputed(_trace(folder, description), records, params)
 
@@ -88,7 +88,7 @@ def _audit(
   records = files.FILES.read_all(folder, plan.workers).plain
   # A worker sends the updates of the jobs of one clock together.
   depth = plan.settings.clock_every
-  yield from of_workers(events, records, plan, depth, failures)
+  yield from worker_findings(events, records, plan, depth, failures)
   received = sum(event.action == base.RECEIVE for event in events)
   # A worker that was killed between a row and its record left no record.
   return records if len(records.loss) == received else None
@@ -96,7 +96,7 @@ def _audit(
 
 PROTOCOL = Protocol(
   name="tables",
-  what="tables",
+  participants="tables",
   recipes=tables.RECIPES,
   runners={
     "simulate": Runner(
@@ -112,8 +112,8 @@ PROTOCOL = Protocol(
     ),
   },
   live=LiveCells(
-    # The journals of shards, which no other protocol calls so.
-    wrote=lambda folder, description: bool([*folder.glob("shard-*.csv")]),
+    # Only the shards of tables have journals of this name.
+    wrote_folder=lambda folder, description: any(folder.glob("shard-*.csv")),
     trace=_trace,
     read=_read,
     check=live_tables.check_files,

@@ -52,12 +52,12 @@ def findings(folder, failures=None):
 
 def finding_of(what, folder, failures=None):
   """Returns what the audit says of one thing."""
-  return next(f for f in findings(folder, failures) if f.what == what)
+  return next(f for f in findings(folder, failures) if f.check == what)
 
 
 def wrong(folder):
   """Returns what the audit finds wrong: what it looked at -> its words."""
-  return {f.what: f.text for f in findings(folder) if not f.well}
+  return {f.check: f.text for f in findings(folder) if not f.passed}
 
 
 def nth(entries, action, n):
@@ -67,8 +67,8 @@ def nth(entries, action, n):
 
 
 def test_it_finds_nothing_wrong_where_nothing_is(cell):
-  found = {finding.what: finding for finding in findings(cell)}
-  assert {what for what in found if not found[what].well} == set()
+  found = {finding.check: finding for finding in findings(cell)}
+  assert {what for what in found if not found[what].passed} == set()
   assert set(found) == {
     *("jobs", "updates", "deaths", "order", "replay", "records", "accuracy")
   }
@@ -167,7 +167,7 @@ def test_it_finds_an_update_that_was_rolled_back(cell):
   rows.append(last._replace(job=len(rows) - 20, action=base.ROLLBACK, seq=-1))
   rewrite(cell, rows)
   found = finding_of("updates", cell)
-  assert not found.well  # there was a log
+  assert not found.passed  # there was a log
   undone = sum(row.action == base.RECEIVE for row in rows[-21:-1])
   assert f"1 rollbacks undid {undone} updates" in found.text
 
@@ -187,7 +187,7 @@ def test_it_finds_who_left_for_no_reason(cell):
   count = sum(row.action == base.LEAVE for row in rows)
   assert count
   found = finding_of("deaths", cell, [])
-  assert not found.well
+  assert not found.passed
   assert found.text == f"{count} left ({count} NOT EXPLAINED)"
 
 
@@ -202,7 +202,7 @@ def test_it_finds_who_worked_on_after_it_was_killed(cell):
   others = tuple((e.worker, e.job) for e in left if e.worker != worker or e.job)
   driver = audit.Failure("driver", cell.name, 0, others, 0, 10**9)
   found = finding_of("deaths", cell, [failure, driver])
-  assert not found.well
+  assert not found.passed
   assert f"worker {worker} worked on after worker at row 10" in found.text
 
 
@@ -229,7 +229,7 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
   known = term(0, 0, 3)
   unborn = term(0, None, 5, possible_incarnation=(0, 1))
   found = left_by(trace, [known, unborn])
-  assert found.well
+  assert found.passed
   assert found.text == "2 left (2 term)"
   # One that died before it had joined leaves no row; the next has its number.
   found = left_by(trace[:5] + trace[8:], [known, unborn])
@@ -237,13 +237,13 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
   again = audit.Failure("hang", "a", 0, ((0, 0),), 3, 3)
   late = term(1, 0, 9)
   found = left_by(trace[:5] + trace[8:], [known, again, late])
-  assert found.well
+  assert found.passed
   assert found.text == (
     "1 left (1 term); 1 hang after another failure; 1 term after the last job"
   )
   # Who has worked under that number was not the one.
   worked = [*trace[:6], (0, 2, send), (0, 2, receive), *trace[6:]]
-  assert not left_by(worked, [known, unborn]).well
+  assert not left_by(worked, [known, unborn]).passed
 
 
 def test_it_finds_that_there_is_no_result(cell):

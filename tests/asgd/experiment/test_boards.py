@@ -183,11 +183,13 @@ def test_a_mean_is_of_what_all_seeds_have():
     [{"message": 6, "train_loss": 3.0}, {"message": 8, "train_loss": None}],
     [{"message": 5, "train_loss": 5.0}, {"message": 8, "train_loss": 2.0}],
   ]
-  first, second = cell_log.means(cells)
+  first, second = cell_log.mean_curves(cells)
   assert first == (5, {"train/loss": 3.0})
   assert second == (8, {})
   # One ended early.
-  assert cell_log.means([cells[0], cells[1][:1]]) == [(5, {"train/loss": 2.0})]
+  assert cell_log.mean_curves([cells[0], cells[1][:1]]) == [
+    (5, {"train/loss": 2.0})
+  ]
 
 
 def test_without_tensorboardx_boards_stay(tmp_path, monkeypatch):

@@ -86,7 +86,7 @@ def test_a_batch_size_of_a_run_that_does_not_fit_is_named():
 def test_the_only_cell_of_a_config_is_the_same_cell(mixed, label):
   cell = next(c for c in mixed.cells if c.label == label and c.seed == 3)
   run = mixed.runs[label]
-  again = experiment.build(cells.only(run, cell), engines=ENGINES)
+  again = experiment.build(cells.single_cell_config(run, cell), engines=ENGINES)
   assert again.cells == (cell,)
   (other,) = again.runs.values()
   swept = ("workers", "seeds", "engine")

@@ -120,12 +120,12 @@ def test_a_module_that_changed_is_told(own):
 
 def test_other_processes_import_it_too(own, monkeypatch):
   one = train(own / "one", CONFIG)
-  start = jobs._in_processes
+  start = jobs._train_in_processes
 
   def in_one(work, groups, count, *others):
     return start(work, groups, 1, *others)
 
-  monkeypatch.setattr(jobs, "_in_processes", in_one)
+  monkeypatch.setattr(jobs, "_train_in_processes", in_one)
   train(own / "two", CONFIG, jobs=2)
   for cell in one.cells:
     assert params_of(own / "one", cell) == params_of(own / "two", cell)

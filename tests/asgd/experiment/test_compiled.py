@@ -28,25 +28,25 @@ def place(tmp_path, monkeypatch):
 
 
 def test_the_folder_is_the_users_alone_and_told_to_children(place):
-  assert not compiled.is_own()
-  compiled.keep()
+  assert not compiled.uses_default_folder()
+  compiled.keep_programs()
   assert place.stat().st_mode & 0o777 == 0o700
-  assert os.environ[NAMES[0]] == str(place) and compiled.is_own()
+  assert os.environ[NAMES[0]] == str(place) and compiled.uses_default_folder()
   assert jax.config.jax_compilation_cache_dir == str(place)
 
 
 @pytest.mark.parametrize("named", ["", "/elsewhere"])
 def test_a_users_word_is_left_as_it_is(place, monkeypatch, named):
   monkeypatch.setenv(NAMES[0], named)
-  compiled.keep()
+  compiled.keep_programs()
   assert os.environ[NAMES[0]] == named and not place.exists()
-  assert not compiled.is_own()
+  assert not compiled.uses_default_folder()
 
 
 def test_a_folder_that_cannot_be_made_is_done_without(place):
   place.parent.mkdir()
   place.symlink_to(place.parent)
-  compiled.keep()
+  compiled.keep_programs()
   assert NAMES[0] not in os.environ
 
 
@@ -55,8 +55,8 @@ def test_the_oldest_programs_are_removed(place, monkeypatch):
   for age, name in enumerate("abc"):
     (place / name).write_bytes(bytes(10))
     os.utime(place / name, (1000 - age, 1000 - age))
-  monkeypatch.setattr(compiled, "_MOST", 25)
-  compiled.keep()
+  monkeypatch.setattr(compiled, "_MAX_BYTES", 25)
+  compiled.keep_programs()
   assert sorted(path.name for path in place.iterdir()) == ["a", "b"]
 
 
@@ -65,7 +65,7 @@ def test_the_next_process_reads_what_one_has_compiled(place):
   code = """
 import jax
 from asgd.experiment import compiled
-compiled.keep()
+compiled.keep_programs()
 read = []
 jax.monitoring.register_event_listener(lambda name, **_: read.append(name))
 print(jax.jit(lambda x: 3 * x + 1)(2.0))

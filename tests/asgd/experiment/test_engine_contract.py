@@ -202,7 +202,7 @@ def elsewhere(tmp_path_factory, undisturbed):
     exp, _, _ = undisturbed(engine)
     (cell,) = exp.cells
     places[engine] = tmp_path_factory.mktemp(engine)
-    config = cells.only(exp.runs[cell.label], cell)
+    config = cells.single_cell_config(exp.runs[cell.label], cell)
     configs.append((config, places[engine]))
   child = multiprocessing.get_context("spawn").Process(
     target=_train_here, args=(configs, jax.config.jax_num_cpu_devices)

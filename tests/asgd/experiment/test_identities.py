@@ -32,7 +32,7 @@ def written(config):
   descriptions = {}
   for label, run in runs.items():
     cell = cells.Cell(label, run.title, run.config["workers"][0], 0)
-    own = cells.only(run, cell)
+    own = cells.single_cell_config(run, cell)
     description = {"cell": cell._asdict(), "config": own, "dataset": DATASET}
     descriptions[label] = stored(description)
   return stored(identity), descriptions

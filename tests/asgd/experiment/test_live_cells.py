@@ -319,9 +319,9 @@ def test_tables_without_a_checkpoint_begin_again_and_a_worker_dies(tmp_path):
   exp = build(TABLE)
   plan = exp.plan(exp.cells[0])
   found = list(audit.findings(plan, place, [failure]))
-  assert all(finding.well for finding in found), found
+  assert all(finding.passed for finding in found), found
   assert {"jobs", "updates", "deaths", "replay", "records"} <= {
-    finding.what for finding in found
+    finding.check for finding in found
   }
   assert (result["messages"], result["missed"]) == (40, 0)
   replayed = replay.replay(place)

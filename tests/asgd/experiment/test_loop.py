@@ -182,7 +182,7 @@ def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
 def test_shares_are_whole_groups_and_together_everything():
   exp = exploding(seeds=(0, 1), workers=(2, 3))
   for count in (1, 2, 3, 7):
-    shares = [jobs.share(exp.cells, i, count) for i in range(count)]
+    shares = [jobs.cells_of_command(exp.cells, i, count) for i in range(count)]
     assert sorted(c for share in shares for c in share) == sorted(exp.cells)
     for share in shares:
       assert len(share) % 2 == 0
@@ -193,7 +193,7 @@ def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
     ("stopped", f"stopped in {cell} at message 1; {GO_ON}", signal.SIGTERM)
     for cell in "ab"
   ]
-  monkeypatch.setattr(jobs, "_in_processes", lambda *_: ends)
+  monkeypatch.setattr(jobs, "_train_in_processes", lambda *_: ends)
   exp, where = exploding(workers=(2, 3)), Machine()
   with pytest.raises(Stopped) as stop:
     jobs.train_all(exp, tmp_path, bar=Silent(), machine=where, jobs=2)

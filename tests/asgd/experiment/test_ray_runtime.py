@@ -235,7 +235,7 @@ def test_a_task_that_dies_is_one_line_that_says_so(cluster):
   def die(*args):
     os._exit(3)
 
-  ((kind, line),) = jobs._on_ray(die, [[]], None, None, signals.NoSignals)
+  ((kind, line),) = jobs._train_on_ray(die, [[]], None, None, signals.NoSignals)
   assert kind == "error"
   assert line.startswith("a task of Ray has died (WorkerCrashedError")
   assert line.endswith(signals.GO_ON)

@@ -141,11 +141,11 @@ class Run:
     """It is what its files say, after what was done to its processes; unless
     that is given, nothing explains who died."""
     found = list(audit.findings(self.plan, self.place, failures or ()))
-    wrong = {finding.what for finding in found if not finding.well}
+    wrong = {finding.check for finding in found if not finding.passed}
     assert wrong <= ({"deaths"} if failures is None else set()), found
     replayed = replay.replay(self.place)
     assert replayed.recorded == replayed.digest
-    if "records" not in {finding.what for finding in found}:
+    if "records" not in {finding.check for finding in found}:
       with np.load(self.place / "records.npz") as records:
         for name, column in replayed.records._asdict().items():
           np.testing.assert_array_equal(records[name], column, name)

@@ -114,7 +114,7 @@ def test_examples_of_a_loader_are_stacked_as_they_were():
 def test_batches_of_a_configured_problem_stay():
   loader = Refilled()
   problem = asgd.problems.quadratic(np.ones(4))
-  copied = problem_lib.with_copies(
+  copied = problem_lib.with_copied_batches(
     problem._replace(
       batches=lambda seed, workers: loader.batch,
       rebatch=lambda size: problem._replace(batches=lambda *_: loader.batch),
