@@ -42,46 +42,46 @@ _WIDEST = 100  # columns of the sentences
 _SMALLEST, _LARGEST = 1e-9, 1e15
 
 
-def _cluster(given: dict[str, Any], config: Any) -> ways_lib.Machines:
+def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
   """Returns the machines and links that the flags and the config describe."""
-  machines = given["machines"]
+  machines = values["machines"]
   if machines is None:
-    most = max(config["workers"])
-    machines = most if most > 1 else _DEFAULT_MACHINES
+    config_workers = max(config["workers"])
+    machines = config_workers if config_workers > 1 else _DEFAULT_MACHINES
   else:
     flags.in_range("machines", machines, 1, _MOST_MACHINES)
   for name in ("latency", "service", "start"):
-    flags.in_range(name, given[name], 0, _LARGEST)
+    flags.in_range(name, values[name], 0, _LARGEST)
   for name in ("bandwidth", "memory"):
-    if given[name] is not None:
-      flags.in_range(name, given[name], _SMALLEST, _LARGEST)
-  bandwidth = given["bandwidth"] * 1e9
+    if values[name] is not None:
+      flags.in_range(name, values[name], _SMALLEST, _LARGEST)
+  bandwidth = values["bandwidth"] * 1e9
   network = Network(
-    latency=given["latency"] * 1e-6,
-    service=given["service"] * 1e-3,
+    latency=values["latency"] * 1e-6,
+    service=values["service"] * 1e-3,
     up=bandwidth,
     down=bandwidth,
     port=bandwidth,
   )
-  memory = given["memory"]
+  memory = values["memory"]
   if memory is None:
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GB
   return ways_lib.Machines(
     machines,
     network,
     memory * GB,
-    given["start"],
+    values["start"],
     ways_lib.slowness(config["durations"], machines),
   )
 
 
-def _show(name: str, measured: Any, training: Any, advice: Any) -> None:
+def _show(name: str, step_costs: Any, training: Any, advice: Any) -> None:
   """Prints measurements, ways and advice."""
   columns = min(shutil.get_terminal_size().columns, _WIDEST)
   print(f"measured on this machine, for {name}")
-  lines = advice_lib.describe(measured, training)
-  topics = {**lines, **advice.reasons}
-  width = max(map(len, topics)) + 2
+  lines = advice_lib.describe(step_costs, training)
+  all_topics = {**lines, **advice.reasons}
+  width = max(map(len, all_topics)) + 2
 
   def show(topic: str, text: str) -> None:
     wrapped = textwrap.wrap(text, max(columns - width, 24))
@@ -98,30 +98,30 @@ def _show(name: str, measured: Any, training: Any, advice: Any) -> None:
     show(topic, text)
 
 
-def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
+def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
   """Prints the advice for the flags, see `command_flags.ADVISE`."""
   defaults = {name: default for name, (_, default, _) in ADVISE.items()}
-  given = {**defaults, **given}
+  values = {**defaults, **values}
   if config is None:
     config = flags.load_config("configs/digits.py")
   runs = sorted(  # stable: those of one worker first
     config.runs.values(), key=lambda run: max(run.config["workers"]) > 1
   )
   run = runs[0]
-  training = ways_lib.training_of(run, config.config)
-  cluster = _cluster(given, config.config)
+  training = ways_lib.step_rule(run, config.config)
+  cluster = _cluster(values, config.config)
   dataset, problem = problem_lib.load(
-    {**config.config, **run.config}, data_dir=given["data_dir"]
+    {**config.config, **run.config}, data_dir=values["data_dir"]
   )
   batches = learning_rates.passes(run, problem)
-  measured = ways_lib.measure(problem, training, batches)
-  advice = advice_lib.advise(measured, cluster, training, run.config)
+  step_costs = ways_lib.measure(problem, training, batches)
+  advice = advice_lib.advise(step_costs, cluster, training, run.config)
   if run.recipe != advice.recipe:
     text = f" It replaces the recipe {run.recipe} of the run {run.label}"
     if any(".momentum=" in flag for flag in advice.flags):
       text += f", and keeps its momentum of {training.momentum:g}"
     advice.reasons["recipe"] += f"{text}."
-  _show(f"the run {run.label} on {dataset.name}", measured, training, advice)
+  _show(f"the run {run.label} on {dataset.name}", step_costs, training, advice)
   replaced = {word.partition("=")[0] for word in advice.flags}
   words = ["asgd train"]
   words += [
@@ -129,8 +129,8 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
     for word in flags.config_words()
     if word.partition("=")[0] not in replaced
   ]
-  if given["data_dir"] is not None:
-    words.append(f"--data_dir={given['data_dir']}")
+  if values["data_dir"] is not None:
+    words.append(f"--data_dir={values['data_dir']}")
   print("\n" + " \\\n  ".join([*words, *advice.flags]))
   if advice.way.name in (ways_lib.ASYNCHRONOUS, ways_lib.CODED, ways_lib.LOCAL):
     print(
@@ -140,7 +140,7 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   result = advice._asdict()
   result |= {"way": advice.way._asdict()}
   result |= {"ways": [way._asdict() for way in advice.ways]}
-  flags.publish(run=run.label, measured=measured._asdict(), **result)
+  flags.publish(run=run.label, measured=step_costs._asdict(), **result)
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def keys(node: Any, above: str = "") -> dict[str, tuple[str, Any]]:
     # A leaf; an open section has any keys; another section has sections below.
     if isinstance(below, schema.Setting):
       entries[above + key] = _kind_of_value(below), schema.default_of(below)
-    elif isinstance(below, schema.Open):
+    elif isinstance(below, schema.NamedSection):
       kind = "a dict of a name and its arguments"
       entries[above + key] = kind, schema.default_of(below)
     else:

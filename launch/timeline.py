@@ -94,7 +94,7 @@ def _decisions(
   # that a shard could have served.
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
   spans = {} if _has_tables(cell) else cell.spans
-  for start, end in live_files.served(cell.journals[shard], spans):
+  for start, end in live_files.busy_periods(cell.journals[shard], spans):
     yield tracks_lib.piece("serve", _SERVER, tid, start, end)
   # [2] Version and staleness of each received message.
   records = cell.records[shard]

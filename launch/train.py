@@ -179,7 +179,7 @@ def _open(
   machine = Machine(faults=faults, **options)
   machine.address = machine.address or os.environ.get("RAY_ADDRESS")
   # Workers on other nodes import the user's modules from this list.
-  machine.modules = code.to_send(code.describe(experiment.config))
+  machine.modules = code.files_to_send(code.describe(experiment.config))
   experiment.check_machine(machine)
 
   # [3] The folder. One process opens it; an error there ends all of them.
@@ -243,7 +243,7 @@ def _train(
     )
   # The report is written also after an error or a stop, from all finished
   # cells.
-  with report.at_the_end(workdir, experiment, bar):
+  with report.report_at_end(workdir, experiment, bar):
     try:
       finished = jobs.train_all(
         experiment,

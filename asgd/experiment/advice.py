@@ -19,7 +19,7 @@ from asgd.experiment.ways import (
   LOCAL,
   MESH,
   ONE,
-  WORTH,
+  WORTHWHILE_SPEEDUP,
   Machines,
   StepCosts,
   StepRule,
@@ -28,8 +28,8 @@ from asgd.experiment.ways import (
 from asgd.pages.panels import bytes_text
 from asgd.parallel import memory
 
-_FEW = 8  # workers up to which plain `asgd` loses little
-_OLD = 4  # a machine this many times as slow sends very old messages
+_FEW_WORKERS = 8  # workers up to which plain `asgd` loses little
+_SLOW_FACTOR = 4  # a machine this many times as slow sends very old messages
 _RUN = "advised"  # label of the proposed run
 _MESH_WARM_UP = 10  # a mesh starts at this part of the peak rate
 
@@ -74,22 +74,25 @@ def recipe_for(
   """
   workers, momentum = way.workers, training.momentum
   if way.name in (ONE, MESH):
-    name = "asgd" if way.name == ONE else "ssgd"
-    return name, "Nothing is stale: no rule against staleness is needed."
+    recipe_name = "asgd" if way.name == ONE else "ssgd"
+    return recipe_name, "Nothing is stale: no rule against staleness is needed."
   if way.name == LOCAL:
     return ways_lib.local_recipe(training, cluster), (
       f"Workers send a message after {way.steps} steps, so there are"
       f" {way.steps} times fewer messages."
     )
   if way.name == CODED:
-    codec = ways_lib.codec_of(training)["name"]
+    codec = ways_lib.message_codec(training)["name"]
     return "asgd", (
       f"The codec {codec} makes messages small"
       + (", and keeps the momentum at the workers." if momentum else ".")
     )
   if training.optimizer is not None:
-    name = training.optimizer["name"]
-    return "asgd", f"{name} applies each message; asgd runs any optimizer."
+    recipe_name = training.optimizer["name"]
+    return (
+      "asgd",
+      f"{recipe_name} applies each message; asgd runs any optimizer.",
+    )
   if momentum and training.down is not None:
     return "multi_asgd", (
       f"The config has momentum {momentum:g}: each worker has one. DANA looks"
@@ -111,37 +114,38 @@ def recipe_for(
       )
     return "dana_zero", text
   # Of machines, not of steps: one late step makes one old message.
-  if cluster.spread > _OLD:
+  if cluster.spread > _SLOW_FACTOR:
     return "gap_aware", (
       f"The slowest machine takes {cluster.spread:.2g} times as long as the"
-      f" fastest (more than {_OLD}), so its messages are old: gap_aware divides"
-      " them by how far the parameters have moved."
+      f" fastest (more than {_SLOW_FACTOR}), so its messages are old: gap_aware"
+      " divides them by how far the parameters have moved."
     )
-  if workers <= _FEW:
+  if workers <= _FEW_WORKERS:
     return "asgd", (
       f"Without momentum {workers} workers lose little to staleness"
-      f" (at most {_FEW})."
+      f" (at most {_FEW_WORKERS})."
     )
   return "dc_asgd_a", (
-    f"Without momentum, but with {workers} workers (more than {_FEW}), messages"
-    " are compensated for their delay."
+    f"Without momentum, but with {workers} workers (more than {_FEW_WORKERS}),"
+    " messages are compensated for their delay."
   )
 
 
-def limit_of(
-  name: str, way: Way, training: StepRule, measured: StepCosts,
+def stability_limit(
+  recipe_name: str, way: Way, training: StepRule, step_costs: StepCosts,
   cluster: Machines,
 ) -> float:
   """Returns the quadratic limit: the largest product of learning rate and
   curvature at which a recipe is stable; NaN if that is not known."""
-  unknown = training.optimizer is not None or way.name == LOCAL
-  if unknown or not math.isfinite(measured.sharpness):
+  is_unknown = training.optimizer is not None or way.name == LOCAL
+  if is_unknown or not math.isfinite(step_costs.sharpness):
     return math.nan
   if way.name == CODED and training.momentum:
-    name = "multi_asgd"  # one momentum for each worker, as the codec has it
-  recipe = ways_lib.built(name, training, way.workers)
+    # One momentum for each worker, as the codec has it.
+    recipe_name = "multi_asgd"
+  recipe = ways_lib.build_recipe(recipe_name, training, way.workers)
   trace = orders.build(
-    *(recipe.order, ways_lib.clock(measured, cluster)),
+    *(recipe.order, ways_lib.job_durations(step_costs, cluster)),
     workers=way.workers,
     messages=40 * way.workers,
   )
@@ -173,200 +177,223 @@ def rate_for(
   if not math.isfinite(limit):
     return rate, way.name == MESH, f"{text} Its stability limit is not known."
   product = rate * sharpness
-  words = f"Rate x sharpness is {product:.2g}, the quadratic limit {limit:.2g}"
+  comparison = (
+    f"Rate x sharpness is {product:.2g}, the quadratic limit {limit:.2g}"
+  )
   if product <= limit:
-    return rate, way.name == MESH, f"{text} {words}: stable from the start."
+    return (
+      rate,
+      way.name == MESH,
+      f"{text} {comparison}: stable from the start.",
+    )
   start = _MESH_WARM_UP if way.name == MESH else workers
   if product / start <= limit:
-    return rate, True, (
-      f"{text} {words}: begin lower, with a warm-up from {rate / start:.2g};"
-      " training then lowers the sharpness."
+    return (
+      rate,
+      True,
+      (
+        f"{text} {comparison}: begin lower, with a warm-up from"
+        f" {rate / start:.2g}; training then lowers the sharpness."
+      ),
     )
   lowered = float(f"{start * limit / sharpness:.2g}")
   return lowered, start > 1, (
-    f"{lowered:g} instead of {rate:g}. {words}, and even a warm-up from"
+    f"{lowered:g} instead of {rate:g}. {comparison}, and even a warm-up from"
     f" {rate / start:.2g} would begin above it."
   )
 
 
 def memory_for(
-  way: Way, name: str, training: StepRule, measured: StepCosts
+  way: Way, recipe_name: str, training: StepRule, step_costs: StepCosts
 ) -> tuple[float, float]:
   """Returns the bytes at a worker and at the server, 0.0 without a server."""
-  options = ways_lib.options_of(name, training)
+  options = ways_lib.optimizer_options(recipe_name, training)
   if way.name == CODED:
     options = {}  # the codec has the momentum
-  need = memory.recipe_bytes(name, way.workers, **options)
-  at_worker = 2 * measured.dense + need.worker * measured.parameters
-  at_worker += measured.kept
-  state = need.total * measured.parameters
+  need = memory.recipe_bytes(recipe_name, way.workers, **options)
+  at_worker = 2 * step_costs.dense + need.worker * step_costs.parameters
+  at_worker += step_costs.kept
+  state = need.total * step_costs.parameters
   if way.name in (ONE, MESH):
     return at_worker + state, 0.0
-  return at_worker, measured.dense + state
+  return at_worker, step_costs.dense + state
 
 
 # Sentences.
 
 
-def _distribution(
-  found: tuple[Way, ...], way: Way, measured: StepCosts, cluster: Machines
+def _distribution_reason(
+  candidates: tuple[Way, ...],
+  way: Way,
+  step_costs: StepCosts,
+  cluster: Machines,
 ) -> str:
   """Returns whether to distribute, and why."""
   text = (
-    f"One machine trains all {measured.batches:,.0f} steps in"
-    f" {show_seconds(measured.alone)}."
+    f"One machine trains all {step_costs.batches:,.0f} steps in"
+    f" {show_seconds(step_costs.alone)}."
   )
-  if len(found) == 1:
+  if len(candidates) == 1:
     return f"No: there is one machine. {text}"
-  fastest = max(found, key=lambda each: each.speed)
+  fastest = max(candidates, key=lambda each: each.speed)
   if way.name != ONE:
-    took = cluster.start + measured.alone / way.speed
+    seconds = cluster.start + step_costs.alone / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
-      f" need {show_seconds(took)}, of which {show_seconds(cluster.start)} pass"
-      " until they have started."
+      f" need {show_seconds(seconds)}, of which {show_seconds(cluster.start)}"
+      " pass until they have started."
     )
-  if fastest.speed < WORTH:
+  if fastest.speed < WORTHWHILE_SPEEDUP:
     return (
       f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
-      f" workers) is {fastest.speed:.3g} times as fast; below {WORTH:g} it is"
-      " not worth it."
+      f" workers) is {fastest.speed:.3g} times as fast; below"
+      f" {WORTHWHILE_SPEEDUP:g} it is not worth it."
     )
-  took = cluster.start + measured.alone / fastest.speed
+  seconds = cluster.start + step_costs.alone / fastest.speed
   return (
     f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
-    f" workers) needs {show_seconds(took)}, of which"
+    f" workers) needs {show_seconds(seconds)}, of which"
     f" {show_seconds(cluster.start)} pass until its workers have started."
   )
 
 
-def _way(
-  found: tuple[Way, ...], way: Way, measured: StepCosts, cluster: Machines
+def _way_reason(
+  candidates: tuple[Way, ...],
+  way: Way,
+  step_costs: StepCosts,
+  cluster: Machines,
 ) -> str:
   """Returns why the way of training and its number of workers were chosen."""
   network, workers = cluster.network, way.workers
-  each = (
+  message_seconds = (
     2 * network.latency
     + network.service
-    + 2 * measured.dense / network.up
+    + 2 * step_costs.dense / network.up
   )
-  texts = [
+  sentences = [
     f"Fewer workers than these {workers} (of {cluster.machines}) would give"
-    f" less than {100 * ways_lib.ENOUGH:.0f} % of its greatest speed.",
-    f"A dense message takes {show_seconds(each)} on its way and at the server,"
-    f" a step {show_seconds(measured.mean)}; the slowest machine takes"
-    f" {cluster.spread:.2g} times as long as the fastest.",
+    f" less than {100 * ways_lib.NEAR_FASTEST:.0f} % of its greatest speed.",
+    f"A dense message takes {show_seconds(message_seconds)} on its way and at"
+    f" the server, a step {show_seconds(step_costs.mean)}; the slowest machine"
+    f" takes {cluster.spread:.2g} times as long as the fastest.",
   ]
   if way.name == MESH:
-    reducing = ways_lib.reduce_seconds(measured, cluster, workers)
-    texts.append(f"An all-reduce takes {show_seconds(reducing)}.")
-  faster = [each for each in found if each.speed > way.speed]
+    reduce_seconds = ways_lib.reduce_seconds(step_costs, cluster, workers)
+    sentences.append(f"An all-reduce takes {show_seconds(reduce_seconds)}.")
+  faster = [other for other in candidates if other.speed > way.speed]
   if faster:
-    most = max(faster, key=lambda each: each.speed)
-    texts.append(
-      f"The fastest way ({most.name}) is {most.speed / way.speed:.3g} times as"
-      f" fast; below {WORTH:g} the simpler way is better."
+    fastest = max(faster, key=lambda other: other.speed)
+    sentences.append(
+      f"The fastest way ({fastest.name}) is {fastest.speed / way.speed:.3g}"
+      f" times as fast; below {WORTHWHILE_SPEEDUP:g} the simpler way is better."
     )
-  return " ".join(texts)
+  return " ".join(sentences)
 
 
 def _flags(
-  way: Way, name: str, rate: float, warm_up: bool, training: StepRule,
+  way: Way, recipe_name: str, rate: float, warm_up: bool, training: StepRule,
   config: Mapping[str, Any],
 ) -> tuple[str, ...]:
   """Returns the flags of asgd train for the advice."""
   options = dict(training.own)
-  if way.name == CODED or "momentum" not in algorithms.options(name):
+  if way.name == CODED or "momentum" not in algorithms.options(recipe_name):
     options.pop("momentum", None)
   if way.steps > 1:
     options["steps"] = way.steps
   optimizer = options.pop("optimizer", {})
-  run = {"recipe": name, **options}
+  run = {"recipe": recipe_name, **options}
   run |= {f"optimizer.{key}": value for key, value in optimizer.items()}
-  sets = {f"runs.{_RUN}.{key}": value for key, value in run.items()}
-  sets |= {"only": _RUN, "learning_rate": float(f"{rate:.3g}")}
+  overrides = {f"runs.{_RUN}.{key}": value for key, value in run.items()}
+  overrides |= {"only": _RUN, "learning_rate": float(f"{rate:.3g}")}
   engine = "simulate"
   if way.name == MESH:
     engine = "mesh"
-    sets["mesh.axes"] = f"data:{way.workers}"
-    sets["batch_size"] = way.workers * config["batch_size"]
+    overrides["mesh.axes"] = f"data:{way.workers}"
+    overrides["batch_size"] = way.workers * config["batch_size"]
   else:
-    sets["workers"] = way.workers
+    overrides["workers"] = way.workers
   if way.name == CODED:
-    codec = ways_lib.codec_of(training)
-    both = ("compress", codec), ("compress_down", {"name": "top_k"})
-    for key, section in both:
-      sets |= {f"{key}.{option}": x for option, x in section.items()}
-  section = config["learning_rate_schedule"]
-  if warm_up and not (section["warmup_epochs"] or section["warmup_examples"]):
-    sets["learning_rate_schedule.warmup_epochs"] = 1.0
-  changes = (f"--config.{key}={value}" for key, value in sets.items())
+    codec = ways_lib.message_codec(training)
+    codecs = ("compress", codec), ("compress_down", {"name": "top_k"})
+    for key, options in codecs:
+      overrides |= {f"{key}.{option}": x for option, x in options.items()}
+  schedule = config["learning_rate_schedule"]
+  if warm_up and not (schedule["warmup_epochs"] or schedule["warmup_examples"]):
+    overrides["learning_rate_schedule.warmup_epochs"] = 1.0
+  changes = (f"--config.{key}={value}" for key, value in overrides.items())
   return f"--engine={engine}", *changes
 
 
 def advise(
-  measured: StepCosts, cluster: Machines, training: StepRule,
+  step_costs: StepCosts, cluster: Machines, training: StepRule,
   config: Mapping[str, Any],
 ) -> Recommendation:
   """Returns the advice for measurements and machines.
 
   Args:
-    measured: the costs of a step, measured on this machine.
+    step_costs: the costs of a step, measured on this machine.
     cluster: the machines and links that may be used.
     training: how the config takes its steps.
     config: resolved.
   """
-  found = ways_lib.ways(measured, cluster, training)
-  way = ways_lib.choose(found, measured, cluster)
-  name, why = recipe_for(way, training, cluster, measured.dense)
-  limit = limit_of(name, way, training, measured, cluster)
-  rate, warm_up, of_rate = rate_for(way, training, measured.sharpness, limit)
-  at_worker, at_server = memory_for(way, name, training, measured)
-  reasons = {"distribute": _distribution(found, way, measured, cluster)}
+  candidates = ways_lib.find_ways(step_costs, cluster, training)
+  way = ways_lib.choose(candidates, step_costs, cluster)
+  recipe_name, recipe_reason = recipe_for(
+    way, training, cluster, step_costs.dense
+  )
+  limit = stability_limit(recipe_name, way, training, step_costs, cluster)
+  rate, warm_up, rate_reason = rate_for(
+    way, training, step_costs.sharpness, limit
+  )
+  at_worker, at_server = memory_for(way, recipe_name, training, step_costs)
+  reasons = {
+    "distribute": _distribution_reason(candidates, way, step_costs, cluster)
+  }
   if way.name != ONE:
-    reasons["way"] = _way(found, way, measured, cluster)
+    reasons["way"] = _way_reason(candidates, way, step_costs, cluster)
     reasons["speed-up"] = (
       f"{way.speed:.2g} times the examples a second of one machine, by the"
       f" event simulator. Staleness is {way.stale:.1f} on average, {way.oldest}"
       " at most: the same number of examples may give a higher loss."
     )
-  reasons["recipe"] = f"{name}. {why}"
-  reasons["learning rate"] = of_rate
+  reasons["recipe"] = f"{recipe_name}. {recipe_reason}"
+  reasons["learning rate"] = rate_reason
   text = f"{bytes_text(at_worker)} at each worker"
   if at_server:
     text += f", {bytes_text(at_server)} at the server"
-  over = max(at_worker, at_server) > cluster.memory
+  exceeds_memory = max(at_worker, at_server) > cluster.memory
   reasons["memory"] = f"{text}; a machine has {bytes_text(cluster.memory)}." + (
     " It does not fit: divide the model by a pipeline or a mesh (asgd plan)."
-    if over
+    if exceeds_memory
     else ""
   )
-  flags = _flags(way, name, rate, warm_up, training, config)
-  return Recommendation(way, found, name, rate, flags, reasons)
+  flags = _flags(way, recipe_name, rate, warm_up, training, config)
+  return Recommendation(way, candidates, recipe_name, rate, flags, reasons)
 
 
-def describe(measured: StepCosts, training: StepRule) -> dict[str, str]:
+def describe(step_costs: StepCosts, training: StepRule) -> dict[str, str]:
   """Returns topic -> sentence on each measurement."""
-  times = sorted(measured.seconds)
-  middle = statistics.median(times)
-  most = times[math.ceil(0.9 * len(times)) - 1]
+  times = sorted(step_costs.seconds)
+  median = statistics.median(times)
+  percentile_90 = times[math.ceil(0.9 * len(times)) - 1]
   noise = ""
-  if most > WORTH * middle:  # rounds wait for the slowest step
+  # Rounds wait for the slowest step.
+  if percentile_90 > WORTHWHILE_SPEEDUP * median:
     noise = "; they differ, which makes rounds slow: close other programs"
   lines = {
     "step": (
-      f"{show_seconds(measured.mean)}, the mean of {len(times)} warm steps (the"
-      f" median is {show_seconds(middle)}; 9 of 10 took at most"
-      f" {show_seconds(most)})" + noise
+      f"{show_seconds(step_costs.mean)}, the mean of {len(times)} warm steps"
+      f" (the median is {show_seconds(median)}; 9 of 10 took at most"
+      f" {show_seconds(percentile_90)})" + noise
     ),
     "message": (
-      f"{bytes_text(measured.dense)} for {measured.parameters:,} parameters;"
-      f" {bytes_text(measured.coded)} with the codec"
-      f" {ways_lib.codec_of(training)['name']}"
+      f"{bytes_text(step_costs.dense)} for {step_costs.parameters:,}"
+      f" parameters; {bytes_text(step_costs.coded)} with the codec"
+      f" {ways_lib.message_codec(training)['name']}"
     ),
   }
-  if math.isfinite(measured.sharpness):
+  if math.isfinite(step_costs.sharpness):
     lines["sharpness"] = (
-      f"{measured.sharpness:.3g}, the largest eigenvalue of the Hessian"
+      f"{step_costs.sharpness:.3g}, the largest eigenvalue of the Hessian"
     )
   return lines

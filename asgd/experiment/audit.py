@@ -29,27 +29,33 @@ def _replay(
   """Replays a cell; yields comparisons with its result and records."""
   # [1] The digest covers all bits of the parameters, so it decides the rest.
   replayed = replay_lib.replay(folder, data_dir=data_dir)
-  live = result["params_sha256"]
-  digests = f"parameters {replayed.digest[:12]}, live {live[:12]}"
-  yield Finding("replay", digests, replayed.digest == live)
+  recorded_digest = result["params_sha256"]
+  digests = f"parameters {replayed.digest[:12]}, live {recorded_digest[:12]}"
+  yield Finding("replay", digests, replayed.digest == recorded_digest)
   # [2] Of a run with rollbacks the audit gives no records: `records` is None.
   if records is not None:
-    # A loss that is not finite was recorded, and equals itself here.
+    # A recorded loss may be NaN, which here counts as equal to NaN.
     columns: Iterable[tuple[np.ndarray, np.ndarray]]
     columns = zip(records, replayed.records, strict=True)
-    same = all(np.array_equal(*pair, equal_nan=True) for pair in columns)
-    text = "the same" if same else "NOT those of the replay"
-    yield Finding("records", text, same)
+    is_same = all(np.array_equal(*pair, equal_nan=True) for pair in columns)
+    text = "the same" if is_same else "NOT those of the replay"
+    yield Finding("records", text, is_same)
   # [3] The evaluation of the replayed parameters gives the reported score.
-  score, name = replayed.evaluation, "accuracy"
+  score, score_name = replayed.evaluation, "accuracy"
   computed, reported = score.accuracy, result["test_accuracy"]
   if reported is not None:
     text = f"{100 * computed:.2f} %, live {100 * reported:.2f} %"
   else:  # the task has no accuracy
-    name, computed, reported = "test loss", score.loss, result["test_loss"]
+    score_name, computed, reported = (
+      "test loss",
+      score.loss,
+      result["test_loss"],
+    )
     text = f"{computed:.4g}, live {reported:.4g}"
-  # With other parameters another score follows: that is one finding, not two.
-  yield Finding(name, text, replayed.digest != live or computed == reported)
+  # Other parameters have another score: that is one finding, "replay", not two.
+  yield Finding(
+    score_name, text, replayed.digest != recorded_digest or computed == reported
+  )
 
 
 def findings(

@@ -137,7 +137,7 @@ def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
   if not boards.is_available():
     return
   # Another command with the same folder may end at the same time.
-  with storage.alone(workdir):
+  with storage.locked_folder(workdir):
     for group in figure.group_by(results, "label", "workers").values():
       if len(group) > 1 and group[0]["label"] in experiment.runs:
         _join_seeds(workdir, experiment, group)

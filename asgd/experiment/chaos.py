@@ -22,7 +22,7 @@ from asgd.orders.trace import Event, follow
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
 _SIGNALS = {"hang": signal.SIGSTOP, "term": signal.SIGTERM}  # others: SIGKILL
-_LOOK = 0.05  # seconds between two looks at the run
+_POLL_SECONDS = 0.05  # seconds between two looks at the run
 _END_SECONDS = 20.0  # to wait for the end of processes
 
 
@@ -30,7 +30,7 @@ class Hung(Exception):
   """No row was written for longer than the patience."""
 
 
-def _leave(*_: object) -> None:
+def _exit_on_sigterm(*_: object) -> None:
   """Handles SIGTERM as a normal exit, which runs `finally` blocks."""
   raise SystemExit(128 + signal.SIGTERM)
 
@@ -44,7 +44,7 @@ def wait_for_end(started: Iterable[tuple[int, str]]) -> list[int]:
   """Waits until processes have ended, or for _END_SECONDS; returns the ids of
   those that still run. `started` has (process id, start time): an id with
   another start time belongs to another process."""
-  end = time.monotonic() + _END_SECONDS
+  deadline = time.monotonic() + _END_SECONDS
   while True:
     pids = []
     for pid, start_time in started:
@@ -53,9 +53,9 @@ def wait_for_end(started: Iterable[tuple[int, str]]) -> list[int]:
         # Z and X: it has ended, and its parent has not yet asked for its status
         if actual_start_time == start_time and state not in "ZX":
           pids.append(pid)
-    if not pids or time.monotonic() > end:
+    if not pids or time.monotonic() > deadline:
       return sorted(pids)
-    time.sleep(_LOOK)
+    time.sleep(_POLL_SECONDS)
 
 
 class InjectedRun:
@@ -79,21 +79,21 @@ class InjectedRun:
     # For `check_progress`: (count of journals, their bytes), and when they last
     # changed.
     self._journals = 0, 0
-    self._changed = time.monotonic()
-    # For `working`: (driver's id, cell) and the cell's rows at the first call
-    # for this driver and cell, and whether a message was received since.
-    self._run: tuple[int, str] | None = None
-    self._rows, self._works = 0, False
+    self._last_change = time.monotonic()
+    # For `is_working`: (driver's id, cell); the number of the cell's rows at
+    # the first call for these two; whether a message was received since.
+    self._watched_run: tuple[int, str] | None = None
+    self._first_rows, self._has_received = 0, False
     # SIGTERM must reach `end`; otherwise the run would outlive this process.
-    signal.signal(signal.SIGTERM, _leave)
-    self._start()
+    signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    self._start_command()
 
-  def _start(self) -> None:
+  def _start_command(self) -> None:
     """Starts the command in a separate session: the terminal's Ctrl-C reaches
     this process only, which then ends the run."""
     self.process = subprocess.Popen(self._command, start_new_session=True)
 
-  def _cell(self) -> tuple[str, Path] | None:
+  def _current_cell(self) -> tuple[str, Path] | None:
     """Returns the name and the memory folder of the cell that runs now, and
     stores the folder."""
     for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
@@ -106,7 +106,7 @@ class InjectedRun:
   def _pids(self, memory: Path) -> dict[str, dict[int, int]]:
     """Returns kind -> index -> process id of a cell, and stores the ids."""
     pids = processes.live_pids(memory)
-    for pid in [pid for each in pids.values() for pid in each.values()]:
+    for pid in [pid for by_index in pids.values() for pid in by_index.values()]:
       with contextlib.suppress(OSError):
         self.processes.add((pid, processes.process_stat(pid)[1]))
     return pids
@@ -115,21 +115,23 @@ class InjectedRun:
     """Returns the rows of a cell's trace so far."""
     return self._protocols[cell].live.rows(self._out / "cells" / cell)
 
-  def working(self) -> bool:
+  def is_working(self) -> bool:
     """Whether a message was received since the first call for this driver and
     this cell."""
-    current = self._cell()
+    current = self._current_cell()
     if current is None:
       return False
     run = self.process.pid, current[0]
-    if run == self._run and self._works:
+    if run == self._watched_run and self._has_received:
       return True  # the common case; it reads no file
     events = self._events(current[0])
-    if run != self._run:
-      self._run, self._rows = run, len(events)
-    new_events = events[self._rows :]
-    self._works = any(event.action == base.RECEIVE for event in new_events)
-    return self._works
+    if run != self._watched_run:
+      self._watched_run, self._first_rows = run, len(events)
+    new_events = events[self._first_rows :]
+    self._has_received = any(
+      event.action == base.RECEIVE for event in new_events
+    )
+    return self._has_received
 
   def check_progress(self, patience: float) -> None:
     """Raises Hung if no journal has changed for `patience` seconds."""
@@ -137,12 +139,12 @@ class InjectedRun:
     # A driver that resumes may drop rows, so any change is a sign of life.
     journals = len(paths), sum(path.stat().st_size for path in paths)
     if journals != self._journals:
-      self._journals, self._changed = journals, time.monotonic()
-    if time.monotonic() - self._changed > patience:
-      cell = self._cell()
+      self._journals, self._last_change = journals, time.monotonic()
+    if time.monotonic() - self._last_change > patience:
+      cell = self._current_cell()
       if cell is None:
         waited = f"for asgd train to begin a cell in {self._out}"
-      elif not self.working():
+      elif not self.is_working():
         waited = f"for the first message of a worker of {cell[0]}"
       else:
         waited = f"for the next row in a trace of {cell[0]}"
@@ -155,7 +157,7 @@ class InjectedRun:
   def inject_failure(self, kind: str, rng: random.Random) -> bool:
     """Injects a failure of a kind. Returns False if no process that it applies
     to runs now."""
-    current = self._cell()
+    current = self._current_cell()
     if current is None:
       return False
     cell, memory = current
@@ -217,7 +219,7 @@ class InjectedRun:
     self.process.kill()
     self.process.wait()
     log_line(f"driver: the driver of {cell}")
-    self._start()
+    self._start_command()
     # Until these processes end they may still append rows.
     orphans = {pid for by_index in pids.values() for pid in by_index.values()}
     wait_for_end([p for p in self.processes if p[0] in orphans])
@@ -263,31 +265,34 @@ def inject(
     Hung: the run has hung.
   """
   rate = 1 / mtbf
-  worked, due = 0.0, rng.expovariate(rate)  # seconds of the run's work
-  waiting: list[str] = []  # kinds that come before any comes again
-  last = time.monotonic()
+  worked_seconds, next_failure = (
+    0.0,
+    rng.expovariate(rate),
+  )  # seconds of the run's work
+  next_kinds: list[str] = []  # kinds that come before any comes again
+  last_time = time.monotonic()
   while run.process.poll() is None:
-    time.sleep(_LOOK)
+    time.sleep(_POLL_SECONDS)
     run.check_progress(patience)
     # Only time in which the run works counts: neither the start of processes
     # nor the compilation.
     now = time.monotonic()
-    if run.working():
-      worked += now - last
-    last = now
-    if not due <= worked < seconds:
+    if run.is_working():
+      worked_seconds += now - last_time
+    last_time = now
+    if not next_failure <= worked_seconds < seconds:
       continue
-    waiting = waiting or rng.sample(kinds, len(kinds))
+    next_kinds = next_kinds or rng.sample(kinds, len(kinds))
     # A process may end between the look at its files and the signal.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
       # Rotate: a kind without a running process must not block the others.
-      waiting.insert(0, waiting.pop())
-      if run.inject_failure(waiting[0], rng):
-        waiting.pop(0)
-        due = worked + rng.expovariate(rate)
-        last = time.monotonic()  # the time of the injection is no work
-  if run.process.returncode == 0 and worked < seconds:
+      next_kinds.insert(0, next_kinds.pop())
+      if run.inject_failure(next_kinds[0], rng):
+        next_kinds.pop(0)
+        next_failure = worked_seconds + rng.expovariate(rate)
+        last_time = time.monotonic()  # the time of the injection is no work
+  if run.process.returncode == 0 and worked_seconds < seconds:
     log_line(
-      f"the run ended after {worked:.0f} of {seconds:g} seconds; set a larger"
-      " --config.epochs"
+      f"the run ended after {worked_seconds:.0f} of {seconds:g} seconds; set a"
+      " larger --config.epochs"
     )

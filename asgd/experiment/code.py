@@ -16,10 +16,10 @@ from typing import Any
 from asgd import names
 from asgd.experiment import storage
 
-_SHOWN = 3  # most names in an error
+_MAX_NAMES = 3  # most names in an error
 
 
-def _named(config: Mapping[str, Any]) -> list[str]:
+def _imported_names(config: Mapping[str, Any]) -> list[str]:
   """Returns each MODULE:FUNCTION of a config, except titles of runs."""
   config, runs = dict(config), config.get("runs")
   # A title is any text, such as "asgd:fast", and is never imported.
@@ -66,18 +66,18 @@ def check_trusted(
     ValueError: if code is named, and the effective user of this process does
       not own the cell's folders, cell.json and config.json.
   """
-  code_names = [*_named(config), *modules]
-  others = _owners(cell_folder) - {os.geteuid()}
-  if not code_names or not others or trust:
+  code_names = [*_imported_names(config), *modules]
+  other_owners = _owners(cell_folder) - {os.geteuid()}
+  if not code_names or not other_owners or trust:
     return
   raise ValueError(
-    f"{cell_folder} was made by another user (uid {min(others)}), and its files"
-    f" name code to be run: {', '.join(code_names[:_SHOWN])}. Read them and"
-    " that code, then add --trust (in Python trust=True)"
+    f"{cell_folder} was made by another user (uid {min(other_owners)}), and its"
+    f" files name code to be run: {', '.join(code_names[:_MAX_NAMES])}. Read"
+    " them and that code, then add --trust (in Python trust=True)"
   )
 
 
-def _file(module: str) -> Path | None:
+def _module_file(module: str) -> Path | None:
   """Returns where a module would be imported from."""
   # For A.B this imports A. Callers ask only about code that may be run.
   try:
@@ -93,17 +93,19 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
   "top" is the file or folder that must be importable: the top package's.
   """
-  described = {}
-  for module in sorted({name.partition(":")[0] for name in _named(config)}):
-    path, top = _file(module), _file(module.partition(".")[0])
+  modules = {}
+  for module in sorted(
+    {name.partition(":")[0] for name in _imported_names(config)}
+  ):
+    path, top = _module_file(module), _module_file(module.partition(".")[0])
     if path and top:  # built-in modules have no file, and need none
       top = top.parent if top.stem == "__init__" else top
       digest = storage.file_digest(path)
-      described[module] = {"file": str(path), "sha256": digest, "top": str(top)}
-  return described
+      modules[module] = {"file": str(path), "sha256": digest, "top": str(top)}
+  return modules
 
 
-def to_send(described: Mapping[str, Any]) -> list[str]:
+def files_to_send(described: Mapping[str, Any]) -> list[str]:
   """Returns the files that other machines lack: those not in site-packages."""
   # Other machines have the same packages installed.
   tops = {module["top"] for module in described.values()}
@@ -124,13 +126,13 @@ def make_importable(described: Mapping[str, Any]) -> None:
     add_folder(Path(module["top"]).parent)
 
 
-def changed(
+def changed_modules(
   described: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Sequence[str]:
   """Returns the modules that have another file content than `described`."""
-  now = describe(config)
+  current = describe(config)
   return [
     module
-    for module, before in described.items()
-    if now.get(module, {}).get("sha256") != before["sha256"]
+    for module, recorded in described.items()
+    if current.get(module, {}).get("sha256") != recorded["sha256"]
   ]

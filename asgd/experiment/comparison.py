@@ -36,11 +36,11 @@ from asgd.orders import durations
 from asgd.orders.network import Network
 from asgd.orders.play import Sizes
 
-_WAYS = (0.5, 0.9)  # shares of a live run's decrease of the loss
-# Share of messages before all workers had sent one, above which a note says so.
-_EARLY = 0.05
+_LOSS_SHARES = (0.5, 0.9)  # shares of a live run's decrease of the loss
+# Above this share of messages before all workers have sent one, a note says so.
+_MAX_EARLY_SHARE = 0.05
 # Kinds of runs: keys of `LiveComparison.runs`, and words in tables.
-LIVE, IN_ORDER, DRAWN, REPLAYED = "live", "in order", "drawn", "replayed"
+LIVE, IN_ORDER, RESAMPLED, REPLAYED = "live", "in order", "drawn", "replayed"
 
 
 class LiveComparison(NamedTuple):
@@ -69,7 +69,7 @@ def _transport(files: live_files.LiveFiles) -> _Transport:
   description, records = files.description, files.records
   section = description["config"].get("network")
   network = section and networks.from_section(section, len(records))
-  sizes = predict.sizes_of(records, description["cell"]["workers"])
+  sizes = predict.job_sizes(records, description["cell"]["workers"])
   return _Transport(network, sizes)
 
 
@@ -86,31 +86,33 @@ def _measured_jobs(files: live_files.LiveFiles) -> list[predict.MeasuredJob]:
 def _streams(
   cell: cells.Cell,
   files: live_files.LiveFiles,
-  timed: live_files.LiveFiles,
-  timed_name: Path,
+  timed_files: live_files.LiveFiles,
+  timed_folder: Path,
 ) -> dict[str, list[Iterator[float]]]:
   """Returns streams of job durations for each worker, by simulation.
 
   Args:
     cell: the simulated cell.
     files: the files of that cell.
-    timed: files of the cell with the durations, which may be another.
-    timed_name: its name in an error.
+    timed_files: files of the cell with the durations, which may be another.
+    timed_folder: its name in an error.
   """
   # [1] The durations of the timed cell, of jobs after its start.
-  jobs = _measured_jobs(timed)
+  jobs = _measured_jobs(timed_files)
   if not jobs:
-    raise ValueError(f"{timed_name} has no message: {predict.SHORT}")
+    raise ValueError(f"{timed_folder} has no message: {predict.TOO_SHORT}")
   timed_workers = 1 + max(job.worker for job in jobs)
-  settled = predict.settled_durations(jobs, timed_workers)
+  settled_rows = predict.settled_durations(jobs, timed_workers)
   # [2] Endless streams. IN_ORDER has the jobs of the simulated cell once, those
   # of its start too, and then the settled jobs again and again. With another
-  # cell's durations it has the settled jobs only. DRAWN draws from these.
-  repeated = durations.measured(predict.shifted(settled, cell.workers))
-  drawn = durations.measured(settled, resample=True, seed=cell.seed)
-  is_own = timed is files
+  # cell's durations it has the settled jobs only. RESAMPLED draws from these.
+  repeated = durations.measured(
+    predict.shifted_durations(settled_rows, cell.workers)
+  )
+  resampled = durations.measured(settled_rows, resample=True, seed=cell.seed)
+  is_same_cell = timed_files is files
   first_jobs: list[list[float]] = [[]]
-  if is_own:
+  if is_same_cell:
     first_jobs = predict.durations_by_worker(jobs, timed_workers)
   workers = range(cell.workers)
   return {
@@ -118,7 +120,7 @@ def _streams(
       itertools.chain(first_jobs[w % len(first_jobs)], repeated.stream(w))
       for w in workers
     ],
-    DRAWN: [drawn.stream(w) for w in workers],
+    RESAMPLED: [resampled.stream(w) for w in workers],
   }
 
 
@@ -145,10 +147,10 @@ def compare(
   cell_folder = live_files.only_cell(folder)
   folders.finished_result(cell_folder, repeatable=False)
   files = live_files.read(cell_folder)
-  timed = live_files.read(durations_of) if durations_of else files
+  timed_files = live_files.read(durations_of) if durations_of else files
   # [2] Whether a server decides the order, so that it can be simulated.
   live = protocol.of_cell(cell_folder, files.description).live
-  timed_live = protocol.of_cell(cell_folder, timed.description).live
+  timed_live = protocol.of_cell(cell_folder, timed_files.description).live
   if durations_of and not (live.simulation and timed_live.simulation):
     raise ValueError(
       f"--durations_of={durations_of} needs two cells with a server that"
@@ -163,14 +165,14 @@ def compare(
   rules, train_in_order = live.simulation(plan, cell, cell_folder)
   records, journal = files.records[0], files.journals[0]
   messages = len(records.loss)
-  early = _early_messages(cell_folder, records.worker, cell.workers)
+  n_early = _early_messages(cell_folder, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, _accuracy(cell_folder))}
   # [4] The simulations: an order from the durations, then training in it.
   joins = predict.join_times(journal, cell.workers)
   network, sizes = _transport(files)
-  streams_of = _streams(cell, files, timed, durations_of or folder)
-  for kind, streams in streams_of.items():
+  streams_by_kind = _streams(cell, files, timed_files, durations_of or folder)
+  for kind, streams in streams_by_kind.items():
     trace = predict.play(
       rules, streams, joins, messages, network=network, sizes=sizes
     )
@@ -183,9 +185,9 @@ def compare(
     predict.count_until_all_sent(run.records.worker, cell.workers)
     for run in runs.values()
   )
-  began = float(records.time[early - 1])
+  began = float(records.time[n_early - 1])
   parts = predict.where_time_goes(journal, files.spans, began)
-  jobs = _rows(_measured_jobs(files))
+  jobs = _duration_rows(_measured_jobs(files))
   return LiveComparison(cell.name, runs, first_messages, parts, jobs)
 
 
@@ -194,14 +196,16 @@ def _early_messages(
 ) -> int:
   """Returns the count of messages until each worker had sent one. Raises
   ValueError if these are more than half of all."""
-  early, messages = predict.count_until_all_sent(worker, workers), len(worker)
-  if 2 * early > messages:
-    text = f"{early} of {messages} messages arrived before each worker sent one"
-    raise ValueError(f"{cell_folder.name}: {text}: {predict.SHORT}")
-  return early
+  n_early, messages = predict.count_until_all_sent(worker, workers), len(worker)
+  if 2 * n_early > messages:
+    text = f"{n_early} of {messages} messages came before each worker sent one"
+    raise ValueError(f"{cell_folder.name}: {text}: {predict.TOO_SHORT}")
+  return n_early
 
 
-def _rows(jobs: Sequence[predict.MeasuredJob]) -> list[dict[str, float]]:
+def _duration_rows(
+  jobs: Sequence[predict.MeasuredJob],
+) -> list[dict[str, float]]:
   """Returns rows (worker, seconds), as `durations` of a config read them."""
   return [{"worker": j.worker, "seconds": j.end - j.start} for j in jobs]
 
@@ -235,7 +239,7 @@ def _with_replay(
   digests = [str(x)[:16] for x in (result.recorded, result.digest)]
   text = f"parameters {digests[0]}, replayed {digests[1]}"
   text += f"; {first_difference(records, replayed) or 'the same records'}"
-  jobs = _rows(predict.measure_jobs(files.jobs, files.spans))
+  jobs = _duration_rows(predict.measure_jobs(files.jobs, files.spans))
   name = cell_folder.name
   return LiveComparison(name, runs, first_messages, None, jobs, text)
 
@@ -248,19 +252,19 @@ def first_difference(records: base.Records, replayed: Any) -> str:
   # Rows by worker and job: the files of several workers have no common order.
   live_columns, replay_columns = (
     {
-      name: getattr(side, name)[np.lexsort((side.job, side.worker))]
+      name: getattr(rows, name)[np.lexsort((rows.job, rows.worker))]
       for name in base.Records._fields
     }
-    for side in (records, replayed)
+    for rows in (records, replayed)
   )
   differences = []  # (first row that differs, column)
   for name, column in live_columns.items():
     # Two NaNs are equal here.
     replay_column = replay_columns[name]
     both_nan = (column != column) & (replay_column != replay_column)
-    same = np.equal(column, replay_column) | both_nan
-    if not same.all():
-      differences.append((int(np.argmin(same)), name))
+    is_equal = np.equal(column, replay_column) | both_nan
+    if not is_equal.all():
+      differences.append((int(np.argmin(is_equal)), name))
   if not differences:
     return ""
   row, name = min(differences)
@@ -272,7 +276,7 @@ def first_difference(records: base.Records, replayed: Any) -> str:
   )
 
 
-def curves_of(
+def loss_curves(
   comparison: LiveComparison, first_messages: int
 ) -> dict[str, predict.Curve]:
   """Returns the curve of each kind of run after the first messages; see
@@ -285,9 +289,11 @@ def quantities(comparison: LiveComparison) -> list[dict[str, Any]]:
   """Returns a row for each quantity: its value in each kind of run, and the
   ratios to the live run."""
   first_messages = comparison.first_messages
-  curves = curves_of(comparison, first_messages)
+  curves = loss_curves(comparison, first_messages)
   # Losses of the live run; a simulation may pass them at other times.
-  losses = {share: curves[LIVE].loss_after_share(share) for share in _WAYS}
+  losses = {
+    share: curves[LIVE].loss_after_share(share) for share in _LOSS_SHARES
+  }
   columns = {}
   for kind, run in comparison.runs.items():
     staleness = run.records.staleness[first_messages:]
@@ -307,30 +313,33 @@ def quantities(comparison: LiveComparison) -> list[dict[str, Any]]:
       "accuracy %": 100 * run.accuracy,
     }
   rows = []
-  for name, live in columns[LIVE].items():
+  for name, live_value in columns[LIVE].items():
     row = {kind: columns[kind][name] for kind in comparison.runs}
     for kind in list(comparison.runs)[1:]:
-      row[f"{kind}, ratio"] = row[kind] / live if live else np.nan
+      row[f"{kind}, ratio"] = row[kind] / live_value if live_value else np.nan
     rows.append({"quantity": name, **row})
   return rows
 
 
-def _text(value: float, form: str = "{:.4g}") -> str:
+def _format(value: float, form: str = "{:.4g}") -> str:
   return form.format(value) if np.isfinite(value) else "-"
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns `quantities` as text."""
   kinds = [key for key in rows[0] if f"{key}, ratio" in rows[0]]
-  header, lines = ["", LIVE], []
+  header, text_rows = ["", LIVE], []
   for kind in kinds:
     header += [kind, "ratio"]
   for row in rows:
-    line = [row["quantity"], _text(row[LIVE])]
+    text_row = [row["quantity"], _format(row[LIVE])]
     for kind in kinds:
-      line += [_text(row[kind]), _text(row[f"{kind}, ratio"], "{:.2f}")]
-    lines.append(line)
-  return output.table(header, lines)
+      text_row += [
+        _format(row[kind]),
+        _format(row[f"{kind}, ratio"], "{:.2f}"),
+      ]
+    text_rows.append(text_row)
+  return output.table(header, text_rows)
 
 
 def parts_text(parts: dict[str, float] | None) -> str:
@@ -351,11 +360,11 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
-def heading_of(comparison: LiveComparison) -> str:
+def heading(comparison: LiveComparison) -> str:
   """Returns a line that says which kinds of runs are compared."""
-  other = "simulated with measured durations"
-  other = "replayed" if comparison.replay else other
-  return f"{comparison.name}: live, and {other}"
+  comparison_text = "simulated with measured durations"
+  comparison_text = "replayed" if comparison.replay else comparison_text
+  return f"{comparison.name}: live, and {comparison_text}"
 
 
 def describe(
@@ -365,19 +374,19 @@ def describe(
 ) -> str:
   """Returns a comparison, with its `quantities`, as text."""
   if comparison.replay:
-    heading = heading_of(comparison)
-    return f"\n{heading}\n\n{table(rows)}\n{comparison.replay}"
+    text = f"{heading(comparison)}\n\n{table(rows)}\n{comparison.replay}"
+    return f"\n{text}"
   source = f", with the durations of {durations_of}" if durations_of else ""
   text = (
     f"\n{comparison.name}: live, and simulated with its durations in order, and"
     f" drawn from them{source}\n\n{table(rows)}\n{parts_text(comparison.parts)}"
   )
-  early = comparison.first_messages
+  n_early = comparison.first_messages
   messages = len(comparison.runs[LIVE].records.time)
-  if early > _EARLY * messages:
+  if n_early > _MAX_EARLY_SHARE * messages:
     text += (
-      f"\nnote: {early} of {messages} messages arrived before each worker sent"
-      " one: times that start at the first ticket depend on them"
+      f"\nnote: {n_early} of {messages} messages arrived before each worker"
+      " sent one: times that start at the first ticket depend on them"
     )
   return text
 
@@ -385,23 +394,25 @@ def describe(
 def common_loss(cells: Sequence[LiveComparison]) -> float:
   """Returns a loss that all runs reach: 90 % of the smallest decrease."""
   # From the first ticket on (0 first messages), as the start belongs to a race.
-  curves = [curve for cell in cells for curve in curves_of(cell, 0).values()]
+  curves = [curve for cell in cells for curve in loss_curves(cell, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)
   return float(start - 0.9 * (start - worst))
 
 
-def _common(cells: Sequence[LiveComparison]) -> list[str]:
+def _common_kinds(cells: Sequence[LiveComparison]) -> list[str]:
   """Returns the kinds of runs that all cells have."""
-  first, *others = cells
-  return [k for k in first.runs if all(k in cell.runs for cell in others)]
+  first_cell, *other_cells = cells
+  return [
+    k for k in first_cell.runs if all(k in cell.runs for cell in other_cells)
+  ]
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
   """Returns a row for each cell, over the kinds of runs that all cells have:
   messages per second, seconds from the first ticket to a loss, and how many
   times faster that is than the slowest cell."""
-  rows, kinds = [], _common(cells)
+  rows, kinds = [], _common_kinds(cells)
   for cell in cells:
     row: dict[str, Any] = {"cell": cell.name}
     for kind in kinds:
@@ -428,9 +439,11 @@ def race_table(rows: Sequence[Mapping[str, Any]], loss: float) -> str:
     "times faster": ("faster", "{:.2f}"),
   }
   kinds = [k.removesuffix(", faster") for k in rows[0] if k.endswith("faster")]
-  header, lines = ["cell"], [[row["cell"]] for row in rows]
+  header, text_rows = ["cell"], [[row["cell"]] for row in rows]
   for title, (key, form) in columns.items():
     header += [f"{title}, {LIVE}", *kinds[1:]]
-    for row, line in zip(rows, lines, strict=True):
-      line += [_text(row[f"{kind}, {key}"], form) for kind in kinds]
-  return output.table(header, lines)
+    for row, text_row in zip(rows, text_rows, strict=True):
+      text_row += [
+        _format(row[f"{kind}, {key}"], form) for kind in kinds
+      ]
+  return output.table(header, text_rows)

@@ -13,20 +13,20 @@ import numpy as np
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import predict
 from asgd.experiment.comparison import (
-  DRAWN,
   IN_ORDER,
   LIVE,
   REPLAYED,
+  RESAMPLED,
   LiveComparison,
-  curves_of,
-  heading_of,
+  heading,
+  loss_curves,
 )
 
 _BINS = 40  # time bins, in which messages are counted
 _POINTS = 2000  # largest number of points of a curve
 # Width of a bar: three kinds of runs share the space of one staleness.
 _WIDTH = 0.27
-_HATCHES = {LIVE: "", IN_ORDER: "///", DRAWN: "...", REPLAYED: "///"}
+_HATCHES = {LIVE: "", IN_ORDER: "///", RESAMPLED: "...", REPLAYED: "///"}
 _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
@@ -46,7 +46,7 @@ def _series(
 ) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
   """Yields (panel, kind of run, xs, values) of each series of the picture."""
   first_messages, edges = comparison.first_messages, _edges(comparison)
-  for kind, curve in curves_of(comparison, first_messages).items():
+  for kind, curve in loss_curves(comparison, first_messages).items():
     records = comparison.runs[kind].records
     counts = np.bincount(records.staleness[first_messages:])
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
@@ -100,9 +100,9 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
   for panel, kind, x, values in _series(comparison):
     run, look = comparison.runs[kind], looks[kind]
     if panel == "staleness":
-      left = x + _WIDTH * (kinds.index(kind) - 1)  # the bars side by side
+      lefts = x + _WIDTH * (kinds.index(kind) - 1)  # the bars side by side
       face = {"color": look["color"], "hatch": _HATCHES[kind], "label": kind}
-      staleness_axis.bar(left, 100 * values, _WIDTH, ec="white", lw=0, **face)
+      staleness_axis.bar(lefts, 100 * values, _WIDTH, ec="white", lw=0, **face)
       most_frequent = x[np.cumsum(values) < 0.99]
       staleness_limit = max(staleness_limit, most_frequent.max(initial=0) + 1)
     elif panel == "throughput":
@@ -132,7 +132,7 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
     axis.legend(
       loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7
     )
-  figure_lib.save(figure, heading_of(comparison), stem)
+  figure_lib.save(figure, heading(comparison), stem)
 
 
 def draw_race(
@@ -156,7 +156,7 @@ def _draw_race(
   dashes = {kind: look["ls"] for kind, look in _looks(kinds).items()}
   for cell in cells:
     look = looks[cell.name]
-    for kind, curve in curves_of(cell, 0).items():
+    for kind, curve in loss_curves(cell, 0).items():
       label = figure_lib.plain_text(f"{cell.name}, {kind}")
       stride = max(len(curve.time) // 5, 1)  # five markers on a curve
       line = {**look, "ls": dashes[kind], "markevery": stride, "label": label}

@@ -55,13 +55,13 @@ _LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
 _SINCE = ", mean since\nthe last evaluation"
 # Keys of a point, which are columns of figure.csv. The last two are lists with
 # an entry for each seed.
-_POINT = (
+_POINT_KEYS = (
   *("panel", "algorithm", "workers", "x", "mean", "std", "seeds"),
   *("values", "diverged"),
 )
 
 
-def _workers_of(results: Rows) -> dict[str, set[int]]:
+def _worker_counts(results: Rows) -> dict[str, set[int]]:
   """Returns title of a run -> its numbers of workers."""
   counts: dict[str, set[int]] = {}
   for row in results:
@@ -69,15 +69,14 @@ def _workers_of(results: Rows) -> dict[str, set[int]]:
   return counts
 
 
-def _swept(results: Rows) -> set[int]:
+def _swept_counts(results: Rows) -> set[int]:
   """Returns all numbers of workers of the runs that have several."""
-  sweeps = (c for c in _workers_of(results).values() if len(c) > 1)
+  sweeps = (c for c in _worker_counts(results).values() if len(c) > 1)
   return set[int]().union(*sweeps)
 
 
-def has(results: Rows, key: str) -> bool:
-  """Whether any result has a finite value of a test's key: a task may have no
-  accuracy, and a caller may give no test data."""
+def has_values(results: Rows, key: str) -> bool:
+  """Whether any result has a finite value of a column, such as an accuracy."""
   return any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
 
 
@@ -89,18 +88,18 @@ def panels(results: Rows) -> list[Panel]:
   A task without accuracy has training and test loss instead.
   """
   # [1] The quality that all panels show, by what the results have.
-  of_classes = has(results, "test_accuracy")
+  has_accuracy = has_values(results, "test_accuracy")
   name, y, ylabel = "accuracy", "test_accuracy", _ERROR
-  if not of_classes:
-    name, y = "loss", "test_loss" if has(results, "test_loss") else "train_loss"
-    ylabel = _LOSSES[y]
+  if not has_accuracy:
+    y = "test_loss" if has_values(results, "test_loss") else "train_loss"
+    name, ylabel = "loss", _LOSSES[y]
   keys = set(itertools.chain.from_iterable(results))
   clocks = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
   has_codec = bool({"codec", "codec_down"} & keys)
   # [2] With a sweep: results by workers, then curves.
-  if clocks and _swept(results):
+  if clocks and _swept_counts(results):
     key, label = _CLOCKS[clocks[0]]
-    sizes = [
+    traffic_panels = [
       Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, ylabel),
       Panel("megabytes", "workers", "bytes_up", "workers", "traffic up (MB)"),
     ]
@@ -111,11 +110,11 @@ def panels(results: Rows) -> list[Panel]:
       Panel(f"{name}_curve", "epoch", y, "epoch", ylabel),
       Panel("gap_curve", "epoch", "gap_mean", "epoch", f"gap{_SINCE}"),
       Panel(f"{name}_by_time", clocks[0], y, label, ylabel),
-      *(sizes if has_codec else ()),
+      *(traffic_panels if has_codec else ()),
     ]
   # [3] Without one: each quality against each measure of progress.
   quality = "test_accuracy", _ERROR
-  if not of_classes:
+  if not has_accuracy:
     quality = "train_loss", _LOSSES["train_loss"] + _SINCE
   curves = quality, ("test_loss", _LOSSES["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
@@ -128,7 +127,7 @@ def panels(results: Rows) -> list[Panel]:
   ]
 
 
-def numbers(results: Rows, curves: Rows) -> list[dict[str, Any]]:
+def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   """Returns the points of the figure.
 
   Curves are drawn for a run's largest number of workers. Where other runs have
@@ -142,16 +141,16 @@ def numbers(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   Returns:
     Rows with the mean over seeds, each seed's value, and whether it diverged.
   """
-  largest = {title: max(c) for title, c in _workers_of(results).items()}
-  swept = _swept(results)
-  shown = [
+  largest = {title: max(c) for title, c in _worker_counts(results).items()}
+  swept = _swept_counts(results)
+  curve_rows = [
     row
     for row in curves
     if row["workers"] == largest[row["algorithm"]]
     and (not swept or row["workers"] in swept)
   ]
   by_result = group_by(results, "algorithm", "workers")
-  by_message = group_by(shown, "algorithm", "workers", "message")
+  by_message = group_by(curve_rows, "algorithm", "workers", "message")
   diverged = {row.get("cell") for row in results if row.get("diverged")}
   points = []
   for panel in panels(results):
@@ -162,12 +161,12 @@ def numbers(results: Rows, curves: Rows) -> list[dict[str, Any]]:
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
       values = [mean_and_std([row], panel.y)[0] for row in rows]
-      # An evaluation knows of a NaN only, the result of a rising loss, too.
-      ends = [
+      # An evaluation knows only of NaN; a result knows of a rising loss, too.
+      flags = [
         bool(row.get("diverged")) or row.get("cell") in diverged for row in rows
       ]
-      point = panel.name, title, workers, x, mean, std, len(rows), values, ends
-      points.append(dict(zip(_POINT, point, strict=True)))
+      point = panel.name, title, workers, x, mean, std, len(rows), values, flags
+      points.append(dict(zip(_POINT_KEYS, point, strict=True)))
   return points
 
 
@@ -181,10 +180,10 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
   if len({p["x"] for p in finite}) < 2 or len({p["mean"] for p in finite}) < 2:
     return False
   if panel.x == "workers":
-    of_run = group_by(finite, "algorithm").values()
-    lines = [{p["x"]: round(p["mean"], 9) for p in run} for run in of_run]
-    lines = [line for line in lines if len(line) > 1]
-    return len(lines) == 1 or any(line != lines[0] for line in lines)
+    rows_by_run = group_by(finite, "algorithm").values()
+    sweeps = [{p["x"]: round(p["mean"], 9) for p in run} for run in rows_by_run]
+    sweeps = [sweep for sweep in sweeps if len(sweep) > 1]
+    return len(sweeps) == 1 or any(sweep != sweeps[0] for sweep in sweeps)
   if panel.x == "epoch":
     return True
   # The panel of the same quality against epochs has one of these names.
@@ -197,8 +196,8 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
       last_epochs[point["algorithm"]] = point["x"]
     elif point["panel"] == panel.name:
       last_x[point["algorithm"]] = point["x"]
-  shared = [run for run in last_x if last_epochs.get(run, 0) > 0]
-  ratios = [last_x[run] / last_epochs[run] for run in shared]
+  shared_runs = [run for run in last_x if last_epochs.get(run, 0) > 0]
+  ratios = [last_x[run] / last_epochs[run] for run in shared_runs]
   return not ratios or max(ratios) > 1.02 * min(ratios)
 
 
@@ -213,9 +212,8 @@ def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
   ] or all_panels[:1]
 
 
-# The style of figures.
 
-_PANEL = 2.4, 1.95  # width and height of a panel, in inches
+_PANEL_INCHES = 2.4, 1.95  # width and height of a panel, in inches
 # Sorted by lightness, from 0 to 64 percent. From Paul Tol's palettes for all
 # kinds of colour vision (https://sronpersonalpages.nl/~pault/).
 COLORS = "#000000", "#332288", "#882255", "#117733", "#CC6677", "#44AA99"
@@ -271,8 +269,8 @@ def legend(figure: Any, axes: Any, title: str = "") -> None:
   """Adds one legend of the lines of all panels, below them."""
   handles: dict[str, Any] = {}
   for axis in axes.flat:
-    shown = zip(*axis.get_legend_handles_labels(), strict=True)
-    for handle, label in shown:
+    labelled_handles = zip(*axis.get_legend_handles_labels(), strict=True)
+    for handle, label in labelled_handles:
       handles.setdefault(label, handle)
   if not handles:
     return
@@ -330,22 +328,22 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
   low, high = getattr(axis, f"get_{direction}lim")()
   # Ticks at 1, 2 and 5 times a power of ten; on long axes at powers only.
   subs = (1, 2, 5) if high < 300 * low else (1,)
-  side = getattr(axis, f"{direction}axis")
-  side.set_major_locator(ticker.LogLocator(subs=subs))
+  axis_side = getattr(axis, f"{direction}axis")
+  axis_side.set_major_locator(ticker.LogLocator(subs=subs))
   if low >= 1e-4:
-    side.set_major_formatter(lambda value, _: f"{value:,.7g}")
-  side.set_minor_formatter(ticker.NullFormatter())
-  name = side.get_label_text()
+    axis_side.set_major_formatter(lambda value, _: f"{value:,.7g}")
+  axis_side.set_minor_formatter(ticker.NullFormatter())
+  name = axis_side.get_label_text()
   if name:
-    side.set_label_text(f"{name}, log scale")
+    axis_side.set_label_text(f"{name}, log scale")
   return True
 
 
-def _shown(panel: Panel, values: Any) -> np.ndarray:
+def _displayed(panel: Panel, values: Any) -> np.ndarray:
   """Returns drawn values: of an accuracy the error in percent, of bytes MB."""
   values = np.asarray(values, float)
-  drawn = {"test_accuracy": 100 * (1 - values), "bytes_up": values / 1e6}
-  return drawn.get(panel.y, values)
+  by_column = {"test_accuracy": 100 * (1 - values), "bytes_up": values / 1e6}
+  return by_column.get(panel.y, values)
 
 
 def _draw_run(
@@ -372,30 +370,30 @@ def _draw_run(
     return
   # Arrays of P points; `values` has an array of seeds for each point.
   x = np.array([row["x"] for row in rows], float)
-  mean = _shown(panel, [row["mean"] for row in rows])
-  values = [_shown(panel, row["values"]) for row in rows]
-  low, high = np.array([[each.min(), each.max()] for each in values]).T
+  mean = _displayed(panel, [row["mean"] for row in rows])
+  values = [_displayed(panel, row["values"]) for row in rows]
+  lows, highs = np.array([[seeds.min(), seeds.max()] for seeds in values]).T
   color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
   if flat:
     axis.axhline(mean[0], **{**style, "marker": ""})  # no halves at both ends
-    axis.axhspan(low[0], high[0], **shade)
+    axis.axhspan(lows[0], highs[0], **shade)
     return
   if panel.x != "workers":
-    every = max(len(x) // 5, 1)
-    axis.plot(x, mean, markevery=every, **style)
-    axis.fill_between(x, low, high, **shade)
+    stride = max(len(x) // 5, 1)
+    axis.plot(x, mean, markevery=stride, **style)
+    axis.fill_between(x, lows, highs, **shade)
     rows, values = rows[-1:], values[-1:]  # crosses at the end of a curve only
   else:
     axis.plot(x, mean, **style)
   crosses = {"color": color, "marker": "x", "ls": "", "ms": 5, "mew": 1.2}
   for row, seeds in zip(rows, values, strict=True):
-    ended = np.array(row["diverged"])
-    at = np.full(len(seeds), row["x"] * shift)
+    diverged = np.array(row["diverged"])
+    xs = np.full(len(seeds), row["x"] * shift)
     if panel.x == "workers" and len(seeds) > 1:
       dots = {"color": color, "marker": ".", "ls": "", "ms": 3, "alpha": 0.7}
-      axis.plot(at[~ended], seeds[~ended], **dots)
-    axis.plot(at[ended], seeds[ended], **crosses)
+      axis.plot(xs[~diverged], seeds[~diverged], **dots)
+    axis.plot(xs[diverged], seeds[diverged], **crosses)
 
 
 def _limit_losses(axis: Any, rows: Rows) -> None:
@@ -420,12 +418,12 @@ def _draw_panel(
   """Draws the runs of a panel, and its axes."""
   rows = [row for row in points if row["panel"] == panel.name]
   against_workers = panel.x == "workers"
-  middle = (len(styles) - 1) / 2
+  middle_index = (len(styles) - 1) / 2
   for i, (title, style) in enumerate(styles.items()):
     run = [row for row in rows if row["algorithm"] == title]
     flat = len(run) == 1 and run[0]["x"] not in swept and against_workers
     # By 2 % to the next run, on an axis of base 2.
-    shift = 2 ** (0.03 * (i - middle)) if against_workers else 1
+    shift = 2 ** (0.03 * (i - middle_index)) if against_workers else 1
     _draw_run(axis, run, style, panel=panel, flat=flat, shift=shift)
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   if against_workers:
@@ -438,13 +436,14 @@ def _draw_panel(
     scale_by_logarithm(axis, "x", [row["x"] for row in rows])
   if panel.y in _LOSSES:
     _limit_losses(axis, rows)
-  scale_by_logarithm(axis, "y", _shown(panel, [row["mean"] for row in rows]))
+  means = _displayed(panel, [row["mean"] for row in rows])
+  scale_by_logarithm(axis, "y", means)
   if swept:
-    axis.set_title(_title_of(panel, rows))
+    axis.set_title(_panel_title(panel, rows))
   axis.grid()
 
 
-def _title_of(panel: Panel, rows: Rows) -> str:
+def _panel_title(panel: Panel, rows: Rows) -> str:
   """Returns the title of a panel: the number of workers that it shows."""
   if panel.x == "workers":
     return "at the end"
@@ -454,16 +453,16 @@ def _title_of(panel: Panel, rows: Rows) -> str:
   return "at the most workers of each run"
 
 
-def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
+def _legend_notes(points: Rows, shown_panels: Sequence[Panel]) -> str:
   """Returns the meaning of the drawn lines, bands, dots and crosses."""
   seeds = max((point["seeds"] for point in points), default=1)
   texts, diverged = [], any(any(point["diverged"]) for point in points)
   if seeds > 1:
-    addition = ", diverged ones too" if diverged else ""
-    texts.append(f"lines: mean of {seeds} seeds{addition}")
-    if any(panel.x == "workers" for panel in drawn):
+    note = ", diverged ones too" if diverged else ""
+    texts.append(f"lines: mean of {seeds} seeds{note}")
+    if any(panel.x == "workers" for panel in shown_panels):
       texts.append("dots: seeds")
-    if any(panel.x != "workers" for panel in drawn):
+    if any(panel.x != "workers" for panel in shown_panels):
       texts.append("bands: lowest to highest seed")
   if diverged:
     texts.append("crosses: seeds that diverged")
@@ -471,30 +470,31 @@ def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
 
 
 def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
-  """Draws the points of `numbers` as STEM.png, .svg and .pdf.
+  """Draws the points of `figure_points` as STEM.png, .svg and .pdf.
 
   The figure has the panels of `drawn_panels`. Sweeps over workers have dots for
   seeds; curves have a band from the lowest to the highest seed. Raises
   ImportError without the extra viz.
   """
-  drawn, swept = drawn_panels(results, points), _swept(results)
-  # Panels in a row, and rows.
-  columns = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
-  lines = -(-len(drawn) // columns)
+  shown_panels, swept = drawn_panels(results, points), _swept_counts(results)
+  columns = 2 if len(shown_panels) in (2, 4) else min(len(shown_panels), 3)
+  n_rows = -(-len(shown_panels) // columns)
   titles = list(dict.fromkeys(point["algorithm"] for point in points))
   with style():
-    size = max(_PANEL[0] * columns, 3.5), _PANEL[1] * lines + 0.9
-    figure, axes = new_figure(lines, columns, *size)
+    panel_width, panel_height = _PANEL_INCHES
+    width, height = max(panel_width * columns, 3.5), panel_height * n_rows + 0.9
+    figure, axes = new_figure(n_rows, columns, width, height)
     labelled = {
       title: {**look, "label": plain_text(title)}
       for title, look in styles(titles).items()
     }
-    for axis, panel in itertools.zip_longest(axes.flat, drawn):
+    for axis, panel in itertools.zip_longest(axes.flat, shown_panels):
       if panel is None:
         axis.set_axis_off()
       else:
         _draw_panel(axis, panel, points, labelled, swept)
     # A character of the legend's title is 0.065 inches wide.
-    notes = textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
-    legend(figure, axes, "\n".join(notes))
+    notes = _legend_notes(points, shown_panels)
+    lines = textwrap.wrap(notes, int(width / 0.065))
+    legend(figure, axes, "\n".join(lines))
     save(figure, heading, stem)

@@ -50,9 +50,9 @@ VERSION = 3  # of the layout; folders of other versions are refused
 # Ends of errors, and words that several errors share.
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
-_OF_ANOTHER = "is of another experiment ({})"
-_NAMED = 3  # most missing cells that an error names
-_STARTED = {"config.json.tmp", ".lock"}  # files of a run killed at its start
+_OTHER_EXPERIMENT = "is of another experiment ({})"
+_MAX_NAMED = 3  # most missing cells that an error names
+_START_FILES = {"config.json.tmp", ".lock"}  # of a run killed at its start
 
 
 class FolderError(ValueError):
@@ -64,8 +64,8 @@ class Incomplete(Exception):
   messages than requested."""
 
 
-def _refused(why: str) -> FolderError:
-  return FolderError(f"{why}; {_REMEDY}")
+def _refusal(reason: str) -> FolderError:
+  return FolderError(f"{reason}; {_REMEDY}")
 
 
 def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
@@ -105,44 +105,43 @@ def open_folder(
   FolderError for other contents, and ValueError if it cannot be opened.
   """
   with safe_files.opening(f"--workdir={workdir or 'runs'}"):
-    return _open(workdir, name, experiment)
+    return _find_or_make(workdir, name, experiment)
 
 
-def _open(
+def _find_or_make(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
   """See `open_folder`."""
   # As JSON reads it back, so that it can be compared with a file's content.
-  wanted = json.loads(storage.to_json(identity(experiment)))
+  new_identity = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
-    folder = _numbered(Path("runs"), name, wanted)
+    folder = _numbered_folder(Path("runs"), name, new_identity)
   else:
     folder = Path(workdir)
     # Resolved once, so that a link that appears there later is not followed.
     path = folder.resolve()
     if folder.exists() and not folder.is_dir():
-      raise _refused(f"--workdir={folder} is a file")
+      raise _refusal(f"--workdir={folder} is a file")
     # No files of other programs are mixed with those of an experiment.
     names = {path.name for path in folder.glob("*")}
-    if names - _STARTED and "config.json" not in names:
-      raise _refused(
+    if names - _START_FILES and "config.json" not in names:
+      raise _refusal(
         f"--workdir={folder} is not empty and holds no experiment, which has a"
         " config.json"
       )
     safe_files.make_folder(path)
   if not safe_files.is_writable(folder):
-    written = read_identity(folder)
-    if written is None:
-      why = f"--workdir={folder} cannot be written to: make it writable"
-      raise _refused(why)
-    _grown(folder, written, wanted)  # its checks only
+    old_identity = read_identity(folder)
+    if old_identity is None:
+      raise _refusal(f"--workdir={folder} is read-only: make it writable")
+    _merged_identity(folder, old_identity, new_identity)  # its checks only
     return folder
   # Other commands may add runs to the same folder at this moment.
-  with storage.alone(folder):
-    written = read_identity(folder)
-    if written is not None:
-      wanted = _grown(folder, written, wanted)
-    storage.write_json(folder / "config.json", storage.sealed(wanted))
+  with storage.locked_folder(folder):
+    old_identity = read_identity(folder)
+    if old_identity is not None:
+      new_identity = _merged_identity(folder, old_identity, new_identity)
+    storage.write_json(folder / "config.json", storage.sealed(new_identity))
     path = folder / "measurements.json"
     if experiment.measurements and not path.exists():
       # Cells were trained with plans from other measurements, which are lost.
@@ -181,31 +180,33 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
   content = storage.read_json(path) or {}
   version = content.get("version")
   if isinstance(content.get("config"), dict) and version != VERSION:
-    raise _refused(
+    raise _refusal(
       f"{path} is of version {version} of the layout, and this release writes"
       f" {VERSION}"
     )
   value = storage.read_sealed(path)
   if value is None or not isinstance(value.get("config"), dict):
-    raise _refused(
+    raise _refusal(
       f"{path} cannot be read or was changed: put it back as the run wrote it"
     )
   return value
 
 
-def _grown(
-  folder: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]
+def _merged_identity(
+  folder: Path, old_identity: Mapping[str, Any], new_identity: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Merges the written identity and a new one. Raises FolderError if they
   differ in more than runs, workers and seeds."""
-  differences = identities.changes(written, wanted)
+  differences = identities.changes(old_identity, new_identity)
   if differences:
-    first = "; ".join(differences[:3])
-    raise _refused(f"--workdir={folder} holds another experiment ({first})")
-  return identities.merged(written, wanted)
+    text = "; ".join(differences[:3])
+    raise _refusal(f"--workdir={folder} holds another experiment ({text})")
+  return identities.merge(old_identity, new_identity)
 
 
-def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
+def _numbered_folder(
+  root: Path, name: str, new_identity: Mapping[str, Any]
+) -> Path:
   """Returns the newest folder of the same experiment, else a new one with the
   next free number."""
   pattern = re.compile(re.escape(name) + r"-(\d+)")
@@ -214,8 +215,8 @@ def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
     with contextlib.suppress(FolderError):  # damaged, or of another release
-      written, compared = read_identity(folder), ("config", "dataset")
-      if written and all(written[key] == wanted[key] for key in compared):
+      old = read_identity(folder)
+      if old and all(old[k] == new_identity[k] for k in ("config", "dataset")):
         return folder
   number = max(numbers, default=0)
   while True:
@@ -224,9 +225,6 @@ def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
     with contextlib.suppress(FileExistsError):  # another process was faster
       folder.mkdir(parents=True)
       return folder
-
-
-# Cells.
 
 
 @contextlib.contextmanager
@@ -251,36 +249,36 @@ def hold_cell(
       **getattr(experiment.dataset, "notes", {}),
     }
     path = cell_folder / "cell.json"
-    new = json.loads(storage.to_json(description))
-    differences = _differing(storage.read_json(path), new)
+    content = json.loads(storage.to_json(description))
+    differences = _cell_differences(storage.read_json(path), content)
     # A packed cell was checked when its result was read.
     if differences and not (cell_folder / ARCHIVE).exists():
-      raise _foreign(path, _OF_ANOTHER.format(differences))
+      raise _foreign_cell_error(path, _OTHER_EXPERIMENT.format(differences))
     storage.write_json(path, description)
     yield
 
 
-def _foreign(path: Path, why: str) -> FolderError:
+def _foreign_cell_error(path: Path, reason: str) -> FolderError:
   """Returns the error for a cell of another experiment."""
   return FolderError(
-    f"{path} {why}: remove {path.parent} to train the cell from its start, or"
-    f" {_REMEDY}"
+    f"{path} {reason}: remove {path.parent} to train the cell from its start,"
+    f" or {_REMEDY}"
   )
 
 
-def _differing(*descriptions: dict[str, Any] | None) -> str:
+def _cell_differences(*descriptions: dict[str, Any] | None) -> str:
   """Returns the differences of two contents of cell.json; "" if there are none
   or one of them is None."""
-  sides = []
+  contents = []
   for description in filter(None, descriptions):
     config = description.get("config")
     # A damaged file counts as missing: the new content replaces it.
     if isinstance(config, dict):
       config = {k: v for k, v in config.items() if k not in schema.FREE}
-      sides.append({"config": config, "dataset": description.get("dataset")})
-  if len(sides) < 2:
+      contents.append({"config": config, "dataset": description.get("dataset")})
+  if len(contents) < 2:
     return ""
-  old, new = sides
+  old, new = contents
   return identities.summary(identities.differences(old, new))
 
 
@@ -308,24 +306,25 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
     )
   if value is None or version != VERSION:
     if (cell_folder / "cell.json").exists():
-      text = "cell.json is damaged or empty: restore it as the run wrote it"
-      raise FolderError(f"{cell_folder}/{text}")
-    wrong = "does not exist"
+      remedy = "cell.json is damaged or empty: restore it as the run wrote it"
+      raise FolderError(f"{cell_folder}/{remedy}")
+    fault_text = "does not exist"
     if cell_folder.exists():
-      wrong = "is not the folder of a cell"
+      fault_text = "is not the folder of a cell"
     raise FolderError(
-      f"{cell_folder} {wrong}: it should be WORKDIR/cells/NAME, as asgd train"
-      " makes them, or the folder= of a training that was called from Python"
+      f"{cell_folder} {fault_text}: it should be WORKDIR/cells/NAME, as asgd"
+      " train makes them, or the folder= of a training call in Python"
     )
   return value
 
 
 def check_own(cell_folder: Path, description: Mapping[str, Any]) -> None:
   """Raises FolderError if a cell is of another experiment than its WORKDIR."""
-  written = _experiment_of(cell_folder)
-  why = written and identities.foreign(description, written)
-  if why:
-    raise _foreign(cell_folder / "cell.json", _OF_ANOTHER.format(why))
+  identity = _read_experiment(cell_folder)
+  difference = identity and identities.difference_from(description, identity)
+  if difference:
+    path = cell_folder / "cell.json"
+    raise _foreign_cell_error(path, _OTHER_EXPERIMENT.format(difference))
 
 
 def only_cell(folder: Path) -> Path:
@@ -344,14 +343,14 @@ def only_cell(folder: Path) -> Path:
 
 
 _CHANGED = "was changed or cut since it was written"
-_OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}  # least keys
+_RESULT_KEYS = {"cell", "label", "workers", "seed", "engine"}  # least keys
 
 
 def _read_result(
-  cell_folder: Path, written: Mapping[str, Any] | None = None
+  cell_folder: Path, identity: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, Path | None, str]:
   """Returns (result, None, ""), or (None, a file, its fault): it is missing,
-  was changed, or is not of the experiment with the config.json `written`."""
+  was changed, or is not of the experiment with the config.json `identity`."""
   path = cell_folder / ARCHIVE
   if path.is_dir():
     return None, path, "is a folder"
@@ -361,14 +360,14 @@ def _read_result(
     # The columns of records.npz are members of the archive.
     names = {*FILES, "result.json"} - {"records.npz"}
     members = storage.read_archive(path, *names) or {}
-    texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
-    result, description = map(storage.json_object, texts)
+    contents = (members.get(name, b"") for name in ("result.json", "cell.json"))
+    result, description = map(storage.json_object, contents)
     result = description and result
   else:
     path = cell_folder / "result.json"
     result = storage.read_sealed(path)
     description = storage.read_json(cell_folder / "cell.json")
-  if not (result and result.keys() >= _OF_A_RESULT):
+  if not (result and result.keys() >= _RESULT_KEYS):
     fault_of_file = "was changed" if path.exists() else "is missing"
     return None, path, _CHANGED if packed else fault_of_file
   # [2] Whether it is of this cell: a folder may be a renamed copy.
@@ -380,13 +379,13 @@ def _read_result(
     if storage.file_digest(file) != digest:
       return None, file, "was changed" if file.exists() else "is missing"
   # [4] Whether it is of this experiment.
-  why = written and identities.foreign(description, written)
-  if why:
-    return None, path, _OF_ANOTHER.format(why)
+  difference = identity and identities.difference_from(description, identity)
+  if difference:
+    return None, path, _OTHER_EXPERIMENT.format(difference)
   return result, None, ""
 
 
-def _experiment_of(cell_folder: Path) -> dict[str, Any] | None:
+def _read_experiment(cell_folder: Path) -> dict[str, Any] | None:
   """Returns the contents of the config.json of a cell's WORKDIR, if any."""
   return storage.read_sealed(cell_folder.parent.parent / "config.json")
 
@@ -394,10 +393,10 @@ def _experiment_of(cell_folder: Path) -> dict[str, Any] | None:
 def fault(cell_folder: Path) -> str | None:
   """Returns why the result of a cell that has ended is not valid: a file and
   its fault. None: the result is valid, or the cell has not ended."""
-  _, file, why = _read_result(cell_folder, _experiment_of(cell_folder))
+  _, file, reason = _read_result(cell_folder, _read_experiment(cell_folder))
   last_files = ARCHIVE, "result.json"
-  ended = any((cell_folder / name).exists() for name in last_files)
-  return f"{file} {why}" if file and ended else None
+  has_ended = any((cell_folder / name).exists() for name in last_files)
+  return f"{file} {reason}" if file and has_ended else None
 
 
 def finished_result(
@@ -406,27 +405,28 @@ def finished_result(
   """Returns the result of a finished cell, None if it has no valid one. Raises
   FolderError if a folder has the name of a cell's file, or if a cell that is
   not `repeatable`, as a live one, has ended without a valid result."""
-  result, file, why = _read_result(cell_folder, _experiment_of(cell_folder))
+  identity = _read_experiment(cell_folder)
+  result, file, reason = _read_result(cell_folder, identity)
   if file and file.is_dir():
     raise FolderError(
-      f"{file} {why}, but it must be a file of the cell: remove it, or"
+      f"{file} {reason}, but it must be a file of the cell: remove it, or"
       f" {_REMEDY}"
     )
   # The parameters are written before result.json, at the end of a run.
-  names = "result.json", FILES[-1]
-  ended = any((cell_folder / name).exists() for name in names)
-  if not file or not ended or repeatable:
+  end_files = "result.json", FILES[-1]
+  has_ended = any((cell_folder / name).exists() for name in end_files)
+  if not file or not has_ended or repeatable:
     return result
-  if "another experiment" in why:
-    raise _foreign(file, why)
+  if "another experiment" in reason:
+    raise _foreign_cell_error(file, reason)
   # With running.json the run can still resume and write its result.
   if not (cell_folder / RUNNING).exists():
     remedy = "Restore it as the run wrote it"
     if file.name == "params.msgpack":
       remedy += f", compute it with asgd replay {cell_folder} --restore"
     raise FolderError(
-      f"{file} {why}, and the run has ended: its order followed from real"
-      f" time, so it cannot be repeated. {remedy}, or {_REMEDY}"
+      f"{file} {reason}, and the run has ended: its order followed from"
+      f" real time, so it cannot be repeated. {remedy}, or {_REMEDY}"
     )
   return result
 
@@ -451,41 +451,41 @@ def incomplete(workdir: Path, names: Sequence[str]) -> str:
   """Returns a text on the cells without a valid result, else on cells that lack
   messages because workers or peers exited; "" if there are none."""
   folders = [workdir / "cells" / name for name in names]
-  found = {folder: finished_result(folder) for folder in folders}
-  results = {folder: result for folder, result in found.items() if result}
-  absent = [folder for folder in folders if folder not in results]
-  if absent:
+  readings = {folder: finished_result(folder) for folder in folders}
+  results = {folder: result for folder, result in readings.items() if result}
+  unfinished = [folder for folder in folders if folder not in results]
+  if unfinished:
     return (
       f"only {len(results)} of the {len(names)} requested cells are"
-      f" finished, without {_listed(p.name for p in absent)}"
-      f" ({fault(absent[0]) or 'it has no result'}); {GO_ON}"
+      f" finished, without {_join_names(p.name for p in unfinished)}"
+      f" ({fault(unfinished[0]) or 'it has no result'}); {GO_ON}"
     )
-  short = [
+  short_cells = [
     f"{folder.name} ({missed} of {result['messages'] + missed})"
     for folder, result in results.items()
     if (missed := result.get("missed"))
   ]
-  if not short:
+  if not short_cells:
     return ""
   return (
     "workers or peers exited, and their messages are missing in"
-    f" {_listed(short)}; to train a cell again, remove its folder"
+    f" {_join_names(short_cells)}; to train a cell again, remove its folder"
   )
 
 
-def _listed(texts: Iterable[str]) -> str:
-  """Joins texts with commas; after _NAMED of them comes "..."."""
+def _join_names(texts: Iterable[str]) -> str:
+  """Joins texts with commas. "..." stands for all after the first few."""
   texts = list(texts)
-  return ", ".join(texts[:_NAMED] + ["..."] * (len(texts) > _NAMED))
+  return ", ".join(texts[:_MAX_NAMED] + ["..."] * (len(texts) > _MAX_NAMED))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:
   """Returns the results of all finished cells of a folder. They are sorted by
   workers, run and seed; if engines are compared, by run, workers and seed."""
-  written = read_identity(workdir)
-  labels = list(written["config"].get("runs", {})) if written else []
+  identity = read_identity(workdir)
+  labels = list(identity["config"].get("runs", {})) if identity else []
   folders = _cell_folders(workdir)
-  readings = (_read_result(folder, written)[0] for folder in folders)
+  readings = (_read_result(folder, identity)[0] for folder in folders)
   results = list(filter(None, readings))
   compares_engines = len({result["engine"] for result in results}) > 1
 

@@ -13,7 +13,7 @@ from asgd.experiment import schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _OF_EVERY_RUN = ("engine", "recipe", "title")
-_SHOWN = 3  # differences in a summary
+_MAX_SHOWN = 3  # differences in a summary
 _LONGEST = 200  # characters of a summary
 
 
@@ -34,10 +34,10 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 def summary(lines: Sequence[str]) -> str:
   """Returns the first few `differences` in one short line."""
-  return shortened("; ".join(lines[:_SHOWN]), _LONGEST)
+  return shortened("; ".join(lines[:_MAX_SHOWN]), _LONGEST)
 
 
-def _fixed(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
+def _fixed_part(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
   """Returns the part of an identity that must be equal when an experiment
   resumes: without workers, seeds, and runs that are not in `labels`."""
   config = {k: v for k, v in identity["config"].items() if k not in GROWING}
@@ -47,20 +47,24 @@ def _fixed(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
   return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
 
 
-def changes(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def changes(
+  old_identity: Mapping[str, Any], new_identity: Mapping[str, Any]
+) -> list[str]:
   """Returns the `differences` of two identities, except in runs, workers and
   seeds that only one of them has."""
-  runs = wanted["config"]["runs"]
-  labels = [label for label in written["config"]["runs"] if label in runs]
-  return differences(_fixed(written, labels), _fixed(wanted, labels))
+  runs = new_identity["config"]["runs"]
+  labels = [label for label in old_identity["config"]["runs"] if label in runs]
+  return differences(
+    _fixed_part(old_identity, labels), _fixed_part(new_identity, labels)
+  )
 
 
-def merged(
-  written: Mapping[str, Any], wanted: Mapping[str, Any]
+def merge(
+  old_identity: Mapping[str, Any], new_identity: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns an identity with the runs, workers and seeds of both; all else is
-  from `wanted`."""
-  old, new = written["config"], dict(wanted["config"])
+  from `new_identity`."""
+  old, new = old_identity["config"], dict(new_identity["config"])
 
   def union(key: str, *sections: Mapping[str, Any]) -> list[Any]:
     # `shared` turns a number or a text of the config into a list.
@@ -71,15 +75,15 @@ def merged(
     new[key] = union(key, old, new)
   runs = dict(old["runs"])
   for label, entry in new["runs"].items():
-    before = runs.get(label, {})
-    runs[label] = {**before, **entry}
+    old_entry = runs.get(label, {})
+    runs[label] = {**old_entry, **entry}
     # A run without `workers` takes those of the config.
-    if "workers" in before and "workers" in entry:
-      runs[label]["workers"] = union("workers", before, entry)
-  return {**wanted, "config": {**new, "runs": runs}}
+    if "workers" in old_entry and "workers" in entry:
+      runs[label]["workers"] = union("workers", old_entry, entry)
+  return {**new_identity, "config": {**new, "runs": runs}}
 
 
-def foreign(
+def difference_from(
   description: Mapping[str, Any] | None, written: Mapping[str, Any]
 ) -> str:
   """Returns how a cell differs from an experiment's cells; "": it does not.
@@ -96,30 +100,30 @@ def foreign(
   if description is None:
     return invalid
   try:
-    return summary(_foreign(description, written))
+    return summary(_differences_from(description, written))
   except (AttributeError, KeyError, TypeError):
     return invalid
 
 
-def _foreign(
+def _differences_from(
   description: Mapping[str, Any], written: Mapping[str, Any]
 ) -> list[str]:
   """Returns a line for each difference of a cell from an experiment."""
-  label, of_cell = description["cell"]["label"], description["config"]
+  label, cell_config = description["cell"]["label"], description["config"]
   config = written["config"]
   if label not in config["runs"]:
     return [f"config.runs has no {label}"]
   # [1] The cell's entry of `runs` has the options of the recipe only. Those
   # must be the same in the experiment's entry, which has other keys too.
-  entry, run = config["runs"][label], dict(of_cell["runs"][label])
-  wanted = {key: entry[key] for key in run if key in entry}
+  entry, run = config["runs"][label], dict(cell_config["runs"][label])
+  expected = {key: entry[key] for key in run if key in entry}
   for key in _OF_EVERY_RUN[1:]:  # recipe and title, which have defaults
-    wanted.setdefault(key, run.get(key) if key == "recipe" else label)
-  lines = differences(run, wanted, f"config.runs.{label}")
+    expected.setdefault(key, run.get(key) if key == "recipe" else label)
+  lines = differences(run, expected, f"config.runs.{label}")
   # [2] The cell's config has the values of its run, laid over the config.
   settings = entry.keys() - run.keys()  # of the engine, set by the run
-  for key in config.keys() & of_cell.keys() - {"runs", *GROWING}:
-    old, new = of_cell[key], config[key]
+  for key in config.keys() & cell_config.keys() - {"runs", *GROWING}:
+    old, new = cell_config[key], config[key]
     if key in schema.SHARED:
       if key in entry:
         new = schema.shared_of_run(key, new, entry[key])

@@ -77,7 +77,7 @@ def _warn_of_changes(
   for cell in finished:
     recorded_modules = folder.read_cell(cells / cell.name).get("modules") or {}
     config = cells_lib.single_cell_config(experiment.runs[cell.label], cell)
-    changed.update(code.changed(recorded_modules, config))
+    changed.update(code.changed_modules(recorded_modules, config))
   for module, count in changed.items():
     bar.line(
       f"warning: {module} has changed since {count} finished"

@@ -96,12 +96,12 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
   for index, journal in enumerate(journals):
     path = records_path(folder, index)
     records.append(read_records(path))
-    count = len(records[-1].loss)
+    n_records = len(records[-1].loss)
     if path.exists() or result:
-      check_records(path, count, journal, whole=result is not None)
-    if result and not index and count != result.get("messages"):
+      check_records(path, n_records, journal, whole=result is not None)
+    if result and not index and n_records != result.get("messages"):
       raise ValueError(
-        f"{path} has {count} records, result.json {result.get('messages')}"
+        f"{path} has {n_records} records, result.json {result.get('messages')}"
         " messages: one of the two was changed; restore it as the run wrote it"
       )
   # [3] The spans, of each worker that the lead knows, in order of appearance.
@@ -145,8 +145,8 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
 
 def first_ticket(journal: Journal) -> float:
   """Returns the time of the first ticket, by the journal's clock."""
-  sent = (event.time for event in journal if event.action in STARTS)
-  return next(sent, journal[0].time if journal else 0.0)
+  ticket_times = (event.time for event in journal if event.action in STARTS)
+  return next(ticket_times, journal[0].time if journal else 0.0)
 
 
 def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
@@ -168,21 +168,23 @@ def spans_by_job(spans: Spans, name: str) -> dict[tuple[int, int], Span]:
   }
 
 
-def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
+def busy_periods(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
   """Returns (start, end) of each period in which a shard handled messages. A
   period ends when the last worker fetches its ticket, or the next one starts.
   """
   fetched = spans_by_job(spans, "fetch")
-  groups: dict[float, list[Event]] = {}  # rows of one call have one time
+  rows_by_time: dict[float, list[Event]] = {}  # rows of one call have one time
   for event in journal:
-    groups.setdefault(event.time, []).append(event)
+    rows_by_time.setdefault(event.time, []).append(event)
   periods = []
   # A journal's rows are in the order of their times, so the groups are, too.
-  following = [*groups, float("inf")][1:]
-  for (start, rows), limit in zip(groups.items(), following, strict=True):
-    sent = [event.key for event in rows if event.action == base.SEND]
-    fetches = (fetched[key].start for key in sent if key in fetched)
+  next_times = [*rows_by_time, float("inf")][1:]
+  for (start, rows), next_time in zip(
+    rows_by_time.items(), next_times, strict=True
+  ):
+    sent_jobs = [event.key for event in rows if event.action == base.SEND]
+    fetches = (fetched[key].start for key in sent_jobs if key in fetched)
     end = max(fetches, default=start)
     if end > start:
-      periods.append((start, min(end, limit)))
+      periods.append((start, min(end, next_time)))
   return periods

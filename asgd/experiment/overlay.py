@@ -13,7 +13,9 @@ from asgd.experiment.schema import Engines
 from asgd.names import is_import
 from asgd.pages import page
 
-_SHOWN = 60  # characters of a config's value in the table of differences
+_MAX_CHARACTERS = (
+  60  # characters of a config's value in the table of differences
+)
 _MARK = "compared.json"  # the file that marks a folder of a comparison
 # Files that a comparison writes, and a later one may replace.
 _FILES = {
@@ -22,20 +24,19 @@ _FILES = {
 }
 
 
-
 def _check_out(out: Path) -> None:
   """Raises ValueError if `out` is in an experiment's folder, or has files that
   no comparison wrote."""
   path = out.resolve()
   # [1] `out` is no experiment's folder, nor inside one. A config.json above may
   # be another program's: there `cells` must exist, too.
-  for above in (path, *path.parents):
-    if (above / "config.json").exists() and (
-      above == path or (above / "cells").is_dir()
+  for parent in (path, *path.parents):
+    if (parent / "config.json").exists() and (
+      parent == path or (parent / "cells").is_dir()
     ):
-      where = "is" if above == path else f"is in {above}, which is"
+      relation = "is" if parent == path else f"is in {parent}, which is"
       raise ValueError(
-        f"--out={out} {where} an experiment's own folder: give another --out"
+        f"--out={out} {relation} an experiment's own folder: give another --out"
       )
   # [2] `out` is new, empty, or a comparison's; hidden files do not count.
   names = {path.name for path in out.glob("*")} if out.is_dir() else set()
@@ -43,15 +44,15 @@ def _check_out(out: Path) -> None:
   is_comparison = storage.read_sealed(out / _MARK) is not None
   # A kill at the start leaves a half-written mark.
   expected = _FILES if is_comparison else {f"{_MARK}.tmp"}
-  others = sorted(names - expected)
-  if others:
+  foreign_files = sorted(names - expected)
+  if foreign_files:
     raise ValueError(
-      f"--out={out} holds {others[0]}, which no comparison wrote: give an empty"
-      " or a new folder, or the folder of an earlier comparison"
+      f"--out={out} holds {foreign_files[0]}, which no comparison wrote: give"
+      " an empty or a new folder, or the folder of an earlier comparison"
     )
 
 
-def _count(config: Mapping[str, Any], engines: Engines) -> int | None:
+def _count_cells(config: Mapping[str, Any], engines: Engines) -> int | None:
   """Returns the count of an experiment's cells. No user code is imported, so
   the count is None if it depends on the code that the config names."""
   complete = {**config, "engine": next(iter(engines)), "only": []}
@@ -59,8 +60,8 @@ def _count(config: Mapping[str, Any], engines: Engines) -> int | None:
   try:
     for label, entry, kind in schema.entries(complete, engines):
       recipe = entry.get("recipe", kind.default_recipe)
-      swept = entry.get("workers", config["workers"])
-      workers = schema.shared("workers", swept)
+      workers_setting = entry.get("workers", config["workers"])
+      workers = schema.shared("workers", workers_setting)
       user_recipe = is_import(recipe)
       # The recipe's protocol may choose other workers: a mesh has one. The run
       # needs no more than its recipe and workers for that.
@@ -75,21 +76,23 @@ def _count(config: Mapping[str, Any], engines: Engines) -> int | None:
   return count * len(config["seeds"])
 
 
-def _left_out(
-  workdir: Path, identity: Mapping[str, Any], done: int, engines: Engines
+def _texts_on_missing_cells(
+  workdir: Path, identity: Mapping[str, Any], n_finished: int, engines: Engines
 ) -> list[str]:
   """Returns a text for each reason why the means of a folder lack cells."""
   texts = [f"{fault}; the cell is left out" for fault in folder.faults(workdir)]
-  count = _count(identity["config"], engines)
-  if count is not None and done < count:
+  count = _count_cells(identity["config"], engines)
+  if count is not None and n_finished < count:
     texts.append(
-      f"{workdir}: {done} of {count} cells are finished; means and figures"
-      " include only these"
+      f"{workdir}: {n_finished} of {count} cells are finished; means and"
+      " figures include only these"
     )
   return texts
 
 
-def _read(workdir: Path) -> tuple[dict[str, Any], report.Table, report.Table]:
+def _read_experiment(
+  workdir: Path,
+) -> tuple[dict[str, Any], report.Table, report.Table]:
   """Returns config.json, the results and the evaluations of an experiment."""
   identity = folder.read_identity(workdir) if workdir.is_dir() else None
   if identity is None:
@@ -99,34 +102,34 @@ def _read(workdir: Path) -> tuple[dict[str, Any], report.Table, report.Table]:
     )
   results = folder.read_results(workdir)
   if not results:
-    why = "".join(f" ({fault})" for fault in folder.faults(workdir)[:1])
+    reason = "".join(f" ({fault})" for fault in folder.faults(workdir)[:1])
     raise ValueError(
-      f"{workdir} holds no finished cell{why}: finish its training, or leave it"
-      " out"
+      f"{workdir} holds no finished cell{reason}: finish its training, or leave"
+      " it out"
     )
   cells = [workdir / "cells" / row["cell"] for row in results]
   return identity, results, [row for p in cells for row in folder.read_rows(p)]
 
 
-def _names(workdirs: Sequence[Path]) -> list[str]:
+def _folder_names(workdirs: Sequence[Path]) -> list[str]:
   """Returns names for folders: their paths below the common parent folder."""
   paths = [workdir.resolve() for workdir in workdirs]
   if len(set(paths)) < len(paths):
     repeated = next(w for i, w in enumerate(workdirs) if paths[i] in paths[:i])
     raise ValueError(f"{repeated} is given twice: give each folder once")
-  above = Path(os.path.commonpath([path.parent for path in paths]))
-  return [path.relative_to(above).as_posix() for path in paths]
+  common_parent = Path(os.path.commonpath([path.parent for path in paths]))
+  return [path.relative_to(common_parent).as_posix() for path in paths]
 
 
-def _named_apart(
-  rows: Sequence[Mapping[str, Any]], name: str, shared: set[str]
+def _with_folder_name(
+  rows: Sequence[Mapping[str, Any]], name: str, shared_titles: set[str]
 ) -> report.Table:
   """Returns rows with the folder's name in their cells, and in titles that
   other folders have too."""
   named_rows = []
   for row in rows:
     title, cell = row["algorithm"], f"{name}/{row['cell']}"
-    title = f"{title} ({name})" if title in shared else title
+    title = f"{title} ({name})" if title in shared_titles else title
     named_rows.append({**row, "algorithm": title, "cell": cell})
   return named_rows
 
@@ -139,26 +142,28 @@ def _differences(
   # [1] A column for each folder: dotted key -> value.
   columns = []
   for identity in identities:
-    # `free` may differ when an experiment resumes: it says where it was made.
-    free = {
+    # `origin` may differ when an experiment resumes: it says where it was made.
+    origin = {
       f"made by: {key}": value
       for key, value in page.leaves(identity["free"]).items()
     }
-    others = {"data": identity["dataset"]["name"], **free}
-    columns.append({**page.leaves(identity["config"]), **others})
+    further_values = {"data": identity["dataset"]["name"], **origin}
+    columns.append({**page.leaves(identity["config"]), **further_values})
   # [2] A row for each key, in order of first appearance, if values differ.
   rows = []
   for key in dict.fromkeys(key for column in columns for key in column):
     values = [str(column.get(key, "-")) for column in columns]
     if len(set(values)) > 1:
-      rows.append([key, *(shortened(value, _SHOWN) for value in values)])
+      rows.append(
+        [key, *(shortened(value, _MAX_CHARACTERS) for value in values)]
+      )
   return ["key", *names], rows
 
 
 def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   """Writes figure, table and report.html of several experiments into a folder.
 
-  A run that several folders have is named with its folder.
+  If several folders have a run with one title, the titles get their names.
 
   Returns:
     Text: the table, the cells that are not in it, and the paths.
@@ -171,18 +176,20 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   path = out.resolve()
   _check_out(out)
   # [1] Read all folders.
-  names = _names(workdirs)
-  identities, results, rows = zip(*map(_read, workdirs), strict=True)
+  names = _folder_names(workdirs)
+  identities, results, rows = zip(*map(_read_experiment, workdirs), strict=True)
   counts = collections.Counter(
-    title for each in results for title in {row["algorithm"] for row in each}
+    title
+    for folder_results in results
+    for title in {row["algorithm"] for row in folder_results}
   )
-  shared = {title for title, count in counts.items() if count > 1}
+  shared_titles = {title for title, count in counts.items() if count > 1}
   # [2] Merge their rows, so that equal titles remain different runs.
   all_cells: report.Table = []
   curves: report.Table = []
   for name, cells, evaluations in zip(names, results, rows, strict=True):
-    all_cells += _named_apart(cells, name, shared)
-    curves += _named_apart(evaluations, name, shared)
+    all_cells += _with_folder_name(cells, name, shared_titles)
+    curves += _with_folder_name(evaluations, name, shared_titles)
   csv_rows, table = report.tabulate(all_cells, engines)
   title = " and ".join(names)
   # [3] Warnings: of the cells, and of what the means lack.
@@ -191,7 +198,7 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   for workdir, identity, cells in zip(
     workdirs, identities, results, strict=True
   ):
-    left_out += _left_out(workdir, identity, len(cells), engines)
+    left_out += _texts_on_missing_cells(workdir, identity, len(cells), engines)
   data = {identity["dataset"]["sha256"] for identity in identities}
   if len(data) > 1:
     notes.insert(0, "the folders have different data")
@@ -201,19 +208,22 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
     mark = storage.sealed({"folders": [str(workdir) for workdir in workdirs]})
     storage.write_json(out / _MARK, mark)
     text = f"{title}\n\n{table}"
-    drawn = report.write_tables(out, title, text, csv_rows, all_cells, curves)
+    figure_line = report.write_tables(
+      out, title, text, csv_rows, all_cells, curves
+    )
     content = page.render(
       title,
       f"{len(all_cells)} cells of {len(workdirs)} experiments",
       warnings=page.merged([*left_out, *notes]),
       pictures=page.pictures([out / "figure.svg"]),
-      results=page.results(csv_rows, report.columns_of(all_cells, engines)),
+      results=page.results(csv_rows, report.table_columns(all_cells, engines)),
       differing=_differences(names, identities),
       folders=workdirs,
     )
     safe_files.write(out / "report.html", content)
-  warned = "".join(f"warning: {text}\n" for text in left_out)
+  warning_lines = "".join(f"warning: {text}\n" for text in left_out)
   return (
-    f"\n{table}\n{warned}report       {out}/report.html\nfigure       {drawn}\n"
+    f"\n{table}\n{warning_lines}report       {out}/report.html\n"
+    f"figure       {figure_line}\n"
     f"table        {out}/table.txt, {out}/results.csv"
   )

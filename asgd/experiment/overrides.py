@@ -30,14 +30,14 @@ def override(
   for path in sorted_paths:
     value = overrides[path]
     *parents, key = path.split(".")
-    section = _section_of(config, key_tree, parents, key, engines)
+    section = _find_section(config, key_tree, parents, key, engines)
     if parents and section.get(key) != value:
       _drop_dependents(section, parents, key, value, engines, config)
     section[key] = value
   return config
 
 
-def _section_of(
+def _find_section(
   config: dict[str, Any],
   key_tree: Mapping[str, Any],
   parents: Sequence[str],
@@ -55,8 +55,8 @@ def _section_of(
     engines: the engines, by name.
   """
   section = config
-  # The part of `key_tree` for `section`: a dict of keys, Section, Open or
-  # Setting; None for a key that the tree lacks.
+  # The part of `key_tree` for `section`: a dict of keys, Section, NamedSection
+  # or Setting; None for a key that the tree lacks.
   node: Any = key_tree
   of_runs = parents[:1] == ["runs"]
   for depth, name in enumerate(parents):
@@ -110,9 +110,9 @@ def _keys_of_run(
     # set without the section's name.
     settings = engine_kind.sections.get(engine_kind.settings)
     keys |= {**engine_kind.sections, **schema.keys_of(settings)}
-  plain = {*schema.RESERVED, *_options(entry.get("recipe"))}
-  shared = {key: schema.SHARED[key] for key in schema.OF_A_RUN}
-  return dict.fromkeys(plain, schema.PLAIN) | shared | keys
+  unchecked_keys = {*schema.RESERVED, *_options(entry.get("recipe"))}
+  shared_settings = {key: schema.SHARED[key] for key in schema.OF_A_RUN}
+  return dict.fromkeys(unchecked_keys, schema.PLAIN) | shared_settings | keys
 
 
 def _drop_dependents(
@@ -131,8 +131,10 @@ def _drop_dependents(
     return
   # [2] Another recipe of a run: the options that the new recipe lacks.
   if key == "recipe" and parents[0] == "runs":
-    old, new = _options(section.get(key)), _options(value)
-    dropped: Iterable[str] = old - new - {*schema.RESERVED, *schema.OF_A_RUN}
+    old_options, new_options = _options(section.get(key)), _options(value)
+    dropped: Iterable[str] = (
+      old_options - new_options - {*schema.RESERVED, *schema.OF_A_RUN}
+    )
   # [3] Other keys: the engine knows their dependents.
   else:
     engine = section.get("engine", config.get("engine", "simulate"))

@@ -28,8 +28,8 @@ from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes
 from asgd.orders.trace import STARTS, Event, Ledger
 
-_LEAST = 1e-9  # seconds; the shortest duration of a job
-SHORT = "the run is too short to be measured; use a larger --config.epochs"
+_MIN_SECONDS = 1e-9  # seconds; the shortest duration of a job
+TOO_SHORT = "the run is too short to be measured; use a larger --config.epochs"
 
 
 class MeasuredJob(NamedTuple):
@@ -50,7 +50,9 @@ class Outcome(NamedTuple):
   accuracy: float  # at the end; NaN if it is not known
 
 
-def _arrivals(journal: Journal, spans: Spans) -> dict[tuple[int, int], float]:
+def _message_arrivals(
+  journal: Journal, spans: Spans
+) -> dict[tuple[int, int], float]:
   """Returns the time at which each message arrived, by (worker, seq)."""
   # Messages of a round are received together, when the last one has arrived.
   # Spans have the ends of their pushes. The time between push and arrival is
@@ -62,16 +64,16 @@ def _arrivals(journal: Journal, spans: Spans) -> dict[tuple[int, int], float]:
       groups.setdefault(event.time, []).append(event.key)
   arrivals = {}
   for time, keys in groups.items():
-    ends = {key: pushed[key].end for key in keys if key in pushed}
-    last = max(ends.values()) if len(ends) == len(keys) else time
+    push_ends = {key: pushed[key].end for key in keys if key in pushed}
+    last_push = max(push_ends.values()) if len(push_ends) == len(keys) else time
     for key in keys:
-      arrivals[key] = time - max(last - ends.get(key, last), 0.0)
+      arrivals[key] = time - max(last_push - push_ends.get(key, last_push), 0.0)
   return arrivals
 
 
 def measure_jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
-  ends = _arrivals(journal, spans)
+  arrivals = _message_arrivals(journal, spans)
   free_at: dict[int, float] = {}  # end of the last job, by worker
   # Workers that have joined and not ended their first job since.
   awaiting_first: set[int] = set()
@@ -84,7 +86,7 @@ def measure_jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
     elif event.action == base.RECEIVE and ticket is not None:
       # A worker with two tickets starts the second job after the first.
       start = max(ticket.time, free_at.get(worker, ticket.time))
-      free_at[worker] = end = ends[event.key]
+      free_at[worker] = end = arrivals[event.key]
       is_first = worker in awaiting_first
       measured.append(MeasuredJob(worker, start, end, event.time, is_first))
       awaiting_first.discard(worker)
@@ -130,8 +132,10 @@ def measure_work(
   """Returns the jobs without the time that tickets and messages spend in the
   network and its queues. The work of worker and shard remains. Raises
   ValueError without spans."""
-  kinds = ("fetch", "push")
-  fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
+  span_names = ("fetch", "push")
+  fetched, pushed = (
+    live_files.spans_by_job(spans, kind) for kind in span_names
+  )
   if not pushed:
     raise ValueError(
       "the links of this run take time, and the jobs' time without them was not"
@@ -164,26 +168,30 @@ def measure_work(
       awaiting_first.add(worker)
     elif event.action == base.RECEIVE and ("up", key) in arrivals:
       # Messages of a round are received together, after the last has arrived.
-      last = max(arrivals.get(("up", each), 0.0) for each in groups[event.time])
+      last_arrival = max(
+        arrivals.get(("up", message), 0.0) for message in groups[event.time]
+      )
       # A delay that the network does not explain is work of the shard or the
       # worker on ticket or message: it counts as part of the job.
-      late = max(fetched[key].end - arrivals["down", key], 0.0)
-      late += max(event.time - last, 0.0)
+      unexplained_delay = max(fetched[key].end - arrivals["down", key], 0.0)
+      unexplained_delay += max(event.time - last_arrival, 0.0)
       start = max(fetched[key].end, free_at.get(worker, 0.0))
       free_at[worker] = end = pushed[key].end
       is_first = worker in awaiting_first
       measured.append(
-        MeasuredJob(worker, start, end + late, event.time, is_first)
+        MeasuredJob(
+          worker, start, end + unexplained_delay, event.time, is_first
+        )
       )
       awaiting_first.discard(worker)
   return measured
 
 
-def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
+def job_sizes(records: Sequence[base.Records], workers: int) -> Sizes:
   """Returns the bytes of messages and tickets at each shard, by worker and seq
   of the job. Jobs that the records lack have the mean size."""
 
-  def sizes_in(name: str) -> Callable[[int, int], list[float]]:
+  def column_sizes(name: str) -> Callable[[int, int], list[float]]:
     """Returns (worker, seq) -> bytes at each shard, of a column of records."""
     columns = [getattr(shard, name).astype(float) for shard in records]
     mean = [float(column.mean()) for column in columns]
@@ -196,15 +204,15 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
       for w in range(workers)
     ]
 
-    def size(worker: int, seq: int) -> list[float]:
+    def sizes_of_job(worker: int, seq: int) -> list[float]:
       shards = nbytes[worker]
       if seq >= min(map(len, shards)):
         return mean
       return [column[seq] for column in shards]
 
-    return size
+    return sizes_of_job
 
-  return Sizes(sizes_in("bytes_up"), sizes_in("bytes_down"))
+  return Sizes(column_sizes("bytes_up"), column_sizes("bytes_down"))
 
 
 def count_until_all_sent(worker: np.ndarray, workers: int) -> int:
@@ -215,21 +223,21 @@ def count_until_all_sent(worker: np.ndarray, workers: int) -> int:
     worker: int[N], the worker of each message in the order of receipt.
     workers: the number of workers of the cell.
   """
-  present, firsts = np.unique(worker, return_index=True)
-  missing = np.setdiff1d(range(workers), present)
-  if missing.size:
-    raise ValueError(f"worker {missing[0]} sent no message: {SHORT}")
-  return int(firsts.max()) + 1
+  present, first_indices = np.unique(worker, return_index=True)
+  silent_workers = np.setdiff1d(range(workers), present)
+  if silent_workers.size:
+    raise ValueError(f"worker {silent_workers[0]} sent no message: {TOO_SHORT}")
+  return int(first_indices.max()) + 1
 
 
 def join_times(journal: Journal, workers: int) -> list[float]:
   """Returns the time of each worker's first JOIN, in seconds since the first
   ticket and at least 0. A worker that never joined has the latest time."""
-  began = live_files.first_ticket(journal)
+  start_time = live_files.first_ticket(journal)
   times: dict[int, float] = {}
   for event in journal:
     if event.action == base.JOIN:  # later ones are of the next incarnations
-      times.setdefault(event.worker, max(event.time - began, 0.0))
+      times.setdefault(event.worker, max(event.time - start_time, 0.0))
   return [times.get(worker, max(times.values())) for worker in range(workers)]
 
 
@@ -239,7 +247,7 @@ def durations_by_worker(
   """Returns the durations of each worker's jobs, in the order of the jobs."""
   rows: list[list[float]] = [[] for _ in range(workers)]
   for job in jobs:
-    rows[job.worker].append(max(job.end - job.start, _LEAST))
+    rows[job.worker].append(max(job.end - job.start, _MIN_SECONDS))
   return rows
 
 
@@ -250,32 +258,36 @@ def settled_durations(
   had sent a message. First jobs are left out, because they compile. Raises
   ValueError if a worker has no such job."""
   senders = np.array([job.worker for job in jobs], int)
-  begin = jobs[count_until_all_sent(senders, workers) - 1].received
-  later_jobs = [job for job in jobs if job.start >= begin and not job.first]
+  begin_time = jobs[count_until_all_sent(senders, workers) - 1].received
+  later_jobs = [
+    job for job in jobs if job.start >= begin_time and not job.first
+  ]
   rows = durations_by_worker(later_jobs, workers)
   if [] in rows:
-    idle = f"worker {rows.index([])} ended no job after all {workers} had begun"
-    raise ValueError(f"{idle}: {SHORT}")
+    text = f"worker {rows.index([])} ended no job after all {workers} had begun"
+    raise ValueError(f"{text}: {TOO_SHORT}")
   return rows
 
 
-def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
+def shifted_durations(
+  rows: Sequence[Sequence[float]], workers: int
+) -> list[list[float]]:
   """Returns durations of N workers' jobs from those of fewer workers. Workers
   with the same durations begin at different jobs: otherwise they would stay in
   step.
 
   Example:
     >>> from asgd.experiment import predict
-    >>> predict.shifted([[1.0, 2.0, 3.0, 4.0]], 2)
+    >>> predict.shifted_durations([[1.0, 2.0, 3.0, 4.0]], 2)
     [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]]
   """
   shifted_rows = []
-  sharing = -(-workers // len(rows))  # most workers with one row, rounded up
+  max_copies = -(-workers // len(rows))  # most workers with one row, rounded up
   for worker in range(workers):
-    turn, index = divmod(worker, len(rows))
+    copy, index = divmod(worker, len(rows))
     row = list(rows[index])
     # Evenly spaced starts for the workers that share a row.
-    start = turn * len(row) // sharing
+    start = copy * len(row) // max_copies
     shifted_rows.append(row[start:] + row[:start])
   return shifted_rows
 
@@ -283,7 +295,7 @@ def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
 def play(
   rules: protocol.Rules,
   streams: Sequence[Iterator[float]],
-  comes: Sequence[float],
+  joins: Sequence[float],
   messages: int,
   *,
   network: Network | None = None,
@@ -294,13 +306,13 @@ def play(
   Args:
     rules: the rules of the order.
     streams: durations of each worker's jobs, in seconds.
-    comes: time at which each worker joins.
+    joins: time at which each worker joins.
     messages: count of messages.
     network: carries tickets and messages; None: they take no time.
     sizes: bytes of tickets and messages.
   """
   order = Play(
-    *(rules, streams, comes), jobs=messages, network=network, sizes=sizes
+    *(rules, streams, joins), jobs=messages, network=network, sizes=sizes
   )
   order.until(messages)
   return order.trace()
@@ -318,8 +330,8 @@ class Curve(NamedTuple):
 
   def reaches(self, loss: float) -> float:
     """Returns the time at which a loss is first reached; NaN if never."""
-    below = np.flatnonzero(self.loss <= loss)
-    return float(self.time[below[0]]) if len(below) else float("nan")
+    reached = np.flatnonzero(self.loss <= loss)
+    return float(self.time[reached[0]]) if len(reached) else float("nan")
 
 
 def curve(run: Outcome, first_messages: int) -> Curve:
@@ -367,25 +379,30 @@ _PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
-  journal: Journal, spans: Spans, begin: float
+  journal: Journal, spans: Spans, begin_time: float
 ) -> dict[str, float] | None:
   """Returns mean seconds of each part of a job, from the job's ticket on, and
   the share of time in which the server is busy (BUSY). Only jobs that began at
-  time `begin` or later count. Returns None without spans."""
-  kinds = ("fetch", "compute", "push")
-  spans_of = [live_files.spans_by_job(spans, kind) for kind in kinds]
+  time `begin_time` or later count. Returns None without spans."""
+  span_names = ("fetch", "compute", "push")
+  spans_by_name = [live_files.spans_by_job(spans, kind) for kind in span_names]
   part_seconds = []  # of each job: the seconds of _PARTS
   for ticket, end in live_files.ended_jobs(journal):
-    fetch, compute, push = (by_job.get(end.key) for by_job in spans_of)
+    fetch, compute, push = (by_job.get(end.key) for by_job in spans_by_name)
     if fetch is None or compute is None or push is None:
       continue
-    if end.action == base.RECEIVE and ticket.time >= begin:
+    if end.action == base.RECEIVE and ticket.time >= begin_time:
       times = ticket.time, fetch.start, compute.start, compute.end, push.end
       part_seconds.append(np.diff((*times, end.time)))
   if not part_seconds:
     return None
   mean_seconds = np.mean(part_seconds, axis=0).tolist()
   means = dict(zip(_PARTS, mean_seconds, strict=True))
-  served = live_files.served(journal, spans)
-  work = sum(end - start for start, end in served if start >= begin)
-  return {**means, BUSY: work / max(journal[-1].time - begin, _LEAST)}
+  busy_periods = live_files.busy_periods(journal, spans)
+  busy_seconds = sum(
+    end - start for start, end in busy_periods if start >= begin_time
+  )
+  return {
+    **means,
+    BUSY: busy_seconds / max(journal[-1].time - begin_time, _MIN_SECONDS),
+  }

@@ -77,7 +77,7 @@ class ProgressBar:
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows the result of a cell, with warnings for the first seed of a run. A
     block shows its first figure, as the table at the end has all."""
-    line, *warnings = report.lines(
+    line, *warnings = report.result_lines(
       result, lambda row: self._describe(row["engine"], row)
     )
     if self._block is not None:

@@ -12,9 +12,9 @@ from asgd.experiment import schema
 from asgd.experiment.protocol import Protocol
 from asgd.experiment.schema import Run
 
-# Begins a refusal's key for an option of the recipe, which a config has at
+# Prefix of a refusal's key for an option of the recipe, which a config has at
 # runs.LABEL.OPTION.
-OPTIONS = "recipe."
+OPTION_PREFIX = "recipe."
 
 
 def given_object(run: Run, key: str) -> Any:
@@ -29,14 +29,14 @@ def given_object(run: Run, key: str) -> Any:
   return run.objects[key]
 
 
-def recipe_of(run: Run) -> str:
+def recipe_text(run: Run) -> str:
   """Returns the name of a run's recipe for an error."""
   if run.given is not None:  # a call gave the recipe, and has no config
     return "this recipe"
   return f"the recipe {run.recipe!r} (config.runs.{run.label})"
 
 
-def others(run: Run) -> str:
+def other_runs_remedy(run: Run) -> str:
   """Returns a second remedy for a refused setting, which ends an error's text.
   A config's other runs may use the setting; a call has one run only."""
   if run.given is not None:
@@ -44,29 +44,31 @@ def others(run: Run) -> str:
   return ", or set it in the entries of other runs alone"
 
 
-def _given(
+def _set_keys(
   key: str, run: Run, sections: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
   """Yields (dotted key, value) of each setting that a run has set and that the
   key of a refusal covers."""
-  if key.startswith(OPTIONS):
-    option = key.removeprefix(OPTIONS)
-    if option in run.options:
-      yield f"runs.{run.label}.{option}", run.options[option]
+  if key.startswith(OPTION_PREFIX):
+    name = key.removeprefix(OPTION_PREFIX)
+    if name in run.options:
+      yield f"runs.{run.label}.{name}", run.options[name]
     return
-  section, _, inner = key.partition(".")
+  section, _, inner_key = key.partition(".")
   settings = {**schema.SHARED, **sections}
   if section not in settings:
     return  # this engine has no such section
   value, default = run.config[section], schema.default_of(settings[section])
   # A single setting.
-  if not isinstance(settings[section], (dict, schema.Open, schema.Section)):
+  if not isinstance(
+    settings[section], (dict, schema.NamedSection, schema.Section)
+  ):
     if value != default:
       yield section, value
     return
-  # A section: one of its keys, or (`inner` is "") all of them.
+  # A section: one of its keys, or (`inner_key` is "") all of them.
   for name, setting in value.items():
-    if inner in ("", name) and setting != default.get(name):
+    if inner_key in ("", name) and setting != default.get(name):
       yield f"{section}.{name}", setting
 
 
@@ -87,11 +89,12 @@ def check(
   for refusal in protocol.refusals:
     # Empty `engines` and `values` stand for all of them.
     if not refusal.engines or engine in refusal.engines:
-      for key, value in _given(refusal.key, run, sections):
+      for key, value in _set_keys(refusal.key, run, sections):
         if not refusal.values or value in refusal.values:
           remedy = refusal.remedy.format(value=value, label=run.label)
-          where = f" on engine {run.engine!r}" if refusal.engines else ""
+          engine_text = f" on engine {run.engine!r}" if refusal.engines else ""
           raise ValueError(
-            f"config.{key} {shown(value)} is not for {recipe_of(run)}{where}:"
-            f" {refusal.why}; {remedy}{others(run)}"
+            f"config.{key} {shown(value)} is not for"
+            f" {recipe_text(run)}{engine_text}: {refusal.why}; {remedy}"
+            f"{other_runs_remedy(run)}"
           )

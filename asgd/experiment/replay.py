@@ -240,7 +240,7 @@ def replay(
     recorded=recorded,
     messages=result.get("messages"),
     cpus=description.get("cpus"),
-    changed=code.changed(description["modules"], description["config"]),
+    changed=code.changed_modules(description["modules"], description["config"]),
   )
 
 
@@ -283,7 +283,7 @@ def describe(replayed: Replay) -> str:
   score = replayed.evaluation
   lines = [
     f"{replayed.name}: {events}",
-    f"{report.quality(score.accuracy, score.measure, score.loss)}staleness"
+    f"{report.quality_text(score.accuracy, score.measure, score.loss)}staleness"
     f" mean {staleness.mean():.1f} max {staleness.max()}",
     f"parameters {replayed.digest[:16]}",
   ]

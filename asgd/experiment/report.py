@@ -26,18 +26,18 @@ from asgd.experiment.signals import Stopped
 from asgd.pages import page, panels, run_files
 from asgd.parallel import processes
 
-_WITH_PANELS = 32  # most cells with panels in a page
+_MAX_PANELS = 32  # of the cells on a page, this many have panels
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
 # Columns of every table; columns of the engine follow.
-_FIRST = (
+_FIRST_COLUMNS = (
   Column("run", "algorithm"),
   Column("workers", "workers"),
   Column("accuracy %", "test_accuracy", 100, "{:.1f}"),
   Column("loss", "test_loss"),
 )
 # Columns that follow where runs of several engines are compared.
-_COMMON = (
+_COMPARISON_COLUMNS = (
   Column("engine", "engine"),
   Column("updates", "updates"),
   Column("time", "simulated_time"),
@@ -46,15 +46,15 @@ _COMMON = (
   Column("gap", "gap_mean"),
 )
 # (key, columns that are shown if a result has the key).
-_OF_KEYS = (
+_COLUMNS_BY_KEY = (
   ("codec", traffic.COLUMNS),
   ("codec_down", traffic.COLUMNS),
   ("link_utilisation", networks.COLUMNS),
 )
-_MISSED = Column("missed", "missed", form="{:.0f}")
+_MISSED_COLUMN = Column("missed", "missed", form="{:.0f}")
 
 
-def quality(accuracy: Any, measure: Any, loss: Any) -> str:
+def quality_text(accuracy: Any, measure: Any, loss: Any) -> str:
   """Returns the accuracy, else the task's measure, else the loss, as text with
   a comma; "" if none is known."""
   if storage.is_finite(accuracy):
@@ -64,17 +64,17 @@ def quality(accuracy: Any, measure: Any, loss: Any) -> str:
   return f"test loss {loss:.4g}, " if storage.is_finite(loss) else ""
 
 
-def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
+def result_lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns a line on a finished cell, and warnings with their remedies.
   `describe` is the engine's function."""
   cell, keys = result["cell"], ("accuracy", "measure", "loss")
-  score = quality(*(result.get(f"test_{key}") for key in keys))
+  score = quality_text(*(result.get(f"test_{key}") for key in keys))
   # Further columns are those that the problem, or a caller's `evaluate`, names.
   for key, value in result.items():
     name = key.removeprefix("test_")
     if name != key and name not in keys and storage.is_finite(value):
       score += f"{name} {value:.4g}, "
-  texts = [f"{cell}: {score}{describe(result)}"]
+  lines = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
@@ -82,25 +82,25 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   # 1.25 is a tolerance of one step of the limit's grid. Unknown values are NaN.
   is_measured = storage.is_finite(product) and storage.is_finite(limit)
   if is_measured and product > 1.25 * limit:
-    lower = result["learning_rate"] * limit / product
-    texts.append(
+    lower_rate = result["learning_rate"] * limit / product
+    lines.append(
       f"warning: {cell}: learning rate x sharpness stayed at {product:.2g} or"
       f" more; at a mean staleness of {result['staleness_mean']:.1f} this"
       f" algorithm is stable below {limit:.2g} on a quadratic. If the loss"
-      f" suffers, try a learning rate of {lower:.2g}, {remedy}"
+      f" suffers, try a learning rate of {lower_rate:.2g}, {remedy}"
     )
   if result["diverged"]:
     remedy = f"Try a lower learning rate, {remedy}"
-    texts.append(f"warning: {cell}: the loss diverged. {remedy}")
-  return texts
+    lines.append(f"warning: {cell}: the loss diverged. {remedy}")
+  return lines
 
 
-def _text(column: Column, group: Rows) -> str:
+def _cell_text(column: Column, group: Rows) -> str:
   """Returns a cell of the table: the mean over seeds, or their common value."""
-  first = group[0].get(column.key)
+  first_value = group[0].get(column.key)
   # JSON has null for NaN: a seed may have no value.
   values = [row[column.key] for row in group if row.get(column.key) is not None]
-  match first:
+  match first_value:
     case list() as items:
       return " ".join(map(str, items))
     case bool() as flag:
@@ -112,11 +112,11 @@ def _text(column: Column, group: Rows) -> str:
   mean, std = figure.mean_and_std(group, column.key)
   if not np.isfinite(mean):
     return "-"
-  words = column.form.format(column.scale * mean)
+  text = column.form.format(column.scale * mean)
   # Other columns have no deviation in text: results.csv has it.
   if column.scale == 100 and np.isfinite(std) and "accuracy" in column.key:
-    words += f" ± {column.scale * std:.1f}"
-  return words
+    text += f" ± {column.scale * std:.1f}"
+  return text
 
 
 _NOT_IN_CSV = {"cell", "seed", "params_sha256", "label"}
@@ -124,14 +124,14 @@ _NOT_IN_CSV = {"cell", "seed", "params_sha256", "label"}
 
 def _csv_row(group: Rows) -> dict[str, Any]:
   """Returns all columns of results; floats as mean and deviation over seeds."""
-  first = group[0]
-  row = {key: first[key] for key in ("algorithm", "workers")}
+  first_row = group[0]
+  row = {key: first_row[key] for key in ("algorithm", "workers")}
   row["seeds"] = len(group)
   # By the type of the first seed's value: all seeds of a run have the same.
   for key in dict.fromkeys(itertools.chain(*group)):
     if key in _NOT_IN_CSV or key in row:
       continue
-    match first.get(key):
+    match first_row.get(key):
       case _ if key == "diverged":
         row[key] = sum(bool(result[key]) for result in group)
       case dict():  # such as counts by kind of process: no column fits them
@@ -147,35 +147,37 @@ def _csv_row(group: Rows) -> dict[str, Any]:
   return row
 
 
-def columns_of(results: Rows, engines: Engines) -> list[Column]:
+def table_columns(results: Rows, engines: Engines) -> list[Column]:
   """Returns the columns that a table of these results shows."""
   # [1] Run, workers and the measures of quality that the task has.
-  columns = list(_FIRST)
-  if not figure.has(results, "test_accuracy"):
+  columns = list(_FIRST_COLUMNS)
+  if not figure.has_values(results, "test_accuracy"):
     columns = [column for column in columns if column.key != "test_accuracy"]
-    if not figure.has(results, "test_loss"):
+    if not figure.has_values(results, "test_loss"):
       columns[-1] = Column("mean train loss", "train_loss")
   if any(storage.is_finite(row.get("test_measure")) for row in results):
     columns.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   # [2] Those of the engine, or of all engines. A column without a value in any
   # run is left out.
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
-  of_engine = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  engine_columns = (
+    kinds.pop() if len(kinds) == 1 else _COMPARISON_COLUMNS if kinds else ()
+  )
   columns += [
     column
-    for column in of_engine
-    if any(_text(column, [row]) != "-" for row in results)
+    for column in engine_columns
+    if any(_cell_text(column, [row]) != "-" for row in results)
   ]
   # [3] Those of protocols, codecs and networks that some run has.
-  for each in protocol.PROTOCOLS.values():
-    if each.column and any(each.column in row for row in results):
-      columns += each.columns
-  for key, of_key in _OF_KEYS:
+  for candidate in protocol.PROTOCOLS.values():
+    if candidate.column and any(candidate.column in row for row in results):
+      columns += candidate.columns
+  for key, key_columns in _COLUMNS_BY_KEY:
     if any(key in row for row in results):
-      columns += of_key
+      columns += key_columns
   # [4] Losses of messages, if there were any.
   if any(row.get("missed") for row in results):
-    columns.append(_MISSED)
+    columns.append(_MISSED_COLUMN)
   if any((row.get("accepted") or 1) < 1 for row in results):
     columns.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   # A key has one column: the last one, at the position of the first.
@@ -188,21 +190,21 @@ Table = list[dict[str, Any]]  # rows
 def tabulate(results: Rows, engines: Engines) -> tuple[Table, str]:
   """Returns (CSV rows, text table), with a row for each run and number of
   workers."""
-  csv_rows, header, text_rows = rows_of(results, engines)
+  csv_rows, header, text_rows = table_rows(results, engines)
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def rows_of(
+def table_rows(
   results: Rows, engines: Engines
 ) -> tuple[Table, list[str], list[list[str]]]:
   """Returns (CSV rows, header and rows of the table), as `tabulate`."""
-  columns = columns_of(results, engines)
+  columns = table_columns(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
     csv_rows.append(_csv_row(group))
     diverged = sum(bool(row["diverged"]) for row in group)
     note = f"{diverged} of {len(group)}" if diverged else ""
-    text_rows.append([*(_text(column, group) for column in columns), note])
+    text_rows.append([*(_cell_text(column, group) for column in columns), note])
   # The last column has a header if it has a note.
   header = [column.header for column in columns]
   header.append("diverged" if any(note for *_, note in text_rows) else "")
@@ -230,7 +232,7 @@ def write_tables(
   Returns:
     The paths of the figure, or the reason why it was not drawn.
   """
-  stem, points = out / "figure", figure.numbers(results, curves)
+  stem, points = out / "figure", figure.figure_points(results, curves)
   numbers = stem.with_suffix(".csv")
   safe_files.write(out / "table.txt", text)
   storage.write_csv(out / "results.csv", csv_rows)
@@ -250,8 +252,8 @@ def warnings(results: Rows) -> list[str]:
   they are the warnings of the first seed that has some."""
   texts = []
   for group in figure.group_by(results, "label", "workers").values():
-    of_seeds = (lines(row, lambda _: "")[1:] for row in group)
-    texts += next(filter(None, of_seeds), [])
+    warnings_by_seed = (result_lines(row, lambda _: "")[1:] for row in group)
+    texts += next(filter(None, warnings_by_seed), [])
   return [text.removeprefix("warning: ") for text in texts]
 
 
@@ -301,7 +303,7 @@ def write_page(
   }
   pictures = [workdir / "figure.svg", workdir / "compare.svg"]
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
-  columns = [*columns_of(results, engines), Column("diverged", "diverged")]
+  columns = [*table_columns(results, engines), Column("diverged", "diverged")]
   # [3] Panels of the first seed of each run and number of workers.
   groups = figure.group_by(results, "label", "workers").values()
   first_seeds = [workdir / "cells" / group[0]["cell"] for group in groups]
@@ -321,9 +323,9 @@ def write_page(
     results=page.results(csv_rows, columns),
     panels=[
       panels.of_cell(run_files.read_cell(path))
-      for path in first_seeds[:_WITH_PANELS]
+      for path in first_seeds[:_MAX_PANELS]
     ],
-    left_out=len(results) - len(first_seeds[:_WITH_PANELS]),
+    left_out=len(results) - len(first_seeds[:_MAX_PANELS]),
     config=page.config(config, defaults),
     facts=page.facts(facts),
     files=files(workdir),
@@ -335,13 +337,13 @@ def write_page(
 
 
 @contextlib.contextmanager
-def at_the_end(
+def report_at_end(
   workdir: Path | None, experiment: Experiment, bar: Any
 ) -> Iterator[None]:
   """Writes and prints the report when a block that trains ends, is stopped or
   is incomplete. All processes call it; only process 0 has a folder."""
 
-  def end() -> None:
+  def print_report() -> None:
     # All processes end together, because JAX limits the time for which a
     # process that ends waits for the others.
     processes.fail_together(
@@ -351,9 +353,9 @@ def at_the_end(
   try:
     yield
   except (Stopped, folder.Incomplete):
-    end()
+    print_report()
     raise
-  end()
+  print_report()
 
 
 def write(
@@ -375,9 +377,9 @@ def write(
   # [1] The rows of all finished cells, also of earlier commands.
   cell_folders = [workdir / "cells" / row["cell"] for row in results]
   rows = [row for path in cell_folders for row in folder.read_rows(path)]
-  csv_rows, header, text_rows = rows_of(results, experiment.engines)
+  csv_rows, header, text_rows = table_rows(results, experiment.engines)
   table = text_table.format_table(header, text_rows)
-  printed = output.table(header, text_rows, f"{workdir}/results.csv")
+  shown = output.table(header, text_rows, f"{workdir}/results.csv")
   # [2] The title, and how many of this command's cells are finished.
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
@@ -387,17 +389,18 @@ def write(
   heading = problem.title(config, dataset)
   heading += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
   cells = {cell.name for cell in experiment.cells}
-  done = len(cells & {row["cell"] for row in results})
-  so_far = f"{done} of {len(cells)} cells" if done < len(cells) else ""
+  n_finished = len(cells & {row["cell"] for row in results})
+  is_complete = n_finished == len(cells)
+  so_far = "" if is_complete else f"{n_finished} of {len(cells)} cells"
   title = f"{heading}{so_far and ', ' + so_far}\ndata: {dataset.source}"
   text = f"{title}\n\n{table}"
   if so_far:
     note = f"so far {so_far}: means are over the seeds that are finished"
     notes, text = [note, *notes], f"{text}{note}\n"
-    printed += f"{note}\n"
+    shown += f"{note}\n"
   if not safe_files.is_writable(workdir):
     return (
-      f"\n{title}\n\n{printed}\nnothing is written: {workdir} is read-only; its"
+      f"\n{title}\n\n{shown}\nnothing is written: {workdir} is read-only; its"
       f" report is {workdir}/report.html\n"
     )
   # [3] The files. The page shows the figure, so it comes after it.
@@ -409,12 +412,12 @@ def write(
     csv_rows,
     experiment.engines,
     title=heading,
-    lead=f"{done} of {len(cells)} cells finished; data: {dataset.source}",
+    lead=f"{n_finished} of {len(cells)} cells finished; data: {dataset.source}",
     notes=notes,
   )
   cell_log.join(workdir, experiment, results)
   return (
-    f"\n{title}\n\n{printed}\n"
+    f"\n{title}\n\n{shown}\n"
     f"report       {html}\n"
     f"figure       {figure_line}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"

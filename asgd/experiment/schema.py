@@ -38,7 +38,7 @@ def changed_keys(
   return [key for key, value in items if value != keys[key].default]
 
 
-class Open(NamedTuple):
+class NamedSection(NamedTuple):
   """A section with a `name`; other keys are arguments of what has this name."""
 
   default: Mapping[str, Any]
@@ -110,7 +110,7 @@ SHARED: dict[str, Any] = {
     _function_arguments("dataset", ("data_dir",)),
   ),
   # A name of `asgd.models`, or MODULE:FUNCTION.
-  "model": Open({"name": "mlp"}, ("classes",)),
+  "model": NamedSection({"name": "mlp"}, ("classes",)),
   # Instead of data and model: MODULE:FUNCTION (batch_size, its other keys) ->
   # asgd.problems.Problem.
   "problem": Section(
@@ -236,7 +236,7 @@ def sections(engines: Engines) -> dict[str, Any]:
 
 def default_of(node: Any) -> Any:
   """Returns the default of a key or of a section, as plain data."""
-  if isinstance(node, (Setting, Open)):
+  if isinstance(node, (Setting, NamedSection)):
     return plain(node.default)
   return {key: default_of(inner) for key, inner in keys_of(node).items()}
 
@@ -245,7 +245,8 @@ def keys_of(node: Any) -> Mapping[str, Any]:
   """Returns the keys of a section; a single setting has none."""
   if isinstance(node, Section):
     return node.keys
-  return {} if isinstance(node, (Setting, Open)) or node is None else node
+  has_keys = node is not None and not isinstance(node, (Setting, NamedSection))
+  return node if has_keys else {}
 
 
 def plain(value: Any, key: str = "") -> Any:
@@ -276,20 +277,18 @@ def as_dict(config: Config) -> dict[str, Any]:
   return copy.deepcopy(dict(config))
 
 
-def _refuse_missing(
-  config: ml_collections.ConfigDict, prefix: str = ""
-) -> None:
+def _refuse_missing(config: ml_collections.ConfigDict, path: str = "") -> None:
   """Raises ValueError for a required placeholder that nothing has filled."""
   for key in config:
     try:
       value = config[key]
     except ml_collections.config_dict.RequiredValueError:
       raise ValueError(
-        f"config.{prefix}{key} is a required placeholder without a value: give"
+        f"config.{path}{key} is a required placeholder without a value: give"
         " it one in the file; the command line may give it another"
       ) from None
     if isinstance(value, ml_collections.ConfigDict):
-      _refuse_missing(value, f"{prefix}{key}.")
+      _refuse_missing(value, f"{path}{key}.")
 
 
 def unknown_key(key: str, known: Any, where: str = "") -> ValueError:
@@ -309,11 +308,11 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
       value = [value]
     return node.check(plain(value, key), key)
   if not isinstance(value, Mapping):
-    has_name = isinstance(node, Open) or "name" in keys_of(node)
+    has_name = isinstance(node, NamedSection) or "name" in keys_of(node)
     is_name = has_name and isinstance(value, str)
     remedy = f"; set config.{key}.name={shown(value)}" if is_name else ""
     raise ValueError(f"config.{key} must be a dict, not {shown(value)}{remedy}")
-  if isinstance(node, Open):
+  if isinstance(node, NamedSection):
     for argument in node.derived:
       if argument in value:
         raise ValueError(
@@ -481,7 +480,8 @@ def _merge(node: Any, config_value: Any, value: Any) -> Any:
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
   name = config_value.get("name")
-  if isinstance(node, Open | Section) and value.get("name", name) != name:
+  has_name = isinstance(node, NamedSection | Section)
+  if has_name and value.get("name", name) != name:
     return value
   return {**config_value, **value}
 

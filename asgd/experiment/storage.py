@@ -44,7 +44,7 @@ def json_object(content: bytes) -> dict[str, Any] | None:
 
 def to_json(value: Any, indent: int | None = None) -> str:
   """Returns JSON with null for NaN and infinity, which JSON does not have."""
-  return json.dumps(_finite(value), indent=indent, allow_nan=False)
+  return json.dumps(_without_nan(value), indent=indent, allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -57,7 +57,7 @@ _SEAL = "checksum"  # key
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
   """Returns a JSON object with a checksum of its values; see `unsealed`."""
-  value = _finite(value)
+  value = _without_nan(value)
   return {**value, _SEAL: _checksum(value)}
 
 
@@ -89,12 +89,12 @@ def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
   return "".join(to_json(row) + "\n" for row in rows)
 
 
-def _finite(value: Any) -> Any:
+def _without_nan(value: Any) -> Any:
   """Returns plain data, with None for numbers that JSON does not have."""
   if isinstance(value, Mapping):
-    return {k: _finite(v) for k, v in value.items()}
+    return {k: _without_nan(v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
-    return [_finite(v) for v in value]
+    return [_without_nan(v) for v in value]
   if isinstance(value, np.generic):  # a scalar of NumPy
     value = value.item()
   return None if isinstance(value, float) and not np.isfinite(value) else value
@@ -102,13 +102,13 @@ def _finite(value: Any) -> Any:
 
 def digest(tree: Any) -> str:
   """Returns a checksum of all bits of a pytree of arrays."""
-  total = hashlib.sha256()
+  hasher = hashlib.sha256()
   for leaf in jax.tree.leaves(jax.device_get(tree)):
     leaf = np.ascontiguousarray(leaf)
     # Types and shapes count: the same bytes may be other arrays.
-    total.update(f"{leaf.dtype}{leaf.shape}".encode())
-    total.update(leaf.tobytes())
-  return total.hexdigest()
+    hasher.update(f"{leaf.dtype}{leaf.shape}".encode())
+    hasher.update(leaf.tobytes())
+  return hasher.hexdigest()
 
 
 def file_digest(path: Path) -> str | None:
@@ -124,7 +124,7 @@ def params_bytes(params: Any) -> bytes:
   """Returns parameters in the format of flax.serialization. A tree with classes
   that flax does not know, such as Equinox's, becomes a dict of arrays by path.
   """
-  params = params if _is_known(params) else _by_path(params)
+  params = params if _flax_knows(params) else _leaves_by_path(params)
   return flax.serialization.to_bytes(params)
 
 
@@ -135,23 +135,24 @@ def write_params(folder: Path, params: Any) -> Path:
   return path
 
 
-def params_of(content: bytes, like: Any) -> Any:
-  """Reads bytes of `params_bytes`; returns them in a tree like `like`."""
-  if _is_known(like):
-    return flax.serialization.from_bytes(like, content)
+def params_from_bytes(content: bytes, template: Any) -> Any:
+  """Returns the parameters in bytes of `params_bytes`, in the template's tree.
+  """
+  if _flax_knows(template):
+    return flax.serialization.from_bytes(template, content)
   arrays = flax.serialization.msgpack_restore(content)
-  leaves = [arrays[name] for name in _by_path(like)]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
+  leaves = [arrays[name] for name in _leaves_by_path(template)]
+  return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def _is_known(tree: Any) -> bool:
+def _flax_knows(tree: Any) -> bool:
   """Whether flax turns the tree into nested dicts of arrays only."""
   state = flax.serialization.to_state_dict(tree)
   leaves = jax.tree.leaves(state, is_leaf=lambda x: not isinstance(x, dict))
   return all(x is None or hasattr(x, "dtype") for x in leaves)
 
 
-def _by_path(tree: Any) -> dict[str, Any]:
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
   """Returns the leaves of a tree by their paths, in the order of the tree."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -165,8 +166,8 @@ def save_columns(path: Path, columns: Any) -> None:
 
 # Bytes of the comment, which ends a zip file. In an archive it is the SHA-256
 # of all bytes before it, in hexadecimal digits.
-_COMMENT = 64
-_PIECE = 2**20  # bytes of one update of a checksum
+_COMMENT_BYTES = 64
+_CHUNK_BYTES = 2**20  # bytes of one update of a checksum
 
 
 def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
@@ -182,7 +183,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
   with safe_files.replacing(path) as file:
     # [1] The archive, with a comment of the right length.
     with zipfile.ZipFile(file, "w") as archive:
-      archive.comment = b"0" * _COMMENT
+      archive.comment = b"0" * _COMMENT_BYTES
       for name, content in members.items():
         # Without a date, so that equal files give equal bytes. Parameters are
         # noise, and compression would not make them smaller.
@@ -191,8 +192,8 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
           member.compress_type = zipfile.ZIP_DEFLATED
         archive.writestr(member, content)
     # [2] The comment: the checksum of all bytes before it.
-    checksum = _before_comment(file)
-    file.seek(-_COMMENT, os.SEEK_END)
+    checksum = _checksum_before_comment(file)
+    file.seek(-_COMMENT_BYTES, os.SEEK_END)
     file.write(checksum)
 
 
@@ -202,7 +203,7 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
   try:
     with path.open("rb") as file:
       # The checksum comes first: no code reads the members of a damaged file.
-      checksum = _before_comment(file)
+      checksum = _checksum_before_comment(file)
       if file.read() != checksum:
         return None
       with zipfile.ZipFile(file) as archive:
@@ -213,41 +214,41 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
     return None
 
 
-def _before_comment(file: Any) -> bytes:
+def _checksum_before_comment(file: Any) -> bytes:
   """Returns the checksum of an archive up to its comment, and leaves the file's
   position there."""
-  remaining = file.seek(0, os.SEEK_END) - _COMMENT
+  remaining = file.seek(0, os.SEEK_END) - _COMMENT_BYTES
   file.seek(0)
-  total = hashlib.sha256()
+  hasher = hashlib.sha256()
   while remaining > 0:
-    total.update(piece := file.read(min(remaining, _PIECE)))
-    remaining -= len(piece)
-  return total.hexdigest().encode()
+    hasher.update(chunk := file.read(min(remaining, _CHUNK_BYTES)))
+    remaining -= len(chunk)
+  return hasher.hexdigest().encode()
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
   """Writes rows as CSV. Missing and not finite values are left empty; values of
   a list are separated by spaces."""
   # The columns of all rows, in order of first appearance.
-  keys = list(dict.fromkeys(key for row in rows for key in row))
+  columns = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
-  writer = csv.DictWriter(content, keys, lineterminator="\n")
+  writer = csv.DictWriter(content, columns, lineterminator="\n")
   writer.writeheader()
   for row in rows:
     writer.writerow(
       {
         key: " ".join(map(str, value)) if isinstance(value, list) else value
-        for key, value in _finite(row).items()
+        for key, value in _without_nan(row).items()
       }
     )
   safe_files.write(path, content.getvalue())
 
 
 @contextlib.contextmanager
-def alone(folder: Path) -> Iterator[None]:
-  """Locks a folder for a block: waits until no other process is in one."""
-  opened = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
-  with os.fdopen(opened, "w") as lock:
+def locked_folder(folder: Path) -> Iterator[None]:
+  """Locks a folder for a block. Waits while another process has the lock."""
+  descriptor = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
+  with os.fdopen(descriptor, "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
     yield
 

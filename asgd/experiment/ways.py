@@ -1,11 +1,12 @@
 """Ways to train a config on several machines, measured and played.
 
     problem --measure--> StepCosts --+
-    flags -------------> Machines ---+--ways--> Way, ... --choose--> Way
+    flags -------------> Machines ---+--find_ways--> Way, ... --choose--> Way
 
-`measure` trains some steps on this machine. `ways` plays each way of training
-by `asgd.orders`, with the measured durations. `choose` takes the simplest way
-that is nearly as fast as the fastest. `asgd.experiment.advice` says why.
+`measure` trains some steps on this machine. `find_ways` plays each way of
+training by `asgd.orders`, with the measured durations. `choose` takes the
+simplest way that is nearly as fast as the fastest. `asgd.experiment.advice`
+gives the reasons.
 """
 
 import itertools
@@ -37,12 +38,13 @@ from asgd.orders import durations, play
 from asgd.orders.network import Network
 from asgd.parallel import costs, memory
 
-WORTH = 1.25  # a way that is so much faster is worth being less simple
-ENOUGH = 0.9  # of the most speed, which the fewest workers have to reach
-_STEPS, _SECONDS = 30, 5.0  # limits of the measured steps
-_ROUNDS = 40  # messages of each worker that a way is played for
-_LOCAL = 4, 16, 64  # local steps to choose from
-_CODED = 3  # messages that the size of a code is measured on
+WORTHWHILE_SPEEDUP = 1.25  # a less simple way must be this many times as fast
+# The share of a way's greatest speed that its number of workers has to reach.
+NEAR_FASTEST = 0.9
+_MAX_STEPS, _MAX_SECONDS = 30, 5.0  # limits of the measured steps
+_PLAYED_ROUNDS = 40  # messages of each worker that a way is played for
+_LOCAL_STEPS = 4, 16, 64  # local steps to choose from
+_CODED_MESSAGES = 3  # messages that the size of a code is measured on
 
 ONE, MESH, ASYNCHRONOUS = "one machine", "mesh", "asynchronous"
 CODED, LOCAL = "coded messages", "local steps"
@@ -110,7 +112,7 @@ class Way(NamedTuple):
 # [1] Measuring.
 
 
-def training_of(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
+def step_rule(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
   """Reads how a run takes its steps. Raises ValueError if the recipe's
   messages are no gradients of all parameters."""
   if schema.makes_settings(run.recipe):
@@ -120,25 +122,25 @@ def training_of(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
       " --config.only, or simulate this one with config.network"
     )
   options = {**algorithms.options(run.recipe), **run.options}
-  momentum, own = options.get("momentum", 0.0), {}
+  momentum, own_options = options.get("momentum", 0.0), {}
   optimizer = run.config["optimizer"]
   if optimizer:
     if optimizer != config["optimizer"]:
-      own = {"optimizer": optimizer}
-    plain = optimizers.momentum_of(optimizers.named(optimizer))
-    momentum = plain or 0.0
-    if plain is not None:
+      own_options = {"optimizer": optimizer}
+    momentum_or_none = optimizers.momentum_of(optimizers.named(optimizer))
+    momentum = momentum_or_none or 0.0
+    if momentum_or_none is not None:
       optimizer = None
   elif momentum:
-    own = {"momentum": momentum}
+    own_options = {"momentum": momentum}
   up, down = (
     run.config.get(key, config[key]) for key in ("compress", "compress_down")
   )
   rate = run.config["learning_rate"]
-  return StepRule(rate, momentum, optimizer, own, up, down)
+  return StepRule(rate, momentum, optimizer, own_options, up, down)
 
 
-def options_of(name: str, training: StepRule) -> dict[str, Any]:
+def optimizer_options(name: str, training: StepRule) -> dict[str, Any]:
   """Returns the training's momentum or optimizer as options of a recipe."""
   if training.optimizer is not None:
     return {"optimizer": training.optimizer}
@@ -146,13 +148,15 @@ def options_of(name: str, training: StepRule) -> dict[str, Any]:
   return {"momentum": training.momentum} if has_momentum else {}
 
 
-def built(name: str, training: StepRule, workers: int) -> algorithms.Recipe:
+def build_recipe(
+  name: str, training: StepRule, workers: int
+) -> algorithms.Recipe:
   """Builds a recipe with the training's momentum or optimizer."""
-  options = options_of(name, training)
+  options = optimizer_options(name, training)
   return algorithms.build(name, training.rate, workers, **options)
 
 
-def codec_of(training: StepRule) -> dict[str, Any]:
+def message_codec(training: StepRule) -> dict[str, Any]:
   """Returns the config's codec of messages, or else one that suits it: DGC
   keeps the momentum at the workers."""
   if training.up is not None:
@@ -176,25 +180,25 @@ def measure(
     Measurements. The first step compiles, and is left out. The sharpness is
     that of the first parameters.
   """
-  server = built("asgd", training, 1).server()
+  server = build_recipe("asgd", training, 1).server()
   worker = worker_lib.gradient_worker(problem.loss)
-  key, draw = jax.random.key(0), problem.batches(0, 1)
+  key, draw_batch = jax.random.key(0), problem.batches(0, 1)
   params = problem.init(key)
 
   @jax.jit
-  def step(state, own, batch):
+  def step(state, worker_state, batch):
     ticket = server.send(state, jnp.int32(0))
-    own, message, _ = worker.work(own, ticket, batch, key)
-    return server.receive(state, ticket, message)[0], own
+    worker_state, message, _ = worker.work(worker_state, ticket, batch, key)
+    return server.receive(state, ticket, message)[0], worker_state
 
-  state, own = server.init(params), worker.init(params)
+  state, worker_state = server.init(params), worker.init(params)
   seconds: list[float] = []
-  while len(seconds) <= _STEPS:
-    began = time.perf_counter()
-    state, own = step(state, own, draw(0, len(seconds)))
+  while len(seconds) <= _MAX_STEPS:
+    start_time = time.perf_counter()
+    state, worker_state = step(state, worker_state, draw_batch(0, len(seconds)))
     jax.block_until_ready(state)
-    seconds.append(time.perf_counter() - began)
-    if len(seconds) > 3 and sum(seconds[1:]) > _SECONDS:
+    seconds.append(time.perf_counter() - start_time)
+    if len(seconds) > 3 and sum(seconds[1:]) > _MAX_SECONDS:
       break
   sharpness = math.nan
   if training.optimizer is None:  # other optimizers have no such limit
@@ -212,8 +216,8 @@ def measure(
     batches,
     sum(leaf.size for leaf in jax.tree.leaves(weights)),
     wire.layout(params).nbytes,
-    _coded_bytes(problem, codec_of(training), params),
-    memory.residual_bytes(loss, weights, draw(0, 0)),
+    _coded_bytes(problem, message_codec(training), params),
+    memory.residual_bytes(loss, weights, draw_batch(0, 0)),
     sharpness,
   )
 
@@ -221,7 +225,7 @@ def measure(
 def _coded_bytes(
   problem: problems.Problem, section: Mapping[str, Any], params: base.Params
 ) -> int:
-  """Returns the largest packed message of some, behind a codec."""
+  """Returns the bytes of the largest of _CODED_MESSAGES packed messages."""
   codec = compression.named(**section)
   codec = compression.fitted(codec, 1, problem.batches_per_epoch)
   worker = compression.compressed(
@@ -229,10 +233,13 @@ def _coded_bytes(
   )
   server = algorithms.build("asgd", 0.1, 1).server()
   ticket = server.send(server.init(params), jnp.int32(0))
-  own, draw, sizes = worker.init(params), problem.batches(0, 1), []
+  worker_state, draw_batch = worker.init(params), problem.batches(0, 1)
+  sizes = []
   work, layout = jax.jit(worker.work), compression.layout(codec, params)
-  for job in range(_CODED):
-    own, message, _ = work(own, ticket, draw(0, job), jax.random.key(job))
+  for job in range(_CODED_MESSAGES):
+    worker_state, message, _ = work(
+      worker_state, ticket, draw_batch(0, job), jax.random.key(job)
+    )
     code = jax.tree.map(np.asarray, message)
     sizes.append(len(bytes(packing.pack(layout, code))))
   return max(sizes)
@@ -244,12 +251,12 @@ def slowness(
   """Returns the mean durations of a config's machines, over the median one,
   which this machine stands for."""
   times = clocks.build(**{"seed": 0, **section})
-  means = [
+  mean_seconds = [
     statistics.fmean(itertools.islice(times.stream(worker), draws))
     for worker in range(machines)
   ]
-  middle = statistics.median_low(means)
-  return tuple(mean / middle for mean in means)
+  median = statistics.median_low(mean_seconds)
+  return tuple(mean / median for mean in mean_seconds)
 
 
 # [2] Ways of training, played.
@@ -257,114 +264,126 @@ def slowness(
 
 def local_recipe(training: StepRule, cluster: Machines) -> str:
   """Returns the recipe of local steps for an optimizer and for machines."""
-  if unequal(cluster):
+  if are_unequal(cluster):
     return "fedasync"  # no worker waits for another
   return "model_averaging" if training.optimizer is None else "diloco"
 
 
-def unequal(cluster: Machines) -> bool:
+def are_unequal(cluster: Machines) -> bool:
   """Whether the machines differ enough to make rounds slow."""
-  return cluster.spread >= WORTH
+  return cluster.spread >= WORTHWHILE_SPEEDUP
 
 
-def _counts(machines: int) -> list[int]:
+def _worker_counts(machines: int) -> list[int]:
   """Returns numbers of workers to try: 2, 3, 4, 6, 8, 12, ... and all."""
-  tried = {n for i in range(1, 20) for n in (2**i, 3 * 2 ** (i - 1))}
-  return sorted({n for n in tried if n < machines} | {machines})
+  powers = {n for i in range(1, 20) for n in (2**i, 3 * 2 ** (i - 1))}
+  return sorted({n for n in powers if n < machines} | {machines})
 
 
-def clock(measured: StepCosts, cluster: Machines, steps: int = 1) -> Any:
-  """Returns the durations of jobs of so many steps. Those of several steps all
-  take the mean."""
-  times = measured.seconds if steps == 1 else (measured.mean,)
-  rows = [[steps * slow * t for t in times] for slow in cluster.slowness]
+def job_durations(
+  step_costs: StepCosts, cluster: Machines, steps: int = 1
+) -> Any:
+  """Returns the durations of jobs of `steps` steps. Jobs of several steps all
+  take the mean time."""
+  times = step_costs.seconds if steps == 1 else (step_costs.mean,)
+  rows = [[steps * factor * t for t in times] for factor in cluster.slowness]
   return durations.measured(rows, resample=True)
 
 
-def _served(
-  name: str, measured: StepCosts, cluster: Machines, workers: int, up: float,
+def _play_server(
+  name: str, step_costs: StepCosts, cluster: Machines, workers: int, up: float,
   down: float, *, order: str = "asynchronous", steps: int = 1,
 ) -> Way:
   """Plays workers with a server over the network."""
-  played = orders.start(
-    *(order, clock(measured, cluster, steps)),
+  simulation = orders.start(
+    *(order, job_durations(step_costs, cluster, steps)),
     workers=workers,
     network=cluster.network,
     sizes=play.fixed([up], [down]),
   )
-  played.until(_ROUNDS * workers)
-  every = 1 if order == "asynchronous" else workers
-  stale = orders.staleness(played.trace(), every=every)
-  speed = played.received * steps * measured.mean / played.now
-  return Way(name, workers, speed, float(stale.mean()), int(stale.max()), steps)
-
-
-def _meshed(measured: StepCosts, cluster: Machines, workers: int) -> Way:
-  """Plays rounds without a server, and adds a ring's all-reduce to each."""
-  alone = cluster._replace(network=Network())
-  way = _served(
-    MESH, measured, alone, workers, 0, 0, order="bulk_synchronous"
+  simulation.until(_PLAYED_ROUNDS * workers)
+  messages_per_update = 1 if order == "asynchronous" else workers
+  staleness = orders.staleness(simulation.trace(), every=messages_per_update)
+  speed = simulation.received * steps * step_costs.mean / simulation.now
+  return Way(
+    name, workers, speed, float(staleness.mean()), int(staleness.max()), steps
   )
-  reducing = reduce_seconds(measured, cluster, workers)
-  seconds = workers * measured.mean / way.speed + reducing
-  return way._replace(speed=workers * measured.mean / seconds)
+
+
+def _play_mesh(step_costs: StepCosts, cluster: Machines, workers: int) -> Way:
+  """Plays rounds without a server, and adds a ring's all-reduce to each."""
+  without_network = cluster._replace(network=Network())
+  way = _play_server(
+    MESH, step_costs, without_network, workers, 0, 0, order="bulk_synchronous"
+  )
+  reducing = reduce_seconds(step_costs, cluster, workers)
+  seconds = workers * step_costs.mean / way.speed + reducing
+  return way._replace(speed=workers * step_costs.mean / seconds)
 
 
 def reduce_seconds(
-  measured: StepCosts, cluster: Machines, workers: int
+  step_costs: StepCosts, cluster: Machines, workers: int
 ) -> float:
   """Returns the seconds of a ring's all-reduce of a gradient."""
   link = costs.link(cluster.network.up, cluster.network.latency)
-  return costs.seconds(costs.ring(measured.dense, workers), link)
+  return costs.seconds(costs.ring(step_costs.dense, workers), link)
 
 
-def _enough(tried: Iterable[Way]) -> Way:
-  """Returns the first that has nearly the speed of the fastest."""
-  tried = list(tried)
-  most = max(way.speed for way in tried)
-  return next(way for way in tried if way.speed >= ENOUGH * most)
+def _fewest_workers(ways: Iterable[Way]) -> Way:
+  """Returns the first of some ways that is nearly as fast as the fastest."""
+  ways = list(ways)
+  max_speed = max(way.speed for way in ways)
+  return next(way for way in ways if way.speed >= NEAR_FASTEST * max_speed)
 
 
-def ways(
-  measured: StepCosts, cluster: Machines, training: StepRule
+def find_ways(
+  step_costs: StepCosts, cluster: Machines, training: StepRule
 ) -> tuple[Way, ...]:
   """Returns the ways of training, the simplest first, each with the fewest
   workers that give nearly its greatest speed."""
-  counts = _counts(cluster.machines) if cluster.machines > 1 else []
-  found = [Way(ONE, 1, 1.0)]
+  counts = _worker_counts(cluster.machines) if cluster.machines > 1 else []
+  candidates = [Way(ONE, 1, 1.0)]
   if not counts:
-    return tuple(found)
+    return tuple(candidates)
 
-  def served(name, workers, coded, **options):
+  def play_server(name, workers, coded, **options):
     # A worker receives the updates of all others since its last ticket.
-    down = min(measured.dense, workers * measured.coded)
-    up = measured.coded if coded[0] else measured.dense
-    down = down if coded[1] else measured.dense
-    return _served(name, measured, cluster, workers, up, down, **options)
+    down = min(step_costs.dense, workers * step_costs.coded)
+    up = step_costs.coded if coded[0] else step_costs.dense
+    down = down if coded[1] else step_costs.dense
+    return _play_server(name, step_costs, cluster, workers, up, down, **options)
 
-  found.append(_enough(_meshed(measured, cluster, n) for n in counts))
-  given = training.up is not None, training.down is not None
-  found.append(_enough(served(ASYNCHRONOUS, n, given) for n in counts))
-  if not any(given):
-    found.append(_enough(served(CODED, n, (True, True)) for n in counts))
-  order = built(local_recipe(training, cluster), training, 2).order
-  found.append(
-    _enough(
-      served(LOCAL, n, (False, False), order=order, steps=steps)
-      for steps in _LOCAL
+  candidates.append(
+    _fewest_workers(_play_mesh(step_costs, cluster, n) for n in counts)
+  )
+  has_codecs = training.up is not None, training.down is not None
+  candidates.append(
+    _fewest_workers(play_server(ASYNCHRONOUS, n, has_codecs) for n in counts)
+  )
+  if not any(has_codecs):
+    candidates.append(
+      _fewest_workers(play_server(CODED, n, (True, True)) for n in counts)
+    )
+  order = build_recipe(local_recipe(training, cluster), training, 2).order
+  candidates.append(
+    _fewest_workers(
+      play_server(LOCAL, n, (False, False), order=order, steps=steps)
+      for steps in _LOCAL_STEPS
       for n in counts
     )
   )
-  return tuple(found)
+  return tuple(candidates)
 
 
 def choose(
-  found: Sequence[Way], measured: StepCosts, cluster: Machines
+  candidates: Sequence[Way], step_costs: StepCosts, cluster: Machines
 ) -> Way:
-  """Returns the first way that nothing is `WORTH` times as fast as; the first
-  one, too, if starting the workers takes longer than they save."""
-  most = max(way.speed for way in found)
-  way = next(way for way in found if WORTH * way.speed >= most)
-  if cluster.start + measured.alone / way.speed >= measured.alone:
-    return found[0]
+  """Returns the first way such that no other is WORTHWHILE_SPEEDUP times as
+  fast; the first of all if starting the workers takes longer than they save."""
+  max_speed = max(way.speed for way in candidates)
+  way = next(
+    way for way in candidates if WORTHWHILE_SPEEDUP * way.speed >= max_speed
+  )
+  if cluster.start + step_costs.alone / way.speed >= step_costs.alone:
+    return candidates[0]
   return way

@@ -86,7 +86,7 @@ def _cells(key: str) -> tuple[str, str, str]:
   if isinstance(node, schema.Setting):
     kind = words(checks.schema_of(node.check))
     return name, kind, f"`{schema.default_of(node)!r}`"
-  if isinstance(node, schema.Open):
+  if isinstance(node, schema.NamedSection):
     return name, "dict", f"`{schema.default_of(node)!r}`"
   return name, "dict", "see its keys"
 
@@ -112,7 +112,7 @@ def _described(key: str, node: Any, meanings: Mapping[str, str]) -> Any:
   """Returns the JSON schema of a key and of those below it."""
   said = _LINK.sub(r"\1", _TO_KEYS.sub("", meanings[key]))
   about = {"description": said}
-  if isinstance(node, schema.Setting | schema.Open):
+  if isinstance(node, schema.Setting | schema.NamedSection):
     about["default"] = schema.default_of(node)
   if isinstance(node, schema.Setting):
     accepted = checks.schema_of(node.check)
@@ -126,7 +126,9 @@ def _described(key: str, node: Any, meanings: Mapping[str, str]) -> Any:
       for inner, below in schema.keys_of(node).items()
     },
     # Arguments of a model, or of another thing that the section names.
-    "additionalProperties": isinstance(node, schema.Open | schema.Section),
+    "additionalProperties": isinstance(
+      node, schema.NamedSection | schema.Section
+    ),
   }
 
 

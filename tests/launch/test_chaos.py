@@ -141,12 +141,12 @@ class Still:
   def check_progress(self, patience):
     pass
 
-  def working(self):
+  def is_working(self):
     return self.clock.now >= self.down
 
   def inject_failure(self, kind, rng):
     del rng
-    if not self.working():
+    if not self.is_working():
       return False
     self.done.append(kind)
     if kind == "driver":

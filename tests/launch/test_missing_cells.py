@@ -76,7 +76,7 @@ def test_cells_whose_result_does_not_count_are_missing(
   def of_b(description, written):
     return foreign if description["cell"]["label"] == "b" else ""
 
-  monkeypatch.setattr(identities, "foreign", of_b)
+  monkeypatch.setattr(identities, "difference_from", of_b)
   arguments = f"--config={path}", f"--workdir={tmp_path / 'out'}", "--jobs=1"
   result = kit.call("train", *arguments, status=INCOMPLETE)
   assert_incomplete(result, "without b-n2-s0", f"experiment ({foreign})")

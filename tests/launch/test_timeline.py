@@ -73,7 +73,7 @@ def test_without_spans_a_job_is_one_piece():
 
 
 def test_a_shard_serves_until_it_is_heard_of_or_until_the_next_message():
-  assert live_files.served(kit.JOURNAL, kit.SPANS) == [
+  assert live_files.busy_periods(kit.JOURNAL, kit.SPANS) == [
     (1.0, 1.25),
     (2.0, 2.125),
     (3.0, 4.0),  # heard of at 5, but the next message came at 4
@@ -83,7 +83,7 @@ def test_a_shard_serves_until_it_is_heard_of_or_until_the_next_message():
     ("serve", 2000000, 2125000),
     ("serve", 3000000, 4000000),
   ]
-  assert live_files.served(kit.JOURNAL, {}) == []
+  assert live_files.busy_periods(kit.JOURNAL, {}) == []
 
 
 def test_every_row_is_a_moment():

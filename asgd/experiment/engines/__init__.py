@@ -240,7 +240,7 @@ class Pace:
 def further_loss(result: Mapping[str, Any]) -> str:
   """Returns the test loss as text with a comma, for a line that begins with an
   accuracy or a measure. It is "" without them, as the line then begins with the
-  loss (`asgd.experiment.report.quality`), and if no loss is known.
+  loss (`asgd.experiment.report.quality_text`), and if no loss is known.
 
   Example:
     >>> further_loss({"test_accuracy": 0.5, "test_loss": 0.25})

@@ -220,8 +220,8 @@ def _local_recipe(
     if meshes.ISLAND in mesh.shape:
       raise ValueError(
         "config.mesh.axes.island is for recipes whose workers take local steps,"
-        f" and those of {refusals.recipe_of(run)} send gradients: use the axis"
-        " data"
+        f" and those of {refusals.recipe_text(run)} send gradients: use the"
+        " axis data"
       )
     return None
   optimizers.refuse_search(run.config["optimizer"])
@@ -229,7 +229,7 @@ def _local_recipe(
   in_rounds = recipe.order == "bulk_synchronous" and recipe.at_server is None
   if not in_rounds or recipe.every != mesh.shape[meshes.DATA]:
     raise ValueError(
-      f"config.mesh.axes: the workers of {refusals.recipe_of(run)} take local"
+      f"config.mesh.axes: the workers of {refusals.recipe_text(run)} take local"
       f" steps, and the {mesh.shape[meshes.DATA]} islands of a mesh make one"
       " update of the mean of their messages, which have no order: use a recipe"
       " in rounds of the same number of workers (model_averaging, slowmo,"

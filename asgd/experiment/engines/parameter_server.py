@@ -39,16 +39,16 @@ from asgd.experiment.engines import (
   traffic,
   worker_devices,
 )
-from asgd.experiment.schema import Open, Run, Setting
+from asgd.experiment.schema import NamedSection, Run, Setting
 from asgd.orders import durations, play, protocol
 from asgd.orders import network as network_lib
 
 SECTIONS: dict[str, Any] = {
-  "order": Open(
+  "order": NamedSection(
     # Keys that a run gets from its cell cannot be options.
     {"name": "asynchronous"}, ("durations", "workers", "messages", "delay")
   ),
-  "durations": Open({"name": "homogeneous"}),
+  "durations": NamedSection({"name": "homogeneous"}),
   # Messages of a larger staleness are dropped.
   "gate": {
     "max_staleness": Setting(None, checks.optional(checks.whole_number(0)))

@@ -262,9 +262,9 @@ def _check_prescribed(run: Run, prescribed: str) -> None:
     return
   key, value = next(iter(set_options.items()), ("name", order["name"]))
   raise ValueError(
-    f"config.order.{key} {shown(value)} is not for {refusals.recipe_of(run)},"
+    f"config.order.{key} {shown(value)} is not for {refusals.recipe_text(run)},"
     f" which prescribes the order {prescribed}: leave it"
-    f" out{refusals.others(run)}"
+    f" out{refusals.other_runs_remedy(run)}"
   )
 
 

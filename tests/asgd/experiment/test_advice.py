@@ -39,7 +39,7 @@ def test_messages_of_half_a_second_each_way_halve_the_speed():
   # Asynchronous: a job takes 0.5 + 1 + 0.5, so two workers are as fast as one
   # machine. Mesh: 1 + 2 messages of 0.5. Local: 4 + 1 for 4 steps of each of 2
   # workers; 16 steps take 17, and 64 take 65, a tenth more than those.
-  found = ways.ways(MEASURED, cluster(latency=0.5), TRAINING)
+  found = ways.find_ways(MEASURED, cluster(latency=0.5), TRAINING)
   assert speeds(found) == {
     ONE: (1, 1.0),
     MESH: (2, 1.0),
@@ -54,40 +54,40 @@ def test_a_codec_shortens_both_directions():
   # 400 bytes take 1 s on a link; codes take 0.1 s up, and two of them 0.2 s
   # down. Two tickets and two messages meet at the port.
   rates = dict.fromkeys(("up", "down", "port"), 400.0)
-  found = speeds(ways.ways(MEASURED, cluster(**rates), TRAINING))
+  found = speeds(ways.find_ways(MEASURED, cluster(**rates), TRAINING))
   assert found[CODED] == (2, pytest.approx(2 / 1.3, rel=0.02))
   assert found[ASYNCHRONOUS][1] < 0.75
   given = TRAINING._replace(up={"name": "top_k"}, down={"name": "top_k"})
-  own = speeds(ways.ways(MEASURED, cluster(**rates), given))
+  own = speeds(ways.find_ways(MEASURED, cluster(**rates), given))
   assert own[ASYNCHRONOUS] == found[CODED] and CODED not in own
 
 
 def test_rounds_wait_for_the_slowest_machine():
   slow = cluster(4, (4.0, 1.0, 1.0, 1.0))
-  found = speeds(ways.ways(MEASURED, slow, TRAINING))
+  found = speeds(ways.find_ways(MEASURED, slow, TRAINING))
   assert found[MESH] == (4, 1.0)  # 4 batches in 4 s
   assert found[ASYNCHRONOUS] == (4, pytest.approx(3.25, rel=0.05))
   slow = cluster(4, (1.0, 1.0, 1.0, 4.0))
-  found = speeds(ways.ways(MEASURED, slow, TRAINING))
+  found = speeds(ways.find_ways(MEASURED, slow, TRAINING))
   assert found[MESH] == (3, 3.0)  # without the slow one
 
 
 def test_the_fewest_workers_that_are_fast_enough():
   # The server takes 0.5 s for a message, so 2 messages a second at most.
-  found = ways.ways(MEASURED, cluster(4, service=0.5), TRAINING)
+  found = ways.find_ways(MEASURED, cluster(4, service=0.5), TRAINING)
   way = next(way for way in found if way.name == ASYNCHRONOUS)
   assert way.workers == 3 and way.speed == pytest.approx(2.0, rel=0.02)
 
 
 def test_one_machine_has_one_way():
-  assert ways.ways(MEASURED, cluster(1), TRAINING) == (Way(ONE, 1, 1.0),)
+  assert ways.find_ways(MEASURED, cluster(1), TRAINING) == (Way(ONE, 1, 1.0),)
 
 
 def test_machines_are_compared_with_the_median_one():
   section = {"name": "constant", "mean": 2.0, "slowdown": [1, 3, 1]}
   assert ways.slowness(section, 3) == (1.0, 3.0, 1.0)
-  assert ways.unequal(cluster(3, (1.0, 3.0, 1.0)))
-  assert not ways.unequal(cluster(2, (1.0, 1.2)))
+  assert ways.are_unequal(cluster(3, (1.0, 3.0, 1.0)))
+  assert not ways.are_unequal(cluster(2, (1.0, 1.2)))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_the_rate_begins_below_the_limit(
 def test_the_limit_is_that_of_delayed_sgd(way, name, training, limit):
   given = name, Way(*way, 2.0), training, MEASURED, cluster()
   # The limit is the last stable point of a grid with steps of a quarter.
-  found = advice.limit_of(*given)
+  found = advice.stability_limit(*given)
   if math.isnan(limit):
     assert math.isnan(found)
   else:
@@ -245,7 +245,7 @@ def kit_config(**changes):
 
 def training_of(entry, **changes):
   resolved = schema.resolve({"runs": {"a": entry}, **changes}, flags.ENGINES)
-  return ways.training_of(resolved.runs["a"], resolved.config)
+  return ways.step_rule(resolved.runs["a"], resolved.config)
 
 
 def test_how_a_run_takes_its_steps():
@@ -258,7 +258,7 @@ def test_how_a_run_takes_its_steps():
   own = training_of({"recipe": "asgd", "optimizer": sgd})
   assert own[1:4] == (0.5, None, {"optimizer": sgd})
   found = training_of({"recipe": "asgd"}, compress="onebit")
-  assert ways.codec_of(found) == {"name": "onebit"}
+  assert ways.message_codec(found) == {"name": "onebit"}
 
 
 def test_messages_that_are_no_gradients_are_refused():
@@ -274,7 +274,7 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
     run["optimizer"], optimizer = optimizer["a"], None
   config = {**kit.TINY_RUN, "runs": {"a": run}, "optimizer": optimizer}
   resolved = schema.resolve(config, flags.ENGINES)
-  training = ways.training_of(resolved.runs["a"], resolved.config)
+  training = ways.step_rule(resolved.runs["a"], resolved.config)
   chosen = Way(name, 1 if name == ONE else 2, 2.0, 1.0, 1)
   chosen = chosen._replace(steps=4 if name == LOCAL else 1)
   monkeypatch.setattr(advice.ways_lib, "choose", lambda *_: chosen)

@@ -153,9 +153,9 @@ def test_a_live_run_of_it_is_replayed_elsewhere(own):
 def test_a_module_that_changed_is_named(own):
   described = code.describe({"runs": {"a": {"recipe": "own_module:careful"}}})
   config = {"recipe": "own_module:careful"}
-  assert code.changed(described, config) == []
+  assert code.changed_modules(described, config) == []
   (own / "own_module.py").write_text(f"{MODULE}\n# more\n")
-  assert code.changed(described, config) == ["own_module"]
+  assert code.changed_modules(described, config) == ["own_module"]
 
 
 def test_a_module_of_a_package_is_found_by_its_top(own):
@@ -171,7 +171,7 @@ def test_a_module_of_a_package_is_found_by_its_top(own):
   assert parts["file"] == str(package / "parts.py")
   assert parts["top"] == str(package.parent)
   # What is installed is not sent to other machines.
-  assert code.to_send(described) == [str(package.parent)]
+  assert code.files_to_send(described) == [str(package.parent)]
   sys.path.remove(str(own))
   code.make_importable(described)
   assert str(own) in sys.path

@@ -313,7 +313,7 @@ def test_rows_result_and_records_have_the_common_columns(engine, undisturbed):
 def test_its_line_and_its_table_can_be_written(engine, undisturbed):
   exp, workdir, result = undisturbed(engine)
   kind = ENGINES[engine]
-  line, *_ = report.lines(result, kind.describe)
+  line, *_ = report.result_lines(result, kind.describe)
   assert line.startswith(result["cell"])
   assert "\n" not in line
   rows, text = report.tabulate([result], ENGINES)

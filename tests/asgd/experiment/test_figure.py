@@ -33,7 +33,7 @@ SWEPT = [
 
 
 def test_the_points_of_a_sweep_are_means_over_seeds():
-  points = figure.numbers(SWEPT, [curve(row) for row in SWEPT])
+  points = figure.figure_points(SWEPT, [curve(row) for row in SWEPT])
   by_place = {(p["panel"], p["x"]): p for p in points}
   first = by_place["accuracy", 8]
   assert first["mean"] == pytest.approx(0.6)
@@ -79,7 +79,7 @@ def test_runs_of_several_engines_are_compared_on_each_clock():
   }
   rows = [curve(simulated), curve(mesh, seconds=2.5)]
   del rows[1]["time"]
-  points = figure.numbers([simulated, mesh], rows)
+  points = figure.figure_points([simulated, mesh], rows)
   panels = {}
   for point in points:
     panels.setdefault(point["panel"], []).append(point["algorithm"])
@@ -163,7 +163,7 @@ def test_lines_are_told_apart_in_grey(count):
 def test_a_level_to_compare_with_has_no_curve_at_the_most_workers():
   level = result("one", 1, 0.9, 0.1)
   results = [*SWEPT, level]
-  points = figure.numbers(results, [curve(row) for row in results])
+  points = figure.figure_points(results, [curve(row) for row in results])
   runs = {}
   for point in points:
     runs.setdefault(point["panel"], set()).add(point["algorithm"])
@@ -178,16 +178,16 @@ def test_each_seed_is_in_the_numbers_and_whether_it_diverged():
     result("A", 16, 0.4, 5.0),
   ]
   rows = [curve(row, diverged=False) for row in results[:2]]
-  points = figure.numbers(results, rows + [curve(results[2])])
+  points = figure.figure_points(results, rows + [curve(results[2])])
   first = next(p for p in points if (p["panel"], p["x"]) == ("accuracy", 8))
   assert (first["values"], first["diverged"]) == ([0.5, 0.1], [False, True])
-  said = figure._explain(points, figure.panels(results))
+  said = figure._legend_notes(points, figure.panels(results))
   assert "dots: seeds" in said
   assert "crosses: seeds that diverged" in said
 
 
 def drawn(results, rows):
-  points = figure.numbers(results, rows)
+  points = figure.figure_points(results, rows)
   return [panel.name for panel in figure.drawn_panels(results, points)]
 
 
@@ -243,7 +243,7 @@ def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
   broken = result("B", 8, 0.1, float("nan"), test_loss=float("inf"))
   results = [*results, broken]
   rows = [curve(row, m, epoch=m) for row in results for m in (10, 20)]
-  points = figure.numbers(results, rows)
+  points = figure.figure_points(results, rows)
   figure.draw(points, results, tmp_path / "figure", "a heading")
   assert (tmp_path / "figure.png").stat().st_size > 10_000
   assert (tmp_path / "figure.pdf").read_bytes().startswith(b"%PDF")
@@ -255,4 +255,4 @@ def test_it_is_drawn_even_if_a_run_diverged(tmp_path, swept):
 def test_it_is_drawn_silently_where_nothing_is_above_0(tmp_path, loss):
   row = result("A", 8, 0.5, 0.0, test_loss=loss, simulated_time=0.0)
   rows = [curve(row, update=0, time=0.0)]
-  figure.draw(figure.numbers([row], rows), [row], tmp_path / "figure", "")
+  figure.draw(figure.figure_points([row], rows), [row], tmp_path / "figure", "")

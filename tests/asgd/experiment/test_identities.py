@@ -75,7 +75,7 @@ def test_nested_settings_that_a_run_gives_itself_are_of_its_cell(entry):
       {"runs": {"run": entry, "other": other}, **common}
     )
     for description in descriptions.values():
-      assert identities.foreign(description, identity) == ""
+      assert identities.difference_from(description, identity) == ""
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_cells_of_the_shipped_configs_are_of_their_experiments(path):
   spec.loader.exec_module(module)
   identity, descriptions = written(module.get_config())
   for description in descriptions.values():
-    assert identities.foreign(description, identity) == ""
+    assert identities.difference_from(description, identity) == ""
 
 
 @pytest.mark.parametrize(
@@ -105,4 +105,4 @@ def test_what_the_config_says_beside_them_is_compared(common, changed, said):
   _, before = written({"runs": entries, **common})
   identity, _ = written({"runs": entries, **changed})
   label = "pipeline" if "stages" in said else "mesh"
-  assert f"config.{said}" in identities.foreign(before[label], identity)
+  assert f"config.{said}" in identities.difference_from(before[label], identity)

@@ -93,12 +93,12 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
 def test_a_table_has_the_columns_of_a_network():
   row = trained(network=NETWORK).columns()
   row |= {"engine": "simulate", "test_accuracy": 0.5, "accepted": 1.0}
-  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
+  shown = [c.header for c in report.table_columns([row], experiment.ENGINES)]
   assert shown[-4:] == ["messages/time", "port busy %", "shard busy %"] + [
     "queued"
   ]
   del row["link_utilisation"]
-  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
+  shown = [c.header for c in report.table_columns([row], experiment.ENGINES)]
   assert "queued" not in shown
 
 
@@ -238,7 +238,7 @@ def test_a_live_run_over_a_network_needs_its_spans():
 def test_sizes_are_those_that_were_counted():
   columns = {name: np.zeros(3) for name in base.Records._fields}
   columns |= {"worker": np.array([0, 1, 0]), "bytes_up": np.array([4, 5, 9])}
-  sizes = predict.sizes_of([base.Records(**columns)], 2)
+  sizes = predict.job_sizes([base.Records(**columns)], 2)
   assert [sizes.up(0, 0), sizes.up(0, 1), sizes.up(1, 0)] == [[4], [9], [5]]
   assert sizes.up(1, 1) == [6]  # the mean
 

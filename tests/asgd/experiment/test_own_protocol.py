@@ -66,7 +66,7 @@ def test_it_trains_and_learns(tmp_path):
   assert result["staleness_max"] == 0
   first, *_, last = folder.read_rows(tmp_path / "cells" / "run-n3-s0")
   assert last["test_loss"] < first["test_loss"]
-  columns = report.columns_of([result], exp.engines)
+  columns = report.table_columns([result], exp.engines)
   assert "hops" in [column.key for column in columns]
   assert exp.kind(exp.cells[0]).describe(result).startswith("60 hops, time")
 

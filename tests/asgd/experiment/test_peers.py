@@ -110,7 +110,7 @@ def test_a_result_says_how_far_apart_peers_are_and_what_each_link_bore(
   assert {row["bytes"] for row in rows} == {str(6 * size)}
   _, text = report.tabulate(results, ENGINES)
   assert "consensus" in text and "MB/link" in text
-  said = report.lines(ring, ENGINES["simulate"].describe)[0]
+  said = report.result_lines(ring, ENGINES["simulate"].describe)[0]
   assert "ring (|lambda_2| 0.333), consensus distance" in said
 
 

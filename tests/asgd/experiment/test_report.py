@@ -49,7 +49,7 @@ def mesh(**kwargs):
 
 
 def said(**kwargs):
-  return report.lines(finished(**kwargs), lambda row: "as described")
+  return report.result_lines(finished(**kwargs), lambda row: "as described")
 
 
 def test_the_line_of_a_cell():
@@ -163,25 +163,25 @@ def test_tables_and_coordinators_have_columns_of_their_own():
 
 def test_a_value_that_is_a_list_or_a_word_is_shown_as_it_is():
   column = Column("x", "x")
-  assert report._text(column, [{"x": [3, 2]}, {"x": [3, 2]}]) == "3 2"
-  assert report._text(column, [{"x": "stash"}]) == "stash"
-  assert report._text(column, [{"x": True}]) == "yes"
-  assert report._text(column, [{"x": 4}, {"x": 5}]) == "5"
-  assert report._text(column, [{}]) == "-"
+  assert report._cell_text(column, [{"x": [3, 2]}, {"x": [3, 2]}]) == "3 2"
+  assert report._cell_text(column, [{"x": "stash"}]) == "stash"
+  assert report._cell_text(column, [{"x": True}]) == "yes"
+  assert report._cell_text(column, [{"x": 4}, {"x": 5}]) == "5"
+  assert report._cell_text(column, [{}]) == "-"
 
 
 def test_a_seed_without_a_value_does_not_hide_those_of_others():
   seeds = finished(staleness_max=7), finished(seed=1, staleness_max=None)
-  (row,), header, ((*cells, _),) = report.rows_of(seeds, ENGINES)
+  (row,), header, ((*cells, _),) = report.table_rows(seeds, ENGINES)
   assert cells[header.index("max")] == "7" and row["staleness_max"] == 7
 
 
 def test_what_was_not_tested_has_the_loss_of_training():
   nan = {"test_accuracy": None, "test_loss": None, "train_loss": 0.25}
-  headers = [c.header for c in report.columns_of([finished(**nan)], ENGINES)]
+  headers = [c.header for c in report.table_columns([finished(**nan)], ENGINES)]
   assert headers[:4] == ["run", "workers", "mean train loss", "time"]
   # Of an engine that has a column of it that is the one.
-  headers = [c.header for c in report.columns_of([mesh(**nan)], ENGINES)]
+  headers = [c.header for c in report.table_columns([mesh(**nan)], ENGINES)]
   assert headers.count("train loss") == 1
   assert "mean train loss" not in headers
 
@@ -195,11 +195,11 @@ def test_an_experiment_that_is_stopped_has_a_report_of_what_is_finished(
   exp = kit.tiny(seeds=(0, 1))
   folder.open_folder(str(tmp_path), "x", exp)
   before = sorted(tmp_path.iterdir())
-  with pytest.raises(Stopped), report.at_the_end(tmp_path, exp, Silent()):
+  with pytest.raises(Stopped), report.report_at_end(tmp_path, exp, Silent()):
     raise Stopped("stopped", 15)
   assert sorted(tmp_path.iterdir()) == before  # no cell is finished
   for done in (1, 2):
-    with pytest.raises(Stopped), report.at_the_end(tmp_path, exp, Silent()):
+    with pytest.raises(Stopped), report.report_at_end(tmp_path, exp, Silent()):
       kit.train(exp, tmp_path, done - 1)
       raise Stopped("stopped", 15)
     said = capsys.readouterr().out

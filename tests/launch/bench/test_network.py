@@ -67,9 +67,9 @@ def test_disturbed_measurements_are_repeated():
 
 
 def test_workers_that_share_times_do_not_keep_step():
-  rows = predict.shifted([[1.0, 2.0, 3.0], [7.0]], 4)
+  rows = predict.shifted_durations([[1.0, 2.0, 3.0], [7.0]], 4)
   assert rows == [[1.0, 2.0, 3.0], [7.0], [2.0, 3.0, 1.0], [7.0]]
-  assert predict.shifted(rows, 4) == rows
+  assert predict.shifted_durations(rows, 4) == rows
 
 
 # Network namespaces: their commands and errors.
