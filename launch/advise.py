@@ -113,7 +113,7 @@ def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
   dataset, problem = problem_lib.load(
     {**config.config, **run.config}, data_dir=values["data_dir"]
   )
-  batches = learning_rates.passes(run, problem)
+  batches = learning_rates.budget_batches(run, problem)
   step_costs = ways_lib.measure(problem, training, batches)
   advice = advice_lib.advise(step_costs, cluster, training, run.config)
   if run.recipe != advice.recipe:

@@ -337,7 +337,7 @@ def main() -> None:
     for run in runs.values():
       mesh_plan.check(run)
     # Every run must fit the same processes, so the largest mesh counts.
-    devices = max(mesh_plan.devices_of(run) or 1 for run in runs.values())
+    devices = max(mesh_plan.required_devices(run) or 1 for run in runs.values())
   # [3] The first command starts N processes and only watches them.
   if role.supervises:
     assert devices is not None and role.count is not None

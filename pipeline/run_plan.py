@@ -176,7 +176,7 @@ class PipelinePlan(NamedTuple):
   def codec(self) -> compression.Codec | None:
     """The codec of messages between stages; None: they are sent as they are.
     Raises ValueError for one that leaves a part for later messages."""
-    codec = traffic.codec_of(self.run, "compress", (1, None))
+    codec = traffic.run_codec(self.run, "compress", (1, None))
     if codec is not None:
       with checks.prefix_errors("compress"):
         check_complete(
@@ -298,7 +298,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
 def _total(run: Run, problem: problems.Problem) -> int:
   """Returns the microbatches of a cell: a multiple of an update's."""
   per_update = run.config["pipeline"]["microbatches"]
-  count = learning_rates.passes(run, problem)
+  count = learning_rates.budget_batches(run, problem)
   total = max(int(round(count)) // per_update, 1) * per_update
   if total > _MOST_MICROBATCHES:
     raise ValueError(

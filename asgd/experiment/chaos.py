@@ -97,7 +97,7 @@ class InjectedRun:
     """Returns the name and the memory folder of the cell that runs now, and
     stores the folder."""
     for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
-      owner = live_memory.read(path.parent)
+      owner = live_memory.read_running(path.parent)
       if owner and owner.driver == self.process.pid:
         self.memories.add(owner.memory)
         return path.parent.name, owner.memory

@@ -68,7 +68,7 @@ def _transport(files: live_files.LiveFiles) -> _Transport:
   """
   description, records = files.description, files.records
   section = description["config"].get("network")
-  network = section and networks.from_section(section, len(records))
+  network = section and networks.make_network(section, len(records))
   sizes = predict.job_sizes(records, description["cell"]["workers"])
   return _Transport(network, sizes)
 

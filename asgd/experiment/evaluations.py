@@ -12,7 +12,7 @@ import numpy as np
 from asgd import checks, problems
 from asgd.experiment import build_cache, storage
 from asgd.experiment.cells import Cell, Experiment
-from asgd.experiment.engines import Engine, due
+from asgd.experiment.engines import Engine, evaluation_messages
 from asgd.experiment.signals import GO_ON
 
 _CURVATURE_COLUMNS = (
@@ -53,7 +53,9 @@ class Evaluations:
     self._sharpness = experiment.sharpness_of(self._run)
     self.rows, self.diverged = rows, diverged  # a loss was not finite
     config = experiment.config
-    self._due = due(config["evaluations"], engine.total, engine.quantum)
+    self._due = evaluation_messages(
+      config["evaluations"], engine.total, engine.quantum
+    )
     # Some of them, evenly spaced, measure the sharpness.
     n_due = len(self._due)
     positions = np.linspace(

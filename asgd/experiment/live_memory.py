@@ -3,13 +3,13 @@
 The memory is a folder asgd-UID-HASH in /dev/shm or --memory_dir, which other
 users cannot read. While a cell runs, and after it was stopped or killed,
 running.json in the cell's folder names the memory. owner.json in the memory
-names the cell's folder, and both files have the same token. This has three
-effects. A copied results folder does not take the memory of the original. A
-moved results folder does. A changed running.json cannot name another folder,
-which would be removed at the end. A lock in the memory keeps other processes
+names the cell's folder, and both files have the same token. So a copy of a
+results folder cannot use the memory of the original, and a results folder that
+was moved still uses its memory. A changed running.json cannot make the run
+remove some other folder at its end. A lock in the memory keeps other processes
 out.
 
-A memory is opened once, as a folder of this user and not as a link. Its files
+The memory is opened once, as a folder of this user and not as a link. Its files
 are then read, written and removed through the descriptor, so another folder
 that appears at its path later is not touched.
 """
@@ -44,8 +44,8 @@ _PATHS = re.compile(
   r"|(snapshots?|commands|image)(\.tmp)?"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
-_SECONDS = 10.0  # to wait until the previous driver, or a process, ends
-_LOOK = 0.05  # seconds between two attempts
+_TIMEOUT = 10.0  # to wait until the previous driver, or a process, ends
+_RETRY_SECONDS = 0.05  # seconds between two attempts
 
 
 class Running(NamedTuple):
@@ -59,9 +59,9 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def _open_memory(memory: Path) -> Iterator[Path]:
-  """Opens a memory, which is made if it does not exist; yields the folder of
-  its descriptor. Raises ValueError, with the reason, if the folder is not the
-  memory of a run."""
+  """Opens a memory, and makes it if it does not exist. Yields a path to the
+  open folder, by its descriptor. Raises ValueError, with the reason, if the
+  folder is not the memory of a run."""
   # [1] The path: absolute, below a folder, and named after this user.
   name = _NAME.fullmatch(memory.name)
   if not memory.is_absolute() or ".." in memory.parts or name is None:
@@ -98,7 +98,7 @@ def _check_names(folder: Path) -> None:
         raise ValueError(f"it holds {name.rstrip('/')}, which no run writes")
 
 
-def _empty(folder: Path, *exceptions: str) -> None:
+def _remove_files(folder: Path, *exceptions: str) -> None:
   """Removes all files of a folder, except those with some names."""
   for path in folder.iterdir():
     with contextlib.suppress(FileNotFoundError):  # removed in the meantime
@@ -111,20 +111,20 @@ def _empty(folder: Path, *exceptions: str) -> None:
 def _remove(fd_path: Path, memory: Path) -> None:
   """Removes an open memory, as far as possible. A process of the run that is
   just being killed may still write a file, so the removal is repeated."""
-  end = time.monotonic() + _SECONDS
+  deadline = time.monotonic() + _TIMEOUT
   with contextlib.suppress(OSError):
     while True:
-      _empty(fd_path)
+      _remove_files(fd_path)
       try:
         return memory.rmdir()  # a folder cannot be removed by its descriptor
       except OSError as error:
-        if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
+        if error.errno != errno.ENOTEMPTY or time.monotonic() > deadline:
           raise
       processes.kill_run(fd_path)
-      time.sleep(_LOOK)
+      time.sleep(_RETRY_SECONDS)
 
 
-def read(cell_folder: Path) -> Running | None:
+def read_running(cell_folder: Path) -> Running | None:
   """Returns the contents of a cell's running.json; None if there is none.
   Raises ValueError if the file was changed, or names a folder that is not the
   memory of a run."""
@@ -132,37 +132,37 @@ def read(cell_folder: Path) -> Running | None:
   if not path.exists():
     return None
 
-  def wrong(why: str) -> ValueError:
+  def changed_error(reason: str) -> ValueError:
     """Returns the error for a file that was changed."""
     return ValueError(
-      f"{path} is not what a run wrote ({why}): it was changed. Remove it, and"
-      " remove the run's memory, asgd-*, from /dev/shm yourself; the same"
+      f"{path} is not what a run wrote ({reason}): it was changed. Remove it,"
+      " and remove the run's memory, asgd-*, from /dev/shm yourself; the same"
       " command then resumes, at least from the last checkpoint"
     )
 
-  written = storage.read_sealed(path)
-  if written is None:
-    raise wrong("its checksum is wrong or missing")
-  memory = Path(written["memory"])
+  content = storage.read_sealed(path)
+  if content is None:
+    raise changed_error("its checksum is wrong or missing")
+  memory = Path(content["memory"])
   if os.path.lexists(memory):  # a restart of the machine removes it
     try:
       with _open_memory(memory):
         pass  # its checks only
     except ValueError as error:
-      why = f"{memory} is not the memory of a run: {error}"
-      raise wrong(why) from error
-  return Running(**{**written, "memory": memory})
+      reason = f"{memory} is not the memory of a run: {error}"
+      raise changed_error(reason) from error
+  return Running(**{**content, "memory": memory})
 
 
-def _owner(memory: Path) -> tuple[str, str]:
+def _read_owner(memory: Path) -> tuple[str, str]:
   """Returns the (cell's folder, token) of a memory."""
   owner = storage.read_json(memory / _OWNER) or {}
   return str(owner.get("cell", "")), str(owner.get("token", ""))
 
 
-def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
+def _belongs_to(memory: Path, running: Running | None, cell: Path) -> bool:
   """Whether a memory belongs to a cell, which may have been moved since."""
-  owner, token = _owner(memory)
+  owner, token = _read_owner(memory)
   if running is None:
     return owner == str(cell)
   if not token or token != running.token:
@@ -188,17 +188,19 @@ class LiveMemory:
         of a run.
     """
     self._cell_folder, cell = cell_folder, cell_folder.resolve()
-    running = read(cell_folder) if resume else None
+    running = read_running(cell_folder) if resume else None
     # [1] Which folder: one named after the cell's path, or that of an earlier
     # driver, also if the cell was moved since.
-    number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
-    self.folder = Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{number}"
+    path_hash = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
+    self.folder = (
+      Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{path_hash}"
+    )
     self.replaced: dict[str, int] = {}
     # The counts that running.json has; None: the cell has not begun.
     self._counts: dict[str, int] | None = None
     if running is not None:
       self.replaced = dict(running.replaced)
-      if running.memory.is_dir() and _is_of(running.memory, running, cell):
+      if running.memory.is_dir() and _belongs_to(running.memory, running, cell):
         self.folder = running.memory
     # [2] Open and lock it. An error closes what was opened.
     with contextlib.ExitStack() as stack:
@@ -209,28 +211,29 @@ class LiveMemory:
           f"{self.folder} cannot be the memory of the run: {error}. Remove it,"
           " or use another folder (--memory_dir)"
         ) from error
-      lock = processes.lock(fd_path / _LOCK, _SECONDS, self.folder / _LOCK)
+      lock = processes.lock(fd_path / _LOCK, _TIMEOUT, self.folder / _LOCK)
       stack.callback(os.close, lock)
       # [3] Keep its files, or end the processes of an earlier run, and remove
       # its files.
-      self.kept = resume and _is_of(fd_path, running, cell)
-      if not self.kept:
+      self.is_resumed = resume and _belongs_to(fd_path, running, cell)
+      if not self.is_resumed:
         processes.kill_run(fd_path)
-        _empty(fd_path, _LOCK)
-      self._token = _owner(fd_path)[1] or uuid.uuid4().hex
+        _remove_files(fd_path, _LOCK)
+      self._token = _read_owner(fd_path)[1] or uuid.uuid4().hex
       owner = {"cell": str(cell), "token": self._token}
       storage.write_json(fd_path / _OWNER, owner)
       self._fd_path: Path | None = fd_path  # None: the memory was closed
-      self._open = stack.pop_all()
+      self._exit_stack = stack.pop_all()
 
-  def replaced_since(self, now: Mapping[str, int]) -> dict[str, int]:
+  def replaced_since(self, new_counts: Mapping[str, int]) -> dict[str, int]:
     """Returns, by kind, the count of processes replaced since the cell began:
-    by earlier drivers, and `now` by this driver."""
+    by earlier drivers, and `new_counts` by this driver."""
     return {
-      kind: self.replaced.get(kind, 0) + count for kind, count in now.items()
+      kind: self.replaced.get(kind, 0) + count
+      for kind, count in new_counts.items()
     }
 
-  def note(self, replaced: Mapping[str, int]) -> None:
+  def write_running(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json with the counts of replaced processes, by kind,
     unless they have not changed."""
     if replaced == self._counts:
@@ -245,30 +248,32 @@ class LiveMemory:
     with contextlib.ExitStack() as stack:
       fd_path = self._fd_path or stack.enter_context(_open_memory(self.folder))
       _remove(fd_path, self.folder)
-    # Last: a kill before it leaves the name of a removed memory, which `read`
-    # accepts.
+    # Last: a kill before this line leaves the name of a removed memory, which
+    # `read_running` accepts.
     (self._cell_folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
     """Unlocks the memory. Removes it if the run was refused before it began."""
-    if self._fd_path is not None and not self.kept and self._counts is None:
+    if (
+      self._fd_path is not None and not self.is_resumed and self._counts is None
+    ):
       _remove(self._fd_path, self.folder)
     self._fd_path = None
-    self._open.close()
+    self._exit_stack.close()
 
 
-def forget(cell_folder: Path) -> None:
+def remove_leftover(cell_folder: Path) -> None:
   """Removes the memory of a run that was killed right after it had finished,
   unless the cell's folder is read-only."""
   if not safe_files.is_writable(cell_folder):
     return
-  running, cell = read(cell_folder), cell_folder.resolve()
+  running, cell = read_running(cell_folder), cell_folder.resolve()
   if running is None:
     return
   memory = running.memory
   if os.path.lexists(memory):
     with _open_memory(memory) as fd_path:
-      if _is_of(fd_path, running, cell):
+      if _belongs_to(fd_path, running, cell):
         processes.kill_run(fd_path)
         _remove(fd_path, memory)
   (cell_folder / RUNNING).unlink(missing_ok=True)

@@ -26,9 +26,9 @@ from asgd.experiment import (
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import (
   Context,
-  Died,
   Engine,
   NonFiniteResult,
+  ProcessExited,
   Progress,
 )
 from asgd.experiment.evaluations import Evaluations, compile_evaluation
@@ -152,7 +152,7 @@ def train(
     try:
       with attempt:
         return attempt.run(on_end)
-    except Died as error:
+    except ProcessExited as error:
       if attempt.start > last_start:
         deaths, last_start = 0, attempt.start
       deaths += 1
@@ -243,7 +243,7 @@ class _Attempt(contextlib.ExitStack):
     params = jax.device_get(engine.snapshot().params)
     least = max(self._cell.workers, engine.quantum)
     guess = self._experiment.problem_of(self._run).guess
-    diverged = has_diverged(engine.course(), least, guess)
+    diverged = has_diverged(engine.loss_course(), least, guess)
     diverged = evaluations.diverged or diverged
     result = evaluations.result(params, diverged=diverged)
     result["wall_seconds"] = time.monotonic() - began
@@ -335,7 +335,7 @@ class _Attempt(contextlib.ExitStack):
       if progress.messages:
         self.counted += progress.messages
         self._bar.update(self._cell, progress)
-        if processes.is_first() and not self._engine_kind.elsewhere:
+        if processes.is_first() and not self._engine_kind.in_other_processes:
           self._machine.after_job()
       if progress.broken:
         evaluations.diverged = True

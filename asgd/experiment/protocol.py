@@ -27,7 +27,7 @@ class Refusal(NamedTuple):
   values: tuple[Any, ...] = ()  # refused ones; () is all but the default
 
 
-def _nothing(*_: Any) -> None:
+def _no_check(*_: Any) -> None:
   """The check of an engine that has nothing to check."""
 
 
@@ -37,7 +37,7 @@ class Runner(NamedTuple):
   plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
   start: Callable[[Any], Any]  # Context -> Engine
   describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
-  check: Callable[[Any], None] = _nothing  # of a Run, as EngineKind.check
+  check: Callable[[Any], None] = _no_check  # of a Run, as EngineKind.check
   workers: Callable[[Any], Sequence[int]] = lambda run: run.config["workers"]
   devices: Callable[[Any], int] = lambda run: 1  # CPU devices of a Run
   # As EngineKind.programs, of a Run of this protocol.

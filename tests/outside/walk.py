@@ -73,7 +73,7 @@ def plan(experiment, run, workers) -> WalkPlan:
   problem, rate = experiment.problem_of(run), run.config["learning_rate"]
   given = {"learning_rate": rate, "workers": workers, **run.options}
   settings = names.call("recipe", run.recipe, walk, given)
-  messages = round(learning_rates.passes(run, problem))
+  messages = round(learning_rates.budget_batches(run, problem))
   return WalkPlan(run, workers, problem, settings, messages, rate, rate)
 
 
@@ -210,7 +210,7 @@ class WalkCluster(Cluster):
       row = self._write(worker, job, base.SEND)
       self._call = party.host.call("step", self.params, job, row.seq)
       party.job_start = row.time
-    if not self._at_rest(live_engine.LOOK):
+    if not self._at_rest(live_engine.LOOK_SECONDS):
       self._supervisor.end_overdue(party)
       return False
     answer, self._call = answer_of(self._call), None

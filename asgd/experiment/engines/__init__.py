@@ -27,15 +27,15 @@ class NonFiniteResult(ValueError):
   """A loss or an update is NaN or infinite."""
 
 
-class Died(RuntimeError):
+class ProcessExited(RuntimeError):
   """A process of an engine exited: the cell resumes from its checkpoint."""
 
 
 class Progress(NamedTuple):
-  """The progress of one call of `Engine.advance`."""
+  """The messages that one call of `Engine.advance` trained on."""
 
   loss: np.ndarray  # float[k], of the k new messages
-  # Means over the new messages; None: nothing is ever stale, or has a gap.
+  # Means over the new messages; None: the engine has no staleness, or no gap.
   staleness: float | None = None
   gap: float | None = None
   news: Sequence[str] = ()  # lines to show to the user
@@ -95,7 +95,7 @@ class Engine(abc.ABC):
     `asgd.experiment.cell_progress.Segment`; [] if all work in step."""
     return []
 
-  def course(self) -> np.ndarray:
+  def loss_course(self) -> np.ndarray:
     """Returns the losses, in order, that show whether the cell diverged."""
     losses: np.ndarray = self.records().loss
     return losses
@@ -165,7 +165,7 @@ class Column(NamedTuple):
   form: str = "{:.3g}"
 
 
-def _nothing(*_: Any) -> tuple[str, ...]:
+def _return_nothing(*_: Any) -> tuple[str, ...]:
   """The default: an engine without such keys, checks or files to clean."""
   return ()
 
@@ -184,17 +184,19 @@ class EngineKind(NamedTuple):
   columns: Sequence[Column]  # of the table, beside those that all have
   describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
   # (entry of a run) -> further keys that it may give: those of its selections
-  options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
+  options: Callable[[Mapping[str, Any]], Sequence[str]] = _return_nothing
   # (section or entry, key, value) -> keys that follow from the old value
-  dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = _nothing
+  dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = (
+    _return_nothing
+  )
   default_recipe: str | None = None  # None: a run must name one
   # (Experiment, plans of its cells, Machine): before anything is written
-  check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
+  check_machine: Callable[[Any, Sequence[Any], Any], Any] = _return_nothing
   timed: bool = False  # seconds are results, so its cells run one at a time
   # (folder of a finished cell): removes files that a kill right after its end
   # left, and refuses files that were changed since
-  clean: Callable[[Path], Any] = _nothing
-  elsewhere: bool = False  # its work is done in other processes
+  clean: Callable[[Path], Any] = _return_nothing
+  in_other_processes: bool = False  # its work is done in other processes
   # A cell resumes from a journal, which may be newer than a checkpoint. So its
   # earlier evaluations are read from the log, not from the checkpoint.
   journaled: bool = False
@@ -205,23 +207,28 @@ class EngineKind(NamedTuple):
   protocols: Callable[[], Sequence[str]] = lambda: ("server",)
 
 
-def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
+def evaluation_messages(
+  evaluations: int, total: int, quantum: int = 1
+) -> list[int]:
   """Returns the messages after which a cell is evaluated, the last at its end.
 
   There are at most `evaluations` of them, all multiples of `quantum`.
   """
   steps = total // quantum
-  count = min(evaluations, steps)
+  n_evaluations = min(evaluations, steps)
   # Equal distances up to rounding; the last is at `steps`.
-  return [round((k + 1) * steps / count) * quantum for k in range(count)]
+  return [
+    round((k + 1) * steps / n_evaluations) * quantum
+    for k in range(n_evaluations)
+  ]
 
 
 class Pace:
   """Adapts the number of steps of a call to a time in seconds."""
 
-  def __init__(self, seconds: float, first: int = 1):
-    """Starts with `first` steps; later calls should take about `seconds`."""
-    self._seconds, self.steps = seconds, first
+  def __init__(self, seconds: float, first_steps: int = 1):
+    """Starts with `first_steps`; later calls should take about `seconds`."""
+    self._seconds, self.steps = seconds, first_steps
     self._start = 0.0
 
   def begin(self) -> int:
@@ -230,20 +237,21 @@ class Pace:
     return self.steps
 
   def end(self) -> float:
-    """Adapts the steps to the seconds that they took; returns the seconds."""
-    took = time.perf_counter() - self._start
+    """Adapts the number of steps to the seconds that they took. Returns these
+    seconds."""
+    elapsed = time.perf_counter() - self._start
     # At most twice as many: one fast call must not make the next one too long.
-    self.steps = max(1, round(self.steps * min(2, self._seconds / took)))
-    return took
+    self.steps = max(1, round(self.steps * min(2, self._seconds / elapsed)))
+    return elapsed
 
 
-def further_loss(result: Mapping[str, Any]) -> str:
+def test_loss_text(result: Mapping[str, Any]) -> str:
   """Returns the test loss as text with a comma, for a line that begins with an
   accuracy or a measure. It is "" without them, as the line then begins with the
   loss (`asgd.experiment.report.quality_text`), and if no loss is known.
 
   Example:
-    >>> further_loss({"test_accuracy": 0.5, "test_loss": 0.25})
+    >>> test_loss_text({"test_accuracy": 0.5, "test_loss": 0.25})
     'test loss 0.250, '
   """
 

@@ -21,33 +21,33 @@ from asgd.experiment import checks, storage
 from asgd.experiment.schema import Run, Setting
 
 EQUAL, SPEED = "equal", "speed"
-_NUMBER = re.compile("[0-9]{1,9}")
-_SHARE = checks.whole_number(1)
+_WHOLE_NUMBER = re.compile("[0-9]{1,9}")
+_SHARE_CHECK = checks.whole_number(1)
 _FILE = "allocation.json"  # in the folder of a live cell
 
 
 @checks.with_schema(
   anyOf=[
     {"enum": [EQUAL, SPEED]},
-    {"type": "array", "minItems": 1, "items": checks.schema_of(_SHARE)},
+    {"type": "array", "minItems": 1, "items": checks.schema_of(_SHARE_CHECK)},
   ]
 )
 def _shares(value: Any, key: str) -> str | list[int]:
   """Checks "equal", "speed" or a number for each worker."""
   if value in (EQUAL, SPEED):
     return value
-  parts = value
+  numbers = value
   if isinstance(value, str):  # from a command line
     texts = [part.strip() for part in value.split(",")]
-    parts = [int(x) if _NUMBER.fullmatch(x) else x for x in texts]
+    numbers = [int(x) if _WHOLE_NUMBER.fullmatch(x) else x for x in texts]
   # `type(x) is not int`: True is an int for Python, and no number of examples.
-  is_list = isinstance(parts, list) and parts
-  if not is_list or any(type(x) is not int or x < 1 for x in parts):
+  is_list = isinstance(numbers, list) and numbers
+  if not is_list or any(type(x) is not int or x < 1 for x in numbers):
     raise ValueError(
       f"config.{key} must be {EQUAL!r}, {SPEED!r}, or a whole number from 1 for"
       f" each worker, not {shown(value)}"
     )
-  return parts
+  return numbers
 
 
 SECTION: dict[str, Any] = {
@@ -77,7 +77,7 @@ def changes_batches(run: Run) -> bool:
   return bool(run.config["allocation"]["batch_size"] != EQUAL)
 
 
-def _divided(
+def _total_and_unit(
   run: Run, recipe: algorithms.Recipe, workers: int, key: str
 ) -> tuple[int, int]:
   """Returns (total that is divided among workers, unit of each part)."""
@@ -89,20 +89,20 @@ def _divided(
         " or use config.allocation.batch_size"
       )
     return recipe.steps * workers, 1
-  live = run.config.get("live", {"parallel": None})
+  live_section = run.config.get("live", {"parallel": None})
   # With data parallelism a worker's devices share its batch evenly.
-  unit = live["devices"] if live["parallel"] == "data" else 1
+  unit = live_section["devices"] if live_section["parallel"] == "data" else 1
   return run.config["batch_size"] * workers, unit
 
 
 def _worker_values(
-  run: Run, recipe: algorithms.Recipe, workers: int, key: str, even: int
+  run: Run, recipe: algorithms.Recipe, workers: int, key: str, even_share: int
 ) -> tuple[int, ...]:
-  """Returns the workers' values of a key; `even` for each if none are given."""
+  """Returns the workers' values of a key; by default each has `even_share`."""
   value = run.config["allocation"][key]
   # By speed, the values are not known yet; the even ones stand for them.
   if value in (EQUAL, SPEED):
-    return (even,) * workers
+    return (even_share,) * workers
   return _check_values(run, recipe, workers, key, value)
 
 
@@ -115,7 +115,7 @@ def _check_values(
 ) -> tuple[int, ...]:
   """Returns the workers' values of a key as a tuple. Raises ValueError if their
   number or their sum is wrong."""
-  total, unit = _divided(run, recipe, workers, key)
+  total, unit = _total_and_unit(run, recipe, workers, key)
   name = f"config.allocation.{key}"
   if len(value) != workers:
     raise ValueError(
@@ -135,7 +135,7 @@ def _check_values(
   return tuple(value)
 
 
-def given(
+def configured_allocation(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem, workers: int
 ) -> Allocation | None:
   """Returns the allocation of a config; None if all workers have equal shares,
@@ -147,9 +147,9 @@ def given(
   )
   steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
   if by_speed:
-    _divided(run, recipe, workers, by_speed)
-  # Batches of several sizes: does the problem make them, and does the loss
-  # take them?
+    _total_and_unit(run, recipe, workers, by_speed)
+  # Check that the problem makes batches of these sizes, and that the loss takes
+  # them.
   if changes_batches(run):
     with checks.prefix_errors("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
@@ -162,7 +162,7 @@ def given(
       for size in sorted(sizes_tried):
         _try_loss(problem, size)
   result = Allocation(sizes, steps)
-  # No allocation is needed: every worker works alike.
+  # No allocation is needed if all workers have equal shares.
   is_even = not result.by_steps and len(set(sizes)) == 1
   return None if by_speed or is_even else result
 
@@ -170,10 +170,10 @@ def given(
 def _max_examples(run: Run, problem: problems.Problem, workers: int) -> int:
   """Returns the most examples that a batch can have."""
   # A batch cannot have more examples than a worker has in an epoch.
-  most = problem.batches_per_epoch * run.config["batch_size"]
+  max_examples = problem.batches_per_epoch * run.config["batch_size"]
   if partitions.divides(run.config["data"]["partition"]):
-    most //= workers
-  return max(most, 1)
+    max_examples //= workers
+  return max(max_examples, 1)
 
 
 def _try_loss(problem: problems.Problem, size: int) -> None:
@@ -190,19 +190,19 @@ def _try_loss(problem: problems.Problem, size: int) -> None:
     ) from error
 
 
-def unknown(plan: Any) -> bool:
+def awaits_speeds(plan: Any) -> bool:
   """Whether a plan's allocation will follow from speeds that are not known."""
   return plan.allocation is None and _key_by_speed(plan.run) is not None
 
 
-def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
+def with_shares_by_speed(plan: Any, seconds: Sequence[float]) -> Any:
   """Returns the plan of a cell with shares in proportion to speed. `seconds`
   are the times that each worker took for equal jobs."""
   run, workers, recipe = plan.run, plan.workers, plan.recipe
   key = _key_by_speed(run)
-  assert key is not None, "`unknown` asks for speeds only then"
+  assert key is not None, "`awaits_speeds` asks for speeds only then"
   # Only one of the two keys follows from the speeds; the other is given.
-  total, unit = _divided(run, recipe, workers, key)
+  total, unit = _total_and_unit(run, recipe, workers, key)
   # A share by steps has no limit; one by examples must not exceed a worker's
   # data.
   max_share = None
@@ -210,15 +210,15 @@ def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
     max_share = _max_examples(run, plan.problem, workers)
   # Speed is jobs a second; all workers did equal jobs.
   speeds = [1 / time for time in seconds]
-  parts = in_proportion(speeds, total, unit=unit, most=max_share)
+  proportional_shares = in_proportion(speeds, total, unit=unit, most=max_share)
   sizes = _worker_values(
     run, recipe, workers, "batch_size", run.config["batch_size"]
   )
   steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
   if key == "steps":
-    steps = parts
+    steps = proportional_shares
   else:
-    sizes = parts
+    sizes = proportional_shares
   return dataclasses.replace(plan, allocation=Allocation(sizes, steps))
 
 
@@ -234,7 +234,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
   `begun` is missing or was changed."""
   path = folder / _FILE
   # An allocation of the config needs no file, nor does a cell that is new.
-  if not unknown(plan) or not (begun or path.exists()):
+  if not awaits_speeds(plan) or not (begun or path.exists()):
     return plan
   fields = storage.read_sealed(path)
   if fields is None:
@@ -244,7 +244,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
     )
   evens = plan.run.config["batch_size"], plan.recipe.steps
   keys = "batch_size", "steps"
-  parts = []
+  shares_by_field = []
   for key, even_share, field in zip(
     keys, evens, Allocation._fields, strict=True
   ):
@@ -253,12 +253,12 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
       # The numbers in the file are checked as those of a config are.
       value = _shares(fields.get(field), f"allocation.{key}")
       is_even = value == [even_share] * plan.workers
-      parts.append(
+      shares_by_field.append(
         tuple(value) if is_even else _check_values(*arguments, value)
       )
     except ValueError as error:
       raise ValueError(f"{path} is not what the run wrote: {error}") from error
-  return dataclasses.replace(plan, allocation=Allocation(*parts))
+  return dataclasses.replace(plan, allocation=Allocation(*shares_by_field))
 
 
 def describe(allocation: Allocation) -> str:
@@ -267,5 +267,5 @@ def describe(allocation: Allocation) -> str:
   shares = allocation.steps if allocation.by_steps else allocation.batch_sizes
   unit = "steps in a job" if allocation.by_steps else "examples in a batch"
   ellipsis = ", ..." if len(shares) > 8 else ""  # the first eight
-  listed = ", ".join(map(str, shares[:8])) + ellipsis
-  return f"{unit} of workers 0 to {len(shares) - 1}: {listed}"
+  first_shares = ", ".join(map(str, shares[:8])) + ellipsis
+  return f"{unit} of workers 0 to {len(shares) - 1}: {first_shares}"

@@ -30,7 +30,7 @@ def build(name: str, **options: Any) -> durations.Durations:
   as `asgd.orders.durations.build` has it, and its errors.
 
   A user's function has the options as arguments, and a `seed` if it takes one.
-  It returns times in a form of `read`.
+  It returns times in a form of `as_durations`.
   """
   local_makers = {maker.__name__: maker for maker in (recorded, partitioned)}
   if not isinstance(name, str):
@@ -43,7 +43,7 @@ def build(name: str, **options: Any) -> durations.Durations:
     if "seed" not in inspect.signature(maker).parameters:
       options.pop("seed", None)
     with checks.user_code(f"{name} fails", passes=(ValueError,)):
-      return read(names.call("durations", name, maker, options))
+      return as_durations(names.call("durations", name, maker, options))
   names.check("durations", name, (*durations.NAMES, *local_makers))
   if name not in local_makers:
     return durations.build(name, **options)
@@ -53,32 +53,32 @@ def build(name: str, **options: Any) -> durations.Durations:
   )
 
 
-def read(given: Any) -> durations.Durations:
+def as_durations(value: Any) -> durations.Durations:
   """Reads durations that a user gives: Durations, a function (worker) -> times,
   or as `durations.of_each`. Raises ValueError for another form."""
-  if isinstance(given, durations.Durations):
-    return given
-  if callable(given):
-    return durations.of_stream(given)
-  if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
-    times: Any = given  # numbers, or a list of numbers for each worker
+  if isinstance(value, durations.Durations):
+    return value
+  if callable(value):
+    return durations.of_stream(value)
+  if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+    times: Any = value  # numbers, or a list of numbers for each worker
     return durations.of_each(times)
   raise ValueError(
     "durations must be the seconds of each worker, as [1, 1, 1, 3], a function"
-    f" (worker) -> seconds of its jobs, or Durations, not {shown(given)}"
+    f" (worker) -> seconds of its jobs, or Durations, not {shown(value)}"
   )
 
 
-def of_run(run: Run, seed: int) -> durations.Durations:
+def run_durations(run: Run, seed: int) -> durations.Durations:
   """Returns the durations of a run with a seed."""
   section = run.config["durations"]
   if section["name"] != GIVEN:
     return build(**{"seed": seed, **section})
-  return read(refusals.given_object(run, "durations"))
+  return as_durations(refusals.given_object(run, "durations"))
 
 
-def of_jobs(
-  run: Run, seed: int, steps: int, given: Allocation | None
+def job_durations(
+  run: Run, seed: int, steps: int, allocation: Allocation | None
 ) -> durations.Durations:
   """Returns the durations of jobs: the sum over a job's batches, each in
   proportion to its examples.
@@ -87,23 +87,23 @@ def of_jobs(
     run: the run.
     seed: the seed of the cell.
     steps: batches of a job, unless an allocation is given.
-    given: the workers' shares; None: all are equal.
+    allocation: the workers' shares; None: all are equal.
   """
-  times = of_run(run, seed)
+  times = run_durations(run, seed)
   # The time of a job is that of its one batch.
-  if steps == 1 and given is None:
+  if steps == 1 and allocation is None:
     return times
 
   def stream(worker: int) -> Iterator[float]:
     """Yields the times of a worker's jobs."""
     batches = times.stream(worker)
-    count = given.steps[worker] if given else steps
-    size = given.batch_sizes[worker] if given else 1
+    n_batches = allocation.steps[worker] if allocation else steps
+    batch_size = allocation.batch_sizes[worker] if allocation else 1
     # A worker with twice the examples in a batch takes twice as long.
-    share = size / run.config["batch_size"] if given else 1.0
+    size_ratio = batch_size / run.config["batch_size"] if allocation else 1.0
     # `fsum` rounds once, whatever the count of batches.
     while True:
-      yield share * math.fsum(itertools.islice(batches, count))
+      yield size_ratio * math.fsum(itertools.islice(batches, n_batches))
 
   return durations.Durations(stream)
 
@@ -112,7 +112,7 @@ def check(run: Run) -> None:
   """Raises ValueError for a run without durations, or with a first time of a
   worker (of `partitioned`, a whole step in sequence) that is too long."""
   section, workers = run.config["durations"], max(run.config["workers"])
-  times = of_run(run, 0)
+  times = run_durations(run, 0)
   if section["name"] == partitioned.__name__:
     # The first time of each worker: later ones are not known before they are
     # drawn.
@@ -143,7 +143,7 @@ def recorded(
   Raises:
     ValueError: for a file that cannot be read, naming the line.
   """
-  rows: dict[int, list[float]] = {}
+  seconds_by_worker: dict[int, list[float]] = {}
   try:
     with Path(path).open(newline="") as file:
       reader = csv.reader(file)
@@ -153,24 +153,27 @@ def recorded(
           f"path {shown(path)}: line 1 must be {','.join(HEADER)!r}, not"
           f" {shown(','.join(header or []))}"
         )
-      for row in reader:
-        worker, seconds = _job(path, reader.line_num, row)
+      for fields in reader:
+        worker, seconds = _parse_row(path, reader.line_num, fields)
         # Workers may alternate in the file; each keeps its order.
-        rows.setdefault(worker, []).append(seconds)
+        seconds_by_worker.setdefault(worker, []).append(seconds)
   except (OSError, TypeError, UnicodeDecodeError) as error:
     raise ValueError(
       f"path {shown(path)} cannot be read as times ({checks.text_of(error)}):"
       " give a CSV file, as asgd compare writes it (durations.csv)"
     ) from None
-  if not rows:
+  if not seconds_by_worker:
     raise ValueError(f"path {shown(path)} holds no time")
   # The workers of a file need not be 0, 1, ...: sorted, worker i is the i-th.
-  samples = [rows[worker] for worker in sorted(rows)]
+  samples = [seconds_by_worker[worker] for worker in sorted(seconds_by_worker)]
   return durations.measured(samples, resample=resample, seed=seed)
 
 
-def _job(path: str, line: int, row: Sequence[str]) -> tuple[int, float]:
-  """Returns (worker, seconds) of a line, or raises ValueError."""
+def _parse_row(
+  path: str, line_number: int, row: Sequence[str]
+) -> tuple[int, float]:
+  """Returns (worker, seconds) of a row in a file of times. Raises ValueError if
+  the row has another form."""
   try:
     worker, seconds = int(row[0]), float(row[1])
     # inf would stop the simulated clock.
@@ -179,8 +182,8 @@ def _job(path: str, line: int, row: Sequence[str]) -> tuple[int, float]:
   except (ValueError, IndexError):
     pass
   raise ValueError(
-    f"path {shown(path)}: line {line} must be a worker from 0 and a positive"
-    f" time, not {shown(','.join(row))}"
+    f"path {shown(path)}: line {line_number} must be a worker from 0 and a"
+    f" positive time, not {shown(','.join(row))}"
   )
 
 
@@ -234,14 +237,14 @@ def partitioned(
   layers: Any = models.build(model["name"], classes, **options)
   # A shape is enough: no layer is computed, and no parameter is allocated.
   example = jax.ShapeDtypeStruct((batch_size, *inputs), "float32")
-  parts = partitions.phases(layers, example, machines)
+  machine_phases = partitions.phases(layers, example, machines)
   network = Network(
     latency=latency, up=bandwidth, port=bandwidth, service=service
   )
   # The slowest possible step, before any time is drawn.
-  _check_time(mean * phases.most_seconds(parts, network, flops=flops))
+  _check_time(mean * phases.most_seconds(machine_phases, network, flops=flops))
   return phases.partitioned(
-    parts,
+    machine_phases,
     network,
     flops=flops,
     mean=mean,

@@ -25,7 +25,7 @@ from asgd.experiment.engines import learning_rates, networks, outcomes
 from asgd.experiment.engines.simulated import (
   Restore,
   SimulatedEngine,
-  some,
+  rows_between,
 )
 from asgd.experiment.schema import Run
 from asgd.orders import trace
@@ -40,15 +40,14 @@ class CoordinatedPlan(outcomes.OutcomePlan):
 
   @property
   def batches(self) -> int:
-    # One message is `push_every` portions, summed.
-    """Batches in one message."""
+    """Batches in one message: the sum of `push_every` portions."""
     return self.settings.push_every
 
   @property
   def call_network(self) -> Network | None:
     """Network between workers and shards; None: messages take no time."""
     section, shards = self.run.config["network"], self.settings.shards
-    return networks.from_section(section, shards)
+    return networks.make_network(section, shards)
 
   def work(
     self, seed: int, root: jax.Array, batches: problems.Batches | None = None
@@ -73,8 +72,8 @@ class CoordinatedPlan(outcomes.OutcomePlan):
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds and checks the plan of a run with a number of workers."""
   problem, config = experiment.problem_of(run), run.config
-  # A config's learning rate is for other runs; only that of this run is an
-  # error.
+  # The learning rate of the config may be for other runs. Only a learning rate
+  # of this run is an error.
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
       f"config.runs.{run.label}.learning_rate {config['learning_rate']!r} is"
@@ -89,10 +88,10 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
       sandblaster.RECIPES[run.recipe],
       {"learning_rate": 1.0, "workers": workers, **run.options},
     )
-    like = jax.eval_shape(problem.init, jax.random.key(0))
+    shapes = jax.eval_shape(problem.init, jax.random.key(0))
     # Raises if there are more shards than parameters.
-    sharding.make_plan(like, settings.shards)
-  if isinstance(like, base.Variables):
+    sharding.make_plan(shapes, settings.shards)
+  if isinstance(shapes, base.Variables):
     raise ValueError(
       f"config.runs.{run.label}: the recipe {run.recipe} needs a loss that is a"
       " function of the parameters alone, and config.model has statistics of"
@@ -101,7 +100,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   # By default a portion is a batch, and the whole batch is the training set.
   if not settings.portions:
     settings = settings._replace(portions=problem.batches_per_epoch)
-  batches = learning_rates.passes(run, problem)
+  batches = learning_rates.budget_batches(run, problem)
   messages = round(batches / settings.push_every)
   _check_budget(run, problem, settings, workers, messages)
   checks.check_message_count(config, messages)
@@ -153,12 +152,12 @@ class CoordinatedEngine(SimulatedEngine):
     plan, params = self._plan, jax.device_get(params)
     # `restore` calls the function with a checkpoint, if there is one.
     saved = restore(lambda restored: _unpack(restored, params, plan.settings))
-    make: Any = sandblaster.SandblasterSimulation
+    simulation_class: Any = sandblaster.SandblasterSimulation
     if plan.call_network is not None:
-      make = functools.partial(
+      simulation_class = functools.partial(
         sandblaster.SandblasterOverNetwork, network=plan.call_network
       )
-    self._simulation = make(
+    self._simulation = simulation_class(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
       workers=plan.workers,
       saved=saved,
@@ -170,17 +169,17 @@ class CoordinatedEngine(SimulatedEngine):
     """Whether the coordinator ended before the last message."""
     return self._simulation.ended
 
-  def _run(self, end):
-    self._simulation.advance(end)
+  def _run(self, until):
+    self._simulation.advance(until)
     return self._simulation.run_log.records(self.done)
 
-  def _broken(self, part: Any) -> str | None:
+  def _error_text(self, part: Any) -> str | None:
     """Describes the loss or gradient that ended the run, else None."""
     del part
     reason = self._simulation.state.reason
     # Another reason, such as convergence, ends a cell without an error.
-    broken = reason.startswith("not finite")
-    return f"{self._name}: {reason}" if broken else None
+    is_error = reason.startswith("not finite")
+    return f"{self._name}: {reason}" if is_error else None
 
   def _trace(self):
     rows = self._simulation.run_log.rows
@@ -207,25 +206,25 @@ class CoordinatedEngine(SimulatedEngine):
     """Returns a row for each message."""
     return self._simulation.run_log.records()
 
-  def course(self) -> np.ndarray:
+  def loss_course(self) -> np.ndarray:
     """Returns the losses of the iterates, without losses of rejected steps."""
     losses = [iterate.loss for iterate in self._simulation.run_log.iterates]
     return np.array(losses, np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns the state so far, and the staleness of some messages."""
-    part = some(self.records(), start, end)
+    records = rows_between(self.records(), start, end)
     state = self._simulation.state
     # Before the first iterate there are only the losses of single portions.
-    loss = state.loss if state.iteration >= 0 else engines.mean(part.loss)
+    loss = state.loss if state.iteration >= 0 else engines.mean(records.loss)
     return {
       "train_loss": loss,
       "gradient_norm": state.norm,
       "iterations": max(state.iteration, 0),
       "evaluations_of_batch": state.evaluations,
-      "staleness_mean": engines.mean(part.staleness),
-      "staleness_max": int(part.staleness.max(initial=0)),
-      "accepted": engines.mean(part.accepted),
+      "staleness_mean": engines.mean(records.staleness),
+      "staleness_max": int(records.staleness.max(initial=0)),
+      "accepted": engines.mean(records.accepted),
     }
 
   def columns(self) -> dict[str, Any]:
@@ -263,12 +262,12 @@ class CoordinatedEngine(SimulatedEngine):
 
   def extras(self) -> dict[str, str]:
     """Returns the trace and the table of iterates."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
+    buffer = io.StringIO()
+    rows = csv.writer(buffer, lineterminator="\n")
     rows.writerow(sandblaster.Iterate._fields)
     rows.writerows(self._simulation.run_log.iterates)
     table = trace.from_events(self._simulation.run_log.rows)
-    return {"trace.csv": orders.dump(table), "iterates.csv": text.getvalue()}
+    return {"trace.csv": orders.dump(table), "iterates.csv": buffer.getvalue()}
 
 
 def _unpack(

@@ -10,7 +10,7 @@ from asgd.experiment import build_cache, checks
 from asgd.experiment.schema import Run
 
 
-def passes(run: Run, problem: problems.Problem) -> float:
+def budget_batches(run: Run, problem: problems.Problem) -> float:
   """Returns the batches of the whole budget of a cell."""
   examples = run.config["examples"]
   if examples is not None:
@@ -37,8 +37,8 @@ def schedule(
     return (
       given_rate if factor == 1 else lambda update: factor * given_rate(update)
     )
-  keys = "learning_rate_schedule", "batch_size", "epochs", "examples"
-  values = [run.config[key] for key in keys]
+  config_keys = "learning_rate_schedule", "batch_size", "epochs", "examples"
+  values = [run.config[key] for key in config_keys]
   return _schedules.get(
     lambda: _schedule(run, problem, peak, batches, start, steps),
     *([*values, peak, batches, start, steps], problem.batches_per_epoch),
@@ -85,7 +85,7 @@ def _schedule(
         )
       units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
       # The named schedule starts after the warm-up, and has the rest.
-      updates = max(round(passes(run, problem) / batches) - warmup, 1)
+      updates = max(round(budget_batches(run, problem) / batches) - warmup, 1)
       rate = rates.named(
         *(section["name"], peak),
         updates=updates,
@@ -96,8 +96,8 @@ def _schedule(
           if key in section
         },
       )
-      first: Any = rate(0)  # a float, or an array of JAX
-      return rates.after_warmup(rate, first, warmup=warmup, start=start)
+      first_rate: Any = rate(0)  # a float, or an array of JAX
+      return rates.after_warmup(rate, first_rate, warmup=warmup, start=start)
     return rates.warmup_steps(
       peak,
       warmup=warmup,

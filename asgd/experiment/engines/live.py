@@ -27,7 +27,7 @@ from asgd.experiment.schema import Run, Setting
 from asgd.live import faults
 from asgd.live.deadlines import MOST_SECONDS
 
-_SECONDS = checks.number(most=MOST_SECONDS, above=True)
+_SECONDS_CHECK = checks.number(most=MOST_SECONDS, above=True)
 
 
 @checks.with_schema(type="object")
@@ -52,10 +52,10 @@ SECTIONS: dict[str, Any] = {
     "together": Setting(True, checks.flag),
     # A job is late after its median time and this many MADs (median absolute
     # deviations), and at least `late_seconds`.
-    "late_mads": Setting(10.0, _SECONDS),
-    "late_seconds": Setting(2.0, _SECONDS),
+    "late_mads": Setting(10.0, _SECONDS_CHECK),
+    "late_seconds": Setting(2.0, _SECONDS_CHECK),
     # From the start of the hosts until all workers have joined.
-    "start_seconds": Setting(120.0, _SECONDS),
+    "start_seconds": Setting(120.0, _SECONDS_CHECK),
     "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
     "worker_gpus": Setting(0.0, checks.number(most=10_000)),
     "resources": Setting({}, _resources),  # other resources of Ray, per worker
@@ -126,12 +126,14 @@ def _clean(folder: Path) -> None:
   """Removes the memory of a finished cell. Raises ValueError if a file of the
   cell was changed since."""
   # A kill right after the end of a cell leaves its memory.
-  memory_lib.forget(folder)
+  memory_lib.remove_leftover(folder)
   description = live_files.read_description(folder)
   protocol.of_cell(folder, description).live.check(folder, description)
 
 
-def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
+def rebuild_plan(
+  config: Mapping[str, Any], dataset: Any, cell: cells.Cell
+) -> Any:
   """Rebuilds the plan of a cell in a process of Ray."""
   # `dataset` as Ray stored it: it is not loaded again.
   experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
@@ -168,11 +170,11 @@ def runners(
     )
 
   # The function is a module's, so a process of Ray imports it by name.
-  ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild)
+  ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild_plan)
   return {"threads": runner(live_hosts.thread_hosts), "ray": runner(ray_hosts)}
 
 
-def _kind(name: str, *, ray: bool) -> engines.EngineKind:
+def _live_engine_kind(name: str, *, ray: bool) -> engines.EngineKind:
   """Returns the EngineKind of live cells; `ray` selects processes of Ray."""
   return by_protocol.engine_kind(
     name,
@@ -181,10 +183,13 @@ def _kind(name: str, *, ray: bool) -> engines.EngineKind:
     check_machine=functools.partial(check_machine, ray=ray),
     columns=(engines.Column("seconds", "seconds"), *server_results.COLUMNS),
     timed=True,
-    elsewhere=ray,  # the work is done by Ray's processes
+    in_other_processes=ray,  # the work is done by Ray's processes
     journaled=True,
     clean=_clean,
   )
 
 
-THREADS, RAY = _kind("threads", ray=False), _kind("ray", ray=True)
+THREADS, RAY = (
+  _live_engine_kind("threads", ray=False),
+  _live_engine_kind("ray", ray=True),
+)

@@ -26,10 +26,10 @@ from asgd.live.sandblaster.run_log import LiveRunLog
 from asgd.sandblaster import Image
 from asgd.sandblaster.run_log import Lengths
 
-_NOTES = "driver.json"  # in the memory of a cell
+_NOTES_FILE = "driver.json"  # in the memory of a cell
 
 
-def _start_of(
+def _initial_state(
   plan: CoordinatedPlan, seed: int
 ) -> tuple[base.Params, jax.Array]:
   """Returns (parameters, root of random numbers) of a cell."""
@@ -43,18 +43,18 @@ def make_task(
 ) -> worker.PortionTask:
   """Returns the task of a cell's workers: gradients of portions."""
   plan = make_plan()
-  params, root = _start_of(plan, seed)
+  params, root = _initial_state(plan, seed)
   settings = plan.settings
   # A worker gets about the same portions in each evaluation, so it keeps the
   # batches of twice its share.
-  share = -(-settings.portions // plan.workers)  # rounded up
+  portions_per_worker = -(-settings.portions // plan.workers)  # rounded up
   return worker.PortionTask(
     settings,
     params,
     # Batches are worker 0's, so a portion has the same data on any worker.
     plan.problem.batches(seed, 1),
     lambda batches: plan.work(seed, root, batches),
-    cache_size=2 * (share + settings.push_every),
+    cache_size=2 * (portions_per_worker + settings.push_every),
     slowdown=tuple(plan.run.config["live"]["slowdown"]),
   )
 
@@ -76,7 +76,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def _prepare(self):
     self._name = self._context.cell.name
-    self._params, _ = _start_of(self._plan, self._context.cell.seed)
+    self._params, _ = _initial_state(self._plan, self._context.cell.seed)
     return super()._prepare()
 
   def _network(self):
@@ -90,8 +90,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     there is neither."""
     # [1] The driver's notes, if the memory of the cell still exists.
     sealed, source = None, "the evaluation that was under way"
-    if self._memory.kept:
-      sealed = storage.read_sealed(self._memory.folder / _NOTES)
+    if self._memory.is_resumed:
+      sealed = storage.read_sealed(self._memory.folder / _NOTES_FILE)
     if sealed is not None:
       saved = SavedRun(json.loads(sealed["text"]), None)
     # [2] Else a checkpoint, or nothing.
@@ -161,7 +161,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def _save_notes(self, notes: dict[str, Any] | None) -> None:
     """Writes the driver's notes to the memory; None removes them."""
-    path = self._memory.folder / _NOTES
+    path = self._memory.folder / _NOTES_FILE
     if notes is None:
       path.unlink(missing_ok=True)
       return
@@ -170,7 +170,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def _check_cluster(self, until):
     # The driver runs the coordinator, so a look advances the run itself.
-    self.cluster.advance(until, live_engine.LOOK)
+    self.cluster.advance(until, live_engine.LOOK_SECONDS)
     self._news += self._run_log.news
     self._run_log.news = []
 
@@ -183,10 +183,10 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
-    progress, broken = super().advance(until), self._broken(None)
-    # If the loss is not finite, `broken` reports it. The news say the same.
-    if broken:
-      progress = progress._replace(news=[], broken=broken)
+    progress, error_text = super().advance(until), self._error_text(None)
+    # If the loss is not finite, `error_text` reports it. The news say the same.
+    if error_text:
+      progress = progress._replace(news=[], broken=error_text)
     # A coordinator's gradients are never stale.
     return progress._replace(gap=0.0)
 

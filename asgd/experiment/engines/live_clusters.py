@@ -42,7 +42,7 @@ class LiveRun(NamedTuple):
     return sharding.make_plan(self.params, shards) if shards > 1 else None
 
   @property
-  def parts(self) -> list[Any]:
+  def shard_params(self) -> list[Any]:
     """The parameters of each shard, before the first message."""
     split = self.split
     return sharding.split(split, self.params) if split else [self.params]
@@ -119,9 +119,11 @@ def _name_clip_norm(plan: ServerPlan) -> None:
   )
 
 
-def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
-  """Returns the inputs of a live cell. `due` are the messages at which shards
-  keep parameters for the driver's evaluations."""
+def prepare(
+  plan: ServerPlan, seed: int, evaluated_messages: Sequence[int]
+) -> LiveRun:
+  """Returns the inputs of a live cell. Shards keep parameters at
+  `evaluated_messages`, for the driver's evaluations."""
   config = plan.run.config
   server, settings = config["server"], config["live"]
   totals = server["shards"] > 1 and needs_totals(plan)
@@ -137,7 +139,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
     snapshot_seconds=config["checkpoint_seconds"],
     owned=partitions.divides(config["data"]["partition"]),
     ladder=live_hosts.ladder(settings),
-    keep_params_at=tuple(due),
+    keep_params_at=tuple(evaluated_messages),
     together=settings["together"],
   )
   # `init` has the first key, and the workers' jobs have the second.
@@ -145,11 +147,11 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
   params = jax.device_get(plan.problem.init(key))
   run = LiveRun(plan, seed, setup, params)
   if totals:  # check now that a shard can compute them
-    piece = run.parts[0]  # of shard 0
+    first_params = run.shard_params[0]  # of shard 0
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
-    state = simulator.start(plan.server, piece)
+    state = simulator.start(plan.server, first_params)
     ticket = steps.send(state, jnp.int32(0))
-    message = compression.blank(plan.server.codec, piece)
+    message = compression.blank(plan.server.codec, first_params)
     # Shapes alone: an error of `stage` appears before any process starts.
     jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
   return run
@@ -178,7 +180,9 @@ def slot_shares(run: LiveRun) -> list[tuple[Any, ...]]:
   """Returns the contents of each shard's slots; see
   `WorkerSpec.slot_contents`."""
   codec, updates = run.plan.server.codec, run.plan.codec_down is not None
-  return [contents(codec, part, updates=updates) for part in run.parts]
+  return [
+    contents(codec, params, updates=updates) for params in run.shard_params
+  ]
 
 
 def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
@@ -187,43 +191,51 @@ def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
   devices = jax.local_devices()
   # All CPU devices are the same cores.
   is_single = len(devices) == 1 or devices[0].platform == "cpu"
-  grouped = plan.devices.devices > 1
-  return () if is_single or grouped else tuple(devices)
+  takes_several = plan.devices.devices > 1
+  return () if is_single or takes_several else tuple(devices)
 
 
 def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns the parameters that the shards would send to a worker now."""
   # The parameters that worker 0 would receive, in parts.
   send, split = jax.jit(run.plan.server.send), run.split
-  pieces = [send(state, np.int32(0)).params for state, _ in images]
-  return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
+  params_of_shards = [send(state, np.int32(0)).params for state, _ in images]
+  return (
+    sharding.join(split, jax.device_get(params_of_shards))
+    if split
+    else params_of_shards[0]
+  )
 
 
 def combine(
-  parts: Sequence[base.Records], split: sharding.ShardPlan | None, params: Any
+  shard_records: Sequence[base.Records],
+  split: sharding.ShardPlan | None,
+  params: Any,
 ) -> base.Records:
   """Returns the records of the lead. Where every shard has received a message,
   its row has the report, bytes and residual norm of all shards together."""
-  lead = parts[0]
+  lead = shard_records[0]
   if split is None or not len(lead.loss):
     return lead
-  rows = []  # of each shard: (worker, job) -> row
-  for part in parts:
-    pairs = zip(part.worker.tolist(), part.job.tolist(), strict=True)
-    rows.append({key: row for row, key in enumerate(pairs)})
-  keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
+  rows_by_shard = []  # of each shard: (worker, job) -> row
+  for records in shard_records:
+    pairs = zip(records.worker.tolist(), records.job.tolist(), strict=True)
+    rows_by_shard.append({key: row for row, key in enumerate(pairs)})
+  job_keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
   # Rows of the lead that every shard has, and their index at each shard.
   complete = [
     i
-    for i, key in enumerate(keys)
-    if all(key in row_of_key for row_of_key in rows)
+    for i, key in enumerate(job_keys)
+    if all(key in row_of_key for row_of_key in rows_by_shard)
   ]
-  rows_of_complete = [[index[keys[i]] for i in complete] for index in rows]
+  rows_of_complete = [
+    [index[job_keys[i]] for i in complete] for index in rows_by_shard
+  ]
 
   def columns_of_shards(name):
     return [
-      getattr(part, name)[i]
-      for part, i in zip(parts, rows_of_complete, strict=True)
+      getattr(records, name)[i]
+      for records, i in zip(shard_records, rows_of_complete, strict=True)
     ]
 
   fields = zip(*map(columns_of_shards, base.Report._fields), strict=True)
@@ -238,23 +250,23 @@ def combine(
     columns[name][complete] = sum(columns_of_shards(name))
   # RMS over all shards: the mean of the squares, weighted by sizes.
   squares = np.square(columns_of_shards("residual_norm"), dtype=np.float64)
-  share = np.asarray(sizes) / max(sum(sizes), 1)
-  columns["residual_norm"][complete] = np.sqrt(share @ squares)
+  shares = np.asarray(sizes) / max(sum(sizes), 1)
+  columns["residual_norm"][complete] = np.sqrt(shares @ squares)
   return base.Records(**columns)
 
 
 # allocation -> function that makes a spec in the process of a worker.
-_SpecOf = Callable[[Any], Callable[[], WorkerSpec]]
+_SpecMaker = Callable[[Any], Callable[[], WorkerSpec]]
 
 
-def _in_threads(
+def _parts_for_threads(
   run: LiveRun, live: LiveCell, hosts: CellHosts
-) -> tuple[Site, dict[str, Any], _SpecOf]:
+) -> tuple[Site, dict[str, Any], _SpecMaker]:
   """Returns the site of a run, options of `ServerMakers`, and a function that
   makes specs, for hosts that are threads."""
 
   # The spec is compiled once here, and shared by all threads.
-  def spec_of(allocation: Any) -> Callable[[], WorkerSpec]:
+  def spec_maker(allocation: Any) -> Callable[[], WorkerSpec]:
     """Returns the maker of the one spec that all threads share."""
     plan = dataclasses.replace(run.plan, allocation=allocation)
     spec = make_spec(run._replace(plan=plan))
@@ -274,19 +286,19 @@ def _in_threads(
     options["network"] = ThrottledNetwork(
       throttled.throttle, lambda i: site.open_memory(i, *shares[i], None)
     )
-  return site, options, spec_of
+  return site, options, spec_maker
 
 
-def _in_processes(
+def _parts_for_processes(
   run: LiveRun, live: LiveCell, hosts: CellHosts
-) -> tuple[Site, dict[str, Any], _SpecOf]:
-  """Returns the values of `_in_threads` for hosts that are processes."""
-  parts = hosts.plan, run.seed, run.setup, run.params
+) -> tuple[Site, dict[str, Any], _SpecMaker]:
+  """Returns the values of `_parts_for_threads` for hosts that are processes."""
+  arguments = hosts.plan, run.seed, run.setup, run.params
   # partial(partial, f, *parts)(allocation) is partial(f, *parts, allocation),
   # which can be pickled.
-  spec_of = functools.partial(functools.partial, _spec_in_host, *parts)
+  spec_maker = functools.partial(functools.partial, _spec_in_host, *arguments)
   actors: Any = hosts.hosts  # ActorHosts, which is imported with Ray only
-  return actors.site, {}, spec_of
+  return actors.site, {}, spec_maker
 
 
 def _server_in_host(make_plan):
@@ -321,23 +333,25 @@ def make_cluster(
     resumed: whether the journals have rows.
   """
   # Threads share the parts made here; processes make their parts themselves.
-  make_parts = _in_processes if hosts.apart else _in_threads
-  site, options, spec_of = make_parts(run, live, hosts)
+  make_parts = (
+    _parts_for_processes if hosts.are_processes else _parts_for_threads
+  )
+  site, options, spec_maker = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)
   makers = ServerMakers(
-    *(site, make_server, run.parts),
+    *(site, make_server, run.shard_params),
     faults=tuple(machine.faults),
     images=images,
     **options,
   )
   cluster = ServerCluster(
     *(run.setup, run.split, hosts.hosts, makers),
-    spec_of(run.plan.allocation),
+    spec_maker(run.plan.allocation),
     refill=live.settings["refill"],
     resumed=resumed,
     leave_seconds=hosts.leave_seconds,
   )
-  if not allocations.unknown(run.plan):
+  if not allocations.awaits_speeds(run.plan):
     return cluster
   with contextlib.ExitStack() as stack:
     # The cluster is closed only if the timing fails: see `pop_all` below.
@@ -346,8 +360,8 @@ def make_cluster(
     jobs = run.plan.run.config["allocation"]["jobs"]
     # The cluster measures with equal shares, and gets the new ones before its
     # start.
-    plan = allocations.by_seconds(run.plan, cluster.measure(jobs))
+    plan = allocations.with_shares_by_speed(run.plan, cluster.measure(jobs))
     allocations.write(live.folder, plan.allocation)
-    cluster.set_spec(spec_of(plan.allocation))
+    cluster.set_spec(spec_maker(plan.allocation))
     stack.pop_all()
   return cluster

@@ -28,7 +28,7 @@ from asgd.live.worker_files import WorkerFiles
 from asgd.orders.network import Network
 from asgd.orders.trace import STARTS
 
-LOOK = 0.1  # seconds between two looks at the cluster
+LOOK_SECONDS = 0.1  # between two looks at the cluster
 
 
 class LiveEngine(engines.Engine):
@@ -51,7 +51,7 @@ class LiveEngine(engines.Engine):
     self._existing: set[Path] = set()  # files that existed at the last look
     self._snapshot: engines.Snapshot | None = None
     # Whether all participants paused in time; None: they were not stopped.
-    self._stopped: bool | None = None
+    self._all_paused: bool | None = None
     # Before the memory is opened: a new cell must not take the memory of an
     # old one.
     begun = self._prepare()
@@ -64,7 +64,7 @@ class LiveEngine(engines.Engine):
     with contextlib.ExitStack() as stack:
       # If the start fails, hosts and memory are released in reverse order.
       stack.callback(self._release)
-      self._start(make_hosts, begun, stack)
+      self._start_cluster(make_hosts, begun, stack)
       self._resources = stack.pop_all()
 
   @property
@@ -76,11 +76,11 @@ class LiveEngine(engines.Engine):
 
   def _release(self) -> None:
     # A cell that has received a message resumes from its memory.
-    if not self._memory.kept and not self._received:
+    if not self._memory.is_resumed and not self._received:
       self._memory.remove()  # there is nothing to resume from
     self._memory.close()
 
-  def _start(
+  def _start_cluster(
     self,
     make_hosts: live_hosts.MakeHosts,
     begun: bool,
@@ -90,9 +90,9 @@ class LiveEngine(engines.Engine):
     context, plan = self._context, self._plan
     # [1] Restore a checkpoint and cut the files back to it.
     saved = self._restore() if begun else None
-    self._counts = [0] * len(self._writers)  # read records of each writer
-    # Records are appended; `_all` joins them when they are needed.
-    self._parts: list[Any] = []  # records that were read
+    self._read_counts = [0] * len(self._writers)  # read records of each writer
+    # Records are appended; `_joined_records` joins them when they are needed.
+    self._record_parts: list[Any] = []  # records that were read
     self._received = self._open_files(saved, begun=begun)
     self.done = min(self._received, self.total)
     # [2] Continue the cell's time at its last row.
@@ -104,7 +104,7 @@ class LiveEngine(engines.Engine):
       *(plan, context.cell, context.experiment.dataset, self._setup()),
       folder=self._folder.absolute(),
       memory=self._memory.folder,
-      began=time.monotonic() - elapsed,
+      start_time=time.monotonic() - elapsed,
       network=self._network(),
     )
     # [3] Start hosts, then the cluster in them.
@@ -113,7 +113,7 @@ class LiveEngine(engines.Engine):
     self.cluster, start = self._make_cluster(live, hosts, saved)
     stack.callback(self.cluster.close)
     # Participants that were replaced before a resume count, too.
-    self._memory.note(self._replaced())
+    self._memory.write_running(self._replaced())
     assert context.board is not None  # the driver writes it, as the folder
     self._figures = live_figures.Watch(
       plan.workers, context.board, self._bytes_share
@@ -136,7 +136,7 @@ class LiveEngine(engines.Engine):
     return any(path.exists() for path in self._journals())
 
   def _setup(self) -> Setup:
-    return live_hosts.setup_of(self._plan)
+    return live_hosts.default_setup(self._plan)
 
   def _network(self) -> Network | None:
     """Returns the network that delays calls between threads, if any."""
@@ -212,22 +212,24 @@ class LiveEngine(engines.Engine):
 
   def _read(self) -> Any:
     """Reads the new records, stores and returns them."""
-    parts = []
+    records_of_writers = []
     for index in self._writers:
       # From the record after the last one that was read.
-      part = self._files.read(self._folder, index, self._counts[index])
-      self._counts[index] += len(part.loss)
-      parts.append(part)
+      new_records = self._files.read(
+        self._folder, index, self._read_counts[index]
+      )
+      self._read_counts[index] += len(new_records.loss)
+      records_of_writers.append(new_records)
     # Writers are independent; rows are put in the order of their times.
-    records = by_time(parts)
-    self._parts.append(records)
+    records = by_time(records_of_writers)
+    self._record_parts.append(records)
     return records
 
-  def _all(self) -> Any:
+  def _joined_records(self) -> Any:
     """Returns all records."""
-    if len(self._parts) > 1:
-      self._parts = [by_time(self._parts)]
-    return self._parts[0]
+    if len(self._record_parts) > 1:
+      self._record_parts = [by_time(self._record_parts)]
+    return self._record_parts[0]
 
   @functools.cached_property
   def _first_ticket(self) -> float:
@@ -235,11 +237,11 @@ class LiveEngine(engines.Engine):
     rows = (event for path in self._journals() for event in read_journal(path))
     return min(event.time for event in rows if event.action in STARTS)
 
-  def _seconds_at(self, new: Any) -> float | None:
+  def _seconds_of(self, new_records: Any) -> float | None:
     """Returns the seconds from the first start of a job to the last of the new
     records; 0 before the first record of the cell, None without a new one."""
-    if len(new.loss):
-      return float(new.time[-1]) - self._first_ticket
+    if len(new_records.loss):
+      return float(new_records.time[-1]) - self._first_ticket
     return None if self._received else 0.0
 
   # Training.
@@ -250,9 +252,9 @@ class LiveEngine(engines.Engine):
     try:
       yield
     except failures.AllDied as error:
-      raise engines.Died(str(error)) from error
+      raise engines.ProcessExited(str(error)) from error
     except failures.NotFinite as error:
-      # A NaN is the user's to mend, so its error names message and cell.
+      # The user has to mend a NaN, so the error names message and cell.
       arguments = self._plan, str(error), self._context.cell.name
       raise engines.NonFiniteResult(
         server_results.divergence_error(*arguments)
@@ -265,7 +267,8 @@ class LiveEngine(engines.Engine):
   def _check_cluster(self, until: int) -> None:
     """Waits until the next look, then checks the cluster."""
     del until
-    self._wait(LOOK if self._existing else 0.0)  # the first look is at once
+    # The first look comes at once.
+    self._wait(LOOK_SECONDS if self._existing else 0.0)
     self._news += self.cluster.check(self._received)
 
   def advance(self, until: int) -> engines.Progress:
@@ -273,45 +276,47 @@ class LiveEngine(engines.Engine):
     with self._errors():
       self._check_cluster(until)
     # [1] The cluster. Replacements survive a kill of the driver.
-    self._memory.note(self._replaced())
+    self._memory.write_running(self._replaced())
     self._check_files()
     # [2] The new records.
-    new = self._read()
-    self._received += len(new.loss)
-    rows = new
+    new_records = self._read()
+    self._received += len(new_records.loss)
+    rows = new_records
     if self._bytes_share < 1:  # the lead records its part of the bytes
-      up, down = (
-        new.bytes_up / self._bytes_share,
-        new.bytes_down / self._bytes_share,
+      bytes_up, bytes_down = (
+        new_records.bytes_up / self._bytes_share,
+        new_records.bytes_down / self._bytes_share,
       )
-      rows = new._replace(bytes_up=up, bytes_down=down)
-    figures = self._figures.look(time.monotonic(), new, self._received)
+      rows = new_records._replace(bytes_up=bytes_up, bytes_down=bytes_down)
+    figures = self._figures.look(time.monotonic(), new_records, self._received)
     # [3] Parameters for an evaluation, if message `until` was received.
     with self._errors():
       self._snapshot_at(until)
     news, self._news = self._news, []
     return engines.Progress(
-      loss=new.loss,
-      staleness=engines.mean(new.staleness),
-      gap=engines.mean(new.gap) if self._measures_gap else None,
+      loss=new_records.loss,
+      staleness=engines.mean(new_records.staleness),
+      gap=engines.mean(new_records.gap) if self._measures_gap else None,
       news=news,
       figures=figures,
       rows=rows,
-      seconds=self._seconds_at(new),
+      seconds=self._seconds_of(new_records),
     )
 
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last segments of the workers' time, by journals and spans,
     in seconds since the first start of a job."""
-    stretches = cell_progress.read_work(self._folder)
-    if not stretches:
+    segments = cell_progress.read_work(self._folder)
+    if not segments:
       return []
     # Before the first record the files are short: they have the first start.
-    known = self._received > 0
-    first = self._first_ticket if known else min(p.start for p in stretches)
+    has_records = self._received > 0
+    start = (
+      self._first_ticket if has_records else min(p.start for p in segments)
+    )
     return [
-      part._replace(start=part.start - first, end=part.end - first)
-      for part in stretches
+      segment._replace(start=segment.start - start, end=segment.end - start)
+      for segment in segments
     ]
 
   def snapshot(self) -> engines.Snapshot:
@@ -331,7 +336,7 @@ class LiveEngine(engines.Engine):
 
   def records(self) -> Any:
     """Returns a row for each message, in the order of their times."""
-    return self._all()
+    return self._joined_records()
 
   def _records_between(self, start: int, end: int) -> Any:
     """Returns the records of some messages, at least one."""
@@ -346,13 +351,13 @@ class LiveEngine(engines.Engine):
     """Returns the state of all participants while the cluster is paused; None
     if some did not pause in time for a stop, or none has begun."""
     # A participant that did not pause may still write.
-    if self._stopped is False:
+    if self._all_paused is False:
       return None
     with self._errors():
-      if not self._stopped:
+      if not self._all_paused:
         self.cluster.pause()
       packed = self._pack()
-      if not self._stopped:
+      if not self._all_paused:
         self.cluster.resume()
     # A step of 0 is a cell without any row.
     return packed if packed[0] else None
@@ -361,7 +366,7 @@ class LiveEngine(engines.Engine):
     """Makes all participants end their present round, clock or job."""
     with self._errors():
       paused = self.cluster.pause(self._context.machine.grace_seconds)
-    self._stopped = paused
+    self._all_paused = paused
     # Rows that were written during the pause.
     self._received += len(self._read().loss)
     self.done = self._received
@@ -372,7 +377,7 @@ class LiveEngine(engines.Engine):
   def discard(self) -> None:
     """Removes the memory of a finished cell, which will not resume."""
     self.close()
-    memory_lib.forget(self._folder)
+    memory_lib.remove_leftover(self._folder)
 
   def close(self) -> None:
     """Ends the cluster and the hosts of the cell."""

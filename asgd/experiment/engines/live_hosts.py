@@ -37,7 +37,7 @@ class LiveCell(NamedTuple):
   memory: Path  # folder of shared memory and sockets
   # time.monotonic() at the cell's time 0. If the cell resumes, the time between
   # its processes does not count.
-  began: float
+  start_time: float
   network: Network | None = None  # delays calls between threads
 
   @property
@@ -57,7 +57,7 @@ class CellHosts(NamedTuple):
 
   hosts: Hosts
   plan: Callable[[], Any]  # returns the plan of the cell, in any host
-  apart: bool  # each host is a process, which compiles its functions itself
+  are_processes: bool  # each host then compiles its functions itself
   leave_seconds: float = 2.0  # for participants to write files at the end
 
 
@@ -73,10 +73,10 @@ def ladder(settings: Mapping[str, Any]) -> Ladder:
   return Ladder(*(settings[key] for key in _DEADLINES))
 
 
-def setup_of(plan: Any) -> Setup:
+def default_setup(plan: Any) -> Setup:
   """Returns the setup of a protocol without the rules of a dense server."""
-  late = ladder(plan.run.config["live"])
-  return Setup(protocol.Rules(), plan.workers, plan.messages, ladder=late)
+  deadlines = ladder(plan.run.config["live"])
+  return Setup(protocol.Rules(), plan.workers, plan.messages, ladder=deadlines)
 
 
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
@@ -89,16 +89,18 @@ def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are threads of this process."""
   processes.allow_open_files()  # a worker holds several files and sockets
   workers = live.plan.workers
-  hosts = throttled_hosts.make_hosts(live.network, workers, began=live.began)
+  hosts = throttled_hosts.make_hosts(
+    live.network, workers, began=live.start_time
+  )
   hosts.show = machine.show
-  return CellHosts(hosts, lambda: live.plan, apart=False)
+  return CellHosts(hosts, lambda: live.plan, are_processes=False)
 
 
 def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are actors of Ray, which is started unless it runs."""
   # One cell: Ray's processes need no others.
   config = cells.single_cell_config(live.plan.run, live.cell)
-  shared = machine.ray_reference(live.dataset)  # which starts Ray
+  dataset_reference = machine.ray_reference(live.dataset)  # which starts Ray
   # Only now: the module imports Ray.
   from asgd.live.hosts.actors import ActorHosts
 
@@ -112,10 +114,12 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   }
   hosts = ActorHosts(ray_site, resources=resources)
   hosts.show = machine.show
-  plan = functools.partial(make_plan, rebuild, config, shared, live.cell)
+  plan = functools.partial(
+    make_plan, rebuild, config, dataset_reference, live.cell
+  )
   # Seconds that a process has to write its files: a profile takes longest.
   leave_seconds = 60.0 if ray_site.profile else 10.0 if ray_site.spans else 2.0
-  return CellHosts(hosts, plan, apart=True, leave_seconds=leave_seconds)
+  return CellHosts(hosts, plan, are_processes=True, leave_seconds=leave_seconds)
 
 
 def make_plan(
@@ -143,17 +147,17 @@ def site(live: LiveCell, profile: str | None = None) -> Site:
   settings = live.settings
   # Workers without a reserved accelerator use the CPU: on a GPU that JAX sees,
   # it would take most of the memory from other programs.
-  accelerated = settings["worker_gpus"] or settings["accelerator"]
-  accelerated = accelerated or "TPU" in settings["resources"]
+  uses_accelerator = settings["worker_gpus"] or settings["accelerator"]
+  uses_accelerator = uses_accelerator or "TPU" in settings["resources"]
   return Site(
     live.setup,
     str(live.folder),
     str(live.memory),
-    live.began,
+    live.start_time,
     compress=dtype_on_wire(live.plan.run.config),
     spans=settings["spans"],
     devices=settings["devices"],
-    platform=None if accelerated else "cpu",
+    platform=None if uses_accelerator else "cpu",
     gpus=settings["worker_gpus"],
     cluster_seconds=settings["cluster_seconds"],
     profile=profile and str(Path(profile).absolute()),

@@ -23,18 +23,18 @@ class ShardNews:
     """
     self._message = message
     self._rollbacks: list[Any] = [None] * setup.shards  # that have a line
-    # Gathering is over if messages were received before.
+    # If messages were received before, the start of the workers is over.
     self._resumed = resumed
-    self._gathers = 0 if message else setup.first_job_workers
-    self._in_memory = (memory / "shard-0" / "messages").exists()
+    self._expected_workers = 0 if message else setup.first_job_workers
+    self._has_memory = (memory / "shard-0" / "messages").exists()
 
-  def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
+  def new_lines(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the new lines, from the status of each shard."""
     news = []
     if self._resumed:
-      # This line covers the rollbacks of the resume; later ones have their own.
+      # This line covers the rollbacks of the resume. Each later one has a line.
       self._resumed = False
-      news.append(self._resuming(status))
+      news.append(self._resume_line(status))
       self._rollbacks = [shard["rollback"] for shard in status]
     for shard in status:
       news += shard["news"]
@@ -49,9 +49,9 @@ class ShardNews:
         f" {rollback.message}{_reason(rollback)}"
       )
     # The first message shows how many workers took part from the start.
-    if self._gathers and status[0]["received"]:
-      expected, present = self._gathers, len(status[0]["workers"])
-      self._gathers = 0
+    if self._expected_workers and status[0]["received"]:
+      expected, present = self._expected_workers, len(status[0]["workers"])
+      self._expected_workers = 0
       # At the end of a short run workers have left already.
       if present < expected and not status[0]["stopped"]:
         news.append(
@@ -60,14 +60,17 @@ class ShardNews:
         )
     return news
 
-  def _resuming(self, status: Sequence[Mapping[str, Any]]) -> str:
+  def _resume_line(self, status: Sequence[Mapping[str, Any]]) -> str:
     """Returns the line on the state from which a run resumes."""
     opening = f"resuming at message {self._message}, from"
     rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
     if not rollbacks:
       # The shards replayed all rows, so no update was rolled back.
-      return f"{opening} {'shared memory' if self._in_memory else 'the trace'}"
-    rollback, undone = rollbacks[0], sum(each.updates for each in rollbacks)
+      return f"{opening} {'shared memory' if self._has_memory else 'the trace'}"
+    rollback, undone = (
+      rollbacks[0],
+      sum(rollback_of_shard.updates for rollback_of_shard in rollbacks),
+    )
     source = f"the checkpoint of message {rollback.message}"
     if not rollback.row:  # row 0 is the beginning
       source = "the beginning, as there is no checkpoint"

@@ -45,14 +45,14 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 def make_spec(
-  plan: PeerPlan, seed: int, due: Sequence[int], *, copies: bool
+  plan: PeerPlan, seed: int, evaluated_messages: Sequence[int], *, copies: bool
 ) -> PeerSpec:
   """Returns the spec of the peers.
 
   Args:
     plan: the plan of the cell.
     seed: the seed of the cell.
-    due: messages after which peers keep parameters for evaluations.
+    evaluated_messages: messages after which peers keep their parameters.
     copies: whether messages are copied, as between processes.
   """
   key, root = jax.random.split(jax.random.key(seed))
@@ -65,7 +65,7 @@ def make_spec(
     *(plan.gossip, plan.peer, plan.worker, params),
     *(plan.job_batches(seed), root, wire),
     # A round is a message of each worker, so an evaluation is after a round.
-    frozenset(message // plan.workers for message in due),
+    frozenset(message // plan.workers for message in evaluated_messages),
     tuple(plan.run.config["live"]["slowdown"]),
     plan.devices,
   )
@@ -75,11 +75,11 @@ def _spec_in_host(
   make_plan: Callable[[], PeerPlan],
   allocation: Any,
   seed: int,
-  due: Sequence[int],
+  evaluated_messages: Sequence[int],
 ) -> PeerSpec:
   """Returns the spec, made in the process of a peer."""
   plan = dataclasses.replace(make_plan(), allocation=allocation)
-  return make_spec(plan, seed, due, copies=True)
+  return make_spec(plan, seed, evaluated_messages, copies=True)
 
 
 def image_template(spec: PeerSpec, notes: dict[str, Any]) -> Any:
@@ -130,12 +130,12 @@ class LivePeerEngine(live_engine.LiveEngine):
       ended_rounds = [notes["rounds"] for _, notes in images.values()]
       # The slowest peer's round: all messages up to it were received.
       self.done = plan.workers * min(ended_rounds, default=0)
-    if allocations.unknown(plan):
+    if allocations.awaits_speeds(plan):
       plan = self._plan = self._with_shares(live, hosts)
     maker = PeerMaker(
-      *(self._spec_of(hosts), live.folder, seed),
+      *(self._spec_maker(hosts), live.folder, seed),
       *(tuple(self._context.machine.faults), live.write_span),
-      warm_up=hosts.apart,
+      warm_up=hosts.are_processes,
     )
     cluster = PeerCluster(
       *(plan.gossip, hosts.hosts, maker),
@@ -145,15 +145,17 @@ class LivePeerEngine(live_engine.LiveEngine):
     )
     return cluster, functools.partial(cluster.start, saved and saved[0])
 
-  def _spec_of(self, hosts: CellHosts) -> Callable[[], PeerSpec]:
+  def _spec_maker(self, hosts: CellHosts) -> Callable[[], PeerSpec]:
     """Returns the function by which a host makes the spec of its peer."""
     plan, seed = self._plan, self._context.cell.seed
     config = self._context.experiment.config
-    due = engines.due(config["evaluations"], self.total, self.quantum)
-    if hosts.apart:
-      arguments = plan.allocation, seed, due
+    evaluated_messages = engines.evaluation_messages(
+      config["evaluations"], self.total, self.quantum
+    )
+    if hosts.are_processes:
+      arguments = plan.allocation, seed, evaluated_messages
       return functools.partial(_spec_in_host, hosts.plan, *arguments)
-    spec = make_spec(plan, seed, due, copies=False)
+    spec = make_spec(plan, seed, evaluated_messages, copies=False)
     # Compiled once, for all threads of this process.
     spec.warm_up_all()
     return lambda: spec
@@ -163,11 +165,11 @@ class LivePeerEngine(live_engine.LiveEngine):
     speed, which are written to the folder of the cell."""
     plan = self._plan
     jobs = plan.run.config["allocation"]["jobs"]
-    make = self._spec_of(hosts)
+    make = self._spec_maker(hosts)
     seconds = timed.measure(
       hosts.hosts, make, plan.workers, live.setup.ladder, jobs
     )
-    plan = allocations.by_seconds(plan, seconds)
+    plan = allocations.with_shares_by_speed(plan, seconds)
     allocations.write(live.folder, plan.allocation)
     return plan
 
@@ -191,13 +193,12 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   def _cut_files_back(self, saved: Any) -> None:
     """Cuts the files back; see the base."""
-    # Reading files needs no peers.
     # With a checkpoint, files are only cut back to it, so nothing is lost.
-    aside = "" if saved else self._keep_aside()
+    copies_text = "" if saved else self._copy_files_aside()
     super()._cut_files_back(saved)
-    self._news[-1] += aside
+    self._news[-1] += copies_text
 
-  def _keep_aside(self) -> str:
+  def _copy_files_aside(self) -> str:
     """Copies the peers' files beside a damaged checkpoint; returns a text that
     names the folder, "" if no checkpoint is damaged."""
     damaged = sorted(self._folder.glob("damaged-*"))
@@ -205,10 +206,10 @@ class LivePeerEngine(live_engine.LiveEngine):
     if not damaged or journal_path(damaged[-1], 0).exists():
       return ""
     for peer in self._writers:
-      for path_of in (journal_path, records_path):
-        path = path_of(self._folder, peer)
+      for make_path in (journal_path, records_path):
+        path = make_path(self._folder, peer)
         if path.exists():
-          safe_files.write(path_of(damaged[-1], peer), path.read_bytes())
+          safe_files.write(make_path(damaged[-1], peer), path.read_bytes())
     return f", and kept in {damaged[-1]}"
 
   def _snapshot_at(self, until: int) -> None:
@@ -277,7 +278,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     updates = round(np.mean([v.version for v in self._views.values()]))
     row = server_results.columns(plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= peers.of_links(plan.gossip, self._traffic)
+    row |= peers.link_columns(plan.gossip, self._traffic)
     return {
       **row,
       "peers_sha256": storage.digest(
@@ -291,8 +292,8 @@ class LivePeerEngine(live_engine.LiveEngine):
     }
 
   def _residual_lost(self, records: Any) -> dict[str, float]:
-    """Returns the column of `traffic.lost`, for peers that left before the
-    end."""
+    """Returns the column of `traffic.lost_residual`, for peers that left before
+    the end."""
     if not self._plan.gossip.compressed:
       return {}
     end, squares = records.time[-1], 0.0
@@ -307,9 +308,8 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
-    # Row: the receiver. Column: the sender.
     """Messages and bytes that were taken over each link, read at the end of the
-    cell."""
+    cell. Rows are receivers, columns senders."""
     n = len(self._writers)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._writers:
@@ -338,11 +338,11 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   def stop(self) -> str:
     """See the base."""
-    text = super().stop()
+    stop_note = super().stop()
     if not self._counts_jobs:
       # Rounds that all peers have completed.
       self.done = self.cluster.rounds * self.quantum
-    return text
+    return stop_note
 
 
 def describe(result: Mapping[str, Any]) -> str:

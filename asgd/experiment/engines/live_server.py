@@ -96,14 +96,18 @@ class LiveServerEngine(live_engine.LiveEngine):
     self._resumed = bool(journals[0])
     # The lead shard's journal has each message once.
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
-    self._sinks = [records.records_path(self._folder, i) for i in self._writers]
+    self._record_paths = [
+      records.records_path(self._folder, i) for i in self._writers
+    ]
     self._plan = allocations.read(
       self._plan, self._folder, begun=self._resumed
     )
     config = self._context.experiment.config
-    due = engines.due(config["evaluations"], self.total)
+    evaluated_messages = engines.evaluation_messages(
+      config["evaluations"], self.total
+    )
     seed = self._context.cell.seed
-    self._run = live_clusters.prepare(self._plan, seed, due)
+    self._run = live_clusters.prepare(self._plan, seed, evaluated_messages)
     shards = self._run.setup.shards
     # The figures scale the lead's bytes to those of all shards.
     self._bytes_share = live_figures.lead_share(self._run.params, shards)
@@ -117,8 +121,10 @@ class LiveServerEngine(live_engine.LiveEngine):
 
   def _unpack(self, saved):
     """Returns the shards' images in a checkpoint."""
-    server, parts = self._plan.server, self._run.parts
-    states = saved.tree([simulator.start(server, part) for part in parts])
+    server, shard_params = self._plan.server, self._run.shard_params
+    states = saved.tree(
+      [simulator.start(server, params) for params in shard_params]
+    )
     return list(zip(states, saved.notes["shards"], strict=True))
 
   def _open_files(self, saved, *, begun):
@@ -131,7 +137,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     """Returns the cluster of shards and workers, and its start."""
     machine, setup = self._context.machine, self._run.setup
     # Only new slots need memory.
-    if not self._memory.kept:
+    if not self._memory.is_resumed:
       shares = live_clusters.slot_shares(self._run)
       wire = live_hosts.dtype_on_wire(self._plan.run.config)
       counts = slot_counts(setup)
@@ -156,18 +162,18 @@ class LiveServerEngine(live_engine.LiveEngine):
   def _check_cluster(self, until):
     super()._check_cluster(until)
     if status := self.cluster.status():
-      self._news += self._shard_news.of(status)
+      self._news += self._shard_news.new_lines(status)
 
   def _read(self):
-    return self._rows(self._received, self._count())
+    return self._read_rows(self._received, self._count_records())
 
-  def _count(self) -> int:
+  def _count_records(self) -> int:
     """Returns the count of the lead's records."""
-    return records.count_records(self._sinks[0])
+    return records.count_records(self._record_paths[0])
 
-  def _rows(self, start: int, end: int) -> base.Records:
+  def _read_rows(self, start: int, end: int) -> base.Records:
     """Reads some of the lead's records."""
-    return records.read_records(self._sinks[0], start, end)
+    return records.read_records(self._record_paths[0], start, end)
 
   def _snapshot_at(self, until: int) -> None:
     """Fetches the parameters of message `until`, if it was received."""
@@ -188,30 +194,32 @@ class LiveServerEngine(live_engine.LiveEngine):
     is_kept = not is_last and all(until in s["kept_params"] for s in status)
     with contextlib.suppress(Disconnected):  # the next look tries again
       if is_kept:
-        self._snapshot = self._fetch_snapshot(until, kept=until)
+        self._snapshot = self._fetch_snapshot(until, kept_at=until)
       else:
         # A shard failed and lost the kept parameters: take the present ones.
         self._snapshot = self._fetch_snapshot(status[0]["received"])
       self.done = until
 
   def _fetch_snapshot(
-    self, message: int, kept: int | None = None
+    self, message: int, kept_at: int | None = None
   ) -> engines.Snapshot:
-    """Fetches parameters: those kept at message `kept`, or the present ones."""
-    params = self.cluster.params(kept)
+    """Fetches the parameters kept at message `kept_at`, or the present ones."""
+    params = self.cluster.params(kept_at)
     # A message that has no record yet uses the last record.
-    row = min(message, self._count()) - 1
-    record = self._rows(row, row + 1)
-    parts = [records.read_records(path, 0, row + 1) for path in self._sinks]
+    row = min(message, self._count_records()) - 1
+    record = self._read_rows(row, row + 1)
+    records_of_shards = [
+      records.read_records(path, 0, row + 1) for path in self._record_paths
+    ]
     clock = {
       "seconds": float(record.time[0]) - self._first_ticket,
-      "megabytes": traffic.megabytes(parts),
+      "megabytes": traffic.megabytes(records_of_shards),
     }
     return engines.Snapshot(params, message, int(record.update[0]), clock)
 
   def _take_last_snapshot(self):
     take = lambda: self._fetch_snapshot(self._received)  # noqa: E731
-    # `insist` tries again while a shard recovers.
+    # This call tries again while a shard recovers.
     self._snapshot = self.cluster.call_until_connected(take)
 
   # Results.
@@ -219,16 +227,20 @@ class LiveServerEngine(live_engine.LiveEngine):
   def records(self) -> base.Records:
     """Returns the lead's record of each message. If all shards have received
     the message, its norms and bytes are those of all shards together."""
-    # One part for each shard.
-    parts = [records.read_records(path) for path in self._sinks]
-    return live_clusters.combine(parts, self._run.split, self._run.params)
+
+    records_of_shards = [
+      records.read_records(path) for path in self._record_paths
+    ]
+    return live_clusters.combine(
+      records_of_shards, self._run.split, self._run.params
+    )
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
     # Without a log, a shard that fails loses some records.
-    count = self._count()
-    start = max(min(start, end - 1, count - 1), 0)
-    return server_results.summary(self._rows(start, min(end, count)))
+    n_records = self._count_records()
+    start = max(min(start, end - 1, n_records - 1), 0)
+    return server_results.summary(self._read_rows(start, min(end, n_records)))
 
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result. Raises ValueError if rows of
@@ -239,8 +251,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     paths = self._journals()
     journals = [read_journal(path) for path in paths]
     # Files are compared with the counts that the shards have in memory.
-    for path, sink, events, (_, meta) in zip(
-      paths, self._sinks, journals, images, strict=True
+    for path, records_path, events, (_, meta) in zip(
+      paths, self._record_paths, journals, images, strict=True
     ):
       if len(events) < meta["rows"]:
         raise ValueError(
@@ -248,32 +260,32 @@ class LiveServerEngine(live_engine.LiveEngine):
           " it was cut short or changed; start anew in another folder"
           " (--workdir)"
         )
-      count = records.count_records(sink)
-      records.check_records(sink, count, events, whole=True)
+      n_records = records.count_records(records_path)
+      records.check_records(records_path, n_records, events, whole=True)
     plan, rows = self._plan, self.records()
     version, trace = int(images[0][0].version), from_events(journals[0])
     row = server_results.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
       # With look-ahead, workers receive other parameters than the server has.
-      sent = live_clusters.sent_params(self._run, images)
-      row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
+      sent_params = live_clusters.sent_params(self._run, images)
+      row["sent_accuracy"] = plan.problem.evaluate(sent_params).accuracy
     return {
       **row,
       "seconds": float(rows.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
       "rolled_back": sum(follow(events).undone for events in journals),
       "took_part": len(np.unique(rows.worker)),
-      **traffic.lost(plan, journals[0], rows),
+      **traffic.lost_residual(plan, journals[0], rows),
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, from which the cell resumes if its memory
     is lost. Returns None if a shard does not answer now; a stopped run waits
     for the answer."""
-    stopped = self._stopped is not None
+    is_stopped = self._all_paused is not None
     try:
       cluster = self.cluster
-      images = cluster.wait_for_images() if stopped else cluster.images()
+      images = cluster.wait_for_images() if is_stopped else cluster.images()
     except Disconnected:  # a shard restarts; the next checkpoint follows
       return None
     if images is None:

@@ -45,7 +45,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Returns `tables.plan`; refuses more shards than the tables have rows."""
   result = tables.plan(experiment, run, workers)
   with checks.prefix_errors(f"runs.{run.label}", ("shards",)):
-    division_of(result)  # raises for too many shards
+    make_division(result)  # raises for too many shards
   return result
 
 
@@ -55,14 +55,14 @@ def first_tables(plan: TablePlan, seed: int) -> dict[str, Any]:
   return plan.split(jax.device_get(plan.problem.init(key)))
 
 
-def division_of(plan: TablePlan) -> Division:
+def make_division(plan: TablePlan) -> Division:
   """Returns the division of rows among shards. Raises ValueError for more
   shards than the largest table has rows."""
   # Zero-strided views: a large table needs no memory for its shape.
-  like = jax.tree.map(
-    lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), plan.like
+  views = jax.tree.map(
+    lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), plan.shapes
   )
-  return divide(plan.split(like), plan.settings.shards)
+  return divide(plan.split(views), plan.settings.shards)
 
 
 def table_shards(folder: Path) -> int:
@@ -107,7 +107,7 @@ class TableMakers(NamedTuple):
     start_tables = first_tables(plan, self.seed)
 
     def make() -> TableShard:
-      server = division_of(plan).server(
+      server = make_division(plan).server(
         index, start_tables, plan.settings, plan.workers
       )
       return TableShard(index, server)
@@ -134,7 +134,7 @@ class TableMakers(NamedTuple):
   ) -> WorkerHost:
     """Makes a worker in its host."""
     plan = self.plan()
-    division = division_of(plan)
+    division = make_division(plan)
     _, root = jax.random.split(jax.random.key(self.seed))
 
     def make(incarnation: int, work: Any) -> TableWorker:
@@ -172,12 +172,12 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Checks the room in memory; returns whether the cell has begun."""
     plan = self._plan
     # (messages applied, the slowest clock) by shard
-    self._counts_seen: list[tuple[int, int]] = []
+    self._shard_progress: list[tuple[int, int]] = []
     shards = range(plan.settings.shards)
     self._orders = [files.order_path(self._folder, shard) for shard in shards]
     begun = super()._prepare()
     if not begun:  # room for an image, later requests, and the next image
-      leaves = jax.tree.leaves(plan.like)
+      leaves = jax.tree.leaves(plan.shapes)
       nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
       check_room(self._context.machine.memory_dir, 3 * nbytes)
     return begun
@@ -216,10 +216,10 @@ class LiveTableEngine(live_engine.LiveEngine):
   ) -> tuple[cluster_lib.Images, dict[str, Any]]:
     """Returns (images, notes) of a checkpoint."""
     notes = saved.notes
-    like: dict[str, Any] = {"shards": [0] * len(self._orders)}
-    like["workers"] = dict.fromkeys(notes["workers"], 0)
+    template: dict[str, Any] = {"shards": [0] * len(self._orders)}
+    template["workers"] = dict.fromkeys(notes["workers"], 0)
     # Images are bytes of any length: one uint8 array for each participant.
-    tree = saved.tree(checkpoint.any_shapes(like))
+    tree = saved.tree(checkpoint.any_shapes(template))
     shards = [
       (rows, data.tobytes())
       for rows, data in zip(notes["shards"], tree["shards"], strict=True)
@@ -235,7 +235,6 @@ class LiveTableEngine(live_engine.LiveEngine):
   ) -> Iterator[tuple[Path, int]]:
     """Yields each file and its count of rows at a checkpoint."""
     # Shards have orders only; workers have a journal and records.
-    # Orders of the shards have no records beside them.
     yield from zip(self._orders, notes["shards"], strict=True)
     for worker, (rows, records) in enumerate(notes["files"]):
       yield journal_path(self._folder, worker), rows
@@ -285,9 +284,9 @@ class LiveTableEngine(live_engine.LiveEngine):
   def _take_snapshot(self, message: int) -> None:
     """Fetches the present rows, for the evaluation at a message."""
     # Rows of all shards, at slightly different clocks.
-    parts = self.cluster.rows()
-    self._counts_seen = self.cluster.progress()
-    params = self._plan.join(division_of(self._plan).join(parts))
+    rows_of_shards = self.cluster.rows()
+    self._shard_progress = self.cluster.progress()
+    params = self._plan.join(make_division(self._plan).join(rows_of_shards))
     records = self.records()
     row = min(message, len(records.loss)) - 1
     clock = {
@@ -295,7 +294,7 @@ class LiveTableEngine(live_engine.LiveEngine):
       "megabytes": traffic.megabytes([records]),
     }
     # A clock counts as an update when the slowest worker has ended it.
-    updates = min(slowest for _, slowest in self._counts_seen)
+    updates = min(slowest for _, slowest in self._shard_progress)
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
@@ -303,7 +302,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def records(self) -> base.Records:
     """Returns a row for each job, in the order of their times."""
-    return self._all().plain
+    return self._joined_records().plain
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness and losses of some jobs."""
@@ -311,7 +310,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def profile(self) -> dict[int, int]:
     """Returns rows read at each clock differential."""
-    counts = self._all().reads.sum(0).tolist()
+    counts = self._joined_records().reads.sum(0).tolist()
     # Row i of `reads` counts reads at clock differential -1 - i.
     return {-1 - i: n for i, n in enumerate(counts) if n}
 
@@ -319,13 +318,13 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Returns the columns of the cell's result."""
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
-    columns = tables.columns_of(
+    columns = tables.result_columns(
       plan.settings.rules,
       records,
       server_results.summary(records),
       self.profile(),
       self.cluster.filtered_counts(),
-      updates=min(slowest for _, slowest in self._counts_seen),
+      updates=min(slowest for _, slowest in self._shard_progress),
       **self._rebalance_columns(),
     )
     return {
@@ -341,7 +340,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Returns the count of ranges that moved to another shard, and the seconds
     that workers waited for the moves."""
     plan = self._plan
-    first_division = division_of(plan)
+    first_division = make_division(plan)
     divisions = files.read_divisions(self._folder, first_division)
     # Neighbouring divisions differ in the ranges that moved.
     move_counts = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
@@ -389,11 +388,14 @@ def describe(result: Mapping[str, Any]) -> str:
     " {differential_mean:.2f} (least {differential_least}), {seconds:.3g} s"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB" + tables.held(result)
-  if moved := result.get("ranges_moved"):
-    words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
-  if again := result["done_again"]:
-    words += f", {again} job{'s' * (again > 1)} redone because workers failed"
-  if missed := result["missed"]:
-    words += f", {missed} job{'s' * (missed > 1)} missed"
+  words += f", {megabytes:.3g} MB" + tables.filters_text(result)
+  if n_moved := result.get("ranges_moved"):
+    words += (
+      f", {n_moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
+    )
+  if n_repeated := result["done_again"]:
+    plural = "s" * (n_repeated > 1)
+    words += f", {n_repeated} job{plural} redone because workers failed"
+  if n_missed := result["missed"]:
+    words += f", {n_missed} job{'s' * (n_missed > 1)} missed"
   return words

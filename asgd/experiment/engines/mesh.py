@@ -23,7 +23,7 @@ from asgd.experiment.engines import Column, by_protocol, mesh_plan
 from asgd.experiment.schema import Run
 from asgd.parallel import meshes, processes
 
-_SECONDS = 1.0  # of training, between two looks at clocks and signals
+_CALL_SECONDS = 1.0  # of training, between two looks at clocks and signals
 
 
 class MeshRecords(NamedTuple):
@@ -51,11 +51,13 @@ class MeshEngine(engines.Engine):
     # them.
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
-    self._scaled = self._plan.run.config["mesh"]["loss_scale"] is not None
+    self._has_loss_scale = (
+      self._plan.run.config["mesh"]["loss_scale"] is not None
+    )
     # The state is made first: it is the template of a checkpoint.
     self._state = self._plan.step.init(self._first_params)
     self._restore(context)
-    self._pace = engines.Pace(_SECONDS)
+    self._pace = engines.Pace(_CALL_SECONDS)
     self._warm_up()
 
   def _restore(self, context: engines.Context) -> None:
@@ -73,14 +75,14 @@ class MeshEngine(engines.Engine):
       tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
     tree = processes.share_arrays(tree)
     # [3] Each process puts its parts of the arrays on its devices.
-    self._put(tree["state"])
+    self._set_state(tree["state"])
     # Arrays of a checkpoint are read-only, and `advance` writes into them.
     self._records = MeshRecords(*map(np.array, tree["records"]))
     self.done, self._seconds = notes["update"], notes["seconds"]
     if "iterators" in notes:
       self._batches.iterators.restore(notes["iterators"])
 
-  def _put(self, arrays: Any) -> None:
+  def _set_state(self, arrays: Any) -> None:
     """Sets the state to NumPy arrays."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
     specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
@@ -97,7 +99,7 @@ class MeshEngine(engines.Engine):
     self._step(self.done)
     self._state = self._plan.step.init(self._first_params)
     if arrays is not None:
-      self._put(arrays)
+      self._set_state(arrays)
 
   def _whole_state(self) -> Any:
     """The state as NumPy arrays, on every process."""
@@ -118,7 +120,7 @@ class MeshEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Makes updates, as many as process 0 has time for."""
-    start, broken = self.done, None
+    start, error_text = self.done, None
     # All processes must make the same number of updates, or they would wait
     # for one another forever.
     steps = int(processes.gather([self._pace.begin()])[0, 0])
@@ -127,9 +129,11 @@ class MeshEngine(engines.Engine):
       for column, value in zip(self._records, metrics, strict=True):
         column[self.done] = value
       # A loss scale skips updates that are not finite, and goes lower.
-      finite = np.isfinite(metrics.loss) and (metrics.finite or self._scaled)
-      if not finite and broken is None:
-        broken = (
+      finite = np.isfinite(metrics.loss) and (
+        metrics.finite or self._has_loss_scale
+      )
+      if not finite and error_text is None:
+        error_text = (
           f"{self._name}: the loss of update {self.done} is"
           f" {self._records.loss[self.done]} and the norm of its gradient"
           f" {self._records.norm[self.done]}: set a lower"
@@ -138,8 +142,8 @@ class MeshEngine(engines.Engine):
       self.done += 1
     # Compiling is over, so seconds are those of training.
     self._seconds += self._pace.end()
-    rows = MeshRecords(*(c[start : self.done] for c in self._records))
-    return engines.Progress(loss=rows.loss, broken=broken, rows=rows)
+    rows = MeshRecords(*(column[start : self.done] for column in self._records))
+    return engines.Progress(loss=rows.loss, broken=error_text, rows=rows)
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters, whole, as NumPy arrays; on every process."""
@@ -153,7 +157,7 @@ class MeshEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns losses and gradient norms of some updates."""
-    skipped = self._scaled and (~self._records.finite[start:end]).sum()
+    skipped = self._has_loss_scale and (~self._records.finite[start:end]).sum()
     return {
       "train_loss": engines.mean(self._records.loss[start:end]),
       "gradient_norm": engines.mean(self._records.norm[start:end]),
@@ -196,7 +200,7 @@ class MeshEngine(engines.Engine):
 def describe(result: Mapping[str, Any]) -> str:
   """Returns losses, speed and memory of a cell as one line."""
   words = (
-    f"{engines.further_loss(result)}{result['seconds']:.1f} s,"
+    f"{engines.test_loss_text(result)}{result['seconds']:.1f} s,"
     f" {result['examples_per_second']:.4g} examples a second, state"
     f" {result['state_bytes'] / 2**20:.3g} MiB on each device of"
     f" {result['mesh']}"
@@ -211,7 +215,7 @@ def describe(result: Mapping[str, Any]) -> str:
 
 def devices(run: Run) -> int:
   """Returns how many devices a run needs."""
-  return mesh_plan.devices_of(run) or 1
+  return mesh_plan.required_devices(run) or 1
 
 
 MESH = by_protocol.engine_kind(

@@ -38,7 +38,7 @@ DOUBLE = "float64"  # a precision for comparisons: all of it
 _AXES: tuple[str, ...] = (meshes.DATA, meshes.ISLAND, meshes.PIPE)
 _AXES += meshes.ROWS, meshes.COLUMNS, meshes.TENSOR
 _MOST_DEVICES = 4096
-_START = 0.1  # of the peak, where a warm-up begins
+_WARM_UP_SHARE = 0.1  # a warm-up begins at this share of the peak
 
 
 @checks.with_schema(type=["object", "string"])
@@ -94,7 +94,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
-_SOME = checks.optional(checks.whole_number(1, 10**6))
+_COUNT = checks.optional(checks.whole_number(1, 10**6))
 _PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 
 SECTIONS: dict[str, Any] = {
@@ -110,8 +110,8 @@ SECTIONS: dict[str, Any] = {
     "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
-    "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
-    "rounds": Setting(None, _SOME),  # axis pipe: how often around; None: once
+    "microbatches": Setting(None, _COUNT),  # axis pipe; None: one a stage
+    "rounds": Setting(None, _COUNT),  # axis pipe: how often around; None: once
     "recompute": Setting(False, checks.flag),  # axis pipe: blocks, backward
     "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
   },
@@ -120,39 +120,39 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def devices_of(run: Run) -> int | None:
+def required_devices(run: Run) -> int | None:
   """Returns how many devices a run needs, None for all there are."""
   section = run.config["mesh"]
   # A size of -1 needs the number of devices, which is not known yet.
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
     return devices
-  size = math.prod(shape.values())
+  n_devices = math.prod(shape.values())
   axes = f"config.mesh.axes {meshes.text(shape)}"
-  if size > _MOST_DEVICES:
+  if n_devices > _MOST_DEVICES:
     raise ValueError(
-      f"{axes} has {size:,} devices; use at most {_MOST_DEVICES:,}"
+      f"{axes} has {n_devices:,} devices; use at most {_MOST_DEVICES:,}"
     )
-  if devices is not None and devices < size:
+  if devices is not None and devices < n_devices:
     raise ValueError(
-      f"config.mesh.devices {devices} are fewer than the {size} of {axes}:"
-      f" leave it out, or use {size} or more"
+      f"config.mesh.devices {devices} are fewer than the {n_devices} of {axes}:"
+      f" leave it out, or use {n_devices} or more"
     )
-  return size if devices is None else devices
+  return n_devices if devices is None else devices
 
 
 def check(run: Run) -> None:
   """Checks a run as far as possible before there are devices."""
-  devices_of(run)
+  required_devices(run)
   section = run.config["mesh"]
   axes = section["axes"]
-  for key, axis, unset in (
+  for key, axis, default in (
     ("sequence", meshes.TENSOR, False),
     ("rounds", meshes.PIPE, None),
     ("recompute", meshes.PIPE, False),
     ("microbatches", meshes.PIPE, None),
   ):
-    if section[key] is not unset and axis not in axes:
+    if section[key] is not default and axis not in axes:
       raise ValueError(
         f"config.mesh.{key} {section[key]!r} is for the axis {axis!r}, which"
         f" config.mesh.axes {meshes.text(axes) or 'data'} has not: drop it"
@@ -175,7 +175,10 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   replicas *= shape.get(meshes.ISLAND, 1)
   # A replica's examples, in pieces of `accumulate`, in microbatches of a
   # pipeline.
-  pieces, cut = replicas * accumulate, microbatches_of(section, shape)
+  pieces, microbatches = (
+    replicas * accumulate,
+    count_microbatches(section, shape),
+  )
   axes = "data x island" if meshes.ISLAND in shape else meshes.DATA
   factors = f"config.mesh.axes.{axes} {replicas} x config.mesh.accumulate"
   if size % pieces:
@@ -183,15 +186,15 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
       f"config.batch_size {size} cannot be divided into {pieces} pieces"
       f" ({factors} {accumulate}): use a multiple of {pieces}"
     )
-  if size // pieces % cut:
+  if size // pieces % microbatches:
     raise ValueError(
       f"config.batch_size {size} makes pieces of {size // pieces} ({factors}"
-      f" {accumulate}), which config.mesh.microbatches {cut} does not divide:"
-      f" use a multiple of {pieces * cut}"
+      f" {accumulate}), which config.mesh.microbatches {microbatches} does not"
+      f" divide: use a multiple of {pieces * microbatches}"
     )
 
 
-def microbatches_of(section: Mapping[str, Any], shape: Any) -> int:
+def count_microbatches(section: Mapping[str, Any], shape: Any) -> int:
   """Returns the number of microbatches of a replica's examples."""
   return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
@@ -264,7 +267,7 @@ def _transform(run: Run, rate: Any) -> base.Algorithm:
 
 
 def _warn_of_delay(run: Run, problem: problems.Problem, rate: Any) -> None:
-  """Warns if the recipe's update reads a delay, which is none on a mesh."""
+  """Warns if the recipe's update reads the delay: on a mesh it is always 0."""
   if not _reads_delay(_transform(run, rate), problem):
     return
   name = "the recipe" if run.given is not None else f"recipe {run.recipe!r}"
@@ -279,27 +282,31 @@ def _warn_of_delay(run: Run, problem: problems.Problem, rate: Any) -> None:
 def _reads_delay(
   algorithm: base.Algorithm, problem: problems.Problem
 ) -> bool:
-  """Whether an update depends on the staleness or on the parameters that were
-  sent, by tracing it: an input that no equation uses is not read."""
+  """Whether an update depends on the staleness or on the sent parameters. The
+  update is traced: if no equation uses an input, the update does not read it.
+  """
 
-  def update(params: Any, staleness: jax.Array, sent: Any) -> Any:
-    delay = base.Delay(jnp.int32(0), staleness, sent)
+  def update(params: Any, staleness: jax.Array, sent_params: Any) -> Any:
+    delay = base.Delay(jnp.int32(0), staleness, sent_params)
     # Initialised inside, so that only `delay` and the weights are inputs.
     state = algorithm.init(params)
     return algorithm.update(params, state, params, **delay._asdict())
 
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  weights, number = base.weights_of(shapes), jax.ShapeDtypeStruct((), np.int32)
-  jaxpr = jax.make_jaxpr(update)(weights, number, weights).jaxpr
+  weights, staleness_shape = (
+    base.weights_of(shapes),
+    jax.ShapeDtypeStruct((), np.int32),
+  )
+  jaxpr = jax.make_jaxpr(update)(weights, staleness_shape, weights).jaxpr
   # The inputs behind the weights: staleness and the sent parameters.
   delay = jaxpr.invars[len(jax.tree.leaves(weights)) :]
-  used = (x for equation in jaxpr.eqns for x in equation.invars)
+  used_variables = (x for equation in jaxpr.eqns for x in equation.invars)
   # By identity, which is how a jaxpr distinguishes its variables.
-  return any(x is y for x in used for y in delay)
+  return any(x is y for x in used_variables for y in delay)
 
 
 def _reducer(
-  run: Run, mesh: jax.sharding.Mesh, size: traffic.Size
+  run: Run, mesh: jax.sharding.Mesh, codec_size: traffic.CodecSize
 ) -> compression.Reducer | None:
   """Averages the gradients of devices; None: exactly."""
   section = run.config["compress"]
@@ -316,14 +323,14 @@ def _reducer(
       *(step_checks.REDUCER, mesh, run.config["mesh"]),
       step_checks.OF_A_REDUCER,
     )
-    return compression.fitted(compression.named_reducer(**section), *size)
+    return compression.fitted(compression.named_reducer(**section), *codec_size)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   """Builds mesh and step of a run, checking that they fit the model."""
   del workers
   mesh = _make_mesh(run, jax.devices())
-  problem, step, peak, rate, steps = step_of(experiment, run, mesh)
+  problem, step, peak, rate, steps = build_step(experiment, run, mesh)
   # The workers of islands start at the parameters that the server has.
   is_local = _local_recipe(run, mesh, peak) is not None
   if not is_local and not optimizers.searches(run.config["optimizer"]):
@@ -331,14 +338,14 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   # Traced, so that shapes that do not fit are found now.
   batch, key = job_batches(problem, steps, 0)(0, 0), jax.random.key(0)
   # The error names mesh and model: a shape alone would not help.
-  with _naming_mesh(run, mesh):
+  with _name_mesh_in_errors(run, mesh):
     state = step.init(jax.eval_shape(problem.init, key))
     jax.eval_shape(step.step, state, step.place(batch), key)
-  updates = max(round(learning_rates.passes(run, problem) / steps), 1)
+  updates = max(round(learning_rates.budget_batches(run, problem) / steps), 1)
   return MeshPlan(run, problem, mesh, step, peak, rate, updates, steps)
 
 
-def step_of(
+def build_step(
   experiment: Any, run: Run, mesh: jax.sharding.Mesh
 ) -> tuple[problems.Problem, data_parallel.Step, float, Any, int]:
   """Returns problem, step, peak and schedule of a run on a mesh, and the count
@@ -346,23 +353,28 @@ def step_of(
   problem = experiment.problem_of(run)
   _check_batch(run, mesh.shape)
   peak = float(run.config["learning_rate"])
-  local = _local_recipe(run, mesh, peak)
-  steps = 1 if local is None else local.steps
+  local_recipe = _local_recipe(run, mesh, peak)
+  steps = 1 if local_recipe is None else local_recipe.steps
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=steps,
-    start=_START * peak,
+    start=_WARM_UP_SHARE * peak,
     steps=steps,
   )
   devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
   # One batch in a message.
-  size = traffic.size_of(experiment.dataset, problem, devices, 1)
-  keys = *OF_A_RUN, "mesh", "compress"
+  codec_size = traffic.codec_size(experiment.dataset, problem, devices, 1)
+  config_keys = *OF_A_RUN, "mesh", "compress"
   # Everything that the step depends on; equal runs share one compilation.
-  values = [run.recipe, run.options, size, [run.config[key] for key in keys]]
+  values = [
+    run.recipe,
+    run.options,
+    codec_size,
+    [run.config[key] for key in config_keys],
+  ]
   step = _steps.get(
-    lambda: _make_step(run, problem, mesh, rate, size),
+    lambda: _make_step(run, problem, mesh, rate, codec_size),
     *(values, rate, mesh, problem.loss, run.given),
   )
   return problem, step, peak, rate, steps
@@ -376,9 +388,9 @@ def _make_step(
   problem: problems.Problem,
   mesh: jax.sharding.Mesh,
   rate: Any,
-  size: traffic.Size,
+  codec_size: traffic.CodecSize,
 ) -> data_parallel.Step:
-  """Builds the step that `step_of` caches."""
+  """Builds the step that `build_step` caches."""
   recipe = _local_recipe(run, mesh, rate)
   if recipe is not None:
     decay = problem.statistics_decay
@@ -395,7 +407,7 @@ def _make_step(
   # A policy of three dtypes: parameters, computation, reduction.
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
-  reducer = _reducer(run, mesh, size)
+  reducer = _reducer(run, mesh, codec_size)
   with checks.prefix_errors("mesh.form"):
     return hybrid.make_step(
       _model(run, problem, mesh),
@@ -416,7 +428,7 @@ def _make_step(
 def _make_mesh(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
   """Returns the mesh of a run. Raises ValueError for too few devices."""
   axes = run.config["mesh"]["axes"]
-  size = devices_of(run)
+  size = required_devices(run)
   if size is not None and size > len(devices):
     raise ValueError(
       f"config.mesh.axes {meshes.text(axes) or 'data'} needs {size} devices"
@@ -446,21 +458,22 @@ def _model(run: Run, problem: problems.Problem, mesh: jax.sharding.Mesh) -> Any:
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options["microbatches"] = microbatches_of(section, mesh.shape)
+    options["microbatches"] = count_microbatches(section, mesh.shape)
     options["rounds"] = section["rounds"] or 1  # None: once around
     options["recompute"] = section["recompute"]
-  with _naming_mesh(run, mesh):
+  with _name_mesh_in_errors(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
 
 
 @contextlib.contextmanager
-def _naming_mesh(run: Run, mesh: jax.sharding.Mesh) -> Iterator[None]:
+def _name_mesh_in_errors(run: Run, mesh: jax.sharding.Mesh) -> Iterator[None]:
   """Names mesh and model in errors, on one line."""
   try:
     yield
   except (TypeError, ValueError) as error:
-    line = " ".join(str(error).split())[:300]  # one line, not a page of shapes
+    # One line, not a page of shapes.
+    message = " ".join(str(error).split())[:300]
     raise ValueError(
       f"config.mesh.axes {meshes.text(mesh.shape)} and config.model"
-      f" {run.config['model']['name']!r}: {line}"
+      f" {run.config['model']['name']!r}: {message}"
     ) from error

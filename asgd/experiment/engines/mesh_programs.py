@@ -34,12 +34,12 @@ def _shapes(tree: Any) -> Any:
   return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
 
 
-def _key() -> jax.ShapeDtypeStruct:
+def _key_shape() -> jax.ShapeDtypeStruct:
   """The shape of a key of `jax.random`."""
   return jax.eval_shape(lambda: jax.random.key(0))
 
 
-def of_one_model(
+def model_steps(
   experiment: Any, run: Run, workers: int, target: Target
 ) -> Iterator[ahead.Compilation]:
   """Yields the step of a run."""
@@ -52,18 +52,18 @@ def of_one_model(
     )
   mesh = mesh_plan.mesh_on(run, target.devices)
   # Everything below is shapes: nothing is allocated on the target's devices.
-  problem, step, _, _, steps = mesh_plan.step_of(experiment, run, mesh)
+  problem, step, _, _, steps = mesh_plan.build_step(experiment, run, mesh)
   # Placed, so that its sharding is known to the compiler.
-  key = meshes.place(_key(), mesh)
+  key = meshes.place(_key_shape(), mesh)
   params = jax.eval_shape(problem.init, key)
   state = step.init(params)
   batch = step.place(_shapes(mesh_plan.job_batches(problem, steps, 0)(0, 0)))
   if isinstance(state, data_parallel.StepState):
-    planned = _plan(run, problem, mesh, params, state, batch)
+    program_plan = _plan(run, problem, mesh, params, state, batch)
   else:  # islands: no formula gives their traffic
-    planned = ahead.ProgramPlan(None)
+    program_plan = ahead.ProgramPlan(None)
   arguments = state, batch, key
-  yield ahead.Compilation(run.label, step.step, arguments, mesh, planned)
+  yield ahead.Compilation(run.label, step.step, arguments, mesh, program_plan)
 
 
 def _plan(
@@ -81,11 +81,11 @@ def _plan(
   section, size = run.config["mesh"], run.config["batch_size"]
   # [1] The bytes of a number in the computation and in the reduction.
   policy = section["precision"]
-  numbers = precision.POLICIES.get(policy, precision.Policy())
+  policy_dtypes = precision.POLICIES.get(policy, precision.Policy())
   width = 8 if policy == mesh_plan.DOUBLE else 4
   sizes = (
     jnp.dtype(dtype).itemsize if dtype else width
-    for dtype in (numbers.compute, numbers.reduce)
+    for dtype in (policy_dtypes.compute, policy_dtypes.reduce)
   )
   replicas = transfers.Replicas(section["zero"], section["accumulate"], *sizes)
   # Their bytes have no formula, so nothing is compared.
@@ -118,7 +118,7 @@ def _gpt_plan(
   sequences = run.config["batch_size"] // mesh.shape[meshes.DATA]  # a replica's
   stream = memory.GptStream(
     *(gpt, sequences // replicas.accumulate, section["sequence"]),
-    mesh_plan.microbatches_of(section, mesh.shape),
+    mesh_plan.count_microbatches(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
   )
   split_axes = frozenset({meshes.TENSOR} if stream.sequence else ())
@@ -149,8 +149,8 @@ def _gpt_plan(
 def peer_rounds(
   experiment: Any, run: Run, workers: int, target: Target
 ) -> Iterator[ahead.Compilation]:
-  """Yields the different rounds of peers. In one that sends no message nothing
-  is sent, between slices neither."""
+  """Yields the different rounds of peers: those that send messages, and those
+  that send nothing, also not between slices."""
   # A config of engine mesh has no sections of a server.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
@@ -162,17 +162,17 @@ def peer_rounds(
   plan = parameter_server.plan(experiment, run, workers, PeerPlan)
   mesh = meshes.make({meshes.DATA: workers}, target.devices)
   rounds = peers.make_rounds(plan.gossip, plan.server, plan.worker, mesh)
-  key = _key()
+  key = _key_shape()
   params = jax.eval_shape(plan.problem.init, key)
   job_batch = _shapes(plan.job_batches(0)(0, 0))
   # A leading axis: one batch for each peer.
   batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), job_batch)
-  number = jax.ShapeDtypeStruct((), jnp.int32)
+  round_number = jax.ShapeDtypeStruct((), jnp.int32)
   arguments = (
     *(rounds.init(params), rounds.place(batch)),
-    *meshes.place((key, number), mesh),
+    *meshes.place((key, round_number), mesh),
   )
-  code = peers.message_shapes(plan.peer, params)
+  message_shape = peers.message_shapes(plan.peer, params)
   # Rounds repeat after this period, and equal phases share a program.
   exchange, compiled_phases = plan.gossip, set()
   for k in range(exchange.every * exchange.topology.period):
@@ -181,11 +181,11 @@ def peer_rounds(
       continue
     compiled_phases.add(phases)
     transfer_list = transfers.of_round(
-      exchange, code, mesh, meshes.DATA, phases
+      exchange, message_shape, mesh, meshes.DATA, phases
     )
     # Phases: (put, take, messages).
-    planned = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
+    program_plan = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
     name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
     yield ahead.Compilation(
-      *(name, rounds.program, arguments, mesh, planned, (phases,))
+      *(name, rounds.program, arguments, mesh, program_plan, (phases,))
     )

@@ -30,13 +30,13 @@ SECTIONS = {
 }
 
 
-def network_of(run: Run) -> Network | None:
+def run_network(run: Run) -> Network | None:
   """Returns the network of a run, None if its messages take no time."""
   config = run.config
-  return from_section(config["network"], config["server"]["shards"])
+  return make_network(config["network"], config["server"]["shards"])
 
 
-def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
+def make_network(section: Mapping[str, Any], shards: int) -> Network | None:
   """Returns the network of a section with a number of shards; None if its
   messages take no time."""
   # None in a config is no limit.
@@ -51,18 +51,20 @@ def check(run: Run) -> None:
   """Raises ValueError for a network that a simulated run cannot have."""
   server, codecs = run.config["server"], ("compress", "compress_down")
   out_of_step = server["shards"] > 1 and not server["consistent"]
-  if "live" in run.config or not out_of_step or network_of(run) is None:
+  if "live" in run.config or not out_of_step or run_network(run) is None:
     return
   defaults = {"delays": None, "reads": 0.0}
-  key = next((k for k, x in defaults.items() if server[k] != x), None)
-  if key is not None:
+  first_key = next((k for k, x in defaults.items() if server[k] != x), None)
+  if first_key is not None:
     raise ValueError(
-      f"config.server.{key} and config.network both say when messages arrive:"
-      " leave one of the two out"
+      f"config.server.{first_key} and config.network both say when messages"
+      " arrive: leave one of the two out"
     )
   # The order is made before the values, and the size of a code may depend on
   # them. Shards with one order make it as the values come.
-  if codec := next((key for key in codecs if run.config[key]), None):
+  if codec := next(
+    (first_key for first_key in codecs if run.config[first_key]), None
+  ):
     raise ValueError(
       f"config.{codec} makes sizes depend on the values, and over a network the"
       f" order of {server['shards']} shards that are out of step is made before"
@@ -70,7 +72,7 @@ def check(run: Run) -> None:
     )
 
 
-def shares(plan: Any, shards: int) -> list[int]:
+def shard_bytes(plan: Any, shards: int) -> list[int]:
   """Returns the bytes of the parameters at each of S shards, as they travel.
   Raises ValueError, naming the key, if they cannot be split."""
   # Shapes alone; the parameters are not made.
@@ -80,23 +82,23 @@ def shares(plan: Any, shards: int) -> list[int]:
   return [wire.layout(part).nbytes for part in sharding.split(split, params)]
 
 
-def dense(plan: Any) -> Sizes:
+def dense_sizes(plan: Any) -> Sizes:
   """Returns the sizes of messages and tickets without codecs."""
   # A dense message has the bytes of the parameters, as a ticket does.
-  shard_bytes = shares(plan, plan.network.shards)
-  return fixed(shard_bytes, shard_bytes)
+  nbytes = shard_bytes(plan, plan.network.shards)
+  return fixed(nbytes, nbytes)
 
 
-def coded(plan: Any) -> bool:
+def has_coded_sizes(plan: Any) -> bool:
   """Whether a codec makes sizes depend on the sent values."""
   config = plan.run.config
   return bool(config["compress"] or config["compress_down"])
 
 
-def divided(nbytes: float, each: Sequence[float]) -> list[float]:
-  """Divides the bytes of a packet in the proportions of `each`."""
-  total = sum(each)
-  return [nbytes * part / total for part in each]
+def divide_bytes(nbytes: float, proportions: Sequence[float]) -> list[float]:
+  """Divides the bytes of a packet in the proportions of `proportions`."""
+  total = sum(proportions)
+  return [nbytes * proportion / total for proportion in proportions]
 
 
 def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:

@@ -44,7 +44,7 @@ class OutcomePlan:
 
   def durations(self, seed: int) -> durations.Durations:
     """Returns the durations of jobs."""
-    return clocks.of_run(self.run, seed)
+    return clocks.run_durations(self.run, seed)
 
 
 @functools.lru_cache(maxsize=32)

@@ -143,7 +143,7 @@ class ServerPlan:
   @functools.cached_property
   def keeps(self) -> bool:
     """Whether jobs may share a ticket."""
-    if server_orders.own_of(self.run) is None:
+    if server_orders.own_order(self.run) is None:
       return server_orders.keeps(self.order)
     # An own order shows only in its trace; all seeds have the same kind.
     trace = self.trace(self.run.config["seeds"][0])
@@ -154,25 +154,28 @@ class ServerPlan:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
     # Sizes of codes decide the order of such a run, so no trace is known.
-    measured = self.network is None or not networks.coded(self)
-    has_own_order = server_orders.own_of(self.run) is not None
-    if self.run.given is not None or has_own_order or not measured:
+    is_known = self.network is None or not networks.has_coded_sizes(self)
+    has_own_order = server_orders.own_order(self.run) is not None
+    if self.run.given is not None or has_own_order or not is_known:
       return math.nan
     # The limit is measured with workers that send one gradient for each ticket;
     # for other workers it is not known.
     if self.recipe.worker is not None:
       return math.nan
     # The limit holds for the order after a warm start.
-    first = "warm_start", "stages"
-    order = {key: v for key, v in self.order.items() if key not in first}
+    warm_start_keys = "warm_start", "stages"
+    order = {
+      key: v for key, v in self.order.items() if key not in warm_start_keys
+    }
     all_at_work = dataclasses.replace(self, order=order)
     rate = self.learning_rate
     # 40 messages of each worker: by then the staleness has settled.
     order_trace = all_at_work.trace(0, 40 * self.workers)
     if (order_trace.action == base.KEEP).any():
       return math.nan
-    name = self.run.config["optimizer"]
-    if name and optimizers.momentum_of(optimizers.named(name)) is None:
+    optimizer = self.run.config["optimizer"]
+    tx = optimizer and optimizers.named(optimizer)
+    if tx and optimizers.momentum_of(tx) is None:
       return math.nan  # the stability of other optimizers depends on more
     recipe = build_recipe(self.run, self.workers, rate)
     # Equal orders have equal limits, whatever their times are.
@@ -187,35 +190,36 @@ class ServerPlan:
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed, for so
     many messages (None: all). On a network they have their dense sizes."""
-    count = self.messages if messages is None else messages
-    own_order = self._own_trace(seed, count)
+    n_messages = self.messages if messages is None else messages
+    own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
       # An own order has its own times, so no network delays it.
       return own_order
     if self.network is not None:
-      order = self.over_network(seed, networks.dense(self))
-      order.until(count)
+      order = self.over_network(seed, networks.dense_sizes(self))
+      order.until(n_messages)
       return order.trace()
     return orders.build(
       durations=self._durations(seed),
       workers=self.workers,
-      messages=count,
+      messages=n_messages,
       **self.order,
     )
 
-  def _own_trace(self, seed: int, count: int) -> base.Trace | None:
-    """Returns the run's own order of `count` messages, None if it has none."""
+  def _own_trace(self, seed: int, messages: int) -> base.Trace | None:
+    """Returns the run's own order with so many `messages`; None if it has none.
+    """
     return server_orders.own_trace(
       *(self.run, self._durations(seed)),
       workers=self.workers,
-      messages=count,
+      messages=messages,
       fetch_every=self.recipe.fetch_every,
     )
 
   @functools.cached_property
   def network(self) -> network_lib.Network | None:
     """Network of the run; None if messages take no time."""
-    return networks.network_of(self.run)
+    return networks.run_network(self.run)
 
   def over_network(self, seed: int, sizes: play.Sizes) -> play.Play:
     """Returns the order of a cell over its network, before its first event."""
@@ -240,7 +244,7 @@ class ServerPlan:
     rules, times = self.rules(), self._durations(seed)
     counts = {"workers": self.workers, "messages": self.messages}
     if self.network is not None:
-      nbytes = networks.shares(self, self.network.shards)
+      nbytes = networks.shard_bytes(self, self.network.shards)
       return orders.shards.over_network(
         rules, times, self.network, nbytes=nbytes, **counts
       )
@@ -252,12 +256,14 @@ class ServerPlan:
 
   def _durations(self, seed: int) -> durations.Durations:
     """Returns the durations of jobs."""
-    return clocks.of_jobs(self.run, seed, self.recipe.steps, self.allocation)
+    return clocks.job_durations(
+      self.run, seed, self.recipe.steps, self.allocation
+    )
 
   def of_seed(self, seed: int) -> Self:
     """Returns the plan of a simulated cell. Shares by speed follow from the
     speeds that are drawn with the seed."""
-    if not allocations.unknown(self):
+    if not allocations.awaits_speeds(self):
       return self
     # The speed of a worker: the mean over the jobs that a live cell would
     # time.
@@ -266,7 +272,7 @@ class ServerPlan:
       math.fsum(itertools.islice(times.stream(worker), jobs)) / jobs
       for worker in range(self.workers)
     ]
-    return allocations.by_seconds(self, seconds)
+    return allocations.with_shares_by_speed(self, seconds)
 
   def job_batches(self, seed: int) -> stacking.NamedBatches:
     """Returns the function (worker, job) -> batches of the job. It raises
@@ -316,8 +322,8 @@ def build_recipe(
 
   if run.given is not None:
     return make()  # a given recipe is an object already
-  values = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
-  cache_key = [run.recipe, run.options, workers, *values]
+  settings = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
+  cache_key = [run.recipe, run.options, workers, *settings]
   return _recipes.get(make, cache_key, learning_rate)
 
 
@@ -331,11 +337,11 @@ def _server(
   too stale."""
   backup = order["name"] == "backup_workers"  # drops late messages
   bound = 0 if backup else run.config["gate"]["max_staleness"]
-  return _server_of(recipe, bound, problem.statistics_decay)
+  return _cached_server(recipe, bound, problem.statistics_decay)
 
 
 @functools.lru_cache(maxsize=32)
-def _server_of(recipe, bound, statistics_decay):
+def _cached_server(recipe, bound, statistics_decay):
   gate: server_lib.Gate = server_lib.accept_all
   if bound is not None:
     gate = server_lib.max_staleness(bound)
@@ -344,7 +350,7 @@ def _server_of(recipe, bound, statistics_decay):
 
 # All algorithms that send plain gradients share a Worker and a compilation.
 _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
-_weighted = functools.lru_cache(maxsize=8)(worker_lib.weighted)
+_weighted_worker = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
 
 def _worker(run: Run, recipe: algorithms.Recipe, loss: Any) -> base.Worker:
@@ -355,17 +361,17 @@ def _worker(run: Run, recipe: algorithms.Recipe, loss: Any) -> base.Worker:
     worker = recipe.make_worker(loss)
   if recipe.mixes or not allocations.changes_batches(run):
     return worker
-  return _weighted(worker, run.config["batch_size"])
+  return _weighted_worker(worker, run.config["batch_size"])
 
 
 def plan(
   experiment: Any,
   run: Run,
   workers: int,
-  make: type[ServerPlan] = ServerPlan,
+  plan_class: type[ServerPlan] = ServerPlan,
 ) -> Any:
-  """Builds and checks the plan of a run with a number of workers. `make` is the
-  class of the plan."""
+  """Builds and checks the plan of a run with a number of workers, an object of
+  `plan_class`."""
   problem = experiment.problem_of(run)
   # [1] The recipe at its peak rate gives the batches of an update, from which
   # the schedule in updates follows; then the recipe is built with it.
@@ -373,38 +379,38 @@ def plan(
   peak = float(run.config["learning_rate"])
   peak_recipe = run.given or build_recipe(run, workers, peak)
   # The warm-up begins at the rate of one of N workers.
-  batches, start = make.batches_of_update(peak_recipe, workers), peak / workers
+  batches = plan_class.batches_of_update(peak_recipe, workers)
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=batches,
-    start=start,
+    start=peak / workers,
     steps=peak_recipe.steps,
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # a given recipe has an unknown rate
   recipe = build_recipe(run, workers, rate)
   # [2] Codecs, order, and length.
-  codec, codec_down = traffic.codecs_of(
+  codec, codec_down = traffic.run_codecs(
     run, experiment.dataset, problem, recipe, workers
   )
-  recipe, codec = make.with_codec(recipe, codec)
-  recipe = traffic.downward(run, recipe, codec_down, problem)
-  order = server_orders.of_run(run, problem, recipe)
-  count = learning_rates.passes(run, problem)
-  messages = round(count / recipe.steps)
+  recipe, codec = plan_class.with_codec(recipe, codec)
+  recipe = traffic.with_encoded_updates(run, recipe, codec_down, problem)
+  order = server_orders.plan_order(run, problem, recipe)
+  batches_of_cell = learning_rates.budget_batches(run, problem)
+  messages = round(batches_of_cell / recipe.steps)
   if run.given is None:  # a call has counted its messages already
     # All workers send equally many messages.
     messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)
   # [3] The plan, and checks that need all of it.
-  result = make(
+  result = plan_class(
     run=run,
     workers=workers,
     dataset=experiment.dataset,
     problem=problem,
     recipe=recipe,
-    server=traffic.compressed(
+    server=traffic.decoding_server(
       run, _server(run, problem, recipe, order), codec, problem
     ),
     codec_down=codec_down,
@@ -413,9 +419,9 @@ def plan(
     learning_rate=peak,
     schedule=rate,
     messages=messages,
-    allocation=allocations.given(run, recipe, problem, workers),
+    allocation=allocations.configured_allocation(run, recipe, problem, workers),
   )
-  server_orders.check_length(result, round(count))
+  server_orders.check_length(result, round(batches_of_cell))
   _try_seeds(result)
   result.check()
   if problem.sequential:
@@ -441,10 +447,10 @@ def _check_sequential(plan: ServerPlan) -> None:
     "config.allocation, which cuts batches": allocations.changes_batches(
       plan.run
     )
-    or allocations.unknown(plan)
+    or allocations.awaits_speeds(plan)
     or plan.allocation is not None,
     "codes over a network, which are computed ahead": (
-      plan.network is not None and networks.coded(plan)
+      plan.network is not None and networks.has_coded_sizes(plan)
     ),
     "shards out of step": server_orders.out_of_step(plan.run),
     "the order with_stops, which skips jobs": plan.order["name"]

@@ -18,9 +18,9 @@ from asgd.experiment.schema import Run
 from asgd.parallel import meshes
 from asgd.parallel import peers as program_lib
 
-_SECONDS = 1.0  # of training, between two looks at clocks and signals
+_CALL_SECONDS = 1.0  # of training, between two looks at clocks and signals
 # Settings for one model on all devices, which peers do not have.
-OF_ONE_MODEL = [
+ONE_MODEL_KEYS = [
   key for key in mesh_plan.SECTIONS["mesh"] if key not in ("axes", "devices")
 ]
 
@@ -72,10 +72,10 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
 class _LinkMeter:
   """Counts messages and bytes over the links of a mesh of N peers."""
 
-  def __init__(self, how: gossip.Gossip, nbytes: int):
+  def __init__(self, exchange: gossip.Gossip, nbytes: int):
     """`nbytes`: size of a message without a codec."""
-    n = how.topology.workers
-    self._gossip, self._bytes = how, nbytes
+    n = exchange.topology.workers
+    self._gossip, self._bytes = exchange, nbytes
     self.links = np.zeros((2, n, n), np.int64)  # messages, bytes
     self._sent_bytes = np.zeros(n, np.int64)  # of each peer's last message
     # The last round's bytes put and taken, and RMS of the change by mixing.
@@ -88,31 +88,33 @@ class _LinkMeter:
     """Counts the messages of round k. Returns, for each peer's record, bytes
     put, bytes taken, and the RMS of the change by mixing, since its last one.
     """
-    how, n = self._gossip, len(self._sent_bytes)
+    exchange, n = self._gossip, len(self._sent_bytes)
     # A message is put in the first round of `every`, and taken in the last.
     # `every` rounds make one exchange.
-    message, step = divmod(k, how.every)
-    put = np.zeros(n, np.int64)
+    message, step = divmod(k, exchange.every)
+    put_bytes = np.zeros(n, np.int64)
     if not step:
-      put += self._bytes
-      if how.compressed:
+      put_bytes += self._bytes
+      if exchange.compressed:
         peer_codes = (
           # Codes are stacked by peer; packed messages differ in length.
           jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n)
         )
-        put = np.array([simulator.packed_bytes(code) for code in peer_codes])
-      self._sent_bytes = put
-    taken = np.zeros((n, n), np.int64)
-    if step == how.every - 1:
+        put_bytes = np.array(
+          [simulator.packed_bytes(code) for code in peer_codes]
+        )
+      self._sent_bytes = put_bytes
+    taken_bytes = np.zeros((n, n), np.int64)
+    if step == exchange.every - 1:
       # links[receiver, sender] is 1 if the receiver takes the sender's
       # message.
-      links = how.topology.links[message % how.topology.period]
-      taken = links * self._sent_bytes
-      self.links += np.stack([links, taken])
+      links = exchange.topology.links[message % exchange.topology.period]
+      taken_bytes = links * self._sent_bytes
+      self.links += np.stack([links, taken_bytes])
     # A record has the mixing of the last round, as it precedes the gradient.
-    up, down, mixed = self._last_round
-    self._last_round = put, taken.sum(1), mix_norm
-    return put if how.put_first else up, down, mixed
+    bytes_up, bytes_down, mix_change = self._last_round
+    self._last_round = put_bytes, taken_bytes.sum(1), mix_norm
+    return put_bytes if exchange.put_first else bytes_up, bytes_down, mix_change
 
   def pack(self) -> dict[str, Any]:
     """Returns the counts as a tree of arrays."""
@@ -134,7 +136,7 @@ class PeerMeshEngine(peers.PeerEngine):
   def __init__(self, context: engines.Context):
     """Starts the cell, or continues from its last checkpoint."""
     super().__init__(context)
-    self._pace = engines.Pace(_SECONDS)
+    self._pace = engines.Pace(_CALL_SECONDS)
 
   def _begin(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
@@ -196,26 +198,28 @@ class PeerMeshEngine(peers.PeerEngine):
     n = self.quantum
     # Rounds are complete: `end` is rounded up.
     rounds = range(self.done // n, -(-end // n))
-    part = simulator.join_records(
-      [self._records_of(k, self._round(k)) for k in rounds]
+    new_records = simulator.join_records(
+      [self._round_records(k, self._round(k)) for k in rounds]
     )
-    self._parts.append(part)
-    return part
+    self._parts.append(new_records)
+    return new_records
 
-  def _records_of(self, k: int, metrics: Any) -> simulator.PeerRecords:
+  def _round_records(self, k: int, metrics: Any) -> simulator.PeerRecords:
     """Returns the n records of round k, one for each peer."""
     n = self.quantum
     # The program returns integers and floats as two arrays, a row a peer.
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
-    up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
+    bytes_up, bytes_down, mix_change = self._meter.count(
+      k, metrics.codes, mix_norm
+    )
     # One record for each peer, in their order.
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
       *(accepted.astype(bool), message_norm, update_norm),
-      *(up, down, residual, mixed),
+      *(bytes_up, bytes_down, residual, mix_change),
     )
 
   def work(self) -> list[Any]:

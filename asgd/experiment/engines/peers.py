@@ -21,7 +21,7 @@ from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import (
   Restore,
   SimulatedEngine,
-  some,
+  rows_between,
 )
 from asgd.experiment.schema import Run
 from asgd.gossip import coded, topologies
@@ -60,7 +60,7 @@ class PeerPlan(ServerPlan):
   def call_network(self) -> Network | None:
     """The network of the peers' messages; None if messages take no time."""
     section = self.run.config.get("network")
-    network = section and networks.from_section(section, self.workers)
+    network = section and networks.make_network(section, self.workers)
     # A peer that receives has the role of a shard: the peer's link down is the
     # shard's port.
     return network and network._replace(port=network.down)
@@ -73,11 +73,11 @@ class PeerPlan(ServerPlan):
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed."""
-    count = self.messages if messages is None else messages
-    own_order = self._own_trace(seed, count)
+    n_messages = self.messages if messages is None else messages
+    own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
       return own_order
-    return self._order(seed, count, self._links())
+    return self._order(seed, n_messages, self._links())
 
   def use(self, seed: int) -> LinkUse | None:
     """Returns the use of the network by a cell. Returns None without a network,
@@ -203,9 +203,9 @@ class PeerEngine(SimulatedEngine):
     return len(records.loss)
 
   def _run(self, end):
-    part = self._peers.run(int(self._end_rows[end - 1]))
-    self._parts.append(part)
-    return part
+    new_records = self._peers.run(int(self._end_rows[end - 1]))
+    self._parts.append(new_records)
+    return new_records
 
   def _trace(self):
     return self._peers.trace, self._peers.event
@@ -246,8 +246,8 @@ class PeerEngine(SimulatedEngine):
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of messages `start`, ..., `end` - 1,
     and the present consensus distance and quality of peers, as columns."""
-    part = some(self.records(), start, end)
-    row = summary(part, *self._present())
+    records = rows_between(self.records(), start, end)
+    row = summary(records, *self._present())
     return row | peer_quality(
       self._plan.problem, [s.server.params for s in self._present()[0]]
     )
@@ -258,7 +258,7 @@ class PeerEngine(SimulatedEngine):
     updates = round(np.mean([int(s.server.version) for s in self._states()]))
     row = server_results.columns(self._plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= of_links(self._plan.gossip, self._traffic())
+    row |= link_columns(self._plan.gossip, self._traffic())
     return {**row, **self._costs()}
 
   def extras(self) -> dict[str, str]:
@@ -292,7 +292,7 @@ def _unpack(
 
 
 def summary(
-  part: simulator.PeerRecords,
+  records: simulator.PeerRecords,
   states: Sequence[gossip.PeerState],
   weights: Sequence[Any],
 ) -> dict[str, float]:
@@ -300,13 +300,13 @@ def summary(
   columns.
 
   Args:
-    part: the records to summarise.
+    records: the records to summarise.
     states: the states of the peers.
     weights: the weight of each peer in the mean.
   """
   # With push-sum the mean is weighted. With other rules all weights are 1.
   mean = simulator.mean_params(states, weights)
-  rows: Any = part  # has all columns of `base.Records` that `summary` reads
+  rows: Any = records  # has all columns of `base.Records` that `summary` reads
   return {
     **server_results.summary(rows),
     "mix_norm": float(rows.mix_norm.mean()),
@@ -324,7 +324,8 @@ def peer_quality(
   indices = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
   evaluations = [problem.evaluate(params[round(i)]) for i in indices]
   losses, accuracies = zip(
-    *((e.loss, e.accuracy) for e in evaluations), strict=True
+    *((evaluation.loss, evaluation.accuracy) for evaluation in evaluations),
+    strict=True,
   )
   return {
     "peer_loss_best": float(np.min(losses)),
@@ -334,21 +335,21 @@ def peer_quality(
   }
 
 
-def of_links(
-  how: gossip.Gossip, traffic: simulator.LinkTraffic
+def link_columns(
+  exchange: gossip.Gossip, traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
   """Returns the topology and the traffic of its links, as columns."""
   # Only links with at least one taken message count.
-  used = traffic.messages > 0
-  total, links = int(traffic.nbytes.sum()), int(used.sum())
+  has_messages = traffic.messages > 0
+  taken_bytes, links = int(traffic.nbytes.sum()), int(has_messages.sum())
   return {
-    "topology": how.topology.name,
-    "second_eigenvalue": topologies.second_eigenvalue(how.topology),
+    "topology": exchange.topology.name,
+    "second_eigenvalue": topologies.second_eigenvalue(exchange.topology),
     "links": links,
     "link_messages": int(traffic.messages.sum()),
-    "taken_bytes": total,
-    "bytes_per_link": total / max(links, 1),
-    "bytes_per_peer": total / how.topology.workers,
+    "taken_bytes": taken_bytes,
+    "bytes_per_link": taken_bytes / max(links, 1),
+    "bytes_per_peer": taken_bytes / exchange.topology.workers,
   }
 
 
@@ -387,7 +388,7 @@ def describe(result: Mapping[str, Any]) -> str:
     " {consensus:.2g}"
   ).format_map(result)
   worst, best = (
-    result[f"peer_accuracy_{which}"] for which in ("worst", "best")
+    result[f"peer_accuracy_{rank}"] for rank in ("worst", "best")
   )
   if worst == worst:  # not NaN, so the task has accuracies
     text += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"

@@ -50,11 +50,12 @@ SECTIONS: dict[str, Any] = {
     "wire": Setting("float32", checks.choice("float32", "bfloat16")),
   },
 }
-# Above any seed of a run, so that delays and job times have other streams.
-_OF_DELAYS = 2**32  # seeds of runs are below it
+# Added to the seed of a run, which is smaller: so delays and the times of jobs
+# are drawn from different streams.
+_DELAY_SEEDS = 2**32
 # Keys of config.order in epochs -> the keys in messages.
 _WARM_EPOCHS, _STAGE_EPOCHS = "warm_start_epochs", "stage_epochs"
-_IN_EPOCHS = {_WARM_EPOCHS: "warm_start", _STAGE_EPOCHS: "stages"}
+_MESSAGE_KEYS = {_WARM_EPOCHS: "warm_start", _STAGE_EPOCHS: "stages"}
 
 
 def out_of_step(run: Run) -> bool:
@@ -91,14 +92,14 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
   if section is None:
     return None
   # The section's seed has precedence.
-  return durations.build(**{"seed": _OF_DELAYS + seed, **section})
+  return durations.build(**{"seed": _DELAY_SEEDS + seed, **section})
 
 
 def check_settings(run: Run) -> None:
   """Raises ValueError for an unknown order, before a plan is made."""
   order = run.config["order"]
   with checks.prefix_errors("order", ("name",)):
-    if own_of(run) is None:
+    if own_order(run) is None:
       names.check("order", order["name"], makers.NAMES)
   backup = order.get("backup", 0)
   # `type`: True is no number of workers.
@@ -109,7 +110,7 @@ def check_settings(run: Run) -> None:
     )
 
 
-def own_of(run: Run) -> Any:
+def own_order(run: Run) -> Any:
   """Returns a user's own order of a run, a function or a Trace; None for an
   order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
   name = run.config["order"]["name"]
@@ -132,7 +133,7 @@ def with_protocol(run: Run, workers: int) -> Run:
   """Returns the run. If a user gave it an order that is a protocol, the name
   and options of that protocol replace the order. So simulated and live runs
   follow it like any protocol."""
-  maker = own_of(run)
+  maker = own_order(run)
   if not callable(maker) or not own.is_protocol(maker):
     return run
   # The function is called with the options; it may return Rules or a trace.
@@ -164,23 +165,23 @@ def own_trace(
   Raises:
     ValueError: as `orders.own.read`.
   """
-  own_order = own_of(run)
-  if own_order is None:
+  order = own_order(run)
+  if order is None:
     return None
-  if isinstance(own_order, base.Trace):
-    return own.read(own_order, workers=workers, messages=messages)
+  if isinstance(order, base.Trace):
+    return own.read(order, workers=workers, messages=messages)
   name, options = _order_call(run)
   # The config's value, if there is one, has precedence over the recipe's.
   if fetch_every > 1:
     options = {"fetch_every": fetch_every, **options}
   counts = {"workers": workers, "messages": messages}
-  return own.make(own_order, name, times, **counts, **options)
+  return own.make(order, name, times, **counts, **options)
 
 
 def _check_own_order(plan: Any) -> None:
   """Raises ValueError for an own order that is of no use to a plan."""
   run = plan.run
-  if own_of(run) is None:
+  if own_order(run) is None:
     return
   # A network, or shards out of step, would change the times of the order.
   key = "network" if plan.network is not None else "server.shards"
@@ -192,7 +193,7 @@ def _check_own_order(plan: Any) -> None:
     )
 
 
-def of_run(
+def plan_order(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
   """Returns name and options of a run's order, with counts in messages.
@@ -201,7 +202,7 @@ def of_run(
   names a key that does not fit.
   """
   order = _recipe_order(run, recipe)
-  if not _IN_EPOCHS.keys() & order.keys():
+  if not _MESSAGE_KEYS.keys() & order.keys():
     return order
   order = dict(order)
 
@@ -210,8 +211,8 @@ def of_run(
     epochs = checks.number(most=1e9)(epochs, f"order.{key}")
     return round(epochs * problem.batches_per_epoch / recipe.steps)
 
-  for key in _IN_EPOCHS.keys() & order.keys():
-    value, in_messages = order.pop(key), _IN_EPOCHS[key]
+  for key in _MESSAGE_KEYS.keys() & order.keys():
+    value, in_messages = order.pop(key), _MESSAGE_KEYS[key]
     if in_messages in order:
       raise ValueError(
         f"config.order.{in_messages} and .{key} say the same thing; drop one"
@@ -235,7 +236,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
   jobs on a ticket.
   """
   # A user's own order is used, whatever the recipe prescribes.
-  if own_of(run) is not None:
+  if own_order(run) is not None:
     return run.config["order"]
   if recipe.order != "asynchronous":
     _check_prescribed(run, recipe.order)
@@ -299,22 +300,28 @@ def keeps(order: Mapping[str, Any]) -> bool:
   return bool(order.get("cache")) or order.get("fetch_every", 1) > 1
 
 
-def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
-  """Returns the protocol of a live run with this order and `every` messages an
-  update; ValueError if the order is not for live runs."""
+def rules(
+  order: Mapping[str, Any], messages_per_update: int, workers: int
+) -> protocol.Rules:
+  """Returns the protocol of a live run with this order. Raises ValueError if
+  the order is not for live runs."""
   options = dict(order)
   name = options.pop("name")
   if name == "bulk_synchronous":
     # Averages over all workers make rounds; otherwise a bound of 0 waits.
-    return protocol.Rules(round=every) if every > 1 else protocol.Rules(bound=0)
+    return (
+      protocol.Rules(round=messages_per_update)
+      if messages_per_update > 1
+      else protocol.Rules(bound=0)
+    )
   if name in ("backup_workers", "backup_tasks"):
-    return protocol.Rules(round=every, **options)
+    return protocol.Rules(round=messages_per_update, **options)
   if name in ("asynchronous", "stale_synchronous"):
     # A bound of 0 with averages over all workers is a round: a worker starts
     # when all messages of the last one are in.
-    in_rounds = options.get("bound") == 0 and every == workers > 1
+    in_rounds = options.get("bound") == 0 and messages_per_update == workers > 1
     if in_rounds and not options.get("warm_start"):
-      rounds = {**options, "bound": math.inf, "round": every}
+      rounds = {**options, "bound": math.inf, "round": messages_per_update}
       return protocol.check_rules(protocol.Rules(**rounds))
     return protocol.check_rules(protocol.Rules(**options))
   if name == "with_stops":
@@ -331,15 +338,16 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   )
 
 
-def check_length(plan: Any, count: int) -> None:
-  """Raises ValueError if a round of messages has more than `count` batches."""
+def check_length(plan: Any, batches: int) -> None:
+  """Raises ValueError if one message of each worker has more batches than the
+  cell."""
   run, recipe, workers = plan.run, plan.recipe, plan.workers
   # Batches of one message.
   steps = recipe.steps * recipe.push_every
   # A call gives messages, not batches, and they need not be of all workers.
-  if run.given is None and steps > 1 and steps * workers > count:
+  if run.given is None and steps > 1 and steps * workers > batches:
     raise ValueError(
-      f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
+      f"config.epochs {run.config['epochs']:g} is {batches} batches, and one"
       f" message from each of {workers} workers takes {steps * workers}, as"
       f" one of config.runs.{run.label} is of {steps}; use more epochs, fewer"
       " workers or shorter jobs (steps, push_every)"
@@ -347,8 +355,8 @@ def check_length(plan: Any, count: int) -> None:
 
 
 def check(plan: Any) -> None:
-  """Raises ValueError for an order that a plan's recipe, codec or length does
-  not go with."""
+  """Raises ValueError if a plan's order does not fit its recipe, its codec or
+  its length."""
   run, recipe, order = plan.run, plan.recipe, plan.order
   config, workers, label = run.config, plan.workers, run.label
   _check_own_order(plan)
@@ -362,17 +370,17 @@ def check(plan: Any) -> None:
       f" {key} out"
     )
   # Each worker has its own part of the data.
-  divided = partitions.divides(config["data"]["partition"])
-  if order["name"] == "backup_tasks" and divided:
+  is_partitioned = partitions.divides(config["data"]["partition"])
+  if order["name"] == "backup_tasks" and is_partitioned:
     raise ValueError(
       "config.order.name 'backup_tasks' hands a worker's job to another, which"
       " has other data: use config.data.partition='shared'"
     )
-  # A ticket kept for longer than there are jobs is the first and the last.
+  # With more jobs on a ticket than a worker has, it would fetch only once.
   fetch_every, jobs = order.get("fetch_every", 1), plan.messages // workers
   if fetch_every > max(jobs, 1):
-    of_order = "fetch_every" in config["order"]
-    key = f"{'order' if of_order else f'runs.{label}'}.fetch_every"
+    is_config_key = "fetch_every" in config["order"]
+    key = f"{'order' if is_config_key else f'runs.{label}'}.fetch_every"
     raise ValueError(
       f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
       f" {workers} workers has {jobs} in all, so that none would ever fetch"
@@ -388,12 +396,12 @@ def check(plan: Any) -> None:
       raise ValueError(
         f"config.order.{key} is not for config.runs.{label}: {error}"
       ) from error
-  messages = order.get("warm_start", 0)
-  if messages >= plan.messages:  # the others would have no job
+  warm_start = order.get("warm_start", 0)
+  if warm_start >= plan.messages:  # the others would have no job
     key = _WARM_EPOCHS if _WARM_EPOCHS in config["order"] else "warm_start"
     raise ValueError(
-      f"config.order.{key} {config['order'][key]} is {messages} messages of one"
-      f" worker, and a cell has {plan.messages} in all, so that the others"
+      f"config.order.{key} {config['order'][key]} is {warm_start} messages of"
+      f" one worker, and a cell has {plan.messages} in all, so that the others"
       " would never start; make it smaller, or config.epochs larger"
     )
   _check_stages(plan)
@@ -401,14 +409,14 @@ def check(plan: Any) -> None:
 
 def _check_stages(plan: Any) -> None:
   """Raises ValueError for stages that a cell's workers or length never end."""
-  given, stages = plan.run.config["order"], plan.order.get("stages")
+  config_order, stages = plan.run.config["order"], plan.order.get("stages")
   if not stages:
     return
-  key = _STAGE_EPOCHS if _STAGE_EPOCHS in given else "stages"
+  key = _STAGE_EPOCHS if _STAGE_EPOCHS in config_order else "stages"
   for count, messages in stages:
     if messages >= plan.messages or count >= plan.workers:
       raise ValueError(
-        f"config.order.{key} {shown(given[key])} has a stage of {count} workers"
-        f" until message {messages}, and a cell has {plan.workers} workers and"
-        f" {plan.messages} messages: a stage has fewer of both"
+        f"config.order.{key} {shown(config_order[key])} has a stage of {count}"
+        f" workers until message {messages}, and a cell has {plan.workers}"
+        f" workers and {plan.messages} messages: a stage has fewer of both"
       )

@@ -111,13 +111,13 @@ def describe(result: Mapping[str, Any]) -> str:
     " {gap_mean:.2g} max {gap_max:.2g}, effective learning rate"
     " {effective_rate:.2g}"
   ).format_map(result)
-  reached = result["rate_x_sharpness"]
+  product = result["rate_x_sharpness"]
   # NaN if the sharpness was not estimated.
-  if storage.is_finite(reached):
+  if storage.is_finite(product):
     limit = result["rate_x_sharpness_limit"]
     limit_text = f"{limit:.2g}" if storage.is_finite(limit) else "-"
     text += (
-      f", rate x sharpness up to {reached:.2g} (quadratic limit {limit_text})"
+      f", rate x sharpness up to {product:.2g} (quadratic limit {limit_text})"
     )
   if "spread_mean" in result:
     text += (

@@ -55,7 +55,7 @@ class SimulationEngine(SimulatedEngine):
     self._iterators = batch.iterators  # None: a function makes the batches
     if positions is not None:
       self._iterators.restore(positions)
-    self._order = simulated_orders.order_of(
+    self._order = simulated_orders.make_order(
       *(plan, seed, batch, root), saved=sizes, rows=state.event
     )
     # The rows of the order before `state.event` were simulated already.
@@ -64,9 +64,9 @@ class SimulationEngine(SimulatedEngine):
     return len(records.loss)
 
   def _run(self, end):
-    part = self._order.until(end)
-    self._parts.append(part)
-    return part
+    new_records = self._order.until(end)
+    self._parts.append(new_records)
+    return new_records
 
   def work(self) -> list[Any]:
     """Returns the last segments of the workers' time, also over a network."""
@@ -116,7 +116,8 @@ def _pack(
   that share parameters store them once.
   """
   trees: list[base.Params] = []
-  index: dict[tuple[int, ...], int] = {}  # identity of parameters -> in `trees`
+  # Identities of the leaves of parameters -> their index in `trees`.
+  tree_index: dict[tuple[int, ...], int] = {}
   rows = []
   for worker, kept_ticket in enumerate(simulation.kept):
     tickets: list[tuple[int | None, base.Ticket]]
@@ -126,11 +127,11 @@ def _pack(
     for job, ticket in tickets:
       # Leaves are immutable, so equal identities are equal parameters.
       identity = tuple(map(id, jax.tree.leaves(ticket.params)))
-      if identity not in index:
-        index[identity] = len(trees)
+      if identity not in tree_index:
+        tree_index[identity] = len(trees)
         trees.append(ticket.params)
       version, fresh = int(ticket.version), bool(ticket.fresh)
-      rows.append((worker, job, version, index[identity], fresh))
+      rows.append((worker, job, version, tree_index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   # `sent`: parameters of tickets, each once.
   tree = {"server": server, "workers": workers, "sent": trees}

@@ -16,13 +16,13 @@ from asgd.experiment import cell_progress, engines
 from asgd.experiment.engines import server_results
 from asgd.orders.trace import Event
 
-_SECONDS = 0.25  # of a call; the loop checks clocks and signals in between
-_FIRST = 16  # messages of the first call of `advance`
+_CALL_SECONDS = 0.25  # of a call; the loop checks clocks and signals in between
+_FIRST_MESSAGES = 16  # messages of the first call of `advance`
 
 Restore = Callable[[Callable[[Any], Any]], Any]  # see Context.restore
 
 
-def some(records: Any, start: int, end: int) -> Any:
+def rows_between(records: Any, start: int, end: int) -> Any:
   """Returns the rows start to end of records."""
   return type(records)(*(column[start:end] for column in records))
 
@@ -47,8 +47,8 @@ class SimulatedEngine(engines.Engine):
     self.total = self._plan.messages
     self.done = self._begin(seed, params, root, context.restore)
     # In rounds all messages of a round are received together.
-    first_steps = max(_FIRST, getattr(self._plan, "quantum", 1))
-    self._pace = engines.Pace(_SECONDS, first_steps)
+    first_steps = max(_FIRST_MESSAGES, getattr(self._plan, "quantum", 1))
+    self._pace = engines.Pace(_CALL_SECONDS, first_steps)
 
   @abc.abstractmethod
   def _begin(
@@ -63,26 +63,32 @@ class SimulatedEngine(engines.Engine):
   def _run(self, end: int) -> Any:
     """Simulates to message `end` at most; returns the new records."""
 
-  def _broken(self, part: Any) -> str | None:
-    """Describes the first message that is not finite in `part`, else None."""
-    arguments = self._plan, part, self.done, self._name, self._message_text
+  def _error_text(self, new_records: Any) -> str | None:
+    """Describes the first message that is not finite; None if all are."""
+    arguments = (
+      self._plan,
+      new_records,
+      self.done,
+      self._name,
+      self._message_text,
+    )
     return server_results.describe_first_not_finite(*arguments)
 
   def advance(self, until: int) -> engines.Progress:
-    """Simulates for about `_SECONDS`, to message `until` at most."""
-    part = self._run(min(self.done + self._pace.begin(), until))
+    """Simulates for about `_CALL_SECONDS`, to message `until` at most."""
+    new_records = self._run(min(self.done + self._pace.begin(), until))
     self._seconds += self._pace.end()
-    self.done += len(part.loss)
-    return self._progress(part)
+    self.done += len(new_records.loss)
+    return self._progress(new_records)
 
-  def _progress(self, part: Any) -> engines.Progress:
+  def _progress(self, new_records: Any) -> engines.Progress:
     """Returns the progress that the new records show."""
     return engines.Progress(
-      loss=part.loss,
-      staleness=engines.mean(part.staleness),
-      gap=engines.mean(part.gap),
-      broken=self._broken(part),
-      rows=part,
+      loss=new_records.loss,
+      staleness=engines.mean(new_records.staleness),
+      gap=engines.mean(new_records.gap),
+      broken=self._error_text(new_records),
+      rows=new_records,
     )
 
   def _trace(self) -> tuple[base.Trace | Sequence[Event], int]:
@@ -102,7 +108,7 @@ class SimulatedEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses over messages start to end."""
-    return server_results.summary(some(self.records(), start, end))
+    return server_results.summary(rows_between(self.records(), start, end))
 
 
 def sent_accuracy(

@@ -17,10 +17,12 @@ from asgd.orders import play
 from asgd.orders.network import LinkUse
 from asgd.orders.trace import from_events
 
-Sizes = dict[str, list[list[float]]]  # "up", "down": rows (worker, seq, bytes)
+PacketSizes = dict[
+  str, list[list[float]]
+]  # "up", "down": rows (worker, seq, bytes)
 
 
-class MadeOrder:
+class FixedOrder:
   """An order that is known before the first message."""
 
   def __init__(self, plan: Any, seed: int, batch: Any, root: jax.Array):
@@ -31,7 +33,7 @@ class MadeOrder:
     if plan.network is None:
       self.trace: base.Trace = plan.trace(seed)
     else:
-      self._order = plan.over_network(seed, networks.dense(plan))
+      self._order = plan.over_network(seed, networks.dense_sizes(plan))
       self._order.until(plan.messages)
       self.trace = self._order.trace()
     self._end_rows = simulator.end_of_message(self.trace)
@@ -52,14 +54,14 @@ class MadeOrder:
     """Returns the last segments of the workers' time."""
     rows = cell_progress.rows_before(self.trace, self._row)
     # Over a network, a job ends before its message arrives.
-    over_network = [self._order.compute_times] if self._order else []
-    return cell_progress.segments(rows, *over_network)
+    compute_times = [self._order.compute_times] if self._order else []
+    return cell_progress.segments(rows, *compute_times)
 
   def use(self) -> LinkUse | None:
     """Returns the use of each link by the end, None without a network."""
     return self._order and self._order.links.use(self._order.now)
 
-  def save(self) -> Sizes | None:
+  def save(self) -> PacketSizes | None:
     """Returns None: a checkpoint need not store this order."""
     return None
 
@@ -74,34 +76,39 @@ class GrownOrder:
     batch: Any,
     root: jax.Array,
     *,
-    saved: Sizes | None = None,
+    saved: PacketSizes | None = None,
     rows: int = 0,
   ):
     """Starts an order, or rebuilds its first `rows` from sizes `saved`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
-    self._shard_bytes = networks.shares(plan, plan.network.shards)
+    self._shard_bytes = networks.shard_bytes(plan, plan.network.shards)
     self._packet_bytes = {
-      way: {(w, seq): size for w, seq, size in (saved or {}).get(way, ())}
-      for way in ("up", "down")
+      direction: {
+        (w, seq): size for w, seq, size in (saved or {}).get(direction, ())
+      }
+      for direction in ("up", "down")
     }
     self.choice = f"{simulator.HOST}: bytes of codes decide the order"
-    self._next = 0  # index of the next row to simulate
-    # `_size` is called when a packet enters the network.
-    ways = (functools.partial(self._size, way) for way in ("up", "down"))
-    sizes = play.Sizes(*ways)
+    self._next_row = 0  # index of the next row to simulate
+    # `_packet_size` is called when a packet enters the network.
+    size_functions = (
+      functools.partial(self._packet_size, direction)
+      for direction in ("up", "down")
+    )
+    sizes = play.Sizes(*size_functions)
     self._order = plan.over_network(seed, sizes)
-    # Saved sizes are in `_packet_bytes`, so `_size` needs no content here.
-    # The order repeats the rows that a checkpoint has simulated.
+    # The order repeats the rows that a checkpoint has simulated. Their sizes
+    # are in `_packet_bytes`, so `_packet_size` needs no content here.
     while len(self._order.rows) < rows:
       self._order.advance()
-    self._next = rows
+    self._next_row = rows
     rows_made = self._order.rows[:rows]
     self._received = sum(row.action == base.RECEIVE for row in rows_made)
 
   @property
   def trace(self) -> base.Trace:
     """The rows that were simulated."""
-    return from_events(self._order.rows[: self._next])
+    return from_events(self._order.rows[: self._next_row])
 
   def begin(self, simulation: simulator.SimulationState) -> None:
     """Starts to follow the order, from a state of the simulation."""
@@ -113,7 +120,7 @@ class GrownOrder:
     """Simulates until `messages` are received in all."""
     while self._received < messages:
       # All rows are simulated: the order makes the next ones.
-      if self._next == len(self._order.rows):
+      if self._next_row == len(self._order.rows):
         self._order.advance()
         continue
       self._run_row()
@@ -121,52 +128,54 @@ class GrownOrder:
 
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last segments of the workers' time."""
-    rows = cell_progress.rows_before(self._order.rows, self._next)
+    rows = cell_progress.rows_before(self._order.rows, self._next_row)
     return cell_progress.segments(rows, self._order.compute_times)
 
   def _run_row(self) -> None:
     """Simulates the next row."""
-    event = self._order.rows[self._next]
+    event = self._order.rows[self._next_row]
     self.run.apply(event)
-    self._next += 1
+    self._next_row += 1
     self._received += event.action == base.RECEIVE
 
-  def _size(self, way: str, worker: int, seq: int) -> Any:
+  def _packet_size(self, direction: str, worker: int, seq: int) -> Any:
     """Returns the bytes of a message or a ticket at each shard.
 
     The content must exist before it has a size. So all rows that are made
     already are simulated first.
     """
-    way_bytes = self._packet_bytes[way]
-    if (worker, seq) not in way_bytes:
-      while self._next < len(self._order.rows):
+    bytes_by_packet = self._packet_bytes[direction]
+    if (worker, seq) not in bytes_by_packet:
+      while self._next_row < len(self._order.rows):
         self._run_row()
-      if way == "down":
+      if direction == "down":
         nbytes = self.run.bytes_down(worker, seq)
       else:
         job = self._order.job(worker, seq)
         nbytes = self.run.bytes_up(worker, seq, job)
-      way_bytes[worker, seq] = nbytes
+      bytes_by_packet[worker, seq] = nbytes
     # Each shard gets its part of the packet.
-    return networks.divided(way_bytes[worker, seq], self._shard_bytes)
+    return networks.divide_bytes(
+      bytes_by_packet[worker, seq], self._shard_bytes
+    )
 
   def use(self) -> LinkUse:
     """Returns the use of each link by the last message."""
-    time = self._order.rows[self._next - 1].time
+    time = self._order.rows[self._next_row - 1].time
     return self._order.links.use(time)
 
-  def save(self) -> Sizes:
+  def save(self) -> PacketSizes:
     """Returns the sizes of all messages and tickets so far, as plain data."""
     return {
-      way: [[*key, size] for key, size in way_bytes.items()]
-      for way, way_bytes in self._packet_bytes.items()
+      direction: [[*key, size] for key, size in bytes_by_packet.items()]
+      for direction, bytes_by_packet in self._packet_bytes.items()
     }
 
 
-def order_of(
+def make_order(
   plan: Any, seed: int, batch: Any, root: jax.Array, **saved: Any
-) -> MadeOrder | GrownOrder:
+) -> FixedOrder | GrownOrder:
   """Returns the order of a cell; `saved` as `GrownOrder` takes it."""
-  if plan.network is not None and networks.coded(plan):
+  if plan.network is not None and networks.has_coded_sizes(plan):
     return GrownOrder(plan, seed, batch, root, **saved)
-  return MadeOrder(plan, seed, batch, root)
+  return FixedOrder(plan, seed, batch, root)

@@ -37,7 +37,7 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.simulated import (
   Restore,
   SimulatedEngine,
-  some,
+  rows_between,
 )
 from asgd.experiment.schema import Run
 from asgd.orders import trace
@@ -64,18 +64,18 @@ class TablePlan(outcomes.OutcomePlan):
   """The parts that the cells of a run share. The schedule of the learning rate
   counts clocks, not messages."""
 
-  like: Any = None  # shapes of the parameters
+  shapes: Any = None  # shapes of the parameters
   dataset: Any = None
   batches: int = 1  # in one message
 
   @functools.cached_property
   def names(self) -> list[str]:
     """Names of the tables: the paths of the leaves."""
-    paths = jax.tree_util.tree_flatten_with_path(self.like)[0]
-    name_of = functools.partial(
+    paths = jax.tree_util.tree_flatten_with_path(self.shapes)[0]
+    path_name = functools.partial(
       jax.tree_util.keystr, simple=True, separator="/"
     )
-    return [name_of(path) or "params" for path, _ in paths]
+    return [path_name(path) or "params" for path, _ in paths]
 
   def split(self, params: base.Params) -> dict[str, np.ndarray]:
     """Returns the leaves as tables; a leaf without axes is one row."""
@@ -87,7 +87,7 @@ class TablePlan(outcomes.OutcomePlan):
 
   def join(self, rows: Mapping[str, Any]) -> base.Params:
     """Returns the parameters of complete tables."""
-    leaves, structure = jax.tree.flatten(self.like)
+    leaves, structure = jax.tree.flatten(self.shapes)
     return jax.tree.unflatten(
       structure,
       [
@@ -99,8 +99,8 @@ class TablePlan(outcomes.OutcomePlan):
   @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
     # Zeros without memory: only lengths are needed.
-    like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
-    return {k: np.arange(len(x)) for k, x in self.split(like).items()}
+    shapes = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.shapes)
+    return {k: np.arange(len(x)) for k, x in self.split(shapes).items()}
 
   def work(self, seed: int, root: jax.Array) -> tables.Work:
     """Returns the batches, keys and gradients of the workers' jobs."""
@@ -131,19 +131,21 @@ class TablePlan(outcomes.OutcomePlan):
           functions.padded(rows[name], functions.bucket(len(rows[name])))
           for name in self.names
         ]
-        structure = jax.tree.structure(self.like)
+        structure = jax.tree.structure(self.shapes)
         params = jax.tree.unflatten(structure, padded)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
       # The same types, or the program would be compiled again.
       job_id = np.int32(worker), np.int32(job)
-      loss, out = jax.device_get(step(params, batch, root, *job_id))
+      loss, gradients = jax.device_get(step(params, batch, root, *job_id))
       # Without the padding, and in the shapes of the tables.
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
         ]
-        for name, leaf in zip(self.names, jax.tree.leaves(out), strict=True)
+        for name, leaf in zip(
+          self.names, jax.tree.leaves(gradients), strict=True
+        )
       }
 
     return tables.Work(batch, keys, gradient)
@@ -152,17 +154,17 @@ class TablePlan(outcomes.OutcomePlan):
   def call_network(self) -> Network | None:
     """Network of requests and answers; None: they take no time."""
     section, shards = self.run.config["network"], self.settings.shards
-    return networks.from_section(section, shards)
+    return networks.make_network(section, shards)
 
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.TableRun:
     """Returns the simulation of a cell, before its first event."""
-    kind: type[tables.TableRun] = tables.Simulation
+    simulation_class: type[tables.TableRun] = tables.Simulation
     options: dict[str, Any] = {}
     if (network := self.call_network) is not None:
-      kind, options = tables.OverNetwork, {"network": network}
-    return kind(
+      simulation_class, options = tables.OverNetwork, {"network": network}
+    return simulation_class(
       *(self.settings, self.split(params), self.work(seed, root)),
       self.durations(seed),
       workers=self.workers,
@@ -177,17 +179,17 @@ def _add_function(
 ) -> None:
   """Adds the function at the server that a problem needs, with its options."""
   # The problem determines the function, and options such as an L1 penalty.
-  name, needed = problem.function
+  name, required_options = problem.function
   if name == functions.ADD:
     return
-  options_given = dict(options.get(name) or {})
-  repeated = [key for key in needed if key in options_given]
+  run_options = dict(options.get(name) or {})
+  repeated = [key for key in required_options if key in run_options]
   if repeated:
     raise ValueError(
       f"config.runs.{run.label}.{name}.{repeated[0]} follows from"
       " config.problem: drop it"
     )
-  options[name] = {**needed, **options_given}
+  options[name] = {**required_options, **run_options}
 
 
 def _check_updates(
@@ -229,7 +231,7 @@ def _settings(
 
   # The schedule needs `clock_every`, which the recipe's settings have. So
   # settings are made twice: with the peak, then with the schedule.
-  def settings_of(rate: Any) -> Any:
+  def make_settings(rate: Any) -> Any:
     """Returns the settings of the recipe at a rate."""
     with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
       return names.call(
@@ -241,17 +243,17 @@ def _settings(
     *(run, problem),
     peak=peak,
     # Batches of a clock, over all workers.
-    batches=workers * settings_of(peak).clock_every,
+    batches=workers * make_settings(peak).clock_every,
     start=peak / workers,
   )
-  return settings_of(rate)
+  return make_settings(rate)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds and checks the plan of a run with a number of workers."""
   problem, config = experiment.problem_of(run), run.config
-  like = jax.eval_shape(problem.init, jax.random.key(0))
-  if isinstance(like, base.Variables):
+  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+  if isinstance(shapes, base.Variables):
     raise ValueError(
       f"config.runs.{run.label}: the recipe {run.recipe} does not take"
       " statistics of batches (BatchNorm): use a model without them, or another"
@@ -265,7 +267,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   if run.given is not None:
     peak = math.nan if callable(rate) else float(rate)
   with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
-    sharding.make_plan(like, settings.shards)
+    sharding.make_plan(shapes, settings.shards)
   if config["compress"] is not None:
     if settings.codec:
       raise ValueError(
@@ -279,16 +281,16 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
       settings.make_codec()
   has_integers = any(
     # Counts, such as words by topic, must not be rounded.
-    np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like)
+    np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(shapes)
   )
   if settings.codec and has_integers:
     raise ValueError(
       f"config.runs.{run.label}: the codec {dict(settings.codec)['name']!r} is"
       " for floats, and the problem has tables of whole numbers: drop it"
     )
-  count = learning_rates.passes(run, problem)
+  batches = learning_rates.budget_batches(run, problem)
   # All workers make the same number of jobs.
-  messages = max(round(count) // workers, 1) * workers
+  messages = max(round(batches) // workers, 1) * workers
   checks.check_message_count(config, messages)
   with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     settings = settings.of_run(workers, messages // workers)
@@ -297,7 +299,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     problem.batches(seed, workers)
   return TablePlan(
     *(run, workers, problem, settings, messages, peak, rate),
-    like=like,
+    shapes=shapes,
     dataset=experiment.dataset,
   )
 
@@ -344,7 +346,7 @@ class TableEngine(SimulatedEngine):
       )
     return simulation.records(self.done)
 
-  def _broken(self, part):
+  def _error_text(self, part):
     del part
     return self._not_finite
 
@@ -369,16 +371,16 @@ class TableEngine(SimulatedEngine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages."""
-    return self._summary(some(self.records(), start, end))
+    return self._summary(rows_between(self.records(), start, end))
 
-  def _summary(self, part: base.Records) -> dict[str, Any]:
+  def _summary(self, records: base.Records) -> dict[str, Any]:
     """Returns the columns of some messages. There may be none, if the first
     message was not finite."""
     # One row of zeros, as means and maxima of no rows are errors.
-    if not part.loss.size:
-      part = base.Records(*(np.zeros(1, column.dtype) for column in part))
-    out = server_results.summary(part)
-    return {**out, "train_loss": math.nan} if self.ended else out
+    if not records.loss.size:
+      records = base.Records(*(np.zeros(1, column.dtype) for column in records))
+    summary = server_results.summary(records)
+    return {**summary, "train_loss": math.nan} if self.ended else summary
 
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result."""
@@ -386,7 +388,7 @@ class TableEngine(SimulatedEngine):
     summary, time = self._summary(records), simulation.now
     if isinstance(simulation, tables.OverNetwork) and time > 0:
       summary |= networks.columns(simulation.use(), self.done, time)
-    columns = columns_of(
+    columns = result_columns(
       *(self._plan.settings.rules, records, summary, simulation.differentials),
       simulation.held,
       updates=simulation.server.slowest,
@@ -411,15 +413,15 @@ class TableEngine(SimulatedEngine):
 # Columns and tables of all engines of tables.
 
 
-def columns_of(
+def result_columns(
   rules: tables.ConsistencyRules,
   records: base.Records,
   summary: Mapping[str, Any],
   profile: Mapping[int, int],
-  held: tuple[int, int],
+  filtered_counts: tuple[int, int],
   *,
   updates: int,
-  **moved: float,
+  **move_columns: float,
 ) -> dict[str, Any]:
   """Returns the columns of a cell's result, without its time.
 
@@ -428,11 +430,11 @@ def columns_of(
     records: the records of all its jobs.
     summary: the summary of these records.
     profile: rows read at each clock differential.
-    held: counts of rows that filters held back and dropped.
+    filtered_counts: counts of rows that filters held back and dropped.
     updates: the slowest worker's clock.
-    **moved: columns about ranges of keys.
+    **move_columns: columns about ranges of keys that moved.
   """
-  count, summary = max(sum(profile.values()), 1), dict(summary)
+  n_rows, summary = max(sum(profile.values()), 1), dict(summary)
   del summary["train_loss"]  # the result has the last evaluation's
   return {
     "order": rules.consistency.name,
@@ -440,13 +442,13 @@ def columns_of(
     "messages": len(records.loss),
     "updates": updates,
     # d = -1 is the last complete clock; smaller is older.
-    "differential_mean": sum(d * n for d, n in profile.items()) / count,
+    "differential_mean": sum(d * n for d, n in profile.items()) / n_rows,
     "differential_least": min(profile, default=0),
     # Share of rows at differential -1.
-    "fresh_reads": profile.get(-1, 0) / count,
-    "rows_held_back": held[0],
-    "rows_dropped": held[1],
-    **moved,
+    "fresh_reads": profile.get(-1, 0) / n_rows,
+    "rows_held_back": filtered_counts[0],
+    "rows_dropped": filtered_counts[1],
+    **move_columns,
     "bytes_up": int(records.bytes_up.sum()),
     "bytes_down": int(records.bytes_down.sum()),
     **summary,
@@ -469,21 +471,21 @@ COLUMNS = (
 )
 
 
-def held(result: Mapping[str, Any]) -> str:
+def filters_text(result: Mapping[str, Any]) -> str:
   """Returns the filters' counts in a few words; "" if they are 0."""
-  held_rows, dropped = result["rows_held_back"], result["rows_dropped"]
-  if not (held_rows or dropped):
+  held, dropped = result["rows_held_back"], result["rows_dropped"]
+  if not (held or dropped):
     return ""
-  return f", filters held back {held_rows:,} rows and dropped {dropped:,}"
+  return f", filters held back {held:,} rows and dropped {dropped:,}"
 
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  text = (
+  words = (
     "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
     " {differential_mean:.2f} (least {differential_least}), time"
     " {simulated_time:.4g}"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  text += f", {megabytes:.3g} MB" + held(result)
-  return text + networks.describe(result)
+  words += f", {megabytes:.3g} MB" + filters_text(result)
+  return words + networks.describe(result)

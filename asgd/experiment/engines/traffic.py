@@ -48,12 +48,12 @@ SECTIONS = {
 
 
 # (workers, messages of each in an epoch); None: the data are a stream.
-Size = tuple[int, float | None]
+CodecSize = tuple[int, float | None]
 
 
-def size_of(
+def codec_size(
   dataset: Any, problem: problems.Problem, workers: int, batches: int
-) -> Size:
+) -> CodecSize:
   """Returns the size that codecs are fitted to.
 
   Args:
@@ -80,7 +80,7 @@ _compressed_updates = functools.lru_cache(maxsize=32)(
 )
 
 
-def codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
+def run_codec(run: Run, key: str, size: CodecSize) -> compression.Codec | None:
   """Returns the codec of a run's key; None if it has none. Raises ValueError if
   the config refers to an object that the call was not given."""
   section = run.config[key]
@@ -95,7 +95,7 @@ def codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
   return _fitted(_check_own_codec(codec, f"given as {key}"), *size)
 
 
-def codecs_of(
+def run_codecs(
   run: Run,
   dataset: Any,
   problem: problems.Problem,
@@ -106,12 +106,16 @@ def codecs_of(
   where there is no codec."""
   # Down, an update counts as the message; it is of `recipe.every` messages.
   batches_per_message = recipe.push_every * recipe.steps
-  up = size_of(dataset, problem, workers, workers * batches_per_message)
-  down = size_of(dataset, problem, 1, recipe.every * batches_per_message)
-  return codec_of(run, "compress", up), codec_of(run, "compress_down", down)
+  up_size = codec_size(dataset, problem, workers, workers * batches_per_message)
+  down_size = codec_size(
+    dataset, problem, 1, recipe.every * batches_per_message
+  )
+  return run_codec(run, "compress", up_size), run_codec(
+    run, "compress_down", down_size
+  )
 
 
-def compressed(
+def decoding_server(
   run: Run,
   server: base.Server,
   codec: compression.Codec | None,
@@ -127,7 +131,7 @@ def compressed(
   return _decoding(server, codec)
 
 
-def downward(
+def with_encoded_updates(
   run: Run,
   recipe: algorithms.Recipe,
   codec: compression.Codec | None,
@@ -156,18 +160,18 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
   # Bytes of all messages if each had all parameters.
   dense = wire.layout(params).nbytes * len(records.loss)
   row: dict[str, Any] = {}
-  for way, key in (("up", "compress"), ("down", "compress_down")):
-    nbytes = int(getattr(records, f"bytes_{way}").sum())
+  for direction, key in (("up", "compress"), ("down", "compress_down")):
+    nbytes = int(getattr(records, f"bytes_{direction}").sum())
     section = plan.run.config[key]
-    row[f"bytes_{way}"] = nbytes
+    row[f"bytes_{direction}"] = nbytes
     # 1 without a codec: the message is dense.
-    row[f"compression_{way}"] = dense / max(nbytes, 1) if section else 1.0
+    row[f"compression_{direction}"] = dense / max(nbytes, 1) if section else 1.0
     if section:
-      row["codec" if way == "up" else "codec_down"] = section["name"]
+      row["codec" if direction == "up" else "codec_down"] = section["name"]
   return row
 
 
-def lost(
+def lost_residual(
   plan: Any, journal: Sequence[Event], records: base.Records
 ) -> dict[str, float]:
   """Returns a column with the codecs' residuals that were lost with workers
@@ -175,8 +179,8 @@ def lost(
   RMS. Returns {} without a codec."""
   if plan.run.config["compress"] is None:
     return {}
-  keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
-  norms = dict(zip(keys, records.residual_norm.tolist(), strict=True))
+  job_keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
+  norms = dict(zip(job_keys, records.residual_norm.tolist(), strict=True))
   residuals: dict[int, float] = {}  # by worker
   # Sums of squares: of the residuals that count as lost, and of those of
   # workers that left since the last message.
@@ -203,5 +207,8 @@ COLUMNS = (
 
 def megabytes(records: Sequence[base.Records]) -> float:
   """Returns the traffic of messages, up and down, of all shards."""
-  sums = (part.bytes_up.sum() + part.bytes_down.sum() for part in records)
+  sums = (
+    records_of_shard.bytes_up.sum() + records_of_shard.bytes_down.sum()
+    for records_of_shard in records
+  )
   return float(sum(sums)) / 1e6

@@ -166,7 +166,7 @@ PROTOCOL = Protocol(
     # Keys that divide one model among the devices of a mesh.
     *(
       Refusal(f"mesh.{key}", "each device is a peer with a separate model")
-      for key in peer_mesh.OF_ONE_MODEL
+      for key in peer_mesh.ONE_MODEL_KEYS
     ),
   ),
   columns=peers.COLUMNS,

@@ -198,7 +198,7 @@ PROTOCOL = Protocol(
     ),
     "mesh": Runner(
       plan=mesh_plan.plan,
-      programs=mesh_programs.of_one_model,
+      programs=mesh_programs.model_steps,
       start=mesh.MeshEngine,
       describe=mesh.describe,
       check=mesh_plan.check,

@@ -59,7 +59,7 @@ def _replay(
     replayed = tables.replay.replay(
       plan.settings,
       live_tables.first_tables(plan, cell.seed),
-      live_tables.division_of(plan),
+      live_tables.make_division(plan),
       plan.work(cell.seed, root),
       files.read_orders(folder, plan.settings.shards, workers),
       jobs=plan.messages // workers,  # of each worker

@@ -430,7 +430,7 @@ def test_threads_come_to_the_bits_of_a_simulation(simulated, tmp_path):
   assert result["messages"] == 32
   assert result["replaced"] == {"worker": 0, "shard": 0}
   check_finished(tmp_path, BATCHES, result)
-  assert live_memory.read(place) is None
+  assert live_memory.read_running(place) is None
 
 
 def test_killed_parties_change_no_iterate(simulated, tmp_path):
@@ -450,7 +450,7 @@ def test_killed_parties_change_no_iterate(simulated, tmp_path):
 def test_batches_that_were_stopped_go_on(simulated, tmp_path, left):
   place = stop(tmp_path, BATCHES, looks=1)
   before = journal_path(place, 0).read_text()
-  running = live_memory.read(place)
+  running = live_memory.read_running(place)
   if left != "memory":
     shutil.rmtree(running.memory)
   if left == "nothing":
@@ -469,4 +469,4 @@ def test_files_that_were_cut_are_refused(tmp_path):
   journal.write_text("".join(journal.read_text().splitlines(True)[:2]))
   with pytest.raises(ValueError, match="rows where the run resumes from"):
     train(tmp_path, BATCHES)
-  live_memory.forget(journal.parent)
+  live_memory.remove_leftover(journal.parent)

@@ -25,7 +25,7 @@ def memory_dir(tmp_path):
 def stopped(cell, memory_dir):
   """A run that wrote something and was killed; returns its memory."""
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
-  claimed.note({"worker": 2, "shard": 1})
+  claimed.write_running({"worker": 2, "shard": 1})
   (claimed.folder / "shard-0").mkdir()
   (claimed.folder / "shard-0" / "messages").write_text("log")
   for party in ("worker-0", "peer-0", "counter-0"):
@@ -45,12 +45,12 @@ def test_a_run_goes_on_in_its_own_memory(cell, memory_dir, tmp_path):
   assert memory.stat().st_mode & 0o777 == 0o700
   (tmp_path / "other").mkdir()
   claimed = resume(cell, str(tmp_path / "other"))
-  assert (claimed.folder, claimed.kept) == (memory, True)
+  assert (claimed.folder, claimed.is_resumed) == (memory, True)
   assert claimed.replaced == {"worker": 2, "shard": 1}
   assert (memory / "shard-0" / "messages").exists()
   claimed.remove()
   assert not memory.exists()
-  assert live_memory.read(cell) is None
+  assert live_memory.read_running(cell) is None
 
 
 def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
@@ -58,15 +58,15 @@ def test_a_copy_does_not_take_the_memory_of_the_original(cell, memory_dir):
   copy = shutil.copytree(cell, cell.with_name("copy"))
   claimed = resume(copy, memory_dir)
   assert claimed.folder != memory
-  assert not claimed.kept
-  live_memory.forget(copy)
-  assert resume(cell, memory_dir).kept
+  assert not claimed.is_resumed
+  live_memory.remove_leftover(copy)
+  assert resume(cell, memory_dir).is_resumed
 
 
 def test_what_was_moved_takes_its_memory_with_it(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   claimed = resume(cell.rename(cell.with_name("moved")), memory_dir)
-  assert (claimed.folder, claimed.kept) == (memory, True)
+  assert (claimed.folder, claimed.is_resumed) == (memory, True)
 
 
 def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
@@ -75,11 +75,11 @@ def test_a_new_run_in_an_old_place_begins_with_nothing(cell, memory_dir):
   assert claimed.folder == memory
   assert sorted(p.name for p in memory.iterdir()) == ["lock", "owner.json"]
   claimed.close()
-  assert not resume(cell, memory_dir).kept  # running.json is of the other
+  assert not resume(cell, memory_dir).is_resumed  # running.json is of the other
 
 
 def test_memory_that_is_in_use_is_not_taken(cell, memory_dir, monkeypatch):
-  monkeypatch.setattr(live_memory, "_SECONDS", 0.1)
+  monkeypatch.setattr(live_memory, "_TIMEOUT", 0.1)
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
   for again in (True, False):
     with pytest.raises(ValueError, match="is held by another process"):
@@ -117,7 +117,7 @@ def test_a_folder_that_is_no_memory_is_left_alone(cell, tmp_path, make, why):
   held = {"driver": 1, "memory": memory, "token": "t", "replaced": {}}
   storage.write_json(cell / "running.json", storage.sealed(held))
   again = lambda cell: resume(cell, str(tmp_path))  # noqa: E731
-  for call in (live_memory.read, live_memory.forget, again):
+  for call in (live_memory.read_running, live_memory.remove_leftover, again):
     with pytest.raises(ValueError, match=f"running.json is not what.*{why}"):
       call(cell)
   assert list(Path(memory).rglob("thesis.txt"))
@@ -129,7 +129,7 @@ def test_a_link_is_no_memory(cell, tmp_path):
   held = {"driver": 1, "memory": str(link), "token": "t", "replaced": {}}
   storage.write_json(cell / "running.json", storage.sealed(held))
   with pytest.raises(ValueError, match="it is no folder of this user's"):
-    live_memory.read(cell)
+    live_memory.read_running(cell)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +142,15 @@ def test_a_link_is_no_memory(cell, tmp_path):
 def test_what_is_not_what_a_run_wrote_is_one_line(cell, text):
   (cell / "running.json").write_text(text)
   with pytest.raises(ValueError, match="running.json is not what a run wrote"):
-    live_memory.read(cell)
+    live_memory.read_running(cell)
 
 
 def test_a_memory_that_is_gone_is_no_mistake(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   shutil.rmtree(memory)
-  assert live_memory.read(cell).memory == memory
+  assert live_memory.read_running(cell).memory == memory
   claimed = resume(cell, memory_dir)
-  assert not claimed.kept
+  assert not claimed.is_resumed
   assert claimed.replaced == {"worker": 2, "shard": 1}
 
 
@@ -197,8 +197,8 @@ def test_a_file_that_is_written_during_the_removal_is_removed_too(
   cell, memory_dir, monkeypatch
 ):
   claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
-  claimed.note({"worker": 1})
-  empty, calls = live_memory._empty, []
+  claimed.write_running({"worker": 1})
+  empty, calls = live_memory._remove_files, []
 
   def empty_late(folder, *kept):
     empty(folder, *kept)
@@ -206,7 +206,7 @@ def test_a_file_that_is_written_during_the_removal_is_removed_too(
     if len(calls) == 1:  # a process that is being killed writes once more
       (claimed.folder / "worker-0-3.message.tmp").write_text("half")
 
-  monkeypatch.setattr(live_memory, "_empty", empty_late)
+  monkeypatch.setattr(live_memory, "_remove_files", empty_late)
   claimed.remove()
   assert not claimed.folder.exists()
   assert len(calls) == 2

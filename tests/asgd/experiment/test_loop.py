@@ -8,7 +8,11 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment import folder, jobs, loop, storage
-from asgd.experiment.engines import Died, NonFiniteResult, due
+from asgd.experiment.engines import (
+  NonFiniteResult,
+  ProcessExited,
+  evaluation_messages,
+)
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import GO_ON, Stopped
@@ -18,11 +22,11 @@ from asgd.live import faults
 
 
 def test_evaluations_are_evenly_spaced_and_the_last_is_at_the_end():
-  assert due(4, 100) == [25, 50, 75, 100]
-  assert due(3, 10) == [3, 7, 10]
-  assert due(9, 4) == [1, 2, 3, 4]
-  assert due(3, 24, quantum=4) == [8, 16, 24]
-  assert due(10, 12, quantum=6) == [6, 12]
+  assert evaluation_messages(4, 100) == [25, 50, 75, 100]
+  assert evaluation_messages(3, 10) == [3, 7, 10]
+  assert evaluation_messages(9, 4) == [1, 2, 3, 4]
+  assert evaluation_messages(3, 24, quantum=4) == [8, 16, 24]
+  assert evaluation_messages(10, 12, quantum=6) == [6, 12]
 
 
 # Whether a run diverged.
@@ -122,7 +126,7 @@ class Mortal:
   def advance(self, until):
     if self._deaths and self._deaths[0] <= self._engine.done:
       self._deaths.pop(0)
-      raise Died("a process died")
+      raise ProcessExited("a process died")
     return self._engine.advance(min(until, self._engine.done + 1))
 
 

@@ -431,7 +431,7 @@ def test_a_mesh_may_be_written_in_many_ways():
   exp = build({"mesh.axes": "data:-1,tensor:2"})
   assert exp.plan(exp.cells[0]).mesh.shape["data"] == 4
   (run,) = resolve({}).runs.values()
-  assert mesh_plan.devices_of(run) is None
+  assert mesh_plan.required_devices(run) is None
 
 
 def test_another_optimizer_drops_the_options_of_the_old():

@@ -170,8 +170,8 @@ def test_what_is_lost_is_that_of_workers_that_leave_too_early():
   columns |= {"worker": np.array([0, 1, 0]), "job": np.array([0, 1, 2])}
   columns["residual_norm"] = np.array([3.0, 4.0, 5.0])
   records = base.Records(**columns)
-  assert traffic.lost(plan, events, records) == {"residual_lost": 3.0}
-  assert traffic.lost(plan, events[:-1] + events[:1], records) == {
+  assert traffic.lost_residual(plan, events, records) == {"residual_lost": 3.0}
+  assert traffic.lost_residual(plan, events[:-1] + events[:1], records) == {
     "residual_lost": 5.0
   }
 

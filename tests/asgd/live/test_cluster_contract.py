@@ -196,7 +196,9 @@ class Gates:
   def _hit(self, number, kind, index):
     rows = self._run.rows()
     if not self._hosts:
-      pids = processes.live_pids(live_memory.read(self._run.place).memory)
+      pids = processes.live_pids(
+        live_memory.read_running(self._run.place).memory
+      )
       assert listening() == []
       os.kill(pids[kind][index], number)
     elif number == TERM:
