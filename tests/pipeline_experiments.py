@@ -116,7 +116,7 @@ def start_engine(exp, label, *, restore=lambda rebuild: None, seed=0):
   cell = cell_of(exp, label)._replace(seed=seed)
   plan, place = exp.plan(cell), None
   context = Context(exp, cell, plan, place, None, restore, [], Machine())
-  return exp.kind(cell).start(context)
+  return exp.engine_kind(cell).start(context)
 
 
 def to_the_end(exp, label, **options):

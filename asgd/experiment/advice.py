@@ -31,7 +31,7 @@ from asgd.parallel import memory
 _FEW_WORKERS = 8  # workers up to which plain `asgd` loses little
 _SLOW_FACTOR = 4  # a machine this many times as slow sends very old messages
 _RUN = "advised"  # label of the proposed run
-_MESH_WARM_UP = 10  # a mesh starts at this part of the peak rate
+_MESH_WARM_UP_FACTOR = 10  # a mesh starts at the peak rate over this factor
 
 
 class Recommendation(NamedTuple):
@@ -113,7 +113,7 @@ def recipe_for(
         " workers."
       )
     return "dana_zero", text
-  # Of machines, not of steps: one late step makes one old message.
+  # The spread of machines, not of steps: one late step makes one old message.
   if cluster.spread > _SLOW_FACTOR:
     return "gap_aware", (
       f"The slowest machine takes {cluster.spread:.2g} times as long as the"
@@ -186,7 +186,7 @@ def rate_for(
       way.name == MESH,
       f"{text} {comparison}: stable from the start.",
     )
-  start = _MESH_WARM_UP if way.name == MESH else workers
+  start = _MESH_WARM_UP_FACTOR if way.name == MESH else workers
   if product / start <= limit:
     return (
       rate,

@@ -4,7 +4,7 @@ The run's protocol decides which findings there are. For a server:
 
 jobs      each job was received once, at the lead and at every shard
 updates   each acknowledged message is an update and a row of the records;
-          without a log (config.server.log=0), the count of rolled back ones
+          without a log (config.server.log=0), rolled back updates count, too
 deaths    workers that were killed left in the trace and did no more work;
           workers that left in the trace were killed or took too long
 order     the protocol allows the trace

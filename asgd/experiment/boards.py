@@ -61,8 +61,8 @@ class EventFile:
     safe_files.make_folder(folder)
     # TensorBoard finds files by `tfevents`, and reads them in the order of
     # their names, so the time comes first.
-    name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-    path = folder / f"events.out.tfevents.{name}"
+    suffix = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    path = folder / f"events.out.tfevents.{suffix}"
     # Without a buffer, closing the file writes nothing and cannot fail.
     self._file = safe_files.appending(path, buffered=False)
     self.close = self._file.close
@@ -123,10 +123,10 @@ def is_wandb_wanted() -> bool:
   return _ANSWERS[word.strip().lower()]
 
 
-def request_wandb(wanted: bool) -> None:
+def request_wandb(is_requested: bool) -> None:
   """Sets the environment variable if Weights & Biases is wanted. Raises
   ValueError if it is not installed, or the variable is neither yes nor no."""
-  if is_wandb_wanted() or wanted:
+  if is_wandb_wanted() or is_requested:
     _wandb()
     os.environ[WANDB_VARIABLE] = "1"
 

@@ -16,36 +16,40 @@ import numpy as np
 class BuildCache:
   """The latest results of one builder; the oldest is dropped first."""
 
-  def __init__(self, most: int = 64):
-    """`most` is the number of results that are kept."""
-    # In the order of their making: a dict keeps it.
+  def __init__(self, max_results: int = 64):
+    """`max_results` is the number of results that are kept."""
+    # A dict keeps the order of insertion, so the oldest result comes first.
     self._results: dict[tuple[Any, ...], Any] = {}
-    self._most = most
+    self._max_results = max_results
 
-  def get(self, make: Callable[[], Any], plain: Any, *objects: Any) -> Any:
+  def get(
+    self, make: Callable[[], Any], config_values: Any, *objects: Any
+  ) -> Any:
     """Returns the cached result for this key, or calls `make` and caches it.
 
-    A `plain` that names a function as MODULE:FUNCTION is not cached: the user
-    may have edited that function since.
+    If `config_values` name a function as MODULE:FUNCTION, the result is not
+    cached: the user may have edited that function since.
 
     Args:
       make: builds the result. It reads nothing of a config beyond the key.
-      plain: values of a config, as JSON can write them; part of the key.
+      config_values: values of a config, as JSON has them; part of the key.
       *objects: hashable objects that `make` uses; part of the key.
     """
-    # A colon is then in a value, and never a separator.
-    text = json.dumps(plain, sort_keys=True, separators=(",", "="))
-    if ":" in text:
+    # With these separators a colon can only be part of a value.
+    config_text = json.dumps(
+      config_values, sort_keys=True, separators=(",", "=")
+    )
+    if ":" in config_text:
       return make()
     # float32, or float64 if jax_enable_x64 is set
-    real = jax.dtypes.canonicalize_dtype(np.float64)
+    float_dtype = jax.dtypes.canonicalize_dtype(np.float64)
     # The key holds its objects. So none is freed, and no later object has its
     # id, by which most objects are hashed.
-    key = text, real, *objects
-    if key not in self._results:
+    cache_key = config_text, float_dtype, *objects
+    if cache_key not in self._results:
       result = make()
       # After `make`, which may build and cache other results.
-      if len(self._results) >= self._most:
+      if len(self._results) >= self._max_results:
         self._results.pop(next(iter(self._results)), None)
-      self._results[key] = result
-    return self._results[key]
+      self._results[cache_key] = result
+    return self._results[cache_key]

@@ -161,7 +161,7 @@ def _join_seeds(
   seed_files = [path for board in seed_boards for path in board.glob(_FILES)]
   if old_files and not seed_files:
     return  # an earlier call has joined these seeds
-  # [1] Write the means of all seeds, those of an earlier board too.
+  # [1] Write the means of all seeds, including those of an earlier board.
   settings = settings_of(experiment, cell)
   del settings["seed"]
   settings["seeds"] = " ".join(str(row["seed"]) for row in group)

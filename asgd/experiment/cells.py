@@ -70,7 +70,7 @@ class Experiment:
     """The identity of the data; see `problem.identity`."""
     return problem.identity(self.dataset)
 
-  def kind(self, cell: Cell) -> Any:
+  def engine_kind(self, cell: Cell) -> Any:
     """Returns the engine kind of a cell."""
     return self.engines[self.runs[cell.label].engine]
 
@@ -102,7 +102,9 @@ class Experiment:
     plan_key = cell.label, cell.workers
     if plan_key not in self._plans:
       run = self.runs[cell.label]
-      self._plans[plan_key] = self.kind(cell).plan(self, run, cell.workers)
+      self._plans[plan_key] = self.engine_kind(cell).plan(
+        self, run, cell.workers
+      )
     return self._plans[plan_key]
 
   def check_machine(self, machine: Any) -> None:
@@ -111,7 +113,7 @@ class Experiment:
     # One call for each engine, with the plans of all its cells.
     plans = collections.defaultdict(list)
     for cell in self.cells:
-      plans[self.kind(cell).check_machine].append(self.plan(cell))
+      plans[self.engine_kind(cell).check_machine].append(self.plan(cell))
     for check, plans_of_check in plans.items():
       check(self, plans_of_check, machine)
 
@@ -122,7 +124,7 @@ def _with_carried_state(
   """Returns a run's problem; its parameters carry the state of the optimizer if
   the run averages that state, or its recipe carries it."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
-  # Settings of tables and of Sandblaster carry none.
+  # Settings of tables and of Sandblaster have no such state.
   if not averages and getattr(run.given, "carried", None) is None:
     return problem
   # `carried` does not depend on the number of workers.
@@ -200,9 +202,9 @@ def programs(
       )
   experiment = _load(config, engines, data_dir, max_parameters=_MOST_COMPILED)
   for run in config.runs.values():
-    engine_kind = engines[run.engine]
-    for workers in dict.fromkeys(engine_kind.workers(run)):
-      yield from engine_kind.programs(experiment, run, workers, target)
+    kind = engines[run.engine]
+    for workers in dict.fromkeys(kind.workers(run)):
+      yield from kind.programs(experiment, run, workers, target)
 
 
 def _checked_config(
@@ -262,7 +264,10 @@ def _check_codec(
       )
   # This engine has no section `network`: the keys of the other engines have the
   # defaults.
-  sections = [kind.sections.get("network") or {} for kind in engines.values()]
+  sections = [
+    engine_kind.sections.get("network") or {}
+    for engine_kind in engines.values()
+  ]
   network_keys = {
     key: node for section in sections for key, node in section.items()
   }

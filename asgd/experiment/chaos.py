@@ -192,7 +192,7 @@ class InjectedRun:
     possible_incarnation: tuple[int, int] | None = None
     if kind != "shard":  # a shard has no LEAVE rows
       ledger = follow(events_before)
-      # If it had not joined before the signal, its JOIN may be there now.
+      # A worker that had not joined before the signal may have a JOIN row now.
       if index not in ledger.present:
         ledger = follow(events_after)
       incarnation = ledger.incarnations.get(index, -1)

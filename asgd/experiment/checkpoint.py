@@ -25,11 +25,12 @@ from asgd import safe_files
 from asgd.checks import line_of
 from asgd.experiment import storage
 
-_KEPT = 2  # checkpoints of a cell: one more than needed, if the last is damaged
+# Checkpoints of a cell: one more than needed, for the case of a damaged one.
+_MAX_TO_KEEP = 2
 # Bytes up to which arrays share one array of bytes: orbax takes milliseconds
 # for each array, and a pipeline's state has thousands of small ones. Orbax
 # cannot store an array without elements at all.
-_SMALL = 1 << 16
+_MAX_PACKED_BYTES = 1 << 16
 _PACKED = "packed"  # the name of that array
 
 
@@ -45,17 +46,17 @@ class Restored(NamedTuple):
     leaves, structure = _leaves_by_name(template)
     # [1] The same leaves, by name.
     if leaves.keys() != self.arrays.keys():
-      differing = sorted(leaves.keys() ^ self.arrays.keys())[:3]
+      differing_names = sorted(leaves.keys() ^ self.arrays.keys())[:3]
       raise ValueError(
         "it is of another model, algorithm or schedule"
-        f" ({', '.join(differing)})"
+        f" ({', '.join(differing_names)})"
       )
     # [2] The same shapes.
     for name, leaf in leaves.items():
       shape = self.arrays[name].shape
       if leaf is not ANY and np.shape(leaf) != shape:
-        text = f"{name} has shape {shape}, not {np.shape(leaf)}"
-        raise ValueError(f"{text}: it is of another model")
+        reason = f"{name} has shape {shape}, not {np.shape(leaf)}"
+        raise ValueError(f"{reason}: it is of another model")
     # `leaves` has the template's order.
     return jax.tree.unflatten(structure, [self.arrays[n] for n in leaves])
 
@@ -95,14 +96,14 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 @contextlib.contextmanager
 def _quiet_orbax() -> Iterator[None]:
   """Makes orbax raise its errors without printing them."""
-  log = logging.getLogger("absl")
-  level = log.level
-  log.setLevel(logging.CRITICAL)
+  logger = logging.getLogger("absl")
+  level = logger.level
+  logger.setLevel(logging.CRITICAL)
   try:
     with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
       yield
   finally:
-    log.setLevel(level)
+    logger.setLevel(level)
 
 
 class Checkpoints:
@@ -119,14 +120,14 @@ class Checkpoints:
     # neither save nor restore.
     import orbax.checkpoint as ocp
 
-    index = jax.process_index()
+    process_index = jax.process_index()
     options = ocp.CheckpointManagerOptions(
-      max_to_keep=_KEPT,
+      max_to_keep=_MAX_TO_KEEP,
       enable_async_checkpointing=False,
       create=False,
       # Only this process writes; orbax does not wait for others.
       multiprocessing_options=ocp.options.MultiprocessingOptions(
-        primary_host=index, active_processes={index}
+        primary_host=process_index, active_processes={process_index}
       ),
     )
     return ocp.CheckpointManager(self._folder.absolute(), options=options)
@@ -151,17 +152,21 @@ class Checkpoints:
         _PACKED: {
           name: [x.dtype.name, x.shape]
           for name, x in zip(leaves, arrays, strict=True)
-          if x.nbytes <= _SMALL
+          if x.nbytes <= _MAX_PACKED_BYTES
         },
       }
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
-    small = b"".join(x.tobytes() for x in arrays if x.nbytes <= _SMALL)
+    packed_bytes = b"".join(
+      x.tobytes() for x in arrays if x.nbytes <= _MAX_PACKED_BYTES
+    )
     arrays_by_number = {
-      f"{i:05d}": x for i, x in enumerate(arrays) if x.nbytes > _SMALL
+      f"{i:05d}": x
+      for i, x in enumerate(arrays)
+      if x.nbytes > _MAX_PACKED_BYTES
     }
-    if small:
-      arrays_by_number[_PACKED] = np.frombuffer(small, np.uint8)
+    if packed_bytes:
+      arrays_by_number[_PACKED] = np.frombuffer(packed_bytes, np.uint8)
     items = args.Composite(
       arrays=args.StandardSave(arrays_by_number), meta=args.JsonSave(meta)
     )
@@ -214,12 +219,14 @@ class Checkpoints:
     meta = json.loads(text)
     # Before arrays were packed, only those without elements were in the JSON.
     packed = meta[_PACKED] if _PACKED in meta else meta["empty"]
-    small = np.asarray(saved["arrays"].get(_PACKED, np.empty(0, np.uint8)))
+    packed_bytes = np.asarray(
+      saved["arrays"].get(_PACKED, np.empty(0, np.uint8))
+    )
     for i, name in enumerate(meta["names"]):
       if name in packed:
         dtype, shape = packed[name]
         end = start + np.dtype(dtype).itemsize * math.prod(shape)
-        arrays[name] = small[start:end].copy().view(dtype).reshape(shape)
+        arrays[name] = packed_bytes[start:end].copy().view(dtype).reshape(shape)
         start = end
       else:
         arrays[name] = np.asarray(saved["arrays"][f"{i:05d}"])

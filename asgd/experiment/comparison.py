@@ -6,7 +6,8 @@ times in their order: this tests the simulator. In the second, times are drawn
 from each worker's measured times: this predicts a run from their distribution.
 
 If the links of a run took time (config.network), the measured jobs exclude that
-time. Messages and tickets of the counted bytes pass the same simulated network.
+time. The simulations send tickets and messages of the recorded sizes through
+the same network.
 
 A replay must have the same records; the first that differs is named.
 
@@ -95,7 +96,7 @@ def _streams(
     cell: the simulated cell.
     files: the files of that cell.
     timed_files: files of the cell with the durations, which may be another.
-    timed_folder: its name in an error.
+    timed_folder: the folder of `timed_files`, for errors.
   """
   # [1] The durations of the timed cell, of jobs after its start.
   jobs = _measured_jobs(timed_files)
@@ -179,8 +180,8 @@ def compare(
     params, simulated = train_in_order(trace)
     accuracy = plan.problem.evaluate(params).accuracy
     runs[kind] = predict.Outcome(float(trace.time[0]), simulated, accuracy)
-  # [5] All runs are compared from a message on at which, in each run, every
-  # worker has sent one.
+  # [5] Runs are compared after a number of messages by which, in each run,
+  # every worker has sent one.
   first_messages = max(
     predict.count_until_all_sent(run.records.worker, cell.workers)
     for run in runs.values()
@@ -393,7 +394,7 @@ def describe(
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
   """Returns a loss that all runs reach: 90 % of the smallest decrease."""
-  # From the first ticket on (0 first messages), as the start belongs to a race.
+  # The curves start at the first ticket, because a race includes the start.
   curves = [curve for cell in cells for curve in loss_curves(cell, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)
@@ -424,7 +425,7 @@ def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
     rows.append(row)
   for kind in kinds:
     times = np.array([row[f"{kind}, seconds"] for row in rows])
-    # A cell that never reaches the loss has NaN, and is no slowest cell.
+    # A cell that never reaches the loss has NaN, and cannot be the slowest.
     slowest = times.max(initial=0, where=np.isfinite(times))
     for row, time in zip(rows, times, strict=True):
       row[f"{kind}, faster"] = slowest / time

@@ -15,7 +15,7 @@ from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context
 from asgd.experiment.machine import Machine
 
-_SECONDS = 1.0  # of training that a rate is measured over
+_MEASURED_SECONDS = 1.0  # of training that a rate is measured over
 _HEADER = ["run", "engine", "workers", "cells", "messages", "minutes"]
 
 
@@ -32,18 +32,21 @@ def _rate(experiment: Experiment, cell: Cell, machine: Machine) -> float:
     rows=(),
     machine=machine,
   )
-  engine = experiment.kind(cell).start(context)
+  engine = experiment.engine_kind(cell).start(context)
   try:
     engine.advance(engine.total)  # compiles, so it is not measured
-    began, first = time.perf_counter(), engine.done
+    start_time, start_message = time.perf_counter(), engine.done
     while engine.done < engine.total:
       engine.advance(engine.total)
-      if time.perf_counter() - began > _SECONDS:
+      if time.perf_counter() - start_time > _MEASURED_SECONDS:
         break
-    took, count = time.perf_counter() - began, engine.done - first
+    seconds, messages = (
+      time.perf_counter() - start_time,
+      engine.done - start_message,
+    )
   finally:
     engine.close()
-  return count / took if count else float("nan")
+  return messages / seconds if messages else float("nan")
 
 
 def rows(
@@ -62,42 +65,51 @@ def rows(
   """
   table_rows = []
   for group in cells_lib.groups(cells):
-    first = group[0]
-    messages = len(group) * experiment.plan(first).messages
+    first_cell = group[0]
+    messages = len(group) * experiment.plan(first_cell).messages
     minutes = None  # its seconds are a result, which no estimate replaces
-    if not experiment.kind(first).timed:
-      minutes = messages / _rate(experiment, first, machine) / 60
+    if not experiment.engine_kind(first_cell).timed:
+      minutes = messages / _rate(experiment, first_cell, machine) / 60
       # NaN: a cell takes less than a second.
       minutes = round(minutes, 6) if minutes == minutes else 0.0
-    engine = experiment.runs[first.label].engine
-    values = first.label, engine, first.workers, len(group), messages, minutes
+    engine = experiment.runs[first_cell.label].engine
+    values = (
+      first_cell.label,
+      engine,
+      first_cell.workers,
+      len(group),
+      messages,
+      minutes,
+    )
     table_rows.append(dict(zip(_HEADER, values, strict=True)))
   return table_rows
 
 
 def describe(table_rows: Sequence[dict[str, Any]], jobs: int) -> str:
   """Returns the rows as a table, with their sums for `jobs` cells at once."""
-  lines = [
-    [*map(str, list(row.values())[:-1]), _time_of(row["minutes"])]
+  text_rows = [
+    [*map(str, list(row.values())[:-1]), _format_minutes(row["minutes"])]
     for row in table_rows
   ]
   header = [*_HEADER[:-1], "time"]
   minutes = [row["minutes"] for row in table_rows if row["minutes"] is not None]
   cells = sum(row["cells"] for row in table_rows)
   messages = sum(row["messages"] for row in table_rows)
-  text = f"{output.table(header, lines)}\n{cells} cells, {messages:,} messages"
+  summary = (
+    f"{output.table(header, text_rows)}\n{cells} cells, {messages:,} messages"
+  )
   if minutes:
     # A process trains whole groups of cells: more processes than groups idle.
     at_once = min(jobs, len(minutes))
-    time_of_all = _time_of(sum(minutes) / at_once)
-    text += f", an estimated {time_of_all} on {at_once} cores"
-    text += " without evaluations"
+    time_of_all = _format_minutes(sum(minutes) / at_once)
+    summary += f", an estimated {time_of_all} on {at_once} cores"
+    summary += " without evaluations"
   if len(minutes) < len(table_rows):
-    text += "; runs in real time (-) are not estimated"
-  return f"{text}\nnothing was trained or written"
+    summary += "; runs in real time (-) are not estimated"
+  return f"{summary}\nnothing was trained or written"
 
 
-def _time_of(minutes: float | None) -> str:
+def _format_minutes(minutes: float | None) -> str:
   """Returns a time as text, in seconds below a minute; "-" for None."""
   if minutes is None:
     return "-"

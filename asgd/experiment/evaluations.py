@@ -73,7 +73,7 @@ class Evaluations:
   def finished(self) -> bool:
     """Whether the final evaluation was made.
 
-    It is the last one that is due, or the one after a NaN, or the one where an
+    That is the last one that is due, or the first one after a NaN or after the
     engine ended early.
     """
     if self.diverged or self._engine.ended:

@@ -1,7 +1,8 @@
 """Draws an experiment's figure: curves of its runs, and sweeps over workers.
 
 The figure has the width of a journal's page, three panels in a row, and text of
-eight points. Lines differ in lightness, markers and dashes, so also in grey.
+eight points. Lines differ in lightness, markers and dashes: in grey, too, they
+can be told apart.
 """
 
 import contextlib
@@ -130,9 +131,8 @@ def panels(results: Rows) -> list[Panel]:
 def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   """Returns the points of the figure.
 
-  Curves are drawn for a run's largest number of workers. Where other runs have
-  sweeps, a run with one number of workers that no sweep has is a horizontal
-  line without a curve.
+  Curves are drawn for a run's largest number of workers. If other runs have
+  sweeps, a run with one number of workers, in no sweep, is a horizontal line.
 
   Args:
     results: rows of cells.
@@ -422,7 +422,7 @@ def _draw_panel(
   for i, (title, style) in enumerate(styles.items()):
     run = [row for row in rows if row["algorithm"] == title]
     flat = len(run) == 1 and run[0]["x"] not in swept and against_workers
-    # By 2 % to the next run, on an axis of base 2.
+    # 2 % to the right of the run before, on a logarithmic axis.
     shift = 2 ** (0.03 * (i - middle_index)) if against_workers else 1
     _draw_run(axis, run, style, panel=panel, flat=flat, shift=shift)
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)

@@ -20,7 +20,7 @@ class Failure(NamedTuple):
   # (worker, incarnation) that it ended
   incarnations: tuple[tuple[int, int], ...]
   rows_before: int  # rows of the lead's journal before the failure
-  rows_after: int  # rows when it had taken effect
+  rows_after: int  # rows when the failure had taken effect
   # (worker, incarnation) of a process that had not joined yet, and may still
   # join before it ends.
   possible_incarnation: tuple[int, int] | None = None
@@ -74,9 +74,9 @@ def jobs(
       text += ", in the order of shard 0" if is_same else ", NOT as shard 0"
       passed = passed and is_same
     elif index:
-      # A worker that fails between two parts of a message leaves a part only,
-      # so without the lead's order a shard may miss or repeat as many messages
-      # as tickets were lost.
+      # A worker that fails between the parts of a message leaves only some of
+      # them. So, without the lead's order, a shard may miss or repeat as many
+      # messages as tickets were lost.
       lead_lost, lost = lost_tickets[0], lost_tickets[index]
       text += f" (shard 0 lost {lead_lost} tickets, this one {lost})"
       passed = not unexpected and duplicates <= lead_lost and missing <= lost

@@ -112,7 +112,7 @@ def _find_or_make(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
   """See `open_folder`."""
-  # As JSON reads it back, so that it can be compared with a file's content.
+  # Through JSON, so that it can be compared with the content of a file.
   new_identity = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered_folder(Path("runs"), name, new_identity)
@@ -122,7 +122,7 @@ def _find_or_make(
     path = folder.resolve()
     if folder.exists() and not folder.is_dir():
       raise _refusal(f"--workdir={folder} is a file")
-    # No files of other programs are mixed with those of an experiment.
+    # The files of an experiment are not mixed with those of other programs.
     names = {path.name for path in folder.glob("*")}
     if names - _START_FILES and "config.json" not in names:
       raise _refusal(
@@ -144,7 +144,7 @@ def _find_or_make(
     storage.write_json(folder / "config.json", storage.sealed(new_identity))
     path = folder / "measurements.json"
     if experiment.measurements and not path.exists():
-      # Cells were trained with plans from other measurements, which are lost.
+      # The plans of trained cells came from measurements that are now lost.
       if (folder / "cells").exists():
         raise FolderError(f"{path} is missing, {_PUT_BACK}")
       storage.write_json(path, storage.sealed(experiment.measurements))

@@ -133,7 +133,9 @@ def train_all(
   if workdir is not None:
     _warn_of_changes(experiment, finished, workdir / "cells", bar)
   # [2] Cells that other processes can train at the same time.
-  parallel = [cell for cell in waiting if not experiment.kind(cell).timed]
+  parallel = [
+    cell for cell in waiting if not experiment.engine_kind(cell).timed
+  ]
   # The longest group first, so that all processes end at about one time.
   groups = sorted(
     cells_lib.groups(parallel),

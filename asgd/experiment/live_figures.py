@@ -19,8 +19,8 @@ from asgd import base, sharding, wire
 from asgd.experiment import boards
 from asgd.pages.panels import bytes_text
 
-_WINDOW = 5.0  # seconds over which rates are taken
-_BOARD = 1.0  # seconds between two points of a curve
+_WINDOW_SECONDS = 5.0  # seconds over which rates are taken
+_POINT_SECONDS = 1.0  # seconds between two points of a curve
 _BINS = 6  # most bins of a staleness histogram in text
 _FEW_WORKERS = 8  # most workers with a rate for each in a line
 _CHARACTERS = 8  # most characters of a sparkline
@@ -40,12 +40,12 @@ class Figures(NamedTuple):
   @property
   def staleness_mean(self) -> float:
     """Mean over the messages; NaN if there was none."""
-    total, numbers = self.staleness.sum(), np.arange(len(self.staleness))
-    return float(numbers @ self.staleness / total) if total else float("nan")
+    total, values = self.staleness.sum(), np.arange(len(self.staleness))
+    return float(values @ self.staleness / total) if total else float("nan")
 
 
-class _Look(NamedTuple):
-  """The new messages at one look at the records."""
+class _Sample(NamedTuple):
+  """The new messages at one reading of the records."""
 
   now: float
   update: int  # version after the last message; -1 before the first one
@@ -60,43 +60,49 @@ class Counter:
 
   def __init__(self, workers: int, now: float):
     self._workers = workers
-    # The looks of the window, and one before it, where the window begins.
-    self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 4)])
+    # The samples of the window, after one that marks its beginning.
+    self._samples = collections.deque(
+      [_Sample(now, -1, *[np.zeros(0, int)] * 4)]
+    )
 
   def add(self, now: float, records: base.Records) -> None:
     """Counts the new records."""
-    last, update = self._looks[-1], self._looks[-1].update
+    previous, update = self._samples[-1], self._samples[-1].update
     if len(records.loss):
       if update < 0:
         # The time of the start, and updates before a resume, do not count.
-        first = int(records.update[0]) - 1
-        self._looks = collections.deque([last._replace(update=first)])
+        first_update = int(records.update[0]) - 1
+        self._samples = collections.deque(
+          [previous._replace(update=first_update)]
+        )
       update = int(records.update[-1])
     nbytes = records.bytes_up + records.bytes_down
-    self._looks.append(
-      _Look(
+    self._samples.append(
+      _Sample(
         now, update, records.worker, records.staleness, records.gap, nbytes
       )
     )
-    while len(self._looks) > 2 and self._looks[1].now <= now - _WINDOW:
-      self._looks.popleft()
+    while (
+      len(self._samples) > 2 and self._samples[1].now <= now - _WINDOW_SECONDS
+    ):
+      self._samples.popleft()
 
-  def figures(self, share: float = 1.0) -> Figures:
-    """Returns the rates over the window. `share` is the counted bytes' share of
-    all bytes."""
-    old, *looks = self._looks
-    seconds = max(looks[-1].now - old.now, 1e-9)
+  def figures(self, bytes_share: float = 1.0) -> Figures:
+    """Returns the rates over the window. The records count only `bytes_share`
+    of all bytes."""
+    oldest, *samples = self._samples
+    seconds = max(samples[-1].now - oldest.now, 1e-9)
     # The last four fields of all looks, each as one array.
-    columns = zip(*(look[2:] for look in looks), strict=True)
+    columns = zip(*(sample[2:] for sample in samples), strict=True)
     worker, staleness, gap, nbytes = map(np.concatenate, columns)
     return Figures(
       # A rollback of a shard makes the difference negative.
-      updates=max(looks[-1].update - old.update, 0) / seconds,
+      updates=max(samples[-1].update - oldest.update, 0) / seconds,
       messages=len(gap) / seconds,
       workers=np.bincount(worker, minlength=self._workers) / seconds,
       staleness=np.bincount(staleness, minlength=1),
       gap=float(gap.mean(dtype=float)) if len(gap) else float("nan"),
-      bytes=nbytes.sum() / share / seconds,
+      bytes=nbytes.sum() / bytes_share / seconds,
     )
 
 
@@ -143,7 +149,7 @@ def sparkline(counts: npt.ArrayLike) -> str:
   return "".join(_BLOCKS[level] for level in levels)
 
 
-def short(figures: Figures) -> str:
+def short_text(figures: Figures) -> str:
   """Returns the rates in a few words, for a progress bar."""
   return (
     f"{sparkline(figures.staleness)} {figures.updates:.3g} upd/s"
@@ -152,19 +158,19 @@ def short(figures: Figures) -> str:
   )
 
 
-def long(figures: Figures) -> str:
+def long_text(figures: Figures) -> str:
   """Returns the rates as a line of text."""
   rates = figures.workers
   if len(rates) <= _FEW_WORKERS:
-    each = " ".join(f"{rate:.3g}" for rate in rates)
+    worker_rates = " ".join(f"{rate:.3g}" for rate in rates)
   else:
-    each = (
+    worker_rates = (
       f"{rates.min():.3g} (worker {rates.argmin()}) to {rates.max():.3g}"
       f" (worker {rates.argmax()}), median {np.median(rates):.3g}"
     )
   return (
     f"{figures.updates:.3g} updates/s, {bytes_text(figures.bytes)}/s,"
-    f" messages/s of each worker {each},"
+    f" messages/s of each worker {worker_rates},"
     f" staleness {histogram(figures.staleness)}"
   )
 
@@ -173,15 +179,15 @@ class Board:
   """Curves of a live run for TensorBoard; none without tensorboardX."""
 
   def __init__(self, folder: Path):
-    self._next = 0.0
+    self._next_time = 0.0
     self._writer = boards.open_board(folder)
     self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:
     """Adds a point if the last one is a second or more old."""
-    if now < self._next:
+    if now < self._next_time:
       return
-    self._next = now + _BOARD
+    self._next_time = now + _POINT_SECONDS
     scalars = {
       "live/updates_per_second": figures.updates,
       "live/messages_per_second": figures.messages,
@@ -195,7 +201,7 @@ class Board:
       if np.isfinite(value):
         self._writer.add_scalar(name, value, message)
     counts = figures.staleness
-    numbers, occurring = np.arange(len(counts)), np.flatnonzero(counts)
+    staleness, occurring = np.arange(len(counts)), np.flatnonzero(counts)
     if len(occurring):
       # A bin for each staleness: bin k ends at k + 0.5.
       self._writer.add_histogram_raw(
@@ -203,9 +209,9 @@ class Board:
         min=float(occurring[0]),
         max=float(occurring[-1]),
         num=int(counts.sum()),
-        sum=float(numbers @ counts),
-        sum_squares=float(numbers**2 @ counts),
-        bucket_limits=(numbers + 0.5).tolist(),
+        sum=float(staleness @ counts),
+        sum_squares=float(staleness**2 @ counts),
+        bucket_limits=(staleness + 0.5).tolist(),
         bucket_counts=counts.tolist(),
         step=message,
       )
@@ -215,24 +221,31 @@ def lead_share(params: Any, shards: int) -> float:
   """Returns the lead's share of the parameters, in bytes, with `shards`."""
   # The same plan that the run makes: it depends on shapes only.
   plan = sharding.make_plan(params, shards)
-  sizes = [wire.layout(part).nbytes for part in sharding.split(plan, params)]
-  return sizes[0] / max(sum(sizes), 1)
+  shard_bytes = [
+    wire.layout(part).nbytes for part in sharding.split(plan, params)
+  ]
+  return shard_bytes[0] / max(sum(shard_bytes), 1)
 
 
 class Watch:
   """The rates of a live run, and their curves for TensorBoard."""
 
-  def __init__(self, workers: int, board: Path, share: float = 1.0):
-    """Starts now. `share` is the counted bytes' share of all bytes."""
-    self._share, self._counter = share, Counter(workers, time.monotonic())
+  def __init__(self, workers: int, board: Path, bytes_share: float = 1.0):
+    """Starts now. The records count only `bytes_share` of all bytes."""
+    self._bytes_share, self._counter = (
+      bytes_share,
+      Counter(workers, time.monotonic()),
+    )
     # A subfolder, because readers follow only one event file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close
 
-  def look(self, now: float, records: base.Records, message: int) -> Figures:
+  def add_records(
+    self, now: float, records: base.Records, message: int
+  ) -> Figures:
     """Counts the new records at time `now`; `message` is the count of all."""
     self._counter.add(now, records)
-    figures = self._counter.figures(self._share)
+    figures = self._counter.figures(self._bytes_share)
     if figures.messages:
       self._board.write(now, message, figures)
     return figures

@@ -91,7 +91,7 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
   for path, events in read_traces(folder, description):
     check_journal(path, events)
     journals.append(events)
-  # [2] The records. A run so far may have fewer rows than its journal.
+  # [2] The records. While a cell runs, they may lag behind its journals.
   result, records = storage.read_json(folder / "result.json"), []
   for index, journal in enumerate(journals):
     path = records_path(folder, index)
@@ -129,7 +129,7 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
   ]
   evidence += (folder / "checkpoints").glob("[0-9]*")
   for path, journal in zip(paths, journals, strict=True):
-    # Other shards begin with the lead: they have a file if its has rows.
+    # All shards start together, so each has a journal if the lead's has rows.
     lead_only = journals[0] and not path.exists() and paths[:1]
     witnesses = evidence or lead_only
     if not journal and witnesses:

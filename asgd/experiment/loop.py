@@ -81,7 +81,7 @@ def finished_result(
   engine cannot repeat the cell.
   """
   path = workdir and workdir / "cells" / cell.name
-  engine_kind = experiment.kind(cell)
+  engine_kind = experiment.engine_kind(cell)
   result = processes.share(
     path and folder.finished_result(path, repeatable=not engine_kind.journaled)
   )
@@ -205,7 +205,7 @@ class _Attempt(contextlib.ExitStack):
     self._experiment, self._cell = experiment, cell
     self._bar, self._machine, self._signals = bar, machine, signals
     self._folder = workdir and workdir / "cells" / cell.name
-    self._engine_kind = experiment.kind(cell)
+    self._engine_kind = experiment.engine_kind(cell)
     self._run = experiment.runs[cell.label]
     # Message at which this attempt began; messages that the bar has counted.
     self.start, self.counted = -1, 0

@@ -32,7 +32,7 @@ class Machine:
   profile: str | None = None
   # Shows a line to the user; None prints it to stderr.
   show_line: Callable[[str], None] | None = None
-  # Shown lines on the cell in training that its progress.json does not have.
+  # Lines shown about the current cell that are not in its progress.json yet.
   lines: list[str] = dataclasses.field(default_factory=list)
 
   _references: dict[int, Any] = dataclasses.field(

@@ -6,10 +6,9 @@ message is included. The time in which the protocol holds a worker back is
 excluded: the time until the worker gets its next ticket, and the time in which
 a message waits for the other messages of its round. Spans show the latter.
 
-`measure_jobs` and `measure_work` measure; `play` simulates the
-protocol with these durations. The time in which the first messages arrive is
-left out of durations, rates and shares: they begin with the message after which
-each worker has sent one.
+`measure_jobs` and `measure_work` measure; `play` simulates the protocol with
+these durations. Durations, rates and shares leave out the start of the run: the
+time until each worker has sent a message.
 """
 
 import functools
@@ -55,8 +54,8 @@ def _message_arrivals(
 ) -> dict[tuple[int, int], float]:
   """Returns the time at which each message arrived, by (worker, seq)."""
   # Messages of a round are received together, when the last one has arrived.
-  # Spans have the ends of their pushes. The time between push and arrival is
-  # known for the last message only, and is assumed to be the same for all.
+  # Spans have the end of each push. The time from push to arrival is known only
+  # for the last message of a round; all its messages are given that time.
   pushed = live_files.spans_by_job(spans, "push")
   groups: dict[float, list[tuple[int, int]]] = {}
   for event in journal:

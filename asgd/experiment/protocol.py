@@ -61,7 +61,7 @@ class LiveCells(NamedTuple):
   """
 
   # (folder, description): whether the protocol wrote the folder of a cell.
-  # `of_cell` asks it only about cells whose recipe has no name.
+  # `of_cell` asks it only if the recipe of the cell has no name.
   wrote_folder: Callable[[Path, Mapping[str, Any]], bool]
   trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles

@@ -40,16 +40,16 @@ def command(words: Sequence[str]) -> str:
     >>> command(["/env/bin/python3.12", "-m", "launch.train"])
     'python -m launch.train'
   """
-  _, *rest = words
-  if rest and Path(rest[0]).name == "asgd":  # an installed command
-    return shlex.join(["asgd", *rest[1:]])
-  return shlex.join(["python", *rest])
+  _, *arguments = words
+  if arguments and Path(arguments[0]).name == "asgd":  # an installed command
+    return shlex.join(["asgd", *arguments[1:]])
+  return shlex.join(["python", *arguments])
 
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of packages that affect results."""
-  used = [name for name in _WHERE_USED if name in sys.modules]
-  packages = {name: _version(name) for name in (*_PACKAGES, *used)}
+  imported = [name for name in _WHERE_USED if name in sys.modules]
+  packages = {name: _version(name) for name in (*_PACKAGES, *imported)}
   return {"python": platform.python_version(), **packages}
 
 
@@ -78,27 +78,29 @@ def _git(folder: Path, *words: str) -> str | None:
 def commit(folder: Path) -> str | None:
   """Returns the commit of the checkout that a folder is in, with "modified" if
   tracked files differ from it; None if the folder is in no checkout."""
-  name = _git(folder, "rev-parse", "HEAD")
-  if name is None:
+  commit_hash = _git(folder, "rev-parse", "HEAD")
+  if commit_hash is None:
     return None
   changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-  return f"{name}, modified" if changes else name
+  return f"{commit_hash}, modified" if changes else commit_hash
 
 
 @functools.cache  # because each call starts git several times
 def commits() -> dict[str, str]:
   """Returns the commit of this package, if it is run from its checkout, and of
   the working directory's checkout if that is another."""
-  package, here = Path(__file__).resolve().parents[1], Path.cwd()
+  package, working_directory = Path(__file__).resolve().parents[1], Path.cwd()
   # An installed package may lie below a user's checkout, which does not track
   # its files.
   tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
   folders = {"asgd": package} if tracked is not None else {}
-  top = "rev-parse", "--show-toplevel"
-  if not folders or _git(here, *top) != _git(package, *top):
-    folders["working directory"] = here
-  names = {name: commit(folder) for name, folder in folders.items()}
-  return {name: value for name, value in names.items() if value}
+  top_level = "rev-parse", "--show-toplevel"
+  if not folders or _git(working_directory, *top_level) != _git(
+    package, *top_level
+  ):
+    folders["working directory"] = working_directory
+  commit_by_folder = {name: commit(folder) for name, folder in folders.items()}
+  return {name: value for name, value in commit_by_folder.items() if value}
 
 
 def cores() -> int:

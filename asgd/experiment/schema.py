@@ -98,7 +98,7 @@ _EPOCHS = checks.number(most=1e6)
 SHARED: dict[str, Any] = {
   "data": Section(
     {
-      # Of `asgd.data`; or MODULE:FUNCTION (the other keys) -> data.
+      # A name of `asgd.data`, or MODULE:FUNCTION (the other keys) -> data.
       "name": Setting("digits", checks.text),
       "augment": Setting(False, checks.flag),  # images: pad, crop and flip
       "partition": Setting("shared", checks.partition),

@@ -17,7 +17,7 @@ from asgd.live import processes
 
 GO_ON = "run the same command again to resume"  # the remedy in errors and logs
 _GRACE = 3.0  # seconds that the process has to end after a second signal
-_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
@@ -33,44 +33,48 @@ class Signals:
   def __init__(self, *, prints: bool = True):
     """Installs the handlers. `prints`: whether a request prints a line."""
     self.received, self._prints = 0, prints and sys.stderr is not None
-    for number in _NUMBERS:
-      signal.signal(number, self._handle)
+    for signal_number in _STOP_SIGNALS:
+      signal.signal(signal_number, self._handle)
     # Python's C handler writes each signal's number to the pipe at once, even
     # while the main thread is blocked.
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    threading.Thread(target=self._count, args=(reading,), daemon=True).start()
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(
+      target=self._count_requests, args=(read_end,), daemon=True
+    ).start()
 
-  def _handle(self, number: int, frame: Any) -> None:
+  def _handle(self, signal_number: int, frame: Any) -> None:
     """Python's handler: runs in the main thread, between two of its steps."""
     del frame
     if self.received and not Signals.ending:
       raise KeyboardInterrupt
-    self.received = number
+    self.received = signal_number
     if self._prints:
-      _say("stopping: all training so far is saved first")
+      _print_line("stopping: all training so far is saved first")
 
-  def _count(self, reading: int) -> None:
+  def _count_requests(self, read_end: int) -> None:
     """Counts the requests in a thread; ends the process when it must."""
     requests = 0
     timeout: float | None = None  # milliseconds; None: no limit
     poller = select.poll()  # select() refuses descriptors from 1,024 on
-    poller.register(reading, select.POLLIN)
+    poller.register(read_end, select.POLLIN)
     while requests < 3 and poller.poll(timeout):
-      data = os.read(reading, 64)  # a byte for each signal, its number
+      data = os.read(read_end, 64)  # a byte for each signal, its number
       # Another library may have replaced a handler: its signals do not count.
-      mine = [n for n in _NUMBERS if signal.getsignal(n) == self._handle]
-      requests += sum(map(data.count, mine))
+      handled_signals = [
+        n for n in _STOP_SIGNALS if signal.getsignal(n) == self._handle
+      ]
+      requests += sum(map(data.count, handled_signals))
       if requests >= 2:
         timeout = 1000 * _GRACE
     if self._prints:
-      _say(f"ended at once, before all was saved; {GO_ON}")
+      _print_line(f"ended at once, before all was saved; {GO_ON}")
     processes.kill_descendants()
     os._exit(128 + signal.SIGINT)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
   """Prints a line on stderr, as a handler may."""
   with contextlib.suppress(OSError):  # a handler may interrupt print
     os.write(2, f"\n{text}\n".encode())

@@ -248,8 +248,8 @@ def _coded_bytes(
 def slowness(
   section: Mapping[str, Any], machines: int, *, draws: int = 32
 ) -> tuple[float, ...]:
-  """Returns the mean durations of a config's machines, over the median one,
-  which this machine stands for."""
+  """Returns the mean duration of each of a config's machines, divided by their
+  median. This machine counts as the median one."""
   times = clocks.build(**{"seed": 0, **section})
   mean_seconds = [
     statistics.fmean(itertools.islice(times.stream(worker), draws))

@@ -109,14 +109,12 @@ def job_durations(
 
 
 def check(run: Run) -> None:
-  """Raises ValueError for a run without durations, or with a first time of a
-  worker (of `partitioned`, a whole step in sequence) that is too long."""
+  """Raises ValueError if a run's durations cannot be built, or if the first
+  time of a worker is too long. Later times are unknown until they are drawn."""
   section, workers = run.config["durations"], max(run.config["workers"])
   times = run_durations(run, 0)
   if section["name"] == partitioned.__name__:
-    # The first time of each worker: later ones are not known before they are
-    # drawn.
-    return  # it has checked a whole step in sequence
+    return  # `partitioned` has checked the slowest possible step
   for worker in range(workers):
     _check_time(next(times.stream(worker)))
 
@@ -134,10 +132,10 @@ def recorded(
   """Times from a file, such as the durations.csv that `asgd compare` writes.
 
   Args:
-    path: the path of a CSV file with the columns worker and seconds, a row a
-      job, each worker's in their order. Worker i uses the i-th worker's, modulo
-      their number, over and over.
-    resample: draws from them at random, with replacement.
+    path: the path of a CSV file with the columns worker and seconds, and a row
+      for each job, in the order of a worker's jobs. Worker i uses the times of
+      the i-th worker in the file, modulo their number, and repeats them.
+    resample: whether times are drawn from these at random, with replacement.
     seed: the seed of the draws.
 
   Raises:

@@ -27,9 +27,12 @@ def schedule(
   start: float,
   steps: int = 1,
 ) -> Any:
-  """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is of so many `batches`, a message of
-  `steps`. ValueError, naming the key, for drops inside the warm-up."""
+  """Returns the learning rate of a run, a float or a function of the update.
+
+  In the warm-up the rate rises from `start` to `peak`. An update is made from
+  `batches` batches, and a message from `steps`. Raises ValueError, naming the
+  key, if the schedule drops inside the warm-up.
+  """
   given_rate = run.given and run.given.made and run.given.made.learning_rate
   if callable(given_rate):
     # A caller's schedule is used as it is, scaled if `peak` is not its peak.
@@ -84,7 +87,7 @@ def _schedule(
           f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
         )
       units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
-      # The named schedule starts after the warm-up, and has the rest.
+      # The named schedule has the updates that remain after the warm-up.
       updates = max(round(budget_batches(run, problem) / batches) - warmup, 1)
       rate = rates.named(
         *(section["name"], peak),

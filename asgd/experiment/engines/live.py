@@ -94,7 +94,7 @@ def check_machine(
     raise ValueError(
       f"--grace_seconds must be 0 to {max_seconds:g}, not {grace:g}"
     )
-  # [3] The folder of shared memory. Making one is the only test of the rights.
+  # [3] The folder of shared memory. A trial shows whether this user may write.
   folder = machine.memory_dir
   flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):

@@ -64,7 +64,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   # A live run has no simulated time: evaluations and result have seconds.
   _clock_column = _end_column = "seconds"
-  unit = "s"  # of the strip, which a simulation counts in mean batches
+  unit = "s"  # of the times of `work`; a simulation has mean batches
   # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
   records = coordinated.CoordinatedEngine.records
@@ -184,7 +184,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
     progress, error_text = super().advance(until), self._error_text(None)
-    # If the loss is not finite, `error_text` reports it. The news say the same.
+    # If the loss is not finite, the news say the same as the error.
     if error_text:
       progress = progress._replace(news=[], broken=error_text)
     # A coordinator's gradients are never stale.

@@ -56,9 +56,9 @@ def needs_totals(plan: ServerPlan) -> bool:
   run, label = plan.run, plan.run.label
   if server_orders.out_of_step(run) and run.config["clip_norm"] is not None:
     _name_clip_norm(plan)
-    # Each shard clips its part by itself: the rest of the recipe decides.
+    # Each shard clips its own part, so only the rest of the recipe is checked.
     run = run._replace(config={**run.config, "clip_norm": None})
-  # Without the codec of updates, which each shard has for its part.
+  # Without the codec of updates: each shard encodes the updates of its part.
   recipe = build_recipe(run, plan.workers, plan.schedule)
   if rules.round and not server["consistent"]:
     raise ValueError(

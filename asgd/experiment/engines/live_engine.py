@@ -238,8 +238,8 @@ class LiveEngine(engines.Engine):
     return min(event.time for event in rows if event.action in STARTS)
 
   def _seconds_of(self, new_records: Any) -> float | None:
-    """Returns the seconds from the first start of a job to the last of the new
-    records; 0 before the first record of the cell, None without a new one."""
+    """Returns the time of the last new record, in seconds since the first job
+    started; 0 before the cell's first record, None without a new record."""
     if len(new_records.loss):
       return float(new_records.time[-1]) - self._first_ticket
     return None if self._received else 0.0
@@ -283,12 +283,13 @@ class LiveEngine(engines.Engine):
     self._received += len(new_records.loss)
     rows = new_records
     if self._bytes_share < 1:  # the lead records its part of the bytes
-      bytes_up, bytes_down = (
-        new_records.bytes_up / self._bytes_share,
-        new_records.bytes_down / self._bytes_share,
+      rows = new_records._replace(
+        bytes_up=new_records.bytes_up / self._bytes_share,
+        bytes_down=new_records.bytes_down / self._bytes_share,
       )
-      rows = new_records._replace(bytes_up=bytes_up, bytes_down=bytes_down)
-    figures = self._figures.look(time.monotonic(), new_records, self._received)
+    figures = self._figures.add_records(
+      time.monotonic(), new_records, self._received
+    )
     # [3] Parameters for an evaluation, if message `until` was received.
     with self._errors():
       self._snapshot_at(until)
@@ -309,7 +310,7 @@ class LiveEngine(engines.Engine):
     segments = cell_progress.read_work(self._folder)
     if not segments:
       return []
-    # Before the first record the files are short: they have the first start.
+    # Before the first record the files are short, so `segments` has all jobs.
     has_records = self._received > 0
     start = (
       self._first_ticket if has_records else min(p.start for p in segments)
@@ -349,7 +350,7 @@ class LiveEngine(engines.Engine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the state of all participants while the cluster is paused; None
-    if some did not pause in time for a stop, or none has begun."""
+    if some did not pause before a stop, or if there is no row yet."""
     # A participant that did not pause may still write.
     if self._all_paused is False:
       return None

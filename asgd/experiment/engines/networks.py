@@ -60,8 +60,8 @@ def check(run: Run) -> None:
       f"config.server.{first_key} and config.network both say when messages"
       " arrive: leave one of the two out"
     )
-  # The order is made before the values, and the size of a code may depend on
-  # them. Shards with one order make it as the values come.
+  # The order is made before the values, but the sizes of codes may depend on
+  # the values. Consistent shards have one order, which is made with the values.
   if codec := next(
     (first_key for first_key in codecs if run.config[first_key]), None
   ):

@@ -86,8 +86,8 @@ class _LinkMeter:
     self, k: int, codes: Any, mix_norm: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Counts the messages of round k. Returns, for each peer's record, bytes
-    put, bytes taken, and the RMS of the change by mixing, since its last one.
-    """
+    put, bytes taken, and the RMS of the change by mixing, since its last
+    record."""
     exchange, n = self._gossip, len(self._sent_bytes)
     # A message is put in the first round of `every`, and taken in the last.
     # `every` rounds make one exchange.

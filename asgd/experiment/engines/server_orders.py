@@ -1,7 +1,7 @@
 """The order of a run with a server: its protocol, and whether it fits.
 
 The protocol is that of `config.order`, unless the recipe has its own.
-`asgd.orders` draws an order; a live run keeps the rules. A user's own order
+`asgd.orders` draws an order; a live run follows the rules. A user's own order
 (`asgd.orders.own`) is a function that the config names, or an object of a call.
 """
 
@@ -282,9 +282,9 @@ def in_order(
 ) -> algorithms.Recipe:
   """Returns a recipe with updates that fit the order of a config.
 
-  A recipe of rounds takes any order of a server, and still averages the same
-  number of messages: they may then be late, or several of one worker. In rounds
-  without the slowest workers an update takes the messages of one round.
+  A recipe of rounds may run in any order of a server. Its updates still average
+  the same number of messages, but some may be late, or from one worker. If
+  rounds leave out the slowest workers, an update has the messages of one round.
   """
   order = run.config["order"]
   if replaces_rounds(order, recipe):

@@ -97,7 +97,7 @@ class SimulationEngine(SimulatedEngine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
-    # A pause settles all rows that are computed ahead.
+    # A pause completes all rows that are computed ahead.
     simulation = self._order.run.pause()
     tree, notes = _pack(simulation)
     notes["sizes"] = self._order.save()

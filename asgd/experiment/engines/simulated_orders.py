@@ -119,7 +119,7 @@ class GrownOrder:
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
     while self._received < messages:
-      # All rows are simulated: the order makes the next ones.
+      # All rows so far are simulated, so the order has to make the next ones.
       if self._next_row == len(self._order.rows):
         self._order.advance()
         continue
@@ -141,8 +141,8 @@ class GrownOrder:
   def _packet_size(self, direction: str, worker: int, seq: int) -> Any:
     """Returns the bytes of a message or a ticket at each shard.
 
-    The content must exist before it has a size. So all rows that are made
-    already are simulated first.
+    Only a content that exists has a size. So this method first simulates all
+    rows that the order has made.
     """
     bytes_by_packet = self._packet_bytes[direction]
     if (worker, seq) not in bytes_by_packet:

@@ -107,7 +107,7 @@ class TablePlan(outcomes.OutcomePlan):
     batches = self.problem.batches(seed, self.workers)
     keyed, step = self.problem.keyed, _compile_step(self.gradient)
 
-    # A batch is asked for by `keys` and by `gradient`, so it is kept.
+    # Both `keys` and `gradient` ask for a batch, so it is cached.
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
       with blame_batch(f"worker {worker}, job {job}"):

@@ -253,7 +253,7 @@ def test_what_is_not_finite_stops_with_one_line_or_is_recorded(
   assert folder.finished_result(place) is None
   if engine in LIVE:
     # It keeps its memory, as it may go on with on_nan="record".
-    exp.kind(exp.cells[0]).clean(place)
+    exp.engine_kind(exp.cells[0]).clean(place)
     return
   exp.config["on_nan"] = "record"
   assert train(exp, tmp_path, machine)["diverged"] is True

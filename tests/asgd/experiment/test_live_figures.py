@@ -123,17 +123,17 @@ def figures(workers):
 
 
 def test_the_line_tells_of_each_worker_or_of_the_slowest():
-  few = live_figures.long(figures([240, 250]))
+  few = live_figures.long_text(figures([240, 250]))
   assert few == (
     "980 updates/s, 71 MB/s, messages/s of each worker 240 250, staleness 0:10"
     " 1:10 2:80 %"
   )
-  many = live_figures.long(figures([10] * 8 + [3, 20]))
+  many = live_figures.long_text(figures([10] * 8 + [3, 20]))
   assert "each worker 3 (worker 8) to 20 (worker 9), median 10," in many
 
 
 def test_the_bar_gets_a_few_words():
-  text = live_figures.short(figures([240, 250]))
+  text = live_figures.short_text(figures([240, 250]))
   assert text == "▂▂█ 980 upd/s 71 MB/s worker 240-250/s"
 
 

@@ -140,7 +140,7 @@ class Lines(Silent):
 
 def mortal(exp, deaths):
   (cell,) = exp.cells
-  kind = exp.kind(cell)
+  kind = exp.engine_kind(cell)
 
   def start(context):
     return Mortal(kind.start(context), deaths)

@@ -240,7 +240,7 @@ def engine_of(exp, cell):
     *(exp, cell, exp.plan(cell), None, None),
     *(lambda rebuild: None, [], None),
   )
-  engine = exp.kind(cell).start(context)
+  engine = exp.engine_kind(cell).start(context)
   while engine.done < engine.total:
     engine.advance(engine.total)
   return engine

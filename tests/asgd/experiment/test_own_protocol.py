@@ -68,7 +68,9 @@ def test_it_trains_and_learns(tmp_path):
   assert last["test_loss"] < first["test_loss"]
   columns = report.table_columns([result], exp.engines)
   assert "hops" in [column.key for column in columns]
-  assert exp.kind(exp.cells[0]).describe(result).startswith("60 hops, time")
+  assert (
+    exp.engine_kind(exp.cells[0]).describe(result).startswith("60 hops, time")
+  )
 
 
 def test_a_walk_of_one_worker_is_gradient_descent():
