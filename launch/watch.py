@@ -52,7 +52,7 @@ def _ago(seconds: float) -> str:
 def _panels(cell_folder: Path, written: float) -> panels.Panels:
   """Returns the panels of a cell, which are drawn again after a write only."""
   del written  # the time of the last write, which is part of the cache's key
-  return panels.of_cell(run_files.read_cell(cell_folder))
+  return panels.cell_panels(run_files.read_cell(cell_folder))
 
 
 def _state(cell_folder: Path, ago: float) -> str:
@@ -66,7 +66,7 @@ def _state(cell_folder: Path, ago: float) -> str:
 def _read_cells(workdir: Path) -> list[tuple[panels.Panels, float]]:
   """Returns the panels of each cell, and the seconds since its last write."""
   cells = []
-  for cell_folder in run_files.cells_of(workdir):
+  for cell_folder in run_files.cell_folders(workdir):
     written = run_files.last_write(cell_folder)
     cell_panels = _panels(cell_folder, written)
     ago = max(time.time() - written, 0.0)  # a shared disk's clock may be ahead
@@ -183,7 +183,7 @@ class PageServer(http.server.ThreadingHTTPServer):
     """Raises ValueError if the folder is no run's, or the port is in use."""
     self.workdir = workdir
     # Fail now for a folder without a run, not at the first request.
-    run_files.cells_of(workdir)
+    run_files.cell_folders(workdir)
     try:
       super().__init__((_HOST, port), _Handler)
     except (OSError, OverflowError) as error:

@@ -455,7 +455,7 @@ def _describe_result(result: Mapping[str, Any]) -> str:
     sizes = (result[f"weights_{name}_bytes"] / 1e6 for name in names)
     traffic = ", {:.3g} MB fetched, {:.3g} written, {:.3g} held".format(*sizes)
   return (
-    f"{engines.further_loss(result)}{result['seconds']:.1f} s, staleness"
+    f"{engines.test_loss_text(result)}{result['seconds']:.1f} s, staleness"
     f" of stages {' '.join(map(str, result['stage_staleness']))}, versions"
     f" {' '.join(map(str, result['weight_versions']))}, activations"
     f" {result['peak_bytes'] / 2**20:.3g} MiB, bubble"

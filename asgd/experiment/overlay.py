@@ -214,7 +214,7 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
     content = page.render(
       title,
       f"{len(all_cells)} cells of {len(workdirs)} experiments",
-      warnings=page.merged([*left_out, *notes]),
+      warnings=page.merge_warnings([*left_out, *notes]),
       pictures=page.pictures([out / "figure.svg"]),
       results=page.results(csv_rows, report.table_columns(all_cells, engines)),
       differing=_differences(names, identities),

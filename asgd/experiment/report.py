@@ -318,11 +318,11 @@ def write_page(
   content = page.render(
     title,
     lead,
-    warnings=page.merged([*notes, *warnings(results), *damaged]),
+    warnings=page.merge_warnings([*notes, *warnings(results), *damaged]),
     pictures=page.pictures(pictures),
     results=page.results(csv_rows, columns),
     panels=[
-      panels.of_cell(run_files.read_cell(path))
+      panels.cell_panels(run_files.read_cell(path))
       for path in first_seeds[:_MAX_PANELS]
     ],
     left_out=len(results) - len(first_seeds[:_MAX_PANELS]),

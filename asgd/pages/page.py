@@ -17,11 +17,11 @@ import numpy as np
 from asgd.pages import panels
 
 # Pixels for each point of a figure, so that its text has the page's size.
-_PIXELS = 1.45
-_WIDEST = 760  # pixels; width of a picture without a known size
+_PIXELS_PER_POINT = 1.45
+_DEFAULT_WIDTH = 760  # pixels; width of a picture without a known size
 # Pixels. A window that is narrower scrolls the picture and does not shrink it
 # further.
-_NARROWEST = 480
+_MIN_WIDTH = 480
 _ROUNDING = 1e-9  # a smaller relative spread is not shown
 
 
@@ -35,7 +35,7 @@ def render(
     lead: a line below the title.
     template: a template of this folder.
     **sections: of the page; report.html draws each that is given:
-      warnings: from `merged`.
+      warnings: from `merge_warnings`.
       pictures: from `pictures`.
       results: a `Results`.
       panels: a `panels.Panels` for each shown cell; left_out counts the others.
@@ -71,7 +71,7 @@ def _template(name: str) -> Any:
   ).get_template(name)
 
 
-class Warned(NamedTuple):
+class CellWarning(NamedTuple):
   """A warning of one cell or more."""
 
   text: str
@@ -82,7 +82,7 @@ class Warned(NamedTuple):
 _CELL_PREFIX = re.compile(r"([^\s:]+-n\d+-s\d+): (.*)", re.DOTALL)
 
 
-def merged(texts: Iterable[str]) -> list[Warned]:
+def merge_warnings(texts: Iterable[str]) -> list[CellWarning]:
   """Merges warnings that differ in their cell and their numbers only.
 
   Example:
@@ -91,13 +91,13 @@ def merged(texts: Iterable[str]) -> list[Warned]:
     [Warned(text='stayed at 0.5', cells=['a-n2-s0', 'a-n4-s0']),
      Warned(text='full', cells=[])]
   """
-  groups: dict[str, Warned] = {}
+  groups: dict[str, CellWarning] = {}
   for text in texts:
     match = _CELL_PREFIX.fullmatch(text)
     cell, message = match.groups() if match else ("", text)
     # Warnings that name no cell are merged only if they are equal.
     key = re.sub(r"\d[\d.e+-]*", "#", message) if cell else text
-    warning = groups.setdefault(key, Warned(message, []))
+    warning = groups.setdefault(key, CellWarning(message, []))
     if cell and cell not in warning.cells:
       # A cell may repeat a warning, such as one for each evaluation.
       warning.cells.append(cell)
@@ -115,23 +115,23 @@ class Picture(NamedTuple):
 
 def pictures(paths: Iterable[Path]) -> list[Picture]:
   """Reads figures, SVG or PNG, from the paths that exist."""
-  found_pictures = []
+  read_pictures = []
   for path in filter(Path.exists, paths):
-    kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
+    media_type = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
     content = path.read_bytes()
     # Matplotlib writes the size into the first lines of an SVG, in points.
     size = re.search(rb'<svg[^>]* viewBox="0 0 (\d+)', content[:2000])
-    width = round(_PIXELS * int(size[1])) if size else _WIDEST
-    source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
-    width_range = width, min(width, _NARROWEST)
-    found_pictures.append(Picture(path.stem, source, *width_range))
-  return found_pictures
+    width = round(_PIXELS_PER_POINT * int(size[1])) if size else _DEFAULT_WIDTH
+    source = f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+    width_range = width, min(width, _MIN_WIDTH)
+    read_pictures.append(Picture(path.stem, source, *width_range))
+  return read_pictures
 
 
 class Heading(NamedTuple):
   """The head of a column of results."""
 
-  kind: str  # CSS class
+  css_class: str  # CSS class
   key: str
   name: str
 
@@ -139,7 +139,7 @@ class Heading(NamedTuple):
 class ResultCell(NamedTuple):
   """A cell of the table of results."""
 
-  kind: str  # CSS class
+  css_class: str  # CSS class
   sort: str  # key of the sort
   shown: str
   value: float | None = None  # with all digits; None: it is no number
@@ -151,13 +151,13 @@ class Results(NamedTuple):
 
   columns: list[Heading]
   groups: dict[str, list[list[ResultCell]]]  # by number of workers
-  explains: str  # legend of the best values; "" if no cell is marked
+  legend: str  # legend of the best values; "" if no cell is marked
 
 
 # Columns with a best value: 1 if higher is better, -1 if lower is.
 _BETTER = {"test_accuracy": 1, "test_measure": 1, "test_loss": -1}
 _BETTER |= {"train_loss": -1, "simulated_time": -1, "seconds": -1}
-_LEVEL = 0.975  # of Student's t: 95 % on two sides
+_T_LEVEL = 0.975  # of Student's t: 95 % on two sides
 
 
 def _is_number(value: Any) -> bool:
@@ -188,11 +188,11 @@ def results(
   keys = [*shown_keys, *(key for key in row_keys if key in hidden)]
   headings = []
   for key in keys:
-    numeric = any(_is_number(row.get(key)) for row in rows)
+    is_numeric = any(_is_number(row.get(key)) for row in rows)
     # CSS: "n" aligns numbers to the right; "more" hides until the click.
-    kind = "n" * numeric + " more" * (key not in shown_columns)
+    css_class = "n" * is_numeric + " more" * (key not in shown_columns)
     name = shown_columns[key].header if key in shown_columns else key
-    headings.append(Heading(kind, key, name))
+    headings.append(Heading(css_class, key, name))
   # Only runs with the same number of workers are compared, and sorted together.
   groups: dict[Any, list[Any]] = {}
   for row in rows:
@@ -206,18 +206,21 @@ def results(
     tables[name] = [
       [
         _cell(
-          row, head, shown_columns.get(head.key), is_best=row is best[head.key]
+          row,
+          heading,
+          shown_columns.get(heading.key),
+          is_best=row is best[heading.key],
         )
-        for head in headings
+        for heading in headings
       ]
       for row in members
     ]
     # The legend appears only if a cell is marked.
     has_best |= any(row is not None for row in best.values())
-  explains = (
+  legend = (
     "better than every other run with the same number of workers (Welch, 95 %)"
   )
-  return Results(headings, tables, explains if has_best else "")
+  return Results(headings, tables, legend if has_best else "")
 
 
 def _best(
@@ -253,11 +256,11 @@ def _differ(
   if not variance:  # both runs gave the same value in every seed
     return bool(difference > 0)
   # The degrees of freedom of Welch and Satterthwaite.
-  freedom = variance**2 / sum(
+  degrees_of_freedom = variance**2 / sum(
     squared_error**2 / (count - 1)
     for squared_error, count in zip(squared_errors, counts, strict=True)
   )
-  noise = special.stdtrit(freedom, _LEVEL) * variance**0.5
+  noise = special.stdtrit(degrees_of_freedom, _T_LEVEL) * variance**0.5
   return bool(difference > noise)
 
 
@@ -266,16 +269,16 @@ def _cell(
 ) -> ResultCell:
   """Returns the cell of a row with its value and deviation. `column` is an
   `asgd.experiment.engines.Column`, or None for a key without one."""
-  kind, key, _ = heading  # the CSS class, and the key of results.csv
-  kind += " best" * is_best
+  css_class, key, _ = heading  # the CSS class, and the key of results.csv
+  css_class += " best" * is_best
   value: Any = row.get(key)
   std: Any = row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
   # Missing values sort first, as an empty text does.
   if _is_missing(value):
-    return ResultCell(kind, "", "-")
+    return ResultCell(css_class, "", "-")
   if not _is_number(value):
-    return ResultCell(kind, str(value), str(value))
+    return ResultCell(css_class, str(value), str(value))
   # A whole number keeps all its digits, such as a count of bytes.
   is_integer = isinstance(value, int) and scale == 1
   shown = str(value) if is_integer else form.format(scale * value)
@@ -285,7 +288,7 @@ def _cell(
   if deviation > _ROUNDING * abs(value):
     spread_form = form if scale != 1 else "{:.2g}"
     spread = deviation, spread_form.format(scale * deviation)
-  return ResultCell(kind, str(value), shown, value, spread)
+  return ResultCell(css_class, str(value), shown, value, spread)
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
@@ -300,18 +303,18 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
   is_leaf = not isinstance(value, Mapping) or not value
   if is_leaf or key.startswith("runs."):
     return {key: value}
-  above = f"{key}." if key else ""
-  out: dict[str, Any] = {}
-  for name, inner in value.items():
-    out |= leaves(inner, f"{above}{name}")
-  return out
+  prefix = f"{key}." if key else ""
+  leaves_by_name: dict[str, Any] = {}
+  for name, child in value.items():
+    leaves_by_name |= leaves(child, f"{prefix}{name}")
+  return leaves_by_name
 
 
 class Config(NamedTuple):
   """Rows (key, value, default) of a config."""
 
   changed: list[tuple[str, str, str]]  # the value is not the default
-  same: list[tuple[str, str, str]]
+  unchanged: list[tuple[str, str, str]]
 
 
 def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
@@ -328,10 +331,10 @@ def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
 
 def facts(pairs: Mapping[str, Any]) -> dict[str, Any]:
   """Returns the pairs with a value; a mapping becomes one line of text."""
-  valued = {}
+  known_facts = {}
   for name, value in pairs.items():
     if isinstance(value, Mapping):
       value = ", ".join(f"{key} {inner}" for key, inner in value.items())
     if value not in (None, ""):
-      valued[name] = value
-  return valued
+      known_facts[name] = value
+  return known_facts

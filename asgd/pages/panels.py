@@ -28,11 +28,12 @@ class Size(NamedTuple):
 
 
 SIZE = Size()
-_TICKS = 5  # wanted on an axis; steps of 1, 2 or 5 give 3 to 6
-_BARS, _FEW_BARS = 32, 5  # most bars; there is room for a few at least
-_RECENT = 5.0  # seconds over which the present rate is taken
-_WIDE = 50.0  # ratio of the values from which an axis is logarithmic
-_SCALE = 1000  # width of a strip's viewBox, which is its whole time
+_WANTED_TICKS = 5  # wanted on an axis; steps of 1, 2 or 5 give 3 to 6
+# Of a histogram; fewer bars are not wider than one of 5.
+_MAX_BARS, _MIN_BARS = 32, 5
+_RATE_SECONDS = 5.0  # seconds over which the present rate is taken
+_LOG_RATIO = 50.0  # ratio of the values from which an axis is logarithmic
+_STRIP_WIDTH = 1000  # width of a strip's viewBox, which is its whole time
 
 
 class Chart(NamedTuple):
@@ -110,38 +111,38 @@ def _ticks(low: float, high: float) -> list[float]:
   """
   # The step is the smallest of 1, 2, 5 times a power of ten that is at least
   # `rough`.
-  rough = (high - low) / _TICKS
+  rough = (high - low) / _WANTED_TICKS
   power = 10.0 ** math.floor(math.log10(rough))
   step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * rough)
   # 1e-9: a limit that is a tick up to rounding has its tick.
-  first = math.ceil(low / step - 1e-9)
-  count = math.floor(high / step + 1e-9) - first + 1
+  first_step = math.ceil(low / step - 1e-9)
+  count = math.floor(high / step + 1e-9) - first_step + 1
   # 12 digits hide the rounding of 0.1 * 3.
-  return [round((first + i) * step, 12) for i in range(count)]
+  return [round((first_step + i) * step, 12) for i in range(count)]
 
 
-def _across(value: Any, low: float, high: float) -> Any:
+def _x_pixel(value: Any, low: float, high: float) -> Any:
   """Returns the pixel of a value, or an array of them, along the x axis."""
-  room = SIZE.width - SIZE.left - SIZE.right
-  return SIZE.left + room * (value - low) / (high - low)
+  plot_width = SIZE.width - SIZE.left - SIZE.right
+  return SIZE.left + plot_width * (value - low) / (high - low)
 
 
-def _down(value: Any, low: float, high: float) -> Any:
+def _y_pixel(value: Any, low: float, high: float) -> Any:
   """Returns the pixel of a value along the y axis, which SVG counts down."""
   bottom = SIZE.height - SIZE.bottom
   return bottom - (bottom - SIZE.top) * (value - low) / (high - low)
 
 
-def _range(values: npt.NDArray[Any], *, zero: bool) -> tuple[float, float]:
-  """Returns limits of an axis that differ, from 0 on if `zero`."""
+def _range(values: npt.NDArray[Any], *, from_zero: bool) -> tuple[float, float]:
+  """Returns limits of an axis that differ, from 0 on if `from_zero`."""
   low, high = float(values.min()), float(values.max())
-  low = min(low, 0.0) if zero else low
-  # Equal limits would divide by 0 in `_across` and `_down`.
-  least = 1e-9 * max(abs(high), abs(low))
-  if high - low <= least:
+  low = min(low, 0.0) if from_zero else low
+  # Equal limits would divide by 0 in `_x_pixel` and `_y_pixel`.
+  least_range = 1e-9 * max(abs(high), abs(low))
+  if high - low <= least_range:
     # A diverged loss may be so large that adding 0.5 does not change it.
-    margin = max(0.5, least)
-    low, high = (low, high + 1.0) if zero else (low - margin, high + margin)
+    margin = max(0.5, least_range)
+    low, high = (low, high + 1.0) if from_zero else (low - margin, high + margin)
   return low, high
 
 
@@ -150,7 +151,7 @@ def _curves(
   x_label: str,
   curves: Mapping[str, Iterable[tuple[float, float]]],
   *,
-  zero: bool,
+  from_zero: bool,
 ) -> Chart | None:
   """Returns a chart of named curves; None without any finite point."""
   arrays = {}
@@ -167,25 +168,34 @@ def _curves(
   values = all_points[:, 1]
   # The axis is logarithmic if values span decades; rates start at 0.
   scale: Callable[[Any], Any] = np.asarray
-  is_log = not zero and values.min() > 0 and values.max() > _WIDE * values.min()
+  is_log = (
+    not from_zero
+    and values.min() > 0
+    and values.max() > _LOG_RATIO * values.min()
+  )
   if is_log:
     scale = np.log10
-  x_range = _range(all_points[:, 0], zero=True)
-  y_range = _range(scale(values), zero=zero)
+  x_range = _range(all_points[:, 0], from_zero=True)
+  y_range = _range(scale(values), from_zero=from_zero)
   lines = []
   for label, rows in arrays.items():
-    x, y = _across(rows[:, 0], *x_range), _down(scale(rows[:, 1]), *y_range)
+    x, y = _x_pixel(rows[:, 0], *x_range), _y_pixel(scale(rows[:, 1]), *y_range)
     pixels = list(zip(x.tolist(), y.tolist(), strict=True))
     text = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     lines.append((label, text, pixels[-1]))
   # Ticks are round in the axis' scale: exponents, if it is logarithmic.
   ticks = _ticks(*y_range)
-  shown = [number(10**tick if is_log else tick, "{:.3g}") for tick in ticks]
+  tick_texts = [
+    number(10**tick if is_log else tick, "{:.3g}") for tick in ticks
+  ]
   return Chart(
     name,
     x_label,
-    [(_across(tick, *x_range), number(tick)) for tick in _ticks(*x_range)],
-    [(_down(t, *y_range), text) for t, text in zip(ticks, shown, strict=True)],
+    [(_x_pixel(tick, *x_range), number(tick)) for tick in _ticks(*x_range)],
+    [
+      (_y_pixel(t, *y_range), text)
+      for t, text in zip(ticks, tick_texts, strict=True)
+    ],
     lines=lines,
   )
 
@@ -211,13 +221,15 @@ def _bars(
     return None
   shares = 100 * counts / total  # percent of all messages
   high = float(shares.max())
-  # `_FEW_BARS`: a single bar is not as wide as the chart.
-  count = len(counts)
-  x = _across(np.arange(count + 1), 0, max(count, _FEW_BARS))
-  height = SIZE.height - SIZE.bottom - _down(shares, 0, high)
+  # `_MIN_BARS`: a single bar is not as wide as the chart.
+  n_bars = len(counts)
+  x = _x_pixel(np.arange(n_bars + 1), 0, max(n_bars, _MIN_BARS))
+  height = SIZE.height - SIZE.bottom - _y_pixel(shares, 0, high)
   texts = [
-    f"{label}: {number(each)} messages, {share:.3g} %"
-    for label, each, share in zip(labels, counts.tolist(), shares, strict=True)
+    f"{label}: {number(n_messages)} messages, {share:.3g} %"
+    for label, n_messages, share in zip(
+      labels, counts.tolist(), shares, strict=True
+    )
   ]
   pixels = zip(
     x[:-1].tolist(), np.diff(x).tolist(), height.tolist(), texts, strict=True
@@ -226,7 +238,7 @@ def _bars(
     name,
     x_label,
     [(float(x[i] + x[i + 1]) / 2, text) for i, text in ticks],
-    [(_down(t, 0, high), f"{number(t)} %") for t in _ticks(0.0, high)],
+    [(_y_pixel(t, 0, high), f"{number(t)} %") for t in _ticks(0.0, high)],
     bars=list(pixels),
   )
 
@@ -234,8 +246,8 @@ def _bars(
 def _staleness(content: Mapping[str, Any]) -> Chart | None:
   """Returns the histogram of staleness."""
   counts, width = np.array(content["counts"], int), content["width"]
-  # Merge neighbours until at most `_BARS` bars remain.
-  bars_merged = max(-(-len(counts) // _BARS), 1)
+  # Merge neighbours until at most `_MAX_BARS` bars remain.
+  bars_merged = max(-(-len(counts) // _MAX_BARS), 1)
   # Pad with zeros, so that the last bar merges the same number as the others.
   counts = np.append(counts, np.zeros(-len(counts) % bars_merged, int))
   counts, width = counts.reshape(-1, bars_merged).sum(1), width * bars_merged
@@ -253,29 +265,30 @@ def _gap(content: Mapping[str, Any]) -> Chart | None:
   # Bin 0 has the gaps of 0, clipped by `cell_progress`. `range` has exponents.
   counts, (low, high) = np.array(content["counts"], int), content["range"]
   edges = np.linspace(low, high, len(counts) + 1)
-  zero, some = int(counts[0]), np.flatnonzero(counts[1:])
+  zero_count, positive_bins = int(counts[0]), np.flatnonzero(counts[1:])
   name, x_label = "Gap", "RMS of the parameters' change, log scale"
-  if not len(some):  # every gap is 0, as with one worker
+  if not len(positive_bins):  # every gap is 0, as with one worker
     return _bars(name, x_label, counts[:1], ["0"], [(0, "0")])
   # Cut the empty bins at both ends.
-  first, last = some[0] + 1, some[-1] + 2
+  first, last = positive_bins[0] + 1, positive_bins[-1] + 2
   labels = [
     f"{10**a:.2g} to {10**b:.2g}"
     for a, b in itertools.pairwise(edges[first : last + 1])
   ]
   # A bar of zeros stands apart, one empty bar to the left of the others.
-  inner, ticks = counts[first:last], []
-  if zero:
-    inner, labels = np.append([zero, 0], inner), ["0", "-", *labels]
+  bar_counts, ticks = counts[first:last], []
+  if zero_count:
+    bar_counts = np.append([zero_count, 0], bar_counts)
+    labels = ["0", "-", *labels]
     ticks = [(0, "0")]
   # From a bin's index to that of its bar.
-  shift = 2 * bool(zero) - first
-  step = max(-(-len(inner) // 4), 1)
+  shift = 2 * bool(zero_count) - first
+  step = max(-(-len(bar_counts) // 4), 1)
   ticks += [
     (i + shift, f"{10 ** edges[i]:.1g}")
-    for i in range(first + bool(zero), last, step)
+    for i in range(first + bool(zero_count), last, step)
   ]
-  return _bars(name, x_label, inner, labels, ticks)
+  return _bars(name, x_label, bar_counts, labels, ticks)
 
 
 def _strip(progress: Mapping[str, Any]) -> Strip | None:
@@ -283,39 +296,47 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
   work, unit = progress["work"], progress["unit"]
   if not work:
     return None
-  # A worker is known from the start of its first stretch on.
+  # lane -> start of its first segment here.
   starts: dict[int, float] = {}
   for lane, _, start, _ in work:
     starts[lane] = min(start, starts.get(lane, start))
-  end = max(part[3] for part in work)
-  # The work of a worker before its first stretch here is not known. So the
-  # strip begins where all are known, except for workers that joined later.
-  first = min(starts.values())
-  begin = min(max(starts.values()), (first + end) / 2)
+  end = max(segment[3] for segment in work)
+  # The work of a lane before its first segment is not known. So the strip
+  # begins at the latest of these starts, or in the middle if a worker joined
+  # late.
+  earliest_start = min(starts.values())
+  begin = min(max(starts.values()), (earliest_start + end) / 2)
   length = (end - begin) or 1.0
   lanes = []
-  # `step`: a synchronous run reports its workers as one lane.
-  step = len(starts) == 1 and progress["workers"] > 1
+  # A synchronous run reports its workers as one lane.
+  is_synchronous = len(starts) == 1 and progress["workers"] > 1
   for lane in sorted(starts):
-    # "all": a synchronous step: its workers have one strip together.
-    parts, busy = [], dict.fromkeys(("compute", "wire"), 0.0)
-    for _, kind, start, stop in sorted(p for p in work if p[0] == lane):
+    parts, busy_seconds = [], dict.fromkeys(("compute", "wire"), 0.0)
+    for _, kind, start, part_end in sorted(p for p in work if p[0] == lane):
       start = max(start, begin)  # cut at the strip's left edge
-      if stop <= start:
+      if part_end <= start:
         continue
       # Forward, backward and their like count as compute.
-      duration = stop - start
+      duration = part_end - start
       name = kind if kind in ("wire", "job") else "compute"
-      x, width = (_SCALE * time / length for time in (start - begin, duration))
+      x, width = (
+        _STRIP_WIDTH * time / length for time in (start - begin, duration)
+      )
       parts.append((kind, x, width, f"{kind}, {number(duration)} {unit}"))
-      busy[name] = busy.get(name, 0.0) + duration
-    shares = {name: 100 * time / length for name, time in busy.items() if time}
+      busy_seconds[name] = busy_seconds.get(name, 0.0) + duration
+    shares = {
+      name: 100 * time / length for name, time in busy_seconds.items() if time
+    }
     # The rest of the time the worker waits for a ticket or a peer.
     shares["wait"] = max(100 - sum(shares.values()), 0.0)
-    text = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())
-    lanes.append(Lane("all" if step else str(lane), parts, text))
-  kinds = dict.fromkeys(part[1] for part in work)
-  missing = 0 if step else progress["workers"] - len(lanes)
+    shares_text = ", ".join(
+      f"{name} {share:.0f} %" for name, share in shares.items()
+    )
+    lanes.append(
+      Lane("all" if is_synchronous else str(lane), parts, shares_text)
+    )
+  kinds = dict.fromkeys(segment[1] for segment in work)
+  missing = 0 if is_synchronous else progress["workers"] - len(lanes)
   note = f"{len(lanes)} of {progress['workers']} workers" if missing > 0 else ""
   texts = [number(time, "{:.5g}") for time in (begin, end)]
   return Strip(lanes, [*kinds, "wait"], texts[0], f"{texts[1]} {unit}", note)
@@ -337,10 +358,10 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
   """Returns names and values of the numbers above the charts."""
   progress = cell.progress
   points, total = progress["points"], progress["total"]
-  done, (up, down) = progress["messages"], progress["bytes"]
-  facts = [("messages", f"{done:,} of {total:,}")]
+  n_received, (bytes_up, bytes_down) = progress["messages"], progress["bytes"]
+  facts = [("messages", f"{n_received:,} of {total:,}")]
   # The present rate while the cell is trained, the mean of all afterwards.
-  recent = [p for p in points if p[0] >= points[-1][0] - _RECENT]
+  recent = [p for p in points if p[0] >= points[-1][0] - _RATE_SECONDS]
   if cell.result or len(recent) < 2:
     recent = [[0.0, 0], *points[-1:]]
   seconds = recent[-1][0] - recent[0][0]
@@ -362,40 +383,44 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
   if counts.sum() and staleness["width"] == 1:
     mean = np.arange(len(counts)) @ counts / counts.sum()
     facts.append(("staleness", number(mean, "{:.3g}")))
-  if up or down:
-    facts.append(("bytes up, down", f"{bytes_text(up)}, {bytes_text(down)}"))
-  form = "{:.1f}" if progress["seconds"] >= 10 else "{:.3g}"
-  facts.append(("seconds", number(progress["seconds"], form)))
+  if bytes_up or bytes_down:
+    facts.append(
+      ("bytes up, down", f"{bytes_text(bytes_up)}, {bytes_text(bytes_down)}")
+    )
+  number_format = "{:.1f}" if progress["seconds"] >= 10 else "{:.3g}"
+  facts.append(("seconds", number(progress["seconds"], number_format)))
   return facts
 
 
-def of_cell(cell: CellFiles) -> Panels:
+def cell_panels(cell: CellFiles) -> Panels:
   """Returns the panels of a cell; without charts if its progress.json is
   missing or was damaged."""
   try:
-    return _of_progress(cell)
+    return _progress_panels(cell)
   # A damaged file must not end the page of all other cells.
   except (LookupError, TypeError, ValueError, ArithmeticError):
     return Panels(cell.name, cell.state, 0.0, [], [], None, [])
 
 
-def _of_progress(cell: CellFiles) -> Panels:
+def _progress_panels(cell: CellFiles) -> Panels:
   """Returns the panels of a cell with a valid progress.json."""
   progress, points = cell.progress, cell.progress["points"]
   tests = [(row.get("message"), row.get("test_loss")) for row in cell.rows]
   losses = {"train": [(p[1], p[2]) for p in points], "test": tests}
   charts = [
-    _curves("Rate", "seconds", {"messages/s": _rate(points)}, zero=True),
-    _curves("Loss", "messages", losses, zero=False),
+    _curves("Rate", "seconds", {"messages/s": _rate(points)}, from_zero=True),
+    _curves("Loss", "messages", losses, from_zero=False),
     _staleness(progress["staleness"]),
     _gap(progress["gap"]),
   ]
   # The points have bytes since the last point; the chart shows their sum.
-  sent, total = [], 0.0
+  sent_points, total = [], 0.0
   for _, message, _, _, nbytes in points:
-    sent.append((message, total := total + nbytes / 1e6))
+    sent_points.append((message, total := total + nbytes / 1e6))
   if total:
-    charts.append(_curves("Bytes", "messages", {"MB sent": sent}, zero=True))
+    charts.append(
+      _curves("Bytes", "messages", {"MB sent": sent_points}, from_zero=True)
+    )
   events = [(f"{time:.1f} s", line) for time, line in progress["events"]]
   return Panels(
     cell.name,

@@ -41,7 +41,7 @@ class CellFiles(NamedTuple):
     return FINISHED if self.result else BEGUN
 
 
-def _content(cell_folder: Path, name: str) -> str:
+def _read_text(cell_folder: Path, name: str) -> str:
   """Returns the text of a cell's file, packed or not; "" if it is missing, is
   no plain file, or is larger than any that a run writes."""
   path = cell_folder / name
@@ -60,7 +60,7 @@ def _content(cell_folder: Path, name: str) -> str:
   return ""
 
 
-def _json(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
   """Returns a JSON object; {} for any other text."""
   # A deeply nested text exhausts the parser's stack.
   with contextlib.suppress(ValueError, RecursionError):
@@ -71,7 +71,7 @@ def _json(text: str) -> dict[str, Any]:
 
 def read_progress(cell_folder: Path) -> dict[str, Any]:
   """Returns the contents of a cell's progress.json; {} if there is none."""
-  return _json(_content(cell_folder, PROGRESS))
+  return _parse_object(_read_text(cell_folder, PROGRESS))
 
 
 def last_write(cell_folder: Path) -> float:
@@ -92,13 +92,13 @@ def is_locked(cell_folder: Path) -> bool:
 def read_cell(cell_folder: Path) -> CellFiles:
   """Reads the folder of a cell."""
   # The last line may be cut: text after the last newline is left out.
-  lines = _content(cell_folder, "metrics.jsonl").split("\n")[:-1]
-  rows = list(filter(None, map(_json, lines)))
-  result = _json(_content(cell_folder, "result.json"))
+  lines = _read_text(cell_folder, "metrics.jsonl").split("\n")[:-1]
+  rows = list(filter(None, map(_parse_object, lines)))
+  result = _parse_object(_read_text(cell_folder, "result.json"))
   return CellFiles(cell_folder.name, read_progress(cell_folder), rows, result)
 
 
-def cells_of(workdir: Path) -> list[Path]:
+def cell_folders(workdir: Path) -> list[Path]:
   """Returns the folders of the cells of a run that have begun.
 
   Raises:

@@ -66,11 +66,11 @@ def test_the_line_of_a_cell():
 
 def test_a_line_has_a_loss_once_and_no_nan():
   has_both = {"test_accuracy": 0.5, "test_loss": 0.25}
-  assert engines.further_loss(has_both) == "test loss 0.250, "
+  assert engines.test_loss_text(has_both) == "test loss 0.250, "
   nan = float("nan")
   for accuracy, loss in ((nan, 0.25), (0.5, nan), (nan, nan)):
     row = {"test_accuracy": accuracy, "test_loss": loss}
-    assert not engines.further_loss(row)
+    assert not engines.test_loss_text(row)
 
 
 def test_a_rate_that_stays_above_the_limit_is_warned_of_with_a_remedy():

@@ -143,7 +143,7 @@ def test_warnings_are_told_once_for_all_seeds():
   }
   (said,) = report.warnings([row, {**row, "cell": "a-n8-s1"}])
   assert said.startswith("a-n8-s0: learning rate x sharpness")
-  once = page.render("", "", warnings=page.merged([said, said]))
+  once = page.render("", "", warnings=page.merge_warnings([said, said]))
   assert once.count("<li>") == 1
   assert "Warnings" not in page.render("", "", warnings=[])
 
@@ -165,8 +165,8 @@ def marked(*rows):
   cells = [
     cell for rows in drawn.groups.values() for row in rows for cell in row
   ]
-  best = [cell.value for cell in cells if "best" in cell.kind]
-  assert bool(best) == bool(drawn.explains)
+  best = [cell.value for cell in cells if "best" in cell.css_class]
+  assert bool(best) == bool(drawn.legend)
   text = page.render("", "", results=drawn)
   assert text.count('best"') == len(best) + bool(best)
   return list(drawn.groups), best
@@ -198,7 +198,7 @@ def test_what_is_not_better_than_the_noise_is_not_marked():
 def test_equal_warnings_of_several_cells_are_one_with_a_count():
   texts = [f"a-n{n}-s0: rate stayed at {n / 10}, try 1e-3" for n in (2, 4, 8)]
   texts += ["a-n2-s0: diverged", "the disk: full", "the disk: full"]
-  merged = page.merged(texts)
+  merged = page.merge_warnings(texts)
   assert [len(each.cells) for each in merged] == [3, 1, 0]
   read = Reader(page.render("", "", warnings=merged))
   text = " ".join(read.texts)
