@@ -96,17 +96,21 @@ def _check_kinds(engine: str) -> list[str]:
 def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   """Returns a text of the injected failures, and of kinds never injected."""
   # In the order of KINDS, not of the failures.
-  count = collections.Counter(failure.kind for failure in failures)
+  count_by_kind = collections.Counter(failure.kind for failure in failures)
   counts = ", ".join(
-    f"{count[kind]} {kind}" for kind in chaos.KINDS if count[kind]
+    f"{count_by_kind[kind]} {kind}"
+    for kind in chaos.KINDS
+    if count_by_kind[kind]
   )
   text = f"injected: {counts or 'nothing'}"
-  never = [kind for kind in chaos.KINDS if kind in kinds and not count[kind]]
-  if not never:
+  missing_kinds = [
+    kind for kind in chaos.KINDS if kind in kinds and not count_by_kind[kind]
+  ]
+  if not missing_kinds:
     return text
   return (
-    f"{text}\nnever injected: {', '.join(never)}; give it more --seconds, more"
-    " --config.epochs or a smaller --mtbf"
+    f"{text}\nnever injected: {', '.join(missing_kinds)}; give it more"
+    " --seconds, more --config.epochs or a smaller --mtbf"
   )
 
 
@@ -141,18 +145,18 @@ def _report(
   return passed and not leftovers
 
 
-def _print_finding(what: str, text: str, well: bool) -> None:
+def _print_finding(check: str, text: str, passed: bool) -> None:
   """Prints the line of one check, and keeps it for --json."""
-  flags.append("checks", {"what": what, "result": text, "passed": well})
-  print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
+  flags.append("checks", {"what": check, "result": text, "passed": passed})
+  print(f"{'ok' if passed else 'FAILED':6}  {check}: {text}", flush=True)
 
 
 def _simulate() -> None:
   """Checks seeds in the simulated world, see `asgd.live.world`."""
-  count, first = _F["simulate"].value, _F["seed"].value
+  n_seeds, first = _F["simulate"].value, _F["seed"].value
   fault_indices, jobs = _F["faults"].value, _F["jobs"].value
   kept_faults = None  # all faults of a seed
-  flags.in_range("simulate", count, 1, _MOST_SEEDS)
+  flags.in_range("simulate", n_seeds, 1, _MOST_SEEDS)
   flags.in_range("jobs", jobs, 1, _MOST_JOBS)
   for name, is_given in (
     ("config", flags.has_config()),
@@ -165,7 +169,7 @@ def _simulate() -> None:
   scenario = explore.scenario_of(first, protocol)
   if fault_indices is not None:
     fault_count = len(scenario.faults)
-    if count != 1:
+    if n_seeds != 1:
       raise ValueError("--faults selects faults of one seed: add --simulate=1")
     # Indices of faults are those of the one seed that --seed names.
     if not all(x.isdecimal() and int(x) < fault_count for x in fault_indices):
@@ -174,7 +178,7 @@ def _simulate() -> None:
         f" {fault_count - 1}; name some of them, such as --faults=0,1"
       )
     kept_faults = [int(x) for x in fault_indices]
-  seeds, tally = range(first, first + count), explore.Tally(protocol)
+  seeds, tally = range(first, first + n_seeds), explore.Tally(protocol)
   options = {"jobs": jobs, "keep": kept_faults, "protocol": protocol}
   try:
     # Outcomes arrive in the order of the seeds, whichever process ends first.
@@ -182,28 +186,29 @@ def _simulate() -> None:
       tally.add(outcome)
       if outcome.error:
         print(explore.explain(outcome, kept_faults, protocol), flush=True)
-      elif count == 1:
+      elif n_seeds == 1:
         shown_faults = (
           range(len(scenario.faults)) if kept_faults is None else kept_faults
         )
         print(f"{scenario.describe(shown_faults)}\n")
       # No line at the end: the table follows.
-      if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < count:
+      if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < n_seeds:
         failed = len(tally.failed)
-        print(f"{tally.runs:,} of {count:,} seeds, {failed} failed", flush=True)
+        progress = f"{tally.runs:,} of {n_seeds:,} seeds"
+        print(f"{progress}, {failed} failed", flush=True)
   # The seeds so far are a result, too, so print their table before exiting.
   except KeyboardInterrupt:
     print(tally.table())
     print(
-      f"chaos: interrupted after {tally.runs:,} of {count:,} seeds, of which"
+      f"chaos: interrupted after {tally.runs:,} of {n_seeds:,} seeds, of which"
       f" {len(tally.failed)} failed",
       file=sys.stderr,
     )
     sys.exit(128 + signal.SIGINT)  # as a shell reports a signal
   print(tally.table())
-  flags.publish(seeds=count, failed=sorted(tally.failed))
+  flags.publish(seeds=n_seeds, failed=sorted(tally.failed))
   if tally.failed:
-    raise flags.Failed(f"chaos: {len(tally.failed)} of {count} seeds failed")
+    raise flags.Failed(f"chaos: {len(tally.failed)} of {n_seeds} seeds failed")
 
 
 def main() -> None:

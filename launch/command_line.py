@@ -23,10 +23,10 @@ from .command_flags import COMMANDS, OPTIONAL, TAKE_A_CONFIG, Flag, Usage
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
 HELP = "--help", "-h", "-help", "--helpshort", *HELP_ALL
-_HERE = Path(__file__).parent
+_FOLDER = Path(__file__).parent
 # Columns of --help: longer lines are hard to read on a wide terminal.
 _WIDEST = 100
-_NEAR = 0.6  # least similarity of a name that an error proposes, of 1
+_MIN_SIMILARITY = 0.6  # least similarity of a name that an error proposes, of 1
 _LONGEST = 60  # most characters of a printed default
 
 
@@ -37,8 +37,8 @@ def summary(name: str) -> str:
 
 def _docstring(name: str) -> str:
   """Returns the docstring of a command's file, which is parsed, not run."""
-  folder = _HERE / name
-  path = folder / "__main__.py" if folder.is_dir() else _HERE / f"{name}.py"
+  folder = _FOLDER / name
+  path = folder / "__main__.py" if folder.is_dir() else _FOLDER / f"{name}.py"
   return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
@@ -47,7 +47,7 @@ def catalogue() -> dict[str, Any]:
   """Returns the names and keys of a config, as `listing.write` stored them:
   "list", the lines of `asgd --list`, and "keys", (kind, default) of each."""
   content: dict[str, Any] = json.loads(
-    (_HERE / "catalogue.json").read_text()
+    (_FOLDER / "catalogue.json").read_text()
   )
   return content
 
@@ -91,7 +91,7 @@ def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield from (" " * width + line for line in wrapped[1:])
 
 
-def _usage_of(name: str, flag: Flag) -> tuple[str, str]:
+def _flag_help(name: str, flag: Flag) -> tuple[str, str]:
   """Returns (flag with its kind of value, help with the default)."""
   kind, default, text = flag
   if kind is bool:
@@ -103,8 +103,10 @@ def _usage_of(name: str, flag: Flag) -> tuple[str, str]:
     text = f"{text} One of {', '.join(kind)}."
   # An empty list and None say nothing to a reader.
   if default not in (None, []) and f"{default}" not in text:
-    shown = ",".join(default) if isinstance(default, list) else f"{default}"
-    text += f" Default: {shown}."
+    default_text = (
+      ",".join(default) if isinstance(default, list) else f"{default}"
+    )
+    text += f" Default: {default_text}."
   return f"--{name}={values.get(kind, 'NAME')}", text
 
 
@@ -121,9 +123,9 @@ def help_text(name: str, *, everything: bool = True) -> str:
   the keys of a config if the command takes one. Without `everything` it is that
   of --help, which of a long text has the first screen."""
   command = COMMANDS[name]
-  shown = () if everything else command.first_screen
+  first_screen = () if everything else command.first_screen
   head, _, rest = _docstring(name).partition("\n")
-  if shown:  # the examples alone
+  if first_screen:  # the examples alone
     rest = "\n" + rest.strip("\n").partition("\n\n")[0]
   usage = f"usage: asgd {name} {command.arguments}"
   lines = [usage + " [--FLAG=VALUE ...]" * bool(command.flags), ""]
@@ -134,28 +136,29 @@ def help_text(name: str, *, everything: bool = True) -> str:
     text = "A file with get_config(), or the name of a config of asgd."
     if name in TAKE_A_CONFIG:
       text += f" asgd {name} CONFIG is the same."
-    of_config = {
+    config_help = {
       "--config=FILE": text,
       "--config.KEY=VALUE": "Set a key.",
     }
-    lines += _entries(of_config.items())
+    lines += _entries(config_help.items())
   flags = sorted(
     (flag, row)
     for flag, row in command.flags.items()
-    if not shown or flag in shown
+    if not first_screen or flag in first_screen
   )
-  lines += _entries(_usage_of(*item) for item in flags)
+  lines += _entries(_flag_help(*item) for item in flags)
   if command.config:
     keys = catalogue()["keys"].items()
-    keys = [row for row in keys if not shown or row[0] in shown]
+    keys = [row for row in keys if not first_screen or row[0] in first_screen]
     lines += ["", f"keys of a config (asgd {name} {command.config} ...):"]
     lines += _entries((key, _key_text(*row)) for key, row in keys)
     lines += ["", "asgd --list has the names of recipes, models and data."]
-  if shown:
-    more = len(command.flags) - len(flags)
-    more_keys = len(catalogue()["keys"]) - len(keys)
+  if first_screen:
+    n_more_flags = len(command.flags) - len(flags)
+    n_more_keys = len(catalogue()["keys"]) - len(keys)
     lines.append(
-      f"asgd {name} --help=all has {more} more flags and {more_keys} more keys."
+      f"asgd {name} --help=all has {n_more_flags} more flags and {n_more_keys}"
+      " more keys."
     )
   return "\n".join(lines)
 
@@ -163,10 +166,12 @@ def help_text(name: str, *, everything: bool = True) -> str:
 # Mistakes.
 
 
-def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
+def _given_flags(
+  words: Sequence[str], command: Usage
+) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
-  rest = iter(words)
-  for word in rest:
+  remaining = iter(words)
+  for word in remaining:
     if word == "--":  # the words that follow are no flags
       return
     if not word.startswith("-") or word == "-":  # an argument, such as a folder
@@ -179,17 +184,17 @@ def _given(words: Sequence[str], command: Usage) -> Iterator[tuple[str, str]]:
     # "--workers 4": without "=", a flag other than a switch takes the next
     # word. An unknown flag has no kind, and is then reported anyway.
     if not equals and (is_key or kind not in (None, bool, OPTIONAL)):
-      next(rest, None)  # the next word is the value
+      next(remaining, None)  # the next word is the value
 
 
 def _is_known(name: str, command: Usage) -> bool:
   """Whether a command, or absl, has a flag."""
   # absl accepts --noNAME for a switch.
-  plain = name.removeprefix("no")
-  if name in command.flags or command.flags.get(plain, (None,))[0] is bool:
+  switch = name.removeprefix("no")
+  if name in command.flags or command.flags.get(switch, (None,))[0] is bool:
     return True
   # absl explains an error in --noconfig.x better.
-  if "config" in (name.partition(".")[0], plain.partition(".")[0]):
+  if "config" in (name.partition(".")[0], switch.partition(".")[0]):
     return True
   if name in ("flagfile", "undefok"):  # absl defines them when it parses
     return True
@@ -197,7 +202,7 @@ def _is_known(name: str, command: Usage) -> bool:
   from absl import app, flags  # --verbosity and others
 
   app.define_help_flags()
-  return name in flags.FLAGS or plain in flags.FLAGS
+  return name in flags.FLAGS or switch in flags.FLAGS
 
 
 def closest(name: str, command: Usage) -> str | None:
@@ -215,26 +220,30 @@ def closest(name: str, command: Usage) -> str | None:
     # Keys of a config are found by their last part, and by initials: --lr is
     # learning_rate, --bs is batch_size.
     for key in reversed(catalogue()["keys"]):
-      last = key.rpartition(".")[2]
-      initials = "".join(part[:1] for part in last.split("_") if "_" in last)
-      for spelling in filter(None, (last, initials, key)):
+      last_part = key.rpartition(".")[2]
+      initials = "".join(
+        part[:1] for part in last_part.split("_") if "_" in last_part
+      )
+      for spelling in filter(None, (last_part, initials, key)):
         spellings.setdefault(spelling, f"--config.{key}")
-  plain = name.replace("-", "_").lower()
-  if plain in spellings:
-    return spellings[plain]
-  near = difflib.get_close_matches(plain, spellings, n=1, cutoff=_NEAR)
-  return spellings[near[0]] if near else None
+  canonical = name.replace("-", "_").lower()
+  if canonical in spellings:
+    return spellings[canonical]
+  similar = difflib.get_close_matches(
+    canonical, spellings, n=1, cutoff=_MIN_SIMILARITY
+  )
+  return spellings[similar[0]] if similar else None
 
 
 def mistake(name: str, words: Sequence[str]) -> str | None:
   """Returns an error for the first flag that a command does not have."""
   command = COMMANDS[name]
   # Only the first: a later one may be the value of the first.
-  for flag, word in _given(words, command):
+  for flag, word in _given_flags(words, command):
     if _is_known(flag, command):
       continue
-    near, (_, equals, value) = closest(flag, command), word.partition("=")
-    hint = f"did you mean {near}{equals}{value}? " if near else ""
+    similar, (_, equals, value) = closest(flag, command), word.partition("=")
+    hint = f"did you mean {similar}{equals}{value}? " if similar else ""
     return f"unknown flag {word}; {hint}asgd {name} --help lists all"
   return None
 
@@ -243,11 +252,15 @@ def mistake(name: str, words: Sequence[str]) -> str | None:
 def dispatch(name: str, words: Sequence[str]) -> None:
   """Ends the process for --help, for --list and for an unknown flag."""
   # After "--" even --help is an argument.
-  before = words[: words.index("--")] if "--" in words else words
-  if any(word in HELP for word in before):
-    print(help_text(name, everything=any(w in HELP_ALL for w in before)))
+  words_before_dashes = words[: words.index("--")] if "--" in words else words
+  if any(word in HELP for word in words_before_dashes):
+    print(
+      help_text(
+        name, everything=any(w in HELP_ALL for w in words_before_dashes)
+      )
+    )
     sys.exit(0)
-  if name == "train" and "--list" in before:
+  if name == "train" and "--list" in words_before_dashes:
     print("\n".join(catalogue()["list"]))
     sys.exit(0)
   if error := mistake(name, words):

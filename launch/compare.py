@@ -101,7 +101,7 @@ def _compare_all(workdir: Path, out: Path | None) -> None:
       f" --engine={' or --engine='.join(flags.LIVE)}"
     )
   folders = [workdir / "cells" / name for name in live_cells]
-  cells = [_compare_cell(each, out and out / each.name) for each in folders]
+  cells = [_compare_cell(path, out and out / path.name) for path in folders]
   # One cell has nothing to race against.
   if len(cells) == 1:
     return
@@ -143,7 +143,7 @@ def main(*folders: str) -> None:
   # [1] Several folders: nothing is trained.
   if len(folders) > 1:
     paths = list(map(Path, folders))
-    out = out or flags.next_free(Path("runs"), "compare")
+    out = out or flags.next_free_folder(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
     flags.publish(out=str(out), folders=list(folders))
     return
@@ -162,7 +162,7 @@ def main(*folders: str) -> None:
     workdir = Path(folders[0])
   # The folder of another user can be compared, but not written to.
   if out is None and not safe_files.is_writable(workdir):
-    out = flags.next_free(Path("runs"), "compare")
+    out = flags.next_free_folder(Path("runs"), "compare")
   if (workdir / "cells").is_dir():
     _compare_all(workdir, out)
   else:

@@ -33,7 +33,7 @@ _BASH = """_asgd() {
   ((${#COMPREPLY[@]})) || compopt -o default 2>/dev/null
 }
 """
-_OF_BASH = "complete -F _asgd asgd\n"
+_REGISTER_IN_BASH = "complete -F _asgd asgd\n"
 _ZSH = """_asgd() {
   local -a choices
   choices=(@COMMANDS@ --help --list --version)
@@ -51,7 +51,7 @@ compdef _asgd asgd
 """
 
 
-def _folder() -> Path:
+def _configs_folder() -> Path:
   """Returns the folder of the shipped configs, beside that of the commands."""
   return Path(__file__).parents[1] / "configs"  # also of an installed asgd
 
@@ -68,7 +68,7 @@ def _choices(name: str) -> list[str]:
     if isinstance(kind, tuple):  # names of an enum
       words += [f"--{flag}={value}" for value in kind]
   if command.config:
-    names = sorted(path.stem for path in _folder().glob("*.py"))
+    names = sorted(path.stem for path in _configs_folder().glob("*.py"))
     words += [*names, *(f"--config={config}" for config in names)]
     words += [f"--config.{key}=" for key in command_line.catalogue()["keys"]]
   if name == "completion":
@@ -79,13 +79,13 @@ def _choices(name: str) -> list[str]:
 def script(shell: str) -> str:
   """Returns the script of a shell, "bash" or "zsh"."""
   # One case of the shell's `case` for each command.
-  quote = '      {}) choices="{}" ;;' if shell == "bash" else (
+  case_template = '      {}) choices="{}" ;;' if shell == "bash" else (
     "      {}) choices=({}) ;;"
   )
   cases = "\n".join(
-    quote.format(name, " ".join(_choices(name))) for name in COMMANDS
+    case_template.format(name, " ".join(_choices(name))) for name in COMMANDS
   )
-  text = _BASH + _OF_BASH if shell == "bash" else _ZSH
+  text = _BASH + _REGISTER_IN_BASH if shell == "bash" else _ZSH
   return text.replace("@COMMANDS@", " ".join(COMMANDS)).replace(
     "@CASES@", cases
   )
@@ -94,8 +94,8 @@ def script(shell: str) -> str:
 def main(*words: str) -> None:
   """Prints the script of the named shell."""
   if len(words) != 1 or words[0] not in SHELLS:
-    given = " ".join(words) or "nothing"
-    command_line.fail(f"asgd completion takes bash or zsh, not {given}")
+    words_text = " ".join(words) or "nothing"
+    command_line.fail(f"asgd completion takes bash or zsh, not {words_text}")
   print(script(words[0]), end="")
 
 

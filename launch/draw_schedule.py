@@ -52,23 +52,23 @@ _SCHEDULES = {
 }
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
   """Returns a number, a bool, None or else the text; a list of these if the
   text has commas."""
   text = text.strip()
   if "," in text:
     # A trailing comma makes a list of one: --replicas=2,
-    return [_value(part) for part in text.rstrip(",").split(",")]
+    return [_parse_value(part) for part in text.rstrip(",").split(",")]
   if text.lower() in _WORDS_AS_VALUES:
     return _WORDS_AS_VALUES[text.lower()]
   # Try int before float, so that 2 stays an int, which counts need.
-  for number in (int, float):
+  for number_type in (int, float):
     with contextlib.suppress(ValueError):
-      return number(text)
+      return number_type(text)
   return text
 
 
-def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
+def _parse_pairs(flag: str, texts: list[str]) -> dict[str, str]:
   """Returns the dict of KEY=VALUE,... A part without = extends the last
   value."""
   values: dict[str, str] = {}
@@ -86,7 +86,7 @@ def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
   return values
 
 
-def _numbers(flag: str, text: str) -> float | list[float]:
+def _parse_numbers(flag: str, text: str) -> float | list[float]:
   """Returns the number of a flag, or a list of one for each stage."""
   try:
     values = [float(part) for part in text.split(",")]
@@ -101,9 +101,11 @@ def _costs(
   cost_texts: Mapping[str, str], action_times: Mapping[str, str], stages: int
 ) -> analyze.Costs:
   """Returns the analysis' costs from the texts of flags."""
-  numbers: dict[str, Any] = {k: _numbers(k, v) for k, v in cost_texts.items()}
+  numbers: dict[str, Any] = {
+    k: _parse_numbers(k, v) for k, v in cost_texts.items()
+  }
   times: dict[str, Any] = {
-    k: _numbers("own", v) for k, v in action_times.items()
+    k: _parse_numbers("own", v) for k, v in action_times.items()
   }
   # The times of an overlapped block and of users' actions must be one number,
   # which holds for all stages.
@@ -123,7 +125,7 @@ def _build(
   """Builds a schedule. A schedule that depends on costs gets the given ones."""
   name = names.canonical(name, _SCHEDULES)
   arguments = names.lookup("schedule", name, _SCHEDULES)
-  values = {key: _value(text) for key, text in options.items()}
+  values = {key: _parse_value(text) for key, text in options.items()}
   if "costs" in values:
     raise ValueError("costs are flags: --forward=1 --backward=2 and so on")
   # Check the size first, since building is slow. Most schedules have a backward
@@ -142,7 +144,7 @@ def _build(
 
 
 @contextlib.contextmanager
-def _reading(flag: str, path: str) -> Iterator[None]:
+def _explain_read_error(flag: str, path: str) -> Iterator[None]:
   """Turns the OSError of a file that a flag names into a ValueError."""
   try:
     yield
@@ -210,7 +212,7 @@ def _build_or_read(
     raise ValueError(
       f"--table already contains --{next(iter(options))}; drop one of them"
     )
-  with _reading("table", table):
+  with _explain_read_error("table", table):
     return table_lib.read(Path(table))
 
 
@@ -242,7 +244,7 @@ def main(
     # [2] Its costs: the given ones, else those of the measured run.
     measured_run, costs = None, None
     if given["measured"] is not None:
-      with _reading("measured", given["measured"]):
+      with _explain_read_error("measured", given["measured"]):
         measured_run = spans.read(Path(given["measured"]))
       if not (cost_texts or action_times):
         costs = analyze.measured_costs(table, measured_run)
@@ -284,12 +286,14 @@ def _define() -> Callable[[], None]:
     """Calls `main` with the values of the flags."""
     given, options = values(DRAW_SCHEDULE), values(SCHEDULE_OPTIONS)
     # An option may be a separate flag or part of --options, not both.
-    extra = _pairs("options", given.pop("options"))
-    action_times = _pairs("own", given.pop("own"))
-    if both := sorted(set(extra) & set(options)):
-      raise ValueError(f"{both[0]} is given twice, also in --options; drop one")
+    parsed_options = _parse_pairs("options", given.pop("options"))
+    action_times = _parse_pairs("own", given.pop("own"))
+    if repeated := sorted(set(parsed_options) & set(options)):
+      raise ValueError(
+        f"{repeated[0]} is given twice, also in --options; drop one"
+      )
     texts = {"cost_texts": values(TIMES), "action_times": action_times}
-    main(options=options | extra, **texts, **given)
+    main(options=options | parsed_options, **texts, **given)
 
   return call
 

@@ -53,7 +53,7 @@ INCOMPLETE = processes.INCOMPLETE  # exit status: a cell has no valid result
 ENGINES = {**_ENGINES, "pipeline": PIPELINE}
 # Engines with a journal.
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
-_LONGEST = 600  # most characters of a printed error
+_MAX_ERROR_LENGTH = 600  # most characters of a printed error
 # -config.KEY=VALUE or --config.KEY=VALUE, as absl reads it.
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 
@@ -65,11 +65,11 @@ class Failed(Exception):
 def fail(message: object, status: int = USAGE_ERROR) -> NoReturn:
   """Prints one line on stderr, shortened in its middle, and exits."""
   line = "error: " + " ".join(str(message).split())
-  print(shortened(line, _LONGEST), file=sys.stderr)
+  print(shortened(line, _MAX_ERROR_LENGTH), file=sys.stderr)
   sys.exit(status)
 
 
-def _fail_of_flags(error: flags.Error | str) -> NoReturn:
+def _fail_with_remedy(error: flags.Error | str) -> NoReturn:
   """Fails with the remedy for an error of absl's parser."""
   unread = "ERROR:: Unable to open flagfile:"
   # absl says that the flag does not exist, which would mislead.
@@ -112,20 +112,20 @@ class _ConfigParser(parsers.ConfigFileFlagParser):  # type: ignore[misc]
       )
     except Exception as error:  # a user's config file may raise anything
       fail(f"--config={path}: {_failure_text(error)}")
-    texts = ml_collections.ConfigDict()
+    placeholders = ml_collections.ConfigDict()
     # ml_collections accepts an override only for a key of the returned config,
     # so each overridden key gets a placeholder.
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
-      *above, last = match[1].split(".")
-      section = texts
+      *sections, last_key = match[1].split(".")
+      section = placeholders
       # A key a.b.c needs the sections a and a.b.
-      for key in above:
+      for key in sections:
         if not isinstance(section.get(key), ml_collections.ConfigDict):
           section[key] = ml_collections.ConfigDict()
         section = section[key]
-      if not isinstance(section.get(last), ml_collections.ConfigDict):
-        section[last] = ml_collections.config_dict.placeholder(str)
-    return texts
+      if not isinstance(section.get(last_key), ml_collections.ConfigDict):
+        section[last_key] = ml_collections.config_dict.placeholder(str)
+    return placeholders
 
 
 def define_config() -> Any:
@@ -140,7 +140,7 @@ def define_config() -> Any:
       lock_config=False,
     )
   except flags.Error as error:
-    _fail_of_flags(error)
+    _fail_with_remedy(error)
   # absl has no other way to give the parser of a config file.
   flags.FLAGS["config"].parser = _ConfigParser("config", lock_config=False)
   return holder
@@ -211,21 +211,21 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
   for name in TRAINING:
     if name != "workdir" and flags.FLAGS[name].value is not None:
       command += flags.FLAGS[name].serialize().splitlines()
-  free = next_free(Path("runs"), f"{config_name()}-{suffix}")
-  folder = Path(flags.FLAGS["workdir"].value or free)
+  default_folder = next_free_folder(Path("runs"), f"{config_name()}-{suffix}")
+  folder = Path(flags.FLAGS["workdir"].value or default_folder)
   # The output of training would mix with the JSON object.
   command += ["--quiet"] * (is_quiet() or _prints_json())
   return folder, [*command, f"--workdir={folder}"]
 
 
-def next_free(above: Path, name: str) -> Path:
+def next_free_folder(parent: Path, name: str) -> Path:
   """Returns the first of ABOVE/NAME-001, -002, ... that does not exist."""
-  numbered = (above / f"{name}-{n:03d}" for n in itertools.count(1))
+  numbered = (parent / f"{name}-{n:03d}" for n in itertools.count(1))
   return next(folder for folder in numbered if not folder.exists())
 
 
 # A name of an enum may be written in other spellings, such as dana-zero.
-class _Names(flags.EnumParser):
+class _NameParser(flags.EnumParser):
   """A parser of one of several names, also in other spellings."""
 
   def parse(self, argument: str) -> str:
@@ -255,7 +255,7 @@ def define(name: str) -> dict[str, Any]:
     # Any other kind has the names of an enum.
     else:
       holders[key] = flags.DEFINE_enum(key, default, list(kind), text)
-      flags.FLAGS[key].parser = _Names(list(kind))
+      flags.FLAGS[key].parser = _NameParser(list(kind))
   return holders
 
 
@@ -266,8 +266,10 @@ def in_range(
   it. A NaN is in no range."""
   if least <= value <= most or (or_zero and value == 0):
     return value
-  shown = (f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most))
-  limits = f"{'0, or ' * or_zero}from {' to '.join(shown)}"
+  limit_texts = (
+    f"{x:,}" if isinstance(x, int) else f"{x:g}" for x in (least, most)
+  )
+  limits = f"{'0, or ' * or_zero}from {' to '.join(limit_texts)}"
   raise ValueError(f"--{name} must be {limits}, not {value!r}")
 
 
@@ -284,11 +286,11 @@ def _define_optional(
 
 def _failure_text(error: Exception) -> str:
   """Returns an error's type and message; of a traceback, its last line."""
-  text, kind = str(error).strip(), type(error).__name__
+  text, error_type = str(error).strip(), type(error).__name__
   # An error of a user's config file, which ran while absl parsed the flags.
   if "Traceback (most recent call last)" in text:
     return text.splitlines()[-1]
-  return f"{kind}: {text}" if text else kind
+  return f"{error_type}: {text}" if text else error_type
 
 
 def _check_config(argv: Sequence[str]) -> None:
@@ -311,7 +313,7 @@ def _parse(name: str, argv: Sequence[str]) -> Sequence[str]:
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    _fail_of_flags(error)
+    _fail_with_remedy(error)
   except BrokenPipeError:
     raise  # the reader of --help closed the output, see `asgd.output`
   except Exception as error:  # ml_collections raises several for a wrong key
@@ -372,7 +374,7 @@ def run(main: Callable[..., None], name: str) -> None:
   """
   most_words = COMMANDS[name].most_words
 
-  def guarded(argv: Sequence[str]) -> None:
+  def run_main(argv: Sequence[str]) -> None:
     """Runs `main`; each kind of end has its message and its exit status."""
     if argv[most_words + 1 :]:
       word, takes_config = argv[most_words + 1], "config" in flags.FLAGS
@@ -417,4 +419,4 @@ def run(main: Callable[..., None], name: str) -> None:
     # The modules are never freed: exempt them from every later collection.
     gc.freeze()
     gc.enable()
-  app.run(guarded, flags_parser=functools.partial(_parse, name))
+  app.run(run_main, flags_parser=functools.partial(_parse, name))

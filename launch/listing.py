@@ -37,13 +37,13 @@ _TABLE_PROBLEMS = (  # problems that pull rows
 def options(maker: Callable[..., Any], arguments: Any = None) -> list[str]:
   """Returns the options of a maker with their defaults. If `arguments` are
   given, only these are listed, also those without a default."""
-  parts = []
+  texts = []
   for name, parameter in inspect.signature(maker).parameters.items():
-    needed = parameter.default is parameter.empty
+    is_required = parameter.default is parameter.empty
     # A parameter without a default is no option, unless it is asked for.
-    if name in arguments if arguments is not None else not needed:
-      parts.append(name if needed else f"{name}={parameter.default!r}")
-  return parts
+    if name in arguments if arguments is not None else not is_required:
+      texts.append(name if is_required else f"{name}={parameter.default!r}")
+  return texts
 
 
 def _entry(name: str, summary: str, options_text: str = "") -> str:
@@ -56,15 +56,15 @@ def _entry(name: str, summary: str, options_text: str = "") -> str:
 
 def _entries(
   makers: Mapping[str, Callable[..., Any]],
-  options_known: Callable[[str], Any] = lambda _: None,
+  option_names: Callable[[str], Any] = lambda _: None,
 ) -> list[str]:
-  """Returns an entry for each maker; `options_known` returns the options of a
+  """Returns an entry for each maker; `option_names` returns the options of a
   name, or None for all with defaults."""
   entries = []
   for name, maker in makers.items():
     # The first paragraph of the docstring.
     summary = (inspect.getdoc(maker) or "").partition("\n\n")[0]
-    options_text = ", ".join(options(maker, options_known(name)))
+    options_text = ", ".join(options(maker, option_names(name)))
     entries.append(_entry(name, summary.replace("\n", " "), options_text))
   return entries
 
@@ -72,7 +72,7 @@ def _entries(
 def settings(node: Any) -> list[str]:
   """Returns the settings of a section of a config, with their defaults."""
   keys = schema.keys_of(node).items()
-  return [f"{key}={schema.default_of(below)!r}" for key, below in keys]
+  return [f"{key}={schema.default_of(child)!r}" for key, child in keys]
 
 
 def _kind_of_value(setting: Any) -> str:
@@ -83,25 +83,25 @@ def _kind_of_value(setting: Any) -> str:
     setting.check(object(), "")
   except ValueError as error:
     kind = re.search(r" must be (.*?), not ", str(error))
-    known = re.search(r" known: (.*?)(?:;|$)", str(error))
+    listed = re.search(r" known: (.*?)(?:;|$)", str(error))
     optional = " or None" if "None leaves it out" in str(error) else ""
-    if match := kind or known:
+    if match := kind or listed:
       return match[1] + optional
   return "a dict" if isinstance(setting.default, dict) else "anything"
 
 
-def keys(node: Any, above: str = "") -> dict[str, tuple[str, Any]]:
+def keys(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
   """Returns (kind, default) of each key of a config, by its dotted name."""
   entries = {}
-  for key, below in schema.keys_of(node).items():
+  for key, child in schema.keys_of(node).items():
     # A leaf; an open section has any keys; another section has sections below.
-    if isinstance(below, schema.Setting):
-      entries[above + key] = _kind_of_value(below), schema.default_of(below)
-    elif isinstance(below, schema.NamedSection):
+    if isinstance(child, schema.Setting):
+      entries[prefix + key] = _kind_of_value(child), schema.default_of(child)
+    elif isinstance(child, schema.NamedSection):
       kind = "a dict of a name and its arguments"
-      entries[above + key] = kind, schema.default_of(below)
+      entries[prefix + key] = kind, schema.default_of(child)
     else:
-      entries |= keys(below, f"{above}{key}.")
+      entries |= keys(child, f"{prefix}{key}.")
   return entries
 
 
@@ -127,14 +127,18 @@ def write() -> None:
 def text(engines: Mapping[str, Any]) -> str:
   """Returns every name that a config may use, with its options; `engines` are
   the engines, by name."""
-  of_engines = []
+  engine_entries = []
   for name, kind in engines.items():
-    settings_of = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}
-    given = [f"{key}: {text}" for key, text in settings_of.items() if text]
-    options_text = "; ".join(given)
-    of_engines.append(_entry(name, "", options_text))
+    section_settings = {
+      k: ", ".join(settings(v)) for k, v in kind.sections.items()
+    }
+    section_texts = [
+      f"{key}: {text}" for key, text in section_settings.items() if text
+    ]
+    options_text = "; ".join(section_texts)
+    engine_entries.append(_entry(name, "", options_text))
   sections = {
-    "engines (--engine, or engine of a run)": of_engines,
+    "engines (--engine, or engine of a run)": engine_entries,
     "recipes (recipe of a run)": _entries(
       protocol.recipes(), schema.options_of
     ),

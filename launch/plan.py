@@ -54,15 +54,15 @@ def _positive(flag: str, value: Any, *, or_zero: bool = False) -> Any:
   return flags.in_range(flag, value, _SMALLEST, _LARGEST, or_zero=or_zero)
 
 
-def _hardware(given: Mapping[str, Any]) -> strategies.Hardware:
+def _hardware(flag_values: Mapping[str, Any]) -> strategies.Hardware:
   """Returns the hardware that the flags describe."""
-  devices = flags.in_range("devices", given["devices"], 1, _MOST_DEVICES)
-  bandwidth = _positive("bandwidth", given["bandwidth"])
+  devices = flags.in_range("devices", flag_values["devices"], 1, _MOST_DEVICES)
+  bandwidth = _positive("bandwidth", flag_values["bandwidth"])
   # From microseconds to seconds.
-  latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
-  node = flags.in_range("node", given["node"], 1, _MOST_DEVICES)
+  latency = _positive("latency", flag_values["latency"], or_zero=True) * 1e-6
+  node = flags.in_range("node", flag_values["node"], 1, _MOST_DEVICES)
   # Links inside a node may be faster than those between nodes.
-  node_link = given["node_bandwidth"]
+  node_link = flag_values["node_bandwidth"]
   if node_link is not None:
     if node == 1:
       raise ValueError("--node_bandwidth needs --node, the devices of a node")
@@ -75,8 +75,8 @@ def _hardware(given: Mapping[str, Any]) -> strategies.Hardware:
     )
   return strategies.Hardware(
     devices,
-    _positive("memory", given["memory"]) * GB,  # bytes
-    _positive("flops", given["flops"]) * 1e12,  # operations a second
+    _positive("memory", flag_values["memory"]) * GB,  # bytes
+    _positive("flops", flag_values["flops"]) * 1e12,  # operations a second
     costs.link(bandwidth * 1e9, latency),
     node,
     node_link,
@@ -84,18 +84,20 @@ def _hardware(given: Mapping[str, Any]) -> strategies.Hardware:
 
 
 def _options(
-  given: Mapping[str, Any], batch: int
+  flag_values: Mapping[str, Any], batch: int
 ) -> workloads.TrainingOptions:
   """Returns the options of training; --batch replaces `batch` examples."""
-  if given["batch"] is not None:
-    batch = flags.in_range("batch", given["batch"], 1, _MOST_BATCH)
+  if flag_values["batch"] is not None:
+    batch = flags.in_range("batch", flag_values["batch"], 1, _MOST_BATCH)
   # Errors name the nearest valid name.
-  names.lookup("optimizer", given["optimizer"], memory.OPTIMIZERS)
-  names.lookup("precision", given["precision"], memory.PRECISIONS)
-  names.lookup("kind of activations", given["activations"], memory.ACTIVATIONS)
-  for recipe in given["recipes"]:
+  names.lookup("optimizer", flag_values["optimizer"], memory.OPTIMIZERS)
+  names.lookup("precision", flag_values["precision"], memory.PRECISIONS)
+  names.lookup(
+    "kind of activations", flag_values["activations"], memory.ACTIVATIONS
+  )
+  for recipe in flag_values["recipes"]:
     names.lookup("recipe", recipe, algorithms.RECIPES)
-  microbatch, shards = given["microbatch"], given["shards"]
+  microbatch, shards = flag_values["microbatch"], flag_values["shards"]
   if microbatch is not None and batch % flags.in_range(
     "microbatch", microbatch, 1, _MOST_BATCH
   ):
@@ -103,21 +105,23 @@ def _options(
       f"--microbatch={microbatch} does not divide the batch of {batch} examples"
     )
   if shards is not None:
-    flags.in_range("shards", shards, 1, given["devices"])
+    flags.in_range("shards", shards, 1, flag_values["devices"])
   # A coefficient of variation above 3 is no batch time.
-  flags.in_range("variation", given["variation"], 0, 3)
-  fields = {name: given[name] for name in workloads.TrainingOptions._fields}
-  fields |= {"batch": batch, "recipes": tuple(given["recipes"])}
+  flags.in_range("variation", flag_values["variation"], 0, 3)
+  fields = {
+    name: flag_values[name] for name in workloads.TrainingOptions._fields
+  }
+  fields |= {"batch": batch, "recipes": tuple(flag_values["recipes"])}
   return workloads.TrainingOptions(**fields)
 
 
 def _workload(
-  given: Mapping[str, Any],
+  flag_values: Mapping[str, Any],
 ) -> tuple[workloads.Workload, workloads.TrainingOptions]:
   """Returns the work of a step, and the options, of a size or of a config."""
-  resolved, params = given["config"], given["params"]
+  resolved, params = flag_values["config"], flag_values["params"]
   # Flags of the GPT's shape fit --params only; a config has its own model.
-  gpt_sizes = {name: given[name] for name in memory.Gpt._fields}
+  gpt_sizes = {name: flag_values[name] for name in memory.Gpt._fields}
   for name, value in gpt_sizes.items():
     if resolved is not None and value is not None:
       raise ValueError(f"--{name} is part of the config's model: drop the flag")
@@ -129,20 +133,20 @@ def _workload(
     parameters = workloads.count_of(params)
     gpt = workloads.guess_gpt(parameters, **gpt_sizes)
     # Without --batch, 8 examples for each device.
-    training_options = _options(given, 8 * given["devices"])
+    training_options = _options(flag_values, 8 * flag_values["devices"])
     size = round(parameters)
     return workloads.of_gpt(gpt, size, training_options), training_options
   # [2] The model of a config, which is built and measured.
-  training_options = _options(given, _examples(resolved))
+  training_options = _options(flag_values, _examples(resolved))
   config = resolved.config
-  dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
+  dataset, problem = problem_lib.load(config, data_dir=flag_values["data_dir"])
   name = dataset.name  # also of a problem without a separate model
   if problem.pieces is not None:
     name = f"{config['model']['name']} on {name}"
   return workloads.of_problem(problem, name, training_options), training_options
 
 
-def _picture(out: str | None) -> Path | None:
+def _picture_path(out: str | None) -> Path | None:
   """Returns the path of the picture, checked; None for none."""
   if out is None:
     return None
@@ -156,32 +160,34 @@ def _picture(out: str | None) -> Path | None:
   return path
 
 
-def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
+def main(*, config: schema.Resolved | None = None, **flag_values: Any) -> None:
   """Prints the plan for the flags, see `command_flags.PLAN`."""
   defaults = {name: default for name, (_, default, _) in PLAN.items()}
-  given = {**defaults, **given, "config": config}
-  if given["compile"] is not None:
+  flag_values = {**defaults, **flag_values, "config": config}
+  if flag_values["compile"] is not None:
     if config is None:
       raise ValueError(
         "--compile needs the programs of a config: add --config=FILE.py, with"
         " engine mesh"
       )
-    compiled.main(config, given["compile"], given["data_dir"])
+    compiled.main(config, flag_values["compile"], flag_values["data_dir"])
     return
-  if (config is None) == (given["params"] is None):
+  if (config is None) == (flag_values["params"] is None):
     raise ValueError(
       "give one model: either --params=1.5e9 (a GPT of that size) or"
       " --config=FILE.py"
     )
   if config is None:
-    workloads.count_of(given["params"])  # its error comes before the devices'
+    workloads.count_of(
+      flag_values["params"]
+    )  # its error comes before the devices'
   # First: a wrong path must not cost the minutes of measuring a model.
-  out = _picture(given["out"])
+  picture_path = _picture_path(flag_values["out"])
   for flag in ("devices", "bandwidth"):
-    if given[flag] is None:
+    if flag_values[flag] is None:
       raise ValueError(f"give --{flag}, as in --devices=64 --bandwidth=25")
-  hardware = _hardware(given)
-  work, options = _workload(given)
+  hardware = _hardware(flag_values)
+  work, options = _workload(flag_values)
   # All ways to divide the work over the devices, with their costs.
   candidates = strategies.find(work, hardware, options)
   if not candidates:
@@ -203,14 +209,14 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
     print(f"not on all devices: {line}")
   columns = shutil.get_terminal_size((120, 24)).columns
   print("\n" + strategy_charts.bars(candidates, hardware.memory, columns))
-  if out is not None:
+  if picture_path is not None:
     try:
-      strategy_charts.draw(candidates, hardware.memory, out, heading)
+      strategy_charts.draw(candidates, hardware.memory, picture_path, heading)
     except ImportError as error:
       raise ValueError(
         f"--out needs matplotlib ({error}): pip install 'asgd[viz]'"
       ) from error
-    print(f"picture  {out}")
+    print(f"picture  {picture_path}")
 
 
 if __name__ == "__main__":
@@ -218,9 +224,9 @@ if __name__ == "__main__":
 
   def _run() -> None:
     """Calls `main` with the values of the flags, and with the config."""
-    given = {name: holder.value for name, holder in _HOLDERS.items()}
+    flag_values = {name: holder.value for name, holder in _HOLDERS.items()}
     if flags.has_config():
-      given["config"] = flags.load_config("configs/pipeline_gpt.py")
-    main(**given)
+      flag_values["config"] = flags.load_config("configs/pipeline_gpt.py")
+    main(**flag_values)
 
   flags.run(_run, "plan")

@@ -23,14 +23,14 @@ from asgd.pages import run_files
 from . import command_line
 
 _WIDEST = 120  # most characters of another error
-_MOST = 8  # rows of results, and missing cells, that are shown
+_MAX_ROWS = 8  # rows of results, and missing cells, that are shown
 # A finished cell has one of them: cells of old versions are not packed.
 _FINISHED = "cell.npz", "result.json"
 # Name of data and model in the config of a Python call, as
 # `asgd.problems.own.Objects` has it.
-_OF_CALL = "given"
+_GIVEN = "given"
 # Columns of results.csv that are shown, with their headers.
-_SHOWN = {
+_COLUMNS = {
   "algorithm": "run",
   "workers": "workers",
   "seeds": "seeds",
@@ -41,7 +41,7 @@ _SHOWN = {
 }
 
 
-def _cells(config: Mapping[str, Any]) -> list[str]:
+def _cell_names(config: Mapping[str, Any]) -> list[str]:
   """Returns the names of a config's cells, as `asgd.experiment.cells` does."""
   return [
     f"{label}-n{workers}-s{seed}"
@@ -60,7 +60,7 @@ def _number(row: Mapping[str, str], key: str) -> float | None:
     return None
 
 
-def _best(row: Mapping[str, str]) -> tuple[float, float]:
+def _sort_key(row: Mapping[str, str]) -> tuple[float, float]:
   """Returns the key by which results are sorted, the best first."""
   # NaN is not equal to itself; a missing number is sorted last.
   accuracy, loss = (_number(row, key) for key in ("test_accuracy", "test_loss"))
@@ -71,7 +71,7 @@ def _best(row: Mapping[str, str]) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def _noting(faults: list[str], path: Path, remedy: str) -> Iterator[None]:
+def _note_damage(faults: list[str], path: Path, remedy: str) -> Iterator[None]:
   """Adds a line with the remedy to `faults` for whatever a damaged file raises
   in the block."""
   try:
@@ -87,25 +87,27 @@ def _noting(faults: list[str], path: Path, remedy: str) -> Iterator[None]:
 def _results(path: Path) -> str:
   """Returns the best rows of results.csv as a table."""
   with path.open(newline="", encoding="utf-8") as file:
-    rows = sorted(csv.DictReader(file), key=_best)
+    rows = sorted(csv.DictReader(file), key=_sort_key)
   # Columns that no row of this experiment has are left out.
-  shown = {k: v for k, v in _SHOWN.items() if any(row.get(k) for row in rows)}
-  if not shown:
+  headers = {
+    k: v for k, v in _COLUMNS.items() if any(row.get(k) for row in rows)
+  }
+  if not headers:
     raise ValueError("it has no results")
-  lines = []
-  for row in rows[:_MOST]:
-    line = []
-    for key in shown:
+  text_rows = []
+  for row in rows[:_MAX_ROWS]:
+    text_row = []
+    for key in headers:
       number = _number(row, key)
       scale = 100 if key == "test_accuracy" else 1  # percent
       text = row.get(key) or "-"
       # A text, such as the name of a run, is printed as it is, on one line.
       text = _printable(text) if number is None else f"{scale * number:.4g}"
-      line.append(text)
-    lines.append(line)
-  remainder = f"{len(rows) - _MOST} more rows are in {path}\n"
-  table = output.table(list(shown.values()), lines)
-  return table + remainder * (len(rows) > _MOST)
+      text_row.append(text)
+    text_rows.append(text_row)
+  remainder = f"{len(rows) - _MAX_ROWS} more rows are in {path}\n"
+  table = output.table(list(headers.values()), text_rows)
+  return table + remainder * (len(rows) > _MAX_ROWS)
 
 
 def describe(folder: Path) -> tuple[str, list[str]]:
@@ -117,18 +119,18 @@ def describe(folder: Path) -> tuple[str, list[str]]:
   """
   path = folder / "config.json"
   if not path.is_file():
-    why = "holds no experiment, which has a config.json"
+    problem = "holds no experiment, which has a config.json"
     if not folder.is_dir():
-      why = "is a file" if folder.exists() else "does not exist"
+      problem = "is a file" if folder.exists() else "does not exist"
     raise ValueError(
-      f"{folder} {why}: name a folder that asgd train made, such as"
+      f"{folder} {problem}: name a folder that asgd train made, such as"
       " runs/digits-001"
     )
   lines, faults = [f"folder    {folder}"], list[str]()
   finished, cell_faults = _read_cells(folder / "cells")
   # The stored config is resolved: every key has a value.
   remedy = "restore it from a copy, or train in another folder"
-  with _noting(faults, path, remedy):
+  with _note_damage(faults, path, remedy):
     config = json.loads(path.read_text("utf-8"))["config"]
     lines += map(_printable, _progress(config, finished))
   faults += cell_faults
@@ -137,8 +139,10 @@ def describe(folder: Path) -> tuple[str, list[str]]:
   table = folder / "results.csv"
   # The table appears with the first finished cell.
   if table.is_file():
-    again = f"train again with --workdir={shlex.quote(str(folder))}"
-    with _noting(faults, table, f"{again}, which writes it anew"):
+    remedy_of_table = f"train again with --workdir={shlex.quote(str(folder))}"
+    with _note_damage(
+      faults, table, f"{remedy_of_table}, which writes it anew"
+    ):
       lines += ["", *_results(table).rstrip().splitlines()]
   return "\n".join(lines), faults
 
@@ -168,22 +172,27 @@ def _progress(
   those that are missing."""
   model, data = config["model"]["name"], config["data"]["name"]
   problem = f"{config['problem']['name'] or model} on {data}"
-  if (model, data) == (_OF_CALL, _OF_CALL):
+  if (model, data) == (_GIVEN, _GIVEN):
     problem = "a caller's data and model"
   yield f"problem   {problem}"
   yield f"runs      {', '.join(config['runs'])}"
-  names = _cells(config)
-  missing = [name for name in names if name not in finished]
-  yield f"cells     {len(names) - len(missing)} of {len(names)} finished"
+  cell_names = _cell_names(config)
+  missing = [name for name in cell_names if name not in finished]
+  n_cells = len(cell_names)
+  yield f"cells     {n_cells - len(missing)} of {n_cells} finished"
   if missing:
-    more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
-    yield f"to do     {', '.join(missing[:_MOST])}{more}"
+    remainder = f" and {len(missing) - _MAX_ROWS} more" * (
+      len(missing) > _MAX_ROWS
+    )
+    yield f"to do     {', '.join(missing[:_MAX_ROWS])}{remainder}"
 
 
 def _printable(line: str) -> str:
   """Returns a line without control characters. A foreign file may hold them,
   and they would change the terminal."""
-  return "".join(each if each.isprintable() else "?" for each in line)
+  return "".join(
+    character if character.isprintable() else "?" for character in line
+  )
 
 
 def main(*words: str) -> None:

@@ -26,7 +26,7 @@ _WORKERS, _SERVER = 1, 2  # pids of the two groups of tracks
 # Rows about a worker, drawn on its track; other rows on the shard's.
 _OF_WORKERS = (base.JOIN, base.LEAVE, base.LOST, base.REJECT)
 # The name of the span of a job, by the row that ends it.
-_ENDS = {
+_JOB_NAMES = {
   base.RECEIVE: "job",
   base.LOST: "job, lost",
   base.REJECT: "job, rejected",
@@ -52,26 +52,26 @@ def _jobs(
 ) -> Iterator[tuple[float, float, int, int, list[Any]]]:
   """Yields (start, end, worker, job, spans) of each job."""
   for worker, spans in cell.spans.items():
-    of_job: dict[tuple[int, int, str], list[Any]] = (
+    spans_by_job: dict[tuple[int, int, str], list[Any]] = (
       collections.defaultdict(list)
     )
     for name, start, end, seq, job in spans:
       # With tables, the jobs of a clock are pushed one after the other at the
       # end of the clock, so each kind of span is a job of the timeline.
       span_kind = name if _has_tables(cell) else ""
-      of_job[seq, job, span_kind].append((name, start, end))
-    for (_, job, _), pieces in of_job.items():
+      spans_by_job[seq, job, span_kind].append((name, start, end))
+    for (_, job, _), job_spans in spans_by_job.items():
       # Spans of a job are in order, so the first starts it and the last ends
       # it.
-      yield pieces[0][1], pieces[-1][2], worker, job, pieces
+      yield job_spans[0][1], job_spans[-1][2], worker, job, job_spans
   # Workers without spans: from the ticket to the row that ends the job.
   for ticket, row in live_files.ended_jobs(cell.jobs):
     if row.worker not in cell.spans:
-      pieces = [(_ENDS[row.action], ticket.time, row.time)]
-      yield ticket.time, row.time, row.worker, row.job, pieces
+      job_spans = [(_JOB_NAMES[row.action], ticket.time, row.time)]
+      yield ticket.time, row.time, row.worker, row.job, job_spans
 
 
-def _work(
+def _worker_events(
   cell: live_files.LiveFiles, tracks: tracks_lib.Tracks
 ) -> Iterator[dict[str, Any]]:
   """Yields the spans of workers. The jobs of a worker with several tickets
@@ -79,14 +79,14 @@ def _work(
   # One set of lanes for each worker; overlapping jobs take another lane.
   lanes: dict[int, tracks_lib.Lanes] = collections.defaultdict(tracks_lib.Lanes)
   # By start: `take` gives the first lane that is free by then.
-  for start, end, worker, job, pieces in sorted(_jobs(cell)):
+  for start, end, worker, job, job_spans in sorted(_jobs(cell)):
     tid = _track(tracks, worker, lanes[worker].take(start, end))
-    for name, start, end in pieces:
+    for name, start, end in job_spans:
       args = {"job": job}
       yield tracks_lib.piece(name, _WORKERS, tid, start, end, args=args)
 
 
-def _decisions(
+def _shard_events(
   cell: live_files.LiveFiles, shard: int, tracks: tracks_lib.Tracks
 ) -> Iterator[dict[str, Any]]:
   """Yields the events of a shard: its rows, and the counters they change."""
@@ -100,8 +100,8 @@ def _decisions(
   records = cell.records[shard]
   columns = records.worker, records.job, records.update, records.staleness
   rows = zip(*(column.tolist() for column in columns), strict=True)
-  recorded = {(worker, job): values for worker, job, *values in rows}
-  of_shard = f" (shard {shard})" if len(cell.journals) > 1 else ""
+  values_by_job = {(worker, job): values for worker, job, *values in rows}
+  shard_suffix = f" (shard {shard})" if len(cell.journals) > 1 else ""
   # [3] Its rows as instants; those of received messages also set counters.
   for row in cell.journals[shard]:
     name = base.ACTIONS[row.action]
@@ -118,11 +118,13 @@ def _decisions(
     elif row.action != base.RECEIVE:
       args["version"] = row.version
     yield event("i", name, *track, ts=time, s=scope, args=args)
-    if row.action == base.RECEIVE and (row.worker, row.job) in recorded:
-      values = recorded[row.worker, row.job]
+    if row.action == base.RECEIVE and (row.worker, row.job) in values_by_job:
+      values = values_by_job[row.worker, row.job]
       for counter, value in zip(("version", "staleness"), values, strict=True):
         args = {counter: value}
-        yield event("C", counter + of_shard, _SERVER, tid, ts=time, args=args)
+        yield event(
+          "C", counter + shard_suffix, _SERVER, tid, ts=time, args=args
+        )
 
 
 def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
@@ -131,9 +133,9 @@ def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
   # Tracks are made in this order, so workers without a job keep their row.
   for worker in sorted({row.worker for row in cell.jobs}):
     _track(tracks, worker)
-  timeline = list(_work(cell, tracks))
+  timeline = list(_worker_events(cell, tracks))
   for shard in range(len(cell.journals)):
-    timeline += _decisions(cell, shard, tracks)
+    timeline += _shard_events(cell, shard, tracks)
   return tracks.ordered(timeline)
 
 
@@ -148,7 +150,7 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   cell_folder = live_files.only_cell(Path(folder))
   target_folder = cell_folder
   if not safe_files.is_writable(cell_folder):
-    target_folder = flags.next_free(Path("runs"), "timeline")
+    target_folder = flags.next_free_folder(Path("runs"), "timeline")
   path = Path(out or target_folder / "timeline.json")
   if out and (path.is_dir() or not path.parent.is_dir()):
     missing = "is in a folder that is missing"

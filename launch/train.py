@@ -84,7 +84,7 @@ def _jobs() -> int | str:
   return int(text)
 
 
-def _share() -> tuple[int, int]:
+def _share_of_cells() -> tuple[int, int]:
   """Returns --cells=I/N as (I - 1, N)."""
   text = _F["cells"].value
   match = re.fullmatch(r"(\d+)/(\d+)", text)
@@ -111,13 +111,15 @@ def _check_mesh_only(
 def _start_float64(runs: Mapping[str, schema.Run]) -> None:
   """Enables float64 in JAX if meshes need it. It holds for the process."""
   sections = (run.config.get("mesh", {}) for run in runs.values())
-  double = {mesh.get("precision") == mesh_plan.DOUBLE for mesh in sections}
-  if len(double) > 1:
+  needs_float64 = {
+    mesh.get("precision") == mesh_plan.DOUBLE for mesh in sections
+  }
+  if len(needs_float64) > 1:
     raise ValueError(
       f"config.mesh.precision {mesh_plan.DOUBLE} must be that of all runs of a"
       " command, and others differ: choose runs with --config.only"
     )
-  if True in double:
+  if True in needs_float64:
     jax.config.update("jax_enable_x64", True)
 
 
@@ -156,7 +158,7 @@ def _check_used(runs: Mapping[str, schema.Run]) -> None:
       )
 
 
-def _open(
+def _open_experiment(
   resolved: schema.Resolved,
 ) -> tuple[cells.Experiment, Path | None, Machine]:
   """Returns (experiment, its folder, machine). The folder is opened, but only
@@ -202,18 +204,20 @@ def _open(
 
 def _announce(runs: Mapping[str, schema.Run]) -> None:
   """Prints the cells and their folder, before data are read and compiled for.
-  `_open` prints the exact folder, which depends on the data."""
-  count = sum(
+  `_open_experiment` prints the exact folder, which depends on the data."""
+  n_cells = sum(
     len(flags.ENGINES[run.engine].workers(run)) * len(run.config["seeds"])
     for run in runs.values()
   )
   engines = ", ".join(dict.fromkeys(run.engine for run in runs.values()))
   name, share = flags.config_name(), _F["cells"].value
-  part = "" if share == "1/1" else f", of which this command trains {share},"
-  place = _F["workdir"].value or f"runs/{name}-NNN"
+  share_text = (
+    "" if share == "1/1" else f", of which this command trains {share},"
+  )
+  folder_text = _F["workdir"].value or f"runs/{name}-NNN"
   print(
-    f"training {name}: {count} cell{'s' * (count != 1)} of {len(runs)}"
-    f" run{'s' * (len(runs) != 1)} on {engines}{part} in {place}"
+    f"training {name}: {n_cells} cell{'s' * (n_cells != 1)} of {len(runs)}"
+    f" run{'s' * (len(runs) != 1)} on {engines}{share_text} in {folder_text}"
   )
 
 
@@ -224,20 +228,20 @@ def _train(
   if _F["dry_run"].value:
     _dry_run(resolved)
     return
-  experiment, workdir, machine = _open(resolved)
+  experiment, workdir, machine = _open_experiment(resolved)
   if machine.profile:  # fail now if the folder cannot be made
     os.makedirs(machine.profile, exist_ok=True)
   # Only the process with the folder prints that it was asked to stop.
   signals, cells_at_once = Signals(prints=workdir is not None), _jobs()
-  share = jobs.cells_of_command(experiment.cells, *_share())
+  own_cells = jobs.cells_of_command(experiment.cells, *_share_of_cells())
   # `default_jobs` asks JAX for its devices, so this cannot be known earlier.
   if cells_at_once == "auto":
     cells_at_once = 1 if machine.profile else jobs.default_jobs()
-  total = sum(experiment.plan(c).messages for c in share)
+  n_messages = sum(experiment.plan(c).messages for c in own_cells)
   bar: ProgressBar | Silent = Silent()
   if workdir is not None:
     bar = ProgressBar(
-      total,
+      n_messages,
       describe=lambda name, row: flags.ENGINES[name].describe(row),
       quiet=flags.is_quiet(),
     )
@@ -251,14 +255,14 @@ def _train(
         bar=bar,
         machine=machine,
         jobs=cells_at_once,
-        cells=share,
+        cells=own_cells,
         signals=signals,
         data_dir=_F["data_dir"].value,
         crew=crew,
       )
-      if workdir is not None and len(finished) == len(share):
+      if workdir is not None and len(finished) == len(own_cells):
         print(
-          f"all {len(share)} cells had finished already, and nothing was"
+          f"all {len(own_cells)} cells had finished already, and nothing was"
           " trained: for a new run give another --workdir"
         )
     finally:
@@ -287,17 +291,17 @@ def _dry_run(resolved: schema.Resolved) -> None:
   experiment = build(
     resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
-  share = jobs.cells_of_command(experiment.cells, *_share())
+  own_cells = jobs.cells_of_command(experiment.cells, *_share_of_cells())
   cells_at_once = _jobs()
   # One row for each run and number of workers.
-  rows = dry_run.rows(experiment, share, Machine())
+  rows = dry_run.rows(experiment, own_cells, Machine())
   if not isinstance(cells_at_once, int):
     cells_at_once = jobs.default_jobs()
   print(dry_run.describe(rows, cells_at_once))
   flags.publish(dry_run=rows)
 
 
-def _crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
+def _start_crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
   """Starts the processes that train cells at once. They inherit the imports of
   this one; there are none if one cell is trained at a time."""
   cells_at_once = _jobs()
@@ -311,8 +315,8 @@ def _crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
 
 def main() -> None:
   """Trains as the flags describe."""
-  of_role = "num_processes", "process_id", "coordinator", "start_seconds"
-  role = processes.role(*(_F[name].value for name in of_role))
+  role_flags = "num_processes", "process_id", "coordinator", "start_seconds"
+  role = processes.role(*(_F[name].value for name in role_flags))
   # [1] Read the config, and check the flags against it.
   resolved = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = resolved.runs
@@ -324,12 +328,12 @@ def main() -> None:
   _check_mesh_only(runs, role)
   _check_used(runs)
   boards.request_wandb(_F["wandb"].value)
-  _jobs(), _share()  # check these flags before anything is written
+  _jobs(), _share_of_cells()  # check these flags before anything is written
   # Before any array is made: JAX keeps the precision of its first arrays.
   _start_float64(runs)
   _keep_off_accelerators(runs)
-  elsewhere = role.supervises or role.auto or role.process_id
-  if not _F["dry_run"].value and not elsewhere:
+  is_other_process = role.supervises or role.auto or role.process_id
+  if not _F["dry_run"].value and not is_other_process:
     _announce(runs)
   # [2] Find the role of this process in a mesh.
   devices = None
@@ -346,7 +350,7 @@ def main() -> None:
     return
   if role.count == 1 and not role.auto:
     # The processes start before JAX does: they are forked.
-    with contextlib.closing(_crew(runs)) as crew:
+    with contextlib.closing(_start_crew(runs)) as crew:
       _train(resolved, crew)
     return
   # [4] A process of a mesh joins the others, then trains its part.
@@ -354,10 +358,10 @@ def main() -> None:
   try:
     _train(resolved)
   except jax.errors.JaxRuntimeError as error:
-    line = " ".join(str(error).split())[:200]
+    message = " ".join(str(error).split())[:200]
     raise ValueError(
         "another process has exited or cannot be reached; run the same command"
-        f" again to resume from the last save ({line})"
+        f" again to resume from the last save ({message})"
     ) from error
 
 

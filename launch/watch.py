@@ -30,17 +30,17 @@ from asgd.pages import page, panels, run_files
 
 from . import command_flags, command_line
 
-_REFRESH = 1.0  # seconds between two requests of the page
+_REFRESH_SECONDS = 1.0  # seconds between two requests of the page
 # After so many seconds without a write a cell is silent; its process writes
 # progress.json once a second while messages arrive.
-_SILENT = 30.0
+_SILENT_SECONDS = 30.0
 _MOST_SHOWN = 4  # cells with panels
 # Only programs of this machine can reach it.
 _HOST = "127.0.0.1"
-_LOOK = 0.2  # seconds between two looks at a folder that is waited for
+_POLL_SECONDS = 0.2  # seconds between two looks at a folder that is waited for
 
 
-def _ago(seconds: float) -> str:
+def _ago_text(seconds: float) -> str:
   """Returns a time that has passed as text."""
   for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
     if seconds >= 2 * length:  # "2 hours", but "119 minutes"
@@ -49,9 +49,9 @@ def _ago(seconds: float) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _panels(cell_folder: Path, written: float) -> panels.Panels:
+def _panels(cell_folder: Path, last_write: float) -> panels.Panels:
   """Returns the panels of a cell, which are drawn again after a write only."""
-  del written  # the time of the last write, which is part of the cache's key
+  del last_write  # the time of the last write, which is part of the cache's key
   return panels.cell_panels(run_files.read_cell(cell_folder))
 
 
@@ -60,20 +60,22 @@ def _state(cell_folder: Path, ago: float) -> str:
   silent, if its process was killed or is in a long step."""
   if not run_files.is_locked(cell_folder):
     return "stopped"
-  return "training" if ago < _SILENT else "silent"
+  return "training" if ago < _SILENT_SECONDS else "silent"
 
 
 def _read_cells(workdir: Path) -> list[tuple[panels.Panels, float]]:
   """Returns the panels of each cell, and the seconds since its last write."""
   cells = []
   for cell_folder in run_files.cell_folders(workdir):
-    written = run_files.last_write(cell_folder)
-    cell_panels = _panels(cell_folder, written)
-    ago = max(time.time() - written, 0.0)  # a shared disk's clock may be ahead
+    last_write = run_files.last_write(cell_folder)
+    cell_panels = _panels(cell_folder, last_write)
+    seconds_ago = max(
+      time.time() - last_write, 0.0
+    )  # a shared disk's clock may be ahead
     # A finished cell keeps its state, however long ago it was written.
     if cell_panels.state != run_files.FINISHED:
-      cell_panels = cell_panels._replace(state=_state(cell_folder, ago))
-    cells.append((cell_panels, ago))
+      cell_panels = cell_panels._replace(state=_state(cell_folder, seconds_ago))
+    cells.append((cell_panels, seconds_ago))
   return cells
 
 
@@ -85,8 +87,8 @@ def _shown_cells(
   # A name that is not known shows the others: the page stays useful.
   named = [cell for cell, _ in cells if cell.name == name]
   training = [cell for cell, _ in cells if cell.state == "training"]
-  last = [cell for cell, _ in sorted(cells, key=lambda each: each[1])[:1]]
-  return (named or training or last)[:_MOST_SHOWN]
+  latest = [cell for cell, _ in sorted(cells, key=lambda pair: pair[1])[:1]]
+  return (named or training or latest)[:_MOST_SHOWN]
 
 
 def render(workdir: Path, cell: str | None = None) -> str:
@@ -100,19 +102,19 @@ def render(workdir: Path, cell: str | None = None) -> str:
     ValueError: the folder is no run's.
   """
   cells = _read_cells(workdir)
-  ended = sum(cell.state == run_files.FINISHED for cell, _ in cells)
+  n_finished = sum(cell.state == run_files.FINISHED for cell, _ in cells)
   return page.render(
     workdir.resolve().name,
-    f"{ended} of {len(cells)} cells that have begun are finished",
+    f"{n_finished} of {len(cells)} cells that have begun are finished",
     "watch.html",
-    cells=[(cell_panels, _ago(ago)) for cell_panels, ago in cells],
+    cells=[(cell_panels, _ago_text(ago)) for cell_panels, ago in cells],
     shown=_shown_cells(cells, cell),
-    milliseconds=round(1000 * _REFRESH),
+    milliseconds=round(1000 * _REFRESH_SECONDS),
   )
 
 
 # Pixels of a picture: its charts, and each lane and each event below them.
-_HEIGHT, _OF_LANE, _OF_LINE = 330, 22, 21
+_CHARTS_HEIGHT, _LANE_HEIGHT, _LINE_HEIGHT = 330, 22, 21
 
 
 def picture(workdir: Path, cell: str | None = None) -> str:
@@ -129,9 +131,9 @@ def picture(workdir: Path, cell: str | None = None) -> str:
     raise ValueError(f"{workdir} has no cell that has begun: wait for one")
   lanes = cell_panels.strip.lanes if cell_panels.strip else []
   lines = cell_panels.events
-  height = _HEIGHT + _OF_LANE * len(lanes)
+  height = _CHARTS_HEIGHT + _LANE_HEIGHT * len(lanes)
   # Two more lines: the heading of the events, and a margin.
-  height += _OF_LINE * (len(lines) + 2) if lines else 0
+  height += _LINE_HEIGHT * (len(lines) + 2) if lines else 0
   lead = f"{cell_panels.name}, {cell_panels.state}"
   content = {"cell": cell_panels, "height": height}
   return page.render(cell_panels.name, lead, "picture.html", **content)
@@ -206,7 +208,7 @@ class _Parser(argparse.ArgumentParser):
     command_line.fail(f"{message}; asgd watch --help describes the flags")
 
 
-def wait_for(workdir: Path, sleep: Callable[[float], None]) -> None:
+def wait_for_folder(workdir: Path, sleep: Callable[[float], None]) -> None:
   """Waits for the folder of a run that may still start. Returns at once if the
   folder exists, and if the folder above it does not: then it is a mistake.
 
@@ -223,7 +225,7 @@ def wait_for(workdir: Path, sleep: Callable[[float], None]) -> None:
   )
   # A run makes its folder first, and then its config.json.
   while not ((workdir / "config.json").exists() or workdir.is_file()):
-    sleep(_LOOK)
+    sleep(_POLL_SECONDS)
 
 
 def main(words: list[str]) -> None:
@@ -243,7 +245,7 @@ def main(words: list[str]) -> None:
       )
       print(options.picture)
       return
-    wait_for(options.workdir, time.sleep)
+    wait_for_folder(options.workdir, time.sleep)
     server = PageServer(options.workdir, options.port)
   except (ValueError, OSError) as error:
     command_line.fail(str(error))

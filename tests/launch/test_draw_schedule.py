@@ -229,13 +229,13 @@ def test_without_matplotlib_the_rest_is_there(tmp_path, capsys, monkeypatch):
   ],
 )
 def test_values_of_options(text, value):
-  assert draw_schedule._value(text) == value
-  assert type(draw_schedule._value(text)) is type(value)
+  assert draw_schedule._parse_value(text) == value
+  assert type(draw_schedule._parse_value(text)) is type(value)
 
 
 def test_options_in_one_flag():
   texts = ["devices=0", "1", "2", "every=2"]
-  found = draw_schedule._pairs("options", texts)
+  found = draw_schedule._parse_pairs("options", texts)
   assert found == {"devices": "0,1,2", "every": "2"}
 
 

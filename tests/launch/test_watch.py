@@ -269,13 +269,13 @@ def test_it_waits_for_a_folder_whose_parent_exists(tmp_path, capsys):
   workdir = tmp_path / "run"
   # A run makes the folder, and writes config.json later.
   steps = iter([workdir.mkdir, (workdir / "config.json").touch])
-  watch.wait_for(workdir, lambda seconds: next(steps)())
+  watch.wait_for_folder(workdir, lambda seconds: next(steps)())
   assert not list(steps)
   (line,) = capsys.readouterr().out.splitlines()
   assert line.startswith(f"waiting for {workdir}, which does not exist yet")
   # A folder that exists, and a mistake, are not waited for.
   for path in (workdir, tmp_path / "no" / "no"):
-    watch.wait_for(path, lambda seconds: next(steps)())
+    watch.wait_for_folder(path, lambda seconds: next(steps)())
   assert not capsys.readouterr().out
 
 
