@@ -178,9 +178,8 @@ def main(*, config: schema.Resolved | None = None, **flag_values: Any) -> None:
       " --config=FILE.py"
     )
   if config is None:
-    workloads.count_of(
-      flag_values["params"]
-    )  # its error comes before the devices'
+    # This error comes before those of the devices.
+    workloads.count_of(flag_values["params"])
   # First: a wrong path must not cost the minutes of measuring a model.
   picture_path = _picture_path(flag_values["out"])
   for flag in ("devices", "bandwidth"):

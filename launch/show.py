@@ -139,10 +139,8 @@ def describe(folder: Path) -> tuple[str, list[str]]:
   table = folder / "results.csv"
   # The table appears with the first finished cell.
   if table.is_file():
-    remedy_of_table = f"train again with --workdir={shlex.quote(str(folder))}"
-    with _note_damage(
-      faults, table, f"{remedy_of_table}, which writes it anew"
-    ):
+    remedy = f"train again with --workdir={shlex.quote(str(folder))}"
+    with _note_damage(faults, table, f"{remedy}, which writes it anew"):
       lines += ["", *_results(table).rstrip().splitlines()]
   return "\n".join(lines), faults
 
@@ -181,9 +179,8 @@ def _progress(
   n_cells = len(cell_names)
   yield f"cells     {n_cells - len(missing)} of {n_cells} finished"
   if missing:
-    remainder = f" and {len(missing) - _MAX_ROWS} more" * (
-      len(missing) > _MAX_ROWS
-    )
+    n_more = len(missing) - _MAX_ROWS
+    remainder = f" and {n_more} more" * (n_more > 0)
     yield f"to do     {', '.join(missing[:_MAX_ROWS])}{remainder}"
 
 

@@ -69,9 +69,8 @@ def _read_cells(workdir: Path) -> list[tuple[panels.Panels, float]]:
   for cell_folder in run_files.cell_folders(workdir):
     last_write = run_files.last_write(cell_folder)
     cell_panels = _panels(cell_folder, last_write)
-    seconds_ago = max(
-      time.time() - last_write, 0.0
-    )  # a shared disk's clock may be ahead
+    # A shared disk's clock may be ahead.
+    seconds_ago = max(time.time() - last_write, 0.0)
     # A finished cell keeps its state, however long ago it was written.
     if cell_panels.state != run_files.FINISHED:
       cell_panels = cell_panels._replace(state=_state(cell_folder, seconds_ago))

@@ -46,11 +46,9 @@ def _replay(
   if reported is not None:
     text = f"{100 * computed:.2f} %, live {100 * reported:.2f} %"
   else:  # the task has no accuracy
-    score_name, computed, reported = (
-      "test loss",
-      score.loss,
-      result["test_loss"],
-    )
+    score_name = "test loss"
+    computed = score.loss
+    reported = result["test_loss"]
     text = f"{computed:.4g}, live {reported:.4g}"
   # Other parameters have another score: that is one finding, "replay", not two.
   yield Finding(

@@ -184,10 +184,8 @@ class _Totals:
       int(np.sum(getattr(rows, name, 0))) for name in ("bytes_up", "bytes_down")
     )
     self.messages += len(rows.loss)
-    self.bytes_up, self.bytes_down = (
-      self.bytes_up + bytes_up,
-      self.bytes_down + bytes_down,
-    )
+    self.bytes_up += bytes_up
+    self.bytes_down += bytes_down
     if hasattr(rows, "staleness"):
       self._add_delays(rows)
     return bytes_up + bytes_down
@@ -355,10 +353,8 @@ class ProgressFile:
     rows, self._unwritten_rows = self._unwritten_rows, []
     if not rows:
       return
-    losses, staleness = (
-      _joined_column(rows, "loss"),
-      _joined_column(rows, "staleness"),
-    )
+    losses = _joined_column(rows, "loss")
+    staleness = _joined_column(rows, "staleness")
     nbytes = sum(map(self._totals.add, rows))
     self._message += len(losses)
     means = engines.mean(losses), engines.mean(staleness)

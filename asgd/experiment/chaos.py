@@ -265,10 +265,8 @@ def inject(
     Hung: the run has hung.
   """
   rate = 1 / mtbf
-  worked_seconds, next_failure = (
-    0.0,
-    rng.expovariate(rate),
-  )  # seconds of the run's work
+  # Both are in seconds of the run's work.
+  worked_seconds, next_failure = 0.0, rng.expovariate(rate)
   next_kinds: list[str] = []  # kinds that come before any comes again
   last_time = time.monotonic()
   while run.process.poll() is None:

@@ -40,10 +40,8 @@ def _rate(experiment: Experiment, cell: Cell, machine: Machine) -> float:
       engine.advance(engine.total)
       if time.perf_counter() - start_time > _MEASURED_SECONDS:
         break
-    seconds, messages = (
-      time.perf_counter() - start_time,
-      engine.done - start_message,
-    )
+    seconds = time.perf_counter() - start_time
+    messages = engine.done - start_message
   finally:
     engine.close()
   return messages / seconds if messages else float("nan")

@@ -15,10 +15,7 @@ from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Engine, evaluation_messages
 from asgd.experiment.signals import GO_ON
 
-_CURVATURE_COLUMNS = (
-  "sharpness",
-  "rate_x_sharpness",
-)  # columns of some evaluations
+_CURVATURE_COLUMNS = "sharpness", "rate_x_sharpness"  # of some evaluations
 # Columns of a result that the rows of evaluations do not have.
 _RESULT_COLUMNS = (
   *("label", "recipe", "evaluations", "sent_accuracy", "sustained"),

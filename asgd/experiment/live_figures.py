@@ -232,10 +232,8 @@ class Watch:
 
   def __init__(self, workers: int, board: Path, bytes_share: float = 1.0):
     """Starts now. The records count only `bytes_share` of all bytes."""
-    self._bytes_share, self._counter = (
-      bytes_share,
-      Counter(workers, time.monotonic()),
-    )
+    self._bytes_share = bytes_share
+    self._counter = Counter(workers, time.monotonic())
     # A subfolder, because readers follow only one event file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close

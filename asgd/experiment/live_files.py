@@ -179,9 +179,8 @@ def busy_periods(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
   periods = []
   # A journal's rows are in the order of their times, so the groups are, too.
   next_times = [*rows_by_time, float("inf")][1:]
-  for (start, rows), next_time in zip(
-    rows_by_time.items(), next_times, strict=True
-  ):
+  pairs = zip(rows_by_time.items(), next_times, strict=True)
+  for (start, rows), next_time in pairs:
     sent_jobs = [event.key for event in rows if event.action == base.SEND]
     fetches = (fetched[key].start for key in sent_jobs if key in fetched)
     end = max(fetches, default=start)

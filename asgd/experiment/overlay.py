@@ -13,9 +13,7 @@ from asgd.experiment.schema import Engines
 from asgd.names import is_import
 from asgd.pages import page
 
-_MAX_CHARACTERS = (
-  60  # characters of a config's value in the table of differences
-)
+_MAX_CHARACTERS = 60  # of a config's value in the table of differences
 _MARK = "compared.json"  # the file that marks a folder of a comparison
 # Files that a comparison writes, and a later one may replace.
 _FILES = {

@@ -62,18 +62,16 @@ class ProgressBar:
     if progress.gap is not None:
       state += f" gap {progress.gap:.2g}"
     if self._block is not None:
-      state += (
-        f" {live_figures.short_text(figures)}" if figures is not None else ""
-      )
+      if figures is not None:
+        state += f" {live_figures.short_text(figures)}"
       self._block.update(cell.name, state, progress.messages)
     elif (
       not self._quiet
       and time.monotonic() - self._last_line_time >= self._seconds
     ):
       self._last_line_time = time.monotonic()
-      state += (
-        f", {live_figures.long_text(figures)}" if figures is not None else ""
-      )
+      if figures is not None:
+        state += f", {live_figures.long_text(figures)}"
       self._print(
         f"{self._messages_done / self._total:4.0%} {cell.name}: {state}"
       )

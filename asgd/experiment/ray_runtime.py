@@ -31,9 +31,7 @@ _CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
 _NICENESS = "RAY_worker_niceness"  # variable
 # Ray prints a paragraph with these words. The command prints one line instead.
 _NOISE = "A worker died or was killed", "Raylet is terminated"
-_MAX_FOLDER_LENGTH = (
-  24  # characters of a folder's path: Linux limits paths of sockets
-)
+_MAX_FOLDER_LENGTH = 24  # characters: Linux limits the paths of sockets
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
 _undo = contextlib.ExitStack()  # undoes the changes for the present cluster
 atexit.register(_undo.close)  # if `stop` is not called; after Ray's handler
@@ -303,9 +301,8 @@ def _make_folder(undo: contextlib.ExitStack) -> str:
     parent_folder if len(parent_folder) <= _MAX_FOLDER_LENGTH else "/tmp"
   )
   _remove_abandoned(Path(parent_folder))
-  private_folder = tempfile.mkdtemp(
-    prefix="ray-", dir=parent_folder
-  )  # mode 700
+  # Only this user can read the folder (mode 700).
+  private_folder = tempfile.mkdtemp(prefix="ray-", dir=parent_folder)
   processes.write_pid(Path(private_folder), "worker", 0)
   # `processes.kill_descendants` removes the folder, too.
   processes.TEMPORARY_FOLDERS.add(private_folder)

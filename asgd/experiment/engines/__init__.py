@@ -165,7 +165,7 @@ class Column(NamedTuple):
   form: str = "{:.3g}"
 
 
-def _return_nothing(*_: Any) -> tuple[str, ...]:
+def _nothing(*_: Any) -> tuple[str, ...]:
   """The default: an engine without such keys, checks or files to clean."""
   return ()
 
@@ -184,18 +184,18 @@ class EngineKind(NamedTuple):
   columns: Sequence[Column]  # of the table, beside those that all have
   describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
   # (entry of a run) -> further keys that it may give: those of its selections
-  options: Callable[[Mapping[str, Any]], Sequence[str]] = _return_nothing
+  options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
   # (section or entry, key, value) -> keys that follow from the old value
   dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = (
-    _return_nothing
+    _nothing
   )
   default_recipe: str | None = None  # None: a run must name one
   # (Experiment, plans of its cells, Machine): before anything is written
-  check_machine: Callable[[Any, Sequence[Any], Any], Any] = _return_nothing
+  check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
   timed: bool = False  # seconds are results, so its cells run one at a time
   # (folder of a finished cell): removes files that a kill right after its end
   # left, and refuses files that were changed since
-  clean: Callable[[Path], Any] = _return_nothing
+  clean: Callable[[Path], Any] = _nothing
   in_other_processes: bool = False  # its work is done in other processes
   # A cell resumes from a journal, which may be newer than a checkpoint. So its
   # earlier evaluations are read from the log, not from the checkpoint.

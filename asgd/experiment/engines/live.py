@@ -189,7 +189,5 @@ def _live_engine_kind(name: str, *, ray: bool) -> engines.EngineKind:
   )
 
 
-THREADS, RAY = (
-  _live_engine_kind("threads", ray=False),
-  _live_engine_kind("ray", ray=True),
-)
+THREADS = _live_engine_kind("threads", ray=False)
+RAY = _live_engine_kind("ray", ray=True)

@@ -67,10 +67,8 @@ class ShardNews:
     if not rollbacks:
       # The shards replayed all rows, so no update was rolled back.
       return f"{opening} {'shared memory' if self._has_memory else 'the trace'}"
-    rollback, undone = (
-      rollbacks[0],
-      sum(rollback_of_shard.updates for rollback_of_shard in rollbacks),
-    )
+    rollback = rollbacks[0]
+    undone = sum(rollback_of_shard.updates for rollback_of_shard in rollbacks)
     source = f"the checkpoint of message {rollback.message}"
     if not rollback.row:  # row 0 is the beginning
       source = "the beginning, as there is no checkpoint"

@@ -175,10 +175,8 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   replicas *= shape.get(meshes.ISLAND, 1)
   # A replica's examples, in pieces of `accumulate`, in microbatches of a
   # pipeline.
-  pieces, microbatches = (
-    replicas * accumulate,
-    count_microbatches(section, shape),
-  )
+  pieces = replicas * accumulate
+  microbatches = count_microbatches(section, shape)
   axes = "data x island" if meshes.ISLAND in shape else meshes.DATA
   factors = f"config.mesh.axes.{axes} {replicas} x config.mesh.accumulate"
   if size % pieces:
@@ -293,10 +291,8 @@ def _reads_delay(
     return algorithm.update(params, state, params, **delay._asdict())
 
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  weights, staleness_shape = (
-    base.weights_of(shapes),
-    jax.ShapeDtypeStruct((), np.int32),
-  )
+  weights = base.weights_of(shapes)
+  staleness_shape = jax.ShapeDtypeStruct((), np.int32)
   jaxpr = jax.make_jaxpr(update)(weights, staleness_shape, weights).jaxpr
   # The inputs behind the weights: staleness and the sent parameters.
   delay = jaxpr.invars[len(jax.tree.leaves(weights)) :]

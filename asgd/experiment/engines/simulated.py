@@ -65,14 +65,9 @@ class SimulatedEngine(engines.Engine):
 
   def _error_text(self, new_records: Any) -> str | None:
     """Describes the first message that is not finite; None if all are."""
-    arguments = (
-      self._plan,
-      new_records,
-      self.done,
-      self._name,
-      self._message_text,
+    return server_results.describe_first_not_finite(
+      self._plan, new_records, self.done, self._name, self._message_text
     )
-    return server_results.describe_first_not_finite(*arguments)
 
   def advance(self, until: int) -> engines.Progress:
     """Simulates for about `_CALL_SECONDS`, to message `until` at most."""
