@@ -52,8 +52,7 @@ class LiveEngine(engines.Engine):
     self._snapshot: engines.Snapshot | None = None
     # Whether all participants paused in time; None: they were not stopped.
     self._all_paused: bool | None = None
-    # Before the memory is opened: a new cell must not take the memory of an
-    # old one.
+    # First, as a new cell must not take the memory of an old one.
     begun = self._prepare()
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
@@ -97,8 +96,7 @@ class LiveEngine(engines.Engine):
     self.done = min(self._received, self.total)
     # [2] Continue the cell's time at its last row.
     last_rows = [read_journal(path)[-1:] for path in self._journals()]
-    # Journals of different participants end at different times: the latest
-    # counts.
+    # The latest row counts: the journals end at different times.
     elapsed = max((e.time for (e, *_) in filter(None, last_rows)), default=0.0)
     live = LiveCell(
       *(plan, context.cell, context.experiment.dataset, self._setup()),
