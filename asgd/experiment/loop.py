@@ -373,11 +373,11 @@ class _Attempt(contextlib.ExitStack):
     # If all records are finite, a message without a record was not: the first
     # update of a table may be, and then there is no record at all.
     if not is_finite.all():
-      first_index = int(np.argmin(is_finite))  # the first False
-      jobs = [(0, self.counted - progress.messages + first_index)]
+      index = int(np.argmin(is_finite))  # of the first False
+      jobs = [(0, self.counted - progress.messages + index)]
       # A server and peers record the job of each message.
       if {"worker", "job"} <= rows.keys():
-        jobs = [(int(rows["worker"][first_index]), int(rows["job"][first_index]))]
+        jobs = [(int(rows["worker"][index]), int(rows["job"][index]))]
     if self._experiment.config["on_nan"] == "stop":
       text = f"{progress.broken}, or set --config.on_nan=record to keep the"
       raise self._not_finite(f"{text} cell as diverged and continue", jobs)
@@ -385,8 +385,8 @@ class _Attempt(contextlib.ExitStack):
       self._machine.show(f"warning: {fault}")
 
   def _next_jobs(self) -> Iterable[tuple[int, int]]:
-    """Returns the (worker, job) of which the next messages may be."""
-    jobs = range(self.counted, self.counted + _SEARCHED)
+    """Returns the (worker, job) pairs from which the next messages may be."""
+    jobs = range(self.counted, self.counted + _SEARCHED_JOBS)
     return itertools.product(range(self._cell.workers), jobs)
 
   def _not_finite(
@@ -436,9 +436,7 @@ class _Attempt(contextlib.ExitStack):
     processes.fail_together(save)
     return True
 
-  def _write(
-    self, engine: Engine, params: Any, result: dict[str, Any]
-  ) -> None:
+  def _write(self, engine: Engine, params: Any, result: dict[str, Any]) -> None:
     """Writes the files of a finished cell."""
     if self._folder is None or self._progress is None:
       return

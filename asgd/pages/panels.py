@@ -142,7 +142,8 @@ def _range(values: npt.NDArray[Any], *, from_zero: bool) -> tuple[float, float]:
   if high - low <= least_range:
     # A diverged loss may be so large that adding 0.5 does not change it.
     margin = max(0.5, least_range)
-    low, high = (low, high + 1.0) if from_zero else (low - margin, high + margin)
+    low = low if from_zero else low - margin
+    high = high + 1.0 if from_zero else high + margin
   return low, high
 
 
