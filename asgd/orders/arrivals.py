@@ -1,4 +1,5 @@
-"""Messages that have arrived and were not received: which may be received next.
+"""Messages that have arrived and that the server has not received yet, and the
+choice of those that it receives next.
 
 A message waits for the earlier messages of its worker, and in rounds for the
 other messages of its round. Each arrival and each closed ticket updates the set
@@ -38,8 +39,8 @@ class Arrivals:
     self._ledger = ledger
     self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
     self._arrival_counter = itertools.count()
-    # Messages on the earliest ticket of their worker; some of these tickets are
-    # closed.
+    # Messages that arrived on the earliest open ticket of their worker. Some of
+    # these tickets were closed since.
     self._earliest: list[Key] = []
     self.round = self.n_granted = self.tickets = 0
 
@@ -154,14 +155,14 @@ class RoundArrivals(Arrivals):
   def close_ticket(self, event: Event, ticket: StartedJob) -> bool:
     """Removes a closed ticket. Returns whether its job is lost."""
     self.tickets -= 1
-    counts, key = event.action == base.RECEIVE, event.key
+    is_received, key = event.action == base.RECEIVE, event.key
     if self._arrival_rank.pop(key, None) is not None:
       self._arrived_counts[event.worker] -= 1
       self._on_time.pop(key, None)
-    is_lost = self._copies.end(ticket.job, key, counts=counts)
+    is_lost = self._copies.end(ticket.job, key, counts=is_received)
     if ticket.round != self.round:
       return is_lost
-    if counts:
+    if is_received:
       self._received += 1
       if self._received == self._round_size:
         self._next_round()
@@ -191,18 +192,20 @@ class RoundArrivals(Arrivals):
     late_rows = [
       row for row in self._rows(self._late_workers) if row[2] != self.round
     ]
-    chosen = sorted(late_rows)
+    ready_rows = sorted(late_rows)
     self._late_workers.clear()
     # The round is received when it is complete, or when no further job of the
     # round can end: the last round of a run may have fewer messages.
-    missing = self._round_size - self._received
+    n_missing = self._round_size - self._received
     if self._on_time and (
-      len(self._on_time) >= missing
+      len(self._on_time) >= n_missing
       or not (more_to_come() or self._copies.awaited)
     ):
       rows = self._rows({worker for worker, _ in self._on_time})
-      chosen += sorted(row for row in rows if row[2] == self.round)[:missing]
-    return [key for _, key, _ in chosen]
+      ready_rows += sorted(row for row in rows if row[2] == self.round)[
+        :n_missing
+      ]
+    return [key for _, key, _ in ready_rows]
 
   def _rows(
     self, workers: set[int]

@@ -46,10 +46,11 @@ class Copies:
     self.open: dict[int, list[Key]] = {}
     self.single: dict[int, Key] = {}
     self.awaited: set[int] = set()
-    # Open jobs of which a message was received.
+    # Jobs with an open ticket of which a message was received.
     self._answered_jobs: set[int] = set()
     self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
-    self._repeats: list[tuple[int, Key]] = []  # perhaps superseded
+    # (job, message) that arrived after another message of the job
+    self._repeats: list[tuple[int, Key]] = []
     self._time_of: dict[int, float] = {}  # worker -> duration of its latest job
     self._sorted_times: list[float] = []  # the values of `_time_of`, sorted
 
@@ -73,20 +74,20 @@ class Copies:
     """Removes a ticket that was closed, because its message `counts` or for
     another reason. Returns whether the job is lost: it has no open ticket, and
     no message of it was received."""
-    other_keys, is_done = self.open[job], job in self._answered_jobs
-    other_keys.remove(key)
+    open_keys, was_answered = self.open[job], job in self._answered_jobs
+    open_keys.remove(key)
     arrived = self._arrived.get(job, [])
     if key in arrived:
       arrived.remove(key)
     if not arrived:
       self._arrived.pop(job, None)
-    if not other_keys:
+    if not open_keys:
       del self.open[job]
       self._answered_jobs.discard(job)
     elif counts:
       self._answered_jobs.add(job)
     self._update_sets(job)
-    return not (counts or other_keys or is_done)
+    return not (counts or open_keys or was_answered)
 
   def _update_sets(self, job: int) -> None:
     """Updates `awaited` and `single` after a job has changed."""
@@ -151,23 +152,25 @@ def _median(ordered: list[float], excluded: int | None) -> float | None:
   if not count:
     return None
 
-  def at(index: int) -> float:
-    return ordered[index + (excluded is not None and index >= excluded)]
+  def number_at(position: int) -> float:
+    return ordered[position + (excluded is not None and position >= excluded)]
 
   half = count // 2
-  return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
+  if count % 2:
+    return number_at(half)
+  return (number_at(half - 1) + number_at(half)) / 2
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:
   """Returns (number of backup tasks that were started, number of backup tasks
   with a result that counted) of a trace."""
-  copies, started, counted = Copies(), 0, 0
+  copies, n_started, n_counted = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:
-      started += not copies.start(event.job, event.key)
+      n_started += not copies.start(event.job, event.key)
     elif event.action in ENDS:
       counts = event.action == base.RECEIVE
       # The oldest open ticket of a job is the original, the others are copies.
-      counted += counts and copies.open[event.job][0] != event.key
+      n_counted += counts and copies.open[event.job][0] != event.key
       copies.end(event.job, event.key, counts=counts)
-  return started, counted
+  return n_started, n_counted

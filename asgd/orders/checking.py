@@ -64,8 +64,9 @@ def check(
 
 
 def _is_valid(trace: base.Trace, depth: float) -> bool:
-  """Checks a trace of SEND, KEEP and RECEIVE rows by NumPy. Returns True if it
-  is right, False if it is wrong or if only the check row by row can decide."""
+  """Checks a trace of SEND, KEEP and RECEIVE rows by NumPy. Returns True if the
+  trace is valid; False if it is wrong, or if only the check row by row can
+  decide."""
   time, worker, seq, job, _ = trace
   indices = np.stack([worker, job])
   if len(time) and not (time[0] >= 0 and time[-1] <= LATEST):
@@ -83,13 +84,13 @@ def _is_valid(trace: base.Trace, depth: float) -> bool:
   # of a worker's first row plus k is the row of its job k.
   start_worker, end_worker = worker[starts], worker[ends]
   nth_job = np.arange(len(starts)) - np.searchsorted(start_worker, start_worker)
-  later = np.flatnonzero(nth_job >= math.ceil(depth))
-  first_end = np.searchsorted(end_worker, start_worker[later])
-  needed_end = first_end + nth_job[later] - math.ceil(depth)
+  needing_end = np.flatnonzero(nth_job >= math.ceil(depth))
+  first_end = np.searchsorted(end_worker, start_worker[needing_end])
+  needed_end = first_end + nth_job[needing_end] - math.ceil(depth)
   if len(needed_end) and needed_end.max() >= len(ends):
     return False
-  same_worker = end_worker[needed_end] == start_worker[later]
-  return bool((same_worker & (ends[needed_end] < starts[later])).all())
+  same_worker = end_worker[needed_end] == start_worker[needing_end]
+  return bool((same_worker & (ends[needed_end] < starts[needing_end])).all())
 
 
 def _find_violation(

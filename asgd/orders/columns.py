@@ -13,10 +13,10 @@ its job k - 1 and all workers have ended their job k - s - 1:
 
   end[w, k] = max(end[w, k - 1], max over v of end[v, k - s - 1]) + time[w, k]
 
-A job starts when the server receives a certain message, the job's trigger; the
-trigger grants the job. The first jobs of the workers have no trigger. Jobs are
-numbered in the order of their triggers; jobs of one trigger are numbered by
-worker. Rounds are computed one after the other.
+A job starts when the server receives a certain message, the job's trigger. The
+first jobs of the workers have no trigger. Jobs are numbered in the order of
+their triggers; jobs of one trigger are numbered by worker. Rounds are computed
+one after the other.
 
 Index letters:
   N  workers
@@ -35,7 +35,7 @@ from asgd.orders.durations import Durations
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import DTYPES
 
-_BLOCK = 1024  # times of a worker that are drawn at once, at most
+_BLOCK = 1024  # largest number of times that are drawn for a worker at once
 
 
 class _Irregular(Exception):
@@ -86,7 +86,7 @@ class _Draws:
   def __init__(self, durations, workers, block):
     self._streams = [durations.stream(worker) for worker in range(workers)]
     self._times = np.empty((workers, block))
-    self._used = np.full(workers, block)
+    self._n_used = np.full(workers, block)
 
   def first(self, count: int) -> np.ndarray:
     """Returns the first `count` times of worker 0. The caller must call `first`
@@ -95,17 +95,17 @@ class _Draws:
 
   def peek(self, workers: np.ndarray) -> np.ndarray:
     """Returns the next time of each of these workers."""
-    used, block = self._used[workers], self._times.shape[1]
-    if used.max(initial=0) == block:
-      for worker in workers[used == block].tolist():
+    n_used, block = self._n_used[workers], self._times.shape[1]
+    if n_used.max(initial=0) == block:
+      for worker in workers[n_used == block].tolist():
         self._times[worker] = _next_times(self._streams[worker], block)
-        self._used[worker] = 0
-      used = self._used[workers]
-    return self._times[workers, used]
+        self._n_used[worker] = 0
+      n_used = self._n_used[workers]
+    return self._times[workers, n_used]
 
   def use(self, workers: np.ndarray) -> None:
     """Advances these workers to their following times."""
-    self._used[workers] += 1
+    self._n_used[workers] += 1
 
 
 def _next_times(stream: Iterator[float], count: int) -> np.ndarray:
@@ -120,21 +120,25 @@ def _next_times(stream: Iterator[float], count: int) -> np.ndarray:
 def _without_rounds(rules, draws, workers, messages):
   """Returns the trace of a protocol without rounds: first the warm start of
   worker 0, then all workers. The bound may be infinite."""
-  warm = min(rules.warm_start, messages)  # jobs of the warm start
-  ends = np.add.accumulate(draws.first(warm))
-  job = np.arange(warm)
+  warm_jobs = min(rules.warm_start, messages)  # jobs of the warm start
+  ends = np.add.accumulate(draws.first(warm_jobs))
+  job_numbers = np.arange(warm_jobs)
   # A job has two rows. It starts when the job before it ends.
-  times = np.repeat(np.append(0.0, ends), 2)[1:-1] if warm else ends
-  starts = np.where(job % rules.fetch_every, base.KEEP, base.SEND)
-  actions = np.stack([starts, np.full(warm, base.RECEIVE)], 1).ravel()
-  jobs = np.repeat(job, 2)
-  rows = [times, np.zeros(2 * warm), jobs, jobs, actions]
-  if messages > warm:
-    begin = float(ends[-1]) if warm else 0.0
-    levels = _Levels(rules, draws, workers, messages - warm, begin)
-    time, worker, seq, job, action = levels.rows()
-    seq[worker == 0] += warm
-    later_rows = (time, worker, seq, job + warm, action)
+  times = np.repeat(np.append(0.0, ends), 2)[1:-1] if warm_jobs else ends
+  start_actions = np.where(
+    job_numbers % rules.fetch_every, base.KEEP, base.SEND
+  )
+  actions = np.stack(
+    [start_actions, np.full(warm_jobs, base.RECEIVE)], 1
+  ).ravel()
+  jobs = np.repeat(job_numbers, 2)
+  rows = [times, np.zeros(2 * warm_jobs), jobs, jobs, actions]
+  if messages > warm_jobs:
+    start_time = float(ends[-1]) if warm_jobs else 0.0
+    schedule = _Levels(rules, draws, workers, messages - warm_jobs, start_time)
+    time, worker, seq, job_numbers, action = schedule.rows()
+    seq[worker == 0] += warm_jobs
+    later_rows = (time, worker, seq, job_numbers + warm_jobs, action)
     rows = [*map(np.concatenate, zip(rows, later_rows, strict=True))]
   return _trace(rows)
 
@@ -170,31 +174,32 @@ class _Levels:
     """Returns (workers, times at which their jobs end) of each level. The
     levels include the first M messages and every job that starts before message
     M is received."""
-    active = np.arange(self._workers)
-    latest = np.full(self._workers, self._begin)
+    active_workers = np.arange(self._workers)
+    latest_ends = np.full(self._workers, self._begin)
     levels: list[Any] = []
     # Latest end of each level; infinity if a worker was left out of it.
     level_ends: list[Any] = []
     # Messages so far; an upper bound of the time of message M.
     count, horizon = 0, math.inf
     next_estimate = self._messages  # count at which to lower `horizon` next
-    while len(active):
-      starts = latest[active]
+    while len(active_workers):
+      starts = latest_ends[active_workers]
       if self._bound is not None and len(levels) > self._bound:
         # No worker may start before this earlier level has ended.
         level_end = level_ends[len(levels) - self._bound - 1]
         if level_end > horizon:
           break
         starts = np.maximum(starts, level_end)
-      ends = starts + draws.peek(active)
-      draws.use(active)
+      ends = starts + draws.peek(active_workers)
+      draws.use(active_workers)
       if (ends <= starts).any():
         raise _Irregular
-      levels.append((active, ends))  # levels[k] has job k of each worker
-      latest[active] = ends
-      complete = len(active) == self._workers
-      level_ends.append(ends.max() if complete else math.inf)
-      count += len(active)
+      # levels[k] has job k of each worker
+      levels.append((active_workers, ends))
+      latest_ends[active_workers] = ends
+      is_full = len(active_workers) == self._workers
+      level_ends.append(ends.max() if is_full else math.inf)
+      count += len(active_workers)
       if count >= next_estimate:
         # The M-th smallest end so far. Further levels can only lower it.
         all_ends = np.concatenate([ends for _, ends in levels])
@@ -204,7 +209,7 @@ class _Levels:
       # Drop each worker with a job that ends after the horizon: its next jobs
       # end even later.
       if horizon < math.inf and (ends > horizon).any():
-        active = active[ends <= horizon]
+        active_workers = active_workers[ends <= horizon]
     return levels
 
   def _predecessors(self):
@@ -216,7 +221,7 @@ class _Levels:
     predecessor[: self._offsets[1]] = -1
     return predecessor
 
-  def _triggers(self, indices, rank, level_ranks):
+  def _trigger_ranks(self, indices, rank, level_ranks):
     """Returns the rank of the trigger of each job of `indices`; -1 if the job
     starts at the beginning. A job has the index of its message."""
     predecessor = self._predecessor[indices]
@@ -226,8 +231,10 @@ class _Levels:
     # With a bound s, job k also needs the last message of level k - s - 1. The
     # later of the two messages is the trigger.
     level = self._level[indices] - self._bound - 1
-    gated = level >= 0
-    triggers[gated] = np.maximum(triggers[gated], level_ranks(level[gated]))
+    is_bounded = level >= 0
+    triggers[is_bounded] = np.maximum(
+      triggers[is_bounded], level_ranks(level[is_bounded])
+    )
     return triggers
 
   def _ranks(self):
@@ -237,34 +244,37 @@ class _Levels:
     order = np.argsort(self._end_time, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    last_ranks: dict[int, int] = {}  # level -> rank of its last message
+    last_rank_of: dict[int, int] = {}  # level -> rank of its last message
 
     def level_ranks(levels):
       ranks = np.empty(len(levels), np.int64)
       for level in np.unique(levels).tolist():
-        if level not in last_ranks:
+        if level not in last_rank_of:
           level_slice = slice(self._offsets[level], self._offsets[level + 1])
-          last_ranks[level] = rank[level_slice].max()
-        ranks[levels == level] = last_ranks[level]
+          last_rank_of[level] = rank[level_slice].max()
+        ranks[levels == level] = last_rank_of[level]
       return ranks
 
-    # A group of messages with equal times is sorted by the ranks of their
-    # triggers. A trigger is earlier than its job's message, so the loop sorts
-    # the groups from the earliest on: the ranks of triggers are then final.
-    # Group g has the positions starts[g], ..., stops[g] - 1 of `order`.
+    # A tie is a group of messages with equal times. It is sorted by the ranks
+    # of their triggers. A trigger is earlier than its job's message, so the
+    # loop sorts the ties from the earliest on: the ranks of triggers are then
+    # final. Tie g has the positions tie_starts[g], ..., tie_stops[g] - 1 of
+    # `order`.
     ends = self._end_time[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
     group_starts = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
-    starts = tied[group_starts]
-    stops = np.append(tied[group_starts[1:] - 1], tied[-1:]) + 2
-    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+    tie_starts = tied[group_starts]
+    tie_stops = np.append(tied[group_starts[1:] - 1], tied[-1:]) + 2
+    for start, stop in zip(
+      tie_starts.tolist(), tie_stops.tolist(), strict=True
+    ):
       if start >= self._messages:
         break
-      group = order[start:stop]
-      triggers = self._triggers(group, rank, level_ranks)
-      group = group[np.lexsort((self._worker[group], triggers))]
-      order[start:stop] = group
-      rank[group] = np.arange(start, stop)
+      tie = order[start:stop]
+      triggers = self._trigger_ranks(tie, rank, level_ranks)
+      tie = tie[np.lexsort((self._worker[tie], triggers))]
+      order[start:stop] = tie
+      rank[tie] = np.arange(start, stop)
     return order, rank
 
   def rows(self):
@@ -273,39 +283,43 @@ class _Levels:
     order, rank = self._ranks()
     last_ranks = np.maximum.reduceat(rank, self._offsets[:-1])
     level_is_full = np.diff(self._offsets) == self._workers
-    # A level without all its workers never ends, so it grants nothing.
+    # A level without all its workers never ends, so it is no trigger.
     last_ranks[~level_is_full] = len(rank)
     indices = np.arange(len(rank))
-    triggers = self._triggers(indices, rank, last_ranks.__getitem__)
-    granted = np.flatnonzero(triggers < self._messages - 1)
+    triggers = self._trigger_ranks(indices, rank, last_ranks.__getitem__)
+    granted_indices = np.flatnonzero(triggers < self._messages - 1)
     # Jobs are numbered by trigger and then by worker.
-    key = triggers[granted] * self._workers + self._worker[granted]
-    granted = granted[np.argsort(key)]
-    triggers = triggers[granted]
+    sort_keys = (
+      triggers[granted_indices] * self._workers + self._worker[granted_indices]
+    )
+    granted_indices = granted_indices[np.argsort(sort_keys)]
+    triggers = triggers[granted_indices]
     jobs = np.empty(len(rank), np.int64)
-    jobs[granted] = np.arange(len(granted))
-    received = order[: self._messages]
+    jobs[granted_indices] = np.arange(len(granted_indices))
+    received_indices = order[: self._messages]
 
     # Row numbers:
     #   row of the start of job j = j + (rank of its trigger + 1)
     #   row of message r = r + (number of jobs with a trigger of a rank below r)
-    start_rows = np.arange(len(granted)) + triggers + 1
-    ranks = np.arange(self._messages)
-    end_rows = ranks + np.searchsorted(triggers, ranks)
-    level = self._level[granted]
+    start_rows = np.arange(len(granted_indices)) + triggers + 1
+    message_ranks = np.arange(self._messages)
+    end_rows = message_ranks + np.searchsorted(triggers, message_ranks)
+    level = self._level[granted_indices]
     start_times = np.where(
       triggers < 0, self._begin, self._end_time[order[triggers]]
     )
     start_actions = np.where(level % self._fetch_every, base.KEEP, base.SEND)
-    messages = np.empty(len(start_rows) + len(end_rows), np.int64)
-    times = np.empty(len(messages))
-    action = np.full(len(messages), base.RECEIVE, np.int8)
-    messages[start_rows], messages[end_rows] = granted, received
-    times[start_rows], times[end_rows] = start_times, self._end_time[received]
+    index_of_row = np.empty(len(start_rows) + len(end_rows), np.int64)
+    times = np.empty(len(index_of_row))
+    action = np.full(len(index_of_row), base.RECEIVE, np.int8)
+    index_of_row[start_rows] = granted_indices
+    index_of_row[end_rows] = received_indices
+    times[start_rows] = start_times
+    times[end_rows] = self._end_time[received_indices]
     action[start_rows] = start_actions
     return [
-      *(times, self._worker[messages], self._level[messages], jobs[messages]),
-      action,
+      *(times, self._worker[index_of_row], self._level[index_of_row]),
+      *(jobs[index_of_row], action),
     ]
 
 
@@ -373,25 +387,25 @@ class _Rounds:
     starters = np.flatnonzero(self._end_time == math.inf)[: self._jobs_of_round]
     self._rows.append(self._start(starters, now))
     jobs_left = self._jobs_of_round - len(starters)  # jobs that may still start
-    # RECEIVE rows of this round's messages, kept until the end of the round.
+    # RECEIVE rows of this round's messages; they are added at the round's end.
     round_messages = []
     # [2] Messages arrive, and their workers may start another job.
     messages_left = self._round_size
     while messages_left:
-      arrivals, restarts = self._next_arrivals(jobs_left, messages_left)
+      arrivals, n_restarts = self._next_arrivals(jobs_left, messages_left)
       times = self._end_time[arrivals]
       receive_rows = self._columns(arrivals, times, base.RECEIVE)
-      on_time = self._round_of_job[arrivals] == self._round
-      messages_left -= int(on_time.sum())
-      round_messages.append(receive_rows[:, on_time])
-      late_rows = receive_rows[:, ~on_time]
+      is_on_time = self._round_of_job[arrivals] == self._round
+      messages_left -= int(is_on_time.sum())
+      round_messages.append(receive_rows[:, is_on_time])
+      late_rows = receive_rows[:, ~is_on_time]
       self._received += late_rows.shape[1]
       self._end_time[arrivals] = math.inf
-      start_rows = self._start(arrivals[:restarts], times[:restarts])
-      jobs_left -= restarts
+      start_rows = self._start(arrivals[:n_restarts], times[:n_restarts])
+      jobs_left -= n_restarts
       # An arrival has a RECEIVE row if it is late, then a SEND row if the
       # worker starts again.
-      arrival_of_row = np.flatnonzero(~on_time), np.arange(restarts)
+      arrival_of_row = np.flatnonzero(~is_on_time), np.arange(n_restarts)
       order = np.argsort(np.concatenate(arrival_of_row), kind="stable")
       self._rows.append(
         np.concatenate([late_rows, start_rows], axis=1)[:, order]
@@ -404,8 +418,8 @@ class _Rounds:
     self._rows.append(received[:, np.argsort(received[3])])
     return now
 
-  def _next_arrivals(self, jobs_left, missing):
-    """Returns (workers, restarts): the workers in the order of their next
+  def _next_arrivals(self, jobs_left, messages_left):
+    """Returns (workers, n_restarts): the workers in the order of their next
     messages, and how many of them, from the first on, start another job.
 
     The message of the last worker completes the round. The list ends
@@ -414,21 +428,22 @@ class _Rounds:
     busy = np.flatnonzero(self._end_time < math.inf)
     order = busy[np.lexsort((self._job[busy], self._end_time[busy]))]
     # Messages of this round, up to each one in `order`.
-    on_time = np.cumsum(self._round_of_job[order] == self._round)
-    completing = int(np.searchsorted(on_time, missing))  # completes the round
-    order = order[: completing + 1]
-    restarts = min(jobs_left, completing, len(order))
-    if restarts:
-      restarted = order[:restarts]
-      restart_ends = self._end_time[restarted] + self._draws.peek(restarted)
+    n_on_time = np.cumsum(self._round_of_job[order] == self._round)
+    # The message at this index completes the round.
+    completing_index = int(np.searchsorted(n_on_time, messages_left))
+    order = order[: completing_index + 1]
+    n_restarts = min(jobs_left, completing_index, len(order))
+    if n_restarts:
+      restarting = order[:n_restarts]
+      restart_ends = self._end_time[restarting] + self._draws.peek(restarting)
       # The earliest end among the jobs restarted before each arrival.
       earliest = np.full(len(order), math.inf)
-      earliest[1 : restarts + 1] = np.minimum.accumulate(restart_ends)[
+      earliest[1 : n_restarts + 1] = np.minimum.accumulate(restart_ends)[
         : len(order) - 1
       ]
-      earliest[restarts + 1 :] = restart_ends.min()
-      overtaken = self._end_time[order] > earliest
-      if overtaken.any():
-        order = order[: int(np.argmax(overtaken))]
-        restarts = min(restarts, len(order))
-    return order, restarts
+      earliest[n_restarts + 1 :] = restart_ends.min()
+      is_overtaken = self._end_time[order] > earliest
+      if is_overtaken.any():
+        order = order[: int(np.argmax(is_overtaken))]
+        n_restarts = min(n_restarts, len(order))
+    return order, n_restarts

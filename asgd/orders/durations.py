@@ -25,11 +25,11 @@ class Durations(NamedTuple):
   stream: Callable[[int], Iterator[float]]  # worker -> its times, in order
 
 
-_BLOCK = 256  # draws made at once, at most; no stream depends on it
+_BLOCK = 256  # largest number of draws made at once; no stream depends on it
 
 
 def _repeat_draws(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
-  """Yields times that are drawn, more and more at once, without an end."""
+  """Yields drawn times without an end. It draws more and more times at once."""
   count = 8  # few at first, as a short run uses few
   while True:
     count = min(2 * count, _BLOCK)
@@ -82,16 +82,16 @@ def gamma(
     p_i = mean if V_m = 0, else
     p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
 
-  V_m = 0 is a homogeneous cluster; in a heterogeneous one each worker has its
-  own mean p_i. V and V_m are coefficients of variation, the standard deviation
-  over the mean. With V = 0.1, 0.94 % of the batches are slower than 1.25 mean;
-  with V_m = 0.6, too, 27.9 % are.
+  V_m = 0 is a homogeneous cluster. With V_m > 0 the cluster is heterogeneous:
+  each worker i has a mean p_i. V and V_m are coefficients of variation, the
+  standard deviation over the mean. With V = 0.1, 0.94 % of the batches are
+  slower than 1.25 mean; with V_m = 0.6, too, 27.9 % are.
 
   Args:
     mean, seed: shared options; the DANA papers' mean is the batch size.
     variation: V, positive.
     machine_variation: V_m, 0 or more.
-    offset: 0 or more, added to each time: of a collective, for example.
+    offset: 0 or more, added to each time, for example the time of a collective.
 
   Returns:
     Durations in the unit of `mean`.
@@ -185,8 +185,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
 
     P(time > t) = (m / t)^alpha  for t > m,   m = mean (alpha - 1) / alpha
 
-  Each is at least m; the smaller alpha, the heavier the tail. At 2 or less the
-  variance is infinite.
+  Each time is at least m. The smaller alpha, the heavier the tail; if alpha is
+  2 or less, the variance is infinite.
 
   Args:
     mean, seed: shared options.
@@ -234,7 +234,7 @@ def bursts(
     time = slowdown^b x,   x as of `gamma`,   b in {0, 1} a Markov chain:
     P(0 -> 1) = 1 / every,   P(1 -> 0) = 1 / length
 
-  The mean of all is mean (every + slowdown length) / (every + length).
+  The mean of all times is mean (every + slowdown length) / (every + length).
 
   Args:
     mean, seed: shared options; the mean is of batches that are not slow.
@@ -297,9 +297,9 @@ def failing(
   Args:
     mean, seed: shared options; the mean is of batches without a failure.
     variation: V of a batch, positive.
-    mtbf: mean time between failures, `mean` or more: of a machine, from the
-      start of its work to its failure.
-    mttr: time to replace a machine, 0 or more; all replacements take it.
+    mtbf: mean time between failures, `mean` or more: the computing time of a
+      machine from its start to its failure.
+    mttr: time to replace a machine, 0 or more, the same for all replacements.
 
   Returns:
     Durations in the unit of `mean`.
@@ -319,7 +319,7 @@ def failing(
     0.83
   """
   base_clock = gamma(mean, seed=seed, variation=variation)
-  # Below it, most batches would fail, and some would hardly ever end.
+  # With less than `mean`, most batches would fail, and some would hardly end.
   required = f"{mean:g} or more, the mean time of a batch"
   checks.real("mtbf", mtbf, lambda value: value >= mean, required)
   checks.nonnegative("mttr", mttr)
@@ -328,14 +328,14 @@ def failing(
     # A separate generator, so that batches without a failure take the times of
     # `gamma` with this seed.
     rng = np.random.default_rng((seed, worker, 2))
-    left = rng.exponential(mtbf)  # work of the machine until it fails
+    time_to_failure = rng.exponential(mtbf)  # seconds of computing
     for time in base_clock.stream(worker):
-      lost = 0.0
-      while left < time:
-        lost += left + mttr
-        left = rng.exponential(mtbf)
-      left -= time
-      yield lost + time
+      lost_time = 0.0
+      while time_to_failure < time:
+        lost_time += time_to_failure + mttr
+        time_to_failure = rng.exponential(mtbf)
+      time_to_failure -= time
+      yield lost_time + time
 
   return Durations(stream)
 
@@ -438,7 +438,7 @@ def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
     3.0
   """
 
-  def checked(worker: int) -> Iterator[float]:
+  def checked_stream(worker: int) -> Iterator[float]:
     count = 0
     for time in stream(worker):
       checks.positive(f"the duration of worker {worker}", time)
@@ -449,14 +449,14 @@ def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
       " without an end, as itertools.cycle does"
     )
 
-  return Durations(checked)
+  return Durations(checked_stream)
 
 
-_KNOWN = (
+_MAKER_FUNCTIONS = (
   *(constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts),
   failing,
 )
-_MAKERS = {maker.__name__: maker for maker in _KNOWN}
+_MAKERS = {maker.__name__: maker for maker in _MAKER_FUNCTIONS}
 
 NAMES = tuple(_MAKERS)  # names that `build` knows
 
@@ -467,7 +467,7 @@ def build(name: str, *, seed: int = 0, **kwargs: Any) -> Durations:
   Args:
     name: "constant", "gamma", "homogeneous", "heterogeneous", "measured",
       "pareto", "bursts" or "failing".
-    seed: shared option, of those that draw.
+    seed: shared option, for makers that draw.
     **kwargs: options of the maker.
 
   Returns:
@@ -477,7 +477,7 @@ def build(name: str, *, seed: int = 0, **kwargs: Any) -> Durations:
     ValueError: for an unknown name or option, with the nearest known one.
 
   Source:
-    none: it calls one of the others.
+    none: it calls one of the other makers.
 
   Example:
     >>> from asgd.orders import durations

@@ -8,8 +8,8 @@ class LostJobs:
   """Jobs that start again, the lowest number first.
 
   Args:
-    owned: jobs belong to workers: a lost job goes to the next incarnation of
-      the same worker, not to any worker.
+    owned: whether jobs belong to workers. If so, a lost job goes to the next
+      incarnation of the same worker; if not, to any worker.
 
   Example:
     >>> from asgd.orders.lost_jobs import LostJobs
@@ -25,8 +25,8 @@ class LostJobs:
 
   def __init__(self, owned: bool) -> None:
     self._owned = owned
-    # By worker, or under 0 if any worker may take them: heaps, none of them
-    # empty.
+    # Worker -> heap of its lost jobs; the key is 0 if any worker may take a
+    # job. No heap is empty.
     self._heaps: dict[int, list[int]] = {}
 
   def _key(self, worker: int) -> int:
@@ -53,7 +53,7 @@ class LostJobs:
     heapq.heappush(self._heaps.setdefault(self._key(worker), []), job)
 
   def remove(self, worker: int, job: int) -> None:
-    """Removes a job that a worker starts; a new job was not lost."""
+    """Removes a job that a worker starts, if the job was lost."""
     if self.first(worker) != job:
       return
     key = self._key(worker)

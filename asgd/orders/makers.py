@@ -11,16 +11,17 @@ batch, and an epoch is one pass in total over all workers. Shared options:
 - `durations`: how long each job of the N workers takes; times of the trace have
   their unit;
 - `workers`: N;
-- `messages`: RECEIVE rows; the last one ends the trace. Messages of one round
-  are received together (`backup_workers`), so the last round may add some. Up
-  to N depth - 1 tickets are open at the end;
+- `messages`: number of RECEIVE rows; the last one ends the trace. Messages of
+  one round are received together (`backup_workers`), so the last round may add
+  rows. Up to N depth - 1 tickets are open at the end;
 - `depth`: tickets that a worker may hold; with 2 it fetches while it computes.
   The fetched parameters then lack the message that it is computing;
 - `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
-- `warm_start`: messages of one worker alone, which holds one ticket, before all
-  of them start on the parameters of that moment, at equal clocks;
+- `warm_start`: number of messages that worker 0 sends alone, on one ticket at a
+  time. Then all workers start on the same parameters, with equal clocks;
 - `stages`: pairs (workers, messages), both increasing: only so many workers
-  start jobs until so many messages are received. All do after the last stage.
+  start jobs until so many messages are received. After the last stage all
+  workers do.
 
 Each maker raises ValueError for a value out of its range, and for an incomplete
 last round.
@@ -56,11 +57,11 @@ def stale_synchronous(
   Args:
     durations, workers, messages, depth, warm_start, stages: shared options.
     bound: s, by how many jobs a worker may be ahead of the slowest.
-    cache: a worker reads a cached copy of the parameters, with its own writes
-      (`asgd.own_writes`), while the copy is fresh enough for the bound, as the
-      paper's clients do; without it, it fetches before each job (eager SSP, Dai
-      et al. 2015).
-    fetch_every: shared option; not beside a cache, which needs a finite bound.
+    cache: whether a worker reads a cached copy of the parameters, with its own
+      writes (`asgd.own_writes`), while the copy is fresh enough for the bound,
+      as the paper's clients do. Without a cache it fetches before each job
+      (eager SSP, Dai et al. 2015).
+    fetch_every: shared option; 1 with a cache. A cache needs a finite bound.
 
   Returns:
     A Trace.
@@ -93,8 +94,8 @@ def stale_synchronous(
     [0, 0, 2, 0]
   """
   counts = dict(depth=depth, fetch_every=fetch_every, warm_start=warm_start)
-  read = stages_lib.read(stages)
-  rules = protocol.Rules(bound=bound, cache=cache, stages=read, **counts)
+  stage_pairs = stages_lib.read(stages)
+  rules = protocol.Rules(bound=bound, cache=cache, stages=stage_pairs, **counts)
   return play_rules(rules, durations, workers, messages)
 
 
@@ -211,7 +212,8 @@ def backup_tasks(
 
   Args:
     durations, workers, messages: shared options; N messages for each round.
-    late: f, 1 or more; infinite is no backup task, `bulk_synchronous`.
+    late: f, 1 or more. With an infinite f there are no backup tasks, as in
+      `bulk_synchronous`.
 
   Returns:
     A Trace. Its DROP rows are the second results of repeated jobs.
@@ -262,7 +264,7 @@ def bulk_synchronous(
     A Trace.
 
   Source:
-    none: it is synchronous SGD. The name is of Valiant, "A bridging model
+    none: it is synchronous SGD. The name is from Valiant, "A bridging model
     for parallel computation", 1990.
 
   Example:
@@ -318,10 +320,10 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
   return from_events(rows)
 
 
-_KNOWN: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
-_KNOWN += [backup_workers, bulk_synchronous, stale_synchronous, fixed_delay]
-_KNOWN += [with_stops]
-_PROTOCOLS = {maker.__name__: maker for maker in _KNOWN}
+_MAKER_FUNCTIONS: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
+_MAKER_FUNCTIONS += [backup_workers, bulk_synchronous, stale_synchronous]
+_MAKER_FUNCTIONS += [fixed_delay, with_stops]
+_PROTOCOLS = {maker.__name__: maker for maker in _MAKER_FUNCTIONS}
 NAMES = tuple(_PROTOCOLS)  # names that `build` knows
 
 
@@ -333,7 +335,7 @@ def build(
   Args:
     name: "asynchronous", "backup_tasks", "backup_workers",
       "bulk_synchronous", "stale_synchronous", "fixed_delay", "with_stops", or
-      MODULE:FUNCTION, a user's own (`asgd.orders.own`).
+      MODULE:FUNCTION, a user's function (`asgd.orders.own`).
     durations, workers, messages: shared options; the fixed delay is N - 1, and
       needs no durations.
     **kwargs: options of the maker.
@@ -345,7 +347,7 @@ def build(
     ValueError: for an unknown name or option, with the nearest known one.
 
   Source:
-    none: it calls one of the others.
+    none: it calls one of the other makers.
 
   Example:
     >>> from asgd import orders
@@ -368,7 +370,7 @@ def build(
 def _rules(
   name: str, workers: int, options: Mapping[str, Any]
 ) -> protocol.Rules:
-  """The rules that a maker plays."""
+  """Returns the rules that a maker plays."""
   if name == "bulk_synchronous":
     return protocol.Rules(bound=0)
   if name == "backup_workers":
@@ -378,17 +380,18 @@ def _rules(
 
 
 def named(rules: protocol.Rules, workers: int) -> dict[str, Any]:
-  """Returns name and options of the protocol of some rules.
+  """Returns the name and the options of the maker that plays some rules.
 
   Args:
     rules: the protocol.
-    workers: N; a round with its backup workers is of all of them.
+    workers: N, the number of messages of a round and backup workers together.
 
   Returns:
     A dict with the arguments of `build`, beside the shared ones.
 
   Raises:
-    ValueError: for rules that do not fit, and rounds of other workers.
+    ValueError: for rules that exclude one another, and for rounds of another
+      number of workers.
 
   Source:
     none: it names the protocols of the makers.
@@ -441,15 +444,16 @@ def start(
     returns the use of the network.
 
   Raises:
-    ValueError: for an unknown name or option, with the nearest known one, or a
-      fixed delay, an order with stops, or a user's own.
+    ValueError: for an unknown name or option, with the nearest known one; for a
+      fixed delay, an order with stops, and a user's function.
 
   Source:
     none: it plays the protocols of the other makers.
 
   Example:
     Two workers compute for 1. Their messages of 8 bytes meet at a port that
-    takes 4 bytes a unit of time: the second is received 2 later.
+    takes 4 bytes in a unit of time: the server receives the second message 2
+    later.
 
     >>> from asgd import orders
     >>> from asgd.orders import network, play
@@ -473,7 +477,7 @@ def start(
     )
   maker = names.lookup("order", name, _PROTOCOLS)
   checks.whole("workers", workers)
-  given = "durations", "workers", "messages", *kwargs
-  names.check_arguments("order", name, maker, given)
+  argument_names = "durations", "workers", "messages", *kwargs
+  names.check_arguments("order", name, maker, argument_names)
   rules = _rules(name, workers, kwargs)
   return begin(rules, durations, workers, network=network, sizes=sizes)

@@ -85,11 +85,11 @@ def read(
   else:
     trace = from_events(_rows(source, workers, messages))
     trace = _truncate(trace, None)  # no ticket is sent after the last message
-  received = int((trace.action == base.RECEIVE).sum())
-  if not received or received < (messages or 0):
+  n_received = int((trace.action == base.RECEIVE).sum())
+  if not n_received or n_received < (messages or 0):
     raise ValueError(
-      f"the order ends after {received} messages, and {messages or 'some'} are"
-      " to be received: give a longer one, or fewer messages"
+      f"the order ends after {n_received} messages, and {messages or 'some'}"
+      " are to be received: give a longer one, or fewer messages"
     )
   if (trace.action == base.ROLLBACK).any():
     raise ValueError(
@@ -107,12 +107,14 @@ def read(
 
 def _truncate(trace: base.Trace, messages: int | None) -> base.Trace:
   """Returns the rows until RECEIVE row number `messages`, or the last one."""
-  received = np.flatnonzero(np.asarray(trace.action) == base.RECEIVE)
-  count = len(received) if messages is None else min(messages, len(received))
-  end = int(received[count - 1]) + 1 if count else 0
+  receive_rows = np.flatnonzero(np.asarray(trace.action) == base.RECEIVE)
+  count = (
+    len(receive_rows) if messages is None else min(messages, len(receive_rows))
+  )
+  end = int(receive_rows[count - 1]) + 1 if count else 0
   # Rows after the last message stay if no ticket is sent in them: peers mix
   # their parameters there.
-  if messages is None or count == len(received):
+  if messages is None or count == len(receive_rows):
     actions = np.asarray(trace.action[end:])
     is_start = np.isin(actions, (base.SEND, base.KEEP))
     end += len(actions) if len(actions) and not is_start.any() else 0
@@ -133,11 +135,11 @@ def _rows(
   rows: Iterator[Event] = map(_row, items)
   if isinstance(first_item, numbers.Integral):
     rows = rows_in_turn(workers, items)
-  received = 0
+  n_received = 0
   for row in rows:
     yield row
-    received += row.action == base.RECEIVE
-    if received == messages:
+    n_received += row.action == base.RECEIVE
+    if n_received == messages:
       return
 
 
@@ -164,11 +166,11 @@ def call_maker(
   parameters = inspect.signature(maker).parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
   parameter_names = {p.name for p in parameters}
-  accepted = {
+  taken_arguments = {
     k: v for k, v in common.items() if takes_any or k in parameter_names
   }
   with checks.user_code(f"the order {name} fails", passes=(ValueError,)):
-    return names.call("order", name, maker, {**accepted, **options})
+    return names.call("order", name, maker, {**taken_arguments, **options})
 
 
 def is_protocol(maker: Callable[..., Any]) -> bool:

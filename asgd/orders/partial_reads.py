@@ -12,7 +12,7 @@ This is the inconsistent read of Lian et al.: block b of w_hat is that of
 w_{k - tau_b}, with a staleness tau_b for each block. Messages are applied to
 all blocks at once.
 
-There is a trace for each block. All have the same RECEIVE rows, and the SEND
+There is a trace for each block. All traces have the same RECEIVE rows. The SEND
 rows of a later block are later. `asgd.simulator.Sharded` replays them, with the
 blocks as shards: the Delay of each block has the staleness and the parameters
 of that block. In live runs, shards without a common order
@@ -74,23 +74,23 @@ def by_block(
   rows = list(events(trace))
   ends = {row.key: row.time for row in rows if row.action in ENDS}
 
-  def read(block: int) -> Iterator[Event]:
+  def rows_of_block(block: int) -> Iterator[Event]:
     """Yields the rows of the trace of a block."""
-    read_at: dict[int, float] = {}  # worker -> time of its last read
+    last_read: dict[int, float] = {}  # worker -> time of its last read
     for row in rows:
       if row.action == base.SEND:
         end = ends.get(row.key, rows[-1].time)
         delay = share * (end - row.time) * block / blocks
         row = row._replace(time=row.time + delay)
-        read_at[row.worker] = row.time
+        last_read[row.worker] = row.time
       elif row.action == base.KEEP:
         # A job on a kept ticket may be granted before the ticket is read.
-        read_time = read_at.get(row.worker, row.time)
+        read_time = last_read.get(row.worker, row.time)
         row = row._replace(time=max(row.time, read_time))
       yield row
 
   # A stable sort: rows with equal times keep the order of the trace.
   return [
-    from_events(sorted(read(b), key=lambda row: row.time))
+    from_events(sorted(rows_of_block(b), key=lambda row: row.time))
     for b in range(blocks)
   ]

@@ -88,14 +88,14 @@ class _Step:
     self._phase_of = [0] * n_machines
     # By machine: the time at which it has computed its part of the phase.
     self._computed = [math.inf] * n_machines
-    # [phase][machine]: messages that have not arrived, and the time of the last
-    # arrival.
+    # [phase][machine]: number of messages that have not arrived, and the time
+    # of the last arrival.
     self._missing = [[0] * n_machines for _ in phases]
     self._last_arrival = [[0.0] * n_machines for _ in phases]
-    for missing, phase in zip(self._missing, phases, strict=True):
+    for n_missing, phase in zip(self._missing, phases, strict=True):
       for messages in phase.sends:
         for receiver in messages:
-          missing[receiver] += 1
+          n_missing[receiver] += 1
     # Heap of (time, rank of entry, None, machine that has computed) and of
     # (time, rank, part, line), the events of `Links`.
     self._heap: list[tuple[float, int, Any, Any]] = []
@@ -108,7 +108,7 @@ class _Step:
     while self._heap:
       now, _, part, machine_or_line = heapq.heappop(self._heap)
       if part is None:
-        self._compute(machine_or_line, now)
+        self._send_messages(machine_or_line, now)
       else:
         self._move(now, part, machine_or_line)
     return self._end
@@ -122,7 +122,7 @@ class _Step:
     self._count += 1
     heapq.heappush(self._heap, (time, self._count, part, machine_or_line))
 
-  def _compute(self, machine: int, now: float) -> None:
+  def _send_messages(self, machine: int, now: float) -> None:
     """Sends the messages of a machine that has computed its part of a phase."""
     phase_index, n_machines = self._phase_of[machine], len(self._phase_of)
     messages = self._phases[phase_index].sends[machine]
@@ -170,7 +170,7 @@ def step_seconds(
   flops: float,
   factors: np.ndarray | None = None,
 ) -> float:
-  """Returns the seconds of a step, until its last machine is through.
+  """Returns the seconds of a step, until its last machine has ended it.
 
   Computing takes factor x operations / flops.
 
@@ -221,9 +221,11 @@ def most_seconds(
   check(phases, flops)
   sizes = [n for p in phases for sends in p.sends for n in sends.values()]
   fixed_seconds = network.latency + network.service
-  sent = [fixed_seconds + n / network.up + n / network.port for n in sizes]
-  computing = math.fsum(sum(phase.flops) for phase in phases) / flops
-  return math.fsum([computing, *sent])
+  message_seconds = [
+    fixed_seconds + n / network.up + n / network.port for n in sizes
+  ]
+  compute_seconds = math.fsum(sum(phase.flops) for phase in phases) / flops
+  return math.fsum([compute_seconds, *message_seconds])
 
 
 def partitioned(
@@ -241,7 +243,8 @@ def partitioned(
     phases, network, flops: as in `step_seconds`.
     mean: time of a step on one machine, positive, in any unit.
     variation: V of the time of a machine in a phase, 0 or more (`gamma`).
-    seed: 0 or more; a worker's times are a function of seed and worker index.
+    seed: 0 or more. The times of a worker depend on the seed and its index
+      alone.
 
   Raises:
     ValueError: for a value out of its range, or no operations at all.

@@ -67,10 +67,11 @@ class Play:
   Args:
     rules: the protocol.
     streams: times of each worker's jobs, N.
-    join_times: time at which each worker joins. None: at time 0, without a row.
-    jobs: number of jobs; None is no end.
-    network: links between workers and shards; None takes no time.
-    sizes: bytes of messages and tickets; None is no bytes.
+    join_times: time at which each worker joins. None: all join at time 0, and
+      the trace has no rows of joins.
+    jobs: number of jobs; None for jobs without an end.
+    network: links between workers and shards; with None, messages take no time.
+    sizes: bytes of messages and tickets; with None, they have no bytes.
 
   Attributes:
     rows: rows of the trace so far.
@@ -108,7 +109,7 @@ class Play:
     self._sizes = sizes or fixed(no_bytes, no_bytes)
     self._instant = self.links.network.is_instant
     self._streams, self._repeats_late_jobs = streams, rules.late < math.inf
-    # Worker -> time at which it has ended the jobs that it has begun.
+    # Worker -> time at which it will have ended all jobs that it has begun.
     self._free_at = list(join_times or [0.0] * workers)
     # Worker -> granted jobs that have not begun; they begin in this order.
     self._granted: list[collections.deque[_Job]] = [

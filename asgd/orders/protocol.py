@@ -65,12 +65,13 @@ class Rules(NamedTuple):
   late: float = math.inf
 
 
-# Each ticket that may be open is a slot of a live run's memory.
+# The largest depth: each open ticket needs a slot of a live run's memory.
 MOST_DEPTH = 1000
 
 
 def check_rules(rules: Rules) -> Rules:
-  """Returns the rules; raises ValueError for values that do not fit."""
+  """Returns the rules; raises ValueError for values that are out of range or
+  exclude one another."""
   for name, minimum in (("bound", 0), ("late", 1)):
     requirement = f"a number, {minimum} or more"
     is_allowed = functools.partial(operator.le, minimum)
@@ -105,8 +106,10 @@ def check_rules(rules: Rules) -> Rules:
       f"warm_start {rules.warm_start} is for workers that do not wait for each"
       " other: a synchronous round needs all of them"
     )
-  read = stages.read(rules.stages, rules.round, rules.warm_start)
-  return rules if read == rules.stages else rules._replace(stages=read)
+  checked_stages = stages.read(rules.stages, rules.round, rules.warm_start)
+  if checked_stages == rules.stages:
+    return rules
+  return rules._replace(stages=checked_stages)
 
 
 class Grant(NamedTuple):
@@ -138,13 +141,14 @@ class Dispatcher:
 
   Args:
     rules: the protocol.
-    jobs: number of jobs, each of which is received once; None is no end.
-    owned: jobs belong to workers (sharded data): a lost job goes to the next
-      incarnation of the same worker, not to any worker.
+    jobs: number of jobs, each of which is received once; None for jobs without
+      an end.
+    owned: whether jobs belong to workers (sharded data). If so, a lost job goes
+      to the next incarnation of the same worker; if not, to any worker.
     log: called with each row before it takes effect.
 
   Raises:
-    ValueError: for rules that do not fit.
+    ValueError: as `check_rules`.
 
   Example:
     Bulk synchronous: no worker starts again before all have ended.
@@ -253,7 +257,7 @@ class Dispatcher:
 
   def grants(self, now: float) -> list[Grant]:
     """Starts all jobs that may start now, and returns them. In each turn of the
-    loop a worker starts one job."""
+    loop a worker starts at most one job."""
     grants: list[Grant] = []
     while starters := self._next_starters():
       n_earlier = len(grants)
@@ -363,8 +367,8 @@ class Dispatcher:
 
   def _update_starters(self, worker: int) -> None:
     """Updates the starters after a worker has changed."""
-    waits = self.rules.stages and worker not in self._admitted
-    if waits or worker not in self._ledger.present:
+    is_waiting = self.rules.stages and worker not in self._admitted
+    if is_waiting or worker not in self._ledger.present:
       self._starters.remove(worker)
       return
     state, tickets = self._states[worker], self._ledger.open[worker]

@@ -9,8 +9,8 @@ Shard 0, the lead, decides which job starts. The worker asks every other shard
 for its part of the ticket, computes when it has all parts, and sends its
 message to every shard. Each request and each message takes the delay of its
 (worker, shard) pair. So a ticket mixes versions, and shards receive messages in
-different orders. Messages of one worker to one shard arrive in order. The ways
-have drawn delays (`out_of_step`), or are the links of a network
+different orders. Messages of one worker to one shard arrive in order. The
+delays are drawn (`out_of_step`), or come from the links of a network
 (`over_network`).
 """
 
@@ -72,8 +72,8 @@ def out_of_step(
     all of them.
 
   Raises:
-    ValueError: for a count out of its range, rules that do not fit, or rounds:
-      the shards would make different rounds.
+    ValueError: for a count out of its range, as `protocol.check_rules`, and for
+      rounds: the shards would make different rounds.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012: shards of
@@ -220,9 +220,9 @@ class _OverNetwork:
   def _take_part(self, shard: int, job: _Job, time: float) -> None:
     """Counts a part of a ticket at its worker. With the part of the lead, the
     worker asks the other shards for theirs."""
-    for other in self._shards[1:] if not shard else ():
-      answer = functools.partial(self._answer, other, job)
-      self.queue.send_up(time, job.worker, other, 0.0, answer)
+    for other_shard in self._shards[1:] if not shard else ():
+      send_answer = functools.partial(self._answer, other_shard, job)
+      self.queue.send_up(time, job.worker, other_shard, 0.0, send_answer)
     job.parts_left -= 1
     waiting = self._granted[job.worker]
     while waiting and not waiting[0].parts_left:
@@ -245,7 +245,8 @@ class _OverNetwork:
       self.queue.send_up(time, job.worker, shard, nbytes, receive)
 
   def _receive(self, shard: int, job: _Job, time: float) -> None:
-    """Receives a part of a message, which no shard waits for another to do."""
+    """Receives a part of a message. A shard does not wait for the other
+    shards."""
     if shard:
       self.rows[shard].append(job.row(time, base.RECEIVE))
     elif self._dispatcher.received < self._messages:
@@ -279,9 +280,9 @@ def over_network(
     nbytes: the bytes of each shard's part of a ticket, and of a message.
 
   Returns:
-    S traces; the first is the lead's. Its last row is that of the last message;
-    the other shards end with the same messages. And the use of the links until
-    the end.
+    (S traces, use of the links until the end). The first trace is the lead's;
+    its last row is that of the last message. The other traces have the same
+    messages.
 
   Raises:
     ValueError: as `out_of_step`.
@@ -306,9 +307,9 @@ def over_network(
   play = _OverNetwork(rules, durations, network, nbytes, workers, messages)
   play.grant(0.0)
   play.queue.run()
-  received = {e.key for e in play.rows[0] if e.action == base.RECEIVE}
+  received_keys = {e.key for e in play.rows[0] if e.action == base.RECEIVE}
   traces = _sorted_traces([
-    [e for e in rows if e.action != base.RECEIVE or e.key in received]
+    [e for e in rows if e.action != base.RECEIVE or e.key in received_keys]
     for rows in play.rows
   ])
   return traces, play.use()
@@ -331,11 +332,11 @@ def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
   """
   versions = []
   for trace in traces:
-    received, version_of_ticket = 0, {}
+    n_received, version_of_ticket = 0, {}
     for event in events(trace):
-      received += event.action == base.RECEIVE
+      n_received += event.action == base.RECEIVE
       if event.action in STARTS:
-        version_of_ticket[event.key] = received
+        version_of_ticket[event.key] = n_received
     versions.append(version_of_ticket)
   keys = [e.key for e in events(traces[0]) if e.action == base.RECEIVE]
   # Rows are the lead's messages, columns the shards.

@@ -8,25 +8,26 @@ from asgd.checks import shown, whole
 Stages = tuple[tuple[int, int], ...]  # (workers, messages), both increasing
 
 
-def read(given: Any, round: int = 0, warm_start: int = 0) -> Stages:
+def read(pairs: Any, round: int = 0, warm_start: int = 0) -> Stages:
   """Returns the stages of rules, as tuples.
 
   Args:
-    given: pairs (workers, messages): so many workers may start jobs until so
+    pairs: pairs (workers, messages): so many workers may start jobs until so
       many messages were received.
-    round: of the rules; stages are not for rounds.
-    warm_start: of the rules; a warm start is a stage of one worker.
+    round: `Rules.round`; rounds exclude stages.
+    warm_start: `Rules.warm_start`; it excludes stages, as it is a stage of one
+      worker.
 
   Raises:
-    ValueError: for stages that are no such pairs, that do not increase, or
-      beside rounds or a warm start.
+    ValueError: for stages that are no such pairs or do not increase, and for
+      stages with rounds or a warm start.
 
   Example:
     >>> read([[1, 100], [4, 300]])
     ((1, 100), (4, 300))
   """
   stages: list[tuple[int, int]] = []
-  for stage in given:
+  for stage in pairs:
     if not isinstance(stage, tuple | list) or len(stage) != 2:
       raise ValueError(
         "stages must be pairs (workers, messages), as ((1, 100), (4, 300)), not"

@@ -17,7 +17,9 @@ from asgd import base, checks
 from asgd.orders.durations import Durations
 from asgd.orders.trace import Event, from_events
 
-_MOST_STOPS = 100_000  # between two messages, before a budget is too small
+_MOST_STOPS = (
+  100_000  # stops without a message, after which a budget is too small
+)
 
 
 def with_stops(
@@ -33,7 +35,7 @@ def with_stops(
     durations, workers, messages: shared options (`asgd.orders.makers`).
     stop_after: R: a job is stopped when R messages have been received since its
       ticket. So no message has a staleness of R or more, if each is an update.
-      None: none is stopped.
+      None: no job is stopped for this reason.
     budget: a job that takes longer is stopped after this time, in the unit of
       the durations: a number, or one for each worker. None: no limit.
 
@@ -119,7 +121,8 @@ class _Jobs:
     self._next_seq = [0] * len(budgets)
     self._idle_workers = list(range(len(budgets)))  # workers without a job
     self._open_rows: dict[int, Event] = {}  # worker -> SEND row of its job
-    # (end, job, worker, whether its budget ends it); some were stopped before
+    # (end, job, worker, whether the budget ends the job); some of these jobs
+    # were stopped before their end
     self._ends: list[tuple[float, int, int, bool]] = []
     # (messages before it, SEND row), in the order of the rows
     self._start_rows = collections.deque[tuple[int, Event]]()
@@ -131,9 +134,9 @@ class _Jobs:
     for worker in sorted(self._idle_workers):
       self._start(worker)
     self._idle_workers.clear()
-    self._now, job, worker, is_over = heapq.heappop(self._ends)
+    self._now, job, worker, over_budget = heapq.heappop(self._ends)
     if worker in self._open_rows and self._open_rows[worker].job == job:
-      self._end(worker, base.STOP if is_over else base.RECEIVE)
+      self._end(worker, base.STOP if over_budget else base.RECEIVE)
 
   def _start(self, worker: int) -> None:
     """Sends a worker a ticket for the next job."""
@@ -166,8 +169,10 @@ class _Jobs:
     """Stops the jobs with a delay of `stop_after` or more."""
     if self._stop_after is None:
       return
-    newest = self.received - self._stop_after  # messages before a stale ticket
-    while self._start_rows and self._start_rows[0][0] <= newest:
+    most_earlier = (
+      self.received - self._stop_after
+    )  # messages before a stale ticket
+    while self._start_rows and self._start_rows[0][0] <= most_earlier:
       _, row = self._start_rows.popleft()
       if self._open_rows.get(row.worker) is row:
         self._end(row.worker, base.STOP)

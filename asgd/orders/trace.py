@@ -63,7 +63,9 @@ class Event(NamedTuple):
   params: int = -1  # SEND: slot of the parameters
   message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
   loss: float = 0.0  # RECEIVE: loss on the message's batch
-  totals: tuple[float, ...] = ()  # RECEIVE: sums over all shards, if needed
+  totals: tuple[
+    float, ...
+  ] = ()  # RECEIVE: sums over all shards, or ()
 
   @property
   def key(self) -> tuple[int, int]:
@@ -97,8 +99,8 @@ class Event(NamedTuple):
       if cells.pop() != crc32:
         raise ValueError(f"it was changed: its crc32 is {crc32}")
     row: list[Any] = [
-      read(name, cell)
-      for (name, read), cell in zip(_READERS, cells, strict=False)
+      reader(name, cell)
+      for (name, reader), cell in zip(_READERS, cells, strict=False)
     ]
     return cls(*row)
 
@@ -136,13 +138,13 @@ def _action(name: str, value: str) -> int:
   return base.ACTIONS.index(value)
 
 
-_READ: dict[str, Callable[[str, str], Any]] = {
+_READER_OF: dict[str, Callable[[str, str], Any]] = {
   "time": _real,
   "action": _action,
   "loss": _real,
   "totals": _reals,
 }
-_READERS = [(name, _READ.get(name, _integer)) for name in JOURNAL_COLUMNS]
+_READERS = [(name, _READER_OF.get(name, _integer)) for name in JOURNAL_COLUMNS]
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
@@ -400,8 +402,10 @@ def pair(trace: base.Trace) -> TicketRows | None:
   same_worker = start_worker[1:] == start_worker[:-1]
   if not (~same_worker | (np.diff(seq[starts]) > 0)).all():
     return None
-  firsts = starts[~np.append(False, same_worker)] if len(starts) else starts
-  if (action[firsts] == base.KEEP).any():
+  first_starts = (
+    starts[~np.append(False, same_worker)] if len(starts) else starts
+  )
+  if (action[first_starts] == base.KEEP).any():
     return None
   message_index = np.arange(len(ends)) - np.searchsorted(end_worker, end_worker)
   started = np.searchsorted(start_worker, end_worker) + message_index
@@ -445,12 +449,12 @@ def staleness(
     return _staleness_by_rows(trace, every)
   starts, ends, started = pairs
   received = np.cumsum(trace.action == base.RECEIVE)  # messages up to each row
-  index = np.arange(len(starts))
+  start_number = np.arange(len(starts))
   is_kept = trace.action[starts] == base.KEEP
   # The SEND of each start: the last start that is not a KEEP.
-  send_of_start = np.maximum.accumulate(np.where(is_kept, 0, index))
+  send_of_start = np.maximum.accumulate(np.where(is_kept, 0, start_number))
   versions = received[starts[send_of_start]] // every + (
-    index - send_of_start
+    start_number - send_of_start
   ) * (every == 1)
   # `ends` are sorted by worker; the result is in the order of receipt.
   message_number = received[ends] - 1
@@ -473,8 +477,8 @@ def _staleness_by_rows(
   ledger: Ledger[int] = Ledger(version)
   counts = []
   for event in events(trace):
-    changes = len(ledger.received) // every
+    version_now = len(ledger.received) // every
     ticket_version: Any = ledger.apply(event)
     if event.action == base.RECEIVE:
-      counts.append(changes - ticket_version)
+      counts.append(version_now - ticket_version)
   return np.array(counts, np.int32)

@@ -6,11 +6,11 @@ differences between the program and the plan:
 
   - arguments and results of a device: the arrays that the shardings divide, and
     their bytes with the padding of their layouts, exactly;
-  - matrix products: within 2 % of the planner's operations. They are counted
-    from the program, each loop as often as it turns: XLA's own number counts a
-    loop's body once, and has other operations in it;
-  - temporary bytes: within 15 %, of a device's main memory, from 256 MiB on
-    (a TPU has smaller arrays in its vector memory);
+  - matrix products: within 2 % of the planner's operations. The count is of the
+    program, with a loop's body once for each turn. XLA's own count has a body
+    only once, and includes other operations;
+  - temporary bytes of a device's main memory: within 15 %, if they are 256 MiB
+    or more (a TPU keeps smaller arrays in its vector memory);
   - collectives: each collective of the program is in the plan, and each
     collective of the plan is in the program.
 
@@ -103,8 +103,8 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   try:
     compiled = lowered.compile(compiler_options=options or None)
   except jax.errors.JaxRuntimeError as error:
-    line = " ".join(str(error).split())[:300]
-    raise ValueError(f"{job.name} cannot be compiled: {line}") from error
+    message = " ".join(str(error).split())[:300]
+    raise ValueError(f"{job.name} cannot be compiled: {message}") from error
   # [2] Shapes of the results and of the arguments, with the shardings that the
   # compiler chose.
   stats = compiled.memory_analysis()
@@ -381,8 +381,8 @@ def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
 def _compare_numbers(
   label: str, actual: float, planned: float | None, tolerance: float
 ) -> list[str]:
-  """Returns a line if a number differs from the plan by more than the part
-  `tolerance` of the planned number; no line if there is none."""
+  """Returns a line if a number differs from the planned number by more than the
+  part `tolerance`; no line if nothing is planned."""
   if planned is None or abs(actual - planned) <= tolerance * planned:
     return []
   return [
@@ -391,9 +391,9 @@ def _compare_numbers(
   ]
 
 
-def compare(compiled: Compiled, sent: Matches) -> list[str]:
-  """Returns a line for each difference between a program and its plan; `sent`
-  is the result of `traffic`."""
+def compare(compiled: Compiled, matches: Matches) -> list[str]:
+  """Returns a line for each difference between a program and its plan.
+  `matches` is the result of `traffic`."""
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
   # Several results are a tuple, with a table of pointers of 8 bytes. On TPUs a
@@ -414,12 +414,12 @@ def compare(compiled: Compiled, sent: Matches) -> list[str]:
     lines += _compare_numbers(
       *("temporary bytes", compiled.temporary, plan.temporary, TEMPORARY)
     )
-  for x in sent.unplanned if plan.transfers is not None else ():
+  for x in matches.unplanned if plan.transfers is not None else ():
     lines.append(
       f"not in the plan: {x.kind} of {x.dtype}[{x.elements:,}]"
       f" {x.times} times, in {len(x.groups)} groups {x.groups[:2]}"
     )
-  for transfer in sent.missing:
+  for transfer in matches.missing:
     lines.append(
       f"not in the program: {transfer.kind} along"
       f" {'+'.join(sorted(transfer.axes))} of {transfer.elements:,} numbers"
@@ -439,9 +439,9 @@ def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
   return sum(nbytes for nbytes, _ in sizes), hidden
 
 
-def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
+def describe(compiled: Compiled, target: Target, matches: Matches) -> str:
   """Returns a report of a program beside its plan: memory, operations, and the
-  collectives `sent`, the result of `traffic`."""
+  collectives `matches`, the result of `traffic`."""
   job, program, plan = compiled.job, compiled.program, compiled.job.plan
   mib, unknown = 2**20, "-"
   logical = sum(array.bytes for array in program.arguments)
@@ -471,7 +471,7 @@ def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
       ("products, GFLOP", program.flops, plan.flops, 1e9),
     )
   ]
-  for x, times, size in sent.rows:
+  for x, times, size in matches.rows:
     name = f"{x.kind} {'+'.join(sorted(x.axes))}, {x.elements:,}"
     name += f" {x.label}" if x.label else ""
     least = "" if x.least == x.times else f"{x.least} to "

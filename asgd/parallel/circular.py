@@ -102,8 +102,8 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
 
     # v M passes of a stage; the last stage begins S - 1 steps late.
     times = jnp.arange(rounds * n_microbatches + stages - 1)
-    begin = _empty_like(x[0]), _empty_like(x), _empty_like(x)
-    (_, _, outputs), _ = jax.lax.scan(step, begin, times)
+    initial_carry = _empty_like(x[0]), _empty_like(x), _empty_like(x)
+    (_, _, outputs), _ = jax.lax.scan(step, initial_carry, times)
     # All stages return the result, which the loss needs.
     return jax.lax.psum(
       jnp.where(is_last, outputs, jnp.zeros_like(outputs)), _AXIS

@@ -259,7 +259,7 @@ class _Program(NamedTuple):
     dimension of each weight, or WHOLE.
     """
     accumulate = self.options.accumulate
-    # Varying, as JAX adds up other weights' gradients over devices at once.
+    # Varying: JAX adds up gradients of other weights over devices at once.
     weights = meshes.vary(base.weights_of(params), _AXIS)
     first = jax.lax.axis_index(_AXIS) * accumulate  # this device's first piece
     gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
@@ -311,17 +311,17 @@ class _Program(NamedTuple):
     device's gradient is not finite, returns NaNs and the old state."""
     # All devices decide alike: residuals and NaNs must agree on all devices.
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
-    before = jax.tree.map(lambda x: x[0], state)  # this device's row
+    old_row = jax.tree.map(lambda x: x[0], state)  # this device's row
     assert self.options.reducer is not None
-    mean, after = self.options.reducer.reduce(
-      before,
+    mean, new_row = self.options.reducer.reduce(
+      old_row,
       optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
       jax.random.fold_in(key, _REDUCER),
       _AXIS,
     )
     mean = jax.tree.map(lambda g: jnp.where(finite, g, jnp.nan), mean)
-    after = optax.tree.where(finite, after, before)
-    return mean, jax.tree.map(lambda x: x[None], after)
+    new_row = optax.tree.where(finite, new_row, old_row)
+    return mean, jax.tree.map(lambda x: x[None], new_row)
 
   def update(self, state, sent, value, grads, stats, reducer, value_fn=None):
     """Applies the optimizer to a gradient taken at `sent`; `value_fn` is the
@@ -473,7 +473,7 @@ def _pmap_step(program: _Program) -> Step:
     totals = program.gradient(sent, batch, key, scale, (), dims)
     return program.update(state, sent, *totals)
 
-  run = jax.pmap(
+  pmapped_step = jax.pmap(
     device_step,
     axis_name=_AXIS,
     in_axes=(0, 0, None),
@@ -482,10 +482,10 @@ def _pmap_step(program: _Program) -> Step:
     donate_argnums=0,
   )
 
-  begin = jax.jit(lambda p: meshes.repeat(program.first_state(p), size))
+  jitted_init = jax.jit(lambda p: meshes.repeat(program.first_state(p), size))
 
   def init(params):
-    return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))
+    return jax.device_put(jitted_init(params), NamedSharding(mesh, P(_AXIS)))
 
   def place(batch):
     step_checks.check_batch(batch, program.pieces)
@@ -494,7 +494,7 @@ def _pmap_step(program: _Program) -> Step:
   def params(state):
     return jax.tree.map(lambda x: x[0], state.params)
 
-  return Step(init, run, params, place)
+  return Step(init, pmapped_step, params, place)
 
 
 FORMS = {"shard_map": _shard_map_step, "pmap": _pmap_step}

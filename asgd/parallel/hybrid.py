@@ -141,12 +141,12 @@ def _check_gpt(layers: models.Layers) -> tuple[int, int]:
   # A stage applies one block module with the parameters of each of its blocks:
   # all blocks must be equal.
   if len(layers) > 2 and len(set(layers[1:-1])) == 1:
-    embed, *blocks, unembed = layers
+    first_layer, *blocks, last_layer = layers
     # Exactly these types: a parallel form would be divided twice.
-    if type(embed) is transformer.Embed and (
-      type(unembed) is transformer.Unembed
+    if type(first_layer) is transformer.Embed and (
+      type(last_layer) is transformer.Unembed
     ):
-      return unembed.vocabulary, len(blocks)
+      return last_layer.vocabulary, len(blocks)
   raise ValueError(
     "only the layers of transformer.gpt can be divided over the axes 'tensor'"
     f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"

@@ -5,10 +5,11 @@
     data 1  island 0 |  H steps of island 1  | one update of the server
             island 1 |  H steps of island 1  |
 
-The axis "data" numbers the islands, and the axis "island", if the mesh has it,
-the devices of one: they divide its examples. The program is that of the
-recipe's worker and server. shard_map is manual over "data" alone, so a local
-step has no collective across islands; over "island" XLA adds up the gradients.
+The axis "data" numbers the islands. The axis "island", if the mesh has it,
+numbers the devices of an island, which divide its examples. The program is that
+of the recipe's worker and server. shard_map is manual over "data" alone, so a
+local step has no collective across islands; over "island" XLA adds up the
+gradients.
 """
 
 import functools
@@ -73,31 +74,33 @@ def make_step(
     2.0 6.0
   """
   count = meshes.size(mesh, _AXIS)
-  before = () if steps == 1 else (None,)  # the axis of the H batches
+  batches_axis = () if steps == 1 else (None,)  # the axis of the H batches
   specs = IslandState(P(), P(_AXIS))  # type: ignore[arg-type]
 
   def round_of_island(state, batch, key):
     island = jax.lax.axis_index(_AXIS)
-    own = jax.tree.map(lambda x: x[0], state.workers)  # [1, ...] here
+    worker_state = jax.tree.map(lambda x: x[0], state.workers)  # [1, ...] here
     # [1] The local steps.
     ticket = server_of_means.send(state.server, jnp.int32(0))
-    own, message, metrics = worker.work(
-      *(own, ticket, batch, jax.random.fold_in(key, island))
+    worker_state, message, metrics = worker.work(
+      *(worker_state, ticket, batch, jax.random.fold_in(key, island))
     )
     # [2] The only collective across islands.
     loss, mean = jax.lax.pmean((metrics.loss, message), _AXIS)
     # [3] Each device makes the same update.
-    after, _ = server_of_means.receive(state.server, ticket, mean)
+    server_state, _ = server_of_means.receive(state.server, ticket, mean)
     norm = optax.tree.norm(base.weights_of(mean))
-    row = StepMetrics(loss, norm, server.all_finite(mean))
-    return IslandState(after, jax.tree.map(lambda x: x[None], own)), row
+    metrics_of_round = StepMetrics(loss, norm, server.all_finite(mean))
+    return IslandState(
+      server_state, jax.tree.map(lambda x: x[None], worker_state)
+    ), metrics_of_round
 
   @functools.partial(jax.jit, donate_argnums=0)
   def step(state, batch, key):
     return jax.shard_map(
       round_of_island,
       mesh=mesh,
-      in_specs=(specs, P(*before, _AXIS), P()),
+      in_specs=(specs, P(*batches_axis, _AXIS), P()),
       out_specs=(specs, P()),
       axis_names={_AXIS},
       check_vma=False,
@@ -109,9 +112,9 @@ def make_step(
 
   def init(params):
     shapes = jax.eval_shape(first_state, params)
-    of_servers = jax.tree.map(lambda _: P(), shapes.server)
-    of_workers = jax.tree.map(lambda _: P(_AXIS), shapes.workers)
-    placed = meshes.place(shapes, mesh, IslandState(of_servers, of_workers))
+    server_specs = jax.tree.map(lambda _: P(), shapes.server)
+    worker_specs = jax.tree.map(lambda _: P(_AXIS), shapes.workers)
+    placed = meshes.place(shapes, mesh, IslandState(server_specs, worker_specs))
     if meshes.are_shapes(params):
       return placed
     # Compiled, so that no two arrays of the state share a buffer.
@@ -119,7 +122,7 @@ def make_step(
     return jax.jit(first_state, out_shardings=shardings)(params)
 
   # All devices of an island divide its examples.
-  examples = P(*before, tuple(mesh.axis_names))
+  examples = P(*batches_axis, tuple(mesh.axis_names))
   place = functools.partial(meshes.place, mesh=mesh, specs=examples)
 
   def params_of(state: Any) -> optax.Params:

@@ -106,7 +106,7 @@ def state(
   """
   checks.nonnegative("parameters", parameters)
   moments = names.lookup("optimizer", optimizer, OPTIMIZERS)
-  numbers = names.lookup("precision", precision, PRECISIONS)
+  sizes = names.lookup("precision", precision, PRECISIONS)
   if zero not in ZERO_STAGES or isinstance(zero, bool):
     raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
   counts = {"data": data, "tensor": tensor, "stages": stages}
@@ -121,11 +121,11 @@ def state(
     return device_parameters * number_bytes
 
   return Bytes(
-    share(numbers.weights, 3),
-    share(numbers.gradients, 2),
-    share(numbers.master, 1),
-    share(moments * numbers.moments, 1),
-    share((versions - 1) * numbers.weights, 3),
+    share(sizes.weights, 3),
+    share(sizes.gradients, 2),
+    share(sizes.master, 1),
+    share(moments * sizes.moments, 1),
+    share((versions - 1) * sizes.weights, 3),
   )
 
 

@@ -89,13 +89,13 @@ def make(
       checks.whole(f"the size of the mesh's axis {name!r}", size)
   if unsized:
     # The product of the other axes: the unsized axis is -1.
-    sized = -math.prod(sizes.values())
-    if len(devices) % sized:
+    n_others = -math.prod(sizes.values())
+    if len(devices) % n_others:
       raise ValueError(
-        f"{len(devices)} devices cannot be divided by {sized}, the other axes"
-        f" of the mesh {text(sizes)}"
+        f"{len(devices)} devices cannot be divided by {n_others}, the other"
+        f" axes of the mesh {text(sizes)}"
       )
-    sizes[unsized[0]] = max(len(devices) // sized, 1)
+    sizes[unsized[0]] = max(len(devices) // n_others, 1)
   n_devices = math.prod(sizes.values())
   if n_devices > len(devices):
     raise ValueError(

@@ -33,8 +33,8 @@ class ShardPlan(NamedTuple):
 def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   """Splits parameters so that S shards hold about the same number of bytes.
 
-  The leaves are laid end to end and cut at S - 1 points. A point is where equal
-  parts would end, moved to the nearest end of a piece. A piece is a row of a
+  The leaves are laid end to end and cut at S - 1 points. Each point is the end
+  of an equal part, moved to the nearest end of a piece. A piece is a row of a
   leaf, or a complete leaf if it is small: at most 64 KiB and at most an eighth
   of a shard. So a shard holds at most the S-th part and one piece more, and no
   shard is empty. If there are fewer pieces than shards, small leaves are split,
@@ -50,44 +50,48 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   leaves = [shape_of(x) for x in jax.tree.leaves(params)]
   rows = [x.shape[0] if x.shape else 1 for x in leaves]
   sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]
-  most = sum(n for n, size in zip(rows, sizes, strict=True) if size)
-  if shards > max(most, 1):
+  n_rows = sum(n for n, size in zip(rows, sizes, strict=True) if size)
+  if shards > max(n_rows, 1):
     raise ValueError(
-      f"shards must be at most {max(most, 1)}, the rows (of the leading axes)"
+      f"shards must be at most {max(n_rows, 1)}, the rows (of the leading axes)"
       f" of these parameters, not {shards}"
     )
   nbytes = sum(sizes)
   small = min(SMALL, nbytes // (8 * shards))
   # Leaves without bytes need no shard.
-  filled = [i for i, size in enumerate(sizes) if size]
+  nonempty = [i for i, size in enumerate(sizes) if size]
   # [1] How many pieces each of these leaves has: its rows, or 1 if it is small.
-  pieces = [1 if sizes[i] <= small else rows[i] for i in filled]
+  pieces = [1 if sizes[i] <= small else rows[i] for i in nonempty]
   if sum(pieces) < shards:
-    pieces = [rows[i] for i in filled]
+    pieces = [rows[i] for i in nonempty]
   first_piece = list(itertools.accumulate(pieces, initial=0))
-  first_byte = list(itertools.accumulate((sizes[i] for i in filled), initial=0))
+  first_byte = list(
+    itertools.accumulate((sizes[i] for i in nonempty), initial=0)
+  )
 
-  def nearest(shard):
+  def nearest_piece(shard):
     """Returns the piece that starts nearest to the end of an equal part."""
     leaf = bisect.bisect_right(first_byte, shard * nbytes // shards) - 1
-    # Count in S-ths of a byte, to stay with integers.
-    inside = shard * nbytes - first_byte[leaf] * shards
-    piece = (first_byte[leaf + 1] - first_byte[leaf]) * shards // pieces[leaf]
-    # inside / piece, rounded to the nearest integer.
-    return first_piece[leaf] + (2 * inside + piece) // (2 * piece)
+    # Both sizes are in S-ths of a byte, to stay with integers.
+    offset = shard * nbytes - first_byte[leaf] * shards
+    piece_size = (
+      (first_byte[leaf + 1] - first_byte[leaf]) * shards // pieces[leaf]
+    )
+    # offset / piece_size, rounded to the nearest integer.
+    return first_piece[leaf] + (2 * offset + piece_size) // (2 * piece_size)
 
   # [2] The first piece of each shard, and the end: S + 1 numbers that ascend.
   bounds = [0]
   for shard in range(1, shards):
     # Leave one piece for each of the later shards.
     latest = first_piece[-1] - (shards - shard)
-    bounds.append(min(max(nearest(shard), bounds[-1] + 1), latest))
+    bounds.append(min(max(nearest_piece(shard), bounds[-1] + 1), latest))
   bounds.append(first_piece[-1])
 
   # [3] Bounds in pieces become cuts in rows of each leaf. A leaf without bytes
   # belongs to the first shard.
   cuts = [(0,) + (n,) * shards for n in rows]
-  for i, start, count in zip(filled, first_piece, pieces, strict=False):
+  for i, start, count in zip(nonempty, first_piece, pieces, strict=False):
     step = rows[i] // count  # rows of a piece
     cuts[i] = tuple(min(max(b - start, 0), count) * step for b in bounds)
   return ShardPlan(shards, tuple(x.shape for x in leaves), tuple(cuts))
@@ -133,9 +137,9 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
   structure: Any = jax.tree.structure(parts[0])
   columns = []  # [S][L]
   for s, tree in enumerate(parts):
-    leaves, other = jax.tree.flatten(tree)
-    if structure != other:
-      raise ValueError(f"part {s} is a {other}, part 0 a {structure}")
+    leaves, part_structure = jax.tree.flatten(tree)
+    if structure != part_structure:
+      raise ValueError(f"part {s} is a {part_structure}, part 0 a {structure}")
     # A leaf without axes is [1] or [0] in a part.
     shapes = [
       (cut[s + 1] - cut[s], *shape[1:])
@@ -143,18 +147,18 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
     ]
     _check_shapes(tree, leaves, shapes, f"part {s} of the plan")
     columns.append(leaves)
-  joined = []
+  full_leaves = []
   for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
     # An empty leaf has no shard with rows: take the part of shard 0.
-    filled = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
-    pieces = [columns[s][i] for s in filled]
+    holders = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
+    pieces = [columns[s][i] for s in holders]
     if len(pieces) == 1:
-      joined.append(pieces[0] if shape else pieces[0].reshape(()))
+      full_leaves.append(pieces[0] if shape else pieces[0].reshape(()))
     else:
       # NumPy leaves stay NumPy: a transfer to a device would cost time.
-      numpy = all(isinstance(x, np.ndarray) for x in pieces)
-      joined.append((np if numpy else jnp).concatenate(pieces))
-  return jax.tree.unflatten(structure, joined)
+      are_numpy = all(isinstance(x, np.ndarray) for x in pieces)
+      full_leaves.append((np if are_numpy else jnp).concatenate(pieces))
+  return jax.tree.unflatten(structure, full_leaves)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -214,7 +218,7 @@ def combine(
     return np.stack([np.asarray(getattr(report, field)) for report in reports])
 
   def rms(field):
-    # A part's mean square counts by its elements; parts may have none.
+    # The weight of a part's mean square is its number of elements, or 0.
     squares = np.square(column(field).astype(np.float64))
     total = np.tensordot(np.asarray(sizes, np.float64), squares, axes=1)
     return np.float32(np.sqrt(total / max(sum(sizes), 1)))

@@ -21,7 +21,7 @@ from asgd import base, internals
 from asgd.sharding import totals as totals_lib
 from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
-_ROWS = 5  # of a leaf, at most
+_ROWS = 5  # largest number of rows of a leaf
 _ELEMENTS = 4096  # of all leaves, roughly; rows are never shortened further
 # Relative to the largest element of a leaf. Schedules compute rates in float32,
 # which compilers round in more than one way.
@@ -31,27 +31,28 @@ _CLOSE = 1e-6
 def _shorten(
   structs: optax.Params, most_rows: float, widest: float = math.inf
 ) -> optax.Params:
-  """Returns shapes of two to `most_rows` rows, at most `widest` in other
-  axes."""
+  """Returns the shapes with 2 to `most_rows` rows, and at most `widest`
+  elements along each other axis."""
 
   def shorten(x):
     if not math.prod(x.shape):
       return x
     # Two rows at least, so that each part can have one.
     rows = min(max(x.shape[0] if x.shape else 1, 2), most_rows)
-    others = (min(size, widest) for size in x.shape[1:])
-    return jax.ShapeDtypeStruct((rows, *others), x.dtype)
+    other_sizes = (min(size, widest) for size in x.shape[1:])
+    return jax.ShapeDtypeStruct((rows, *other_sizes), x.dtype)
 
   return jax.tree.map(shorten, structs)
 
 
 def _halves(structs: optax.Params) -> ShardPlan:
-  """Cuts each leaf at another row; part 1 gets every fourth leaf undivided."""
+  """Returns a plan of two parts, which cuts leaves at different rows. Part 1
+  gets every fourth leaf undivided."""
   shapes = tuple(x.shape for x in jax.tree.leaves(structs))
   cuts = []
   for i, (rows, *_) in enumerate(shapes):
-    whole = rows < 2 or (i % 4 == 3 and i < len(shapes) - 1)
-    cuts.append((0, 0 if whole else 1 + i % (rows - 1), rows))
+    is_undivided = rows < 2 or (i % 4 == 3 and i < len(shapes) - 1)
+    cuts.append((0, 0 if is_undivided else 1 + i % (rows - 1), rows))
   return ShardPlan(2, shapes, tuple(cuts))
 
 
@@ -64,8 +65,8 @@ def _turn(
   sent: Any,
   message: Any,
 ) -> tuple[Any, Any, Any, Any]:
-  """Makes one update, and the ticket after it: (parameters, state, update,
-  sent parameters)."""
+  """Applies a message and makes the next ticket. Returns (parameters, state,
+  update, sent parameters)."""
   delay = base.Delay(worker, staleness, sent)._asdict()
   updates, state = algorithm.update(message, state, params, **delay)
   params = optax.apply_updates(params, updates)
@@ -76,18 +77,23 @@ def _turn(
 def _compare(
   plan: ShardPlan, quantity: str, whole: Any, *parts: Any
 ) -> Iterator[str]:
-  """Yields a text for each leaf in which the joined parts differ."""
+  """Yields a text for each leaf in which the joined parts differ from `whole`,
+  the result for all rows."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
     yield f"{quantity} the parameters has other shapes than they ({error})"
     return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
-  for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
+  for path, expected, actual in zip(
+    paths, leaves, jax.tree.leaves(joined), strict=True
+  ):
     # NaN and infinity have no size; they must be the same in both.
-    scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
+    scale = np.abs(
+      expected, where=np.isfinite(expected), out=np.zeros(expected.shape)
+    )
     limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
-    if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
+    if not np.allclose(expected, actual, rtol=0, atol=limit, equal_nan=True):
       yield f"{quantity} {path} reads more than its own rows"
 
 
@@ -116,7 +122,7 @@ def differences(
       return rng.standard_normal(x.shape)
     return rng.integers(0, 3, x.shape).astype(x.dtype)
 
-  def pieces(tree):
+  def with_parts(tree):
     return [tree, *split(plan, tree)]
 
   def evaluate(fn: Callable[..., Any], *columns: Any) -> list[Any]:
@@ -132,11 +138,11 @@ def differences(
   @compile_fast
   def turn(worker, staleness, params, states, sent, message):
     step = functools.partial(_turn, algorithm, worker, staleness)
-    outs = evaluate(step, params, states, sent, pieces(message))
+    outs = evaluate(step, params, states, sent, with_parts(message))
     return [list(column) for column in zip(*outs, strict=True)]
 
   # Lists of three trees: of all rows, and of the two parts.
-  params = pieces(jax.tree.map(draw, structs))
+  params = with_parts(jax.tree.map(draw, structs))
   states = compile_fast(functools.partial(evaluate, algorithm.init))(params)
   drift = jax.tree.map(draw, structs)  # a direction common to all gradients
   sent = [params]  # the parameters of all tickets so far
@@ -208,7 +214,7 @@ def check(
     # [2] A rule may depend on the number of rows: compare its traced programs.
     if small != large:
       programs = [jax.make_jaxpr(first_turn)(x, number) for x in (small, large)]
-      operations = [list(internals.operations(each)) for each in programs]
+      operations = [list(internals.operations(program)) for program in programs]
       if operations[0] != operations[1]:
         reason = "it is another program at another number of rows"
     # [3] Train on all rows and on two parts; the first difference is enough.
@@ -217,8 +223,8 @@ def check(
       reason = reason or next(texts, None)
   except Exception as error:
     # A rule with a fixed shape in it, say, runs on all rows but on no part.
-    kind, failure = type(error).__name__, error
-    reason = f"it fails on a part of the rows ({kind}: {error})"
+    error_type, failure = type(error).__name__, error
+    reason = f"it fails on a part of the rows ({error_type}: {error})"
   if reason:
     remedy = ", or transforms made for shards, such as"
     remedy += " asgd.sharding.clip_by_global_norm"

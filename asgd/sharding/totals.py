@@ -33,13 +33,13 @@ def total(x: Any) -> Any:
 
 
 class Ask(NamedTuple):
-  """A staged function needs one more total: the result of a step."""
+  """The result of a step if the function needs one more total."""
 
   operand: Any  # this shard's summands
 
 
 class Done(NamedTuple):
-  """A staged function has returned: the result of the last step."""
+  """The result of the last step: the function has returned."""
 
   result: Any
 
@@ -53,8 +53,9 @@ _CALLS = threading.local()  # .now: the staged call that runs in this thread
 
 
 def _ask(x: Any) -> Any:
-  """Returns the next given total; without one, leaves the function."""
-  call = _CALLS.now  # totals: the given ones; asked: how many are used so far
+  """Returns the next total of the call. If the host has not given it, leaves
+  the function by an exception."""
+  call = _CALLS.now  # with the host's `totals`, of which `asked` are used
   # An exception cannot leave an inner trace without breaking it.
   if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
@@ -147,11 +148,11 @@ def run_staged(
     if len(results) == len(outs):
       return results
     if results:
-      done = [s for s, out in enumerate(outs) if isinstance(out, Done)]
+      done_ids = [s for s, out in enumerate(outs) if isinstance(out, Done)]
       raise ValueError(
-        f"after {len(totals)} totals shards {done} are done and the others ask"
-        " for more: the number of calls of total must not depend on a shard's"
-        " rows"
+        f"after {len(totals)} totals shards {done_ids} are done and the others"
+        " ask for more: the number of calls of total must not depend on a"
+        " shard's rows"
       )
     totals += (add([out.operand for out in outs if isinstance(out, Ask)]),)
 

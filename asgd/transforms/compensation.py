@@ -28,8 +28,8 @@ def by_distance(
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
     # w_{t+tau} - w_bak(m): what others changed since worker m's ticket.
-    moved = optax.tree.sub(params, sent_params)
-    return jax.tree.map(change, updates, moved), state
+    displacement = optax.tree.sub(params, sent_params)
+    return jax.tree.map(change, updates, displacement), state
 
   return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
 
@@ -63,7 +63,9 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
   checks.nonnegative("strength (lambda)", strength)
   # lambda g * g stands for the diagonal of the Hessian, so this is the first
   # order of g(w_{t+tau}) around w_t.
-  return by_distance(lambda g, moved: g + strength * g * g * moved)
+  return by_distance(
+    lambda g, displacement: g + strength * g * g * displacement
+  )
 
 
 class AdaptiveCompensationState(NamedTuple):
@@ -123,12 +125,12 @@ def adaptive_delay_compensation(
     )
     # [2] lambda_t = lambda_0 / sqrt(MeanSquare(t) + eps). Ports that leave the
     # root out compensate a thousand times as much.
-    moved = optax.tree.sub(params, sent_params)
+    displacement = optax.tree.sub(params, sent_params)
     updates = jax.tree.map(
       lambda g, m, d: g + strength / jnp.sqrt(m + eps) * g * g * d,
       updates,
       mean_square,
-      moved,
+      displacement,
     )
     return updates, AdaptiveCompensationState(mean_square)
 

@@ -40,7 +40,7 @@ def gap_aware(
     C = eta_max (sqrt(A / (1 - decay^t)) + eps)
     A <- decay A + (1 - decay) s * s,   all elementwise
 
-  C is the size of a typical update of that parameter. eta_max is the largest
+  C is the size of a typical update of a parameter. eta_max is the largest
   learning rate *so far*: when the rate decays, gaps shrink and the penalty
   fades. With the current rate it would not. `average` selects s:
 
@@ -109,32 +109,32 @@ def gap_aware(
   def accumulate(state, updates, rate):
     """Adds the squares of updates / rate to the average. At a rate of 0 it adds
     nothing, because the quotient is undefined."""
-    moves = rate > 0
-    scale = 1 / jnp.where(moves, rate, 1.0)
+    has_rate = rate > 0
+    scale = 1 / jnp.where(has_rate, rate, 1.0)
 
     def add(m, u):
       s = u * scale.astype(u.dtype)  # or -s, as only s * s is used
-      return jnp.where(moves, decay * m + (1 - decay) * s * s, m)
+      return jnp.where(has_rate, decay * m + (1 - decay) * s * s, m)
 
     return state._replace(
-      samples=state.samples + moves,  # t, of the bias correction
+      samples=state.samples + has_rate,  # t, of the bias correction
       mean_square=jax.tree.map(add, state.mean_square, updates),
     )
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     rate = rates.at(learning_rate, state.count)
     # eta_max: the rate of this update counts.
-    largest = jnp.maximum(state.largest_rate, rate)
-    kind = average or _published(inner, params)
+    largest_rate = jnp.maximum(state.largest_rate, rate)
+    average_kind = average or _published_average(inner, params)
     # [1] Published rule without momentum: average the gradient before its use.
     # A rate of 1 takes the gradient as it is.
-    if kind == GRADIENTS:
+    if average_kind == GRADIENTS:
       state = accumulate(state, updates, jnp.ones([]))
     # Weight decay comes before the division, so it is penalised, too.
     if not checks.is_zero(weight_decay):
       updates = optax.tree.add_scale(updates, weight_decay, params)
     # [2] Divide by the gap, in units of a typical update.
-    penalise = _penalty(state.samples, largest, decay, eps)
+    penalise = _penalty(state.samples, largest_rate, decay, eps)
     updates = jax.tree.map(
       penalise, updates, state.mean_square, params, sent_params
     )
@@ -143,10 +143,10 @@ def gap_aware(
       updates, state.inner, params, sent_params=sent_params, **extra_args
     )
     # [4] Published rule with momentum: average the update after its use.
-    if kind == UPDATES:
+    if average_kind == UPDATES:
       state = accumulate(state, updates, rate)
     state = state._replace(
-      count=state.count + 1, largest_rate=largest, inner=inner_state
+      count=state.count + 1, largest_rate=largest_rate, inner=inner_state
     )
     return updates, state
 
@@ -162,17 +162,18 @@ class DivideByGapState(NamedTuple):
 
 
 def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
-  """Gap-Aware for each of several messages of an update, by its own ticket.
+  """Gap-Aware for an update on several messages: each by its own ticket's gap.
 
     g <- g / (1 + |params - sent_params| / C)
     C = sqrt(A / (1 - decay^t)) + eps
     A <- decay A + (1 - decay) u * u,   all elementwise
 
   u is the step of the parameters between two messages, if there was one. So C
-  is the size of a typical step at the rates so far, and needs no optimizer: as
-  the `at_server` transform of a server that averages several messages it
-  divides each before the mean. `gap_aware` gets one ticket, the oldest, for all
-  of them. Before the first step there is no penalty.
+  is the size of a typical step at the rates so far, and the transform needs no
+  optimizer. It is the `at_server` transform of a server that averages several
+  messages, and divides each message before the mean. `gap_aware` would get one
+  ticket, the oldest, for all these messages. Before the first step there is no
+  penalty.
 
   Args:
     decay: the decay of the average, in [0, 1).
@@ -211,12 +212,12 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
     del extra_args
     # [1] A step since the last message is a sample.
     steps = optax.tree.sub(params, state.last)
-    moved = norms.has_nonzero(steps)
+    has_moved = norms.has_nonzero(steps)
     mean_square = jax.tree.map(
-      lambda m, u: jnp.where(moved, decay * m + (1 - decay) * u * u, m),
+      lambda m, u: jnp.where(has_moved, decay * m + (1 - decay) * u * u, m),
       *(state.mean_square, steps),
     )
-    samples = state.samples + moved
+    samples = state.samples + has_moved
     # [2] Divide by the gap, in units of a typical step: the rate is in it.
     penalise = _penalty(samples, jnp.ones([]), decay, eps)
     updates = jax.tree.map(penalise, updates, mean_square, params, sent_params)
@@ -226,25 +227,25 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
 
 
 def _penalty(
-  samples: jax.Array, largest: jax.Array, decay: float, eps: float
+  samples: jax.Array, largest_rate: jax.Array, decay: float, eps: float
 ) -> Callable[..., jax.Array]:
   """Returns (gradient, mean square, parameters, sent parameters) -> the
   gradient over 1 + gap / C."""
   # Without a sample there is no typical size, and no penalty.
   correction = 1 - decay ** jnp.maximum(samples, 1)
-  has_size = (samples > 0) & (largest > 0)
+  has_size = (samples > 0) & (largest_rate > 0)
 
   def penalise(g, m, current, sent):
     # C, and then G = 1 + |params - sent_params| / C, elementwise: one number
     # for a leaf would lose the method's advantage.
-    size = largest * (jnp.sqrt(m / correction) + eps)
+    size = largest_rate * (jnp.sqrt(m / correction) + eps)
     penalty = 1 + jnp.abs(current - sent) / jnp.where(has_size, size, 1.0)
     return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
   return penalise
 
 
-def _published(
+def _published_average(
   optimizer: optax.GradientTransformation, params: base.Params
 ) -> str:
   """Returns the published average for an optimizer: UPDATES if its state grows
@@ -252,9 +253,9 @@ def _published(
 
   # With another leading axis no parameter is a scalar. So a velocity has axes,
   # and a count, which is a scalar for any parameters, has none.
-  def larger(p):
+  def add_axis(p):
     return jax.ShapeDtypeStruct((2, *jnp.shape(p)), jnp.result_type(p))
 
-  state = jax.eval_shape(optimizer.init, jax.tree.map(larger, params))
+  state = jax.eval_shape(optimizer.init, jax.tree.map(add_axis, params))
   grows = any(leaf.ndim for leaf in jax.tree.leaves(state))
   return UPDATES if grows else GRADIENTS

@@ -145,13 +145,16 @@ def slim(
     # [2] a: the update that a zero gradient would give next. The state after a
     # is dropped.
     zeros = optax.tree.zeros_like(updates)
-    ahead, _ = tx.update(zeros, inner, params, **extra_args)
+    zero_update, _ = tx.update(zeros, inner, params, **extra_args)
     # [3] This worker's part of the look-ahead moves by u + a - a_before; the
     # server subtracts the message, so the signs are reversed.
     message = jax.tree.map(
-      lambda before, u, after: before - u - after, state.ahead, update, ahead
+      lambda before, u, after: before - u - after,
+      state.ahead,
+      update,
+      zero_update,
     )
-    return message, SlimState(inner, ahead)
+    return message, SlimState(inner, zero_update)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -219,10 +222,10 @@ def velocity_lookahead(
   def send(opt_state, params, *, worker):
     # eta of the next update: `count` updates have been made.
     rate = rates.at(learning_rate, opt_state.count)
-    ahead = velocity(opt_state.momentum, worker)
+    velocities = velocity(opt_state.momentum, worker)
     # A float32 rate would widen bfloat16 parameters.
     return jax.tree.map(
-      lambda p, v: (p - rate * v).astype(p.dtype), params, ahead
+      lambda p, v: (p - rate * v).astype(p.dtype), params, velocities
     )
 
   return base.Algorithm(init, update, send)
@@ -269,17 +272,19 @@ def precede(
   if not transforms:
     return algorithm
   # optax.chain passes the Delay to those transforms that take extra args.
-  first = optax.chain(*transforms)
+  preceding = optax.chain(*transforms)
 
   def init(params):
-    return PrecedeState(first.init(params), algorithm.init(params))
+    return PrecedeState(preceding.init(params), algorithm.init(params))
 
   def update(updates, state, params=None, **extra_args):
-    updates, first_state = first.update(
+    updates, first_state = preceding.update(
       updates, state.first, params, **extra_args
     )
-    updates, then = algorithm.update(updates, state.then, params, **extra_args)
-    return updates, PrecedeState(first_state, then)
+    updates, algorithm_state = algorithm.update(
+      updates, state.then, params, **extra_args
+    )
+    return updates, PrecedeState(first_state, algorithm_state)
 
   def send(opt_state, params, *, worker):
     # The send rule reads the algorithm's state, never `state.first`.
@@ -339,13 +344,17 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     del params, extra_args
-    old, rows = rows_lib.read(state.velocity, worker)
+    velocity_before, rows = rows_lib.read(state.velocity, worker)
     # [1] v^i <- gamma v^i + g
-    new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
+    velocity_after = jax.tree.map(
+      lambda v, g: decay * v + g, velocity_before, updates
+    )
     # [2] v^0 <- v^0 + (v^i new - v^i old). Adding the change costs one row; a
     # sum over workers would cost N.
-    total = jax.tree.map(lambda t, n, o: t + (n - o), state.total, new, old)
-    velocity = rows_lib.write(rows, worker, new)
-    return new, DanaMomentumState(velocity, total)
+    total = jax.tree.map(
+      lambda t, n, o: t + (n - o), state.total, velocity_after, velocity_before
+    )
+    velocity = rows_lib.write(rows, worker, velocity_after)
+    return velocity_after, DanaMomentumState(velocity, total)
 
   return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -141,7 +141,7 @@ def mix_models(
 
   A message is d = x_sent - x_new, so x_new = x_sent - d, however the server has
   moved since. The update is alpha_t (x_sent - d - x). Each message must start
-  at its ticket: no worker may do two jobs on one.
+  at its ticket: no worker may do two jobs on one ticket.
 
   Args:
     mixing: alpha, in (0, 1].
@@ -213,4 +213,4 @@ def add_proximal_pull(strength: float) -> base.Transform:
   """
   checks.nonnegative("proximal strength", strength)
   # At a worker, `params` are its local x and `sent_params` its ticket's.
-  return by_distance(lambda g, moved: g + strength * moved)
+  return by_distance(lambda g, displacement: g + strength * displacement)

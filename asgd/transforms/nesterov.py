@@ -1,4 +1,4 @@
-"""Nesterov's momentum for messages that each are an update."""
+"""Nesterov's momentum for a server that makes an update of each message."""
 
 from typing import NamedTuple
 
@@ -81,11 +81,11 @@ def delayed_nesterov(
       weight = jnp.where(is_full, 1 - share * every + share, share)
       return (weight * momentum).astype(v.dtype) * v + g / every
 
-    following = DelayedNesterovState(
+    next_state = DelayedNesterovState(
       jnp.where(is_full, 0, state.count + 1),
       jax.tree.map(lambda s: jnp.where(is_full, 0, s), total),
       velocity,
     )
-    return jax.tree.map(step, updates, velocity), following
+    return jax.tree.map(step, updates, velocity), next_state
 
   return base.Transform(init_fn, update_fn)

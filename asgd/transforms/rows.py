@@ -124,8 +124,8 @@ def per_worker(
     state^i, u <- tx(g, state^i),   i the worker that sent g
 
   Args:
-    tx: any transform; it gets the Delay.
-    workers: N, states that are kept.
+    tx: any transform. If it takes extra args, it gets the Delay.
+    workers: N, the number of states.
 
   Returns:
     A transform. Its update needs the extra arg `worker`, int32[]. An index of

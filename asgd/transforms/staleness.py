@@ -42,12 +42,12 @@ def scale_by_discount(
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):
     del params, extra_args
-    return _times(updates, discount(staleness)), state
+    return _scale(updates, discount(staleness)), state
 
   return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
 
 
-def _times(updates: optax.Updates, scale: jax.Array) -> optax.Updates:
+def _scale(updates: optax.Updates, scale: jax.Array) -> optax.Updates:
   """Returns the updates times `scale`, float[], in their own dtypes."""
   scaled: optax.Updates = jax.tree.map(
     lambda g: g * scale.astype(jnp.result_type(g)), updates
@@ -111,7 +111,7 @@ def scale_by_adadelay(
 
     u <- u / (1 + c eta sqrt(t + staleness)),   t = 1, 2, ...
 
-  Behind an optimizer with the rate eta, the rate of update t becomes
+  After an optimizer with the rate eta, the rate of update t becomes
   (1 / eta + c sqrt(t + staleness))^-1.
 
   Args:
@@ -148,6 +148,6 @@ def scale_by_adadelay(
     # 1.0 makes a float, of the default dtype, of the integers.
     root = jnp.sqrt(1.0 * (count + staleness))
     scale = 1.0 / (1.0 + strength * rate * root)
-    return _times(updates, scale), AdaDelayState(count)
+    return _scale(updates, scale), AdaDelayState(count)
 
   return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -68,7 +68,7 @@ def own_statistics(
     )
     if not isinstance(updates, base.Variables):
       return weights, state
-    stats = _change(updates.stats, params.stats, decay)
+    stats = _statistics_update(updates.stats, params.stats, decay)
     return base.Variables(weights, stats), state
 
   def send(opt_state, params, *, worker):
@@ -82,12 +82,14 @@ def own_statistics(
   return base.Algorithm(init, update, send)
 
 
-def _change(new: Any, old: Any, decay: float) -> Any:
-  """Returns the update of statistics: (1 - decay) (new - old). In a
-  `StatsWithState` the update of `state` is new.state - old.state: the server
-  then has the optimizer's state of the messages."""
-  if isinstance(old, base.StatsWithState):
-    change = _change(new.stats, old.stats, decay)
-    # The server adds this: old + (new - old) = new.
-    return base.StatsWithState(change, optax.tree.sub(new.state, old.state))
-  return jax.tree.map(lambda x, y: (1 - decay) * (x - y), new, old)
+def _statistics_update(batch_stats: Any, stats: Any, decay: float) -> Any:
+  """Returns the update of statistics, (1 - decay) (batch_stats - stats). In a
+  `StatsWithState` the update of `state` replaces it: the server then has the
+  message's state of the optimizer."""
+  if isinstance(stats, base.StatsWithState):
+    change = _statistics_update(batch_stats.stats, stats.stats, decay)
+    # The server adds the update to its state, which gives the message's state.
+    return base.StatsWithState(
+      change, optax.tree.sub(batch_stats.state, stats.state)
+    )
+  return jax.tree.map(lambda x, y: (1 - decay) * (x - y), batch_stats, stats)

@@ -6,10 +6,10 @@
   asgd bench --table FILE...          joins FILEs of several runs in one table
 
 Machines are noisy, so each contestant takes turns with its baseline in short
-blocks. A row has the median over rounds of its speed over the baseline's, with
-the range. A row is printed as soon as it is measured. Each
-benchmark says what share of the cores other programs used before it and after
-it, and ends within 4 minutes on two free cores.
+blocks. A row has the ratio of the contestant's speed to the baseline's: the
+median over rounds, and the range. A row is printed as soon as it is measured.
+Each benchmark says what share of the cores other programs used before it and
+after it, and ends within 4 minutes on two free cores.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ from .. import command_line, flags
 from ..command_flags import WITHOUT_TEXT
 from . import report, summary
 
-# Modules with run(report, *, flags): each takes those flags of the command that
-# are its parameters.
+# Modules with a function run(report, ...). Its other parameters are the flags
+# of the command that the benchmark takes.
 BENCHMARKS = (
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
   *("network", "orders", "hogwild"),
 )
 _F = flags.define("bench")
 _PASSED_FLAGS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"
-_BUSY = 0.1  # share of the cores from which on other programs matter
+_BUSY = 0.1  # share of the cores that other programs may use without a warning
 _TIME_LIMIT = 240  # seconds of one benchmark, on two free cores
 _MOST_MEGABYTES = 1e5  # MB
 
@@ -51,17 +51,17 @@ def _runner(name: str) -> Any:
   return importlib.import_module(f"{__package__}.{name}").run
 
 
-def _given(name: str) -> dict[str, Any]:
-  """The flags that are given, of those that a benchmark takes."""
+def _given_options(name: str) -> dict[str, Any]:
+  """Returns the flags that the user gives and the benchmark takes."""
   parameters = inspect.signature(_runner(name)).parameters
   values = {key: _F[key].value for key in _PASSED_FLAGS}
-  given = {key: value for key, value in values.items() if value is not None}
-  if "sizes" in given:
-    given["sizes"] = list(map(float, given["sizes"]))  # MB
-  return {k: value for k, value in given.items() if k in parameters}
+  options = {key: value for key, value in values.items() if value is not None}
+  if "sizes" in options:
+    options["sizes"] = list(map(float, options["sizes"]))  # MB
+  return {k: value for k, value in options.items() if k in parameters}
 
 
-def _busy(when: str) -> float:
+def _measure_busy_share(when: str) -> float:
   """Returns the share of the cores that others use; warns of a large one."""
   share = report.busy_share()
   if share > _BUSY:
@@ -75,31 +75,32 @@ def _busy(when: str) -> float:
 
 def _measure(name: str) -> dict[str, Any]:
   """Runs a benchmark; returns its results as JSON has them."""
-  given, rows, cores = _given(name), report.BenchReport(), provenance.cores()
-  began = time.monotonic()
-  busy = [_busy("at the start")]
+  options, cores = _given_options(name), provenance.cores()
+  rows = report.BenchReport()
+  start_time = time.monotonic()
+  busy_shares = [_measure_busy_share("at the start")]
   # Rows are printed as soon as they are measured.
-  _runner(name)(rows, **given)
-  seconds = time.monotonic() - began
-  busy.append(_busy("at the end"))
+  _runner(name)(rows, **options)
+  seconds = time.monotonic() - start_time
+  busy_shares.append(_measure_busy_share("at the end"))
   if seconds > _TIME_LIMIT:
     print(f"warning: it took over {_TIME_LIMIT} s", file=sys.stderr)
   words = ["asgd", "bench", name]
   # The path says nothing about the numbers, and may name a user.
-  if "peer" in given:
-    given["peer"] = Path(given["peer"]).name  # not where it is
-  words += [f"--{key}={_text(value)}" for key, value in given.items()]
+  if "peer" in options:
+    options["peer"] = Path(options["peer"]).name
+  words += [f"--{key}={_text(value)}" for key, value in options.items()]
   result = {
     "name": name,
     "command": shlex.join(words),
     "device": jax.devices()[0].device_kind,
     "cores": cores,
-    "busy": busy,
+    "busy": busy_shares,
     "seconds": round(seconds, 1),
   }
   print(
     f"\n{seconds:.0f} s on {cores} cores, of which other programs used"
-    f" {busy[0]:.0%} before and {busy[1]:.0%} after"
+    f" {busy_shares[0]:.0%} before and {busy_shares[1]:.0%} after"
   )
   return {**result, "rows": rows.rows}
 
@@ -118,14 +119,14 @@ def _measure_all() -> list[dict[str, Any]]:
     for name in BENCHMARKS:
       path = Path(folder) / f"{name}.json"
       command = [sys.executable, "-m", __package__, name, f"--json={path}"]
-      command += [f"--{k}={_text(v)}" for k, v in _given(name).items()]
+      command += [f"--{k}={_text(v)}" for k, v in _given_options(name).items()]
       print(f"\n== {name}", flush=True)
-      ended = subprocess.run(command, stdout=sys.stdout)
+      process = subprocess.run(command, stdout=sys.stdout)
       if path.exists():
         results += report.read(path)
       else:
         # --all continues after a benchmark that fails.
-        results.append({"name": name, "failed": ended.returncode, "rows": []})
+        results.append({"name": name, "failed": process.returncode, "rows": []})
   return results
 
 
@@ -137,8 +138,8 @@ def _list() -> None:
 
 def _check() -> None:
   """Raises ValueError for flags out of range, before anything is printed."""
-  given = {k: _F[k].value for k in ("rounds", "block", "seconds")}
-  if not all(value is None or value > 0 for value in given.values()):
+  flag_values = {k: _F[k].value for k in ("rounds", "block", "seconds")}
+  if not all(value is None or value > 0 for value in flag_values.values()):
     raise ValueError("--rounds, --block and --seconds must be positive")
   # `which` also accepts a path.
   peer = _F["peer"].value
@@ -148,9 +149,9 @@ def _check() -> None:
     sizes = list(map(float, _F["sizes"].value or []))
   except ValueError as error:
     raise ValueError(f"--sizes must be numbers of MB: {error}") from error
-  if wrong := [size for size in sizes if not 0 < size <= _MOST_MEGABYTES]:
+  if wrong_sizes := [size for size in sizes if not 0 < size <= _MOST_MEGABYTES]:
     raise ValueError(
-      f"--sizes must be above 0 to {_MOST_MEGABYTES:g} MB, not {wrong[0]}"
+      f"--sizes must be above 0 to {_MOST_MEGABYTES:g} MB, not {wrong_sizes[0]}"
     )
 
 
@@ -175,8 +176,10 @@ def main(name: str = "", *files: str) -> None:
     print(report.to_json(results), end="")
   elif json_target is not None:
     safe_files.write(Path(json_target), report.to_json(results))
-  if failed := [result["name"] for result in results if "failed" in result]:
-    raise flags.Failed(f"no results of: {', '.join(failed)}")
+  if failed_names := [
+    result["name"] for result in results if "failed" in result
+  ]:
+    raise flags.Failed(f"no results of: {', '.join(failed_names)}")
 
 
 if __name__ == "__main__":

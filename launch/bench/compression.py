@@ -1,7 +1,7 @@
 """The cost of codecs and the packed wire, in turns with a memory copy.
 
-Also: how many messages a second a server receives from a worker on another
-machine.
+It also measures how many messages a second a server receives from a worker on
+another node of Ray.
 """
 
 import os
@@ -27,9 +27,9 @@ from .turns import Contestant
 
 # The learning rate of an update: small, so that no parameter overflows.
 _RATE = 0.01
-_FIRST = 10  # messages of a warm-up, with compilation
+_WARM_UP_MESSAGES = 10  # in them programs are compiled
 FAR = "far"  # resource of the worker's node
-_NEAR = "node:__internal_head__"  # that Ray gives to the first node
+_NEAR = "node:__internal_head__"  # resource that Ray gives to the first node
 # label -> options. Messages are standard normal numbers: |x| > 3.29 for 0.1 %.
 _CODECS: dict[str, Mapping[str, Any]] = {
   "threshold, 0.1 %": dict(name="threshold", tau=3.29),
@@ -47,11 +47,12 @@ _CODECS: dict[str, Mapping[str, Any]] = {
   "powersgd": dict(name="powersgd"),
   "identity": dict(name="identity"),
 }
-_SENT = "threshold, 0.1 %", "top_k, 0.1 %", "onebit", "int8"  # to the server
+# Codecs of messages to the server.
+_SENT_CODECS = "threshold, 0.1 %", "top_k, 0.1 %", "onebit", "int8"
 _MEGABYTES = 10  # of a message
 _DENSITIES = 0.0001, 0.001, 0.01, 0.1  # fraction of elements that are sent
-_POSITIONS = 200_000  # that the coder codes at once
-_RATE_TURNS = 3  # of each contestant on the way
+_POSITIONS = 200_000  # number of positions that are coded at once
+_RATE_TURNS = 3  # turns of each codec in which it sends messages
 Options = Mapping[str, Any]  # of `compression.named`, with the name
 
 
@@ -149,17 +150,19 @@ def copy(like: Any) -> Contestant:
 
 
 def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
-  """Returns the coder of positions, both ways, and the bits of a position, for
-  so many positions drawn with a density."""
+  """Returns (encoding and decoding of positions, bits of a position). `count`
+  positions are drawn with a density."""
   # Gaps between positions that are drawn independently are geometric.
   steps = np.random.default_rng(0).geometric(density, count)
   positions = np.cumsum(steps) - 1
-  coded = gaps.measure(positions)
-  data = np.concatenate(gaps.encode(coded))
+  gap_code = gaps.measure(positions)
+  data = np.concatenate(gaps.encode(gap_code))
   length = int(positions[-1]) + 1
   directions: dict[str, Contestant] = {
     "encode": lambda: gaps.encode(gaps.measure(positions)),
-    "decode": lambda: gaps.decode(data, count, coded.k, coded.unary, length),
+    "decode": lambda: gaps.decode(
+      data, count, gap_code.k, gap_code.unary, length
+    ),
   }
   return directions, 8 * data.size / count
 
@@ -171,7 +174,7 @@ class Rate(NamedTuple):
   cpu: float  # seconds of both processes for a message
 
 
-def _unchanged(tree: Any) -> Any:
+def _identity(tree: Any) -> Any:
   """Returns a message of the dense wire, which is its own code."""
   return tree
 
@@ -183,7 +186,7 @@ class _Server:
     """Starts from parameters of zeros."""
     take_core(1)  # before JAX starts its threads; the worker has core 0
     self._layout: packing.CodeLayout | None = None
-    decode: Callable[[Any], Any] = _unchanged
+    decode: Callable[[Any], Any] = _identity
     if options is not None:
       decode = compression.named(**options).decode
       self._layout = MessageStages(options, like).layout
@@ -235,7 +238,7 @@ class _Worker:
       """Returns the CPU seconds of both processes so far."""
       return time.process_time() + ray.get(server.cpu_seconds.remote())
 
-    for _ in range(_FIRST):
+    for _ in range(_WARM_UP_MESSAGES):
       send_one()
     count, elapsed = 0, 0.0
     cpu_before, start = cpu_seconds(), time.perf_counter()
@@ -254,8 +257,8 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   machine's memory. The worker has the message on its device, and the server
   makes an update from it. Without a codec the elements are sent. With one the
   worker encodes and packs; the server unpacks, and decodes in the update. The
-  next code is made while a message is in flight, as by a worker with two
-  tickets.
+  worker makes the next code while a message is in flight, as a worker with two
+  tickets does.
 
   Args:
     like: the message, a tree of float32 arrays of NumPy.
@@ -282,8 +285,8 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
 def _stages(
   report: BenchReport, like: dict[str, npt.NDArray[Any]], rounds: int
 ) -> None:
-  """Speeds of each codec's stages, over that of a copy."""
-  plain = copy(like)
+  """Prints the speeds of each codec's stages over the speed of a copy."""
+  copy_call = copy(like)
   size = sum(x.nbytes for x in like.values())
   table = report.table(
     f"speed on a message of {_MEGABYTES} MB of float32 in 4 leaves, one core",
@@ -296,23 +299,25 @@ def _stages(
   )
   for label, options in _CODECS.items():
     stages = MessageStages(options, like)
-    contestants = {"copy": plain, **stages.contestants()}
+    contestants = {"copy": copy_call, **stages.contestants()}
     # CPU time: other programs change the time of the wall.
     times = turns.take_turns(contestants, rounds, 3, time.process_time)
     copy_seconds, *stage_seconds = times.values()
-    shares = [float(np.median(copy_seconds / each)) for each in stage_seconds]
+    stage_speeds = [
+      float(np.median(copy_seconds / seconds)) for seconds in stage_seconds
+    ]
     length = stages.pack().size
     encode, pack, unpack, decode = stage_seconds
     direction_seconds = encode + pack, unpack + decode  # up, down
     speeds = [size / 1e6 / float(np.median(s)) for s in direction_seconds]
     ratios = [Measured(copy_seconds / s) for s in direction_seconds]
-    table.row(label, length, size / length, *shares, *speeds, *ratios)
+    table.row(label, length, size / length, *stage_speeds, *speeds, *ratios)
   speed = size / 1e6 / np.median(copy_seconds)
   print(f"\nof a copy, that is {speed:.0f} MB/s")
 
 
 def _coder(report: BenchReport, rounds: int) -> None:
-  """Positions per second, and what one takes."""
+  """Prints positions per second, and the bits of a position."""
   table = report.table(
     "the coder of positions, by density",
     "density",
@@ -321,26 +326,29 @@ def _coder(report: BenchReport, rounds: int) -> None:
     {"bits / entropy": ".3f"},
     width=8,
   )
-  for p in _DENSITIES:
-    directions, bits = coder(p, _POSITIONS)
+  for density in _DENSITIES:
+    directions, bits = coder(density, _POSITIONS)
     # Bits of a gap: the entropy of a geometric distribution, which no code can
     # go below.
-    entropy = -np.log2(p) - (1 - p) / p * np.log2(1 - p)
+    entropy = -np.log2(density) - (1 - density) / density * np.log2(1 - density)
     times = turns.take_turns(directions, rounds, 3, time.process_time).values()
     speeds = [_POSITIONS / 1e6 / float(np.median(seconds)) for seconds in times]
-    table.row(f"{p:g}", bits, entropy, *speeds, Measured(bits / entropy))
+    table.row(f"{density:g}", bits, entropy, *speeds, Measured(bits / entropy))
 
 
 def _messages(report: BenchReport, like: Any, seconds: float) -> None:
-  """Messages per second, of codecs and of the dense wire."""
-  sent: dict[str, Options | None] = {"dense": None}
-  sent |= {label: _CODECS[label] for label in _SENT}
-  rates: dict[str, list[tuple[float, float]]] = {label: [] for label in sent}
+  """Prints messages per second, of codecs and of the dense wire."""
+  options_of: dict[str, Options | None] = {"dense": None}
+  options_of |= {label: _CODECS[label] for label in _SENT_CODECS}
+  rates: dict[str, list[tuple[float, float]]] = {
+    label: [] for label in options_of
+  }
   # Turns: a slow phase of the machine meets all codecs alike.
   for _ in range(_RATE_TURNS):
-    for label, options in sent.items():
-      measured = rate(like, options, seconds / _RATE_TURNS)
-      rates[label].append((measured.per_second, 1e3 * measured.cpu))  # 1/s, ms
+    for label, options in options_of.items():
+      turn_rate = rate(like, options, seconds / _RATE_TURNS)
+      milliseconds = 1e3 * turn_rate.cpu
+      rates[label].append((turn_rate.per_second, milliseconds))
   table = report.table(
     "from a worker to a server, each on a node of Ray, on one machine",
     "sent",
@@ -356,9 +364,9 @@ def _messages(report: BenchReport, like: Any, seconds: float) -> None:
 
 
 def run(report: BenchReport, seconds: float = 3.0, rounds: int = 5) -> None:
-  """Prints speeds of codecs, of packing and of the coder of positions, on one
-  core by its CPU time; then with so many seconds for each contestant messages
-  per second to a server, and what CPU time they take."""
+  """Prints speeds of codecs, of packing and of the coder of positions, by CPU
+  time on one core. Then it prints messages per second to a server and their CPU
+  time, measured for `seconds` with each codec."""
   like = message(_MEGABYTES)
   # One core: threads of XLA would share a codec's work unevenly.
   cores = take_core(0)

@@ -6,8 +6,8 @@ Processes read and write the weights of a sparse logistic regression in shared
 memory, and none waits for another. Reads and writes of several processes mix,
 and an addition may be lost (Recht et al., "Hogwild!: a lock-free approach to
 parallelizing stochastic gradient descent", NIPS 2011). The baseline is one
-process; the other contestant has a lock around each update. All make the same
-number of updates, so their losses compare.
+process; the other contestant has a lock around each update. All contestants
+make the same number of updates, so that their losses can be compared.
 """
 
 import contextlib
@@ -73,7 +73,8 @@ def _process(
   barrier: Any,
 ) -> None:
   """Trains in a process, between two barriers of all processes, with a part of
-  an order of `updates` examples, which is the same for any processes."""
+  an order of `updates` examples, which is the same for any number of
+  processes."""
   examples = examples_of(data)
   rng = np.random.default_rng(0)
   order = rng.integers(len(examples), size=updates)[part]
@@ -148,7 +149,10 @@ def run(report: BenchReport, rounds: int = 3) -> None:
   ]
   # By contestant: the rates and the losses of the rounds.
   results = np.transpose(turns, (1, 2, 0))
-  speeds, losses = results[0]
-  for name, (rates, values) in zip(contestants, results, strict=True):
-    ratios = Measured(rates / speeds), Measured(values / losses, "<= 1.01")
-    table.row(name, np.median(rates), np.median(values), *ratios)
+  base_rates, base_losses = results[0]
+  for name, (rates, final_losses) in zip(contestants, results, strict=True):
+    ratios = (
+      Measured(rates / base_rates),
+      Measured(final_losses / base_losses, "<= 1.01"),
+    )
+    table.row(name, np.median(rates), np.median(final_losses), *ratios)

@@ -30,7 +30,7 @@ _HINT = (
 
 def _run(*words: str) -> str:
   """Runs a command; returns its output. Raises ValueError if it fails."""
-  try:  # below
+  try:
     result = subprocess.run(words, capture_output=True, text=True)
   except OSError as error:
     raise ValueError(f"{words[0]} cannot be run ({error}): {_HINT}") from error
@@ -54,20 +54,20 @@ def _check() -> None:
 class VirtualWire:
   """The wire between the namespace of this process and another one."""
 
-  def __init__(self, far: int):
+  def __init__(self, far_pid: int):
     """Lays a wire to the namespace of a process."""
-    # The prefix runs a command in the namespace of the process `far`.
-    self.prefix = ["nsenter", f"--net=/proc/{far}/ns/net"]
-    namespace = ["netns", str(far)]
+    # The prefix runs a command in the namespace of the process `far_pid`.
+    self.prefix = ["nsenter", f"--net=/proc/{far_pid}/ns/net"]
+    namespace = ["netns", str(far_pid)]
     _run("ip", "link", "set", "lo", "up")
     # One end here, the other in that namespace.
     ends = ["near", "type", "veth", "peer", "name", "far", *namespace]
     _run("ip", "link", "add", *ends)
-    self._end([], "near", NEAR)
+    self._set_up_end([], "near", NEAR)
     _run(*self.prefix, "ip", "link", "set", "lo", "up")
-    self._end(self.prefix, "far", FAR)
+    self._set_up_end(self.prefix, "far", FAR)
 
-  def _end(self, prefix: list[str], name: str, address: str) -> None:
+  def _set_up_end(self, prefix: list[str], name: str, address: str) -> None:
     """Sets up one end of the wire, with its address and route."""
     _run(*prefix, "ip", "address", "add", f"{address}/24", "dev", name)
     _run(*prefix, "ip", "link", "set", name, "up")
@@ -99,25 +99,25 @@ def wire() -> Iterator[VirtualWire]:
       error.
   """
   _check()
-  other = subprocess.Popen(
+  holder = subprocess.Popen(
     ["unshare", "--net", sys.executable, "-c", _WAIT_FOR_INPUT],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
   )
   try:
     # The line is printed in the new namespace, so it exists from here on.
-    if not _says_a_line(other):
+    if not _wait_for_line(holder):
       raise ValueError(f"unshare --net is not permitted: {_HINT}")
-    yield VirtualWire(other.pid)
+    yield VirtualWire(holder.pid)
   finally:
-    _end(other)
+    _end(holder)
 
 
 # The namespace exists while this program waits for the end of its input.
 _WAIT_FOR_INPUT = "import sys; print(flush=True); sys.stdin.read()"
 
 
-def _says_a_line(process: subprocess.Popen[bytes]) -> bool:
+def _wait_for_line(process: subprocess.Popen[bytes]) -> bool:
   """Waits for the line of a process; returns False if it exits without one."""
   assert process.stdout is not None  # a pipe
   return bool(process.stdout.readline())
@@ -155,7 +155,7 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   )
   try:
     # `run_node` prints a line when the node is part of the cluster.
-    if not _says_a_line(node):
+    if not _wait_for_line(node):
       raise ValueError("no node of Ray started in the other namespace")
     yield
   finally:

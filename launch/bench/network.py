@@ -42,10 +42,10 @@ _ENGINES = {
   "ray": live.RAY,
 }
 _LEAVES, _WIDTH = 4, 256  # of the parameters: matrices, and their columns
-_SPREAD = 0.5  # a job takes 1 - this to 1 + this of the mean
+_SPREAD = 0.5  # a job takes from 1 - _SPREAD to 1 + _SPREAD times the mean
 _RATE = 0.01  # learning rate; the loss does not matter
 FAR = "far"  # resource of the workers' machine
-_SHARE = {FAR: 0.001}  # that each worker asks for
+_SHARE = {FAR: 0.001}  # resource that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
 _WANTED_RATIO = "0.85 to 1.15"  # wanted of simulated by live
 _JOBS = 40  # of a worker that waits for no other, in a live run
@@ -71,15 +71,16 @@ class LinkSpeeds(NamedTuple):
     return {key: getattr(self, key) for key in keys}
 
   def slower(self, factor: float) -> "LinkSpeeds":
-    # Every time, and the time of every byte, grows alike.
-    """Returns links over which all takes so many times as long."""
+    """Returns the speeds with every time, and the time of every byte,
+    multiplied by `factor`."""
     job, latency = factor * self.job, factor * self.latency
     return self._replace(job=job, latency=latency, port=self.port / factor)
 
   def bound(self, workers: int, shards: int, job: float | None = None) -> float:
-    """Returns the smaller of N / c and S B / b: the messages a second of N
-    workers that never wait for each other, c from ticket to ticket with jobs of
-    a mean time, and those that the ports of S shards let through.
+    """Returns the smaller of N / c and S B / b, a bound of the messages a
+    second. N / c is the rate of N workers that never wait for each other; c is
+    the time from ticket to ticket, with jobs of the mean time `job`. S B / b is
+    the rate that the ports of S shards allow.
 
     Example:
       >>> from .network import LinkSpeeds
@@ -94,7 +95,7 @@ class LinkSpeeds(NamedTuple):
     return min(workers / (job + 2 * (self.latency + port)), 1 / port)
 
 
-def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
+def _draw_wait(seconds: float, seed: int, worker: int, job: int) -> float:
   """Returns how long a job waits, `seconds` in the mean."""
   # The same wait in a live run and in a repetition of it.
   rng = np.random.default_rng((seed, worker, job))
@@ -128,7 +129,7 @@ def waiting(
     def batch(worker: int, job: int) -> Any:
       if seconds:
         # Making the batch is part of the job, and sleeping needs no core.
-        time.sleep(_waits(seconds, seed, worker, job))
+        time.sleep(_draw_wait(seconds, seed, worker, job))
       return empty_batch
 
     return batch
@@ -185,7 +186,7 @@ def _train(
         Path(folder),
         bar=Silent(),
         machine=machine,
-        on_end=lambda *what: end_results.extend(what),
+        on_end=lambda *results: end_results.extend(results),
       )
     finally:
       machine.close()
@@ -193,17 +194,18 @@ def _train(
     return end_results[0], read(Path(folder) / "cells" / cell.name)
 
 
-def _late(files: live_files.LiveFiles, seconds: float) -> float:
-  """Returns by what share of their mean the jobs of a live run took longer than
-  they were to wait: other programs had the cores."""
-  late = [
+def _mean_lateness(files: live_files.LiveFiles, seconds: float) -> float:
+  """Returns the mean time by which jobs of a live run took longer than their
+  waits, over the mean wait `seconds`. It is large if other programs had the
+  cores."""
+  lateness = [
     # A wait is drawn from worker and job, so that it can be drawn again here.
-    span.end - span.start - _waits(seconds, 0, worker, span.job)
+    span.end - span.start - _draw_wait(seconds, 0, worker, span.job)
     for worker, spans in files.spans.items()
     for span in spans
     if span.name == "compute"
   ]
-  return float(np.mean(late)) / seconds
+  return float(np.mean(lateness)) / seconds
 
 
 def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
@@ -221,8 +223,8 @@ def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
 def _rate(records: base.Records, workers: int) -> float:
   """Returns messages a second, after each worker has sent one."""
   # From here on all workers are at work: the start is left out.
-  zero = predict.count_until_all_sent(records.worker, workers)
-  return predict.rate(predict.Outcome(0.0, records, float("nan")), zero)
+  n_first = predict.count_until_all_sent(records.worker, workers)
+  return predict.rate(predict.Outcome(0.0, records, float("nan")), n_first)
 
 
 def simulated(
@@ -239,9 +241,9 @@ def simulated(
     links: their latency, bandwidth, and bytes of a message.
     workers: N.
     shards: S, which keep one order.
-    messages: the number of messages of the run; those before each worker has
-      handed one in are not counted.
-    times: seconds that jobs take; of each worker they are drawn from these.
+    messages: the number of messages of the run. The rate leaves out the first
+      messages, until each worker has sent one.
+    times: seconds of jobs, from which the times of each worker are drawn.
     seed: the seed of the draws.
   """
   rows = [{"worker": 0, "seconds": seconds} for seconds in times]
@@ -275,15 +277,15 @@ class Threads:
     cycle = 1 / self._links.bound(1, 1)
     self.links = self._links.slower(seconds / _JOBS / cycle)
 
-  def _slow(self) -> dict[str, Any]:
+  def _slow_links(self) -> dict[str, Any]:
     """Makes links slow; returns the keys of a config that do."""
     return {"network": self.links.section()}
 
-  def _fast(self) -> dict[str, Any]:
+  def _fast_links(self) -> dict[str, Any]:
     """Makes links take no time; returns the keys of a config that do."""
     return {}
 
-  def _live(
+  def _run_live(
     self, workers: int, shards: int, messages: int, **config: Any
   ) -> tuple[base.Records, Any, float]:
     """Returns records and files of a live run, and how late its jobs were."""
@@ -294,12 +296,12 @@ class Threads:
       live=live,
       **config,
     )
-    return records, files, _late(files, links.job)
+    return records, files, _mean_lateness(files, links.job)
 
   def measured(self, messages: int) -> tuple[list[float], float]:
     """Returns the seconds that the jobs of one worker take, over links that are
     as fast as they can be, and how late they were."""
-    _, files, late = self._live(1, 1, messages, **self._fast())
+    _, files, late = self._run_live(1, 1, messages, **self._fast_links())
     # From the end of a job to the next one, without the first.
     jobs = predict.measure_jobs(files.journals[0], files.spans)
     return predict.settled_durations(jobs, 1)[0], late
@@ -309,7 +311,9 @@ class Threads:
   ) -> tuple[float, float]:
     """Returns the messages a second of N workers over slow links, and how late
     their jobs were."""
-    records, _, late = self._live(workers, shards, messages, **self._slow())
+    records, _, late = self._run_live(
+      workers, shards, messages, **self._slow_links()
+    )
     return _rate(records, workers), late
 
 
@@ -333,11 +337,11 @@ class SeparateMachines(Threads):
     super().__init__(seconds)
     self._wire = wire
 
-  def _slow(self) -> dict[str, Any]:
+  def _slow_links(self) -> dict[str, Any]:
     self._wire.limit(self.links.port)
     return {"live": {"resources": _SHARE}}
 
-  def _fast(self) -> dict[str, Any]:
+  def _fast_links(self) -> dict[str, Any]:
     self._wire.limit(None)
     return {"live": {"resources": _SHARE}}
 
@@ -382,17 +386,18 @@ def turn(
   workers: int,
   shards: int,
   seed: int,
-  one: tuple[Sequence[float], float],
+  job_times: tuple[Sequence[float], float],
 ) -> Turn:
   """Simulates N workers over slow links, and runs N live workers over them.
 
-  The simulation uses the times of `one`, which were measured over fast links.
+  `job_times` are (times of jobs, their lateness), measured over fast links. The
+  simulation uses these times.
   """
-  links, (times, lateness_before) = runtime.links, one
+  links, (times, lateness_before) = runtime.links, job_times
   bound = links.bound(workers, shards, float(np.mean(times)))
   # The rate of a worker over that of one alone: it waits for busy ports.
-  share_of_one = links.bound(workers, shards) / links.bound(1, 1) / workers
-  jobs = max(round(_JOBS * share_of_one), _LEAST_JOBS)
+  rate_share = links.bound(workers, shards) / links.bound(1, 1) / workers
+  jobs = max(round(_JOBS * rate_share), _LEAST_JOBS)
   size = workers, shards, workers * jobs
   # Predict first: the prediction must not know the live run.
   predicted = simulated(links, *size, times, seed)
@@ -412,26 +417,28 @@ def run(
   each, and the simulated rate, in turns.
   """
   with RUNTIMES[links](seconds) as runtime:
-    slow = runtime.links
+    speeds = runtime.links
     table = report.table(
-      f"slow links, {links}: jobs of {slow.job:.3g} s, {slow.latency:.3g} s"
-      f" each way, a port takes {slow.port / slow.nbytes:.3g} messages/s",
+      f"slow links, {links}: jobs of {speeds.job:.3g} s, {speeds.latency:.3g} s"
+      f" each way, a port takes {speeds.port / speeds.nbytes:.3g} messages/s",
       "number",
       {"at most/s": ".2f", "live/s": ".2f", "simulated/s": ".2f"}
       | {"late %": ".1f"},
       {"simulated / live": ".2f"},
       width=20,
     )
-    # One worker is measured once a round; each round predicts from its own.
-    one_worker = [
+    # One worker is measured once a round. A round predicts from its
+    # measurement.
+    job_measurements = [
       undisturbed(lambda: runtime.measured(_JOBS)) for _ in range(rounds)
     ]
     for workers, shards in runtime.runs:
       measured_turns = [
-        turn(runtime, workers, shards, *one) for one in enumerate(one_worker)
+        turn(runtime, workers, shards, *seed_and_jobs)
+        for seed_and_jobs in enumerate(job_measurements)
       ]
       bound, live, simulated, late = np.transpose(measured_turns)
-      speeds = [float(np.median(x)) for x in (bound, live, simulated)]
+      rates = [float(np.median(x)) for x in (bound, live, simulated)]
       ratio = Measured(simulated / live, _WANTED_RATIO)
       name = f"workers {workers}, shards {shards}"
-      table.row(name, *speeds, 100 * late.max(), ratio)
+      table.row(name, *rates, 100 * late.max(), ratio)

@@ -1,8 +1,8 @@
 """Microseconds to make, check and summarise a row of an order.
 
-Closed orders over an instant network are made in columns; beside them is the
-same order played event by event, by the dispatcher that live runs have. Growth
-is the time of a row with 8,192 workers over that with 8.
+Orders of a fixed set of workers, over a network that takes no time, are made in
+columns. Beside them is the same order, played event by event by the dispatcher
+of live runs. Growth is the time of a row with 8,192 workers over that with 8.
 """
 
 import multiprocessing
@@ -46,23 +46,23 @@ def _make(rules: Rules, workers: int, messages: int) -> int:
   return len(trace.time)
 
 
-def _in_columns(rules: Rules, workers: int) -> float:
+def _time_columns(rules: Rules, workers: int) -> float:
   """Returns the microseconds of a row, in CPU time of this process."""
-  began = time.process_time()
+  start_time = time.process_time()
   rows = _make(rules, workers, _MESSAGES)
-  return (time.process_time() - began) / rows * 1e6
+  return (time.process_time() - start_time) / rows * 1e6
 
 
-def _played(rules: Rules, workers: int) -> float:
-  """Returns the same of an order that is played event by event, once all
-  workers are at work."""
+def _time_played(rules: Rules, workers: int) -> float:
+  """Returns the microseconds of a row of an order that is played event by
+  event, after all workers have started."""
   # The start differs from the rest: no worker waits yet.
   order = play.begin(rules, durations.homogeneous(), workers)
   order.until(start := 2 * workers + rules.warm_start)
-  before, began = len(order.rows), time.process_time()
+  rows_before, start_time = len(order.rows), time.process_time()
   order.until(start + _PLAYED_MESSAGES)
-  seconds = time.process_time() - began
-  return seconds / (len(order.rows) - before) * 1e6
+  seconds = time.process_time() - start_time
+  return seconds / (len(order.rows) - rows_before) * 1e6
 
 
 def _by_workers(
@@ -93,9 +93,9 @@ def _measure_in_process(
   name: str, workers: int, messages: int, results: Any
 ) -> None:
   """Puts (rows, seconds, peak in GB) of a process that makes one order."""
-  began = time.perf_counter()
+  start_time = time.perf_counter()
   rows = _make(_protocols(workers, messages)[name], workers, messages)
-  seconds = time.perf_counter() - began
+  seconds = time.perf_counter() - start_time
   results.put((rows, seconds, peak_bytes() / 1e9))
 
 
@@ -109,12 +109,12 @@ def _large(report: BenchReport) -> None:
     width=30,
   )
   # A forked process would inherit this one's peak of memory.
-  spawned = multiprocessing.get_context("spawn")
+  context = multiprocessing.get_context("spawn")
   for workers, messages in _LARGE.items():
     for name in _protocols(workers, messages):
-      results = spawned.SimpleQueue()
+      results = context.SimpleQueue()
       arguments = name, workers, messages, results
-      process = spawned.Process(target=_measure_in_process, args=arguments)
+      process = context.Process(target=_measure_in_process, args=arguments)
       process.start()
       process.join()
       if process.exitcode:
@@ -129,11 +129,11 @@ def _large(report: BenchReport) -> None:
 
 
 def run(report: BenchReport, rounds: int = 2, *, large: bool = False) -> None:
-  """Runs all of it with so many turns; `large` orders instead: 10 M rows of
-  10,000 workers and 1 M of 100,000."""
+  """Measures all protocols in `rounds` turns. If `large`, measures large orders
+  instead: 10 M rows of 10,000 workers and 1 M rows of 100,000."""
   if large:
     _large(report)
     return
-  made = "made by columns, checked and summarised"
-  _by_workers(report, f"us for a row, {made}", _in_columns, rounds)
-  _by_workers(report, "us for a row, made event by event", _played, rounds)
+  how = "made by columns, checked and summarised"
+  _by_workers(report, f"us for a row, {how}", _time_columns, rounds)
+  _by_workers(report, "us for a row, made event by event", _time_played, rounds)

@@ -1,27 +1,28 @@
-"""The benchmark of synchronous parallelism: what sharing a step out costs.
+"""The benchmark of synchronous parallelism: the cost of dividing a step.
 
 All devices are CPU devices of one machine, which share its cores and its
-memory. So devices add no speed here. 1.00 of ideal is a step that takes as long
-as on one device with the same cores, and the loss is the cost of sharing.
+memory. So devices add no speed here. A ratio of 1.00 is a step that takes as
+long as on one device with the same cores; a step that takes longer shows the
+cost of dividing it.
 
 - a data parallel step on two devices, at every stage of ZeRO, against a plain
   jitted optax step on the same batch;
 - a tensor parallel MLP on two devices, forward and backward, against the same
-  on one;
-- gradients reduced layer by layer behind the backward, against all at the end.
-  Here 1.00 is the best possible: the cores that add gradients up are those that
-  compute, so no time can be hidden, and XLA's CPU backend makes one all-reduce,
-  at the end, of small ones;
+  MLP on one;
+- gradients reduced layer by layer during the backward, against all at the end.
+  Here 1.00 is the best possible: the same cores compute and add gradients up,
+  so no time can be hidden. XLA's CPU backend also combines small all-reduces
+  into one at the end;
 - collectives written out, on two and on eight devices, against `jax.lax.psum`:
-  with the sum in new memory, and in place (the argument is donated, which
-  `psum` is copied for). These run in separate processes:
-    - one as it comes, of the ring alone. Large arrays are given back to the
-      system after each call, and the next one waits for new pages, which takes
-      longer than to add the numbers up;
-    - one that keeps the memory it has had, by what glibc reads from the
-      environment (MALLOC_MMAP_MAX_ and others). Here times are those of
-      messages, and beside them is what `asgd.parallel.costs` says, of a link
-      fitted to the ring's times in place at the smallest and the largest size.
+  with the sum in new memory, and in place (the argument is donated; XLA copies
+  it for `psum`). Two processes measure them:
+    - one with the default settings, the ring alone. It gives the memory of
+      large arrays back to the system after each call, and the next call waits
+      for new pages, which takes longer than to add the numbers up;
+    - one that keeps freed memory, by variables that glibc reads
+      (MALLOC_MMAP_MAX_ and others). Here times are those of messages. Beside
+      them are the times by `asgd.parallel.costs`, for a link fitted to the
+      ring's times in place at the smallest and the largest size.
 """
 
 import itertools
@@ -77,7 +78,7 @@ def data_steps() -> dict[str, Contestant]:
   params, batch_on_device = problem.init(key), jax.device_put(batch)
   plain = turns.plain_step(problem, tx)
 
-  def shared(zero: int) -> Contestant:
+  def make_shared_step(zero: int) -> Contestant:
     """Returns the step of two devices at a stage of ZeRO."""
     step = data_parallel.make_step(problem.loss, tx, mesh, zero=zero)
     # Each device has half of the batch.
@@ -86,12 +87,14 @@ def data_steps() -> dict[str, Contestant]:
       lambda state: step.step(state, placed_batch, key)[0], step.init(params)
     )
 
-  one = turns.repeated(
+  one_device_step = turns.repeated(
     lambda state: plain(*state, batch_on_device, key)[:2],
     (params, tx.init(params)),
   )
-  steps = {f"two devices, zero={zero}": shared(zero) for zero in range(4)}
-  return {"one device": one, **steps}
+  steps = {
+    f"two devices, zero={zero}": make_shared_step(zero) for zero in range(4)
+  }
+  return {"one device": one_device_step, **steps}
 
 
 class _Mlp(nn.Module):
@@ -181,7 +184,7 @@ def shapes(devices: int) -> dict[str, dict[str, int]]:
   return meshes_of
 
 
-def _sums(
+def _make_sums(
   name: str, devices: int, size: float
 ) -> tuple[Contestant, Contestant]:
   """Returns a collective of `size` MB a device: in new memory, and in place."""
@@ -201,8 +204,10 @@ def _sums(
   new, in_place = jax.jit(call), jax.jit(call, donate_argnums=0)
   # The sum of zeros is zeros, so repeated calls do not overflow.
   # Two arrays, because the second is donated.
-  once, again = (meshes.place(zeros, mesh, spec) for _ in range(2))
-  return turns.alone(new, once), turns.repeated(in_place, again)
+  argument, donated_argument = (
+    meshes.place(zeros, mesh, spec) for _ in range(2)
+  )
+  return turns.alone(new, argument), turns.repeated(in_place, donated_argument)
 
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:
@@ -216,15 +221,17 @@ def cost(name: str, size: float, devices: int) -> costs.Cost:
 def fit(
   small: tuple[costs.Cost, float], large: tuple[costs.Cost, float]
 ) -> costs.LinkSpeed:
-  """Returns the link on which two costs take these seconds. There is none where
-  the larger one takes longer than its share, or less time than the smaller: the
-  latency is 0 then, and only the larger one is reproduced."""
+  """Returns the link on which two costs take these seconds. If that link has a
+  negative latency or bandwidth, the latency is 0, and the link fits the larger
+  cost alone."""
   # steps x latency + bytes x (1 / bandwidth) = seconds, for both.
   rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
-  latency, inverse = np.linalg.solve(rounds, [t for _, t in (small, large)])
-  if latency < 0 or inverse <= 0:
-    latency, inverse = 0.0, large[1] / large[0].bytes
-  return costs.link(1 / inverse, latency)
+  latency, seconds_per_byte = np.linalg.solve(
+    rounds, [t for _, t in (small, large)]
+  )
+  if latency < 0 or seconds_per_byte <= 0:
+    latency, seconds_per_byte = 0.0, large[1] / large[0].bytes
+  return costs.link(1 / seconds_per_byte, latency)
 
 
 def measure(
@@ -236,12 +243,12 @@ def measure(
     float64[2, 2, rounds]: seconds of the collective and of psum, each with the
     sum in new memory and in place.
   """
-  sums: tuple[Contestant, ...] = _sums(name, devices, size)
+  sums: tuple[Contestant, ...] = _make_sums(name, devices, size)
   if name != "psum":
-    sums += _sums("psum", devices, size)
-  # A small one is over before a clock is sure of it.
+    sums += _make_sums("psum", devices, size)
+  # The clock is too coarse for one call of a small collective.
   calls = 8 if size < 8 else 1
-  contestants = {str(i): once for i, once in enumerate(sums)}
+  contestants = {str(i): contestant for i, contestant in enumerate(sums)}
   seconds = list(turns.take_turns(contestants, rounds, calls).values())
   # psum has two contestants only, which are then both halves.
   return np.stack([seconds[:2], seconds[-2:]])
@@ -259,7 +266,9 @@ def cells(
   They are milliseconds in new memory and in place; with a link also the model's
   and their fraction of the measured ones; then the ratios to psum.
   """
-  milliseconds = [1e3 * float(np.median(mine)) for mine in times[0]]
+  milliseconds = [
+    1e3 * float(np.median(one_form_times)) for one_form_times in times[0]
+  ]
   if name == "psum":  # the measure of the others
     # Its ratios to itself are left empty.
     return [*milliseconds, *[None] * (2 if link is None else 4)]
@@ -279,32 +288,32 @@ def _measure_collectives(
   values = {"ms": ".2f", "ms in place": ".2f"}
   if keeps_memory:
     values |= {"model ms": ".2f", "model / measured": ".2f"}
-  keeping = ", with glibc set to keep freed memory" if keeps_memory else ""
+  title_end = ", with glibc set to keep freed memory" if keeps_memory else ""
   for devices in (2, 8):
-    sizes, kinds = [_LARGE_MB], ["psum", "ring"]
+    sizes, collective_names = [_LARGE_MB], ["psum", "ring"]
     link = None
     rings: dict[float, npt.NDArray[np.float64]] = {}  # MB -> times of the ring
     if keeps_memory:
       # The link is fitted to the ring, so rings are measured first.
-      sizes, kinds = [_SMALL_MB, _LARGE_MB], list(shapes(devices))
-      measured = []
+      sizes, collective_names = [_SMALL_MB, _LARGE_MB], list(shapes(devices))
+      fit_points = []
       for size in sizes:
         rings[size] = measure("ring", devices, size, rounds)
         seconds = float(np.median(rings[size][0, 1]))
-        measured.append((cost("ring", size, devices), seconds))
-      link = fit(*measured)
+        fit_points.append((cost("ring", size, devices), seconds))
+      link = fit(*fit_points)
       print(
         f"\nmodel: {link.bandwidth / 1e9:.2f} GB/s each way, and"
         f" {1e6 * link.latency:.0f} us a message",
         flush=True,
       )
     table = report.table(
-      f"collectives of {devices} devices{keeping}",
+      f"collectives of {devices} devices{title_end}",
       "collective, MB",
       values,
       {"time / psum": ".2f", "in place: time / psum": ".2f"},
     )
-    for size, name in itertools.product(sizes, kinds):
+    for size, name in itertools.product(sizes, collective_names):
       is_measured = name == "ring" and size in rings
       times = (
         rings[size] if is_measured else measure(name, devices, size, rounds)
@@ -321,15 +330,21 @@ def run(report: BenchReport, rounds: int = 3) -> None:
     (f"tensor parallel: MLP {_WIDTH}-{4 * _WIDTH}, {_ROWS} rows", tensor_steps),
     (f"reducing gradients: MLP of {_HIDDEN}, batch {_SMALL_BATCH}", reductions),
   )
-  for title, make in parts:
+  for title, make_contestants in parts:
     # The first is the baseline of the others.
-    (base, once), *variants = make().items()
-    contestants = {name: lambda other=other: other for name, other in variants}
+    (base_name, baseline), *variants = make_contestants().items()
+    contestants = {
+      name: lambda contestant=contestant: contestant
+      for name, contestant in variants
+    }
     table = report.table(
-      title, f"against {base}", {"ms": ".1f"}, {"speed / one device": ".2f"}
+      title,
+      f"against {base_name}",
+      {"ms": ".1f"},
+      {"speed / one device": ".2f"},
     )
     for name, base_seconds, seconds in turns.against(
-      once, contestants, rounds, calls=3
+      baseline, contestants, rounds, calls=3
     ):
       ms = 1e3 * float(np.median(seconds))
       table.row(name, ms, Measured(base_seconds / seconds))

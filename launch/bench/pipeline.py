@@ -143,7 +143,7 @@ def _stack_arguments(table: Schedule) -> dict[str, Any]:
   return _arguments(table, layers, params, x, cuts)
 
 
-def _repeated(engine: Any) -> turns.Contestant:
+def _repeat_runs(engine: Any) -> turns.Contestant:
   """Returns a run of the whole table, from the state that the last one left."""
   return turns.repeated(
     lambda state: engine.next_pass(engine.run(state).state), engine.start()
@@ -155,7 +155,7 @@ def _threads(table: Schedule) -> contextlib.AbstractContextManager[Any]:
   return contextlib.nullcontext(executor.Executor(**_stack_arguments(table)))
 
 
-def _own_cores(table: Schedule) -> contextlib.AbstractContextManager[Any]:
+def _processes(table: Schedule) -> contextlib.AbstractContextManager[Any]:
   """Returns an engine with a process for each stage, each on one core."""
   cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
   make = functools.partial(_stack_arguments, table)
@@ -174,7 +174,7 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
     "1F1B": (schedules.one_f_one_b(s, m), flushing),
     "PipeDream": (schedules.pipedream(s, _ASYNCHRONOUS), 1 / s),
   }
-  printed = report.table(
+  result_table = report.table(
     f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_LENGTH} tokens a"
     f" microbatch, {s} stages, {m} microbatches (PipeDream:"
     f" {_ASYNCHRONOUS}, with its fill and drain)",
@@ -189,7 +189,7 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
       concurrent.futures.ProcessPoolExecutor(1, spawn, _take_core)
     )
 
-    def alone() -> None:
+    def run_on_one_core() -> None:
       """Computes the microbatches in that process."""
       one_core.submit(_work, m).result()
 
@@ -197,23 +197,23 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
       """Prints the rows of all tables on one kind of engine."""
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
-          work = {"alone": alone, "engine": _repeated(engine)}
+          work = {"alone": run_on_one_core, "engine": _repeat_runs(engine)}
           base_seconds, seconds = turns.take_turns(work, rounds).values()
           # The one core computed m microbatches; PipeDream's table has more.
           base_seconds = base_seconds * table.microbatches / m
         target = f">= {_TARGETS[kind, name]}"
         label = f"{name}, {kind}"
-        printed.row(label, *_cells(bound, base_seconds, seconds, target))
+        result_table.row(label, *_cells(bound, base_seconds, seconds, target))
 
     measure("threads", _threads)
     if importlib.util.find_spec("ray"):
       ray_runtime.start(None)
       stack.callback(ray_runtime.stop)
-      measure("processes", _own_cores)
+      measure("processes", _processes)
     else:
       print("no Ray, so no stages in processes: pip install 'asgd[ray]'")
   for name, base_seconds, seconds in _peer(rounds, peer):
-    printed.row(f"{name}, torch", *_cells(flushing, base_seconds, seconds))
+    result_table.row(f"{name}, torch", *_cells(flushing, base_seconds, seconds))
 
 
 def _cells(
@@ -252,13 +252,13 @@ def _peer(
   seconds = {k: np.array(v) for k, v in json.loads(out.stdout).items()}
   # torch measures its one core once, not in turns with each schedule.
   base = np.full(rounds, np.median(seconds.pop("one_core")))
-  for name, measured in seconds.items():
-    yield name, base, measured
+  for name, peer_seconds in seconds.items():
+    yield name, base, peer_seconds
 
 
 def _table(report: BenchReport) -> None:
   """Prints the times to make, check and analyse a large table."""
-  printed = report.table(
+  result_table = report.table(
     f"a 1F1B schedule of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
     " microbatches",
     "step",
@@ -272,8 +272,8 @@ def _table(report: BenchReport) -> None:
     step(table)
     times.append(time.perf_counter())
   steps = "make", "check", "analyse"
-  for name, took in zip(steps, np.diff(times), strict=True):
-    printed.row(name, Measured(took))
+  for name, seconds in zip(steps, np.diff(times), strict=True):
+    result_table.row(name, Measured(seconds))
 
 
 def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
@@ -291,19 +291,24 @@ def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
   # Zeros of the shape that passes between the stages; only it is compiled for.
   small = np.zeros(stages[0].y.shape, stages[0].y.dtype)
   copiers = [lanes.copier_of(devices[i], small) for i in range(2)]
-  x, one = engine.compiled_program.extra(0, 0), np.ones((), stages[1].y.dtype)
+  x = engine.compiled_program.extra(0, 0)
+  unit_gradient = np.ones((), stages[1].y.dtype)
 
   def once(totals: Any) -> Any:
     """Computes `count` microbatches, and adds up their gradients."""
     for _ in range(count):
-      # [1] Forward on both stages; `kept` are the residuals of the backward.
-      y, _, kept = stages[0].forward(params[0], (), x)
+      # [1] Forward on both stages; each keeps residuals for its backward.
+      y, _, residuals_0 = stages[0].forward(params[0], (), x)
       y = copiers[1](y)
-      loss, _, kept_later = stages[1].forward(params[1], y, ())
+      loss, _, residuals_1 = stages[1].forward(params[1], y, ())
       # [2] Backward from the loss: its gradient is one.
-      later, gy = stages[1].backward(params[1], kept_later, [one])
-      first, _ = stages[0].backward(params[0], kept, copiers[0](gy))
-      grads = first, later
+      grads_1, y_grad = stages[1].backward(
+        params[1], residuals_1, [unit_gradient]
+      )
+      grads_0, _ = stages[0].backward(
+        params[0], residuals_0, copiers[0](y_grad)
+      )
+      grads = grads_0, grads_1
       # [3] Add the gradients up, as a table with a flush does.
       totals = [lanes.add(*pair) for pair in zip(totals, grads, strict=True)]
       jax.block_until_ready((loss, totals))
@@ -321,21 +326,23 @@ def _overhead(report: BenchReport, rounds: int) -> None:
   table = schedules.one_f_one_b(2, 256)
   arguments = _arguments(table, layers, params, x, (0, 1, 3))
   engine = executor.Executor(**arguments)
-  work = {"tasks": _repeated(engine), "programs": _programs(engine, 256)}
+  work = {"tasks": _repeat_runs(engine), "programs": _programs(engine, 256)}
   seconds = turns.take_turns(work, rounds).values()
   # Microseconds of a task of the table.
-  whole, programs = (1e6 * total / len(table.time) for total in seconds)
-  printed = report.table(
+  task_us, programs_us = (1e6 * total / len(table.time) for total in seconds)
+  result_table = report.table(
     "a task of a stage that does nothing", "", {}, {"us": ".0f"}
   )
-  printed.row("the whole task", Measured(whole))
-  printed.row("its compiled programs, in one thread", Measured(programs))
-  printed.row("overhead", Measured(whole - programs, "<= 60"))
+  result_table.row("the whole task", Measured(task_us))
+  result_table.row(
+    "its compiled programs, in one thread", Measured(programs_us)
+  )
+  result_table.row("overhead", Measured(task_us - programs_us, "<= 60"))
 
 
 def _memory(report: BenchReport) -> None:
   """Prints the memory of activations, counted and as the table says."""
-  printed = report.table(
+  result_table = report.table(
     "most activations held, between slots, and as the table says",
     "schedule, device",
     {"table MB": ".1f", "MB": ".1f"},
@@ -360,7 +367,7 @@ def _memory(report: BenchReport) -> None:
     planned = analyze.analyze(table, activation=sizes).peak_activations
     for device in range(table.devices):
       megabytes = planned[device] / 1e6, peak[device] / 1e6
-      printed.row(f"{table.name}, {device}", *megabytes)
+      result_table.row(f"{table.name}, {device}", *megabytes)
 
 
 def run(report: BenchReport, rounds: int = 3, peer: str | None = None) -> None:

@@ -1,7 +1,8 @@
 """The tables that a benchmark prints, and the same numbers as JSON.
 
-A benchmark gets a `BenchReport`, asks it for tables, and adds rows: each is
-printed at once and kept. JSON of benchmarks is a list of objects:
+A benchmark gets a `BenchReport`, asks it for tables, and adds rows to them.
+Each row is printed at once, and the report keeps it. JSON of benchmarks is a
+list of objects:
 
   name, command   such as "simulator", and its command line
   device, cores   JAX's platform, and the cores that this process may use
@@ -39,14 +40,14 @@ _IDLE, _TIMES = 3, 8
 class Measured(NamedTuple):
   """A number that several turns measured, most often a ratio."""
 
-  turns: np.ndarray | float  # of each turn, at least one
+  turns: np.ndarray | float  # the number in each turn; at least one turn
   target: str = ""  # such as ">= 2.5", or none
 
   def summary(self) -> dict[str, Any]:
     """Returns median, range [least, most] and target, as JSON has them."""
     turns = np.atleast_1d(self.turns)
-    ends = [_rounded(turns.min()), _rounded(turns.max())]
-    row = {"median": _rounded(np.median(turns)), "range": ends}
+    limits = [_rounded(turns.min()), _rounded(turns.max())]
+    row = {"median": _rounded(np.median(turns)), "range": limits}
     return {**row, "target": self.target} if self.target else row
 
   def text(self, spec: str) -> str:
@@ -109,8 +110,8 @@ class BenchTable:
 
   def _line(self, cells: Sequence[str]) -> str:
     """Returns a line: the name to the left, numbers to the right."""
-    first, *others = zip(cells, self._widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]
+    first, *other_cells = zip(cells, self._widths, strict=True)
+    padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in other_cells)]
     return "  ".join(padded).rstrip()
 
 
@@ -136,8 +137,8 @@ class BenchReport:
       title: the measured thing, with its sizes.
       first: header of the names of rows.
       values: header -> format of a number, such as {"updates/s": ".0f"}.
-      measured: the same of the numbers that docs/benchmarks.md shows, each a
-        `Measured`.
+      measured: header -> format of the numbers that docs/benchmarks.md shows,
+        each a `Measured`.
       width: the width of the names, at least.
     """
     return BenchTable(self.rows, title, first, (values, measured), width)
@@ -172,7 +173,8 @@ def _rounded(number: Number) -> float | None:
 
 
 def peak_bytes() -> float:
-  """Returns the most bytes of memory that this process has had."""
+  """Returns the largest number of bytes of memory that this process has
+  used."""
   # macOS counts bytes, Linux KiB.
   unit = 1 if sys.platform == "darwin" else 1024
   return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -197,7 +199,7 @@ def busy_share(
 ) -> float:
   """Returns the share of all cores that other programs use while this process
   sleeps; without /proc/stat the load of the last minute, at most 1."""
-  # All ticks are counters: a share is the quotient of two differences.
+  # Ticks count from the machine's start: a share is a quotient of differences.
   before = cpu_times()
   sleep(seconds)
   after = cpu_times()

@@ -1,8 +1,8 @@
-"""How fast a live parameter server is, beside Ray's own and memory copies.
-
-Workers with gradients of one pass over the parameters train as fast as the
-server can reply, in separate processes, with all records on. The peer is
-the asynchronous parameter-server loop that Ray's documentation shows.
+"""How fast a live parameter server is, beside the one of Ray's documentation
+and memory copies. Workers run in separate processes, and a gradient costs them
+one pass over the parameters. So they train as fast as the server can reply. All
+records are on. The peer is the asynchronous parameter-server loop that Ray's
+documentation shows.
 """
 
 import contextlib
@@ -56,7 +56,8 @@ def _make_server() -> base.Server:
 
 
 def _make_spec(params: Any) -> WorkerSpec:
-  """Work that costs as little as it can: one pass over the parameters."""
+  """Returns the spec of a worker with as little work as possible: one pass over
+  the parameters."""
 
   def work(
     state: Any, ticket: base.Ticket, batch: Any, key: Any
@@ -77,10 +78,12 @@ class Speed(NamedTuple):
   updates: float  # per second
   shard: float  # us of CPU time an update
   workers: float  # us of CPU time an update, of all workers
-  wakes: float  # times an update that a thread had waited
+  wakes: float  # how often a thread was woken, per update
 
 
-def _usage(pids: Mapping[str, Mapping[int, int]]) -> npt.NDArray[np.float64]:
+def _resource_usage(
+  pids: Mapping[str, Mapping[int, int]],
+) -> npt.NDArray[np.float64]:
   """Returns float64[3]: CPU seconds of shards and of workers so far, and how
   often a thread of theirs has waited."""
   seconds, wakes = {"shard": 0.0, "worker": 0.0}, 0
@@ -112,27 +115,28 @@ def ours(params: Any, seconds: float, log: int) -> Speed:
   cluster = ServerCluster(setup, None, hosts, makers, make_spec)
   try:
     cluster.start()
-    start = None
+    first_look = None
     while True:
       cluster.check()  # raises if a process has failed
       status = cluster.status()
-      lead: Mapping[str, Any] = {"workers": (), "received": 0}
+      lead_status: Mapping[str, Any] = {"workers": (), "received": 0}
       if status:
-        lead = status[0]
+        lead_status = status[0]
       # All have compiled, and have sent a few messages: a worker that still
       # compiles would be measured with the others.
-      if len(lead["workers"]) == WORKERS and lead["received"] > 20:
-        now = time.perf_counter(), lead["received"]
-        usage = _usage(processes.live_pids(Path(site.memory)))
+      n_workers = len(lead_status["workers"])
+      if n_workers == WORKERS and lead_status["received"] > 20:
+        time_and_count = time.perf_counter(), lead_status["received"]
+        usage = _resource_usage(processes.live_pids(Path(site.memory)))
         # The first look starts the clock; the next ones count from it.
-        start = start or (*now, usage)
-        if now[0] - start[0] >= seconds:
-          updates = now[1] - start[1]
+        first_look = first_look or (*time_and_count, usage)
+        if time_and_count[0] - first_look[0] >= seconds:
+          updates = time_and_count[1] - first_look[1]
           # From seconds to microseconds, for each update.
-          costs = (usage - start[2]) / updates * [1e6, 1e6, 1]
-          return Speed(updates / (now[0] - start[0]), *costs)
+          costs = (usage - first_look[2]) / updates * [1e6, 1e6, 1]
+          return Speed(updates / (time_and_count[0] - first_look[0]), *costs)
       # Looking itself takes time of the cores, so look rarely.
-      time.sleep(0.05 if start is None else seconds / 4)
+      time.sleep(0.05 if first_look is None else seconds / 4)
   finally:
     cluster.close()
     shutil.rmtree(site.memory, ignore_errors=True)
@@ -169,7 +173,7 @@ class _CanonicalWorker:
 
 
 def canonical(params: Any, seconds: float) -> float:
-  """Updates per second of the loop that Ray's documentation shows."""
+  """Returns updates per second of the loop that Ray's documentation shows."""
   import ray
 
   server_class: Any = ray.remote(CanonicalServer).options(num_cpus=0)
@@ -205,7 +209,7 @@ def unavoidable(params: Any) -> turns.Contestant:
     {name: x.copy() for name, x in params.items()} for _ in range(5)
   )
 
-  def once() -> None:
+  def make_update() -> None:
     """One update of all parameters."""
     for name in params:
       # [1] The message arrives. [2] The update. [3] The parameters leave.
@@ -214,7 +218,7 @@ def unavoidable(params: Any) -> turns.Contestant:
       np.subtract(weights[name], scratch[name], out=weights[name])
       np.copyto(published[name], weights[name])
 
-  return once
+  return make_update
 
 
 def receive(params: Any) -> turns.Contestant:
@@ -224,39 +228,40 @@ def receive(params: Any) -> turns.Contestant:
   state, worker = simulator.start(server, params), jnp.int32(0)
   ticket = steps.send(state, worker)
 
-  def once() -> Any:
+  def receive_message() -> Any:
     nonlocal state, ticket
     state, received = steps.receive(state, ticket, params, np.float32(0))
     ticket = steps.send(state, worker)
     return jax.block_until_ready(received)
 
-  return once
+  return receive_message
 
 
 def send_frames() -> turns.Contestant:
-  """Returns the frames of an update, PUSH, ACK and TICKET, which are packed,
-  sent through a socket and unpacked by one thread, so that none is woken."""
+  """Returns the sending of an update's frames, PUSH, ACK and TICKET. One thread
+  packs them, sends them through a socket and unpacks them, so no thread is
+  woken."""
   ends = socket.socketpair()
   kinds = frames.PUSH, frames.ACK, frames.TICKET
 
-  def once() -> None:
+  def send_three_frames() -> None:
     for kind in kinds:
       ends[0].sendall(frames.pack(frames.Frame(kind)))
       frames.unpack(ends[1].recv(frames.SIZE))
 
-  return once
+  return send_three_frames
 
 
 def record(params: Any, folder: Path) -> turns.Contestant:
-  """Returns the rows that are written of an update: two of the journal, and a
-  record; of these a shard writes many at once, here 100."""
+  """Returns the writing of an update's rows: two rows of the journal, and a
+  record. A shard writes many records at once, here 100."""
   journal = FileJournal(folder / "trace-0.csv")
   sink = FileSink(folder / "records-0.bin")
   received: Any = receive(params)()
   count = 0
   message = simulator.ReceivedMessage(1.5, 0, 1)
 
-  def once() -> None:
+  def write_rows() -> None:
     """Writes the rows of one update."""
     nonlocal count
     for action in (base.RECEIVE, base.SEND):
@@ -265,14 +270,14 @@ def record(params: Any, folder: Path) -> turns.Contestant:
     if count % 100 == 0:
       sink.append(simulator.records([message] * 100, [received] * 100))
 
-  return once
+  return write_rows
 
 
-def rate(once: turns.Contestant, seconds: float) -> float:
-  """How often in a second something can be done."""
+def rate(contestant: turns.Contestant, seconds: float) -> float:
+  """Returns how often in a second a contestant does its work."""
   count, start = 0, time.perf_counter()
   while (elapsed := time.perf_counter() - start) < seconds:
-    once()
+    contestant()
     count += 1
   return count / elapsed
 
@@ -280,8 +285,8 @@ def rate(once: turns.Contestant, seconds: float) -> float:
 def run(
   report: BenchReport, sizes: Sequence[float] = _SIZES, seconds: float = 3.0
 ) -> None:
-  """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
-  seconds for each contestant and size."""
+  """Prints updates/s, MB/s and ratios for each size of the parameters, in MB.
+  Each contestant runs for `seconds` at each size."""
   # The minimum in words: the table has only its name.
   print(
     f"{WORKERS} workers, {os.cpu_count()} cores; minimum: message"
@@ -331,9 +336,9 @@ def _print_parts(
         send_frames(),
         record(params, Path(folder)),
       ]
-      for once in parts:
-        once()  # which compiles
-      costs = [1e6 / rate(once, seconds / 8) for once in parts]
+      for contestant in parts:
+        contestant()  # which compiles
+      costs = [1e6 / rate(contestant, seconds / 8) for contestant in parts]
     _, *medians = np.median(runs, axis=0)  # without the updates a second
     # The cost of the rows by the time of an update.
     share = np.array([costs[-1] * speed.updates / 1e6 for speed in runs])
@@ -363,12 +368,12 @@ def _cells(
     lambda: canonical(params, seconds),
   )
   # With the log, and without it.
-  logs, rates, logged_runs = (log, 0), [], []
+  log_lengths, rates, logged_runs = (log, 0), [], []
   for _ in range(_RUNS):
-    others = [measure() for measure in contestants]
-    ours_runs = [ours(params, seconds, length) for length in logs]
+    other_rates = [measure() for measure in contestants]
+    ours_runs = [ours(params, seconds, length) for length in log_lengths]
     logged_runs.append(ours_runs[0])
-    rates.append([*others, *(speed.updates for speed in ours_runs)])
+    rates.append([*other_rates, *(speed.updates for speed in ours_runs)])
   copy, minimum, ray_loop, ours_rate, without_log = np.transpose(rates)
   speeds = [np.median(x) for x in (copy, minimum, ray_loop, ours_rate)]
   # An update copies at least twice: the message and the parameters.

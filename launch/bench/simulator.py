@@ -1,8 +1,8 @@
 """Updates per second of the simulator beside a plain jitted optax loop.
 
-In the same run, in turns: the simulator's engine on a trace made before,
-`asgd.simulate` with all that it does, and a loop over one jitted optax step on
-the same model and batches with one worker. With torch, also the loop that a
+These contestants take turns: the simulator's engine on a trace made before, a
+complete call of `asgd.simulate`, and a loop over one jitted optax step on the
+same model and batches with one worker. With torch there is also the loop that a
 researcher would write in PyTorch, on the same order of workers
 (`launch/bench/torch_loop.py`). Data are drawn.
 """
@@ -32,12 +32,12 @@ from asgd.problems.problem import classification_loss
 from . import turns
 from .report import BenchReport, Measured, peak_bytes
 
-_RATE = 0.001  # at which none of the recipes diverges
+_RATE = 0.001  # learning rate at which no recipe diverges
 _EXAMPLES = 2048
 _MOST_WORKERS = 4096
-_STARTUP_CALLS = 3  # that start-up is measured in
+_STARTUP_CALLS = 3  # calls that measure the start-up
 _CONTESTANTS = "plain", "engine", "simulate", "torch"
-# PyTorch is slower, so it makes one in so many of the updates of a turn.
+# PyTorch is slower: it makes 1 / _TORCH_SHARE of the updates of a turn.
 _TORCH_SHARE = 4
 
 
@@ -127,7 +127,7 @@ def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
   batch, key = problem.batches(0, 1), jax.random.key(0)
   params, jobs = problem.init(key), itertools.count()
 
-  def block(state: Any) -> Any:
+  def make_updates(state: Any) -> Any:
     """Makes the updates of a turn."""
     losses = []
     for job in itertools.islice(jobs, updates):
@@ -137,7 +137,7 @@ def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
     jax.device_get(losses)
     return state
 
-  return turns.repeated(block, (params, tx.init(params)))
+  return turns.repeated(make_updates, (params, tx.init(params)))
 
 
 def _trace(workers: int, messages: int) -> base.Trace:
@@ -150,7 +150,7 @@ def _trace(workers: int, messages: int) -> base.Trace:
 def _choice(
   recipe: asgd.Recipe, problem: Problem, trace: base.Trace, messages: int
 ) -> simulator.Choice:
-  """The engine that `asgd.simulate` would choose."""
+  """Returns the engine that `asgd.simulate` would choose."""
   worker = recipe.make_worker(problem.loss)
   # Shapes are enough to choose, so no parameters are made.
   params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -165,7 +165,8 @@ def _engine(
   workers: int,
   updates: int,
 ) -> turns.Contestant:
-  """Replays so many messages of a trace more in each call."""
+  """Returns a contestant that replays the next `updates` messages of a
+  trace."""
   engine = choice.simulator
   # The row of the trace at which each turn ends.
   ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
@@ -187,19 +188,19 @@ def _with_simulate(
   first turns, in which programs are compiled, are not counted.
   """
   seconds: dict[str, list[float]] = {"simulate": [], **{k: [] for k in others}}
-  began = time.perf_counter()
+  start_time = time.perf_counter()
 
   def evaluate(params: Any) -> float:
-    """Ends a turn of the call, and begins that of the others."""
-    nonlocal began
-    # Without it, the updates of the turn might still be running.
+    """Ends a turn of the call, and runs the turns of the others."""
+    nonlocal start_time
+    # The updates of the turn may still be running.
     jax.block_until_ready(params)
-    seconds["simulate"].append(time.perf_counter() - began)
-    for name, once in others.items():
-      began = time.perf_counter()
-      once()
-      seconds[name].append(time.perf_counter() - began)
-    began = time.perf_counter()
+    seconds["simulate"].append(time.perf_counter() - start_time)
+    for name, contestant in others.items():
+      start_time = time.perf_counter()
+      contestant()
+      seconds[name].append(time.perf_counter() - start_time)
+    start_time = time.perf_counter()
     return 0.0
 
   call(messages=messages, every=updates, evaluate=evaluate)
@@ -244,13 +245,13 @@ class TorchProcess:
     sizes = {key: getattr(model, key) for key in keys}
     self._write(**sizes, rate=_RATE, workers=workers, order=order)
 
-    def once() -> None:
+    def make_updates() -> None:
       """Makes the updates; the process answers with a line."""
       self._write(updates=updates)
       if not self._output.readline():
         raise self._failed()
 
-    return once
+    return make_updates
 
   def close(self) -> None:
     """Ends the process."""
@@ -273,7 +274,7 @@ def _rates(
 ) -> tuple[str, list[npt.NDArray[np.float64] | None]]:
   """Returns the engine's name, and updates a second in each turn: plain,
   engine, simulate, and torch, or None if there is none of this recipe."""
-  # One turn more than are counted: the first compiles.
+  # One turn more than those that count: the first turn compiles.
   updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
   recipe = asgd.build(name, _RATE, workers)
@@ -322,13 +323,19 @@ def _speed(
   plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
   for recipe, workers in itertools.product(model.targets, model.workers):
     name, rates = _rates(model, plain, recipe, workers, rounds, torch)
-    base, engine, simulate, torch_rates = rates
-    assert base is not None and engine is not None and simulate is not None
+    plain_rates, engine_rates, simulate_rates, torch_rates = rates
+    assert (
+      plain_rates is not None
+      and engine_rates is not None
+      and simulate_rates is not None
+    )
     speeds = [None if x is None else float(np.median(x)) for x in rates]
     ratios = [
-      Measured(engine / base),
-      Measured(simulate / base, model.targets[recipe]),
-      None if torch_rates is None else Measured(simulate / torch_rates, ">= 1"),
+      Measured(engine_rates / plain_rates),
+      Measured(simulate_rates / plain_rates, model.targets[recipe]),
+      None
+      if torch_rates is None
+      else Measured(simulate_rates / torch_rates, ">= 1"),
     ]
     columns = slice(None if torch else -1)
     row = f"{recipe}, {workers} workers, {name}"
@@ -348,24 +355,27 @@ def _simulate_digits(workers: int, messages: int) -> None:
 
 
 def _whole_calls(report: BenchReport) -> None:
-  """Prints how long a second call takes, and what workers add to memory. It is
-  the first of all: the peak of memory never falls."""
-  few, title = MODELS[0].workers[0], f"calls of asgd.simulate, {MODELS[0].name}"
+  """Prints how long a second call takes, and what workers add to memory. Call
+  it before the other measurements, as the peak of memory never falls."""
+  few_workers, title = (
+    MODELS[0].workers[0],
+    f"calls of asgd.simulate, {MODELS[0].name}",
+  )
   columns = {"seconds": ".2f", "copies of the parameters": ".2f"}
   table = report.table(title, "", {}, columns, width=42)
-  for messages in (few, _MOST_WORKERS):
-    call = functools.partial(_simulate_digits, few, messages)
+  for messages in (few_workers, _MOST_WORKERS):
+    call = functools.partial(_simulate_digits, few_workers, messages)
     # The call before the first round compiles; the others find the programs.
     (seconds,) = turns.take_turns({"": call}, _STARTUP_CALLS).values()
     name = f"second call, with {messages:,} messages"
     table.row(name, Measured(seconds, "<= 1"), None)
   # As many messages as below, so that only the workers differ.
-  _simulate_digits(few, 2 * _MOST_WORKERS)
+  _simulate_digits(few_workers, 2 * _MOST_WORKERS)
   peak_before = peak_bytes()
   _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
   problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
-  copies = (peak_bytes() - peak_before) / (_MOST_WORKERS - few) / nbytes
+  copies = (peak_bytes() - peak_before) / (_MOST_WORKERS - few_workers) / nbytes
   table.row("memory of each further worker", None, Measured(copies))
 
 
@@ -386,8 +396,9 @@ def run(
   block: int | None = None,
   peer: str | None = None,
 ) -> None:
-  """Runs all of it, with so many turns, of about `block` updates unless that is
-  None; `peer` is a Python that has torch, None this one."""
+  """Measures calls, then all models, in `rounds` turns. A turn has about
+  `block` updates; None: the model's number. `peer` is a Python that has torch;
+  None: this Python."""
   _whole_calls(report)
   with _torch(peer) as torch:
     for model in MODELS:

@@ -27,13 +27,15 @@ def _numbers(run: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[str, Any]]:
   }
 
 
-def _described(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-  """Says where and how the runs were made."""
+def _describe_runs(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+  """Returns a sentence about where and how the runs were made."""
   # All runs together: the sentence holds for each of them.
   all_results = [result for run in runs for result in run]
-  failed = [result["name"] for result in all_results if "failed" in result]
-  if failed:
-    raise ValueError(f"{', '.join(failed)} has failed: run it again")
+  failed_names = [
+    result["name"] for result in all_results if "failed" in result
+  ]
+  if failed_names:
+    raise ValueError(f"{', '.join(failed_names)} has failed: run it again")
   devices = {f"{r['cores']} cores, {r['device']}" for r in all_results}
   busiest = max(share for result in all_results for share in result["busy"])
   minutes = [sum(result["seconds"] for result in run) / 60 for run in runs]
@@ -41,7 +43,7 @@ def _described(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   return (
     f"On {'; '.join(sorted(devices))}, while other programs used at most"
     f" {busiest:.0%} of the cores; minutes of each run:"
-    f" {', '.join(f'{each:.1f}' for each in minutes)}. Commands: {commands}."
+    f" {', '.join(f'{count:.1f}' for count in minutes)}. Commands: {commands}."
   )
 
 
@@ -65,16 +67,17 @@ def _cell(key: _Key, numbers: Sequence[Mapping[_Key, dict[str, Any]]]) -> str:
 
 
 def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-  """Returns the numbers of several runs as a table of Markdown: the median over
-  runs of the medians of their turns, and the range of these.
+  """Returns the numbers of several runs as a table of Markdown. A cell has the
+  median over runs, and the range over runs, of the runs' medians over turns.
 
   Args:
     runs: each the results of benchmarks, as `report.read` returns them.
 
   Raises:
-    ValueError: for runs that have not measured the same, or have failed.
+    ValueError: for runs that measured different numbers, and for a run with a
+      benchmark that failed.
   """
-  description = _described(runs)
+  description = _describe_runs(runs)
   # Numbers in the order of the first run; the others must have the same.
   first, *other_runs = numbers = [_numbers(run) for run in runs]
   for other_run in other_runs:
@@ -89,8 +92,8 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   for (benchmark, title), keys in tables:
     # A heading, without a number.
     rows.append((f"**{benchmark}**: {title}", ""))
-    for name, of_row in itertools.groupby(keys, key=lambda key: key[2]):
-      cells = (_cell(key, numbers) for key in of_row)
+    for name, row_keys in itertools.groupby(keys, key=lambda key: key[2]):
+      cells = (_cell(key, numbers) for key in row_keys)
       rows.append((name, "; ".join(cells)))
   return f"{description}\n\n{format_markdown(_HEADER, rows)}\n"
 

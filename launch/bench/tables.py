@@ -1,4 +1,4 @@
-"""How fast rows are pulled and pushed, and ratings learned, by live tables.
+"""How fast live tables pull and push rows, and learn ratings.
 
 A worker pulls rows of a table from a shard in another process, and pushes
 updates to it, one job after the other, with all records on. The baseline is the
@@ -65,12 +65,12 @@ def _initial_rows(rows: int) -> dict[str, npt.NDArray[np.float32]]:
 def _shard(rows: int, folder: Path, memory: Path, inside: Inside) -> ShardHost:
   """Returns the shard of a process, with all rows."""
 
-  def make() -> TableShard:
-    first = _initial_rows(rows)
-    server = divide(first, 1).server(0, first, _settings(), 1)
+  def make_shard() -> TableShard:
+    initial_rows = _initial_rows(rows)
+    server = divide(initial_rows, 1).server(0, initial_rows, _settings(), 1)
     return TableShard(0, server)
 
-  return ShardHost(inside, make, folder, memory, 0, clock_every=1)
+  return ShardHost(inside, make_shard, folder, memory, 0, clock_every=1)
 
 
 def _worker(
@@ -85,7 +85,7 @@ def _worker(
   )
   division = divide(_initial_rows(rows), 1)
 
-  def make(incarnation: int, work: tables.Work) -> TableWorker:
+  def make_worker(incarnation: int, work: tables.Work) -> TableWorker:
     return TableWorker(
       *(0, incarnation, _settings(), division, work), workers=1, jobs=_NO_LIMIT
     )
@@ -97,7 +97,7 @@ def _worker(
   inside = Inside(ignore, ignore, clock)
   return WorkerHost(
     inside,
-    make,
+    make_worker,
     work,
     JobJournal(inside, folder, 0),
     shards={0: host},
@@ -128,7 +128,7 @@ def _ours(
   handle, allowed_jobs = host.fastest_handle(), 0
   worker = _worker(rows, folder, handle, keys, site.clock)
 
-  def once() -> None:
+  def run_jobs() -> None:
     """Does the jobs of a turn."""
     nonlocal allowed_jobs
     allowed_jobs += _JOBS
@@ -136,7 +136,7 @@ def _ours(
     host.call("set_limit", allowed_jobs).result()
     worker.run(allowed_jobs)
 
-  return once
+  return run_jobs
 
 
 def _canonical(
@@ -152,7 +152,7 @@ def _canonical(
   weights: Any = ray.get(server.get_weights.remote())
   job = 0
 
-  def once() -> None:
+  def run_jobs() -> None:
     """Does the jobs of a turn."""
     nonlocal weights, job
     for _ in range(_JOBS):
@@ -163,7 +163,7 @@ def _canonical(
       weights = ray.get(server.apply_gradients.remote(gradient))
       job += 1
 
-  return once
+  return run_jobs
 
 
 @contextlib.contextmanager
@@ -200,9 +200,9 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
 def ratings_per_second(
   workers: int, *, epochs: float = 100.0, batch_size: int = 10_000
 ) -> float:
-  """Returns how many ratings live workers learn from in a second, of matrix
-  factorisation by SSP on two shards, in the second half of the jobs; Ray
-  is running."""
+  """Returns the ratings per second from which live workers learn, in matrix
+  factorisation by SSP on two shards. The second half of the jobs is measured.
+  Ray must be running."""
   config = {
     "problem": dict(
       name="asgd.problems.factorisation:matrix_factorisation",
@@ -244,7 +244,6 @@ def ratings_per_second(
 
 
 def run(report: BenchReport, rounds: int = 5) -> None:
-  # [1] Jobs of one worker.
   """Prints jobs of 1,000 rows against Ray's loop, then ratings by workers."""
   with running():
     with contestants(_TABLE_ROWS) as contestants_by_name:
@@ -268,6 +267,10 @@ def run(report: BenchReport, rounds: int = 5) -> None:
       width=9,
     )
     rates = [[ratings_per_second(w) for w in (1, 4)] for _ in "123"]
-  one, four = np.transpose(rates)
-  table.row("1 worker", float(np.median(one)), None)
-  table.row("4 workers", float(np.median(four)), Measured(four / one, ">= 1.7"))
+  one_worker, four_workers = np.transpose(rates)
+  table.row("1 worker", float(np.median(one_worker)), None)
+  table.row(
+    "4 workers",
+    float(np.median(four_workers)),
+    Measured(four_workers / one_worker, ">= 1.7"),
+  )

@@ -4,7 +4,7 @@ The loop that a researcher writes: one process of one or two threads, whichever
 are faster at the model, and a list with a state dict of the sent parameters for
 each worker. An event loads the worker's snapshot into the model, computes a
 gradient, changes the server's parameters, and replaces the snapshot by a copy
-of them. It needs nothing but torch, which may be of another Python:
+of them. It needs only torch, which may belong to another Python:
 
   python launch/bench/torch_loop.py
 
@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 _EXAMPLES, _CLASSES = 2048, 10  # as the simulator's
-_THREADS = 2, 1  # numbers of threads that are tried
-_TRIAL_UPDATES = 8  # with each
+_THREADS = 2, 1  # numbers of threads to try
+_TRIAL_UPDATES = 8  # updates with each number of threads
 
 
 def _mlp(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
@@ -61,7 +61,7 @@ class SnapshotLoop:
     self.images = torch.randn(_EXAMPLES, *order)
     self.labels = torch.randint(0, _CLASSES, (_EXAMPLES,))
     self.batch_size, self.rate = settings["batch"], settings["rate"]
-    self.order, self.done = settings["order"], 0
+    self.order, self.n_done = settings["order"], 0
     self.params = self._copy(self.model.state_dict())
     workers = range(settings["workers"])
     self.snapshots = [self._copy(self.params) for _ in workers]
@@ -73,7 +73,7 @@ class SnapshotLoop:
 
   def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
     """The next examples of an epoch in random order."""
-    start = self.done * self.batch_size % _EXAMPLES
+    start = self.n_done * self.batch_size % _EXAMPLES
     if start == 0:
       self.shuffled = torch.randperm(_EXAMPLES)
     index = self.shuffled[start : start + self.batch_size]
@@ -81,9 +81,9 @@ class SnapshotLoop:
 
   def run(self, updates: int) -> float:
     """Receives so many messages; returns the seconds."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     for _ in range(updates):
-      worker = self.order[self.done % len(self.order)]
+      worker = self.order[self.n_done % len(self.order)]
       images, labels = self._batch()
       # [1] The worker's ticket. [2] Its gradient. [3] The server's update. [4]
       # The next ticket.
@@ -96,12 +96,12 @@ class SnapshotLoop:
           self.params[name] -= self.rate * param.grad
       self.snapshots[worker] = self._copy(self.params)
       self.losses.append(loss.item())
-      self.done += 1
-    return time.perf_counter() - began
+      self.n_done += 1
+    return time.perf_counter() - start_time
 
   def choose_threads(self) -> None:
-    """Uses as many threads as are fastest: small models gain none by a second,
-    and lose much while another program has its core."""
+    """Uses the fastest number of threads. Small models gain nothing from a
+    second thread, and lose much while another program has its core."""
     seconds = {}
     for threads in _THREADS:
       torch.set_num_threads(threads)

@@ -27,11 +27,11 @@ def alone(step: Callable[..., Any], *args: Any) -> Contestant:
 def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
   """Returns a contestant that makes a step from the state that it left."""
 
-  def once() -> None:
+  def make_step() -> None:
     nonlocal state
     state = jax.block_until_ready(step(state))
 
-  return once
+  return make_step
 
 
 def take_turns(
@@ -40,25 +40,25 @@ def take_turns(
   calls: int = 1,
   clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, npt.NDArray[np.float64]]:
-  """Has contestants work one after the other, round by round, so many calls
-  each. In a round before the first one, programs are compiled.
+  """Runs contestants one after the other, round by round, `calls` calls each. A
+  round before the first compiles the programs.
 
   Args:
     contestants: the contestants, by name.
-    rounds: that are counted.
-    calls: of each contestant in a round.
-    clock: in seconds; of a process's CPU time, other programs on its core cost
-      a contestant little.
+    rounds: number of rounds that count.
+    calls: number of calls of each contestant in a round.
+    clock: a clock in seconds. If it is the CPU time of the process, other
+      programs on the core cost a contestant little.
 
   Returns:
     float64[rounds], seconds of a call, for each.
   """
   seconds: dict[str, list[float]] = {name: [] for name in contestants}
   for turn in range(rounds + 1):
-    for name, once in contestants.items():
+    for name, contestant in contestants.items():
       start = clock()
       for _ in range(calls):
-        once()
+        contestant()
       if turn:  # turn 0 compiles
         seconds[name].append((clock() - start) / calls)
   return {name: np.array(times) for name, times in seconds.items()}
@@ -74,8 +74,8 @@ def against(
   down slows both. A contestant is made when its turns begin, and dropped before
   the next is made. Yields (name, seconds of the baseline, seconds of the
   contestant), as `take_turns` returns them."""
-  for name, make in contestants.items():
-    pair = {"baseline": baseline, "contestant": make()}
+  for name, make_contestant in contestants.items():
+    pair = {"baseline": baseline, "contestant": make_contestant()}
     base_seconds, seconds = take_turns(pair, rounds, calls).values()
     yield name, base_seconds, seconds
 
