@@ -1,8 +1,9 @@
-"""The numbers that claims are about: one for each cell, or each run and seed.
+"""Columns: the numbers of a figure's claims, one for each cell, or for each run
+and seed.
 
 A column of a figure is a column of a cell's result (`result.json`: RESULTS), or
 is computed from the cell's records. `get_figure()["columns"]` defines the
-latter by name:
+computed columns by name:
 
   dict(kind="reach", loss=0.3)       time until the training loss, a mean over a
                                      fortieth of the run, first reaches 0.3:
@@ -30,7 +31,7 @@ latter by name:
 
 Three values count as infinite: a column of a diverged cell without a finite
 value, a loss that is never reached, and a "first" that never occurs. So a run
-that diverges is late, far and large, and fails at no number of workers.
+that diverges counts as late, far and large.
 
 Panels can also draw histograms (PROFILES) as fractions: a cell's file with two
 columns, a value and its count, or else the staleness of its messages.
@@ -81,8 +82,9 @@ RESULTS = (
 )
 # Staleness of the rows that tables read, or of a server's messages.
 PROFILES = ("staleness.csv",)
-# "duration" is the time from one message of a worker to its next one: that of a
-# batch, if the worker never waits. Each worker counts the same in its share.
+# "duration" is the time from one message of a worker to its next message: the
+# time of a batch, if the worker never waits. In a "share" of durations each
+# worker has the same weight.
 RECORDED = "staleness", "gap", "loss", "message_norm", "update_norm", "duration"
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 # Columns of metrics.jsonl, one row for each evaluation of a cell.
@@ -138,7 +140,7 @@ def check(specs: ColumnSpecs) -> None:
     if kind == "at" and len(set(ALONG) & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'time' or 'epoch'")
     if kind == "first":  # of the result, or of one cell
-      # A "first" of a "first" would have no numbers of workers to go over.
+      # The column of a "first" must have a value for each number of workers.
       cells = [key for key in specs if not is_over_workers(specs, key)]
       names.check(f"column of {where}:", spec["column"], [*RESULTS, *cells])
     if kind in _ONE_SIDED and len(_SIDES.keys() & set(spec)) != 1:
@@ -146,12 +148,14 @@ def check(specs: ColumnSpecs) -> None:
 
 
 def all_columns(specs: ColumnSpecs) -> list[str]:
-  """Returns the names of all columns: those of results and `made` ones."""
+  """Returns the names of all columns: those of results, and those that `specs`
+  define."""
   return [*RESULTS, *specs]
 
 
 def is_over_workers(specs: ColumnSpecs, column: str) -> bool:
-  """Whether a column has one value for a run and seed, over its workers."""
+  """Whether a column has one value for a run and seed, over all its numbers of
+  workers."""
   return specs.get(column, {}).get("kind") == "first"
 
 
@@ -167,13 +171,13 @@ def read(
 ) -> dict[tuple[str, int, int], CellResult]:
   """Returns (label, workers, seed) -> CellResult of the given cells that are
   finished. Other cells in the folder are left out."""
-  wanted = {cell.name for cell in cells}
+  cell_names = {cell.name for cell in cells}
   return {
     (row["label"], row["workers"], row["seed"]): CellResult(
       row, workdir / "cells" / row["cell"]
     )
     for row in folder.read_results(workdir)
-    if row["cell"] in wanted
+    if row["cell"] in cell_names
   }
 
 
@@ -197,8 +201,8 @@ class CellTable:
   def values(
     self, column: str, label: str, workers: int | None
   ) -> dict[int, float]:
-    """Returns seed -> value. If the column is over all numbers of workers, pass
-    None as `workers`."""
+    """Returns seed -> value. If the column has one value for all numbers of
+    workers, pass None as `workers`."""
     cells = [key for key in self._cells if key[0] == label]
     if is_over_workers(self._specs, column):
       seeds = sorted({seed for *_, seed in cells})
@@ -211,7 +215,7 @@ class CellTable:
     self, column: str, along: str, label: str, workers: int | None
   ) -> list[tuple[float, dict[int, float]]]:
     """Returns the evaluations of a run as (mean of the x column, seed ->
-    value). An evaluation lists only the seeds that have reached it."""
+    value). An evaluation has only the seeds that have as many evaluations."""
     rows = {
       key[2]: folder.read_rows(cell.folder)
       for key, cell in self._cells.items()
@@ -220,11 +224,17 @@ class CellTable:
     evaluations = []
     # A seed that diverged may have fewer evaluations than others.
     for i in range(max(map(len, rows.values()), default=0)):
-      ith = {seed: done[i] for seed, done in rows.items() if i < len(done)}
+      ith_rows = {
+        seed: rows_of_seed[i]
+        for seed, rows_of_seed in rows.items()
+        if i < len(rows_of_seed)
+      }
       # Seeds evaluate at slightly different times in a live run; the point is
       # drawn at their mean x.
-      xs = [_number(row.get(along)) for row in ith.values()]
-      values = {seed: _number(row.get(column)) for seed, row in ith.items()}
+      xs = [_number(row.get(along)) for row in ith_rows.values()]
+      values = {
+        seed: _number(row.get(column)) for seed, row in ith_rows.items()
+      }
       evaluations.append((sum(xs) / len(xs), values))
     return evaluations
 
@@ -240,11 +250,16 @@ class CellTable:
     }
     # All seeds get the same x values, so that medians over seeds are those of
     # fractions of the same value.
-    values = sorted({value for each in counts.values() for value in each})
+    values = sorted(
+      {value for counts_of_seed in counts.values() for value in counts_of_seed}
+    )
     return {
-      seed: {v: each.get(v, 0.0) / sum(each.values()) for v in values}
-      for seed, each in counts.items()
-      if each
+      seed: {
+        v: counts_of_seed.get(v, 0.0) / sum(counts_of_seed.values())
+        for v in values
+      }
+      for seed, counts_of_seed in counts.items()
+      if counts_of_seed
     }
 
   def _first(self, column: str, label: str, seed: int) -> float:
@@ -308,8 +323,8 @@ def _reach(cell: CellResult, loss: float) -> float:
   # Count the time from the start of the training. It is 0 in simulated time;
   # the time of a live run starts earlier, before its first ticket.
   seconds = cell.result.get("seconds")
-  began = 0.0 if seconds is None else float(records.time[-1]) - seconds
-  run = predict.Outcome(began, records, math.nan)
+  start_time = 0.0 if seconds is None else float(records.time[-1]) - seconds
+  run = predict.Outcome(start_time, records, math.nan)
   time = predict.curve(run, 0).reaches(loss)
   return math.inf if math.isnan(time) else time
 
@@ -345,20 +360,22 @@ def _recorded(
   # order of time and differences are those of successive messages.
   order = np.argsort(workers, kind="stable")
   # False where a row and the next are of two workers.
-  same_worker = np.diff(workers[order]) == 0
+  is_same_worker = np.diff(workers[order]) == 0
   durations = np.diff(records["time"][rows][order])
-  return workers[order][1:][same_worker], durations[same_worker]
+  return workers[order][1:][is_same_worker], durations[is_same_worker]
 
 
 def _share(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns the fraction of messages beyond a column's bound."""
   workers, values = _recorded(cell, spec)
   below, above = spec.get("below", -math.inf), spec.get("above", math.inf)
-  beyond = (values < below) | (values > above)
+  is_beyond = (values < below) | (values > above)
   if spec["column"] != "duration":
-    return float(beyond.mean())
+    return float(is_beyond.mean())
   # A fast worker has more durations than a slow one, but both count the same.
-  shares = [beyond[workers == worker].mean() for worker in np.unique(workers)]
+  shares = [
+    is_beyond[workers == worker].mean() for worker in np.unique(workers)
+  ]
   return float(np.mean(shares))
 
 
@@ -373,17 +390,23 @@ def _noise_scale(cell: CellResult, since: float) -> float:
   empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
   """
   records, result = cell_files.read_records(cell.folder), cell.result
-  # Examples of a message, and of an update.
-  b, large = (result["examples"] / result[k] for k in ("messages", "updates"))
+  # b and B: examples of a message, and of an update.
+  message_examples, update_examples = (
+    result["examples"] / result[k] for k in ("messages", "updates")
+  )
   rows = slice(int(since * len(records["update_norm"])), None)
   # SGD without momentum: the change is the rate times the mean gradient, so
   # this is g_B, the norm of an update's mean gradient.
   updates = records["update_norm"][rows] / result["learning_rate"]
   # Only the last message of an update changes the parameters.
-  of_update = np.square(updates[updates > 0], dtype=float).mean()
-  of_message = np.square(records["message_norm"][rows], dtype=float).mean()
-  signal = (large * of_update - b * of_message) / (large - b)  # |G|^2
-  noise = (of_message - of_update) / (1 / b - 1 / large)  # tr(S)
+  update_square = np.square(updates[updates > 0], dtype=float).mean()
+  message_square = np.square(records["message_norm"][rows], dtype=float).mean()
+  signal = (
+    update_examples * update_square - message_examples * message_square
+  ) / (update_examples - message_examples)  # |G|^2
+  noise = (message_square - update_square) / (
+    1 / message_examples - 1 / update_examples
+  )  # tr(S)
   # Noise alone can make the estimate of |G|^2 negative.
   return float(noise / signal) if signal > 0 else math.inf
 
@@ -404,11 +427,13 @@ def _until(cell: CellResult, spec: Mapping[str, Any]) -> float:
 
 def _at(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns a column of the last evaluation until a time or an epoch."""
-  # `check` has made sure that exactly one of the two is given.
+  # `check` ensures that exactly one of the two is given.
   (along,) = set(ALONG) & set(spec)
   rows = folder.read_rows(cell.folder)
-  passed = [row for row in rows if _moment(row, along) <= spec[along]]
-  return _number(passed[-1].get(spec["column"])) if passed else math.nan
+  earlier_rows = [row for row in rows if _moment(row, along) <= spec[along]]
+  return (
+    _number(earlier_rows[-1].get(spec["column"])) if earlier_rows else math.nan
+  )
 
 
 def _moment(row: Mapping[str, Any], along: str) -> float:

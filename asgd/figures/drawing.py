@@ -25,23 +25,22 @@ def points(
   out."""
   rows = []
   for panel in figure.panels:
-    # Subtract the values of the same seed.
-    # Without `minus` there is nothing to subtract, and base_value is 0.
-    base = _values(panel, panel.minus, table, counts)
+    # The value of `minus` with the same seed is subtracted; without `minus`, 0.
+    minus_values = _values(panel, panel.minus, table, counts)
     for series, cells_at in panel.series.items():
       for given_x, cell_name in cells_at:
         label, workers = figure_file.cell_of(cell_name, counts) or ("", None)
         for seed, x, value in _seeds(panel, given_x, (label, workers), table):
-          base_value = base.get(seed, math.nan) if panel.minus else 0.0
+          minus_value = minus_values.get(seed, math.nan) if panel.minus else 0.0
           row = {"panel": panel.title, "series": series, "x": x}
           row |= {"cell": cell_name, "seed": seed}
-          row["value"] = panel.scale * (value - base_value)
+          row["value"] = panel.scale * (value - minus_value)
           # A run over all numbers of workers is no single cell that diverges.
           row["diverged"] = workers is not None and table.diverged(
             label, workers, seed
           )
           rows.append(row)
-    # A published point has a source, and no seed; `draw` knows them by that.
+    # A published point has a source, and no seed; so `draw` recognises it.
     for line in panel.published:
       for x, y in line["points"]:
         row = {"panel": panel.title, "series": line["title"], "x": x}
@@ -55,7 +54,7 @@ def _seeds(
 ) -> Iterator[tuple[int, float, float]]:
   """Yields (seed, x, value) for the points of a cell."""
   label, workers = cell
-  if not label:  # the cell is not in this size
+  if not label:  # the experiment has no such cell at this size
     return
   # [1] A histogram: one point for each value of the profile.
   if panel.column in PROFILES and workers is not None:
@@ -139,8 +138,8 @@ def _draw_panel(
   # Published values are hollow, in the colour of the series they are `of`.
   for line in panel.published:
     xs, ys = zip(*line["points"], strict=True)
-    unlike = {"color": _GREY, "marker": ""}  # of no series
-    series_style = styles.get(line.get("of", ""), unlike)
+    grey_style = {"color": _GREY, "marker": ""}  # of no series
+    series_style = styles.get(line.get("of", ""), grey_style)
     # mfc, lw, ms, ls: face colour, line width, marker size, line style.
     style = {"color": series_style["color"], "mfc": "none", "lw": 0.8, "ms": 5}
     style |= {"ls": line.get("line", ""), "marker": series_style["marker"]}
@@ -154,8 +153,8 @@ def _draw_panel(
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
-    following = [*ticks[1:], math.inf]  # drop labels that would overlap
-    ticks = [x for x, y in zip(ticks, following, strict=True) if y > 1.3 * x]
+    next_ticks = [*ticks[1:], math.inf]  # drop labels that would overlap
+    ticks = [x for x, y in zip(ticks, next_ticks, strict=True) if y > 1.3 * x]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":
@@ -187,12 +186,16 @@ def _draw_series(
     by_x.setdefault(row["x"], []).append(row["value"])
   # A median is defined for infinite values, too.
   medians = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
-  drawn = {x: y for x, y in medians.items() if _drawable(panel, y)}
+  drawn_medians = {x: y for x, y in medians.items() if _drawable(panel, y)}
   style = {**style, "label": figure_lib.plain_text(style["label"])}
-  if drawn and panel.column in PROFILES:  # bars that start and end at 0
-    drawn = {min(drawn) - 1: 0.0, **drawn, max(drawn) + 1: 0.0}
+  if drawn_medians and panel.column in PROFILES:  # bars that start and end at 0
+    drawn_medians = {
+      min(drawn_medians) - 1: 0.0,
+      **drawn_medians,
+      max(drawn_medians) + 1: 0.0,
+    }
     style |= {"ds": "steps-mid", "marker": ""}
-  axis.plot(list(drawn), list(drawn.values()), **style)
+  axis.plot(list(drawn_medians), list(drawn_medians.values()), **style)
   # A curve shows medians only; the seeds of each evaluation would hide it.
   if panel.along:
     return
@@ -200,8 +203,8 @@ def _draw_series(
   shapes = {False: {"marker": ".", "s": 6}, True: {"marker": "x", "s": 14}}
   for diverged, shape in shapes.items():
     seed_rows = [row for row in rows if row["diverged"] == diverged]
-    inside = [row for row in seed_rows if _drawable(panel, row["value"])]
-    positions = [(row["x"], row["value"]) for row in inside]
+    drawable_rows = [row for row in seed_rows if _drawable(panel, row["value"])]
+    positions = [(row["x"], row["value"]) for row in drawable_rows]
     if positions:
       axis.scatter(
         *zip(*positions, strict=True), color=color, alpha=0.6, **shape

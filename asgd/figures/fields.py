@@ -1,4 +1,4 @@
-"""Checks of plain data by tables: which fields exist, and which values fit.
+"""Checks of plain data by tables of fields: names of fields, and their values.
 
 A table is name -> FieldCheck. A check is a function (value, name) as those of
 `asgd.experiment.checks`, which raises ValueError. `check` prefixes the error
@@ -68,14 +68,14 @@ number = checks.number(-checks.MOST_NUMBER)
 def bound(check: checks.Check) -> checks.Check:
   """Returns a check of a bound; its error adds that a bound can be left out."""
 
-  # The bound is optional; the plain error would read as if it were needed.
-  def either(value: Any, key: str) -> Any:
+  # The bound is optional, but the plain error reads as if it were needed.
+  def checked_bound(value: Any, key: str) -> Any:
     try:
       return check(value, key)
     except ValueError as error:
       raise ValueError(f"{error}; leave it out for no bound") from None
 
-  return either
+  return checked_bound
 
 
 share = must(
@@ -84,11 +84,11 @@ share = must(
 )
 
 
-def named(known: Sequence[str]) -> checks.Check:
+def named(allowed_names: Sequence[str]) -> checks.Check:
   """Returns a check for one of a few names; errors show the nearest."""
 
   def check(value: Any, key: str) -> Any:
-    names.check(f"{key}:", value, known)
+    names.check(f"{key}:", value, allowed_names)
     return value
 
   return check
@@ -101,11 +101,11 @@ def pairs(kind: str, first: checks.Check, second: checks.Check) -> checks.Check:
     """Checks the list, and both halves of each pair."""
     must(lambda v: is_list(v) and v, f"a list of pairs {kind}")(value, key)
     # `kind` is "(a, b)": errors name the half of a pair that is wrong.
-    for each in value:
+    for item in value:
       pair = must(lambda v: is_list(v) and len(v) == 2, f"pairs {kind}")
-      pair(each, key)
-      first(each[0], f"{key}, {shown(each)}: {kind[1:-1].split(', ')[0]}")
-      second(each[1], f"{key}, {shown(each)}: {kind[1:-1].split(', ')[1]}")
+      pair(item, key)
+      first(item[0], f"{key}, {shown(item)}: {kind[1:-1].split(', ')[0]}")
+      second(item[1], f"{key}, {shown(item)}: {kind[1:-1].split(', ')[1]}")
     return value
 
   return check
@@ -141,13 +141,12 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
 
 
 def plain(value: Any) -> Any:
-  # Values that a file computed with NumPy would not be written to JSON.
   """Returns plain data with Python numbers instead of numpy's, and with every
   text on one line."""
   if isinstance(value, Mapping):
     return {plain(k): plain(v) for k, v in value.items()}
   if is_list(value):
-    return [plain(each) for each in value]
+    return [plain(item) for item in value]
   if isinstance(value, np.ndarray | np.generic):
     return plain(value.tolist())
   return re.sub(r"\s*[\r\n]\s*", " ", value) if type(value) is str else value

@@ -7,7 +7,7 @@ returns plain data:
   title    str.
   paper    str: authors, title, where, arXiv number.
   finding  str: what holds here, what does not, and why, in a sentence.
-  about    str: the content, in a sentence or two.
+  about    str: the content, in a few sentences.
   claims   list of dicts, see `Claim`.
   columns  name -> definition, see `asgd.figures.columns`.
   panels   list of dicts, see `PanelSpec`.
@@ -40,7 +40,7 @@ from asgd.figures.statistics import STATISTICS
 CellKey = tuple[str, int | None]
 Counts = Mapping[str, Sequence[int]]  # label -> numbers of workers
 
-# Kinds that compare each cell with the next.
+# Kinds of claims that compare each cell with the next.
 _STEP_KINDS = ("ordering", "monotone")
 _ORDERS = ("rises", "falls")
 _SCALES = ("linear", "log", "symlog")
@@ -55,12 +55,11 @@ _RESERVED_NAMES = (
 
 
 class Claim(NamedTuple):
-  """One claim; `kind` defines its effect.
+  """A claim. Its `kind` defines how its effect is computed:
 
   ordering, monotone: `runs` are cells, or lists of cells that are not compared
-    with each other. From each to the next, the column `order`s ("rises" or
-    "falls") by more than `by`. For "monotone" `runs` may be one label: its
-    cells, by their number of workers.
+    with each other. From each to the next the column rises or falls (`order`)
+    by over `by`. "monotone" also takes one label: its cells by their workers.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
   ratio: the same for `of` divided by `to`, both positive.
   bound: each of `of` lies between `above` and `below`.
@@ -88,7 +87,7 @@ def _bounds_of(data: Mapping[str, Any]) -> tuple[float, float]:
 
 
 class PanelSpec(NamedTuple):
-  """One pair of axes: series of cells at an x, beside published values."""
+  """A panel: series of cells, each at an x, beside published values."""
 
   title: str
   # Or a file of `columns.PROFILES`: its fractions, at its values plus x.
@@ -98,7 +97,7 @@ class PanelSpec(NamedTuple):
   series: Mapping[str, Sequence[tuple[float, str]]] = {}  # -> (x, cell)s
   # dicts of title, source, points (x, y), and `of`, a series of the same colour
   published: Sequence[Mapping[str, Any]] = ()
-  minus: str | None = None  # LABEL@N: its value of the same seed is subtracted
+  minus: str | None = None  # LABEL@N: its value at the seed is subtracted
   scale: float = 1.0  # factor of the values, such as 100 for percent
   xlog: bool = False
   # A column, such as traffic: its mean over seeds, times `xscale`, is the x of
@@ -157,8 +156,8 @@ def find_cell(cell_name: str, counts: Counts) -> CellKey:
 
 def groups(value: Any) -> list[list[Any]]:
   """Returns cells as lists of cells; a single cell is a list of one list."""
-  several = value if isinstance(value, (list, tuple)) else [value]
-  return [list(g) if isinstance(g, (list, tuple)) else [g] for g in several]
+  items = value if isinstance(value, (list, tuple)) else [value]
+  return [list(g) if isinstance(g, (list, tuple)) else [g] for g in items]
 
 
 def cells_of_claim(claim: Claim) -> Iterator[tuple[str, str]]:
@@ -222,9 +221,10 @@ _PUBLISHED = {
 
 def _is_range(value: Any) -> bool:
   """Whether a value is None or a pair of finite, ascending numbers."""
-  fits = value is None or (fields.is_list(value) and len(value) == 2)
-  real = fits and all(type(v) in (int, float) for v in value or ())
-  return real and (value is None or -math.inf < value[0] < value[1] < math.inf)
+  is_pair = fields.is_list(value) and len(value) == 2
+  has_numbers = is_pair and all(type(v) in (int, float) for v in value)
+  ascends = has_numbers and -math.inf < value[0] < value[1] < math.inf
+  return value is None or ascends
 
 
 _FACTOR = FieldCheck(  # 0 would draw every value as 0
@@ -302,8 +302,8 @@ def _check_consistent(where: str, kind: str, data: Mapping[str, Any]) -> None:
   if kind in _STEP_KINDS:
     runs = data["runs"]
     # One label stands for all cells of its run, which `_check_cells` counts.
-    along = kind == "monotone" and isinstance(runs, str)
-    if not along and len(groups(runs)) < 2:
+    is_run = kind == "monotone" and isinstance(runs, str)
+    if not is_run and len(groups(runs)) < 2:
       raise ValueError(
         f"{where}: runs must be two or more cells or groups of cells, not"
         f" {shown(runs)}"
@@ -368,11 +368,11 @@ def _read_panel(data: Any, number: int, columns: Sequence[str]) -> PanelSpec:
   fields.check(f"series of {where}", panel.series, series)
   for key in panel.series:
     fields.text(key, f"the name of a series of {where}")
-  for i, each in enumerate(panel.published):
-    fields.check(f"published {i} of {where}", each, _PUBLISHED)
+  for i, line in enumerate(panel.published):
+    fields.check(f"published {i} of {where}", line, _PUBLISHED)
   # Every x and limit that a logarithmic axis shows must be positive.
   xs = [x for points in panel.series.values() for x, _ in points]
-  xs += [x for each in panel.published for x, _ in each["points"]]
+  xs += [x for line in panel.published for x, _ in line["points"]]
   if panel.xlog and min(xs) <= 0:
     raise ValueError(f"{where}: xlog cannot show x = {min(xs)}; leave xlog out")
   if panel.yscale == "log" and panel.ylim and panel.ylim[0] <= 0:
@@ -408,36 +408,36 @@ def _check_distinct(what: str, titles: Sequence[str]) -> None:
       )
 
 
-def read(name: str, given: Any, counts: Counts) -> Figure:
+def read(name: str, data: Any, counts: Counts) -> Figure:
   """Returns the checked result of a file's `get_figure()`. `counts` are the
   numbers of workers of its config's runs. ValueError names the wrong field."""
   check_name(name)
-  if not isinstance(given, Mapping):
-    raise ValueError(f"get_figure() must return a dict, not {shown(given)}")
+  if not isinstance(data, Mapping):
+    raise ValueError(f"get_figure() must return a dict, not {shown(data)}")
   # NumPy's numbers become Python's; checks and JSON know only those.
-  given = fields.plain(given)
-  fields.check("get_figure()", given, _FIGURE)
-  if not given.get("claims"):
+  data = fields.plain(data)
+  fields.check("get_figure()", data, _FIGURE)
+  if not data.get("claims"):
     raise ValueError(
       "get_figure() has no claims: a figure without claims is only drawn; give"
       " a list of claims, or use asgd train"
     )
-  specs = given.get("columns", {})
+  specs = data.get("columns", {})
   columns_lib.check(specs)
   columns = columns_lib.all_columns(specs)
   # Columns first: claims and panels name them.
-  claims = [_read_claim(c, i, columns) for i, c in enumerate(given["claims"])]
+  claims = [_read_claim(c, i, columns) for i, c in enumerate(data["claims"])]
   _check_distinct("claims", [claim.name for claim in claims])
-  claims = _with_notes(claims, given.pop("notes", {}))
+  claims = _with_notes(claims, data.pop("notes", {}))
   panels = [
     _read_panel(panel, i, columns)
-    for i, panel in enumerate(given.get("panels", ()))
+    for i, panel in enumerate(data.get("panels", ()))
   ]
   _check_distinct("panels", [panel.title for panel in panels])
   defaults = {"quick": {}, "tuned": "", "finding": "", "turns": False}
-  computed = dict(name=name, claims=claims, columns=specs, panels=panels)
-  # `computed` replaces the raw claims and panels by checked ones.
-  figure = Figure(**{**defaults, **given, **computed})
+  # These replace the raw claims and panels by checked ones.
+  checked_fields = dict(name=name, claims=claims, columns=specs, panels=panels)
+  figure = Figure(**{**defaults, **data, **checked_fields})
   _check_cells(figure, counts)
   return figure
 
@@ -445,8 +445,8 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
 def _check_cell(
   where: str, cell_name: str, counts: Counts, over_workers: bool
 ) -> None:
-  """Raises ValueError for a cell that the experiment does not have. `over`
-  is whether the column is over all numbers of workers."""
+  """Raises ValueError for a cell that the experiment does not have.
+  `over_workers`: the column has one value for all numbers of workers."""
   try:
     _, workers = find_cell(cell_name, counts)
   except ValueError as error:

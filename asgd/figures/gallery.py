@@ -40,7 +40,7 @@ of them it is.
 This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
 """
-_HOLDING = 2  # claims of a figure that its row names as examples of what holds
+_HOLDING = 2  # claims that hold and that a figure's row names as examples
 
 
 def _is_value(value: Any) -> bool:
@@ -99,8 +99,8 @@ def _check(data: Mapping[str, Any]) -> None:
   check("it", data, _STORED)
   check("versions", data["versions"], dict.fromkeys(_VERSIONS, _TEXT))
   # The page shows two facts of the machine; the others may change.
-  anything = FieldCheck(checks.anything, "of the machine")
-  machine = dict.fromkeys(("cores", "devices"), anything)
+  machine_check = FieldCheck(checks.anything, "of the machine")
+  machine = dict.fromkeys(("cores", "devices"), machine_check)
   check("machine", data["machine"], machine)
   for i, line in enumerate(data["published"]):
     check(f"published {i}", line, {"title": _TEXT, "source": _TEXT})

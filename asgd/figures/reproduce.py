@@ -47,12 +47,15 @@ def files(figures_folder: Path) -> dict[str, Path]:
 def chosen(
   name: str | None, *, every: bool, figures_folder: Path
 ) -> list[Path]:
-  """Returns the files of the requested figures: one, or `every` one of a
-  folder. ValueError unless exactly one of the two is requested."""
+  """Returns the files of the requested figures: the figure `name`, or every
+  figure of the folder. ValueError unless exactly one of the two is
+  requested."""
   paths = files(figures_folder)
   if (name is None) != every:
-    listed = ", ".join(paths)
-    raise ValueError(f"give one figure: a NAME ({listed}), a FILE.py, or --all")
+    figure_names = ", ".join(paths)
+    raise ValueError(
+      f"give one figure: a NAME ({figure_names}), a FILE.py, or --all"
+    )
   return list(paths.values()) if name is None else [find(name, figures_folder)]
 
 
@@ -96,14 +99,14 @@ def load(
   # [1] Run the file, and read its two functions.
   try:
     figure_file.check_name(path.stem)
-    config, given = _run(path)
+    config, figure_data = _run(path)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
   # [2] Resolve the full size, even for --quick.
   try:
     full = schema.resolve(config, engines)
     # Claims are checked against the full size; --quick may lack cells.
-    figure = figure_file.read(path.stem, given, _counts(full, engines))
+    figure = figure_file.read(path.stem, figure_data, _counts(full, engines))
     if quick and not figure.quick:
       raise ValueError(
         "get_figure() has no 'quick', the keys of a small version"
@@ -167,11 +170,11 @@ def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
   """Returns cells seed by seed, every second seed backwards: ABC CBA ABC. A
   slow phase of the machine then affects all runs of a seed, and no run is
   always the first."""
-  ordered = []
+  result = []
   for number, seed in enumerate(sorted({cell.seed for cell in order})):
     cells_of_seed = [cell for cell in order if cell.seed == seed]
-    ordered += cells_of_seed[::-1] if number % 2 else cells_of_seed
-  return ordered
+    result += cells_of_seed[::-1] if number % 2 else cells_of_seed
+  return result
 
 
 def _size(task: Reproduction) -> str:
@@ -186,20 +189,23 @@ def _check_size(
   name, size = task.figure.name, _size(task)
   # [1] A judged folder says in NAME.json which size it has.
   remedy = "choose another folder with --workdir"
-  judged = storage.read_json(workdir / f"{name}.json") or {}
-  if judged.get("size", size) != size:
+  stored_verdicts = storage.read_json(workdir / f"{name}.json") or {}
+  if stored_verdicts.get("size", size) != size:
     raise ValueError(
       f"--workdir={workdir} holds another experiment: {name} at its"
-      f" {judged['size']} size, but this is the {size} size; {remedy}"
+      f" {stored_verdicts['size']} size, but this is the {size} size; {remedy}"
     )
   # [2] A folder without verdicts is known by its config. The check of the full
   # size is left to `folder.open_folder`.
-  if not task.quick or judged or not (workdir / "config.json").exists():
+  if (
+    not task.quick or stored_verdicts or not (workdir / "config.json").exists()
+  ):
     return
-  trained = folder.read_identity(workdir) or {}  # trained, but not yet judged
+  # The folder of an experiment that is trained, but not yet judged.
+  stored_identity = folder.read_identity(workdir) or {}
   # Through JSON, as the stored config went: tuples became lists.
-  wanted = json.loads(storage.to_json(folder.identity(experiment)))
-  if trained.get("config") != wanted["config"]:
+  identity = json.loads(storage.to_json(folder.identity(experiment)))
+  if stored_identity.get("config") != identity["config"]:
     raise ValueError(
       f"--workdir={workdir} holds another experiment than {name} at its quick"
       f" size; {remedy}"
@@ -222,10 +228,11 @@ def train(
   Args:
     task: the figure and its config.
     engines: the engines, by name.
-    workdir: None takes the runs/NAME-001, ..., with this experiment, or the
-      next free one; for a quick figure runs/NAME-quick-001, ....
+    workdir: the folder. None: the folder runs/NAME-001, ..., that has this
+      experiment, or the next free one; for a quick figure runs/NAME-quick-001,
+      ....
     data_dir: the folder of the dataset's files.
-    machine: where it trains; None: this machine.
+    machine: the machine that trains; None: this machine.
     bar: (total messages) -> an `asgd.experiment.progress.ProgressBar`.
     count: simulated cells at once; None: one for each core.
     signals: requests to stop.
@@ -272,8 +279,8 @@ def judge(
   the content of NAME.json."""
   figure, machine = task.figure, provenance.machine()
   # Cells that did not run, or failed, are missing: their claims are UNDECIDED.
-  done = columns.read(workdir, experiment.cells)
-  table = columns.CellTable(done, figure.columns)
+  results = columns.read(workdir, experiment.cells)
+  table = columns.CellTable(results, figure.columns)
   claim_verdicts = verdicts.judge(figure.claims, table, task.counts)
   points = drawing.points(figure, table, task.counts)
   data = {
@@ -286,21 +293,21 @@ def judge(
     "tuned": figure.tuned,
     "size": _size(task),
     "seeds": table.seeds,
-    "cells": len(done),
+    "cells": len(results),
     "of_cells": len(experiment.cells),
-    "messages": sum(d.result["messages"] for d in done.values()),
-    "diverged": sum(bool(d.result["diverged"]) for d in done.values()),
+    "messages": sum(cell.result["messages"] for cell in results.values()),
+    "diverged": sum(bool(cell.result["diverged"]) for cell in results.values()),
     "sizes": _sizes(experiment),
-    "seconds": sum(d.result["wall_seconds"] for d in done.values()),
+    "seconds": sum(cell.result["wall_seconds"] for cell in results.values()),
     "versions": {
       **provenance.versions(),
       "scipy": metadata.version("scipy"),  # computes the statistics
     },
     "machine": {key: machine[key] for key in ("cores", "devices")},
     "published": [
-      {"panel": p.title, "title": k["title"], "source": k["source"]}
-      for p in figure.panels
-      for k in p.published
+      {"panel": panel.title, "title": line["title"], "source": line["source"]}
+      for panel in figure.panels
+      for line in panel.published
     ],
     "claims": [verdicts.as_data(verdict) for verdict in claim_verdicts],
   }
@@ -349,8 +356,8 @@ def reproduce(
   **options: Any,
 ) -> Path:
   """Trains, judges and writes a figure, and prints the verdicts; returns its
-  folder. Options are those of `train`. With `docs` the verdicts are also copied
-  there (`gallery.copy_to_docs`); before training it is checked that this is
+  folder. Options are those of `train`. With `docs` it also copies the verdicts
+  there (`gallery.copy_to_docs`), and checks before training that this is
   possible."""
   if docs is not None:
     gallery.check_destination(docs, task.figure.name, size=_size(task))
@@ -360,14 +367,14 @@ def reproduce(
   # [2] Judge the claims.
   claim_verdicts, points, data = judge(task, experiment, result_folder)
   # [3] Draw and write.
-  drawn = write(task.figure, points, data, result_folder)
+  picture_text = write(task.figure, points, data, result_folder)
   stem = result_folder / task.figure.name
   cells_text = f"{data['cells']} of {data['of_cells']} cells"
   print(
     f"\n{task.figure.title}\n{task.figure.paper}\n{cells_text},"
     f" {len(data['seeds'])} seeds, {data['size']} size,"
     f" {data['seconds']:.0f} s of training\n\n{verdicts.text(claim_verdicts)}\n"
-    f"figure    {drawn}\npoints    {stem}.csv\nverdicts  {stem}.json"
+    f"figure    {picture_text}\npoints    {stem}.csv\nverdicts  {stem}.json"
   )
   if docs is not None:
     gallery.copy_to_docs(result_folder, task.figure.name, docs)

@@ -1,4 +1,4 @@
-"""How certain a number is that was measured once for each seed.
+"""Intervals and verdicts for a number that was measured once for each seed.
 
 A claim is about one number per seed: a difference, a ratio, a value. Two runs
 with the same seed have the same initial parameters, batches and drawn

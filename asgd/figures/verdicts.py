@@ -47,7 +47,7 @@ class ClaimVerdict(NamedTuple):
   parts: Sequence[DecidedPart]
 
 
-def _paired(
+def _combine_by_seed(
   first: Mapping[int, float],
   second: Mapping[int, float],
   combine: Callable[[float, float], float],
@@ -97,14 +97,16 @@ def _steps(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   # A run that has one number of workers at this size has no step.
   if not steps:
     yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
-  for before, after in steps:
+  for group, next_group in steps:
     # Each cell of a group is compared with each cell of the next group.
-    for a, b in itertools.product(before, after):
+    for a, b in itertools.product(group, next_group):
       # The claimed difference is positive in either direction.
-      first, second, sign = (b, a, "<") if (
+      upper, lower, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
-      values = _paired(values_of(first), values_of(second), operator.sub)
+      values = _combine_by_seed(
+        values_of(upper), values_of(lower), operator.sub
+      )
       yield Effect(f"{a} {sign} {b}", values, margin, math.inf)
 
 
@@ -116,7 +118,7 @@ def _pairs(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
   sign, combine = ("/", _ratio) if ratio else ("-", operator.sub)
   # Each cell of `of` with each cell of `to`, groups flattened.
   for a, b in itertools.product(ofs, tos):
-    values = _paired(values_of(a), values_of(b), combine)
+    values = _combine_by_seed(values_of(a), values_of(b), combine)
     yield Effect(f"{a} {sign} {b}", values, *claim.bounds, ratio)
 
 
@@ -157,8 +159,8 @@ def _threshold(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
     seed: crossing(xs, [column[seed] for _, column in columns], data["level"])
     for seed in sorted(seeds)
   }
-  ends = f"{data['runs'][0][0]} ... {data['runs'][-1][0]}"
-  what = f"{claim.column} = {data['level']:g} in {ends}"
+  end_cells = f"{data['runs'][0][0]} ... {data['runs'][-1][0]}"
+  what = f"{claim.column} = {data['level']:g} in {end_cells}"
   yield Effect(what, values, *claim.bounds)
 
 
@@ -183,13 +185,12 @@ def decide(part: Effect, statistic: str) -> DecidedPart:
     return DecidedPart(part, no_interval, UNDECIDED, no_interval.why)
   # Leaving out a seed without a value would be a choice, so the part is
   # undecided.
-  # A seed without a value makes the part undecided: leaving it out would be a
   missing = sum(map(math.isnan, values))
   if missing:
-    odd = ", infinite ones, or none above 0" if part.ratio else (
+    such_values = ", infinite ones, or none above 0" if part.ratio else (
       ", or infinite ones"
     )
-    why = f"{missing} of {len(values)} seeds have no value{odd}"
+    why = f"{missing} of {len(values)} seeds have no value{such_values}"
     return DecidedPart(part, no_interval._replace(why=why), UNDECIDED, why)
   if part.ratio:
     interval = statistics.of_ratios(statistic, values)
@@ -209,9 +210,9 @@ def judge(
   for claim in claims:
     # `values_of` reads the claim's column of a cell.
     parts = _PARTS[claim.kind](claim, _Cells(claim, table, counts))
-    decided = [decide(part, claim.statistic) for part in parts]
-    verdict = statistics.conclude([each.verdict for each in decided])
-    claim_verdicts.append(ClaimVerdict(claim, verdict, decided))
+    decided_parts = [decide(part, claim.statistic) for part in parts]
+    verdict = statistics.conclude([each.verdict for each in decided_parts])
+    claim_verdicts.append(ClaimVerdict(claim, verdict, decided_parts))
   return claim_verdicts
 
 

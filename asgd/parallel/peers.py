@@ -56,10 +56,12 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
   # links[i, j]: peer i receives from peer j; transposed, (sender, receiver).
   links = [(int(i), int(j)) for i, j in np.argwhere(matrix.T)]
   # Links with the same hop fit in one turn: senders and receivers differ.
-  by_hop: dict[int, list[tuple[int, int]]] = {}
+  links_of_hop: dict[int, list[tuple[int, int]]] = {}
   for sender, receiver in links:
-    by_hop.setdefault((receiver - sender) % n, []).append((sender, receiver))
-  hops = [by_hop[hop] for hop in sorted(by_hop)]
+    links_of_hop.setdefault((receiver - sender) % n, []).append(
+      (sender, receiver)
+    )
+  hops = [links_of_hop[hop] for hop in sorted(links_of_hop)]
   pairs = min(hops, _first_fit(links), key=len)
   weights = np.zeros((n, len(pairs)))
   # A peer that receives nothing uses the slot after the last, with weight 0.
@@ -201,24 +203,24 @@ class _Device(NamedTuple):
     if puts and not exchange.put_first:
       peer_state, code = self.put(matrix_index, peer_state, root, k)
     # [6] Mix the message of this round, or of an earlier one (`every`).
-    before = peer_state.server.params
+    params_before = peer_state.server.params
     if mixes:
       peer_state = self.mix(matrix_index, peer_state, code)
-    mix_norm = norms.gap(peer_state.server.params, before)
-    whole = peer_state.server.version, report.staleness, report.accepted
-    real = (
+    mix_norm = norms.gap(peer_state.server.params, params_before)
+    integers = peer_state.server.version, report.staleness, report.accepted
+    floats = (
       *(report.gap, report.message_norm, report.update_norm),
       *(mix_norm, residual),
     )
-    row = RoundMetrics(
+    metrics_row = RoundMetrics(
       metrics.loss,
-      jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
-      jnp.stack([x.astype(jnp.float32) for x in real]),
+      jnp.stack([jnp.asarray(x, jnp.int32) for x in integers]),
+      jnp.stack([x.astype(jnp.float32) for x in floats]),
       code if exchange.compressed else (),
     )
     codes = () if exchange.every == 1 else (code,)
     new_state = RoundState(peer_state, workers, codes)
-    return jax.tree.map(lambda x: x[None], (new_state, row))
+    return jax.tree.map(lambda x: x[None], (new_state, metrics_row))
 
 
 def make_rounds(

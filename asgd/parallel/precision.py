@@ -33,14 +33,16 @@ POLICIES = {
 }
 
 
-def policy(which: str | Policy) -> Policy:
+def policy(policy_or_name: str | Policy) -> Policy:
   """Returns a Policy, given a Policy or its name. Raises ValueError for other
   arguments, and for a dtype that is not of floating point."""
-  if isinstance(which, str):
-    return names.lookup("precision", which, POLICIES)
-  if not isinstance(which, Policy):
-    raise ValueError(f"policy must be a Policy or a name, not {which!r}")
-  for field, dtype in which._asdict().items():
+  if isinstance(policy_or_name, str):
+    return names.lookup("precision", policy_or_name, POLICIES)
+  if not isinstance(policy_or_name, Policy):
+    raise ValueError(
+      f"policy must be a Policy or a name, not {policy_or_name!r}"
+    )
+  for field, dtype in policy_or_name._asdict().items():
     try:
       is_valid = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     except TypeError:  # the value is no dtype
@@ -50,7 +52,7 @@ def policy(which: str | Policy) -> Policy:
         f"the dtype {field} of a policy must be of floating point, not"
         f" {getattr(dtype, '__name__', dtype)}"
       )
-  return which
+  return policy_or_name
 
 
 def cast(tree: Any, dtype: Any) -> Any:
@@ -78,7 +80,7 @@ class Dynamic(NamedTuple):
   factor: float = 2.0  # the scale is multiplied or divided by this factor
   interval: int = 2000  # finite gradients in a row after which the scale grows
   least: float = 1.0
-  most: float = 2.0**24  # beyond that float16's gradients are never finite
+  most: float = 2.0**24  # beyond `most` float16's gradients are never finite
 
 
 def check_dynamic(rule: Dynamic) -> None:
@@ -125,9 +127,9 @@ def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
     16.0
   """
   count = state.finite + 1
-  grows = count >= rule.interval
-  larger = jnp.where(grows, state.scale * rule.factor, state.scale)
-  scale = jnp.where(finite, larger, state.scale / rule.factor)
+  is_full = count >= rule.interval
+  raised_scale = jnp.where(is_full, state.scale * rule.factor, state.scale)
+  scale = jnp.where(finite, raised_scale, state.scale / rule.factor)
   scale = jnp.clip(scale, rule.least, rule.most)
   # Both changes of the scale start the count again.
-  return LossScale(scale, jnp.where(finite & ~grows, count, 0))
+  return LossScale(scale, jnp.where(finite & ~is_full, count, 0))

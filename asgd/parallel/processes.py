@@ -110,7 +110,7 @@ def join(role: ProcessRole, devices: int | None) -> None:
     ValueError: if the processes cannot share the devices evenly, or JAX finds
       no device.
   """
-  share, supervised = None, False
+  share, has_supervisor = None, False
   # [1] The number of CPU devices, which JAX reads when it starts.
   if devices is not None and role.count is not None:
     share = devices_of_each(devices, role.count)
@@ -118,10 +118,10 @@ def join(role: ProcessRole, devices: int | None) -> None:
       jax.config.update("jax_num_cpu_devices", share)
   # [2] Connect, before JAX starts, if there are other processes.
   if role.auto or role.process_id is not None:
-    supervised = _watch_supervisor()
-    _connect(role, share if supervised else None)
+    has_supervisor = _watch_supervisor()
+    _connect(role, share if has_supervisor else None)
   # [3] Start JAX. Its collectives open further connections.
-  with _loopback() if supervised else contextlib.nullcontext():
+  with _loopback() if has_supervisor else contextlib.nullcontext():
     meshes.find_devices()
 
 
@@ -142,9 +142,9 @@ def devices_of_each(devices: int, count: int) -> int:
   return devices // count
 
 
-def _connect(role: ProcessRole, share: int | None) -> None:
-  """Connects to the other processes, with `share` devices of this process; None
-  is all devices."""
+def _connect(role: ProcessRole, n_devices: int | None) -> None:
+  """Connects to the other processes, with `n_devices` devices of this process;
+  None: all devices."""
   # JAX's preemption service would take SIGTERM, by which runs save and end.
   jax.config.update("jax_enable_preemption_service", False)
   name = "this process"
@@ -152,10 +152,10 @@ def _connect(role: ProcessRole, share: int | None) -> None:
   if not role.auto:
     name = f"process {role.process_id} of {role.count}"
     options["coordinator_address"] = role.coordinator
-  if share is not None:
+  if n_devices is not None:
     assert role.process_id is not None  # a supervisor gives each a number
-    first = role.process_id * share
-    options["local_device_ids"] = list(range(first, first + share))
+    first = role.process_id * n_devices
+    options["local_device_ids"] = list(range(first, first + n_devices))
     # Listen on the loopback interface only.
     options["coordinator_bind_address"] = role.coordinator
 
@@ -184,9 +184,9 @@ def _connect(role: ProcessRole, share: int | None) -> None:
       shutdown_timeout_seconds=10,
     )
   except (RuntimeError, ValueError) as error:
-    line = " ".join(str(error).split())[:_MAX_ERROR]
+    message = " ".join(str(error).split())[:_MAX_ERROR]
     raise ValueError(
-      f"{name} cannot take part at --coordinator={role.coordinator}: {line}"
+      f"{name} cannot take part at --coordinator={role.coordinator}: {message}"
     ) from error
   finally:
     timer.cancel()
@@ -203,8 +203,8 @@ def _loopback() -> Iterator[None]:
       f"JAX {jax.__version__} does not let processes stay on the loopback"
       " interface; use another version, or --process_id and --coordinator"
     )
-  local = functools.partial(make, hostname="127.0.0.1")
-  with mock.patch.object(library, name, local):
+  on_loopback = functools.partial(make, hostname="127.0.0.1")
+  with mock.patch.object(library, name, on_loopback):
     yield
 
 
@@ -245,8 +245,8 @@ def _gather_bytes(content: bytes) -> list[bytes]:
   """Returns the content of every process without spaces at its end."""
   # All rows need one length, so the lengths are gathered first.
   size = int(gather([len(content)]).max())
-  row = np.frombuffer(content.ljust(size + 1), np.uint8)
-  rows = np.asarray(multihost_utils.process_allgather(row.astype(np.int32)))
+  padded = np.frombuffer(content.ljust(size + 1), np.uint8)
+  rows = np.asarray(multihost_utils.process_allgather(padded.astype(np.int32)))
   return [bytes(each.astype(np.uint8)).rstrip() for each in rows]
 
 
@@ -291,9 +291,9 @@ def check_same(name: str, digest: str) -> None:
   """Raises ValueError on all processes if their digests of `name` differ."""
   if jax.process_count() == 1:
     return
-  first, *others = _gather_bytes(digest.encode())
-  for number, other in enumerate(others, 1):
-    if other != first:
+  first_digest, *other_digests = _gather_bytes(digest.encode())
+  for number, other_digest in enumerate(other_digests, 1):
+    if other_digest != first_digest:
       raise ValueError(
         f"process {number} was given another {name} than process 0: start all"
         " with the same command and the same files"

@@ -32,7 +32,7 @@ from asgd.parallel.workloads import TrainingOptions, Workload
 
 ONE = "one device"  # name of a strategy
 _MAX_HYBRIDS = 3  # strategies of several axes that `find` returns
-# Part of a step's computing time in which gradients can be sent meanwhile.
+# Part of a step's computing time, the backward, in which gradients can be sent.
 _BACKWARD = 2 / 3
 
 
@@ -145,7 +145,7 @@ class _Planner(NamedTuple):
     # [1] Bytes. The stage with most layers takes most time and memory: `uneven`
     # is its share of the layers, divided by an equal share.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
-    whole = memory.state(
+    bytes_of_state = memory.state(
       *(work.parameters, options.optimizer, options.precision),
       zero=zero,
       data=data,
@@ -153,7 +153,7 @@ class _Planner(NamedTuple):
       stages=stages,
       versions=versions,
     )
-    state = uneven * whole.total
+    state = uneven * bytes_of_state.total
     if zero == 3:  # the weights of one layer are whole
       state += work.largest * self.precision.weights / tensor
     # 1F1B: the first stage holds one microbatch for each stage.
@@ -162,10 +162,12 @@ class _Planner(NamedTuple):
     # [2] Seconds in which a device computes, and in which it waits: for the
     # slowest device, and in the bubble of S - 1 microbatches. Without a flush
     # it does not wait.
-    compute, wait = uneven * self.compute_seconds(devices), 0.0
+    compute, wait_seconds = uneven * self.compute_seconds(devices), 0.0
     if flush:
-      wait = waiting.expected_slowest(devices, variation=options.variation) - 1
-      wait = wait * compute + (stages - 1) * (compute / count)
+      wait_seconds = (
+        waiting.expected_slowest(devices, variation=options.variation) - 1
+      )
+      wait_seconds = wait_seconds * compute + (stages - 1) * (compute / count)
     # [3] Seconds in which a device of the stage with most layers sends.
     part = work.parameters * uneven / (tensor * stages)
     sending = self._reduce_seconds(division, part, count, far)
@@ -177,7 +179,7 @@ class _Planner(NamedTuple):
       turns = count + stages - 2 if flush else count
       stream = work.border * micro / tensor
       sending += 2 * turns * (far.latency + stream / far.bandwidth)
-    times = compute, sending, wait
+    times = compute, sending, wait_seconds
     return self.strategy(
       division.name, state, activations, micro, *times, not flush
     )
@@ -322,20 +324,22 @@ def _hybrid_strategies(plan: _Planner) -> list[Strategy]:
     if data > 1:
       candidates.append(plan.make(f"{name}, ZeRO-1", **parts, zero=1))
     hybrids.append(_smallest_cost(candidates))
-  by_cost = sorted(
+  sorted_hybrids = sorted(
     filter(None, hybrids),
     key=lambda strategy: (not strategy.fits, strategy.seconds),
   )
-  return by_cost[:_MAX_HYBRIDS]
+  return sorted_hybrids[:_MAX_HYBRIDS]
 
 
 def _asynchronous_strategies(plan: _Planner) -> Iterator[Strategy | None]:
   """Yields a strategy with a parameter server for each recipe."""
   work, options, hardware = plan.work, plan.options, plan.hardware
-  count, numbers = hardware.devices, plan.precision
+  count, bytes_of_number = hardware.devices, plan.precision
   shards = options.shards or count
   compute = plan.compute_seconds(count)
-  size = float(work.parameters * max(numbers.weights, numbers.gradients))
+  size = float(
+    work.parameters * max(bytes_of_number.weights, bytes_of_number.gradients)
+  )
   speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
@@ -346,7 +350,9 @@ def _asynchronous_strategies(plan: _Planner) -> Iterator[Strategy | None]:
     # Bytes a parameter; the server's own parameters are float32.
     recipe_bytes = memory.recipe_bytes(recipe, count)
     at_shard = (4 + recipe_bytes.total) * work.parameters / shards
-    at_worker = numbers.weights + numbers.gradients + recipe_bytes.worker
+    at_worker = (
+      bytes_of_number.weights + bytes_of_number.gradients + recipe_bytes.worker
+    )
     state = at_shard + at_worker * work.parameters
     name = f"asynchronous, {recipe}"
     yield _smallest_cost(

@@ -51,19 +51,19 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
 def _one_device(strategies: Sequence[Strategy]) -> list[str]:
   """Returns a line on one device alone, if there are other strategies that fit.
   """
-  alone = next((x for x in strategies if x.name == ONE), None)
-  others = [x for x in strategies if x is not alone]
-  fastest = strategies_lib.best(others, stale=False)
-  if alone is None or fastest is None:
+  one_device = next((x for x in strategies if x.name == ONE), None)
+  other_strategies = [x for x in strategies if x is not one_device]
+  fastest = strategies_lib.best(other_strategies, stale=False)
+  if one_device is None or fastest is None:
     return []
-  times = alone.seconds / fastest.seconds
-  if not alone.fits:
-    predicate = f"does not fit: it needs {alone.bytes / memory.GB:.3g} GB"
-  elif times > 1:
-    predicate = f"is {times:.3g} times slower than {fastest.name}"
+  slowdown = one_device.seconds / fastest.seconds
+  if not one_device.fits:
+    predicate = f"does not fit: it needs {one_device.bytes / memory.GB:.3g} GB"
+  elif slowdown > 1:
+    predicate = f"is {slowdown:.3g} times slower than {fastest.name}"
   else:
     predicate = "is the fastest: do not distribute"
-  return [f"{ONE} alone, {alone.seconds:.3g} s a step, {predicate}"]
+  return [f"{ONE} alone, {one_device.seconds:.3g} s a step, {predicate}"]
 
 
 def bars(
