@@ -19,7 +19,7 @@ from asgd.pipeline import validate as validate_lib
 from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
-_MOST = 1e30  # time of a task
+_MOST = 1e30  # the largest time of a task
 
 
 class Costs(NamedTuple):
@@ -51,16 +51,16 @@ def costs(
   overlap: float | None = None,
   own: Mapping[str, float] | None = None,
 ) -> Costs:
-  """Returns costs; a number stands for one of each stage.
+  """Returns costs; a single number is the time of each stage.
 
   Args:
     stages: S.
     forward, input, weight: float or float[S].
-    backward: float or float[S]; None is input + weight.
+    backward: float or float[S]; None: input + weight.
     transfer: float or float[S - 1], between stages on different devices.
     transfer_back: the same for gradients; None is `transfer`.
-    overlap: of a block of a forward and a backward; None is their sum.
-    own: of the user's actions, by name; those not named take no time.
+    overlap: time of a block of a forward and a backward; None: the sum of both.
+    own: times of the user's actions, by name; other actions take no time.
 
   Raises:
     ValueError: for times that are negative, not finite or of another length.
@@ -110,8 +110,8 @@ def measured_costs(
   schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
 ) -> Costs:
   """Returns the median times that a run has measured, of each stage's actions
-  and of the user's own. Transfers take nothing, and blocks the sum of their
-  tasks."""
+  and of the user's own. Transfers take no time, and a block takes the sum of
+  its tasks."""
   run = spans_lib.measured(schedule, spans)
   durations = run.end - run.start
 
@@ -156,7 +156,7 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
     durations,
     cost.overlap,
     inputs,
-    _updates(schedule) if flush else None,
+    _update_indices(schedule) if flush else None,
   )
   if timing is not None:
     return spans_lib.Timing(*timing)
@@ -164,9 +164,9 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   return _times_by_row(schedule, cost.overlap, seconds, inputs, flush=flush)
 
 
-def _updates(schedule):
-  """Numbers of updates: int[T], of the one that a forward waits for, and of the
-  one that a backward counts for; -1 for none."""
+def _update_indices(schedule):
+  """Returns two columns, int[T]: the update that a forward waits for, and the
+  update that a backward counts for; -1 for none."""
   batch = schedule.microbatch // schedule.every
   update = schedule.stage * (batch.max() + 1) + batch
   waits_for_update = (schedule.action == FORWARD) & (batch > 0)
@@ -185,14 +185,16 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
   )
   free_at = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
-  previous = (-1, -1)
+  previous_cell = (-1, -1)
   # A task starts when its device is free, its inputs have arrived and, in a
   # synchronous schedule, the update of the batch before is done.
   for row, task in enumerate(zip(*columns, strict=True)):
-    slot, d, stage, batch, action, local_input, remote_input, transfer = task
-    block = previous == (d, slot)
-    previous = d, slot
-    task_start = start[row - 1] if block else free_at[d]
+    slot, device, stage, batch, action, local_input, remote_input, transfer = (
+      task
+    )
+    is_second = previous_cell == (device, slot)
+    previous_cell = device, slot
+    task_start = start[row - 1] if is_second else free_at[device]
     if local_input >= 0 and end[local_input] > task_start:
       task_start = end[local_input]
     if remote_input >= 0 and end[remote_input] + transfer > task_start:
@@ -200,13 +202,13 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
     if flush and action == FORWARD and batch >= every:
       task_start = max(task_start, update_times[stage, batch // every - 1])
     start[row] = task_start
-    end[row] = free_at[d] = task_start + durations[row]
-    # The second task of a block ends both: they overlap.
-    if block:
+    end[row] = free_at[device] = task_start + durations[row]
+    # The second task of a block sets the end of both, as they overlap.
+    if is_second:
       duration = durations[row - 1] + durations[row]
       finish = task_start + (duration if overlap is None else overlap)
       start[row - 1] = task_start
-      end[row] = end[row - 1] = free_at[d] = finish
+      end[row] = end[row - 1] = free_at[device] = finish
     if flush and action in (BACKWARD, WEIGHT):
       key = stage, batch // every
       update_times[key] = max(update_times[key], end[row])
@@ -214,31 +216,34 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
 
 
 def _input_rows(schedule, cost):
-  """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
-  perhaps on another, from where the transfer takes float[T]."""
+  """Returns two columns, int[T], of rows that each row needs, -1 for none: on
+  its device, and perhaps on another device. The third column, float[T], has the
+  time of the transfer from there."""
   table_rows, device = validate_lib.rows(schedule), schedule.device
   local_inputs, remote_inputs = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
 
-  def need(column, later, earlier, transfer=0.0):
-    transfer = np.broadcast_to(transfer, later.shape)
-    exists = (later >= 0) & (earlier >= 0)
-    later, earlier = later[exists], earlier[exists]
-    column[later] = earlier
-    is_remote = device[later] != device[earlier]
-    delay[later[is_remote]] = transfer[exists][is_remote]
+  def add_inputs(column, reader_rows, input_rows, transfer=0.0):
+    transfer = np.broadcast_to(transfer, reader_rows.shape)
+    exists = (reader_rows >= 0) & (input_rows >= 0)
+    reader_rows, input_rows = reader_rows[exists], input_rows[exists]
+    column[reader_rows] = input_rows
+    is_remote = device[reader_rows] != device[input_rows]
+    delay[reader_rows[is_remote]] = transfer[exists][is_remote]
 
   forward, backward, weight = table_rows
-  need(remote_inputs, forward[1:], forward[:-1], cost.transfer[:, None])
-  need(local_inputs, backward, forward)
-  need(remote_inputs, backward[:-1], backward[1:], cost.transfer_back[:, None])
-  need(local_inputs, np.where(weight == backward, -1, weight), backward)
+  add_inputs(remote_inputs, forward[1:], forward[:-1], cost.transfer[:, None])
+  add_inputs(local_inputs, backward, forward)
+  add_inputs(
+    remote_inputs, backward[:-1], backward[1:], cost.transfer_back[:, None]
+  )
+  add_inputs(local_inputs, np.where(weight == backward, -1, weight), backward)
   return local_inputs, remote_inputs, delay
 
 
 def update_order(schedule: Schedule) -> np.ndarray:
   """Returns int[S, M]: the microbatches of each stage in the order in which it
-  learns from them; of two replicas in a slot, that of the first device."""
+  learns from them. In one slot, the replica on the first device comes first."""
   rows = validate_lib.rows(schedule).weight
   return np.lexsort((schedule.device[rows], schedule.time[rows]))
 
@@ -328,7 +333,7 @@ def in_flight(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   """Returns int[S]: the most updates that are in flight at each stage at once,
   from the reading of weights to the update itself.
 
-  To a stage's server they are what workers are to another: DANA's N.
+  A stage's server treats them as workers: DANA's N.
 
   Raises:
     ValueError: as `versions`.
@@ -351,7 +356,7 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
     return version_counts
   update_slots = updates_done(schedule)  # when a version is replaced
   for stage, gradient_slots in enumerate(schedule.time[table_rows.weight]):
-    # A version that is read later than it is replaced is kept until then.
+    # A version whose last read is after its replacement is kept until then.
     last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
     np.maximum.at(last_reads, versions_read.forward[stage], gradient_slots)
     is_stashed = last_reads[:-1] > update_slots[stage]
@@ -479,9 +484,9 @@ def _peaks(schedule, timing, activation):
   size = np.asarray(activation, float)
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * is_forward - is_freed)
-  when = np.where(is_forward, timing.start, timing.end)
+  change_time = np.where(is_forward, timing.start, timing.end)
   # At the same time, memory is freed first.
-  order = np.lexsort((change, when, schedule.device))
+  order = np.lexsort((change, change_time, schedule.device))
   for d, device_rows in enumerate(schedule.rows_of_devices(order)):
     peaks[d] = np.cumsum(change[device_rows]).max(initial=0.0)
   return peaks

@@ -21,7 +21,7 @@ _MOST = 2**30  # stages x microbatches of a table here
 
 
 class _Blocks(NamedTuple):
-  """Steps of all devices, one device after the other, in K blocks."""
+  """The steps of all devices, one device after the other, in K blocks."""
 
   kind: np.ndarray  # int64[T], the index of an action in `names`
   stage: np.ndarray  # int64[T]
@@ -96,9 +96,10 @@ def _inputs_of_steps(blocks, every, flush) -> _StepInputs | None:
   # before arrays of that size are allocated.
   if stages * microbatches > min(_MOST, 8 * len(kind) + 1000):
     return None
-  forward, backward, weight = kind == 0, (kind == 1) | (kind == 2), kind == 3
+  is_forward, is_weight = kind == 0, kind == 3
+  is_backward = (kind == 1) | (kind == 2)
   cell = stage * microbatches + microbatch
-  for is_kind in (forward, backward, weight | (kind == 1)):
+  for is_kind in (is_forward, is_backward, is_weight | (kind == 1)):
     if np.bincount(cell[is_kind], minlength=1).max() > 1:
       return None
   # [1] Lay out `ends`: forwards, backwards, updates, and the two dummies.
@@ -111,24 +112,26 @@ def _inputs_of_steps(blocks, every, flush) -> _StepInputs | None:
   end_index = np.full(len(kind) + 1, no_reader)
   gate = np.full(len(kind) + 1, stages * batches)
   update = stage * batches + microbatch // every
-  is_gradient = weight | (kind == 1)
+  is_gradient = is_weight | (kind == 1)
   gate[:-1][is_gradient] = update[is_gradient]
   missing_steps = np.bincount(update[is_gradient], minlength=stages * batches)
   ends = np.full(no_input + 1, _NEVER)
   ends[gates:no_reader][missing_steps == 0] = 0
   ends[no_input] = 0
   # [3] Connect forwards and backwards along the stages.
-  end_index[:-1][forward] = cell[forward]
-  end_index[:-1][backward] = cells + cell[backward]
-  later = forward & (stage > 0)
-  input_index[:-1, 0][later] = cell[later] - microbatches
+  end_index[:-1][is_forward] = cell[is_forward]
+  end_index[:-1][is_backward] = cells + cell[is_backward]
+  is_reader = is_forward & (stage > 0)
+  input_index[:-1, 0][is_reader] = cell[is_reader] - microbatches
   if flush:
-    later = forward & (microbatch >= every)
-    input_index[:-1, 1][later] = gates + update[later] - 1
-  input_index[:-1, 0][backward] = cell[backward]
-  earlier = backward & (stage < stages - 1)
-  input_index[:-1, 1][earlier] = cells + cell[earlier] + microbatches
-  input_index[:-1, 0][weight] = cells + cell[weight]
+    is_reader = is_forward & (microbatch >= every)
+    input_index[:-1, 1][is_reader] = gates + update[is_reader] - 1
+  input_index[:-1, 0][is_backward] = cell[is_backward]
+  reads_gradient = is_backward & (stage < stages - 1)
+  input_index[:-1, 1][reads_gradient] = (
+    cells + cell[reads_gradient] + microbatches
+  )
+  input_index[:-1, 0][is_weight] = cells + cell[is_weight]
   return _StepInputs(
     input_index, end_index, gate, ends, np.append(missing_steps, _NEVER)
   )
@@ -195,8 +198,8 @@ def _block_slots(blocks, steps, inputs, *, counts_updates):
   # Each pass does one slot: devices with a ready block begin it.
   while len(next_block):
     ready_slots = ends[input_index[next_block]].max(1)
-    starts_now = ready_slots <= slot
-    started_blocks = next_block[starts_now]
+    is_starting = ready_slots <= slot
+    started_blocks = next_block[is_starting]
     if not len(started_blocks):  # skip the slots in which every device waits
       slot = ready_slots.min()
       if slot == _NEVER:
@@ -214,7 +217,7 @@ def _block_slots(blocks, steps, inputs, *, counts_updates):
         (missing_steps[updates] == 0) & (updates < no_update)
       ]
       ends[gates + complete_updates] = slot
-    next_block = next_block + starts_now
+    next_block = next_block + is_starting
     if (next_block == stop).any():
       next_block, stop = next_block[next_block < stop], stop[next_block < stop]
   return block_slots

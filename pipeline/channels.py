@@ -36,7 +36,7 @@ Take = Callable[[int, tuple, Any], None]  # lane, key, value of NumPy's arrays
 
 
 def _anonymous_file(size):
-  """A descriptor of a file without a name, in the kernel's memory if there is
+  """Returns a descriptor of a file without a name, in shared memory if there is
   room."""
   for folder in (_MEMORY, None):
     with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as f:
@@ -48,20 +48,22 @@ def _anonymous_file(size):
 
 
 class Sender:
-  """The way to another process. Threads may share it."""
+  """Sends entries to another process. Threads may share a Sender."""
 
   def __init__(self, path: str):
     """Connects to the `Receivers` that listen at a path; raises OSError."""
     self._connection = connection.Client(path, "AF_UNIX")
     self._segments: list[np.ndarray] = []
     self._lock = threading.Lock()
-    self._reachable = True
+    self._is_reachable = True
 
   def put(self, lane: int, key: tuple, value: Any) -> None:
     """Sends an entry, a tree of NumPy arrays. Drops the entry if the receiving
     process has exited; `flush` then raises an error."""
     buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps((lane, key, value), 5, buffer_callback=buffers.append)
+    pickled_entry = pickle.dumps(
+      (lane, key, value), 5, buffer_callback=buffers.append
+    )
     arrays = [np.frombuffer(buffer.raw(), np.uint8) for buffer in buffers]
     # The first byte of a segment is its flag, so arrays start behind it.
     end, ranges = wire.ALIGNMENT, []
@@ -72,16 +74,16 @@ class Sender:
     # pickled tree.
     with self._lock:
       try:
-        index = self._segment(end)
+        index = self._free_segment(end)
         memory = self._segments[index]
         for array, (low, high) in zip(arrays, ranges, strict=True):
           memory[low:high] = array
         memory[0] = _TAKEN
-        self._connection.send((_ENTRY, index, ranges, head))
+        self._connection.send((_ENTRY, index, ranges, pickled_entry))
       except OSError:
-        self._reachable = False
+        self._is_reachable = False
 
-  def _segment(self, nbytes: int) -> int:
+  def _free_segment(self, nbytes: int) -> int:
     """Returns the index of a free segment of at least `nbytes` bytes, a new one
     if needed."""
     for index, memory in enumerate(self._segments):
@@ -89,7 +91,7 @@ class Sender:
         return index
     size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     descriptor = _anonymous_file(size)
-    self._segments.append(_mapped(descriptor, size))
+    self._segments.append(_map_memory(descriptor, size))
     self._connection.send((_NEW, size))
     reduction.send_handle(self._connection, descriptor, None)
     os.close(descriptor)
@@ -103,21 +105,22 @@ class Sender:
         self._connection.send((_FLUSH,))
         self._connection.recv()
       except (OSError, EOFError):
-        self._reachable = False
-    if not self._reachable:
+        self._is_reachable = False
+    if not self._is_reachable:
       raise ConnectionError("another process cannot be reached")
 
 
-def _mapped(descriptor, size):
+def _map_memory(descriptor, size):
   return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
 
 
 class Receivers:
-  """Takes what other processes send to this one, each in a thread."""
+  """Receives what other processes send to this process, with a thread for
+  each."""
 
   def __init__(self, take: Take):
-    """Listens at `path`. `take` is called by all threads; it copies the arrays
-    that it is given, and reports its errors itself."""
+    """Listens at `path`. All threads call `take`, which must copy the arrays
+    that it gets, and handle its errors."""
     self._take = take
     self._folder = tempfile.TemporaryDirectory(prefix="asgd-")  # for the owner
     self.path = str(Path(self._folder.name) / "socket")
@@ -154,15 +157,15 @@ class Receivers:
         kind, *fields = peer.recv()
         if kind == _NEW:
           descriptor = reduction.recv_handle(peer)
-          segments.append(_mapped(descriptor, *fields))
+          segments.append(_map_memory(descriptor, *fields))
           os.close(descriptor)
         elif kind == _FLUSH:
           peer.send(None)
         else:
-          index, ranges, head = fields
+          index, ranges, pickled_entry = fields
           memory = segments[index]
           # These arrays are views, so `take` must copy them before the segment
           # is free.
           buffers = [memory[low:high] for low, high in ranges]
-          self._take(*pickle.loads(head, buffers=buffers))
+          self._take(*pickle.loads(pickled_entry, buffers=buffers))
           memory[0] = _FREE

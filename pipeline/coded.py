@@ -1,4 +1,4 @@
-"""Stages that exchange codes: activations, and gradients of them.
+"""Stages that exchange codes: of activations, and of their gradients.
 
   stage k    y -> encode --code--> decode -> x    stage k + 1
             gy <- decode <--code-- encode <- gx
@@ -25,11 +25,11 @@ def _wire(
     return list, list
 
   def code_of(leaves: list[Any]) -> Any:
-    # Draws follow from the values, so that all processes make the same.
+    # Draws follow from the values, so that all processes make the same code.
     total = sum(jnp.sum(x, dtype=jnp.float32) for x in leaves)
     seed = jax.lax.bitcast_convert_type(total, jnp.int32)
     key = jax.random.fold_in(jax.random.key(0), seed)
-    # Messages of different examples are not added: nothing is left for later.
+    # Messages of different examples are not added, so no residual is kept.
     return codec.encode(codec.init(leaves), leaves, key)[0]
 
   # Entries between stages are plain arrays, which checkpoints store.
@@ -58,36 +58,40 @@ def with_codec(
   leaves, structure = jax.tree.flatten(x)
   are_floats = [bool(floating([leaf])) for leaf in leaves]
 
-  def decode_input(coded):
+  def decode_input(coded_input):
     if not leaves:  # the first stage's input
-      return coded
-    code, others = coded
-    floats, others = iter(decode_x(code)), iter(others)
-    values = [next(floats if is_float else others) for is_float in are_floats]
+      return coded_input
+    code, other_leaves = coded_input
+    floats, other_leaves = iter(decode_x(code)), iter(other_leaves)
+    values = [
+      next(floats if is_float else other_leaves) for is_float in are_floats
+    ]
     return jax.tree.unflatten(structure, values)
 
-  def forward(params, coded, extra):
-    y, *rest = stage.forward(params, decode_input(coded), extra)
+  def forward(params, coded_input, extra):
+    y, *rest = stage.forward(params, decode_input(coded_input), extra)
     if last:
       return y, *rest
-    others = [leaf for leaf in jax.tree.leaves(y) if not floating([leaf])]
-    return [encode_y(floating(y)), others], *rest
+    other_leaves = [leaf for leaf in jax.tree.leaves(y) if not floating([leaf])]
+    return [encode_y(floating(y)), other_leaves], *rest
 
-  def residuals(params, coded, extra):
-    return stage.residuals(params, decode_input(coded), extra)
+  def residuals(params, coded_input, extra):
+    return stage.residuals(params, decode_input(coded_input), extra)
 
-  def backward(params, kept, gy):
-    gradient, gx = stage.backward(params, kept, decode_gy(gy))
+  def backward(params, stage_residuals, gy):
+    gradient, gx = stage.backward(params, stage_residuals, decode_gy(gy))
     return gradient, encode_gx(gx)
 
-  def recompute(params, coded, extra, gy):
-    arguments = params, decode_input(coded), extra, decode_gy(gy)
+  def recompute(params, coded_input, extra, gy):
+    arguments = params, decode_input(coded_input), extra, decode_gy(gy)
     gradient, gx = stage.recompute(*arguments)
     return gradient, encode_gx(gx)
 
-  def of_input(params, kept, gy):
-    gx, half = stage.input(params, kept, decode_gy(gy))
+  def input_gradient(params, stage_residuals, gy):
+    gx, half = stage.input(params, stage_residuals, decode_gy(gy))
     return encode_gx(gx), half
 
-  functions = map(jax.jit, (forward, residuals, backward, recompute, of_input))
+  functions = map(
+    jax.jit, (forward, residuals, backward, recompute, input_gradient)
+  )
   return Stage(*functions, *stage[5:])

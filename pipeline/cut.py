@@ -35,15 +35,15 @@ def cut(
   if problem.pieces is None:
     raise ValueError("this problem is not made of layers: it cannot be cut")
   layers = problem.pieces.layers
-  rising = list(cuts) == sorted(set(cuts)) and len(cuts) > 1
-  if not rising or (cuts[0], cuts[-1]) != (0, len(layers)):
+  is_rising = list(cuts) == sorted(set(cuts)) and len(cuts) > 1
+  if not is_rising or (cuts[0], cuts[-1]) != (0, len(layers)):
     raise ValueError(
       f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
       f" layer in one stage, not {list(cuts)}"
     )
   # A recipe for each stage: staleness differs between stages.
-  count, one_recipe = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
-  recipes = [recipe] * count if one_recipe else recipe
+  count, is_one_recipe = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
+  recipes = [recipe] * count if is_one_recipe else recipe
   if len(recipes) != count:
     raise ValueError(
       f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
@@ -57,9 +57,9 @@ def cut(
         f"stage {stage} (layers {first} to {last - 1}) has no weights; give its"
         " layers to another stage"
       )
-    rules = recipes[stage]
-    drops = rules.max_staleness is not None
-    if rules.worker is not None or rules.every > 1 or drops:
+    stage_recipe = recipes[stage]
+    drops_late = stage_recipe.max_staleness is not None
+    if stage_recipe.worker is not None or stage_recipe.every > 1 or drops_late:
       raise ValueError(
         "a pipeline's stages send plain gradients, averaged as the schedule"
         " says: recipes with local workers or rounds, or that drop late"
@@ -67,7 +67,9 @@ def cut(
         " dc_asgd_c, dc_asgd_a, staleness_aware, adadelay or gap_aware"
       )
     fn = _stage_fn(problem.pieces, first, last)
-    slices.append(Part(fn, stage_params, rules.server(), rules.at_worker))
+    slices.append(
+      Part(fn, stage_params, stage_recipe.server(), stage_recipe.at_worker)
+    )
   return slices
 
 

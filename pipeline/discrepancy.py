@@ -133,10 +133,10 @@ def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
   server needs an algorithm of `follow`."""
 
   @jax.jit
-  def corrected(state):
+  def correct(state):
     weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "weight_velocity")
     at_forward = prediction.step_along(weights, velocity, cure.delay)
     return base.with_weights(state.params, at_forward)
 
-  return corrected
+  return correct

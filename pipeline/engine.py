@@ -87,7 +87,7 @@ def _remote_arguments(config, dataset, measurements, cell):
   return _arguments(plan, cell.seed, time.time)
 
 
-def _in_processes(context: engines.Context) -> processes.Processes:
+def _make_processes(context: engines.Context) -> processes.Processes:
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
   dataset = machine.ray_reference(plan.dataset)  # which starts Ray
@@ -109,7 +109,7 @@ def _in_processes(context: engines.Context) -> processes.Processes:
   return processes.Processes(make, plan.table, count, cores=cores, options=gpus)
 
 
-def _in_threads(context: engines.Context) -> executor.Executor:
+def _make_executor(context: engines.Context) -> executor.Executor:
   plan, local = context.plan, jax.local_devices()
   return executor.Executor(
     **_arguments(plan, context.cell.seed, time.perf_counter),
@@ -125,10 +125,10 @@ def check_machine(
   count, gpus = machine.processes, machine.gpus_per_process
   checks.whole("--processes", count, 0)
   checks.nonnegative("--gpus_per_process", gpus)
-  swapping = [plan for plan in plans if plan.room is not None]
-  if count and swapping:
+  swap_plans = [plan for plan in plans if plan.room is not None]
+  if count and swap_plans:
     raise ValueError(
-      f"config.runs.{swapping[0].run.label}.device_megabytes needs all stages"
+      f"config.runs.{swap_plans[0].run.label}.device_megabytes needs all stages"
       f" in one process: drop it, or --processes={count}"
     )
   if count:
@@ -186,7 +186,7 @@ class PipelineEngine(engines.Engine):
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
-      make = _in_processes if self._machine.processes else _in_threads
+      make = _make_processes if self._machine.processes else _make_executor
       self._executor = make(context)
       self._state = self._restore(context, self._executor.start())
       self._warm_up()
@@ -265,9 +265,9 @@ class PipelineEngine(engines.Engine):
         f" --config.runs.{cell.label}.learning_rate, a longer warm-up or"
         " --config.clip_norm"
       )
-    stale, gap = _delays(result.records)
-    age = mean(stale) if stale.size else None
-    rows = PipelineRecords(losses, np.zeros(0, int), stale, gap, stale)
+    staleness, gap = _delays(result.records)
+    age = mean(staleness) if staleness.size else None
+    rows = PipelineRecords(losses, np.zeros(0, int), staleness, gap, staleness)
     return engines.Progress(losses, age, mean(gap), broken=broken, rows=rows)
 
   def work(self) -> list[Segment]:
@@ -299,10 +299,10 @@ class PipelineEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns losses, staleness and gap of some microbatches."""
-    stale, gap = _delays(self._stage_records(), start // self.quantum)
+    staleness, gap = _delays(self._stage_records(), start // self.quantum)
     return {
       "train_loss": mean(self._loss[start:end]),
-      "staleness_mean": mean(stale),
+      "staleness_mean": mean(staleness),
       "gap_mean": mean(gap),
     }
 
@@ -368,8 +368,8 @@ class PipelineEngine(engines.Engine):
     }
     return passes * schedule.slots + state.slot, tree, notes
 
-  def _restore(self, context, first):
-    template = self._executor.fetch(first)
+  def _restore(self, context, first_state):
+    template = self._executor.fetch(first_state)
 
     def unpack(saved):
       notes = saved.notes
@@ -393,7 +393,7 @@ class PipelineEngine(engines.Engine):
 
     restored = context.restore(unpack)
     if restored is None:
-      return first
+      return first_state
     state, tree, notes, self._earlier_traffic = restored
     self._seconds, self._loss = notes["seconds"], np.array(tree["loss"])
     self._pieces = [[rows] for rows in tree["records"]]

@@ -86,9 +86,9 @@ def _compile_parts(
     compiled_parts.append(
       lanes_lib.CompiledPart(stage, steps, at_worker, part.correct)
     )
-  scalar = getattr(x, "shape", None) == ()
+  is_scalar = getattr(x, "shape", None) == ()
   # All losses are scalars, so that their gradient starts at 1.
-  if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
+  if not is_scalar or not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       "the last stage must return its loss, float[], not"
       f" {jax.tree.map(lambda s: f'{s.dtype}{list(s.shape)}', x)}"
@@ -175,7 +175,7 @@ class Executor:
         f"recompute must be a bool, or one for each of {len(parts)} stages,"
         f" not {settings.recompute!r}"
       )
-    on_cpu = next(iter(self.devices.values())).platform == "cpu"
+    is_on_cpu = next(iter(self.devices.values())).platform == "cpu"
     self.compiled_program = lanes_lib.CompiledProgram(
       program=program,
       parts=compiled_parts,
@@ -185,7 +185,7 @@ class Executor:
       extra=extra,
       how=settings,
       # On a CPU the lane's core computes, so there is nothing to overlap.
-      waits=settings.clock is not None or on_cpu,
+      waits=settings.clock is not None or is_on_cpu,
       memories=memories,
     )
 
@@ -404,14 +404,14 @@ def _devices(
 ) -> Sequence[jax.Device]:
   """Returns `count` devices: the caller's, or the first local ones."""
   if devices is None:
-    local = jax.local_devices()
-    if len(local) < count:
+    local_devices = jax.local_devices()
+    if len(local_devices) < count:
       raise ValueError(
-        f"the schedule needs {count} devices and this process has {len(local)}:"
-        " for CPU devices call jax.config.update('jax_num_cpu_devices',"
-        f" {count}) before JAX is used"
+        f"the schedule needs {count} devices and this process has"
+        f" {len(local_devices)}: for CPU devices call"
+        f" jax.config.update('jax_num_cpu_devices', {count}) before JAX is used"
       )
-    devices = local[:count]
+    devices = local_devices[:count]
   if len(devices) != count:
     raise ValueError(
       f"the schedule needs {count} devices, and devices has {len(devices)}"

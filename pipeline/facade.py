@@ -1,4 +1,4 @@
-"""Training one's own layers in a pipeline, in one call; see `asgd.facade`."""
+"""Trains a user's layers in a pipeline, in one call; see `asgd.facade`."""
 
 import functools
 import inspect
@@ -17,8 +17,8 @@ from asgd.problems import descriptions, own, streams
 
 
 class _Plain(nn.Module):
-  """A module that does the same in training, or a layer of flax that gets its
-  mode from its call, as `nn.BatchNorm()` and `nn.Dropout(0.1)` are."""
+  """A module without an argument `train`. It does the same in training, or it
+  is a layer of flax that gets its mode from its call, as `nn.BatchNorm()`."""
 
   inner: nn.Module
 
@@ -28,12 +28,12 @@ class _Plain(nn.Module):
   def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     modes = {"deterministic": not train, "use_running_average": not train}
     # flax leaves such a field None until the module or its call sets it.
-    left = {
+    unset_modes = {
       name: value
       for name, value in modes.items()
       if getattr(self.inner, name, self) is None
     }
-    output: jax.Array = self.inner(x, **left)
+    output: jax.Array = self.inner(x, **unset_modes)
     return output
 
 
@@ -48,8 +48,8 @@ class _Function(nn.Module):
 
 
 def _has_state(layer: Any) -> bool:
-  """Whether a callable that is no linen module calls one of another kind: it is
-  such a module, or is bound to one, or closes over one."""
+  """Whether a callable holds state that would not be trained: it is a module of
+  another library than linen, is bound to one, or closes over one."""
   if isinstance(layer, functools.partial):
     return any(map(_has_state, (layer.func, *layer.args)))
   if inspect.ismethod(layer):
@@ -59,8 +59,8 @@ def _has_state(layer: Any) -> bool:
     return _is_stateful(layer)
   # A lambda may use a module of its scope: look at what it closes over.
   names = inspect.getclosurevars(function)
-  used = *names.nonlocals.values(), *names.globals.values()
-  return any(map(_is_stateful, used))
+  used_values = *names.nonlocals.values(), *names.globals.values()
+  return any(map(_is_stateful, used_values))
 
 
 def _is_stateful(value: Any) -> bool:
@@ -70,8 +70,8 @@ def _is_stateful(value: Any) -> bool:
 
   if isinstance(value, nnx.Module):
     return True
-  no_module = type, nn.Module, functools.partial
-  if isinstance(value, no_module) or not callable(value):
+  other_types = type, nn.Module, functools.partial
+  if isinstance(value, other_types) or not callable(value):
     return False
   # An object of Equinox is a tree with its arrays as leaves.
   leaves = jax.tree.leaves(value)
@@ -89,9 +89,9 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
     As many linen modules, called as layer(x, train=bool).
 
   Raises:
-    ValueError: for anything else, and for what holds weights that would not be
-      trained: a module of flax.nnx or of another library, and a function that
-      calls one.
+    ValueError: for anything else, and for a layer with weights that would not
+      be trained: a module of flax.nnx or of another library, or a function that
+      calls such a module.
 
   Example:
     >>> import jax.numpy as jnp
@@ -107,8 +107,8 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
   modules: list[nn.Module] = []
   for number, layer in enumerate(layers):
     if isinstance(layer, nn.Module):
-      takes = inspect.signature(type(layer).__call__).parameters
-      modules.append(layer if "train" in takes else _Plain(layer))
+      parameters = inspect.signature(type(layer).__call__).parameters
+      modules.append(layer if "train" in parameters else _Plain(layer))
     elif _has_state(layer):
       raise ValueError(
         f"layer {number} ({descriptions.name_of(layer)}) has state, such as"
@@ -226,10 +226,10 @@ def train(
   with calls.in_words_of_calls("pipeline"):
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
     # [1] The first batch gives the shapes; then layers become modules.
-    first = streams.read_data(data, run.batch_size).first
-    outward: Callable[[Any], Any] = _as_it_is
+    first_batch = streams.read_data(data, run.batch_size).first
+    outward: Callable[[Any], Any] = _identity
     if isinstance(layers, nn.Module):
-      layers = parts = segments.cut(layers, own.input_of(first))
+      layers = parts = segments.cut(layers, own.input_of(first_batch))
       outward = segments.outward
       if params is not None and not callable(params):
         params = segments.inward(parts, params)
@@ -238,15 +238,15 @@ def train(
     # [2] A problem in pieces: layers, criterion, and the caller's evaluation.
     evaluate = run.evaluate
     if callable(evaluate):
-      evaluate = _evaluating(evaluate, outward)
+      evaluate = _wrap_evaluate(evaluate, outward)
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )
 
     def init(key: jax.Array) -> Any:
-      return models.init(layers, key, own.input_of(first))
+      return models.init(layers, key, own.input_of(first_batch))
 
-    given = own.Objects(
+    objects = own.Objects(
       *(problems.whole_loss(pieces), init if params is None else params),
       *(data, recipe),
       batch_size=run.batch_size,
@@ -255,15 +255,15 @@ def train(
     )
     models.own.check_layers(init, "or train with asgd.simulate")
     # [3] The settings of the run, in the keys of a config.
-    shared = *call_options.FURTHER, "compress"
-    config = {key: settings.pop(key) for key in shared if key in settings}
+    config_keys = *call_options.FURTHER, "compress"
+    config = {key: settings.pop(key) for key in config_keys if key in settings}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)
     if run.every is not None:
       groups = "batches of {} microbatches (every)"
       checks.multiple(run.every, "messages", microbatches, groups)
     result = call_runs.train(
-      given,
+      objects,
       ("pipeline", PIPELINE),
       {"pipeline": section, **config},
       run,
@@ -272,11 +272,11 @@ def train(
   return result._replace(params=outward(result.params))
 
 
-def _as_it_is(params: Any) -> Any:
+def _identity(params: Any) -> Any:
   return params
 
 
-def _evaluating(
+def _wrap_evaluate(
   evaluate: Callable[[Any], Any], outward: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
   """Returns a function that evaluates parameters in the caller's form."""

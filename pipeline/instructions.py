@@ -97,10 +97,12 @@ def write(
     schedule, together, tuple(lanes), places, where, order, reads, last_reads,
     readers,
   )
-  reads_ = [(v.tolist(), w.tolist()) for v, w in reads]
+  read_lists = [(v.tolist(), w.tolist()) for v, w in reads]
 
   def tickets_of(stage, microbatch, replica):
-    pairs = [(v[stage][microbatch], w[stage][microbatch]) for v, w in reads_]
+    pairs = [
+      (v[stage][microbatch], w[stage][microbatch]) for v, w in read_lists
+    ]
     return tuple((TICKET, stage, v, replica, w) for v, w in pairs)
 
   replica_of = [{d: i for i, d in enumerate(devices)} for devices in places]

@@ -1,4 +1,4 @@
-"""The threads that run lanes: no more than can work at the same time.
+"""The threads that run lanes: as few as can work at the same time.
 
 A thread runs one lane until the lane lacks an entry, and then another lane that
 lacks none. If it has to wait for a device, a second thread takes the lanes that
@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-_UNCLAIMED = 0.005  # seconds after which a ready lane gets another thread
+_UNCLAIMED_SECONDS = 0.005  # after which a ready lane gets another thread
 
 
 class Stop:
@@ -25,23 +25,23 @@ class LaneInbox:
 
   def __init__(self):
     self._items: collections.deque[Any] = collections.deque()
-    self._arrived: Callable[[], None] | None = None
+    self._on_arrival: Callable[[], None] | None = None
 
   def put(self, item: Any) -> None:
     """Adds (key, value), or Stop."""
     self._items.append(item)
-    if arrived := self._arrived:
-      arrived()
+    if on_arrival := self._on_arrival:
+      on_arrival()
 
   def take(self) -> list[Any]:
     """Removes and returns all items."""
     return [self._items.popleft() for _ in range(len(self._items))]
 
-  def attach(self, arrived: Callable[[], None] | None) -> None:
-    """Calls `arrived` after each item, and once now; None: no longer."""
-    self._arrived = arrived
-    if arrived:
-      arrived()
+  def attach(self, on_arrival: Callable[[], None] | None) -> None:
+    """Calls `on_arrival` after each item, and once now; None: no longer."""
+    self._on_arrival = on_arrival
+    if on_arrival:
+      on_arrival()
 
 
 class LaneThreads:
@@ -67,7 +67,7 @@ class LaneThreads:
     self._ready = collections.deque(self.boxes)
     self._missing_key: dict[int, tuple] = {}  # lane -> first key that it lacks
     self._threads: list[threading.Thread] = []
-    self._idle = self._waiting = self._turns = 0
+    self._n_idle = self._n_waiting = self._n_turns = 0
     self._last_waited = False  # whether the last task waited for its device
     self._unfinished = len(self.boxes)  # lanes that are not at their end
     self._ended = threading.Event()  # all lanes are at their end, or one failed
@@ -81,12 +81,12 @@ class LaneThreads:
       inbox.attach(lambda lane=lane, inbox=inbox: self._collect(lane, inbox))
     with self._lock:
       self._add_thread()
-    turns = None
+    n_turns = None
     try:
-      while not self._ended.wait(_UNCLAIMED):
-        if turns == self._turns:  # no progress: a thread may be blocked
+      while not self._ended.wait(_UNCLAIMED_SECONDS):
+        if n_turns == self._n_turns:  # no progress: a thread may be blocked
           self._share()
-        turns = self._turns
+        n_turns = self._n_turns
     finally:
       self.stop()
       for inbox in inboxes.values():
@@ -124,7 +124,7 @@ class LaneThreads:
         self._ready.append(lane)
         if self._last_waited:
           self._share()
-      if self._waiting:
+      if self._n_waiting:
         self._arrivals.notify_all()
 
   def wait(self, lane: int, key: tuple) -> Any:
@@ -134,10 +134,10 @@ class LaneThreads:
     with self._lock:
       # This thread blocks, so another one takes the ready lanes.
       self._share()
-      self._waiting += 1
+      self._n_waiting += 1
       while key not in box and not self._ended.is_set():
         self._arrivals.wait()
-      self._waiting -= 1
+      self._n_waiting -= 1
       return box.pop(key, None)
 
   def settle(self, value: Any) -> None:
@@ -155,8 +155,8 @@ class LaneThreads:
   def _share(self):
     """Wakes or adds a thread for the lanes that are ready."""
     with self._lock:
-      if self._ready and self._idle:
-        self._idle -= 1
+      if self._ready and self._n_idle:
+        self._n_idle -= 1
         self._idle_threads.notify()
       elif self._ready and len(self._threads) < len(self.boxes):
         self._add_thread()
@@ -180,9 +180,9 @@ class LaneThreads:
   def _next(self):
     """Returns a lane that is ready; None at the end of the run."""
     with self._lock:
-      self._turns += 1
+      self._n_turns += 1
       while not self._ready and not self._ended.is_set():
-        self._idle += 1
+        self._n_idle += 1
         self._idle_threads.wait()
       return None if self._ended.is_set() else self._ready.popleft()
 

@@ -201,8 +201,8 @@ class LaneRun:
       raise self._failures[0]
     entries = {}
     for lane, inbox in self._compiled.inboxes.items():
-      arrived = [item for item in inbox.take() if item is not Stop]
-      self._boxes[lane].update(arrived)
+      arrivals = [item for item in inbox.take() if item is not Stop]
+      self._boxes[lane].update(arrivals)
     for lane, box in self._boxes.items():
       if lane in self._compiled.memories:
         self._give_back(lane)
@@ -461,10 +461,10 @@ class LaneRun:
         for step, args in zip(steps, arguments, strict=True)
       ]
       if isinstance(outs[0], sharding.Done):
-        return [done.result for done in outs]
+        return [out.result for out in outs]
       operands = {
-        op.stage: jax.device_get(done.operand)
-        for op, done in zip(ops, outs, strict=True)
+        op.stage: jax.device_get(out.operand)
+        for op, out in zip(ops, outs, strict=True)
       }
       round_key = ops[0].group, len(totals)
       for other_lane in other_lanes:
@@ -475,8 +475,8 @@ class LaneRun:
           raise _Stopped
         operands |= received
       # In the order of the stages, so that it is the same bits everywhere.
-      ordered = [operands[stage] for stage in sorted(operands)]
-      totals += (sharding.add_up(ordered),)
+      sorted_operands = [operands[stage] for stage in sorted(operands)]
+      totals += (sharding.add_up(sorted_operands),)
 
   def _publish(self, lane, op, server, row):
     """Keeps a new version, and sends it to the lanes that read it."""

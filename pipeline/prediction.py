@@ -98,8 +98,8 @@ def momentum_of(name: str, recipe: algorithms.Recipe, shapes: Any) -> float:
   except KeyError:  # several velocities
     velocity = None
   shape_of = lambda tree: jax.tree.map(lambda x: x.shape, tree)  # noqa: E731
-  if (made := recipe.made) and shape_of(velocity) == shape_of(weights):
-    options = {**algorithms.options(made.name), **made.options}
+  if (built_from := recipe.made) and shape_of(velocity) == shape_of(weights):
+    options = {**algorithms.options(built_from.name), **built_from.options}
     if options.get("optimizer") is None:
       return float(options["momentum"])
   raise ValueError(
@@ -172,14 +172,14 @@ def extrapolate(
   """
 
   @jax.jit
-  def predicted(state):
+  def predict_weights(state):
     rate = rates.at(learning_rate, state.version)
     weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "trace")
     predicted_weights = step_along(weights, velocity, rate * factor)
     return base.with_weights(state.params, predicted_weights)
 
-  return predicted
+  return predict_weights
 
 
 def step_along(weights: Any, velocity: Any, step: Any) -> Any:

@@ -120,17 +120,19 @@ class _StageProcess:
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
     peers = [peer for peer in peers if peer[1] != self._lanes]
     count = sum(machine == node_id() for *_, (machine, _) in peers)
-    remote_lanes, accepting = {}, self._receivers.accept(count)
+    remote_lanes, accept_thread = {}, self._receivers.accept(count)
     for actor, lanes, (machine, path) in peers:
       is_local = machine == node_id()
       sender = channels.Sender(path) if is_local else _RemoteSender(actor)
       self._senders.append(sender)
       remote_lanes.update((lane, _RemoteLane(lane, sender)) for lane in lanes)
-    accepting.join()
-    local = jax.local_devices()
+    accept_thread.join()
+    local_devices = jax.local_devices()
     self._executor = executor.Executor(
       **make(),
-      devices=[local[i % len(local)] for i in range(len(self._lanes))],
+      devices=[
+        local_devices[i % len(local_devices)] for i in range(len(self._lanes))
+      ],
       elsewhere=remote_lanes,
     )
 
@@ -262,7 +264,7 @@ class Processes:
       **{**_OPTIONS, **(options or {}), "max_concurrency": _CONCURRENT_CALLS}
     )
     self._actors = list(map(actor.remote, self.lanes, cores or [None] * count))
-    self._broken, self._serial = None, 0
+    self._failure, self._serial = None, 0
     pairs = zip(self._actors, self.lanes, strict=True)
     try:
       addresses = self._call_all("listen")
@@ -277,22 +279,22 @@ class Processes:
 
   def _call_all(self, name, *args):
     """Calls a method of all actors; returns the results in order of lanes."""
-    if self._broken:
+    if self._failure:
       raise PipelineError(
-        f"these processes have failed ({self._broken}): start new ones, and"
+        f"these processes have failed ({self._failure}): start new ones, and"
         " resume from a checkpoint"
       )
     calls = [getattr(actor, name).remote(*args) for actor in self._actors]
     open_calls, heartbeats, last_heartbeat = list(calls), [], time.monotonic()
     while open_calls:
       # [1] Wait for the next result, and raise the error of a failed call.
-      done, open_calls = ray_waits.wait(open_calls, count=1)
+      done_calls, open_calls = ray_waits.wait(open_calls, count=1)
       try:
-        self._ray.get(done, timeout=_HEARTBEAT_TIMEOUT)
+        self._ray.get(done_calls, timeout=_HEARTBEAT_TIMEOUT)
       except self._ray.exceptions.RayError as error:
-        error_type, self._broken = self._first_cause(calls, open_calls)
-        raise error_type(self._broken) from error
-      if done:
+        error_type, self._failure = self._first_cause(calls, open_calls)
+        raise error_type(self._failure) from error
+      if done_calls:
         continue
       # [2] A run may take long: only missing heartbeats show a lost process.
       silent = ray_waits.wait(heartbeats, timeout=0.0)[1]
@@ -303,10 +305,10 @@ class Processes:
         pairs = zip(heartbeats, self.lanes, strict=True)
         names = (_process_name(lanes) for x, lanes in pairs if x in silent)
         processes = " and ".join(names)
-        self._broken = (
+        self._failure = (
           f"{processes} has sent no heartbeat for {_HEARTBEAT_TIMEOUT:g} s"
         )
-        raise ProcessDied(self._broken)
+        raise ProcessDied(self._failure)
     return self._ray.get(calls, timeout=_HEARTBEAT_TIMEOUT)
 
   def _first_cause(self, calls, open_calls):

@@ -83,8 +83,8 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
 
 def _longest_label(names, room):
   """Returns the longest form of the names that fits into `room` letters."""
-  bare = [name.rstrip("0123456789") for name in names]
-  texts = "&".join(names), "&".join(bare), bare[0], ""
+  actions = [name.rstrip("0123456789") for name in names]
+  texts = "&".join(names), "&".join(actions), actions[0], ""
   return next(text for text in texts if len(text) <= room)
 
 
@@ -103,7 +103,7 @@ class Drawing(NamedTuple):
 
 
 def _range(column):
-  """`3` or `2-3`."""
+  """Returns the range of a column as text, `3` or `2-3`."""
   low_high = dict.fromkeys((int(column.min()), int(column.max())))
   return "-".join(map(str, low_high))
 
@@ -113,7 +113,7 @@ def describe(drawing: Drawing) -> str:
   stage, and beside them the values of a measured run."""
   table, facts, weights, measured = drawing
   total = facts.makespan or 1.0
-  kind = "a flush after each" if table.flush else "no flush"
+  flush_text = "a flush after each" if table.flush else "no flush"
   head = ["", "busy", "idle", "bubble", "peak activations", "sent"]
   rows = [
     [f"device {d}", f"{busy:.6g}", f"{idle:.6g}", f"{idle / total:.1%}"]
@@ -135,7 +135,8 @@ def describe(drawing: Drawing) -> str:
   ]
   text = (
     f"{table.name}: {table.stages} stages on {table.devices} devices,"
-    f" {table.microbatches} microbatches, {table.every} in an update, {kind}\n"
+    f" {table.microbatches} microbatches, {table.every} in an update,"
+    f" {flush_text}\n"
     f"makespan  {facts.makespan:.6g}\n"
     f"bubble    {facts.bubble_of_total:.1%} of the total (idle / devices x"
     " makespan)\n"
@@ -151,7 +152,7 @@ def describe(drawing: Drawing) -> str:
 
 
 def _describe_measured(table, facts, measured):
-  """The plan's bubbles beside those of the measured run."""
+  """Returns the plan's bubbles beside those of the measured run, as text."""
   tasks = spans_lib.measured(table, measured)
   plan = spans_lib.idle(spans_lib.planned(table, facts.timing), table.devices)
   run = spans_lib.idle(tasks, table.devices)
@@ -165,12 +166,14 @@ def _describe_measured(table, facts, measured):
     ["of the total", "", "", f"{plan.of_total:.1%}", f"{run.of_total:.1%}"],
     ["of the ideal", "", "", f"{plan.of_ideal:.1%}", f"{run.of_ideal:.1%}"],
   ]
-  planned, done = (
+  n_planned, n_measured = (
     np.isin(tasks_of.action, KNOWN).sum() for tasks_of in (table, tasks)
   )
   shortfall = ""
-  if planned > done:
-    shortfall = f"{planned - done} tasks of the table were not measured\n"
+  if n_planned > n_measured:
+    shortfall = (
+      f"{n_planned - n_measured} tasks of the table were not measured\n"
+    )
   # With flushes, `spans.SpanLog` keeps only the spans of the last batch.
   if table.flush:
     shortfall += (
@@ -246,8 +249,8 @@ _WORDS = {
 _OTHER_COLOURS = ("#6a51a3", "#8c6d31", "#636363", "#17a2b8")
 _PALEST = 0.6  # how much white is in the colour of the last stage
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.95, 1.5, 0.75, 0.85  # around the axes
-_NUMBERED = 6000  # tasks, above which no numbers are written
-_MOST_VECTORS = 20000  # tasks, above which they are pixels in an SVG, too
+_MOST_NUMBERED = 6000  # number of tasks above which no numbers are written
+_MOST_VECTORS = 20000  # tasks; a picture with more has pixels in an SVG, too
 _DIGIT_WIDTH = 0.62  # width of a digit, as a share of its font size
 
 
@@ -332,7 +335,7 @@ def _lanes(run):
 
 
 def _paler(colours, share):
-  """Returns float[..., 3]: colours with so much white in them."""
+  """Returns float[..., 3]: colours mixed with the share `share` of white."""
   from matplotlib.colors import to_rgba_array
 
   colours = to_rgba_array(colours)[:, :3]
@@ -358,17 +361,18 @@ def _draw(axes, run, bars, colours, stages, room):
       rasterized=is_dense,
     )
   )
-  if len(bars) > _NUMBERED:
+  if len(bars) > _MOST_NUMBERED:
     return
   # Luminance (Rec. 601) decides between white and black digits.
   is_dark = fill @ [0.299, 0.587, 0.114] < 0.6
-  wide, high = 72 * room[0] * (right - left), 72 * room[1] * (bottom - top)
+  width_points = 72 * room[0] * (right - left)
+  height_points = 72 * room[1] * (bottom - top)
   x, y = (left + right) / 2, (top + bottom) / 2
   style = {"ha": "center", "va": "center_baseline", "clip_on": True}
   for task, number in enumerate(run.microbatch.tolist()):
     text = str(number)
-    widest = (wide[task] - 1) / _DIGIT_WIDTH / len(text)
-    size = min(9.0, 0.8 * high[task], widest)
+    widest = (width_points[task] - 1) / _DIGIT_WIDTH / len(text)
+    size = min(9.0, 0.8 * height_points[task], widest)
     if number >= 0 and size >= 4:
       colour = "white" if is_dark[task] else "black"
       axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)

@@ -47,17 +47,19 @@ _START = 0.1  # the first learning rate of a warm-up, as a share of the peak
 _LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
-def _list_or(*known: Any, kind: str) -> checks.Check:
+def _list_or(*keywords: Any, kind: str) -> checks.Check:
   """Returns a check for known values or a list of integers, also as text."""
 
   integers = {"type": "array", "items": {"type": "integer"}}
 
-  @checks.with_schema(anyOf=[{"enum": list(known)}, integers])
+  @checks.with_schema(anyOf=[{"enum": list(keywords)}, integers])
   def check(value, key):
     if isinstance(value, str) and _LIST.fullmatch(value):
       return [int(number) for number in value.split(",")]
-    listed = isinstance(value, list) and {*map(type, value)} <= {int}
-    if not listed and (type(value), value) not in [(type(k), k) for k in known]:
+    is_list = isinstance(value, list) and {*map(type, value)} <= {int}
+    if not is_list and (type(value), value) not in [
+      (type(k), k) for k in keywords
+    ]:
       raise ValueError(f"config.{key} must be {kind}, not {shown(value)}")
     return value
 
@@ -67,9 +69,10 @@ def _list_or(*known: Any, kind: str) -> checks.Check:
 @checks.with_schema(enum=[True, False, *prediction.NAMES])
 def _check_predict(value, key):
   if type(value) is not bool and value not in prediction.NAMES:
-    known = ", ".join(map(repr, prediction.NAMES))
+    allowed_names = ", ".join(map(repr, prediction.NAMES))
     raise ValueError(
-      f"config.{key} must be True or False, {known}, not {shown(value)}"
+      f"config.{key} must be True or False, {allowed_names}, not"
+      f" {shown(value)}"
     )
   return value
 
@@ -139,8 +142,9 @@ def dependents(entry: Mapping[str, Any], key: str, value: Any) -> list[str]:
   del value
   if key != "schedule":
     return []
-  follows = ["weights", "every", "partition", "bandwidth", "title", "devices"]
-  return follows + [
+  dependent_keys = ["weights", "every", "partition", "bandwidth"]
+  dependent_keys += ["title", "devices"]
+  return dependent_keys + [
     option
     for name in schedules.SCHEDULES
     for option in schedules.describe(name).options
@@ -250,9 +254,10 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
       " use engine simulate, threads, ray or mesh, or return layers"
     )
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
-  total, section = _total(run, problem), dict(run.config["pipeline"])
+  total = _count_microbatches(run, problem)
+  section = dict(run.config["pipeline"])
   if section["partition"] is not None:
-    section |= _placed(experiment, run, problem, shapes)
+    section |= _partition_keys(experiment, run, problem, shapes)
   # A table in a file has its own stages, so the section's default is ignored.
   stages = section["stages"]
   if table_lib.is_file(section["schedule"]):
@@ -295,7 +300,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   return planned._replace(parts=tuple(parts))
 
 
-def _total(run: Run, problem: problems.Problem) -> int:
+def _count_microbatches(run: Run, problem: problems.Problem) -> int:
   """Returns the microbatches of a cell: a multiple of an update's."""
   per_update = run.config["pipeline"]["microbatches"]
   count = learning_rates.budget_batches(run, problem)
@@ -398,39 +403,40 @@ def _layer_ends(problem, shapes) -> list[int]:
   return [*layer_ends[:-1], len(problem.pieces.layers)]
 
 
-def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
-  """Runs the partitioner of a run.
-
-  Returns:
-    stages, cuts, and the stages' devices or replicas: keys of the section.
+def _partition_keys(experiment, run, problem, shapes) -> dict[str, Any]:
+  """Runs the partitioner of a run. Returns the keys of the section that it
+  sets: stages, cuts, and the stages' devices or replicas.
   """
   section = run.config["pipeline"]
   # With a partitioner, the section's `stages` is the number of devices.
-  count, speed = section["stages"], float(section["bandwidth"])
+  count, bandwidth = section["stages"], float(section["bandwidth"])
   layer_ends = _layer_ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
   with checks.prefix_errors(f"runs.{run.label}"):
     layers, nodes = _profile(problem, shapes, seconds=seconds).nodes, []
     for start, stop in itertools.pairwise([0, *layer_ends]):
       group = layers[start:stop]
-      summed = ("forward", "backward", "parameters", "stash")
-      sums = {k: sum(getattr(node, k) for node in group) for k in summed}
+      sum_fields = ("forward", "backward", "parameters", "stash")
+      sums = {k: sum(getattr(node, k) for node in group) for k in sum_fields}
       nodes.append(group[-1]._replace(**sums))
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
-      result = pipedream.pipedream(chain, count, speed)
-      placed = {"replicas": list(result.replicas)}
+      result = pipedream.pipedream(chain, count, bandwidth)
+      keys = {"replicas": list(result.replicas)}
     else:
       result = mixed_pipe.mixed_pipe(
-        chain, count, bandwidth=speed, recompute=_recomputed(run, section)
+        chain,
+        count,
+        bandwidth=bandwidth,
+        recompute=_recompute_mode(run, section),
       )
-      placed = {"devices": [device for (device,) in result.partition.devices]}
-    inner = placement.cuts(result.partition)[1:]
-  cuts = [0, *(layer_ends[node - 1] for node in inner)]
-  return {**placed, "stages": len(inner), "cuts": cuts}
+      keys = {"devices": [device for (device,) in result.partition.devices]}
+    inner_cuts = placement.cuts(result.partition)[1:]
+  cuts = [0, *(layer_ends[node - 1] for node in inner_cuts)]
+  return {**keys, "stages": len(inner_cuts), "cuts": cuts}
 
 
-def _recomputed(run, section) -> str:
+def _recompute_mode(run, section) -> str:
   """Returns the stages that recompute forwards, in `mixed_pipe`'s terms."""
   recompute = section["recompute"]
   if recompute is None:

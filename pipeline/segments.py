@@ -6,7 +6,8 @@
 A segment runs the module's own method. Submodules outside of the segment are
 not called: the one before it returns the segment's input, and others return
 zeros, on which nothing may depend. So the method may compute anything between
-two submodules, but each must need the output of the one before it alone.
+two submodules, but a submodule may need only the output of the submodule before
+it.
 """
 
 import inspect
@@ -94,7 +95,7 @@ def _of_submodules(
   not those that a submodule makes of itself.
 
   Args:
-    module: the one that calls the submodules.
+    module: the module that calls the submodules.
     call: (method, args, kwargs, context) -> output.
   """
   inside = False
@@ -115,8 +116,8 @@ def _of_submodules(
 
 
 def _run(module: nn.Module, x: Any, train: bool) -> Any:
-  takes = inspect.signature(type(module).__call__).parameters
-  return module(x, train=train) if "train" in takes else module(x)
+  parameters = inspect.signature(type(module).__call__).parameters
+  return module(x, train=train) if "train" in parameters else module(x)
 
 
 def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
@@ -138,7 +139,7 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
   """
   module_name, calls = type(module).__name__, []
 
-  def refused(why: str) -> _CutError:
+  def refusal(why: str) -> _CutError:
     return _CutError(
       f"pipeline.train cannot cut {module_name}: {why}: {_REMEDY}"
     )
@@ -147,18 +148,18 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     """Notes a call and its output."""
     name = context.module.name
     if context.method_name != "__call__":
-      raise refused(f"it calls {name}.{context.method_name}, not {name}(x)")
+      raise refusal(f"it calls {name}.{context.method_name}, not {name}(x)")
     if any(each.name == name for each in calls):
-      raise refused(f"it calls {name} twice, on two stages")
+      raise refusal(f"it calls {name} twice, on two stages")
     output = method(*args, **kwargs)
     if np.shape(output)[:1] != x.shape[:1]:
-      raise refused(f"{name} returns no array of the batch")
+      raise refusal(f"{name} returns no array of the batch")
     calls.append(SubmoduleCall(name, output.shape, output.dtype))
     return output
 
   def init(key: jax.Array, x: jax.Array) -> Any:
-    watched = _Watched(module, call)
-    return watched.init({"params": key, "dropout": key}, x, train=False)
+    intercepted = _Intercepted(module, call)
+    return intercepted.init({"params": key, "dropout": key}, x, train=False)
 
   x = jnp.asarray(x)
   with checks.user_code(
@@ -175,26 +176,26 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
       "not train, momentum=0.0)"
     )
   if outside_names := {*variables.get("params", {})} - names:
-    raise refused(
+    raise refusal(
       f"{min(outside_names)} is a parameter outside of its submodules"
     )
   if len(calls) < 2:
-    raise refused(f"it calls {len(calls)} submodules, and a stage has one")
+    raise refusal(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
   segments = tuple(
     ModuleSegment(module, index, tuple(calls), example)
     for index in range(len(calls))
   )
-  for before, segment in itertools.pairwise(segments):
-    if _reads_outside(segment, before.calls[before.index]):
-      raise refused(
-        f"what follows {before.calls[before.index].name} needs more than its"
-        " output, such as a skip connection over it"
+  for previous, segment in itertools.pairwise(segments):
+    if _reads_outside(segment, previous.calls[previous.index]):
+      raise refusal(
+        f"what follows {previous.calls[previous.index].name} needs more than"
+        " its output, such as a skip connection over it"
       )
   return segments
 
 
-class _Watched(nn.Module):
+class _Intercepted(nn.Module):
   """A module that leaves its calls of submodules to `call`."""
 
   inner: nn.Module
@@ -234,8 +235,8 @@ def _reads_outside(
   jaxpr = jax.make_jaxpr(apply)(variables, x).jaxpr
   used_jaxpr, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return any(
-    each.primitive.name == "name" and each.params["name"] == _OUTSIDE
-    for each in internals.equations(used_jaxpr)
+    equation.primitive.name == "name" and equation.params["name"] == _OUTSIDE
+    for equation in internals.equations(used_jaxpr)
   )
 
 
@@ -248,8 +249,8 @@ def inward(segments: Sequence[ModuleSegment], variables: Any) -> Any:
   weights = variables["params"] if is_whole else variables
   stats = variables.get("batch_stats") if is_whole else None
 
-  def divided(tree: Any) -> tuple[Any, ...]:
-    names = [each.calls[each.index].name for each in segments]
+  def divide(tree: Any) -> tuple[Any, ...]:
+    names = [segment.calls[segment.index].name for segment in segments]
     return tuple({k: tree[k] for k in (name,) if k in tree} for name in names)
 
   if not isinstance(weights, Mapping):
@@ -258,17 +259,17 @@ def inward(segments: Sequence[ModuleSegment], variables: Any) -> Any:
       f" returns them, not {checks.shown(weights)}"
     )
   if stats:
-    return base.Variables(divided(weights), divided(stats))
-  return divided(weights)
+    return base.Variables(divide(weights), divide(stats))
+  return divide(weights)
 
 
 def outward(params: Any) -> dict[str, Any]:
   """Returns parameters of segments as the variables of their module."""
 
-  def joined(parts: Sequence[Any]) -> dict[str, Any]:
+  def join(parts: Sequence[Any]) -> dict[str, Any]:
     return {name: tree for part in parts for name, tree in part.items()}
 
   if isinstance(params, base.Variables):
-    stats = {"batch_stats": joined(params.stats)}
-    return {"params": joined(params.weights), **stats}
-  return {"params": joined(params)}
+    stats = {"batch_stats": join(params.stats)}
+    return {"params": join(params.weights), **stats}
+  return {"params": join(params)}

@@ -14,8 +14,8 @@ import numpy as np
 
 from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, Schedule, read_as
 
-_KEPT = 200_000  # spans of a run, the last ones
-_MOST = 1e15  # seconds, and numbers, in a file
+_MOST_SPANS = 200_000  # largest number of spans in a SpanLog
+_MOST_NUMBER = 1e15  # largest time, and largest number, in a file
 
 
 class TaskSpan(NamedTuple):
@@ -63,7 +63,7 @@ class Idle(NamedTuple):
 
 
 def planned(schedule: Schedule, timing: Timing) -> Timeline:
-  """Returns the run that a table and its times say."""
+  """Returns the timeline of a table and its times."""
   if len(timing.start) != len(schedule.time):
     raise ValueError(
       f"timing is of {len(timing.start)} tasks, and {schedule.name} has"
@@ -91,7 +91,7 @@ def _measured(
   """`measured`, with the table's (device, stage, microbatch, action)."""
   if not spans:
     raise ValueError("there is no span: nothing was measured")
-  done = set()
+  seen_tasks = set()
   devices, name = schedule.devices, schedule.name
   for span in spans:
     device, stage, microbatch, action, start, end = span
@@ -104,7 +104,7 @@ def _measured(
       )
     elif action in KNOWN and span[:4] not in tasks:
       fault = f" is not in the table {name}: was another one measured?"
-    elif action in KNOWN and span[:4] in done:
+    elif action in KNOWN and span[:4] in seen_tasks:
       fault = (
         " was measured twice: give the spans of one pass through the table"
       )
@@ -113,10 +113,10 @@ def _measured(
         f"{action} of stage {stage}, microbatch {microbatch} on device"
         f" {device}{fault}"
       )
-    done.add(span[:4])
+    seen_tasks.add(span[:4])
   columns = [np.array(column) for column in zip(*spans, strict=True)]
-  begin = columns[4].min()
-  return _sorted(*columns[:4], columns[4] - begin, columns[5] - begin)
+  start_time = columns[4].min()
+  return _sorted(*columns[:4], columns[4] - start_time, columns[5] - start_time)
 
 
 def _sorted(device, stage, microbatch, action, start, end):
@@ -143,33 +143,35 @@ def idle(run: Timeline, devices: int) -> Idle:
 
 
 class SpanLog:
-  """The last spans of a run that is made in several calls, right after one
-  another: what lies between calls, such as an evaluation, is no bubble. Of a
-  synchronous schedule those of one pass through the table are kept."""
+  """The last spans of a run of several calls. The log joins the calls: the time
+  between two calls, such as that of an evaluation, is no bubble. For a
+  synchronous schedule the log has the spans of one pass through the table."""
 
   def __init__(self, schedule: Schedule):
-    self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
+    self.spans: collections.deque[TaskSpan] = collections.deque(
+      maxlen=_MOST_SPANS
+    )
     self._schedule, self._end = schedule, 0.0
     # Once: a table may have 100,000 tasks, and a call makes some hundred.
     self._tasks = {task[1:] for task in schedule.tasks}
     self._busy = self._device_seconds = 0.0  # seconds of all devices
 
-  def add(self, new: Sequence[TaskSpan]) -> None:
+  def add(self, call_spans: Sequence[TaskSpan]) -> None:
     """Adds the spans of a call, by time of start."""
-    if not new:
+    if not call_spans:
       return
     schedule = self._schedule
-    call = idle(_measured(schedule, self._tasks, new), schedule.devices)
+    call = idle(_measured(schedule, self._tasks, call_spans), schedule.devices)
     self._busy += float(call.busy.sum())
     self._device_seconds += schedule.devices * call.makespan
     if schedule.flush:
       self.spans.clear()
     # The time between two calls is cut out.
-    shift = self._end - new[0].start if self.spans else 0.0
-    self._end = max(span.end for span in new) + shift
+    shift = self._end - call_spans[0].start if self.spans else 0.0
+    self._end = max(span.end for span in call_spans) + shift
     self.spans.extend(
       span._replace(start=span.start + shift, end=span.end + shift)
-      for span in new
+      for span in call_spans
     )
 
   def last(self, most: int) -> Iterator[tuple[int, str, float, float]]:
@@ -226,5 +228,7 @@ def _is_span(device, stage, microbatch, action, start, end):
     and action.isprintable()
     and {type(start), type(end)} <= {int, float}
     # NaN is for `measured` to name.
-    and not any(abs(number) > _MOST for number in (*integers, start, end))
+    and not any(
+      abs(number) > _MOST_NUMBER for number in (*integers, start, end)
+    )
   )

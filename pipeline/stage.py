@@ -4,13 +4,13 @@ A stage is a function fn(params, x, extra) -> (y, aux). `x` comes from the stage
 before, `extra` (examples, labels, keys) from outside. Its backward is taken
 apart on the level of the program (jaxpr), once, when it is compiled:
 
-- What the backward reads of `params` is not kept with the activations: it is
-  read from the parameters that the backward is given. So a forward copies no
-  weights, and the caller decides whether a backward sees the weights of its
-  forward (a stash) or those of now (PipeMare, FTPipe without recomputation).
+- The backward reads parameters from its argument, not from values that are kept
+  with the activations. So a forward copies no weights, and the caller decides
+  whether a backward sees the weights of its forward (a stash) or those of now
+  (PipeMare, FTPipe without recomputation).
 - The gradient of the inputs (I) and that of the weights (W) share one set of
-  residuals: what I has computed of W's work, W is given, and nothing is
-  computed twice (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
+  residuals. I passes to W the values that both need, so nothing is computed
+  twice (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
 """
 
 import functools
@@ -128,22 +128,27 @@ def _differentiate(fn, params, x, extra):
 
   def full(params, x, extra):
     leaves, tree = jax.tree.flatten(x)
-    moving = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
+    floating_indices = [
+      i for i, leaf in enumerate(leaves) if _is_floating(leaf)
+    ]
 
     # Only floating leaves of x have gradients; the rest are constants.
-    def of(params, floats):
-      filled = list(leaves)
-      for i, value in zip(moving, floats, strict=True):
-        filled[i] = value
-      y, aux = fn(params, jax.tree.unflatten(tree, filled), extra)
+    def floating_outputs(params, floats):
+      all_leaves = list(leaves)
+      for i, value in zip(floating_indices, floats, strict=True):
+        all_leaves[i] = value
+      y, aux = fn(params, jax.tree.unflatten(tree, all_leaves), extra)
       return floating(y), (y, aux)
 
     _, vjp, (y, aux) = jax.vjp(
-      of, params, [leaves[i] for i in moving], has_aux=True
+      floating_outputs,
+      params,
+      [leaves[i] for i in floating_indices],
+      has_aux=True,
     )
     return y, aux, vjp
 
-  jaxpr, shapes = _inlined(full, params, x, extra)
+  jaxpr, shapes = _inline(full, params, x, extra)
   output_tree = jax.tree.structure(shapes[:2])
   vjp = jax.tree.structure(shapes[2])
   n_out, outs = output_tree.num_leaves, jaxpr.jaxpr.outvars
@@ -152,16 +157,18 @@ def _differentiate(fn, params, x, extra):
   # recomputes them.
   params_only = {*param_vars, *jaxpr.jaxpr.constvars}
   for eqn in jaxpr.jaxpr.eqns:
-    is_params_only = all(_literal(v) or v in params_only for v in eqn.invars)
+    is_params_only = all(_is_literal(v) or v in params_only for v in eqn.invars)
     if is_params_only and not eqn.effects:
       params_only.update(eqn.outvars)
   residuals = outs[n_out:]
   stored = [v for v in _variables(residuals) if v not in params_only]
   compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *stored])
-  recomputed = [v for v in residuals if _literal(v) or v in params_only]
+  recomputed_atoms = [
+    v for v in residuals if _is_literal(v) or v in params_only
+  ]
   # The backward drops effects, such as prints: the forward has had them.
-  eqns = _needed_equations(jaxpr.jaxpr.eqns, recomputed, effects=False)
-  compute_again = _function(jaxpr, param_vars, recomputed, eqns)
+  eqns = _needed_equations(jaxpr.jaxpr.eqns, recomputed_atoms, effects=False)
+  compute_again = _function(jaxpr, param_vars, recomputed_atoms, eqns)
 
   def forward(params, x, extra):
     outputs = compute(*jax.tree.leaves((params, x, extra)))
@@ -172,7 +179,7 @@ def _differentiate(fn, params, x, extra):
     from_params = iter(compute_again(*jax.tree.leaves(params)))
     value_of = dict(zip(stored, outputs, strict=True))
     leaves = [
-      value_of[v] if not _literal(v) and v in value_of else next(from_params)
+      value_of[v] if not _is_literal(v) and v in value_of else next(from_params)
       for v in residuals
     ]
     return jax.tree.unflatten(vjp, leaves)(list(gy))
@@ -183,7 +190,7 @@ def _differentiate(fn, params, x, extra):
 def _split_jaxpr(backward, params, residuals, gy):
   """Returns a backward in two functions: the inputs' gradient, with shared
   intermediate values, and the weights' gradient from those."""
-  jaxpr, shapes = _inlined(backward, params, residuals, gy)
+  jaxpr, shapes = _inline(backward, params, residuals, gy)
   gradient = jax.tree.structure(shapes[0])
   n, n_inputs = gradient.num_leaves, len(shapes[1])
   eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
@@ -215,16 +222,17 @@ def _split_jaxpr(backward, params, residuals, gy):
   return input, weight
 
 
-def _literal(v):
+def _is_literal(v):
   return isinstance(v, internals.Literal)
 
 
 def _variables(atoms):
-  """Those that are no literals, each once."""
-  return list(dict.fromkeys(v for v in atoms if not _literal(v)))
+  """Returns the variables among `atoms`, which are variables and literals, each
+  once."""
+  return list(dict.fromkeys(v for v in atoms if not _is_literal(v)))
 
 
-def _inlined(function, *args):
+def _inline(function, *args):
   """Returns a function's program, with the functions that it calls inlined, and
   the shapes of its outputs."""
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -237,7 +245,7 @@ def _evaluate(closed, *args):
   values.update(zip(closed.jaxpr.invars, args, strict=True))
 
   def read(v):
-    return v.val if _literal(v) else values[v]
+    return v.val if _is_literal(v) else values[v]
 
   for eqn in closed.jaxpr.eqns:
     inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None

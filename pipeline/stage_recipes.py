@@ -54,8 +54,8 @@ def variants(
   cures = _cures(section, table, weights, updates)
   ahead: list[Any] = [None] * table.stages
   if section["predict"]:
-    stale = analyze.staleness(table, weights).forward
-    ahead = np.median(stale, axis=1).astype(int).tolist()
+    staleness = analyze.staleness(table, weights).forward
+    ahead = np.median(staleness, axis=1).astype(int).tolist()
   if isinstance(name := section["predict"], str):
     with checks.prefix_errors(f"runs.{run.label}", ("predict",)):
       if name == prediction.SPECTRAIN and (
@@ -77,17 +77,20 @@ def _keeps_workers(run: Run, rate: Any, shapes: Any) -> bool:
   The state may be at the worker or at the server. Each update in flight at a
   stage counts as a worker: their number is DANA's N.
   """
-  one = run.make_recipe(rate, 1)
+  recipe_of_one = run.make_recipe(rate, 1)
   try:
-    two = run.make_recipe(rate, 2)
+    recipe_of_two = run.make_recipe(rate, 2)
   except ValueError:  # a user's recipe for exactly one worker
     return False
   # A recipe that averages over workers: a schedule averages microbatches.
-  if two.every > 1:
+  if recipe_of_two.every > 1:
     return False
-  states = (jax.eval_shape(r.server().init, shapes) for r in (one, two))
-  first, second = map(jax.tree.leaves, states)
-  return two.at_worker is not None or first != second
+  states = (
+    jax.eval_shape(r.server().init, shapes)
+    for r in (recipe_of_one, recipe_of_two)
+  )
+  leaves_of_one, leaves_of_two = map(jax.tree.leaves, states)
+  return recipe_of_two.at_worker is not None or leaves_of_one != leaves_of_two
 
 
 def _cures(

@@ -1,7 +1,8 @@
 """A run of a pipeline before a slot: its entries, and the lane that has each.
 
-Slots are cuts: no task of slot t needs anything of slot t or later. So the keys
-of a state before a slot follow from the table. A key is a kind and numbers:
+A run can be cut between slots: no task of slot t needs a result of slot t or
+later. So the keys of a state before a slot follow from the table. A key is a
+kind and numbers:
 
   (TICKET, stage, version, replica, worker)  weights that are still to be read
   ("x", stage, microbatch)      input of a forward, from the stage before
@@ -69,19 +70,23 @@ def keys(program: Program, slot: int) -> set[tuple]:
   if program.together:
     update_slots = np.broadcast_to(update_slots.max(0), update_slots.shape)
   for stage, places in enumerate(program.places):
-    later = np.flatnonzero(weight[stage] >= slot)
-    rows = rows_of.weight[stage, later]
+    later_microbatches = np.flatnonzero(weight[stage] >= slot)
+    rows = rows_of.weight[stage, later_microbatches]
     replica = np.searchsorted(places, schedule.device[rows])
     current = int(np.searchsorted(update_slots[stage], slot, "left"))
-    # `waiting` messages belong to an update that is not made yet.
-    waiting = len(weight[stage]) - len(later) - current * every
-    if every > 1 and waiting:
+    # `n_waiting` messages belong to an update that is not made yet.
+    n_waiting = len(weight[stage]) - len(later_microbatches) - current * every
+    if every > 1 and n_waiting:
       entry_keys.add((SUM, stage))
-    if waiting == every:  # the last message waits for the other stages
+    if n_waiting == every:  # the last message waits for the other stages
       number = (current + 1) * every - 1
       entry_keys.add(("m", stage, int(program.order[stage, number])))
     for version, worker in program.reads:
-      columns = version[stage, later], replica, worker[stage, later]
+      columns = (
+        version[stage, later_microbatches],
+        replica,
+        worker[stage, later_microbatches],
+      )
       tickets = np.stack(columns, 1)[columns[0] <= current].tolist()
       entry_keys.update((TICKET, stage, *ticket) for ticket in tickets)
   return entry_keys

@@ -176,17 +176,19 @@ def from_columns(
   columns = time, device, stage, microbatch
   lower_bounds = 0, 0, lowest, lowest
 
-  def at(i):
+  def describe_task(i):
     return f"'{action[i]}' (slot {time[i]}, device {device[i]})"
 
-  named = zip(Task._fields[:4], columns, lower_bounds, strict=True)
-  for key, column, low in named:
+  checked_columns = zip(Task._fields[:4], columns, lower_bounds, strict=True)
+  for key, column, low in checked_columns:
     for i in np.flatnonzero(column < low):
-      raise ScheduleError(f"{key} {column[i]} of {at(i)} must not be negative")
+      raise ScheduleError(
+        f"{key} {column[i]} of {describe_task(i)} must not be negative"
+      )
   for i in np.flatnonzero((stage < 0) != (microbatch < 0)):
     raise ScheduleError(
-      f"{at(i)} has stage {stage[i]} and microbatch {microbatch[i]}: give both,"
-      " or -1 for both"
+      f"{describe_task(i)} has stage {stage[i]} and microbatch"
+      f" {microbatch[i]}: give both, or -1 for both"
     )
   # Tasks of a block are sorted by action: a forward comes first.
   rank = np.full(len(time), len(KNOWN), np.int8)
@@ -219,9 +221,9 @@ def lay_out(
     ScheduleError: for a deadlock, with the table up to the deadlock.
   """
   if isinstance(every, int) and every > 0:
-    wide = by_slot.lay_out(orders, KNOWN, NAME, every=every, flush=flush)
-    if wide is not None:
-      return from_columns(name, *wide, every=every, flush=flush)
+    columns = by_slot.lay_out(orders, KNOWN, NAME, every=every, flush=flush)
+    if columns is not None:
+      return from_columns(name, *columns, every=every, flush=flush)
   return lay_out_by_task(name, orders, every=every, flush=flush)
 
 
@@ -342,8 +344,8 @@ def to_text(
   rows = [[_IDLE] * schedule.slots for _ in range(schedule.devices)]
   for time, device, stage, microbatch, action in schedule.tasks:
     cell = _cell(action, stage, microbatch, not hides_stage)
-    earlier = rows[device][time]
-    rows[device][time] = cell if earlier == _IDLE else f"{earlier}&{cell}"
+    other_cell = rows[device][time]
+    rows[device][time] = cell if other_cell == _IDLE else f"{other_cell}&{cell}"
   for (device, slot), mark in (marks or {}).items():
     if 0 <= slot < schedule.slots:
       rows[device][slot] = f"{mark}{rows[device][slot]}{mark}"

@@ -32,7 +32,7 @@ class Blocks:
     return len(self.members)
 
   def copy(self) -> "Blocks":
-    """Returns blocks that can be merged without a trace here."""
+    """Returns a copy; merges in the copy do not change this object."""
     copied = copy.copy(self)
     copied.block_of, copied.members = self.block_of.copy(), self.members.copy()
     # Sets of neighbours are replaced, never changed.
@@ -92,7 +92,8 @@ class Blocks:
     return low
 
   def try_merge(self, a: int, b: int) -> int | None:
-    """Merges two blocks unless that closes a cycle; then returns None."""
+    """Merges two blocks and returns the number of the result; None if the merge
+    would close a cycle."""
     # A path from a to b besides the edge (a, b) would become a cycle.
     successors = self.successors[a] - {b}
     successors_of_b = self.successors[b] - {a}
@@ -200,7 +201,7 @@ def merge_bounded(
     return blocks
   protected: set[int] = set()
 
-  def is_bounded(blocks, block):
+  def is_send_bound(blocks, block):
     return blocks.weight(block) <= blocks.sent(block) / bandwidth
 
   for start in sorted(blocks.order(), key=blocks.sent, reverse=True):
@@ -208,16 +209,17 @@ def merge_bounded(
       break
     if start not in blocks.members or start in protected:
       continue
-    if not blocks.sent(start) or not is_bounded(blocks, start):
+    if not blocks.sent(start) or not is_send_bound(blocks, start):
       continue
-    # Grow a copy, and keep it only if the block becomes bounded.
+    # Grow a copy, and keep it only if the block then works longer than it
+    # sends.
     trial, block = blocks.copy(), start
-    while is_bounded(trial, block) and len(trial) > length:
+    while is_send_bound(trial, block) and len(trial) > length:
       predecessors = sorted(trial.predecessors[block] - protected, reverse=True)
       if not trial.merge_first(block, predecessors):
         break
       block = trial.block_of[block]
-    if not is_bounded(trial, block):
+    if not is_send_bound(trial, block):
       blocks = trial
       protected.add(block)
   return blocks
@@ -248,12 +250,12 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
   rng = np.random.default_rng(seed)
   indices = rng.choice(len(other_blocks), length - len(centers), replace=False)
   centers += [other_blocks[i] for i in sorted(indices.tolist())]
-  # Centres take turns; a round in which none can merge is the last.
+  # Centres take turns; the last round is one in which no centre can merge.
   directions = (blocks.successors, False), (blocks.predecessors, True)
   for adjacent, is_reversed in directions:
     queue = collections.deque(centers)
-    idle = 0
-    while len(blocks) > length and idle < len(queue):
+    n_idle = 0
+    while len(blocks) > length and n_idle < len(queue):
       center = queue.popleft()
       position = {b: n for n, b in enumerate(blocks.order())}
       neighbours = sorted(
@@ -261,7 +263,7 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
         key=position.__getitem__,
         reverse=is_reversed,
       )
-      idle = 0 if blocks.merge_first(center, neighbours) else idle + 1
+      n_idle = 0 if blocks.merge_first(center, neighbours) else n_idle + 1
       queue.append(blocks.block_of[center])
     centers = list(queue)
 

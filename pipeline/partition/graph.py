@@ -33,7 +33,7 @@ class Node(NamedTuple):
   activation: float = 0.0  # bytes of the output
   parameters: float = 0.0  # bytes
   stash: float = 0.0  # bytes kept for one microbatch's backward
-  kind: str = ""  # blocks that are alike have the same
+  kind: str = ""  # blocks that are alike have the same kind
 
   def work(self, recompute: bool = False) -> float:
     """Returns seconds of a microbatch, with one forward more to recompute."""
@@ -71,7 +71,7 @@ def make(
   edges: Iterable[tuple[Any, ...]] = (),
   tied: Iterable[tuple[Iterable[int | str], float]] = (),
 ) -> Graph:
-  """Returns a graph, when it is one.
+  """Checks nodes, edges and ties, and returns their Graph.
 
   Args:
     nodes: in an order in which they can run.
@@ -99,7 +99,7 @@ def make(
     for field in Node._fields[1:-1]:
       checks.nonnegative(f"{field} of node {node.name!r}", getattr(node, field))
 
-  def find(end: int | str) -> int:
+  def node_index(end: int | str) -> int:
     if isinstance(end, str):
       if end not in index_of:
         raise ValueError(f"no node is called {end!r}")
@@ -113,7 +113,7 @@ def make(
     # A missing third or fourth entry is None or True.
     missing: list[Any] = [None, True][len(edge) - 2 :]
     first_node, second_node, size, cut = *edge, *missing
-    source, target = find(first_node), find(second_node)
+    source, target = node_index(first_node), node_index(second_node)
     between = f"{nodes[source].name!r} to {nodes[target].name!r}"
     if source >= target:
       raise ValueError(
@@ -127,7 +127,7 @@ def make(
     by_ends[source, target] = Edge(source, target, size, bool(cut))
   ties = []
   for tied_nodes, size in tied:
-    members = tuple(sorted({find(i) for i in tied_nodes}))
+    members = tuple(sorted({node_index(i) for i in tied_nodes}))
     if len(members) < 2:
       raise ValueError(f"a tie needs two nodes or more, not {members}")
     checks.nonnegative(f"bytes of the tie {members}", size)
@@ -138,8 +138,8 @@ def make(
         " bytes of parameters"
       )
     ties.append(Tie(members, size))
-  ordered = tuple(by_ends[ends] for ends in sorted(by_ends))
-  return Graph(nodes, ordered, tuple(ties))
+  sorted_edges = tuple(by_ends[ends] for ends in sorted(by_ends))
+  return Graph(nodes, sorted_edges, tuple(ties))
 
 
 def chain(nodes: Iterable[Node]) -> Graph:
@@ -149,7 +149,8 @@ def chain(nodes: Iterable[Node]) -> Graph:
 
 
 def parameters(graph: Graph, nodes: Collection[int]) -> float:
-  """Returns the bytes of parameters of some nodes. Shared ones count once."""
+  """Returns the bytes of the parameters of some nodes. Shared parameters count
+  once."""
   total = sum(graph.nodes[i].parameters for i in nodes)
   for tie in graph.tied:
     members = sum(i in nodes for i in tie.nodes)
@@ -158,7 +159,8 @@ def parameters(graph: Graph, nodes: Collection[int]) -> float:
 
 
 def bytes_of(tensors: Iterable[tuple[Hashable, float]]) -> float:
-  """Returns the bytes of (tensor, bytes), each sent once, at its largest."""
+  """Returns the bytes of a list of (tensor, bytes). A tensor that occurs
+  several times counts once, with its largest size."""
   return sum(_largest(tensors).values())
 
 
@@ -196,13 +198,13 @@ def measure(
   its results, in seconds of `clock`. One run before does not count."""
   checks.whole("repeats", repeats)
 
-  def timed():
+  def time_once():
     start = clock()
     jax.block_until_ready(run())
     return clock() - start
 
   jax.block_until_ready(run())
-  return statistics.median(timed() for _ in range(repeats))
+  return statistics.median(time_once() for _ in range(repeats))
 
 
 def profile(
@@ -263,7 +265,7 @@ def profile(
     args = weights[i], stats and stats[i], x
     if measure is not None:
       args = jax.tree.map(_array, args)
-    forward, pull, both = _calls(layer, i, key)
+    forward, vjp, forward_and_backward = _calls(layer, i, key)
     output = jax.eval_shape(forward, *args)
     shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
     cost_key = repr((layer, shapes, i == 0))
@@ -272,15 +274,17 @@ def profile(
       sizes = {
         "activation": memory.bytes_of(output),
         "parameters": memory.bytes_of(weights[i]),
-        "stash": _stash(pull, args),
+        "stash": _stash(vjp, args),
       }
       times = 0.0, 0.0
       if seconds is None:
         forward = jax.jit(forward).lower(*args).compile()
-        both = jax.jit(both).lower(*args, output).compile()
+        forward_and_backward = (
+          jax.jit(forward_and_backward).lower(*args, output).compile()
+        )
         forward_seconds = seconds_of(forward, *args)
         # The combined program runs the forward, too.
-        both_seconds = seconds_of(both, *args, output)
+        both_seconds = seconds_of(forward_and_backward, *args, output)
         backward_seconds = max(both_seconds - forward_seconds, 0.0)
         times = forward_seconds, backward_seconds
       node = Node("", *times, **sizes, kind=type(layer).__name__)
@@ -305,22 +309,22 @@ def _calls(
     y, _ = models.apply((layer,), params, x, train=True, key=key, first=index)
     return y
 
-  def pull(weights, stats, x):
+  def vjp(weights, stats, x):
     if index:
       return jax.vjp(lambda w, x: forward(w, stats, x), weights, x)
     # Inputs of the network need no gradient, and may be whole numbers.
     return jax.vjp(lambda w: forward(w, stats, x), weights)
 
-  def both(weights, stats, x, gradient):
-    y, pullback = pull(weights, stats, x)
+  def forward_and_backward(weights, stats, x, gradient):
+    y, pullback = vjp(weights, stats, x)
     return y, pullback(gradient)
 
-  return forward, pull, both
+  return forward, vjp, forward_and_backward
 
 
-def _stash(pull: Callable[..., Any], args: tuple[Any, ...]) -> int:
-  """Returns the bytes that the backward reads, save parameters."""
-  backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
+def _stash(vjp: Callable[..., Any], args: tuple[Any, ...]) -> int:
+  """Returns the bytes that the backward reads, without parameters."""
+  backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(vjp(*args)[1]))
   program = backward(*args).jaxpr
   # Parameters are held in any case: only other residuals take memory.
   inputs = set(map(id, program.invars[: len(jax.tree.leaves(args[:2]))]))

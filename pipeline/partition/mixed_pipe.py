@@ -19,11 +19,11 @@ objective is the largest cost of a stage,
 where C is the work of all stages on its device and communication counts only
 where it is not hidden behind work.
 
-All but the last stage may have to run their forward again before the backward.
+All stages but the last may have to run their forward again before the backward.
 The nodes of the last stage are known only after the partition. So the search
 repeats until the last stage is the one that it assumed.
 
-Where this is not the released code:
+Differences from the released code:
   1. Largest blocks are assigned first. That code sorts by size and then takes
      from the wrong end; `order="smallest_first"` does as it does.
   2. The bytes sent decide between equal objectives. That code intends this, but
@@ -60,8 +60,8 @@ from asgd.pipeline.table import check_positive
 
 ORDERS = ("largest_first", "smallest_first")
 RECOMPUTE = ("none", "all", "but_last")
-_SLACK = 1e-12  # of the objective: differences below it are rounding
-_RUNS = 10  # before the search for a last stage becomes exhaustive
+_SLACK = 1e-12  # part of the objective; smaller differences are rounding
+_RUNS = 10  # sweeps before the search for a last stage becomes exhaustive
 
 
 class Mixed(NamedTuple):
@@ -69,10 +69,10 @@ class Mixed(NamedTuple):
 
   partition: Partition
   objective: float  # seconds for a microbatch
-  length: int  # the L it is of
+  length: int  # the L of this partition
   tried: tuple[tuple[int, float], ...]  # (L, objective) of the last sweep
   recompute: tuple[int, ...]  # stages that run their forward again
-  settled: bool  # whether the last stage is the one assumed
+  settled: bool  # whether the last stage is the assumed one
 
 
 def assign(
@@ -85,8 +85,8 @@ def assign(
   """Puts each item on the device with the least load that has room for it;
   returns the device of each.
 
-  "largest_first" is within 4/3 of the best largest load (Graham 1969). If the
-  order of weights does not work out, that of sizes, in bytes, is tried.
+  "largest_first" is within 4/3 of the best largest load (Graham 1969). If an
+  item has no room in the order of weights, `assign` tries the order of sizes.
 
   Raises:
     ValueError: naming the number of the item for which there is no room.
@@ -95,7 +95,7 @@ def assign(
   count, descending = len(weights), order == "largest_first"
   sizes = [0.0] * count if sizes is None else sizes
   room = math.inf if memory is None else memory
-  failed: int | None = None  # the first item without room
+  failed_item: int | None = None  # the first item without room
   # The second pass sorts by bytes: it may find room where the first did not.
   for keys in (weights, sizes):
     load, used_bytes, device_of_item = (
@@ -104,19 +104,21 @@ def assign(
       [0] * count,
     )
     for i in sorted(range(count), key=keys.__getitem__, reverse=descending):
-      fitting = [d for d in range(devices) if used_bytes[d] + sizes[i] <= room]
-      if not fitting:
-        failed = i if failed is None else failed
+      fitting_devices = [
+        d for d in range(devices) if used_bytes[d] + sizes[i] <= room
+      ]
+      if not fitting_devices:
+        failed_item = i if failed_item is None else failed_item
         break
-      device_of_item[i] = device = min(fitting, key=load.__getitem__)
+      device_of_item[i] = device = min(fitting_devices, key=load.__getitem__)
       load[device] += weights[i]
       used_bytes[device] += sizes[i]
     else:
       return tuple(device_of_item)
   raise ValueError(
-    f"no device of {devices} has room for item {failed} of {sizes[failed or 0]}"
-    f" bytes among {sum(sizes)}; a device has {memory}: give more memory or"
-    " devices"
+    f"no device of {devices} has room for item {failed_item} of"
+    f" {sizes[failed_item or 0]} bytes among {sum(sizes)}; a device has"
+    f" {memory}: give more memory or devices"
   )
 
 
@@ -169,7 +171,8 @@ class Refinement:
     is_equal = abs(cost_after[0] - self.score[0]) <= slack
     is_better = cost_after[0] < self.score[0] - slack
     if is_better or is_equal and cost_after[1] < self.score[1]:
-      # The least yet, lest moves within the rounding add up.
+      # Keep the least objective so far, or moves within the rounding could add
+      # up.
       self.score = min(cost_after[0], self.score[0]), cost_after[1]
       return True
     self.stage[unit] = current
@@ -216,11 +219,11 @@ def refine(state: Refinement) -> None:
   need it, and after the units that it needs.
   """
   units, stage = state.units, state.stage
-  improved = True
-  while improved:
-    improved = False
-    for later in (True, False):
-      neighbours_of = units.successors if later else units.predecessors
+  has_improved = True
+  while has_improved:
+    has_improved = False
+    for to_later in (True, False):
+      neighbours_of = units.successors if to_later else units.predecessors
       for s in reversed(range(len(state.devices))):
         edges = sorted(
           (
@@ -230,7 +233,7 @@ def refine(state: Refinement) -> None:
             for neighbour in neighbours_of[unit]
             if stage[neighbour] != s
           ),
-          reverse=later,
+          reverse=to_later,
         )
         for unit, neighbour in edges:
           # A unit may only go to the nearest stage that it is connected to.
@@ -238,9 +241,9 @@ def refine(state: Refinement) -> None:
           neighbour_stages = {stage[o] for o in neighbours_of[unit]}
           if stage[unit] != s or target == s:
             continue
-          nearest = min(neighbour_stages) if later else max(neighbour_stages)
+          nearest = min(neighbour_stages) if to_later else max(neighbour_stages)
           if target == nearest and state.move(unit, target):
-            improved = True
+            has_improved = True
 
 
 class MixedPipeOptions(NamedTuple):
@@ -300,7 +303,7 @@ def _repeat_until_consistent(graph, devices, options):
     if best.settled:
       return best
     spared = frozenset(best.partition.stages[-1])
-  # Any end of the stage that was last at first may be what to assume.
+  # The last stage to assume may be any end of the first result's last stage.
   first_last_stage = results[frozenset()].partition.stages[-1]
   for start in range(len(first_last_stage)):
     spared = frozenset(first_last_stage[start:])
@@ -310,7 +313,8 @@ def _repeat_until_consistent(graph, devices, options):
 
 
 def _sweep(graph, devices, options, spared):
-  """Returns the best of all L, for nodes that are spared recomputing."""
+  """Returns the best of all L; the forward of the nodes `spared` is not
+  recomputed."""
   recompute = options.recompute
   weights = [
     node.work(recompute != "none" and i not in spared)
@@ -362,15 +366,15 @@ def _attempt(units, length, sizes, devices, options):
   bandwidth, memory = options.bandwidth, options.memory
   blocks = coarsen(units, length, bandwidth, options.scopes, options.seed)
   items = blocks.order()
-  bytes_ = [
+  block_bytes = [
     sum(sizes[u] for u in {units.block_of[i] for i in blocks.members[b]})
     for b in items
   ]
   weights = [blocks.weight(b) for b in items]
   try:
-    device_list = assign(weights, devices, bytes_, memory, options.order)
+    device_list = assign(weights, devices, block_bytes, memory, options.order)
   except ValueError as error:
-    largest = units.graph.nodes[items[int(np.argmax(bytes_))]].name
+    largest = units.graph.nodes[items[int(np.argmax(block_bytes))]].name
     why = f"{error} (the largest block begins with node {largest!r})"
     raise _NoRoom(why) from None
   device = dict(zip(items, device_list, strict=True))

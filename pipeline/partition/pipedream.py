@@ -15,7 +15,7 @@ Machines come in levels, such as devices in a server and servers in a room. The
 machines of level k are whole pipelines of level k - 1: the sum of T_l becomes
 the A of level k - 1, and B that of level k.
 
-The released code computes something else (`formula="code"`):
+The released code has another formula (`formula="code"`):
   1. T adds communication to compute, and sends twice as much:
      (1 / m) (sum of T_l + 4 (m - 1) sum of |w_l| / (B m)).
   2. Transfers between stages take no time unless activations are compressed;
@@ -77,7 +77,7 @@ class PipeDreamOptions(NamedTuple):
 
   formula: str = "paper"  # or "code"
   straight: bool = False  # no stage has replicas
-  fewer: bool = False  # machines may be left idle where more do not help
+  fewer: bool = False  # machines may stay idle where more do not help
   memory: float | None = None  # bytes of a device; None: without end
   # "together" keeps nodes with common parameters in one stage; "allow" does
   # not, and the partition says which stages have to synchronise them.
@@ -290,7 +290,8 @@ class _Search:
     raise NotImplementedError
 
   def _sums(self, i: int, j: int) -> tuple[float, float, float, float]:
-    """Returns time, parameters, stash and outputs of the nodes between."""
+    """Returns time, parameters, stash and outputs of the nodes between states i
+    and j."""
     indices = self.nodes(i, j)
     nodes = [self.graph.nodes[n] for n in indices]
     parameters = graph_lib.parameters(self.graph, indices)

@@ -256,13 +256,13 @@ def test_a_killed_process_is_replaced_and_no_bit_differs(tmp_path, monkeypatch):
   exp = build_pipelines(config=CONFIG)
   (expected,) = train_pipelines(exp, tmp_path / "threads", bar=Bar([]))
   bar = Bar(engines := [])
-  original = engine_lib._in_processes
+  original = engine_lib._make_processes
 
   def remember(*args):
     engines.append(original(*args))
     return engines[-1]
 
-  monkeypatch.setattr(engine_lib, "_in_processes", remember)
+  monkeypatch.setattr(engine_lib, "_make_processes", remember)
   machine = Machine(processes=2)  # uses what `cluster` started
   (result,) = train_pipelines(exp, tmp_path / "ray", bar=bar, machine=machine)
   assert len(engines) == 2
