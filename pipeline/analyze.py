@@ -356,7 +356,7 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
     return version_counts
   update_slots = updates_done(schedule)  # when a version is replaced
   for stage, gradient_slots in enumerate(schedule.time[table_rows.weight]):
-    # A version whose last read is after its replacement is kept until then.
+    # A version that is read after its replacement is kept until the last read.
     last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
     np.maximum.at(last_reads, versions_read.forward[stage], gradient_slots)
     is_stashed = last_reads[:-1] > update_slots[stage]

@@ -87,8 +87,8 @@ def check_complete(codec: Codec, why: str) -> None:
   """Raises ValueError for a codec that leaves a part of a message for later
   ones, or with a known bound of its error above its input; `why` begins the
   error."""
-  coarse = codec.delta is not None and codec.delta <= 0
-  if coarse or codec.feedback != OPTIONAL:
+  is_coarse = codec.delta is not None and codec.delta <= 0
+  if is_coarse or codec.feedback != OPTIONAL:
     raise ValueError(
       f"{why}, and this codec leaves out a part that a later message would have"
       " to add, or its errors may be larger than its input: use bf16"
@@ -203,7 +203,7 @@ def error_feedback(codec: Codec) -> Codec:
   def encode(state, tree, key):
     total = optax.tree.add(state.residual, tree)
     code, inner = codec.encode(state.inner, total, key)
-    # The server's decoded numbers count, not the exact ones.
+    # The residual is measured from the decoded numbers, which the server uses.
     residual = optax.tree.sub(total, codec.decode(code))
     if codec.limit is not None:
       residual = codec.limit(inner, residual)
@@ -252,8 +252,8 @@ def clip(codec: Codec, norm: float) -> Codec:
   for_run = composed(codec, lambda codec: clip(codec, norm))
   # Clipping shortens messages: their mean is not x, and the codec's delta does
   # not count this error.
-  changes = {"unbiased": False, "delta": None, "for_run": for_run}
-  return codec._replace(encode=encode, **changes)
+  other_fields = {"unbiased": False, "delta": None, "for_run": for_run}
+  return codec._replace(encode=encode, **other_fields)
 
 
 def zeros(like: Any) -> Any:
@@ -293,14 +293,14 @@ def in_words(codec: Codec) -> Codec:
   def is_leaf(node: Any) -> bool:
     return isinstance(node, Symbols | Values)
 
-  def plain(node: Any) -> Any:
+  def without_coding(node: Any) -> Any:
     if is_leaf(node):
       return dataclasses.replace(node, coded=False)
     return node
 
   def encode(state, tree, key):
     code, state = codec.encode(state, tree, key)
-    return jax.tree.map(plain, code, is_leaf=is_leaf), state
+    return jax.tree.map(without_coding, code, is_leaf=is_leaf), state
 
   return codec._replace(encode=encode, for_run=composed(codec, in_words))
 

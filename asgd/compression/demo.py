@@ -32,7 +32,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
     m <- beta m + g
     q = the k largest of the cosine transform of each chunk of m
-    sent = its inverse of q;   m <- m - sent
+    sent = the inverse transform of q; m <- m - sent
 
   A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64.
   If 64 does not divide a dimension, the next smaller divisor is used. A leaf of

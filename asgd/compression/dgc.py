@@ -17,7 +17,7 @@ from asgd.compression import leaves
 from asgd.compression.codec import OWN, Code, Codec, Values, clipped, zeros
 from asgd.compression.sparse import check_density, count_of, largest, masked
 
-_STAGES = 4  # of a warm-up
+_STAGES = 4  # number of stages of a warm-up
 _RATIO = 0.25  # density of a stage / density of the stage before
 _MOST = 2**31 - 1  # the message count is an int32
 
@@ -108,12 +108,12 @@ def dgc(
   if clip_norm is not None:
     checks.positive("clip_norm", clip_norm)
   densities, starts = _stages(density, warm_up * (epoch or 0))
-  missing = _missing(warm_up, clip_norm, workers, epoch)
+  missing_arguments = _missing_arguments(warm_up, clip_norm, workers, epoch)
 
   def encode(state, tree, key):
     del key
-    if missing:
-      raise ValueError(f"dgc needs {missing}")
+    if missing_arguments:
+      raise ValueError(f"dgc needs {missing_arguments}")
     # [0] Local clipping: the sum of N independent gradients of norm c / sqrt(N)
     # has a norm of about c.
     if clip_norm is not None and workers is not None:
@@ -152,11 +152,11 @@ def dgc(
     options["clip_norm"] = clip_norm
     return dgc(density, momentum=momentum, **options)
 
-  fit_to_run = for_run if missing else None
+  fit_to_run = for_run if missing_arguments else None
   return Codec(_init, encode, _decode, feedback=OWN, for_run=fit_to_run)
 
 
-def _missing(
+def _missing_arguments(
   warm_up: float,
   clip_norm: float | None,
   workers: int | None,
@@ -195,7 +195,7 @@ def _decode(code: Code) -> optax.Updates:
   """Returns the message: of Values, and of leaves that were sent in full."""
 
   def decode_leaf(leaf: leaves.Leaf) -> jax.Array:
-    in_full = not isinstance(leaf.code, Values)
-    return leaf.code if in_full else leaf.code.values
+    is_full = not isinstance(leaf.code, Values)
+    return leaf.code if is_full else leaf.code.values
 
   return leaves.decode_all(decode_leaf, code)

@@ -10,13 +10,14 @@ from asgd import checks
 from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Codec, Symbols
 
-_INT8 = 127  # levels to either side of 0
-_E3M0 = 7  # magnitudes other than 0
+_INT8 = 127  # number of levels on either side of 0
+_E3M0 = 7  # number of magnitudes other than 0
 _MANTISSA = 23  # stored bits of a float32
 
 
 def _cast(dtype: Any) -> Codec:
-  """Sends numbers in another dtype; larger ones as its largest number."""
+  """Makes a codec that sends numbers in another dtype, and larger numbers as
+  its largest."""
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
     del key
@@ -54,7 +55,7 @@ def bf16() -> Codec:
 def fp16() -> Codec:
   """Rounds to float16: 11 bits of precision, from 6e-8 to 65504.
 
-  Larger numbers are sent as 65504, smaller ones as 0.
+  Larger numbers are sent as 65504, smaller numbers as 0.
 
   Returns:
     A Codec, by element.
@@ -110,10 +111,10 @@ def int8(*, block: int = 256) -> Codec:
     del key
     rows = leaves.blocks(leaves.float32(x), block)
     scales = leaves.exact_scale(jnp.abs(rows).max(axis=1) / _INT8, _INT8)
-    rounded = jnp.round(leaves.divide(rows, scales[:, None]))
+    symbols = jnp.round(leaves.divide(rows, scales[:, None]))
     # exact_scale limits scales, so the largest elements may exceed 127 of them.
-    rounded = jnp.clip(rounded, -_INT8, _INT8)
-    return leaves.symbols_of(rounded, x.size, scales, _INT8), state
+    symbols = jnp.clip(symbols, -_INT8, _INT8)
+    return leaves.symbols_of(symbols, x.size, scales, _INT8), state
 
   decode = functools.partial(leaves.products, size=block)
   return leaves.make_codec(encode, decode)
@@ -130,7 +131,7 @@ def e3m0(*, block: int = 256) -> Codec:
 
   Returns:
     A Codec, by leaf. Its errors are up to a third of an element, so it needs
-    error feedback. The paper does without: its messages sum many steps.
+    error feedback. The paper uses none, because its messages sum many steps.
 
   Raises:
     ValueError: for a block that is no positive integer.
@@ -155,8 +156,10 @@ def e3m0(*, block: int = 256) -> Codec:
     del key
     rows = leaves.blocks(leaves.float32(x), block)
     # Symbol s stands for 2^(s - 1) units, so a unit is 2^-6 of the scale.
-    top = _nearest_power(jnp.abs(rows).max(axis=1))
-    units = leaves.exact_scale(top / 2 ** (_E3M0 - 1), 2 ** (_E3M0 - 1))
+    largest_power = _nearest_power(jnp.abs(rows).max(axis=1))
+    units = leaves.exact_scale(
+      largest_power / 2 ** (_E3M0 - 1), 2 ** (_E3M0 - 1)
+    )
     ratio = leaves.divide(jnp.abs(rows), units[:, None])
     bits = jax.lax.bitcast_convert_type(ratio, jnp.int32)
     # Adding half a mantissa moves 1.5 and more to the next power of 2. A
@@ -165,15 +168,15 @@ def e3m0(*, block: int = 256) -> Codec:
     level = jnp.clip(exponent + 1, 1, _E3M0)
     # Below half a unit, 0 is the nearest.
     level = jnp.where(ratio >= 0.5, level, 0)
-    rounded = jnp.where(rows < 0, -level, level)
-    return leaves.symbols_of(rounded, x.size, units, _E3M0), state
+    symbols = jnp.where(rows < 0, -level, level)
+    return leaves.symbols_of(symbols, x.size, units, _E3M0), state
 
   def decode(leaf: leaves.Leaf) -> jax.Array:
     symbols = leaves.blocks(leaf.code.symbols, block).astype(jnp.int32)
     # Shifted integers are exact powers of 2 on all devices; exp2 may round.
     size = jnp.where(symbols == 0, 0, 1 << jnp.maximum(jnp.abs(symbols) - 1, 0))
-    rounded = jnp.where(symbols < 0, -size, size).astype(jnp.float32)
-    return (rounded * leaf.code.scales[:, None]).reshape(-1)[: leaf.size]
+    numbers = jnp.where(symbols < 0, -size, size).astype(jnp.float32)
+    return (numbers * leaf.code.scales[:, None]).reshape(-1)[: leaf.size]
 
   return leaves.make_codec(encode, decode, feedback=NEEDED)
 

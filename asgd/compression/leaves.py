@@ -159,14 +159,14 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
   last block; a leaf with fewer than `size` elements is one block."""
   x = x.reshape(-1)
   size = min(size, x.size)
-  missing = -x.size % size  # elements that the last block lacks
-  return (jnp.pad(x, (0, missing)) if missing else x).reshape(-1, size)
+  n_missing = -x.size % size  # elements that the last block lacks
+  return (jnp.pad(x, (0, n_missing)) if n_missing else x).reshape(-1, size)
 
 
 def symbols_of(
   numbers: jax.Array, size: int, scales: jax.Array, levels: int
 ) -> Symbols:
-  """Returns the first `size` of some integers as Symbols with float32[...]
+  """Returns the first `size` integers of `numbers` as Symbols with float32[...]
   scales. The integers have any dtype and are from -levels to levels."""
   # Packing stores fewer bits; these are the dtypes in memory.
   dtype = jnp.int8 if levels < 2**7 else jnp.int16
@@ -212,11 +212,11 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """
   # A product of two integers has the bits of both: scale and symbol together
   # must fit into the 24 bits of a float32.
-  drop = levels.bit_length()
-  mask = (1 << drop) - 1
-  single = float32(x)
-  bits = jax.lax.bitcast_convert_type(single, jnp.int32)
-  bits += single.astype(x.dtype) < x  # undo rounding a float64 down
+  n_dropped_bits = levels.bit_length()
+  mask = (1 << n_dropped_bits) - 1
+  single_precision = float32(x)
+  bits = jax.lax.bitcast_convert_type(single_precision, jnp.int32)
+  bits += single_precision.astype(x.dtype) < x  # undo rounding a float64 down
   # Round the bits up, to a multiple of 2^drop.
   bits = (bits + mask) & ~mask
   bound = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)

@@ -58,7 +58,7 @@ def compressed(
 
   Args:
     worker: any.
-    codec: any; its state, such as the residual, is the worker's.
+    codec: any; the worker has its state, such as the residual.
     plan: the plan of a server in shards, each of which gets a code; None: one
       code.
 
@@ -82,40 +82,42 @@ def compressed(
     6.0 0.0
   """
 
-  def split_up(tree: base.Params) -> list[Any]:
+  def split_message(tree: base.Params) -> list[Any]:
     return [tree] if plan is None else sharding.split(plan, tree)
 
   def init(params: base.Params) -> CompressedState:
-    states = (codec.init(base.weights_of(part)) for part in split_up(params))
+    states = (
+      codec.init(base.weights_of(part)) for part in split_message(params)
+    )
     return CompressedState(worker.init(params), tuple(states))
 
   def work(state, ticket, batch, key):
     # [1] The job, with its message uncompressed.
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
-    finite = all_finite((message, metrics.loss))
+    is_finite = all_finite((message, metrics.loss))
     # [2] A code for each shard. The key differs from the job's: the loss
     # has used the bits of that key.
     key = jax.random.fold_in(key, _CODEC)
     parts, states = [], []
-    for s, part in enumerate(split_up(message)):
+    for s, part in enumerate(split_message(message)):
       # The codec is always called; its result is dropped if not finite.
       weights = jax.tree.map(
-        lambda x: jnp.where(finite, x, 0), base.weights_of(part)
+        lambda x: jnp.where(is_finite, x, 0), base.weights_of(part)
       )
-      code, after = codec.encode(
+      code, codec_state = codec.encode(
         state.codecs[s], weights, jax.random.fold_in(key, s)
       )
       stats = part.stats if isinstance(part, base.Variables) else None
-      parts.append(Coded(code, stats, residual_norm(after)))
-      states.append(after)
+      parts.append(Coded(code, stats, residual_norm(codec_state)))
+      states.append(codec_state)
     # [3] A narrow dtype may overflow although the message is finite.
-    finite &= all_finite([(part.code, part.residual) for part in parts])
+    is_finite &= all_finite([(part.code, part.residual) for part in parts])
     # A dropped message must not enter the residual.
-    codecs = optax.tree.where(finite, tuple(states), state.codecs)
+    codecs = optax.tree.where(is_finite, tuple(states), state.codecs)
     # [4] A loss of NaN makes the runtime reject the message.
-    metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
-    outgoing = parts[0] if plan is None else Parts(tuple(parts))
-    return CompressedState(inner, codecs), outgoing, metrics
+    metrics = metrics._replace(loss=jnp.where(is_finite, metrics.loss, jnp.nan))
+    sent_message = parts[0] if plan is None else Parts(tuple(parts))
+    return CompressedState(inner, codecs), sent_message, metrics
 
   return base.Worker(init, work, worker.kept)
 

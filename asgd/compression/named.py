@@ -44,12 +44,12 @@ def named(
   Args:
     name: a name of CODECS, or MODULE:FUNCTION of a function (**options) ->
       Codec.
-    error_feedback: whether the unsent part is sent later; None: if the codec
-      needs it.
+    error_feedback: whether a later message sends the part that was left out;
+      None: if the codec needs it.
     clip: largest L2 norm of a message. It is clipped before the residual is
       added. None: no limit.
     entropy_coding: False sends positions as words of 4 bytes (`in_words`).
-    **options: of the codec.
+    **options: options of the codec.
 
   Returns:
     The Codec.
@@ -110,12 +110,13 @@ def named(
 
 
 def as_codec(codec: Any, **options: Any) -> Codec:
-  """Returns a codec that is given in any form.
+  """Returns the codec that a value in any form stands for.
 
   Args:
     codec: a Codec; a name or a dict of a name and options, see `named`; or
       None, which sends everything.
-    **options: of `named`: defaults for a codec that is given by name.
+    **options: options of `named`, the defaults for a codec that is given by
+      name.
 
   Returns:
     The Codec.
@@ -182,7 +183,7 @@ def named_reducer(name: str, **options: Any) -> Reducer:
   # A list, because a `name` of another type may have no hash.
   if name in list(REDUCERS):
     return names.call("reducer", name, REDUCERS[name], options)
-  known = {*CODECS, *REDUCERS}
+  known_names = {*CODECS, *REDUCERS}
   if not names.is_import(name):
-    names.check("codec", name, known)
+    names.check("codec", name, known_names)
   return average(named(name, **options))

@@ -18,7 +18,7 @@ from asgd.compression.reducers import MOST_STEPS, Reducer
 from asgd.compression.signs import scale_of
 
 _STEADY_RATIO = 0.96  # v counts as steady when its norm ratio reaches this
-_MOST_NORMS = 10**6  # that are kept
+_MOST_NORMS = 10**6  # largest number of norms in a state
 
 
 class OnebitAdamState(NamedTuple):
@@ -63,7 +63,7 @@ def onebit_adam(
   at the learning rate. If the rate has a warm-up, it must end before T.
 
   The reducer returns, instead of a gradient, Adam's update before the learning
-  rate. So the optimizer behind it must be SGD without a momentum. An element
+  rate. So the optimizer after it must be SGD without a momentum. An element
   with v = 0 after the warm-up does not move: its sign would be divided by eps
   alone. (The paper leaves out the bias corrections; without them a short
   warm-up would freeze a v that is much too small.)
@@ -73,7 +73,8 @@ def onebit_adam(
   computes the same as a run without a stop. (DeepSpeed resets them to 0.)
 
   Args:
-    warm_up: T, steps of uncompressed Adam, 1 or more; None: found by the rule.
+    warm_up: T, steps of uncompressed Adam, 1 or more; None: the rule determines
+      T.
     b1: decay of m, in [0, 1).
     b2: decay of v, in [0, 1).
     eps: added to the root of v.
@@ -127,7 +128,7 @@ def onebit_adam(
     )
 
   def warm_up_step(state, gradients, axis):
-    """One step of Adam's moments, on exact means."""
+    """Returns the state after a step of Adam's moments, on exact means."""
     g = jax.lax.pmean(gradients, axis)
     mu = optax.tree.update_moment(g, state.mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, state.nu, b2, 2)
@@ -137,14 +138,14 @@ def onebit_adam(
     return _end_warm_up(state, b2)
 
   def compressed_step(state, gradients, axis):
-    """One step of m from signs, with v constant."""
+    """Returns the state after a step of m from signs, with v constant."""
     # [1] c_w: each worker compresses its momentum m_w, with its residual e_w.
     local_mu = optax.tree.update_moment(gradients, state.mu, b1, 1)
     with_residual = optax.tree.add(local_mu, state.residual)
-    sent = jax.tree.map(_compress, with_residual)
-    residual = optax.tree.sub(with_residual, sent)
+    signs = jax.tree.map(_compress, with_residual)
+    residual = optax.tree.sub(with_residual, signs)
     # [2] m: the mean of c_w is compressed again, with the server's residual e.
-    mean = jax.lax.pmean(sent, axis)
+    mean = jax.lax.pmean(signs, axis)
     mean_with_residual = optax.tree.add(mean, state.server)
     mu = jax.tree.map(_compress, mean_with_residual)
     server = optax.tree.sub(mean_with_residual, mu)
@@ -189,10 +190,10 @@ def _end_warm_up(state: OnebitAdamState, b2: float) -> OnebitAdamState:
   # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
   norms_before = state.norms[position]
-  ended = (state.count > window) & (norms_before > 0)
-  ended &= norm >= _STEADY_RATIO * norms_before
+  has_ended = (state.count > window) & (norms_before > 0)
+  has_ended &= norm >= _STEADY_RATIO * norms_before
   norms = state.norms.at[position].set(norm)
-  return state._replace(frozen=ended, norms=norms)
+  return state._replace(frozen=has_ended, norms=norms)
 
 
 def _compress(x: jax.Array) -> Any:

@@ -78,7 +78,7 @@ def powersgd(rank: int = 2) -> Codec:
     return _factors(x, state)
 
   def init(like: Any, number: int) -> Any:
-    return _first(like, number, rank) if _is_low_rank(like, rank) else ()
+    return _first_factor(like, number, rank) if _is_low_rank(like, rank) else ()
 
   return leaves.make_codec(encode, _decode, init, feedback=NEEDED)
 
@@ -142,10 +142,10 @@ def powersgd_reducer(
 
   def init(like: base.Params) -> PowerSGDState:
     leaves.check(like)
-    indexed = enumerate(jax.tree.leaves(like))
+    indexed_leaves = enumerate(jax.tree.leaves(like))
     inner = (
-      _first(x, i, rank) if _is_low_rank(x, rank, minimum_rate) else ()
-      for i, x in indexed
+      _first_factor(x, i, rank) if _is_low_rank(x, rank, minimum_rate) else ()
+      for i, x in indexed_leaves
     )
     return PowerSGDState(jnp.int32(0), zeros(like), tuple(inner))
 
@@ -193,7 +193,7 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
   return factors < size and size >= minimum_rate * factors
 
 
-def _first(like: Any, index: int, rank: int) -> jax.Array:
+def _first_factor(like: Any, index: int, rank: int) -> jax.Array:
   """Returns Q of the first message, [n, r]: the same at each worker."""
   inputs = math.prod(like.shape[:-1])
   key = jax.random.fold_in(jax.random.key(_KEY), index)
@@ -225,8 +225,8 @@ def _factors(
   q = mean(jnp.matmul(transposed, p, precision=_HIGHEST))
   bound = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
   # Clip, so that no sum in P Q^T overflows.
-  sent = jnp.clip(q, -bound / unit, bound / unit) * unit
-  return (p, sent), q
+  sent_q = jnp.clip(q, -bound / unit, bound / unit) * unit
+  return (p, sent_q), q
 
 
 def _product(p: jax.Array, q: jax.Array) -> jax.Array:

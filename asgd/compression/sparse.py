@@ -1,7 +1,7 @@
 """The largest elements of each leaf, or random ones.
 
-The largest are selected in each leaf, not in the message: a global border would
-leave out layers with small gradients.
+Codecs that send elements. They select the largest elements of each leaf, not of
+the message: a global border would leave out layers with small gradients.
 """
 
 from typing import Any
@@ -125,10 +125,12 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
     flat, k = x.reshape(-1), count_of(density, x.size)
     # 31 random bits per element; the k largest are the sample.
-    drawn = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
+    sample_keys = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
     # `border` needs numbers below the largest of the type.
-    drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
-    values = masked(flat, drawn >= selection.border(drawn, k))
+    sample_keys = jnp.minimum(
+      sample_keys.astype(jnp.int32), np.iinfo(np.int32).max - 1
+    )
+    values = masked(flat, sample_keys >= selection.border(sample_keys, k))
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
       # Clip before scaling by L / k, so that it cannot overflow.

@@ -29,7 +29,8 @@ class ThresholdState(NamedTuple):
 
   count: jax.Array  # type: ignore[assignment] # int32[], messages encoded
   tau: jax.Array  # float32[], of the last message
-  density: jax.Array  # float32[], sent / all of the last; NaN: not counted
+  # float32[], sent / all elements of the last message; NaN: not counted
+  density: jax.Array
 
 
 def threshold(
@@ -138,9 +139,9 @@ def adaptive_threshold(
     # Deeplearning4j's class comment has the two directions exchanged; this
     # follows its code: too few elements, so tau falls.
     density = jnp.where(density > _DENSE, _DENSE, density)
-    slower = jnp.where(density < least, tau * decay, tau)
+    lower_tau = jnp.where(density < least, tau * decay, tau)
     return jnp.clip(
-      jnp.where(density > most, tau / decay, slower), _LEAST, _MOST
+      jnp.where(density > most, tau / decay, lower_tau), _LEAST, _MOST
     )
 
   return _make(tau, adapt, residual_clip, clip_every)
@@ -160,7 +161,7 @@ def _check(tau: float, residual_clip: float | None, clip_every: int) -> None:
 
 
 def _make(
-  first: float,
+  first_tau: float,
   adapt: _Adapt | None,
   residual_clip: float | None,
   clip_every: int,
@@ -171,7 +172,7 @@ def _make(
   def init(like: base.Params) -> ThresholdState:
     leaves.check(like)
     return ThresholdState(
-      jnp.int32(0), jnp.float32(first), jnp.float32(jnp.nan)
+      jnp.int32(0), jnp.float32(first_tau), jnp.float32(jnp.nan)
     )
 
   def encode(state, tree, key):
@@ -196,8 +197,8 @@ def _make(
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
     assert residual_clip is not None  # otherwise the codec has no limit
     # Between two clippings the bound is infinite.
-    due = state.count % clip_every == 0
-    bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
+    is_due = state.count % clip_every == 0
+    bound = jnp.where(is_due, residual_clip * state.tau, jnp.inf)
 
     def clip_leaf(x: jax.Array) -> jax.Array:
       most = bound.astype(x.dtype)
@@ -216,7 +217,7 @@ def _make(
 
 def _density(code: Code, tree: optax.Updates) -> jax.Array:
   """Returns the part of a message's elements that is sent, float32[]."""
-  sent = jnp.float32(0)
+  n_sent = jnp.float32(0)
   for leaf in leaves.leaves_of(code):
-    sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)
-  return sent / max(sum(x.size for x in jax.tree.leaves(tree)), 1)
+    n_sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)
+  return n_sent / max(sum(x.size for x in jax.tree.leaves(tree)), 1)

@@ -129,8 +129,8 @@ def _reason_against_program(worker: base.Worker, jobs: JobShapes) -> str:
     return f"{jobs.messages:,} messages are fewer than {_MIN_MESSAGES:,}"
   shapes = jax.eval_shape(lambda *x: x, jobs.params, jobs.batch)
   leaves, structure = jax.tree.flatten(shapes)
-  on_cpu = jax.default_backend() == "cpu"
-  if on_cpu and _has_convolution(worker, structure, tuple(leaves)):
+  is_on_cpu = jax.default_backend() == "cpu"
+  if is_on_cpu and _has_convolution(worker, structure, tuple(leaves)):
     return "convolutions are slow in the loops of a CPU's programs"
   return ""
 
@@ -141,16 +141,16 @@ def _reason_for_rounds(
   """Returns why the rounds engine is faster than the chunk engine; "" if it is
   slower."""
   action = np.asarray(trace.action)
-  received = np.flatnonzero(action == base.RECEIVE)
+  receive_rows = np.flatnonzero(action == base.RECEIVE)
   if not server.sends_current or (action == base.KEEP).any():
     return ""
-  sends = np.flatnonzero(action == base.SEND)
-  received_before = np.searchsorted(received, sends)
+  send_rows = np.flatnonzero(action == base.SEND)
+  n_received_before = np.searchsorted(receive_rows, send_rows)
   # Tickets sent between the same two messages are equal.
-  is_used = received_before < len(received)
-  n_tickets = len(np.unique(received_before[is_used]))
+  is_used = n_received_before < len(receive_rows)
+  n_tickets = len(np.unique(n_received_before[is_used]))
   # The mean number of messages in a round.
-  round_size = len(received) // max(n_tickets, 1)
+  round_size = len(receive_rows) // max(n_tickets, 1)
   shapes = jax.tree.leaves(jax.eval_shape(lambda x: x, jobs.params))
   nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
   if round_size < _LARGE_ROUND or nbytes > _SMALL_MODEL:

@@ -303,16 +303,16 @@ class ChunkRun:
     """Replays the rows up to, not including, row `end`."""
     start, stop = self._received, int(np.searchsorted(self._plan.row, end))
     self._event = end
-    calls, fetched = [], []
+    calls, results = [], []
     # A call returns at once, so the host prepares the next one meanwhile. Few
     # calls are in flight, as each holds its batches and records.
     while self._received < stop:
       self._send_between_messages()
       calls.append(self._call(stop))
       if len(calls) > _MAX_CALLS_AHEAD:
-        fetched.append(self._fetch(*calls.pop(0)))
-    fetched += [self._fetch(*call) for call in calls]
-    return self._records(slice(start, stop), fetched)
+        results.append(self._fetch(*calls.pop(0)))
+    results += [self._fetch(*call) for call in calls]
+    return self._records(slice(start, stop), results)
 
   def pause(self) -> SimulationState:
     """Returns the simulation in new buffers."""
@@ -425,13 +425,13 @@ class ChunkRun:
       bytes_up, norms = zip(*sizes, strict=True)
     return *observations, *(np.resize(x, count) for x in (bytes_up, norms))
 
-  def _records(self, messages, fetched):
+  def _records(self, messages, results):
     """Returns the records of a slice of messages, from the results of `_fetch`.
     """
-    if not fetched:
+    if not results:
       return concatenate([])
     integers, reals, bytes_up, norms = map(
-      np.concatenate, zip(*fetched, strict=True)
+      np.concatenate, zip(*results, strict=True)
     )
     # A job on a kept ticket receives no bytes.
     is_new = self._plan.earlier_jobs[messages] == 0
@@ -463,9 +463,9 @@ def _initial_carry(
   """Returns the carry of a simulation: its tickets and worker states as rows.
   The tickets in `copied_slots` have the present parameters of the server."""
   server, states = simulation.server, simulation.workers
-  blank = fetch((server.params, server.version))
+  ticket_now = fetch((server.params, server.version))
   stored = jax.tree.map(
-    lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), blank
+    lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), ticket_now
   )
   starts = plan.starts
   opened, latest = tickets_at(starts, trace, simulation.event)
@@ -484,7 +484,9 @@ def _initial_carry(
     leaves = map(jax.tree.leaves, (stored, (ticket.params, version)))
     for rows, value in zip(*leaves, strict=True):
       rows[starts.slot[start]] = value
-  for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
+  for rows, value in zip(
+    *map(jax.tree.leaves, (stored, ticket_now)), strict=True
+  ):
     rows[copied_slots] = value
   # The workers of a new simulation share one state object: repeat it on the
   # device.

@@ -44,10 +44,10 @@ class _Shard(ServerReplay):
     """Restores the position after `rows` rows. Each of `tickets` is (worker,
     seq, version, fresh, params); seq is None for the latest ticket of a worker.
     """
-    past, ledger = trace_lib.follow(self.events[:rows]), self.ledger
+    earlier, ledger = trace_lib.follow(self.events[:rows]), self.ledger
     fields = "rows", "time", "next_seq", "incarnations", "present", "ended"
     for field in (*fields, "received"):
-      setattr(ledger, field, getattr(past, field))
+      setattr(ledger, field, getattr(earlier, field))
     for worker, seq, version, is_fresh, params in tickets:
       worker_and_version = jnp.int32(worker), jnp.int32(version)
       ticket = base.Ticket(*worker_and_version, params, np.bool_(is_fresh))
@@ -55,7 +55,7 @@ class _Shard(ServerReplay):
         ledger.latest[worker] = ticket
         continue
       self.tickets[worker, seq] = ticket
-      if seq in past.open[worker]:
+      if seq in earlier.open[worker]:
         ledger.open[worker][seq] = ticket
 
   @property
@@ -151,12 +151,12 @@ class Sharded:
     received `messages` messages, yields only rows before the time of the lead,
     and rows at that time of shards that have received fewer messages."""
     lead = self._shards[0].ledger
-    lead_is_done = messages is not None and len(lead.received) >= messages
+    is_lead_done = messages is not None and len(lead.received) >= messages
     for index, shard in enumerate(self._shards):
       event = shard.next_row
       if event is None:
         continue
-      if lead_is_done:
+      if is_lead_done:
         is_behind = index and len(shard.ledger.received) < messages
         if event.time > lead.time or (
           event.time == lead.time and not is_behind

@@ -136,12 +136,12 @@ def compile_work(
   def on_params(params, batch, state, ticket, root, job):
     return work(state, ticket._replace(params=params), batch, root, job)
 
-  divided = compile_divided(on_params, group)
+  run_divided = compile_divided(on_params, group)
 
   def divided_work(state, ticket, batch, root, job):
     # The parameters are a separate argument, so that they are sent once.
     params, ticket = ticket.params, ticket._replace(params=None)
-    return divided(params, batch, state, ticket, root, job)
+    return run_divided(params, batch, state, ticket, root, job)
 
   return divided_work
 
@@ -149,8 +149,8 @@ def compile_work(
 def compile_divided(
   function: Callable[..., Any], group: WorkerDevices
 ) -> Callable[..., Any]:
-  """Compiles a function (params, batch, *others) for a group of devices, which
-  are the first ones of this process.
+  """Compiles a function (params, batch, *others) for a group of devices, the
+  first devices of this process.
 
   XLA divides the work among them: in a "data" group each device takes some of
   the examples, in a "tensor" group a part of the last axis of each weight. If
@@ -185,7 +185,7 @@ def compile_divided(
       names[axis] = "group"
     return jax.lax.with_sharding_constraint(x, group_sharding(*names))
 
-  def divided(params, batch, *others):
+  def run_divided(params, batch, *others):
     if group.parallel == "data":
       batch = jax.tree.map(lambda x: divide(x, group.axis), batch)
     else:
@@ -193,7 +193,7 @@ def compile_divided(
     return function(params, batch, *others)
 
   replicated = group_sharding()
-  return jax.jit(divided, in_shardings=replicated, out_shardings=replicated)
+  return jax.jit(run_divided, in_shardings=replicated, out_shardings=replicated)
 
 
 def _after_transfer(tree: Any, dtype: str | None) -> Any:

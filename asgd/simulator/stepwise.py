@@ -45,8 +45,8 @@ def make_host(
   options of `compile_steps`."""
 
   def follow(wrapped_worker, simulation, trace, **data):
-    begin = begin_host(server, wrapped_worker, group=group, **options)
-    return begin(simulation, trace=trace, **data, **replay_options(trace))
+    begin_run = begin_host(server, wrapped_worker, group=group, **options)
+    return begin_run(simulation, trace=trace, **data, **replay_options(trace))
 
   return make_simulator(server, worker, follow)
 
@@ -242,8 +242,8 @@ class ServerReplay:
     if totals is None:
       self.state, observation = self._steps.receive(*arguments)
     else:
-      done = self._steps.stage(steps_lib.as_totals(totals), *arguments)
-      self.state, observation = done.result
+      stage_result = self._steps.stage(steps_lib.as_totals(totals), *arguments)
+      self.state, observation = stage_result.result
     self.traffic.count_update(self.state)
     trace_columns = event.time, event.worker, event.job
     bytes_down = self.traffic.close_ticket(*event.key, ticket)

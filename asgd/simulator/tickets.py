@@ -108,8 +108,8 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   is_start = np.isin(action, trace_lib.STARTS)
   row = np.flatnonzero(is_start)
   end = _end_rows(trace, row)
-  received = np.flatnonzero(action == base.RECEIVE)
-  messages_before = np.searchsorted(received, row)
+  receive_rows = np.flatnonzero(action == base.RECEIVE)
+  messages_before = np.searchsorted(receive_rows, row)
   # [2] Group the starts with tickets in one slot. A KEEP start belongs to the
   # group of the ticket that it keeps. With `shared`, the tickets sent between
   # two messages are one group.
@@ -129,21 +129,21 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   last_use = _last_uses(trace, row, end, group, opening_start)
   first_use = np.full(len(last_use), len(action))
   np.minimum.at(first_use, group, messages_before)
-  begin = np.concatenate([[-1], received])[first_use]
-  slot_of, slots = _assign_slots(begin, last_use)
+  first_rows = np.concatenate([[-1], receive_rows])[first_use]
+  slot_of, slots = _assign_slots(first_rows, last_use)
   starts = Starts(row, end, slot_of[group].astype(np.int32), earlier_jobs)
   # [4] By message: the start that it ends, and the tickets sent after it.
   start_ending_at = np.full(len(action), -1)  # by row; -1: no start
   start_ending_at[end[end < len(action)]] = np.flatnonzero(end < len(action))
-  start_of_message = start_ending_at[received]
+  start_of_message = start_ending_at[receive_rows]
   sent_slot, sent_worker, sends = _sends_after(
-    trace, starts, messages_before, slots, len(received)
+    trace, starts, messages_before, slots, len(receive_rows)
   )
   return TicketPlan(
-    row=received,
+    row=receive_rows,
     slot=starts.slot[start_of_message],
     earlier_jobs=earlier_jobs[start_of_message],
-    is_first=_first_messages(trace, received),
+    is_first=_first_messages(trace, receive_rows),
     sent_slot=sent_slot,
     sent_worker=sent_worker,
     sends=sends,
@@ -163,13 +163,13 @@ def _end_rows(trace, row):
   order = np.lexsort((rows, seq, worker))
   is_start = order < len(row)
   # Whether each row has the same (worker, seq) as the previous one.
-  same_message = np.zeros(len(order), bool)
+  is_same_message = np.zeros(len(order), bool)
   current, previous = order[1:], order[:-1]
-  same_message[1:] = worker[current] == worker[previous]
-  same_message[1:] &= seq[current] == seq[previous]
-  pairs = np.flatnonzero(same_message)
+  is_same_message[1:] = worker[current] == worker[previous]
+  is_same_message[1:] &= seq[current] == seq[previous]
+  pairs = np.flatnonzero(is_same_message)
   # Each (worker, seq) must have one start, and at most one end after it.
-  if not (same_message == ~is_start).all():
+  if not (is_same_message == ~is_start).all():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
     raise NotCompiled("a message's number (seq) is used twice")
   end = np.full(len(row), len(action))
@@ -209,29 +209,30 @@ def _last_uses(trace, row, end, group, opening_start):
     worker = np.asarray(trace.worker)[row]
     sends = np.flatnonzero(action[row] == base.SEND)
     order = sends[np.lexsort((sends, worker[sends]))]
-    kept_until = np.full(len(row), len(action))
+    kept_until_row = np.full(len(row), len(action))
     same_worker = worker[order][1:] == worker[order][:-1]
-    kept_until[order[:-1][same_worker]] = row[order[1:][same_worker]]
-    np.maximum.at(last_use, group, kept_until[opening_start])
+    kept_until_row[order[:-1][same_worker]] = row[order[1:][same_worker]]
+    np.maximum.at(last_use, group, kept_until_row[opening_start])
   return last_use
 
 
-def _assign_slots(begin, last_use):
-  """Assigns each group of tickets a slot that no other group uses from row
-  `begin` to row `last_use`; returns (slot of each group, number of slots)."""
+def _assign_slots(first_rows, last_use):
+  """Assigns each group of tickets a slot that no other group uses from its row
+  in `first_rows` to its row in `last_use`; returns (slot of each group, number
+  of slots)."""
   slot_of = np.zeros(len(last_use), np.int64)
   # Groups are in the order of their first use. Slots are released in the order
   # of their last use, and the slot that was released last is taken first.
-  n_slots, free_slots, released = 0, [], 0
+  n_slots, free_slots, n_released = 0, [], 0
   by_last_use = np.argsort(last_use, kind="stable").tolist()
   last_uses = last_use.tolist()
-  for group, first_row in enumerate(begin.tolist()):
+  for group, first_row in enumerate(first_rows.tolist()):
     while (
-      released < len(by_last_use)
-      and last_uses[by_last_use[released]] <= first_row
+      n_released < len(by_last_use)
+      and last_uses[by_last_use[n_released]] <= first_row
     ):
-      free_slots.append(int(slot_of[by_last_use[released]]))
-      released += 1
+      free_slots.append(int(slot_of[by_last_use[n_released]]))
+      n_released += 1
     if free_slots:
       slot_of[group] = free_slots.pop()
     else:
@@ -249,42 +250,44 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   # SENDs into one slot after one message send the same ticket: use the last
   # SEND.
   keys = send_starts, slot[send_starts], messages_before[send_starts]
-  order = send_starts[np.lexsort(keys)]
-  is_last = np.ones(len(order), bool)
-  is_last[:-1] = (messages_before[order][1:] != messages_before[order][:-1]) | (
-    slot[order][1:] != slot[order][:-1]
-  )
-  order = order[is_last]
+  send_order = send_starts[np.lexsort(keys)]
+  is_last = np.ones(len(send_order), bool)
+  is_last[:-1] = (
+    messages_before[send_order][1:] != messages_before[send_order][:-1]
+  ) | (slot[send_order][1:] != slot[send_order][:-1])
+  send_order = send_order[is_last]
   positions, begins, count = np.unique(
-    messages_before[order], return_index=True, return_counts=True
+    messages_before[send_order], return_index=True, return_counts=True
   )
   # The loop over messages writes one slot after a message. A separate program
   # writes several slots, and those before the first message.
   is_single = (count == 1) & (positions > 0)
-  single, message = order[begins[is_single]], positions[is_single] - 1
+  single, message = send_order[begins[is_single]], positions[is_single] - 1
   sent_slot[message], sent_worker[message] = slot[single], worker[single]
   has_several = ~is_single
-  for position, begin, size in zip(
+  for position, first, size in zip(
     positions[has_several].tolist(),
     begins[has_several].tolist(),
     count[has_several].tolist(),
     strict=True,
   ):
-    group = np.sort(order[begin : begin + size])
+    group = np.sort(send_order[first : first + size])
     sends[position] = Sends(slot[group], worker[group])
   return sent_slot, sent_worker, sends
 
 
-def _first_messages(trace, received):
+def _first_messages(trace, receive_rows):
   """Returns bool[U]: whether each message is the first message of a worker that
   joined."""
-  is_first = np.zeros(len(received), bool)
+  is_first = np.zeros(len(receive_rows), bool)
   worker = np.asarray(trace.worker)
   for row in np.flatnonzero(np.asarray(trace.action) == base.JOIN).tolist():
-    later = np.searchsorted(received, row)
-    worker_messages = np.flatnonzero(worker[received[later:]] == worker[row])
+    n_earlier = np.searchsorted(receive_rows, row)
+    worker_messages = np.flatnonzero(
+      worker[receive_rows[n_earlier:]] == worker[row]
+    )
     if worker_messages.size:
-      is_first[later + worker_messages[0]] = True
+      is_first[n_earlier + worker_messages[0]] = True
   return is_first
 
 
@@ -293,12 +296,14 @@ def tickets_at(
 ) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
   """Returns the starts with tickets in the buffer at row `row`: the open starts
   by (worker, seq), and the latest start of each worker."""
-  started = np.flatnonzero(starts.row < row)
-  worker, seq = (np.asarray(x)[starts.row[started]] for x in trace[1:3])
-  is_open = starts.end[started] >= row
+  started_indices = np.flatnonzero(starts.row < row)
+  worker, seq = (np.asarray(x)[starts.row[started_indices]] for x in trace[1:3])
+  is_open = starts.end[started_indices] >= row
   keys = zip(worker[is_open].tolist(), seq[is_open].tolist(), strict=True)
-  opened = dict(zip(keys, started[is_open].tolist(), strict=True))
-  return opened, dict(zip(worker.tolist(), started.tolist(), strict=True))
+  open_starts = dict(zip(keys, started_indices[is_open].tolist(), strict=True))
+  return open_starts, dict(
+    zip(worker.tolist(), started_indices.tolist(), strict=True)
+  )
 
 
 def sends_from(

@@ -10,10 +10,11 @@ choices become the order. A user's rule works in the same way (`custom`).
   1 | .  F0 F1 F2 .  .  B0 B1 B2 .       1 | .  F0 F1 .  B0 F2 B1 .  B2 .
   2 | .  .  F0 F1 F2 B0 B1 B2 .  .       2 | .  .  F0 B0 F1 B1 F2 B2 .  .
 
-Each is a function of this package and an entry of `SCHEDULES`. Synchronous ones
-take `batches`, of `microbatches` each, with a flush between them. `build` makes
-a table from the arguments of its function, `make` from the stages and the
-microbatches of a run, with the traits that the schedule declares.
+Each is a function of this package and an entry of `SCHEDULES`. Synchronous
+schedules take `batches`, the number of batches with a flush between them, and
+`microbatches`, the size of each. `build` makes a table from the arguments of
+its function, `make` from the stages and the microbatches of a run, with the
+traits that the schedule declares.
 """
 
 import importlib
@@ -55,7 +56,7 @@ from asgd.pipeline.schedules.zero_bubbles import (
 )
 from asgd.pipeline.table import KNOWN, Schedule, check_positive
 
-_MOST = 10**7  # the most forwards of a table that `build` makes
+_MOST_FORWARDS = 10**7  # of a table that `build` makes
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
   maker.__name__: maker
@@ -97,10 +98,10 @@ def build(name: str, **options: Any) -> Schedule:
   """
   maker = _maker(name)
   count = forwards(options)
-  if count > _MOST:
+  if count > _MOST_FORWARDS:
     raise ValueError(
       f"{name} would have {count:,} forwards (stages x microbatches x batches),"
-      f" and {_MOST:,} are the most: lower one of these"
+      f" and {_MOST_FORWARDS:,} are the most: lower one of these"
     )
   return names.call("schedule", name, maker, options)
 
@@ -146,15 +147,15 @@ def make(
   every: int | None = None,
   **options: Any,
 ) -> Schedule:
-  """Returns the table of a run: of one update, which the run repeats, if the
-  schedule flushes, else of all microbatches.
+  """Returns the table of a run. If the schedule flushes, it is the table of one
+  update, which the run repeats; if not, it has all microbatches.
 
   Args:
     name: a name of `SCHEDULES`, or the path of a file that holds a table.
     stages: S; None takes the stages of the table in a file.
     total: microbatches of the run.
-    batch: microbatches of an update where `every` does not say it and the
-      schedule sums gradients.
+    batch: microbatches of an update if `every` is None and the schedule flushes
+      or sums gradients.
     every: microbatches of one update; None is `batch`, or 1 for an asynchronous
       schedule that sums none, or that of the table in a file.
     **options: those of `describe(name).options`. `rule` may be a
@@ -176,7 +177,7 @@ def make(
     >>> table.microbatches, table.every, table.flush
     (4, 4, True)
   """
-  make_table = _of_file if table_lib.is_file(name) else _of_maker
+  make_table = _read_file if table_lib.is_file(name) else _make_by_name
   table = make_table(name, stages, total, batch, every, options)
   if (validate.rows(table).weight < 0).any():
     raise ValueError("its table has no backward: there is nothing to train")
@@ -189,7 +190,7 @@ def _maker(name: str):
   return names.lookup("schedule", name, SCHEDULES)
 
 
-def _of_maker(name, stages, total, batch, every, options):
+def _make_by_name(name, stages, total, batch, every, options):
   maker = _maker(name)
   traits, parameters = maker.traits, inspect.signature(maker).parameters
   for key in options:
@@ -203,17 +204,18 @@ def _of_maker(name, stages, total, batch, every, options):
       why = f"must be a device for each of {stages} stages, not {devices!r}"
       raise OptionError("devices", why)
   else:
-    per_device = traits.chunks
+    stages_per_device = traits.chunks
     if "chunks" in parameters:
-      per_device = options.setdefault("chunks", per_device)
-      _check_option("chunks", per_device)
-    if stages % per_device:
+      stages_per_device = options.setdefault("chunks", stages_per_device)
+      _check_option("chunks", stages_per_device)
+    if stages % stages_per_device:
+      missing_stages = stages_per_device - stages % stages_per_device
       raise OptionError(
         "stages",
-        f"{stages} are no multiple of the {per_device} stages on each device of"
-        f" {name}: set stages={stages + per_device - stages % per_device}",
+        f"{stages} are no multiple of the {stages_per_device} stages on each"
+        f" device of {name}: set stages={stages + missing_stages}",
       )
-    options["devices"] = stages // per_device
+    options["devices"] = stages // stages_per_device
   if name == "zero_bubble":
     options.setdefault("max_activations", stages)
   if "rule" in parameters:
@@ -257,7 +259,7 @@ def _function(name):
     ) from None
 
 
-def _of_file(path, stages, total, batch, every, options):
+def _read_file(path, stages, total, batch, every, options):
   """Reads a user's table. It must have the microbatches of the run."""
   if options:
     why = f"is no option: all of the run is in {path}; drop it"
@@ -285,8 +287,8 @@ def _of_file(path, stages, total, batch, every, options):
       f" in an update: set every={table.every}, or leave it out and set"
       f" microbatches={table.every}",
     )
-  needed = table.every if table.flush else total
-  if table.microbatches != needed or total % table.every:
+  n_needed = table.every if table.flush else total
+  if table.microbatches != n_needed or total % table.every:
     raise OptionError(
       "schedule",
       f"{path} has {table.microbatches} microbatches, {table.every} in an"

@@ -57,9 +57,9 @@ def traits(**values: Any) -> Callable[[Maker], Maker]:
   """
 
   def declare(maker):
-    derived = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
+    derived_keys = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
     parameters = inspect.signature(maker).parameters
-    options = tuple(key for key in parameters if key not in derived)
+    options = tuple(key for key in parameters if key not in derived_keys)
     maker.traits = Traits(options, **values)
     return maker
 
@@ -117,15 +117,15 @@ def synchronous(
   """
   check_positive(batches=batches)
 
-  def shifted(block, offset):
+  def shift(block, offset):
     if not isinstance(block[0], str):
-      return tuple(shifted(step, offset) for step in block)
+      return tuple(shift(step, offset) for step in block)
     return block[0], block[1], block[2] + offset
 
   if batches > 1:
     starts = range(0, batches * microbatches, microbatches)
     orders = [
-      [shifted(block, start) for start in starts for block in order]
+      [shift(block, start) for start in starts for block in order]
       for order in orders
     ]
   return valid(name, orders, microbatches, flush=True, limit=limit)

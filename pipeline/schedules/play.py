@@ -15,7 +15,7 @@ from asgd.pipeline import table as table_lib
 from asgd.pipeline.schedules.layout import Orders, stages_of
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
-_MANY = 1000  # so many user's actions in a row on each device count as endless
+_MANY = 1000  # user's actions in a row on each device that count as endless
 
 
 class RuleState:
@@ -28,7 +28,8 @@ class RuleState:
     backward: the same for the backward, of inputs or of both.
     weight: the same for the backward of weights.
     in_flight: stage -> its forwards without an ended backward (of weights).
-    soon: time at which the next known step is ready here; or infinity.
+    soon: time at which the next known step of this device is ready; infinity if
+      none is known.
   """
 
   __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")
@@ -79,14 +80,14 @@ def play(
   # All microbatches are ready at stage 0 at the beginning.
   for microbatch in range(microbatches):
     clock.arrive(0.0, 0, microbatch)
-  touched = set(clock.idle)
+  event_devices = set(clock.idle)
   while clock.remaining or clock.events:
-    touched |= clock.advance()
+    event_devices |= clock.advance()
     # Devices are asked in order, so that the same rule leads to the same table.
-    for device in sorted(touched & clock.idle):
+    for device in sorted(event_devices & clock.idle):
       if clock.remaining:
         clock.start_next(device, rule)
-    touched.clear()
+    event_devices.clear()
   return clock.orders
 
 
@@ -140,9 +141,9 @@ class _Clock:
 
   def start_next(self, device, rule):
     """Asks the rule for a device's next step, and begins the step."""
-    state, now = self.states[device], self._time
-    coming = self._arrival_times[device]
-    state.time, state.soon = now, coming[0] if coming else math.inf
+    state, start_time = self.states[device], self._time
+    arrivals = self._arrival_times[device]
+    state.time, state.soon = start_time, arrivals[0] if arrivals else math.inf
     answer = rule(device, state)
     if answer is None:
       return
@@ -150,7 +151,7 @@ class _Clock:
     duration = sum(self._remove_ready(device, *step) for step in steps)
     if len(steps) > 1 and self._cost.overlap is not None:
       duration = self._cost.overlap
-    end = now + duration
+    end = start_time + duration
     self.orders[device].append(answer)
     self.idle.remove(device)
     self._schedule(end, device, "idle", 0, 0)
@@ -159,7 +160,7 @@ class _Clock:
         self._schedule_results(device, end, action, stage, microbatch)
 
   def _remove_ready(self, device, action, stage, microbatch):
-    """Removes a step from the ready ones; returns its duration."""
+    """Removes a step from the ready steps; returns its duration."""
     if action not in KNOWN:
       self._user_actions += 1
       user_costs = self._cost.own  # None: every action takes 1
@@ -195,8 +196,10 @@ class _Clock:
       return
     if action != WEIGHT and stage:
       neighbour = self._device(stage - 1, microbatch)
-      when = end + self._transfer[1][stage - 1] if neighbour != device else end
-      self._send(when, neighbour, BACKWARD, stage - 1, microbatch)
+      arrival_time = (
+        end + self._transfer[1][stage - 1] if neighbour != device else end
+      )
+      self._send(arrival_time, neighbour, BACKWARD, stage - 1, microbatch)
     if action == INPUT:
       self._send(end, device, WEIGHT, stage, microbatch)
       return
@@ -204,28 +207,28 @@ class _Clock:
     self._schedule(end, device, "done", stage, microbatch)
     # The update of a full batch releases the forwards that wait for it.
     if self._gates is not None:
-      released = self._gates.count_backward(end, stage, microbatch)
-      for when, released_microbatch in released:
-        self.arrive(when, stage, released_microbatch)
+      released_forwards = self._gates.count_backward(end, stage, microbatch)
+      for arrival_time, released_microbatch in released_forwards:
+        self.arrive(arrival_time, stage, released_microbatch)
 
-  def arrive(self, when, stage, microbatch):
-    """Makes a forward ready at `when`, or later when its batch may start."""
+  def arrive(self, ready_time, stage, microbatch):
+    """Makes a forward ready at `ready_time`, or when its batch may start."""
     if self._gates is not None:
-      when = self._gates.enter(when, stage, microbatch)
-    if when is not None:
+      ready_time = self._gates.enter(ready_time, stage, microbatch)
+    if ready_time is not None:
       device = self._device(stage, microbatch)
-      self._send(when, device, FORWARD, stage, microbatch)
+      self._send(ready_time, device, FORWARD, stage, microbatch)
 
   def _device(self, stage, microbatch):
     replicas = self._places[stage]
     return replicas[microbatch % len(replicas)]
 
-  def _send(self, when, device, action, stage, microbatch):
-    self._schedule(when, device, action, stage, microbatch)
-    heapq.heappush(self._arrival_times[device], when)
+  def _send(self, ready_time, device, action, stage, microbatch):
+    self._schedule(ready_time, device, action, stage, microbatch)
+    heapq.heappush(self._arrival_times[device], ready_time)
 
-  def _schedule(self, when, *event):
-    heapq.heappush(self.events, (when, next(self._serial), *event))
+  def _schedule(self, event_time, *event):
+    heapq.heappush(self.events, (event_time, next(self._serial), *event))
 
   def _error_with_table(self, why) -> table_lib.ScheduleError:
     table = table_lib.lay_out("so far", self.orders, **self._batches)
@@ -241,13 +244,14 @@ class _Gates:
     self._update_times = collections.defaultdict(float)
     self._waiting_forwards = collections.defaultdict(list)
 
-  def enter(self, when, stage, microbatch):
-    """Returns the start of a forward with inputs at `when`; None: not known."""
+  def enter(self, inputs_time, stage, microbatch):
+    """Returns the start of a forward with inputs at `inputs_time`; None if it
+    is not known yet."""
     batch = microbatch // self._every
     previous = stage, batch - 1
     if batch == 0 or self._backward_counts[previous] == self._every:
-      return max(when, self._update_times[previous])
-    self._waiting_forwards[previous].append((when, microbatch))
+      return max(inputs_time, self._update_times[previous])
+    self._waiting_forwards[previous].append((inputs_time, microbatch))
     return None
 
   def count_backward(self, end, stage, microbatch):

@@ -33,10 +33,11 @@ Ways = Callable[[Limits], Iterable[Orders]]  # known orders within limits: the
 # F and I of each device, or all steps
 _LARGE = 20_000  # tasks; of a larger table one order is tried for given costs
 _SMALL = 1_000  # tasks; of a larger table one order is shortened
-_WORK = 2_000  # tasks, in sum over the limits for which a table is tried
-_PATIENCES = (1.0, 0.5, 0.0)  # the part of a W that must fit before what comes
-_SHORTENED = 3  # orders of a small table that are shortened
-_ROUNDS = 4  # at the most, of shortening an order
+_WORK = 2_000  # largest number of tasks, summed over the limits that are tried
+# Parts of a W that must fit before the next known step, to start it.
+_PATIENCES = (1.0, 0.5, 0.0)
+_MOST_SHORTENED = 3  # largest number of a small table's orders to shorten
+_ROUNDS = 4  # largest number of rounds that shorten an order
 
 
 def _score_of(starts: Sequence[float], ends: Sequence[float]) -> Score:
@@ -75,26 +76,30 @@ class Gaps:
     # there is no slack, because orders could then wait for each other.
     has_long_tasks = min(self._time) > 1e-9 * sum(self._time)
     self._slack = 1 + 1e-12 * has_long_tasks
-    crosses = [a != b for a, b in zip(places, places[1:], strict=False)]
-    forward_delay = (costs.transfer * crosses).tolist()
-    backward_delay = (costs.transfer_back * crosses).tolist()
+    is_remote = [a != b for a, b in zip(places, places[1:], strict=False)]
+    forward_delay = (costs.transfer * is_remote).tolist()
+    backward_delay = (costs.transfer_back * is_remote).tolist()
     count = len(self._time)
     predecessors, successors = ([[] for _ in range(count)] for _ in range(2))
 
-    def need(later, earlier, transfer=0.0):
+    def add_dependency(step_after, step_before, transfer=0.0):
       for microbatch in range(microbatches):
-        a, b = ((*step, microbatch) for step in (earlier, later))
+        a, b = ((*step, microbatch) for step in (step_before, step_after))
         a, b = self._index_of(a), self._index_of(b)
         predecessors[b].append((a, self._time[a] + transfer))
         successors[a].append((b, self._time[b] + transfer))
 
     # [1] Steps depend on their own microbatch alone.
     for stage in range(len(places)):
-      need((INPUT, stage), (FORWARD, stage))
-      need((WEIGHT, stage), (INPUT, stage))
+      add_dependency((INPUT, stage), (FORWARD, stage))
+      add_dependency((WEIGHT, stage), (INPUT, stage))
       if stage:
-        need((FORWARD, stage), (FORWARD, stage - 1), forward_delay[stage - 1])
-        need((INPUT, stage - 1), (INPUT, stage), backward_delay[stage - 1])
+        add_dependency(
+          (FORWARD, stage), (FORWARD, stage - 1), forward_delay[stage - 1]
+        )
+        add_dependency(
+          (INPUT, stage - 1), (INPUT, stage), backward_delay[stage - 1]
+        )
     third = count // 3
     activation_change = [1] * third + [0] * third + [-1] * third
     self._forward_time = _Direction(predecessors, activation_change)
@@ -175,8 +180,8 @@ class Gaps:
     return start
 
   def _pull_forward(self, orders, start, direction, limits):
-    """Returns orders in which each step is in the earliest gap for it; `start`
-    becomes when it starts there, or later than it could."""
+    """Returns orders in which each step is in the earliest gap for it. Sets
+    `start` to the new starts, which may be later than necessary."""
     inputs, time = direction.inputs, self._time
     activation_change = direction.activation_change
     orders = [list(order) for order in orders]
@@ -230,7 +235,8 @@ class Gaps:
 
 
 def _next_weight(state, costs, patience, is_memory_full):
-  """The next W, if memory is full or it fits before the next known step."""
+  """Returns the next W if memory is full, or if it fits before the next known
+  step; else None."""
   step = state.first(WEIGHT)
   if step is None or is_memory_full:
     return step
@@ -239,7 +245,8 @@ def _next_weight(state, costs, patience, is_memory_full):
 
 
 def _follow(orders, limits, costs, patience) -> Rule:
-  """Does what `orders` say; weights that they do not name, in between."""
+  """Returns a rule that follows `orders`, and does the W that they lack in
+  between."""
   next_index = [0] * len(orders)
   names_weights = [any(step[0] == WEIGHT for step in order) for order in orders]
 
@@ -261,8 +268,9 @@ def _follow(orders, limits, costs, patience) -> Rule:
   return rule
 
 
-def _greedy(owned, limits, costs, patience) -> Rule:
-  """Backwards of inputs, then forwards that memory allows, then weights.
+def _greedy(stages_by_device, limits, costs, patience) -> Rule:
+  """Returns a rule: backwards of inputs, then forwards that memory allows, then
+  W.
 
   A forward leaves room for one microbatch at every later stage of the device
   that has none, so the oldest microbatch can always advance.
@@ -273,7 +281,7 @@ def _greedy(owned, limits, costs, patience) -> Rule:
     if step:
       return step
     room, is_memory_full = limits[device] - sum(state.in_flight.values()), False
-    for stage in owned[device]:  # the last one first
+    for stage in stages_by_device[device]:  # the last one first
       if state.forward[stage]:
         if room > 0:
           return FORWARD, stage, state.forward[stage][0]
@@ -406,7 +414,7 @@ class _Search:
     scores = [(gaps.score(orders), i) for i, orders in enumerate(candidates)]
     # Keep the first of the orders with equal scores.
     scores = dict(sorted(scores, reverse=True))
-    n_shortened = _SHORTENED if self.tasks <= _SMALL else 1
+    n_shortened = _MOST_SHORTENED if self.tasks <= _SMALL else 1
     best_first = sorted(scores.items())[:n_shortened]
     if is_large:
       return best_first[0][0], candidates[best_first[0][1]]

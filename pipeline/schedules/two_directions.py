@@ -94,7 +94,7 @@ def _dualpipe(
     ranks: devices of one half, p / 2.
     microbatches: the number of microbatches of each direction.
   """
-  order, waiting = [], collections.deque()
+  order, pending_weights = [], collections.deque()
   # Each pair of iterators, by direction: the microbatches still to be done.
   forwards = [iter(numbers) for numbers in microbatches]
   backwards = [iter(numbers) for numbers in microbatches]
@@ -105,7 +105,7 @@ def _dualpipe(
   def backward(direction, split=False):
     microbatch = next(backwards[direction])
     if split:
-      waiting.append((WEIGHT, stages_here[direction], microbatch))
+      pending_weights.append((WEIGHT, stages_here[direction], microbatch))
     return INPUT if split else BACKWARD, stages_here[direction], microbatch
 
   to_middle = ranks - 1 - rank
@@ -117,7 +117,7 @@ def _dualpipe(
     order += [forward(0), forward(1)]
   # [3] The first backwards, split, with their weights at once.
   for _ in range(to_middle):
-    order += [backward(1, split=True), waiting.popleft(), forward(1)]
+    order += [backward(1, split=True), pending_weights.popleft(), forward(1)]
   # [4] Steady state: blocks of a forward and a backward.
   for turn in range(len(microbatches[0]) - 2 * ranks + rank + 1):
     pair = forward(0), backward(1)
@@ -133,9 +133,9 @@ def _dualpipe(
     order.append(backward(1 - turn % 2, split=turn > rank))
   # [7] Weights fill the wait for the last backwards.
   for _ in range(to_middle):
-    order += [waiting.popleft(), backward(0, split=True)]
+    order += [pending_weights.popleft(), backward(0, split=True)]
   # [8] The remaining weights.
-  return order + list(waiting)
+  return order + list(pending_weights)
 
 
 @traits()

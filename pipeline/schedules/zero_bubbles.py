@@ -29,9 +29,9 @@ def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
   their numbers of activations as limits.
   """
   costs = layout.costs_of(costs, len(places))
-  p, ways, memories = 1 + max(map(max, places)), lambda limits: [], []
+  p, ways, named_limits = 1 + max(map(max, places)), lambda limits: [], []
   if places == _line(p):
-    memories = [p, 2 * p - 1]
+    named_limits = [p, 2 * p - 1]
 
     def ways(limits):
       for multiple in (1, 2) if max(limits) <= p else (2, 1):  # as deep as 1F1B
@@ -40,12 +40,12 @@ def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
         yield layout.straight(depths, microbatches, INPUT)
 
   elif places == _vee(p):
-    memories = [activations_of(p) for activations_of in _OF_VEE.values()]
+    named_limits = [activations_of(p) for activations_of in _OF_VEE.values()]
 
     def ways(limits):
       return _orders_of_vee(p, microbatches, min(limits))
 
-  orders = search.best(places, microbatches, costs, limits, ways, memories)
+  orders = search.best(places, microbatches, costs, limits, ways, named_limits)
   return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
@@ -94,17 +94,19 @@ def zero_bubble(
     1 | .    F0@1 .    .    I0@1 W0@1 F1@1 .    .    I1@1 W1@1 .
   """
   places = layout.places_of(devices, without_replicas="zero_bubble")
-  owned = layout.stages_of(places)
+  stages_by_device = layout.stages_of(places)
   if isinstance(max_activations, (int, np.integer)):
-    max_activations = [max_activations] * len(owned)
+    max_activations = [max_activations] * len(stages_by_device)
   check_positive(microbatches=microbatches)
-  limits = layout.listed(max_activations, len(owned))
+  limits = layout.listed(max_activations, len(stages_by_device))
   if limits is None:
     raise ValueError(
-      f"max_activations must be one number, or {len(owned)}, one for each"
-      f" device, not {max_activations!r}"
+      f"max_activations must be one number, or {len(stages_by_device)}, one for"
+      f" each device, not {max_activations!r}"
     )
-  for device, (limit, stages) in enumerate(zip(limits, owned, strict=True)):
+  for device, (limit, stages) in enumerate(
+    zip(limits, stages_by_device, strict=True)
+  ):
     check_positive(max_activations=limit)
     if limit < len(stages):
       raise ValueError(
@@ -275,21 +277,21 @@ def _orders_of_vee(devices, microbatches, limit):
   """Yields the orders of V schedules within `limit` activations, for equal
   times of F, I and W. The schedule with the most activations comes first."""
   p = devices
-  fitting = {
+  fitting_names = {
     name
     for name, activations_of in _OF_VEE.items()
     if min(activations_of(p), 2 * microbatches) <= limit
   }
-  if "zb_v" in fitting and microbatches >= 2 * p - 1:
+  if "zb_v" in fitting_names and microbatches >= 2 * p - 1:
     yield [_zb_v(d, p, microbatches) for d in range(p)]
-  if "v_half" in fitting:
+  if "v_half" in fitting_names:
     shift = 0 if p % 2 else 3  # of backwards, which else meet forwards
     slots = [
       (2 * d, 3 * p - d - 2, 3 * p + shift + 2 * d - 1, 6 * p + shift - d - 2)
       for d in range(p)
     ]
     yield _pattern(slots, microbatches)
-  if "v_min" in fitting:
+  if "v_min" in fitting_names:
     shift = 0 if p % 3 else 2
     slots = [
       (d, 2 * p - d - 1, 2 * p + shift + d, 4 * p + shift - d - 1)
