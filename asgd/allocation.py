@@ -79,8 +79,10 @@ def in_proportion(
   # Raising parts to one unit may exceed the total: take units back, each from
   # the worker that takes longest.
   while sum(parts) > units:
-    busy = [(parts[i] / speeds[i], i) for i in range(workers) if parts[i] > 1]
-    parts[max(busy)[1]] -= 1
+    seconds_of_worker = [
+      (parts[i] / speeds[i], i) for i in range(workers) if parts[i] > 1
+    ]
+    parts[max(seconds_of_worker)[1]] -= 1
   # [2] Give the remaining units, each to the worker that would finish it first.
   heap = [((parts[i] + 1) / speeds[i], i) for i in range(workers)]
   heapq.heapify(heap)
@@ -117,7 +119,7 @@ def job_batches(
   def cut_batch(worker, job):
     size = given.batch_sizes[worker]
 
-    def first(leaf):
+    def cut_leaf(leaf):
       if leaf.shape[:1] != (largest,):
         raise ValueError(
           f"a batch has an array of shape {leaf.shape}, whose first axis is not"
@@ -125,7 +127,7 @@ def job_batches(
         )
       return leaf[:size]
 
-    return jax.tree.map(first, batches(worker, job))
+    return jax.tree.map(cut_leaf, batches(worker, job))
 
   def batch(worker, job):
     if not stacked:

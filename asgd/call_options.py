@@ -17,7 +17,7 @@ from asgd.sandblaster.settings import Settings as SandblasterSettings
 from asgd.tables.settings import TableSettings
 
 # Keys of a config that calls take beside the fields of `RunOptions`.
-FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"
+CONFIG_KEYS = "clip_norm", "on_nan", "checkpoint_seconds"
 
 # The recipes that a call accepts, with those of tables and of Sandblaster.
 RecipeLike: TypeAlias = (
@@ -81,14 +81,14 @@ class CallOptions(TypedDict, total=False):
   clip_norm: float | None
 
 
-class KeptOptions(CallOptions, total=False):
+class CheckpointOptions(CallOptions, total=False):
   """Keyword arguments of calls that write checkpoints: keys of a config."""
 
   on_nan: str
   checkpoint_seconds: float | None
 
 
-class ServerOptions(KeptOptions, total=False):
+class ServerOptions(CheckpointOptions, total=False):
   """Keyword arguments of `simulate` and `train_live`: keys of a config, and the
   topology of a recipe of peers."""
 
@@ -117,7 +117,7 @@ class LiveOptions(ServerOptions, total=False):
   live: Mapping[str, Any]
 
 
-class MeshOptions(KeptOptions, total=False):
+class MeshOptions(CheckpointOptions, total=False):
   """Further keyword arguments of `train_mesh`: settings of a mesh."""
 
   devices: int | None
@@ -145,8 +145,8 @@ def read_options(
   Raises ValueError for a folder that is no path.
   """
   fields = RunOptions._fields[len(positional) :]
-  known = {key: further[key] for key in fields if key in further}
-  if known.get("folder") is not None:
-    known["folder"] = checks.path("folder", known["folder"])
-  config = {k: v for k, v in further.items() if k not in known}
-  return RunOptions(*positional, **known), config
+  run_fields = {key: further[key] for key in fields if key in further}
+  if run_fields.get("folder") is not None:
+    run_fields["folder"] = checks.path("folder", run_fields["folder"])
+  config = {k: v for k, v in further.items() if k not in run_fields}
+  return RunOptions(*positional, **run_fields), config

@@ -1,4 +1,4 @@
-"""Trains the objects of a call: an experiment with one run and one cell.
+"""Trains the objects of a call, as an experiment with one run and one cell.
 
 `asgd.facade` and `pipeline.facade` read the arguments of calls; `train` counts
 the messages, trains the cell as `asgd.experiment` trains those of a config, and
@@ -42,7 +42,7 @@ class Result(NamedTuple):
   # The order of sends and receives; None for tables and meshes.
   trace: base.Trace | None
   evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
-  folder: Path | None  # of the results; None if they are not kept
+  folder: Path | None  # folder of the results; None if the call keeps none
 
   def __repr__(self) -> str:
     """Returns a few lines: the records and parameters have too many numbers."""
@@ -130,11 +130,11 @@ def train(
     engine: (name, kind).
     config: further keys of a config.
     options: the options of the call.
-    quantum: (how many messages must be counted together, a text such as "rounds
-      of {} workers").
+    quantum: (number of messages that must be counted together, a text for such
+      a group, as "rounds of {} workers").
   """
   name, kind = engine
-  kept_in = options.folder
+  folder_path = options.folder
   messages = calls.count_messages(options, given, quantum)
   options = options._replace(messages=messages)
   calls.read_rows(given, options.workers or given.recipe.workers, messages)
@@ -154,12 +154,14 @@ def train(
     # [2] Open its folder. A live run needs one for its journals, even if the
     # caller keeps nothing.
     workdir, cell_folder = None, None
-    if kept_in is None and kind.journaled:
-      kept_in = stack.enter_context(
+    if folder_path is None and kind.journaled:
+      folder_path = stack.enter_context(
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
       )
-    if kept_in is not None:
-      workdir = folder.open_folder(os.fspath(kept_in), cell.label, experiment)
+    if folder_path is not None:
+      workdir = folder.open_folder(
+        os.fspath(folder_path), cell.label, experiment
+      )
       cell_folder = workdir / "cells" / cell.name
     bar: progress.ProgressBar | progress.Silent = progress.Silent()
     if options.progress:
@@ -206,14 +208,16 @@ def _check_every(options: RunOptions) -> int:
 def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
   """Raises ValueError if `evaluate` is another function than that of a finished
   cell: the call would return the evaluations of that cell."""
-  asked = given.notes.get("evaluate")
-  noted = folder.read_cell(cell_folder).get("evaluate")
+  evaluate_now = given.notes.get("evaluate")
+  evaluate_before = folder.read_cell(cell_folder).get("evaluate")
   evaluations = map(_row, folder.read_rows(cell_folder))
   was_evaluated = any(row.keys() - own.RESULT_COLUMNS for row in evaluations)
   # Earlier releases evaluated, and did not note the function.
-  if asked in (None, noted) or (noted is None and was_evaluated):
+  if evaluate_now in (None, evaluate_before) or (
+    evaluate_before is None and was_evaluated
+  ):
     return
-  text = "with another evaluate" if noted else "without evaluate"
+  text = "with another evaluate" if evaluate_before else "without evaluate"
   raise ValueError(
     f"{cell_folder} was trained {text}, and has finished: leave evaluate out,"
     " and call it on the parameters of the result; or choose another folder"
@@ -258,7 +262,7 @@ def _machine() -> Machine:
 
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-  """An evaluation as the caller knows it."""
+  """Returns an evaluation with the keys that the caller knows."""
   columns = {key: row[key] for key in own.RESULT_COLUMNS if key in row}
   columns |= {
     key.removeprefix("test_"): value

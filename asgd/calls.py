@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from asgd import algorithms, base, checks, compression, names, orders
-from asgd.call_options import FURTHER, RunOptions
+from asgd.call_options import CONFIG_KEYS, RunOptions
 from asgd.experiment import protocol, schema
 from asgd.experiment.checks import MOST_COUNT
 from asgd.experiment.engines import server_orders
@@ -46,7 +46,7 @@ def read_recipe(
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
   if getattr(recipe, "protocol", None) not in protocol.PROTOCOLS:
-    raise ValueError(_no_recipe(recipe, workers))
+    raise ValueError(_recipe_error(recipe, workers))
   if workers is None and recipe.workers is None:
     raise ValueError(
       "the recipe does not give the number of workers: add workers="
@@ -59,56 +59,57 @@ def read_recipe(
         f" drop workers=, or build the recipe with workers={workers}"
       )
     recipe = recipe._replace(workers=workers)
-  return recipe if topology is None else _on_topology(recipe, topology)
+  return recipe if topology is None else _with_topology(recipe, topology)
 
 
-def _no_recipe(given: Any, workers: int | None) -> str:
+def _recipe_error(value: Any, workers: int | None) -> str:
   """Returns the error for a value that is no recipe."""
-  known = {_RECIPE_OF.get(each, each) for each in protocol.recipes()}
-  name = given if isinstance(given, str) else getattr(given, "__name__", "")
+  recipe_names = {_RECIPE_OF.get(key, key) for key in protocol.recipes()}
+  name = value if isinstance(value, str) else getattr(value, "__name__", "")
   name = name.rpartition(".")[2]
   name, count = _RECIPE_OF.get(name, name), workers or 8
-  if name in known:
-    what = "a name" if isinstance(given, str) else "not called"
-    what = "a module" if isinstance(given, types.ModuleType) else what
+  if name in recipe_names:
+    kind = "a name" if isinstance(value, str) else "not called"
+    kind = "a module" if isinstance(value, types.ModuleType) else kind
     return (
-      f"the recipe {checks.shown(getattr(given, '__name__', given))} is {what}:"
+      f"the recipe {checks.shown(getattr(value, '__name__', value))} is {kind}:"
       f" give it a learning rate, as asgd.{name}(0.01, workers={count})"
     )
-  if isinstance(given, str):
-    near = names.nearest(name, known)
+  if isinstance(value, str):
+    hint = names.nearest(name, recipe_names)
     return (
-      f"the recipe {checks.shown(given)} is a name, and unknown; {near}. Call"
+      f"the recipe {checks.shown(value)} is a name, and unknown; {hint}. Call"
       f" one, as asgd.dana_zero(0.01, workers={count})"
     )
-  if inspect.isfunction(given) or inspect.isclass(given):
+  if inspect.isfunction(value) or inspect.isclass(value):
     return (
-      f"the recipe is the function {descriptions.name_of(given)}, which was not"
+      f"the recipe is the function {descriptions.name_of(value)}, which was not"
       " called: give it its arguments, as optax.sgd(0.01)"
     )
   return (
     f"the recipe must be one of asgd, such as asgd.dana_zero(0.01,"
     f" workers={count}), an asgd.Recipe or an optax transform, not"
-    f" {checks.shown(given)}"
+    f" {checks.shown(value)}"
   )
 
 
-def _on_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
+def _with_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
   """Returns a recipe of peers with another topology."""
-  made = getattr(recipe, "made", None)
-  if getattr(recipe, "gossip", None) is None or made is None:
+  built_from = getattr(recipe, "made", None)
+  if getattr(recipe, "gossip", None) is None or built_from is None:
     raise ValueError(
       "topology= is for a recipe of peers, such as asgd.d_psgd(0.01, workers="
       f"{recipe.workers}, topology=...): drop it, or use such a recipe"
     )
-  if "topology" in made.options:
+  if "topology" in built_from.options:
     raise ValueError(
       f"topology={checks.shown(topology)}, but the recipe was built with"
-      f" topology={checks.shown(made.options['topology'])}: drop one of them"
+      f" topology={checks.shown(built_from.options['topology'])}: drop one of"
+      " them"
     )
-  options = {**made.options, "topology": topology}
+  options = {**built_from.options, "topology": topology}
   return algorithms.build(
-    made.name, made.learning_rate, recipe.workers, **options
+    built_from.name, built_from.learning_rate, recipe.workers, **options
   )
 
 
@@ -147,19 +148,19 @@ def read_config(
       )
     config["order"] = trace
   if "order" in config:
-    given = config["order"]
+    order = config["order"]
     # Rows, and workers in their order, have times already.
-    has_times = isinstance(given, Iterable) and not callable(given)
-    has_times = has_times and not isinstance(given, str | Mapping | Rules)
+    has_times = isinstance(order, Iterable) and not callable(order)
+    has_times = has_times and not isinstance(order, str | Mapping | Rules)
     if has_times and "durations" in config:
-      what = "trace" if isinstance(given, base.Trace) else "order"
+      kind = "trace" if isinstance(order, base.Trace) else "order"
       raise ValueError(
         f"durations={checks.shown(config['durations'])} change nothing, because"
-        f" the {what} gives the time of each message: drop one of them"
+        f" the {kind} gives the time of each message: drop one of them"
       )
-    config["order"] = _read_order(given, workers, live=live)
+    config["order"] = _read_order(order, workers, live=live)
     if config["order"] == {"name": schema.GIVEN}:
-      objects["order"] = given
+      objects["order"] = order
   if "durations" in config:
     if live:
       _read_slowdown(config, workers)
@@ -173,63 +174,63 @@ def read_config(
   return {**config, **dict.fromkeys(codecs, schema.GIVEN)}, objects
 
 
-def _read_order(given: Any, workers: int, *, live: bool) -> Any:
+def _read_order(order: Any, workers: int, *, live: bool) -> Any:
   """Returns an order as a section of a config; {"name": GIVEN} for an object
   that is used as it is."""
-  if isinstance(given, str):
-    return {"name": given}
-  if isinstance(given, Mapping):
-    if given and "name" not in given:
+  if isinstance(order, str):
+    return {"name": order}
+  if isinstance(order, Mapping):
+    if order and "name" not in order:
       raise ValueError(
-        f"the order {checks.shown(given)} has no name: add one, as {{'name':"
+        f"the order {checks.shown(order)} has no name: add one, as {{'name':"
         " 'fixed_delay'}"
       )
-    return given
-  if live and callable(given) and orders.own.is_protocol(given):
-    name = descriptions.name_of(given)
-    given = orders.own.call_maker(given, name, {}, workers=workers)
-  if isinstance(given, Rules):
-    return orders.makers.named(given, workers)
+    return order
+  if live and callable(order) and orders.own.is_protocol(order):
+    name = descriptions.name_of(order)
+    order = orders.own.call_maker(order, name, {}, workers=workers)
+  if isinstance(order, Rules):
+    return orders.makers.named(order, workers)
   if live:
     raise ValueError(
       "the order of a live run must be a name, a dict, Rules or a function of"
-      f" workers that returns Rules, not {checks.shown(given)}: live workers"
+      f" workers that returns Rules, not {checks.shown(order)}: live workers"
       " take the time that they take; use asgd.simulate for such an order"
     )
-  if callable(given) or isinstance(given, Iterable):
+  if callable(order) or isinstance(order, Iterable):
     return {"name": schema.GIVEN}
   raise ValueError(
     "order must be a name, a dict of it and options, asgd.orders.protocol.Rules"
-    f", {orders.own.FORMS}, not {checks.shown(given)}"
+    f", {orders.own.FORMS}, not {checks.shown(order)}"
   )
 
 
-def _is_object(given: Any) -> bool:
+def _is_object(value: Any) -> bool:
   """Whether durations are used as they are."""
-  return isinstance(given, orders.durations.Durations) or callable(given)
+  return isinstance(value, orders.durations.Durations) or callable(value)
 
 
-def _read_durations(given: Any, workers: int) -> Any:
+def _read_durations(value: Any, workers: int) -> Any:
   """Returns durations as a section of a config."""
-  if isinstance(given, str | Mapping):
-    return {"name": given} if isinstance(given, str) else given
-  if not isinstance(given, list | tuple | np.ndarray):
+  if isinstance(value, str | Mapping):
+    return {"name": value} if isinstance(value, str) else value
+  if not isinstance(value, list | tuple | np.ndarray):
     raise ValueError(
       "durations must be the seconds of each worker, as [1, 1, 1, 3], a name, a"
       " dict of it and options, Durations, or a function (worker) -> seconds of"
-      f" its jobs, not {checks.shown(given)}"
+      f" its jobs, not {checks.shown(value)}"
     )
-  if len(given) != workers:
+  if len(value) != workers:
     raise ValueError(
-      f"durations has {len(given)} values, and the run has {workers} workers:"
+      f"durations has {len(value)} values, and the run has {workers} workers:"
       " give one for each worker"
     )
-  rows = [np.atleast_1d(row) for row in given]
+  rows = [np.atleast_1d(row) for row in value]
   for worker, row in enumerate(rows):
     if row.dtype.kind not in "iuf":
       raise ValueError(
         f"durations[{worker}] must be seconds, a number or a row of numbers,"
-        f" not {checks.shown(given[worker])}; a function (worker) -> seconds is"
+        f" not {checks.shown(value[worker])}; a function (worker) -> seconds is"
         " given without a list"
       )
   with checks.below("durations", ("samples",)):
@@ -237,20 +238,20 @@ def _read_durations(given: Any, workers: int) -> Any:
   return {"name": "measured", "samples": [row.tolist() for row in rows]}
 
 
-def _check_function(given: Any) -> None:
+def _check_function(value: Any) -> None:
   """Raises ValueError unless a function of durations takes a worker, and
   returns something to iterate over."""
-  if isinstance(given, orders.durations.Durations):
+  if isinstance(value, orders.durations.Durations):
     return
-  name, remedy = descriptions.name_of(given), "; write a function (worker)"
+  name, remedy = descriptions.name_of(value), "; write a function (worker)"
   remedy += " -> seconds of its jobs, as lambda worker: itertools.repeat(2.0)"
-  if not streams.accepts(given, 1):
+  if not streams.accepts(value, 1):
     raise ValueError(
       f"durations is the function {name}, which takes"
-      f" {streams.arguments_of(given)}{remedy}"
+      f" {streams.arguments_of(value)}{remedy}"
     )
   with checks.user_code(f"durations(0) fails, of {name}", remedy):
-    seconds = given(0)
+    seconds = value(0)
   if not isinstance(seconds, Iterable) or isinstance(seconds, str):
     raise ValueError(
       f"durations(0) returned {checks.shown(seconds)}, which is one value and"
@@ -261,27 +262,27 @@ def _check_function(given: Any) -> None:
 def _read_slowdown(config: dict[str, Any], workers: int) -> None:
   """Replaces the durations of a live run by its `slowdown`: real workers have
   real speeds, which can only be lowered."""
-  given, live = config.pop("durations"), dict(config.get("live") or {})
-  listed = isinstance(given, list | tuple | np.ndarray)
-  rows = _read_durations(given, workers)["samples"] if listed else ()
+  value, live = config.pop("durations"), dict(config.get("live") or {})
+  is_list = isinstance(value, list | tuple | np.ndarray)
+  rows = _read_durations(value, workers)["samples"] if is_list else ()
   if "slowdown" in live or not rows or max(map(len, rows)) > 1:
     raise ValueError(
       "durations of a live run must be the relative seconds of each worker, as"
       f" [1, 1, 1, 3], without live={{'slowdown': ...}}, not"
-      f" {checks.shown(given)}: workers are slowed down, and have real times"
+      f" {checks.shown(value)}: workers are slowed down, and have real times"
     )
   least = min(row[0] for row in rows)
   live["slowdown"] = [row[0] / least for row in rows]
   config["live"] = live
 
 
-def check_keys(config: Mapping[str, Any], known: Iterable[str]) -> None:
-  """Raises ValueError for a keyword argument that is none of the `known` ones,
-  and would be ignored."""
-  known = [*known, *FURTHER]
+def check_keys(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> None:
+  """Raises ValueError for a keyword argument that is none of `allowed_keys`: it
+  would be ignored."""
+  allowed_keys = [*allowed_keys, *CONFIG_KEYS]
   for key in config:
-    if key not in known:
-      hint = names.nearest(key, [*known, *RunOptions._fields])
+    if key not in allowed_keys:
+      hint = names.nearest(key, [*allowed_keys, *RunOptions._fields])
       raise ValueError(f"unknown argument {key!r}; {hint}")
 
 
@@ -290,21 +291,21 @@ def check_keys(config: Mapping[str, Any], known: Iterable[str]) -> None:
 
 def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
   """Raises ValueError unless a call says in one way how long it trains."""
-  given = {"messages": options.messages, "epochs": options.epochs}
-  given = {key: value for key, value in given.items() if value is not None}
-  if len(given) > 1:
+  lengths = {"messages": options.messages, "epochs": options.epochs}
+  lengths = {key: value for key, value in lengths.items() if value is not None}
+  if len(lengths) > 1:
     raise ValueError(
       f"messages={checks.shown(options.messages)} and"
       f" epochs={checks.shown(options.epochs)} both say how long to train: drop"
       " one"
     )
-  if not given and not has_trace:
+  if not lengths and not has_trace:
     raise ValueError(
       "the call does not say how long to train: add messages=400, or epochs=2"
     )
-  if "messages" in given:
+  if "messages" in lengths:
     checks.whole("messages", options.messages, most=MOST_COUNT)
-  elif given:
+  elif lengths:
     checks.positive("epochs", options.epochs)
   checks.whole("seed", options.seed, 0, 2**32 - 1)
 
@@ -312,13 +313,14 @@ def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
 def quantum_of(
   recipe: Any, config: Mapping[str, Any], workers: int
 ) -> tuple[int, str]:
-  """Returns how many messages a run counts together, and a text for so many:
-  those of a round, or 1 where workers do not wait for each other."""
+  """Returns how many messages a run counts together, and a text for such a
+  group. These are the messages of a round, or 1 where workers do not wait for
+  each other."""
   order = config.get("order") or {"name": "asynchronous"}
-  in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
+  is_in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
   if not server_orders.replaces_rounds(order, recipe):
-    in_rounds |= recipe.rounds
-  if in_rounds and order["name"] != schema.GIVEN:
+    is_in_rounds |= recipe.rounds
+  if is_in_rounds and order["name"] != schema.GIVEN:
     return workers, "rounds of {} workers"
   return 1, "messages"
 
@@ -361,16 +363,18 @@ def read_rows(given: own.Objects, workers: int, messages: int) -> None:
 
 
 def check_sequential(given: own.Objects, engine: str) -> None:
-  """Raises ValueError for data from iterators where batches are not asked for
-  in the order of each worker's jobs."""
-  of_recipe = protocol.PROTOCOLS[given.recipe.protocol]
-  follows = of_recipe.iterators and engine in of_recipe.runners
-  if given.sequential and not follows:
-    what = f"engine {engine!r}" if of_recipe.iterators else "this recipe"
+  """Raises ValueError for data from iterators if the run does not ask for each
+  worker's batches in the order of its jobs."""
+  recipe_protocol = protocol.PROTOCOLS[given.recipe.protocol]
+  keeps_order = recipe_protocol.iterators and engine in recipe_protocol.runners
+  if given.sequential and not keeps_order:
+    subject = (
+      f"engine {engine!r}" if recipe_protocol.iterators else "this recipe"
+    )
     raise ValueError(
       f"iterators as data are for a server of one model (simulate, train_live,"
-      f" train_mesh), not for {what}: give arrays, or a function (worker, job)"
-      " -> batch"
+      f" train_mesh), not for {subject}: give arrays, or a function (worker,"
+      " job) -> batch"
     )
 
 
@@ -387,10 +391,10 @@ def check_travels(given: own.Objects) -> None:
     "the recipe": state["recipe"],
     **state["objects"],
   }
-  for what, part in parts.items():
+  for name, part in parts.items():
     remedy = ": make what it holds (locks, files, generators) inside of the"
     remedy += " function, or use runtime='threads'"
-    with checks.user_code(f"{what} cannot be sent to other processes", remedy):
+    with checks.user_code(f"{name} cannot be sent to other processes", remedy):
       cloudpickle.dumps(part)
 
 
@@ -414,8 +418,8 @@ def in_words_of_calls(engine: str = "") -> Iterator[None]:
     for old, new in _WORDS:
       text = re.sub(old.format(engine), new, text)
     # A subclass with other arguments cannot be rebuilt from a text.
-    plain = type(error).__init__ is ValueError.__init__
-    if text == str(error) or not plain:
+    takes_text = type(error).__init__ is ValueError.__init__
+    if text == str(error) or not takes_text:
       raise
     raise type(error)(text) from error.__cause__
 

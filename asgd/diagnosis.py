@@ -70,7 +70,7 @@ def make_sharpness(
   return sharpness
 
 
-_AT_ONCE = 2**20  # most numbers drawn by one program
+_MOST_DRAWN = 2**20  # largest number of numbers that one program draws
 
 
 def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
@@ -81,10 +81,10 @@ def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
   same: a number that threefry draws depends on its index alone."""
   leaves = jax.tree.leaves(weights)
   drawn_count = len(leaves) * max((x.size for x in leaves), default=0)
-  all_float32 = all(x.dtype == jnp.float32 for x in leaves)
+  are_float32 = all(x.dtype == jnp.float32 for x in leaves)
   # Without partitionable threefry, a number depends on the shape, too.
-  partitionable = jax.config.jax_threefry_partitionable
-  if 0 < drawn_count <= _AT_ONCE and all_float32 and partitionable:
+  is_partitionable = jax.config.jax_threefry_partitionable
+  if 0 < drawn_count <= _MOST_DRAWN and are_float32 and is_partitionable:
     return _draw_rows(key, weights)
   return optax.tree.random_like(key, weights)
 
@@ -97,8 +97,8 @@ def _draw_rows(key: jax.Array, weights: optax.Params) -> optax.Params:
   draw_row = jax.vmap(lambda leaf_key: jax.random.normal(leaf_key, (longest,)))
   rows = draw_row(jax.random.split(key, len(leaves)))
   pairs = zip(rows, leaves, strict=True)
-  cut = [row[: leaf.size].reshape(leaf.shape) for row, leaf in pairs]
-  return structure.unflatten(cut)
+  drawn_leaves = [row[: leaf.size].reshape(leaf.shape) for row, leaf in pairs]
+  return structure.unflatten(drawn_leaves)
 
 
 def curvature_limit(
@@ -137,8 +137,8 @@ def curvature_limit(
   growth = jax.jit(functools.partial(_growths, server, worker, slot_count))(
     *columns, np.int32(rows.sum()), curvatures.astype(np.float32)
   )
-  unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
-  first_unstable = int(np.argmax(unstable)) if unstable.any() else points
+  is_unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
+  first_unstable = int(np.argmax(is_unstable)) if is_unstable.any() else points
   return float(curvatures[first_unstable - 1]) if first_unstable else 0.0
 
 
@@ -193,9 +193,11 @@ def _growths(
   index, quarter = jnp.arange(len(path))[:, None], count // 4
   in_second = (quarter <= index) & (index < 2 * quarter)
   in_last = (count - quarter <= index) & (index < count)
-  early, late = (jnp.where(x, path, 0).max(0) for x in (in_second, in_last))
-  growth = jnp.log(late) - jnp.log(early)
+  early_peak, late_peak = (
+    jnp.where(x, path, 0).max(0) for x in (in_second, in_last)
+  )
+  growth = jnp.log(late_peak) - jnp.log(early_peak)
   # A path that has shrunk to rounding errors shrinks no further: stable.
-  growth = jnp.where(late < 1e-4 * path.max(0), -jnp.inf, growth)
+  growth = jnp.where(late_peak < 1e-4 * path.max(0), -jnp.inf, growth)
   # A nonlinear rule may end in a large cycle, which does not grow: unstable.
-  return jnp.where(late > 100 * _START, jnp.inf, growth)
+  return jnp.where(late_peak > 100 * _START, jnp.inf, growth)

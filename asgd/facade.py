@@ -123,9 +123,11 @@ def simulate(
     >>> len(str(result).splitlines()) < 10  # print(result) has no arrays
     True
   """
-  named = messages, epochs, workers, batch_size
+  run_values = messages, epochs, workers, batch_size
   parts = loss, params, data, recipe
-  return _train(("simulate", SIMULATE), parts, *read_options(named, options))
+  return _train(
+    ("simulate", SIMULATE), parts, *read_options(run_values, options)
+  )
 
 
 def train_live(
@@ -156,10 +158,10 @@ def train_live(
       live={"slowdown": (1, 3)}.
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
-  named = messages, epochs, workers, batch_size
+  run_values = messages, epochs, workers, batch_size
   parts = loss, params, data, recipe
   engine = runtime, _RUNTIMES[runtime]
-  return _train(engine, parts, *read_options(named, options))
+  return _train(engine, parts, *read_options(run_values, options))
 
 
 def train_mesh(
@@ -225,8 +227,8 @@ def train_mesh(
         f" compute one gradient; drop it, and use axes={{'data': {workers}}}"
       )
     recipe, workers = _of_one_worker(recipe), 1
-  named = messages, epochs, workers, batch_size
-  run, config = read_options(named, settings)
+  run_values = messages, epochs, workers, batch_size
+  run, config = read_options(run_values, settings)
   calls.check_keys(config, (*MESH.sections["mesh"], "compress"))
   if mesh:
     config["mesh"] = mesh
@@ -256,8 +258,8 @@ def _train(
   loss, params, data, recipe = parts
   config, kind = dict(config), engine[1]
   # Mistakes that do not depend on the data are found before they are read.
-  further = ("topology", "trace") if "order" in kind.sections else ()
-  calls.check_keys(config, (*kind.sections, *further))
+  extra_keys = ("topology", "trace") if "order" in kind.sections else ()
+  calls.check_keys(config, (*kind.sections, *extra_keys))
   calls.check_length(options, has_trace="trace" in config)
   topology = config.pop("topology", None)
   recipe = calls.read_recipe(recipe, options.workers, topology)
@@ -265,14 +267,14 @@ def _train(
     config, recipe.workers, live=kind.journaled
   )
   with calls.in_words_of_calls(engine[0]):
-    given = own.Objects(
+    caller_objects = own.Objects(
       *(loss, params, data, recipe),
       batch_size=options.batch_size,
       evaluate=options.evaluate,
       objects=objects,
     )
     quantum = calls.quantum_of(recipe, config, recipe.workers)
-    return train(given, engine, config, options, quantum=quantum)
+    return train(caller_objects, engine, config, options, quantum=quantum)
 
 
 @calls.in_words_of_calls()
@@ -312,9 +314,9 @@ def replay(
   folder = checks.path("folder", folder)
   if data_dir is not None:
     data_dir = str(checks.path("data_dir", data_dir))
-  recorded = replay_lib.dataset_identity(folder)
+  identity = replay_lib.dataset_identity(folder)
   # [1] A run of a config names all that it needs.
-  if recorded.get("name") != own.Objects.name:
+  if identity.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
       raise ValueError(
         f"{folder} was trained from a config, which names loss, params, data"
@@ -323,48 +325,48 @@ def replay(
     return replay_lib.replay(folder, data_dir=data_dir, trust=trust)
   # [2] A run of objects needs them again: given, or imported by their names.
   if loss is None:
-    code.check_trusted(only_cell(folder), recorded, trust=trust)
-    loss, params, data, recipe = _imported(folder, recorded)
+    code.check_trusted(only_cell(folder), identity, trust=trust)
+    loss, params, data, recipe = _import_parts(folder, identity)
   # [3] A recipe for another number of workers would be another computation.
-  built = recorded.get("build") or {}
-  count, asked = built.get("workers"), getattr(recipe, "workers", None)
-  if None not in (count, asked) and count != asked:
+  build = identity.get("build") or {}
+  count, recipe_workers = build.get("workers"), getattr(recipe, "workers", None)
+  if None not in (count, recipe_workers) and count != recipe_workers:
     raise ValueError(
-      f"{folder} has {count} workers, but the recipe was built for {asked}:"
-      f" build it with workers={count}"
+      f"{folder} has {count} workers, but the recipe was built for"
+      f" {recipe_workers}: build it with workers={count}"
     )
   if count is None:
     count = replay_lib.worker_count(folder)
   recipe = calls.read_recipe(recipe, count)
   # [4] Recompute the run.
   codecs = {"compress": compress, "compress_down": compress_down}
-  given = own.Objects(
+  caller_objects = own.Objects(
     *(loss, params, data, recipe),
-    batch_size=recorded.get("batch_size"),
+    batch_size=identity.get("batch_size"),
     objects={key: codec for key, codec in codecs.items() if codec},
   )
-  replayed = replay_lib.replay(
-    folder, caller_objects=given, trust=trust
+  result = replay_lib.replay(
+    folder, caller_objects=caller_objects, trust=trust
   )
-  return replayed._replace(params=given.outward(replayed.params))
+  return result._replace(params=caller_objects.outward(result.params))
 
 
-def _imported(folder: Path, recorded: Mapping[str, Any]) -> tuple[Any, ...]:
+def _import_parts(folder: Path, identity: Mapping[str, Any]) -> tuple[Any, ...]:
   """Returns (loss, params, data, recipe) by the names in a run's folder."""
   parts = {
-    key: descriptions.importable(recorded[key])
+    key: descriptions.importable(identity[key])
     for key in ("loss", "params", "data")
   }
   # A lambda or a nested function has no name that can be imported.
   missing = [key for key, value in parts.items() if value is None]
-  missing += [] if recorded["build"] else ["recipe"]
+  missing += [] if identity["build"] else ["recipe"]
   if missing:
     raise ValueError(
       f"{folder} was trained on objects that cannot be imported"
       f" ({', '.join(missing)}): pass them, asgd.replay(folder, loss, params,"
       " data, recipe)"
     )
-  build = dict(recorded["build"])
+  build = dict(identity["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
 

@@ -52,16 +52,16 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
   needs_keyword = any(
     p.kind is Parameter.KEYWORD_ONLY and p.default is empty for p in parameters
   )
-  too_few = len(positional) < 2 and not takes_more
-  if len(required) > 3 or needs_keyword or too_few:
-    listed = ", ".join(map(str, parameters)) or "nothing"
+  has_too_few = len(positional) < 2 and not takes_more
+  if len(required) > 3 or needs_keyword or has_too_few:
+    arguments = ", ".join(map(str, parameters)) or "nothing"
     raise LossError(
-      f"the loss must be a function {_FORMS}; it takes ({listed}). Bind other"
-      " arguments with functools.partial"
+      f"the loss must be a function {_FORMS}; it takes ({arguments}). Bind"
+      " other arguments with functools.partial"
     )
   # An optional third argument gets a key only if its name says so.
-  optional_key = len(positional) > 2 and positional[2].name in _KEYS
-  return len(required) == 3 or optional_key
+  has_optional_key = len(positional) > 2 and positional[2].name in _KEYS
+  return len(required) == 3 or has_optional_key
 
 
 def as_loss(loss: Callable[..., Any]) -> Loss:
@@ -90,13 +90,13 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
   """
   takes_key = _takes_key(loss)
 
-  def adapted(
+  def loss_with_aux(
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
-    returned = loss(params, batch, key) if takes_key else loss(params, batch)
+    result = loss(params, batch, key) if takes_key else loss(params, batch)
     # Every other value is taken as the loss itself, and checked below.
-    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
-    value, aux = returned if is_pair else (returned, Aux(()))
+    is_pair = isinstance(result, (tuple, list)) and len(result) == 2
+    value, aux = result if is_pair else (result, Aux(()))
     _check_value(value)
     if isinstance(params, base.Variables):
       stats = aux.stats if isinstance(aux, Aux) else aux
@@ -104,7 +104,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
       return value, Aux(stats)
     return value, aux if isinstance(aux, Aux) else Aux(())
 
-  return adapted
+  return loss_with_aux
 
 
 def _check_value(value: Any) -> None:

@@ -27,11 +27,14 @@ def canonical(name: Any, valid: Iterable[str]) -> Any:
     return name
 
   def letters(text: str) -> str:
-    plain = "".join(_DIGITS.get(each, each) for each in text.lower())
+    plain = "".join(_DIGITS.get(letter, letter) for letter in text.lower())
     return re.sub(r"[-_ ]", "", plain)
 
   target = letters(name)
-  return next((each for each in valid if letters(each) == target), name)
+  matches = (
+    valid_name for valid_name in valid if letters(valid_name) == target
+  )
+  return next(matches, name)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -40,11 +43,17 @@ def nearest(name: str, valid: Iterable[str]) -> str:
   The initials of a name of several words count as near, as "lr" does.
   """
   valid = sorted(set(valid))
-  words = {each: each.split("_") for each in valid if "_" in each}
-  close = [k for k, v in words.items() if "".join(w[:1] for w in v) == name]
-  if not close and isinstance(name, str):
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.55)
-  hint = f"did you mean {close[0]!r}? " if close else ""
+  words = {
+    valid_name: valid_name.split("_")
+    for valid_name in valid
+    if "_" in valid_name
+  }
+  close_names = [
+    k for k, v in words.items() if "".join(w[:1] for w in v) == name
+  ]
+  if not close_names and isinstance(name, str):
+    close_names = difflib.get_close_matches(name, valid, n=1, cutoff=0.55)
+  hint = f"did you mean {close_names[0]!r}? " if close_names else ""
   return f"{hint}known: {', '.join(valid)}"
 
 
@@ -121,8 +130,8 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
   for part in path.split("."):
     if not hasattr(target, part):
       public = [key for key in vars(target) if not key.startswith("_")]
-      close = difflib.get_close_matches(part, public, n=1, cutoff=0.55)
-      hint = f"; did you mean {close[0]!r}?" if close else ""
+      close_names = difflib.get_close_matches(part, public, n=1, cutoff=0.55)
+      hint = f"; did you mean {close_names[0]!r}?" if close_names else ""
       raise ValueError(f"{subject}: {module} has no {part!r}{hint}")
     target = getattr(target, part)
   try:
@@ -206,13 +215,16 @@ def check_arguments(
   arguments = list(arguments)
   parameters = inspect.signature(maker).parameters
   kinds = {key: parameter.kind for key, parameter in parameters.items()}
-  rest = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-  named = [key for key in kinds if kinds[key] not in rest]
+  keywords = inspect.Parameter.VAR_KEYWORD
+  variadic_kinds = inspect.Parameter.VAR_POSITIONAL, keywords
+  argument_names = [key for key in kinds if kinds[key] not in variadic_kinds]
   for key in arguments:
-    if key not in named and rest[1] not in kinds.values():
-      hint = nearest(key, named) if named else "it takes no options"
+    if key not in argument_names and keywords not in kinds.values():
+      hint = "it takes no options"
+      if argument_names:
+        hint = nearest(key, argument_names)
       raise ValueError(f"{kind} {name!r} takes no argument {key!r}; {hint}")
-  for key in named:
+  for key in argument_names:
     is_required = parameters[key].default is inspect.Parameter.empty
     if is_required and key not in arguments:
       raise ValueError(f"{kind} {name!r} needs the argument {key!r}")

@@ -25,8 +25,8 @@ OptimizerLike = Optimizer | str | Mapping[str, Any] | None  # see `named`
 
 # Optimizers that need more than a gradient (values, keys, gradients of single
 # examples) or another transform. `lbfgs` below replaces optax.lbfgs.
-_NOT = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
-_NOT += ("sophia",)
+_EXCLUDED = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
+_EXCLUDED += ("sophia",)
 
 
 _NEEDS_VALUE = (
@@ -121,7 +121,7 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
   return types.MappingProxyType({
     name: maker
     for name, maker in sorted(attributes.items())
-    if not name.startswith(("_", "scale_by")) and name not in _NOT
+    if not name.startswith(("_", "scale_by")) and name not in _EXCLUDED
     if isinstance(maker, types.FunctionType | functools.partial)
     if "learning_rate" in inspect.signature(maker).parameters
   })
@@ -284,10 +284,10 @@ def at_version(
   if not callable(learning_rate):
     return optax.with_extra_args_support(optimizer(learning_rate))
   # inject_hyperparams calls a StatefulSchedule with the extra args of update.
-  injected = optax.inject_hyperparams(
+  make_transform = optax.inject_hyperparams(
     lambda learning_rate: optimizer(learning_rate)
   )
-  return injected(learning_rate=_RateOfVersion(learning_rate))
+  return make_transform(learning_rate=_RateOfVersion(learning_rate))
 
 
 def refuse_beside(

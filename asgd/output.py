@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-_MOST_COLUMNS = 8  # of a table on a terminal
+_MOST_COLUMNS = 8  # largest number of columns of a table on a terminal
 
 
 def table(
@@ -38,26 +38,28 @@ def table(
   import rich.table
   import rich.text
 
-  console, most = rich.console.Console(), len(header)
+  console, n_columns = rich.console.Console(), len(header)
   if rest:  # as many columns as fit
     widths = [max(map(len, texts)) for texts in zip(header, *rows, strict=True)]
-    most = min(most, _MOST_COLUMNS)
-    while most > 2 and sum(widths[:most]) + 3 * most > console.width:
-      most -= 1
+    n_columns = min(n_columns, _MOST_COLUMNS)
+    while (
+      n_columns > 2 and sum(widths[:n_columns]) + 3 * n_columns > console.width
+    ):
+      n_columns -= 1
   lines = rich.table.Table(
     box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False
   )
-  for number, name in enumerate(header[:most]):
+  for number, name in enumerate(header[:n_columns]):
     lines.add_column(
       name, justify="right" if number else "left", overflow="fold"
     )
   for row in rows:
-    lines.add_row(*(rich.text.Text(text) for text in row[:most]))
+    lines.add_row(*(rich.text.Text(text) for text in row[:n_columns]))
   with console.capture() as capture:
     console.print(lines)
   text = capture.get()
-  if header[most:]:
-    text += f"{len(header) - most} more columns are in {rest}\n"
+  if header[n_columns:]:
+    text += f"{len(header) - n_columns} more columns are in {rest}\n"
   return text
 
 

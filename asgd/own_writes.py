@@ -107,7 +107,7 @@ def own_writes(
       " cache and fetch_every, or the gate and the averaging"
     )
 
-  def decoded(message: Any) -> optax.Updates:
+  def decode(message: Any) -> optax.Updates:
     if server.codec is None:
       return message
     parts = compression.split(plan, message)
@@ -142,7 +142,7 @@ def own_writes(
     # [4] The copy receives the message as the server will decode it. The
     # message is not stale for the copy: its ticket gets the copy's version.
     copy_ticket = ticket._replace(version=copy.version, params=params)
-    copy, _ = server.receive(copy, copy_ticket, decoded(message))
+    copy, _ = server.receive(copy, copy_ticket, decode(message))
     return OwnState(inner, copy, jnp.bool_(True)), message, metrics
 
   return base.Worker(init, work, base.OWN)

@@ -67,11 +67,11 @@ def max_staleness(bound: int, gate: Gate = accept_all) -> Gate:
   """
   checks.nonnegative("bound", bound)
 
-  def fresh(delay: base.Delay, message: optax.Updates) -> jax.Array:
+  def accept_fresh(delay: base.Delay, message: optax.Updates) -> jax.Array:
     is_fresh = delay.staleness <= bound
     return is_fresh if gate is accept_all else is_fresh & gate(delay, message)
 
-  return fresh
+  return accept_fresh
 
 
 def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
@@ -127,11 +127,11 @@ def pushed(gate: Gate = accept_all) -> Gate:
     True
   """
 
-  def carries(delay: base.Delay, message: optax.Updates) -> jax.Array:
+  def accept_nonzero(delay: base.Delay, message: optax.Updates) -> jax.Array:
     is_nonzero = norms.has_nonzero(base.weights_of(message))
     return is_nonzero & gate(delay, message)
 
-  return carries
+  return accept_nonzero
 
 
 class PendingUpdate(NamedTuple):
@@ -172,10 +172,10 @@ def gather(
   if not any(isinstance(x, jax.core.Tracer) for x in numbers):
     if ticket is oldest:  # do not fetch the versions from the device
       return total, ticket
-    older = first or int(ticket.version) < int(oldest.version)
-    return total, ticket if older else oldest
-  older = first | (ticket.version < oldest.version)
-  return total, optax.tree.where(older, ticket, oldest)
+    is_older = first or int(ticket.version) < int(oldest.version)
+    return total, ticket if is_older else oldest
+  is_older = first | (ticket.version < oldest.version)
+  return total, optax.tree.where(is_older, ticket, oldest)
 
 
 def mean(total: optax.Updates, count: int) -> optax.Updates:
@@ -270,16 +270,16 @@ def make_server(
     # Measure against the ticket before the update changes the parameters.
     distance = norms.gap(state.params, ticket.params)
     message_norm = norms.rms(base.weights_of(message))
-    accepted = gate(delay, message)
+    is_accepted = gate(delay, message)
     # Without a gate there is nothing to decide: no `cond` is compiled.
     if gate is accept_all:
       state, update_norm = accept(state, ticket, message)
     else:
       state, update_norm = jax.lax.cond(
-        accepted, accept, drop, state, ticket, message
+        is_accepted, accept, drop, state, ticket, message
       )
     report = base.Report(
-      delay.staleness, distance, accepted, message_norm, update_norm
+      delay.staleness, distance, is_accepted, message_norm, update_norm
     )
     return state, report
 
@@ -383,18 +383,18 @@ def _make_accept(
 
     def flush(state: base.ServerState) -> _Accepted:
       state, norm = apply(state, mean(total, every), _delay(state, oldest))
-      empty = inbox._replace(
+      empty_inbox = inbox._replace(
         count=jnp.zeros_like(count),
         total=jax.tree.map(jnp.zeros_like, total),
         oldest=oldest,
       )
-      return state._replace(inbox=empty), norm
+      return state._replace(inbox=empty_inbox), norm
 
-    def hold(state: base.ServerState) -> _Accepted:
-      waiting = inbox._replace(count=count, total=total, oldest=oldest)
-      return state._replace(inbox=waiting), jnp.float32(0.0)
+    def keep_waiting(state: base.ServerState) -> _Accepted:
+      longer_inbox = inbox._replace(count=count, total=total, oldest=oldest)
+      return state._replace(inbox=longer_inbox), jnp.float32(0.0)
 
-    result: _Accepted = jax.lax.cond(count == every, flush, hold, state)
+    result: _Accepted = jax.lax.cond(count == every, flush, keep_waiting, state)
     return result
 
   def accept(

@@ -5,7 +5,7 @@ from typing import Any
 
 Event = dict[str, Any]
 
-_FIRST_TID = 11  # 0 is the idle task, and smaller ones may equal a pid
+_FIRST_TID = 11  # 0 is the idle task, and smaller ids may equal a pid
 
 
 def event(phase: str, name: str, pid: int, tid: int, **fields: Any) -> Event:
@@ -54,14 +54,16 @@ class Tracks:
       for pid, name in groups.items()
     ]
 
-  def tid(self, pid: int, name: str, place: int) -> int:
-    """Returns the id of a track; `place` is its position in its group."""
+  def tid(self, pid: int, name: str, position: int) -> int:
+    """Returns the id of a track; `position` is its position in its group."""
     key = pid, name
     if key not in self._tids:
       self._tids[key] = tid = _FIRST_TID + len(self._tids)
       self.names += [
         event("M", "thread_name", pid, tid, args={"name": name}),
-        event("M", "thread_sort_index", pid, tid, args={"sort_index": place}),
+        event(
+          "M", "thread_sort_index", pid, tid, args={"sort_index": position}
+        ),
       ]
     return self._tids[key]
 

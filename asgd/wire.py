@@ -57,9 +57,9 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
     )
   leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   fields, end = [], 0
-  for path, x in leaves:
+  for path, leaf in leaves:
     name = jax.tree_util.keystr(path)
-    shape, dtype = shape_and_dtype(name, x)
+    shape, dtype = shape_and_dtype(name, leaf)
     stored = dtype
     if compress and dtype in (np.float32, np.float64):
       stored = np.dtype(jnp.bfloat16)

@@ -1,6 +1,6 @@
 """The worker: everything between receiving a ticket and sending a message.
 
-A gradient worker sends one gradient for each ticket. The others run a local
+A gradient worker sends one gradient for each ticket. Other workers run a local
 optimizer on the several batches of a job. Their message is the displacement of
 the parameters (parameter averaging, DiLoCo, FedAsync), the sum of the gradients
 (Downpour), or a pull on the server's parameters (EASGD).
@@ -22,7 +22,7 @@ from asgd.losses import Aux as Aux  # for users' losses
 from asgd.losses import Loss, as_loss
 
 _State = TypeVar("_State")
-_Worked = tuple[_State, optax.Updates, base.Metrics]
+_Work = tuple[_State, optax.Updates, base.Metrics]
 
 
 class WorkerState(NamedTuple):
@@ -90,7 +90,7 @@ def gradient_worker(
     >>> print(message, metrics.loss)  # 8 - 2, (8 - 2)^2 / 2
     6.0 18.0
   """
-  adapted = as_loss(loss)
+  loss_fn = as_loss(loss)
   transform = optax.with_extra_args_support(at_worker or optax.identity())
 
   def init(params: base.Params) -> WorkerState:
@@ -98,8 +98,8 @@ def gradient_worker(
 
   def work(
     state: WorkerState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
-  ) -> _Worked[WorkerState]:
-    gradient = jax.value_and_grad(adapted, has_aux=True)
+  ) -> _Work[WorkerState]:
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
     (value, aux), grads = gradient(ticket.params, batch, key)
     weights = base.weights_of(ticket.params)
     extra = {"version": ticket.version, "sent_params": weights}
@@ -151,7 +151,7 @@ def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
 
   def work(
     state: Any, ticket: base.Ticket, batch: base.Batch, key: jax.Array
-  ) -> _Worked[Any]:
+  ) -> _Work[Any]:
     state, message, metrics = worker.work(state, ticket, batch, key)
     is_uneven = isinstance(batch, Uneven)
     leaf = jax.tree.leaves(batch)[0]
@@ -170,7 +170,7 @@ class _Sums(NamedTuple):
   gradient: Any  # like weights; None unless it is the message
 
 
-class _Stepped(NamedTuple):
+class _Carry(NamedTuple):
   """The state of a job after some of its steps."""
 
   weights: base.Params
@@ -180,7 +180,7 @@ class _Stepped(NamedTuple):
 
 # (weights, opt_state, ticket, batch, key) -> the state after one step, or all H
 _Step = Callable[
-  [base.Params, optax.OptState, base.Ticket, base.Batch, jax.Array], _Stepped
+  [base.Params, optax.OptState, base.Ticket, base.Batch, jax.Array], _Carry
 ]
 
 
@@ -193,15 +193,15 @@ _UNROLLED = 32
 
 def _all_steps(
   step: _Step,
-  stepped: _Stepped,
+  steps_so_far: _Carry,
   ticket: base.Ticket,
   batch: base.Batch,
   key: jax.Array,
   steps: int,
-) -> _Stepped:
+) -> _Carry:
   """Takes all steps of a job; loss, statistics and gradient are summed."""
 
-  def add_step(carry: _Stepped, xs: tuple[Any, Any]) -> tuple[_Stepped, None]:
+  def add_step(carry: _Carry, xs: tuple[Any, Any]) -> tuple[_Carry, None]:
     h, step_batch = xs
     step_key = jax.random.fold_in(key, h)
     after = step(
@@ -216,14 +216,14 @@ def _all_steps(
     for h in range(steps):
       # Step h uses batch h of the job.
       part = jax.tree.map(lambda x, h=h: x[h], batch)
-      stepped, _ = add_step(stepped, (h, part))
-    return stepped
+      steps_so_far, _ = add_step(steps_so_far, (h, part))
+    return steps_so_far
   # A scan needs its carry before the first step: take the shapes of one step.
   first_batch = jax.tree.map(lambda x: x[0], batch)
-  weights, opt_state, _ = stepped
+  weights, opt_state, _ = steps_so_far
   shapes = jax.eval_shape(step, weights, opt_state, ticket, first_batch, key)
-  stepped = stepped._replace(sums=optax.tree.zeros_like(shapes.sums))
-  return jax.lax.scan(add_step, stepped, (jnp.arange(steps), batch))[0]
+  steps_so_far = steps_so_far._replace(sums=optax.tree.zeros_like(shapes.sums))
+  return jax.lax.scan(add_step, steps_so_far, (jnp.arange(steps), batch))[0]
 
 
 def _make_local_steps(
@@ -239,7 +239,7 @@ def _make_local_steps(
     ticket: base.Ticket,
     batch: base.Batch,
     key: jax.Array,
-  ) -> _Stepped:
+  ) -> _Carry:
     model = base.without_state(ticket.params)
     params = base.with_weights(model, weights)
     (value, aux), grads = gradient(params, batch, key)
@@ -250,7 +250,7 @@ def _make_local_steps(
     )
     weights = optax.apply_updates(weights, updates)
     gradient_sum = grads if sum_gradients else None
-    return _Stepped(weights, opt_state, _Sums(value, aux.stats, gradient_sum))
+    return _Carry(weights, opt_state, _Sums(value, aux.stats, gradient_sum))
 
   def local_steps(
     weights: base.Params,
@@ -258,7 +258,7 @@ def _make_local_steps(
     ticket: base.Ticket,
     batch: base.Batch,
     key: jax.Array,
-  ) -> _Stepped:
+  ) -> _Carry:
     count = steps
     if isinstance(batch, Uneven):
       batch = batch.batches
@@ -273,7 +273,7 @@ def _make_local_steps(
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.stacking.job_batches"
         )
-    stepped = _Stepped(weights, opt_state, None)
+    stepped = _Carry(weights, opt_state, None)
     stepped_all = _all_steps(step, stepped, ticket, batch, key, count)
     total = stepped_all.sums
     mean, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
@@ -388,7 +388,7 @@ def local_worker(
 
   def work(
     state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
-  ) -> _Worked[LocalState]:
+  ) -> _Work[LocalState]:
     sent = base.weights_of(ticket.params)
     # On a kept ticket the job resumes where the last one stopped.
     start = optax.tree.where(ticket.fresh, sent, state.local)
@@ -396,18 +396,18 @@ def local_worker(
     if averages:
       inner = base.state_of(ticket.params)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
-    outgoing = sums.gradient if sum_gradients else optax.tree.sub(start, end)
+    outbox = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     stats = base.StatsWithState(sums.stats, inner) if averages else sums.stats
     inner, accrued, jobs = inner if optimizer_state == KEPT else (), (), ()
     # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
-      total = optax.tree.add(state.accrued, outgoing)
-      zeros = optax.tree.zeros_like(outgoing)
-      outgoing = optax.tree.where(jobs == 0, total, zeros)
+      total = optax.tree.add(state.accrued, outbox)
+      zeros = optax.tree.zeros_like(outbox)
+      outbox = optax.tree.where(jobs == 0, total, zeros)
       accrued = optax.tree.where(jobs == 0, zeros, total)
     state = LocalState(inner, end, accrued, jobs)
-    return state, _message(ticket, outgoing, stats), base.Metrics(sums.loss)
+    return state, _message(ticket, outbox, stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work, base.OWN)
 
@@ -488,7 +488,7 @@ def elastic_worker(
 
   def work(
     state: ElasticState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
-  ) -> _Worked[ElasticState]:
+  ) -> _Work[ElasticState]:
     centre = base.weights_of(ticket.params)
     start = optax.tree.where(state.started, state.local, centre)
     end, inner, sums = local_steps(start, state.inner, ticket, batch, key)

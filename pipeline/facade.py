@@ -126,7 +126,7 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
   return tuple(modules)
 
 
-class TrainOptions(call_options.KeptOptions, total=False):
+class TrainOptions(call_options.CheckpointOptions, total=False):
   """Further keyword arguments of `train`: settings of a pipeline, then options
   of its schedule."""
 
@@ -255,7 +255,7 @@ def train(
     )
     models.own.check_layers(init, "or train with asgd.simulate")
     # [3] The settings of the run, in the keys of a config.
-    config_keys = *call_options.FURTHER, "compress"
+    config_keys = *call_options.CONFIG_KEYS, "compress"
     config = {key: settings.pop(key) for key in config_keys if key in settings}
     section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)

@@ -109,7 +109,7 @@ def test_type_checkers_see_every_name_of_the_package():
 )
 def test_typed_options_are_those_of_a_call(options, kind):
   named = {"messages", "epochs", "workers", "batch_size"}
-  keys = {*call_options.RunOptions._fields, *call_options.FURTHER}
+  keys = {*call_options.RunOptions._fields, *call_options.CONFIG_KEYS}
   keys |= {*kind.sections, "topology"}
   keys |= {"trace"} if kind is SIMULATE else set()
   assert {*options.__annotations__} | named == keys

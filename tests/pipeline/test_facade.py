@@ -55,7 +55,7 @@ def test_typed_options_are_those_of_pipelines():
   # Named by `train`, given by what it names, or options of a call.
   settings -= {"stages", "schedule", "microbatches", "devices", "batches"}
   settings -= {"rule", "flush", "name"}  # of `custom`, which takes functions
-  calls = {*call_options.RunOptions._fields, *call_options.FURTHER}
+  calls = {*call_options.RunOptions._fields, *call_options.CONFIG_KEYS}
   calls = calls - {"messages", "workers"} | {"compress"}
   typed = {*pipeline.facade.TrainOptions.__annotations__}
   assert typed == settings | calls
