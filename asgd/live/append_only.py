@@ -1,8 +1,8 @@
 """Files to which complete rows are only ever added.
 
-A kill of the process leaves complete rows and at most one that is cut short.
-The subclass drops that when it opens the file again. If the disk is full in the
-middle of a row, the beginning of the row is removed.
+A kill of the process leaves complete rows and at most one row that is cut
+short. A subclass drops the cut row when it opens the file again. If the disk is
+full in the middle of a row, the beginning of the row is removed.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ def writing(path: Path | str) -> Iterator[None]:
     ) from error
 
 
-def check_rows(path: Path, rows: int, least: int) -> None:
+def check_rows(path: Path, rows: int, min_rows: int) -> None:
   """Raises ValueError for a file with fewer rows than the run resumes from."""
-  if rows < least:
-    state = f"has {rows} rows" if path.exists() else "is missing"
+  if rows < min_rows:
+    finding = f"has {rows} rows" if path.exists() else "is missing"
     raise ValueError(
-      f"{path} {state} where the run resumes from {least}: it was cut short or"
+      f"{path} {finding} where the run resumes from {min_rows}: it was cut short or"
       f" removed. {PUT_BACK}"
     )
 
@@ -55,7 +55,8 @@ class AppendOnlyFile:
   """A file with one writer. A subclass defines the form of its rows."""
 
   def __init__(self, path: Path, disk: Any = os):
-    """`disk` writes as `os` does; a simulation has another."""
+    """`disk` has the functions of `os` that write; a simulation passes
+    others."""
     self.name, self._disk = str(path), disk
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
     self._file = safe_files.descriptor(path, flags, 0o644)
@@ -72,15 +73,15 @@ class AppendOnlyFile:
         f" {self._size}: another process changed it. Put it back as it was and"
         f" {GO_ON}, {ANEW}"
       )
-    rest = memoryview(data)
+    unwritten = memoryview(data)
     try:
-      while rest:
-        rest = rest[self._disk.write(self._file, rest) :]
+      while unwritten:
+        unwritten = unwritten[self._disk.write(self._file, unwritten) :]
     except OSError:
       # If this fails, too, the next command drops the rest of the row.
       with contextlib.suppress(OSError):
         os.ftruncate(self._file, self._size)
-      with writing(self.name):  # entered here alone: rows are many
+      with writing(self.name):  # entered only after an error: rows are many
         raise
     self._size += len(data)
 

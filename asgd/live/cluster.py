@@ -36,11 +36,12 @@ class Cluster:
       (kind, index): party.host.call(method, *args)
       for index, party in sorted(self._supervisor.parties[kind].items())
     }
-    # No line names the silent party: an answer may take as long as a job.
-    silent = self._supervisor.wait_for_calls(calls, limit)
-    if silent:
+    # A call may take as long as a job, so no line names a silent party before
+    # the limit.
+    silent_keys = self._supervisor.wait_for_calls(calls, limit)
+    if silent_keys:
       raise ValueError(
-        f"{len(silent)} {kind}s took more than {limit:g} seconds to compile or"
+        f"{len(silent_keys)} {kind}s took more than {limit:g} seconds to compile or"
         " to do the jobs that are timed: give them more with"
         " config.live.start_seconds, or fewer with config.allocation.jobs"
       )

@@ -59,28 +59,29 @@ class Deadlines:
         )
     self._ladder = ladder
     # Seconds of the latest jobs.
-    self._times: collections.deque[float] = collections.deque(
+    self._durations: collections.deque[float] = collections.deque(
       maxlen=ladder.window
     )
-    self._late: float | None = None  # T; None: to be computed again
+    # T; None: to be computed.
+    self._cached_late_after: float | None = None
 
   def add_job(self, seconds: float) -> None:
     """Adds the duration of an ended job."""
-    self._times.append(seconds)
-    self._late = None
+    self._durations.append(seconds)
+    self._cached_late_after = None
 
   @property
   def late_after(self) -> float:
     """Seconds after which a job is late: T."""
-    if len(self._times) < _MIN_JOBS:
+    if len(self._durations) < _MIN_JOBS:
       return self._ladder.start
-    if self._late is None:
-      median = statistics.median(self._times)
-      mad = statistics.median(abs(x - median) for x in self._times)
+    if self._cached_late_after is None:
+      median = statistics.median(self._durations)
+      mad = statistics.median(abs(x - median) for x in self._durations)
       seconds = median + self._ladder.k * _SIGMA * mad
       # If durations are nearly equal, the MAD is near 0.
-      self._late = max(seconds, 3 * median, self._ladder.floor)
-    return self._late
+      self._cached_late_after = max(seconds, 3 * median, self._ladder.floor)
+    return self._cached_late_after
 
   @property
   def dead_after(self) -> float:
@@ -101,14 +102,15 @@ class WorkerWatch:
     self.last_alive: dict[int, float] = {}  # worker -> its last sign of life
     self.late_workers: set[int] = set()  # silent for more than T, up to 3 T
 
-  def add_job(self, began: float, now: float) -> None:
-    """Adds an ended job, by its start and end in seconds of the run."""
+  def add_job(self, start_time: float, now: float) -> None:
+    """Adds an ended job, by its start and its end, in seconds since the run
+    began."""
     # A predecessor of the shard may have started the job.
-    self._deadlines.add_job(now - max(began, self.started_at))
+    self._deadlines.add_job(now - max(start_time, self.started_at))
 
   def add_journal(self, events: Iterable[Event]) -> None:
     """Adds the jobs of a journal, after a restart of the shard. In a run that
-    hangs, few further jobs end."""
+    hangs, too few jobs end after the restart for a deadline."""
     start_times = {}
     for event in events:
       if event.action in STARTS:
@@ -131,12 +133,13 @@ class WorkerWatch:
     """
     late_after = self._deadlines.late_after
     dead_after = self._deadlines.dead_after
-    silences = {}  # worker -> seconds without a sign of life, for each ticket
+    # Worker -> seconds without a sign of life, divided by its open tickets.
+    silences = {}
     for worker, times in start_times.items():
       # A worker computes its open tickets one after the other, so the time is
       # divided by the number of tickets.
-      alive = self.last_alive.get(worker, self.started_at)
-      silent_since = max(min(times, default=now), alive)
+      last_sign = self.last_alive.get(worker, self.started_at)
+      silent_since = max(min(times, default=now), last_sign)
       silence = (now - silent_since) / max(len(times), 1)
       if worker in present:
         self._missing_since.pop(worker, None)
@@ -144,12 +147,14 @@ class WorkerWatch:
         missing_since = self._missing_since.setdefault(worker, now)
         silence = max(silence, now - missing_since)
       silences[worker] = silence
-    dead = [w for w, silence in silences.items() if silence > dead_after]
-    for worker in dead:  # the silence of its successor counts from 0
+    dead_workers = [
+      worker for worker, silence in silences.items() if silence > dead_after
+    ]
+    for worker in dead_workers:  # the silence of its successor counts from 0
       self._missing_since.pop(worker, None)
     self.late_workers = {
       worker
       for worker, silence in silences.items()
       if late_after < silence <= dead_after
     }
-    return dead
+    return dead_workers

@@ -23,7 +23,7 @@ def process_failure(failure: str, error: Exception) -> Exception:
   text; `failure` is, for example, "worker 0 failed"."""
   # The last line of a traceback: "ValueError: the message".
   last_line = str(error).strip().splitlines()[-1]
-  kind, _, message = last_line.partition(": ")
-  if kind in ("ValueError", "OSError", "FileNotFoundError"):
+  error_name, _, message = last_line.partition(": ")
+  if error_name in ("ValueError", "OSError", "FileNotFoundError"):
     return ValueError(f"{failure}: {message}")
   return RuntimeError(f"{failure}: {error}")

@@ -1,7 +1,7 @@
-"""Faults on purpose: scripted by (worker, seq), counted when they happen.
+"""Injected faults: each has a (worker, seq) and is counted when it happens.
 
-A script is data. Its faults are the same in threads and in processes, but for
-`kill`, which ends a thread's loop and a process with -9.
+A script is data. Its faults are the same in threads and in processes, except
+that `kill` ends the loop of a thread, and kills a process by signal 9.
 """
 
 import functools
@@ -70,8 +70,9 @@ def check(
   faults: Sequence[Fault], workers: int, jobs: int | None = None
 ) -> None:
   """Raises ValueError for a fault that cannot happen with these counts of
-  workers and jobs (None: not known), or that is given twice."""
-  seen = set()  # (worker, seq, kind)
+  workers and jobs (None: the number of jobs is not known), or that is given
+  twice."""
+  checked_keys = set()  # (worker, seq, kind)
   for fault in faults:
     text = f"{fault.kind}:{fault.worker}:{fault.seq}"  # as `parse` reads it
     text += f":{fault.seconds:g}" if fault.kind == "slow" else ""
@@ -86,9 +87,9 @@ def check(
         f"fault {text!r}: the run has {jobs} jobs in all, so none of a worker"
         f" has seq {fault.seq}; use a smaller one"
       )
-    if fault[:3] in seen:
+    if fault[:3] in checked_keys:
       raise ValueError(f"fault {text!r} is given twice; remove one")
-    seen.add(fault[:3])
+    checked_keys.add(fault[:3])
 
 
 def append_fault(run: Path, fault: Fault) -> None:
@@ -117,16 +118,17 @@ class Script:
       record: called with each fault before it happens.
     """
     # (worker, seq, kind) -> fault that has not happened yet.
-    self._pending = {fault[:3]: fault for fault in faults}
+    self._pending_faults = {fault[:3]: fault for fault in faults}
     self._kill, self._wait, self._record = kill, wait, record
-    self._delayed: dict[int, Frame] = {}  # worker -> a frame to be overtaken
+    # Worker -> a frame that the worker sends after its next one.
+    self._delayed_frames: dict[int, Frame] = {}
     self._lock = threading.Lock()  # with overlap, two threads take faults
     self.injected: list[Fault] = []
 
   def _take(self, worker: int, seq: int, kind: str) -> Fault | None:
-    """Takes a fault, once, and records it."""
+    """Returns a fault that has not happened yet, and records it; else None."""
     with self._lock:
-      fault = self._pending.pop((worker, seq, kind), None)
+      fault = self._pending_faults.pop((worker, seq, kind), None)
       if fault:
         self.injected.append(fault)
         # Before it happens: a killed process can write nothing.
@@ -141,8 +143,8 @@ class Script:
     if self._take(worker, seq, "hang"):
       while True:
         self._wait(3600.0)
-    if slow := self._take(worker, seq, "slow"):
-      self._wait(slow.seconds)
+    if slow_fault := self._take(worker, seq, "slow"):
+      self._wait(slow_fault.seconds)
 
   def apply_to_message(self, worker: int, seq: int, message: Any) -> Any:
     """Returns the message; with a "nan" fault its real numbers are NaN."""
@@ -163,10 +165,10 @@ class Script:
     if self._take(worker, frame.seq, "double"):
       return [frame, frame]
     if self._take(worker, frame.seq, "reorder"):
-      self._delayed[worker] = frame
+      self._delayed_frames[worker] = frame
       return []
-    delayed = self._delayed.pop(worker, None)
-    return [frame, delayed] if delayed else [frame]
+    delayed_frame = self._delayed_frames.pop(worker, None)
+    return [frame, delayed_frame] if delayed_frame else [frame]
 
 
 def script_of(faults: Sequence[Fault], run: Path, inside: Any) -> Script:

@@ -6,11 +6,11 @@ connection to every shard. The lead (shard 0) decides which worker starts which
 job.
 
   worker -> shard                      shard -> worker
-  HELLO  asks to be registered         WELCOME  is incarnation `job` of `worker`
+  HELLO  asks to be registered         WELCOME  names the incarnation (`job`)
   FETCH  asks for a part of a ticket   TICKET   (seq, job): slots of parameters
   PUSH   message (seq) is in its slot           and of the message
   DRAIN  asks for no further job       ACK      message (seq) is committed
-  BYE    leaves                        EXPEL    its tickets are ended
+  BYE    leaves                        EXPEL    its tickets have ended
                                        STOP     all jobs are received
 
 A message is identified by (worker, seq). The seq counts the jobs of the worker
@@ -63,7 +63,7 @@ class BadFrame(ValueError):
   """A frame that no worker and no shard of this run sends."""
 
 
-_MOST = 2**31 - 1  # a journal has integers of 32 bits
+_MOST_NUMBER = 2**31 - 1  # a journal has integers of 32 bits
 
 
 def check(frame: Frame, shard: int, setup: Any) -> None:
@@ -71,8 +71,8 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
   this shard of a run with this `Setup`."""
   kind, sender, seq, job = frame[:4]
   workers, shards, jobs = setup.workers, setup.shards, setup.jobs
-  valid = all(-1 <= number <= _MOST for number in frame[1:8])
-  # [1] A shard of this kind receives such frames.
+  valid = all(-1 <= number <= _MOST_NUMBER for number in frame[1:8])
+  # [1] Is the kind of frame for the lead, a follower or an independent shard?
   if kind in SHARD_KINDS:
     from_follower = kind in (FOLLOW, PREPARED, ASKED)
     valid &= setup.consistent and from_follower == (shard == 0)
@@ -81,7 +81,7 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
     # an independent shard FETCH.
     extra_kind = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
     valid &= kind in (HELLO, PUSH, BYE, extra_kind)
-  # [2] The integers are those of a worker, shard or job of the run.
+  # [2] Are the integers those of a worker, shard or job of the run?
   if kind == FOLLOW:
     valid &= 0 < sender < shards and frame.version >= 0
   # Followers trust the frames of the lead.

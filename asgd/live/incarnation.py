@@ -33,8 +33,8 @@ class OpenJob:
 
   def fetch_frame(self, worker: int) -> Frame:
     """Returns the FETCH that asks a shard for its part of the ticket."""
-    kept = self.reuses_params
-    return Frame(frames.FETCH, worker, self.seq, self.job, flag=kept)
+    flag = self.reuses_params
+    return Frame(frames.FETCH, worker, self.seq, self.job, flag=flag)
 
   def push_frame(self, worker: int, finite: bool, loss: float) -> Frame:
     """Returns the PUSH of the message, without the slot of a shard."""
@@ -57,8 +57,8 @@ class OpenJob:
 
   def has_unchanged_params(self, memories: Sequence[Any]) -> bool:
     """Whether the slots of the job's parameters were not written again. The
-    computation reads these slots until it ends. If one was written, the ticket
-    was lost, and the result is wrong."""
+    computation reads these slots until it ends. If the shard wrote one, it had
+    ended the ticket, and the result is wrong."""
     return all(
       memory.stamp(PARAMS, ticket.params) == int(ticket.value)
       for memory, ticket in self.memories_and_tickets(memories)
@@ -75,7 +75,7 @@ class IncarnationState:
     rebuilt_params: list[RebuiltParams] | None,
     attempt: int = 0,
   ):
-    self.attempt = attempt  # earlier incarnations of this loop
+    self.attempt = attempt  # count of the loop's earlier incarnations
     # Each shard's parameters; None: each ticket carries the parameters.
     self.rebuilt_params = rebuilt_params
     self.number = -1  # the incarnation; -1 until the lead assigns it
@@ -96,8 +96,8 @@ class IncarnationState:
     for seq, job in sorted(self.jobs.items()):
       if 0 not in job.tickets:
         continue  # a shard sent a ticket that the lead has ended already
-      complete = len(job.tickets) == len(self.unacked)
-      if not complete or len(self.running) >= depth:
+      has_all_tickets = len(job.tickets) == len(self.unacked)
+      if not has_all_tickets or len(self.running) >= depth:
         return None
       self.started_seqs.add(seq)
       return self.jobs.pop(seq)
@@ -135,8 +135,8 @@ class Lease:
       self.revoked = True
 
   def use(self, write: Callable[[], None]) -> bool:
-    """Calls `write` and returns True. After `revoke` it returns False and does
-    not call."""
+    """Calls `write` and returns True. After `revoke` it returns False, and does
+    not call `write`."""
     with self._lock:
       if not self.revoked:
         write()

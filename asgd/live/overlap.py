@@ -22,7 +22,7 @@ class Stages:
   Args:
     compute: called with each job, in the first thread.
     push: called with a computed job, in the second; `take` returns its result.
-    wake: called, in one of the two, when a job can be taken.
+    wake: called, in one of the two threads, when a job can be taken.
 
   Example:
     >>> import threading
@@ -71,8 +71,8 @@ class Stages:
   def take(self) -> tuple[Any, Any]:
     """Returns the next (job, result of its push); raises the error of either
     thread."""
-    job, push = self._jobs.popleft()
-    return job, push.result()
+    job, push_future = self._jobs.popleft()
+    return job, push_future.result()
 
   def __enter__(self) -> "Stages":
     return self

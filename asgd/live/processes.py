@@ -1,7 +1,7 @@
 """The processes of a run: their locks and process ids, and how to end them.
 
-A process id alone may be another process's by now. A `.pid` file has the start
-time, too, so that no foreign process is killed.
+The system gives the ids of ended processes to new ones. A `.pid` file also has
+the start time of the process, so that no foreign process is killed.
 """
 
 import collections
@@ -52,9 +52,9 @@ def lock(path: Path, seconds: float, name: Path | None = None) -> int:
 def allow_open_files() -> None:
   """Raises the limit of files that this process may have open, as far as the
   system allows: threads have both ends of all sockets of a run."""
-  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-  limit = max(limit, min(most, _MOST_FILES))
-  resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
+  soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+  soft_limit = max(soft_limit, min(hard_limit, _MOST_FILES))
+  resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
 
 
 def process_stat(pid: int) -> tuple[str, str]:
@@ -70,15 +70,15 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
   """Writes for `live_pids` which party this process is, such as worker 0."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
   # Replaced at once: a reader never sees half of it.
-  temporary = path.with_suffix(f".{pid}")
-  temporary.write_text(f"{pid} {process_stat(pid)[1]}")
-  os.replace(temporary, path)
+  temporary_path = path.with_suffix(f".{pid}")
+  temporary_path.write_text(f"{pid} {process_stat(pid)[1]}")
+  os.replace(temporary_path, path)
 
 
 def live_pids(folder: Path) -> dict[str, dict[int, int]]:
   """Returns the live processes of a run from its memory folder: kind -> index
   -> process id."""
-  alive: dict[str, dict[int, int]] = collections.defaultdict(dict)
+  pids_by_kind: dict[str, dict[int, int]] = collections.defaultdict(dict)
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")
     try:
@@ -87,8 +87,8 @@ def live_pids(folder: Path) -> dict[str, dict[int, int]]:
     except (OSError, ValueError):
       continue
     if actual_start_time == start_time and state not in "ZX":  # zombie, dead
-      alive[kind][int(index)] = int(pid)
-  return alive
+      pids_by_kind[kind][int(index)] = int(pid)
+  return pids_by_kind
 
 
 def kill_run(folder: Path) -> None:

@@ -26,29 +26,30 @@ class Profile:
   ):
     """Writes the trace to the folder; None traces nothing."""
     self._folder, self._seconds, self._clock = folder, seconds, clock
-    self._began_at: float | None = None
-    self._stopping: threading.Thread | None = None
+    self._start_time: float | None = None
+    self._stop_thread: threading.Thread | None = None
 
   def after_job(self) -> None:
-    """Begins the trace after the first job, and ends it after its seconds. Call
-    this after each job. Raises RuntimeError if this process is traced
-    already."""
-    if self._folder is None or self._stopping:
+    """Begins the trace at the first call, and ends it when `seconds` have
+    passed. Call this after each job. Raises RuntimeError if this process is
+    traced already."""
+    if self._folder is None or self._stop_thread:
       return
-    if self._began_at is None:  # the first job has compiled the programs
-      self._began_at = self._clock()
+    if self._start_time is None:  # the first job has compiled the programs
+      self._start_time = self._clock()
       jax.profiler.start_trace(str(self._folder))
-    elif self._clock() - self._began_at >= self._seconds:
+    elif self._clock() - self._start_time >= self._seconds:
       self._stop()
 
   def _stop(self) -> None:
-    # To write the trace takes seconds, in which the lead would expel a worker.
-    self._stopping = threading.Thread(target=jax.profiler.stop_trace)
-    self._stopping.start()
+    # Writing the trace takes seconds. The lead would expel a worker that waited
+    # for it.
+    self._stop_thread = threading.Thread(target=jax.profiler.stop_trace)
+    self._stop_thread.start()
 
   def close(self) -> None:
     """Ends the trace, and waits until it is written."""
-    if self._began_at is not None and not self._stopping:
+    if self._start_time is not None and not self._stop_thread:
       self._stop()
-    if self._stopping:
-      self._stopping.join()
+    if self._stop_thread:
+      self._stop_thread.join()

@@ -65,28 +65,28 @@ def _start_node(cluster: str, address: str, resource: str, memory: int) -> Any:
 @contextlib.contextmanager
 def second_node(resource: str, memory: int) -> Iterator[None]:
   """Returns a context in which the cluster of this process has another node on
-  this machine. The node uses loopback addresses, too: data between the nodes
-  pass through sockets, as between machines, not through shared memory.
+  this machine, at a loopback address. Data between the nodes pass through
+  sockets, as between machines, not through shared memory.
 
   Args:
     resource: name of a resource; only this node has it, in the amount 1.
     memory: bytes of its object store.
   """
-  started = _start_node(node().gcs_address, "127.0.0.1", resource, memory)
+  ray_node = _start_node(node().gcs_address, "127.0.0.1", resource, memory)
   try:
     yield
   finally:
-    started.kill_all_processes(check_alive=False, allow_graceful=True)
+    ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 def run_node(cluster: str, address: str, resource: str, memory: str) -> None:
   """Runs a node of a cluster, at an IP address, until the standard input ends.
   Prints a line when the node has joined. `resource` and `memory` are those of
   `second_node`, as text."""
-  started = _start_node(cluster, address, resource, int(memory))
+  ray_node = _start_node(cluster, address, resource, int(memory))
   print("joined", flush=True)
   sys.stdin.read()
-  started.kill_all_processes(check_alive=False, allow_graceful=True)
+  ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
 # Methods that start processes for an autoscaler, for a dashboard, and for a
@@ -99,28 +99,30 @@ _UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
 def without_unused_processes() -> Iterator[None]:
   """Returns a context in which Ray starts a cluster without three processes
   that run no tasks; `ray.init` would wait for them."""
-  node = internals.find("ray._private.node.Node")
+  node_class = internals.find("ray._private.node.Node")
   with contextlib.ExitStack() as stack:
     for name in _UNUSED:
-      if hasattr(node, name):
-        patch = mock.patch.object(node, name, lambda self, **options: None)
-        stack.enter_context(patch)
+      if hasattr(node_class, name):
+        stack.enter_context(
+          mock.patch.object(node_class, name, lambda self, **options: None)
+        )
     yield
 
 
 def read_environment() -> None:
-  """Makes the loaded part of Ray read its environment variables again."""
+  """Makes the parts of Ray that are already loaded read their environment
+  variables again."""
   internals.find("ray._raylet.Config").initialize("")
-  library = internals.find("ray._raylet")
-  loader = getattr(library, "AuthenticationTokenLoader", None)  # from 2.52 on
+  raylet = internals.find("ray._raylet")
+  loader = getattr(raylet, "AuthenticationTokenLoader", None)  # from 2.52 on
   if loader is not None:
     loader.instance().reset_cache()
 
 
 def requires_token() -> bool:
   """Whether a cluster answers only calls with its token."""
-  library = internals.find("ray._raylet")
-  mode = getattr(library, "get_authentication_mode", None)  # from 2.52 on
-  if mode is None:
+  raylet = internals.find("ray._raylet")
+  get_mode = getattr(raylet, "get_authentication_mode", None)  # from 2.52 on
+  if get_mode is None:
     return False
-  return bool(mode() == library.AuthenticationMode.TOKEN)
+  return bool(get_mode() == raylet.AuthenticationMode.TOKEN)

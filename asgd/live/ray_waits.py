@@ -1,9 +1,9 @@
 """Waiting for Ray's answers.
 
 A call of an actor that has exited ends with an error. If Ray's own processes
-are killed, however, its calls wait for a minute, and then end this process with
-pages of text. So this module has all waits for Ray: it checks every second
-whether Ray's processes are alive.
+were killed, however, calls of Ray wait for a minute, and then end this process
+with pages of text. So all waits for Ray are in this module, which checks every
+second whether Ray's processes are alive.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from asgd.live import processes, ray_internals
 
-_LOOK = 1.0  # seconds between two looks
+_CHECK_SECONDS = 1.0  # seconds between two checks of Ray's processes
 # Processes that Ray needs to answer any call -> their names in errors.
 _NAMES_BY_KIND = {"raylet": "raylet", "gcs_server": "GCS"}
 
@@ -26,8 +26,8 @@ def dead_processes() -> list[str]:
   node = ray_internals.node()
   if node is None:  # a cluster that others started
     return []
-  ended = [kind for kind, _ in node.dead_processes()]
-  return [name for kind, name in _NAMES_BY_KIND.items() if kind in ended]
+  dead_kinds = [kind for kind, _ in node.dead_processes()]
+  return [name for kind, name in _NAMES_BY_KIND.items() if kind in dead_kinds]
 
 
 def end_processes() -> None:
@@ -40,18 +40,21 @@ def end_processes() -> None:
 
 def check() -> None:
   """Raises RayDied if one of Ray's own processes has exited."""
-  if dead := dead_processes():
+  if names := dead_processes():
     raise RayDied(
-      f"Ray's own process ({', '.join(dead)}) has died: it was killed, or the"
+      f"Ray's own process ({', '.join(names)}) has died: it was killed, or the"
       " machine is out of memory; run the same command again to resume"
     )
 
 
 def wait(
-  refs: Sequence[Any], *, count: int | None = None, timeout: float = _LOOK
+  refs: Sequence[Any],
+  *,
+  count: int | None = None,
+  timeout: float = _CHECK_SECONDS,
 ) -> tuple[list[Any], list[Any]]:
   """Waits for `count` of `refs` (None: all), for `timeout` seconds at most.
-  Returns (ended, open), as `ray.wait` does. Raises RayDied."""
+  Returns (ended, pending) references, as `ray.wait` does. Raises RayDied."""
   import ray
 
   check()

@@ -1,8 +1,8 @@
 """Parameters that a worker rebuilds from the packed updates of shards.
 
 A new worker's ticket carries the complete parameters. Later tickets carry the
-packed updates since the previous ticket. The worker decodes and adds these one
-after the other, as the shard did, so it has the same bits.
+packed updates since the previous ticket. The worker decodes the updates and
+adds them one after the other, as the shard did. So both have the same bits.
 """
 
 import functools
@@ -41,26 +41,26 @@ def _cpu() -> jax.Device | None:
 class RebuiltParams:
   """A shard's part of the parameters, for one incarnation of a worker."""
 
-  def __init__(self, codec: compression.Codec, part: Any):
-    """Starts without parameters; `part` has shapes and dtypes of the shard's
-    parameters."""
-    weights = base.weights_of(part)  # codes carry weights, no statistics
-    self._part, self._rebuild = part, compile_rebuild(codec)
+  def __init__(self, codec: compression.Codec, shapes: Any):
+    """Starts without parameters; `shapes` has the shapes and dtypes of the
+    shard's parameters."""
+    weights = base.weights_of(shapes)  # codes carry weights, no statistics
+    self._shapes, self._rebuild = shapes, compile_rebuild(codec)
     self._layout = compression.layout(codec, weights)
     self._make_blank = functools.partial(compression.blank, codec, weights)
-    stats = getattr(part, "stats", ())
-    self._stats = wire.layout(stats) if jax.tree.leaves(stats) else None
+    stats = getattr(shapes, "stats", ())
+    self._stats_layout = wire.layout(stats) if jax.tree.leaves(stats) else None
     self._params, self._version = None, -1
 
   def warm_up(self) -> None:
     """Compiles the addition of an update, on zeros."""
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._part)
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
     with jax.default_device(_cpu()):
       jax.block_until_ready(self._rebuild(zeros, self._make_blank().code))
 
   def take(self, memory: Any, ticket: Frame) -> Any:
     """Returns the shard's part of the parameters of a ticket, as arrays that
-    are no views of a slot. If it raises, the parameters here do not change.
+    are no views of a slot. After an error the object is unchanged.
 
     Raises:
       WrongSlot: the ticket was lost.
@@ -75,7 +75,8 @@ class RebuiltParams:
       raise OutOfStep(f"{ticket} does not follow version {self._version}")
     elif ticket.flag == frames.UPDATES:
       stamp = message_stamp(ticket.worker, ticket.seq)
-      codes, stats = self._read(memory.read(UPDATES, ticket.message, stamp))
+      data = memory.read(UPDATES, ticket.message, stamp)
+      codes, stats = self._read_updates(data)
       params = self._params
       with jax.default_device(_cpu()):
         for code in codes:
@@ -85,26 +86,27 @@ class RebuiltParams:
     self._version = ticket.version
     return self._params
 
-  def _read(self, data: np.ndarray) -> tuple[list[Any], Any]:
+  def _read_updates(self, data: np.ndarray) -> tuple[list[Any], Any]:
     """Returns (codes, statistics) of a ticket's packed updates, uint8[n]. The
     statistics are None if `data` has none. Raises BadCode."""
     codes, stats = [], None
-    end = data.size  # of the codes
-    if end and self._stats is not None:
-      end = max(end - self._stats.nbytes, 0)
-      if data.size < self._stats.nbytes:
+    end = data.size  # the end of the codes
+    if end and self._stats_layout is not None:
+      end = max(end - self._stats_layout.nbytes, 0)
+      if data.size < self._stats_layout.nbytes:
         raise packing.BadCode(
           f"{data.size} bytes of updates are too few: the statistics at their"
           f" end have {self._stats.nbytes}"
         )
-      views = wire.read(self._stats, data[end:].copy())  # aligned by the copy
+      aligned = data[end:].copy()
+      views = wire.read(self._stats_layout, aligned)
       stats = jax.tree.map(np.array, views)
     start = 0
     while start < end:
-      size = packing.first_length(data[start:end])
-      packet = data[start : start + size]
+      packet_size = packing.first_length(data[start:end])
+      packet = data[start : start + packet_size]
       codes.append(packing.unpack(self._layout, packet).code)
-      start += size
+      start += packet_size
     return codes, stats
 
 

@@ -30,8 +30,9 @@ RECORD = np.dtype(
 def _checksums(rows: npt.NDArray[Any]) -> list[int]:
   """Returns the CRC-32 of each row without its last column."""
   data, size = memoryview(rows.tobytes()), rows.itemsize
-  end = size - rows.dtype["crc32"].itemsize
-  return [zlib.crc32(data[i : i + end]) for i in range(0, len(data), size)]
+  checked_bytes = size - rows.dtype["crc32"].itemsize
+  starts = range(0, len(data), size)
+  return [zlib.crc32(data[start : start + checked_bytes]) for start in starts]
 
 
 def records_path(run: Path, index: int) -> Path:
@@ -98,10 +99,10 @@ def read_rows(
   if count <= 0:
     return np.empty(0, dtype)
   rows = np.fromfile(path, dtype, count, offset=start * dtype.itemsize)
-  wrong = np.flatnonzero(rows["crc32"] != _checksums(rows))
-  if len(wrong):
+  changed_rows = np.flatnonzero(rows["crc32"] != _checksums(rows))
+  if len(changed_rows):
     raise ValueError(
-      f"{path}, record {start + wrong[0]} was changed, as its checksum says."
+      f"{path}, record {start + changed_rows[0]} was changed, as its checksum says."
       f" {PUT_BACK}"
     )
   return rows
@@ -113,10 +114,10 @@ def by_time(parts: Sequence[Any]) -> Any:
   Args:
     parts: NamedTuples of columns, all of the same type, with a column `time`.
   """
-  kind = type(parts[0])
-  joined = kind(*map(np.concatenate, zip(*parts, strict=True)))
-  order = np.argsort(joined.time, kind="stable")
-  return kind(*(column[order] for column in joined))
+  record_type = type(parts[0])
+  joined = record_type(*map(np.concatenate, zip(*parts, strict=True)))
+  row_order = np.argsort(joined.time, kind="stable")
+  return record_type(*(column[row_order] for column in joined))
 
 
 def check_records(
@@ -135,22 +136,22 @@ def check_records(
     ValueError: for more records than messages, or if too many are missing.
   """
   # The records of messages that a rollback undid may be lost.
-  lost = trace.follow(events).undone if whole else len(events)
-  check_count(path, count, events, lost)
+  may_be_missing = trace.follow(events).undone if whole else len(events)
+  check_count(path, count, events, may_be_missing)
 
 
 def check_count(
   path: Path,
   count: int,
   events: Sequence[Event],
-  lost: int,
+  may_be_missing: int,
   noun: str = "messages",
 ) -> None:
-  """Checks that a file has a record of each RECEIVE row of a journal. Up to
-  `lost` records may be missing. Raises ValueError otherwise; `noun` is the word
-  for messages in its text."""
+  """Checks that a file has a record of each RECEIVE row of a journal. Raises
+  ValueError if more than `may_be_missing` records are missing; `noun` is the
+  word for messages in its text."""
   received = sum(event.action == base.RECEIVE for event in events)
-  if not received - lost <= count <= received:
+  if not received - may_be_missing <= count <= received:
     raise ValueError(
       f"{path} has {count} records, and the trace beside it {received} {noun}:"
       " one of the two was cut short or changed. Put it back as the run wrote"

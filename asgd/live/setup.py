@@ -20,15 +20,16 @@ class Setup(NamedTuple):
   snapshot_seconds: float = 30.0  # between two snapshots, without a log
   owned: bool = False  # job j belongs to one worker index (sharded data)
   ladder: Ladder = Ladder()
-  keep_params_at: tuple[int, ...] = ()  # received counts, for evaluations
+  # Counts of received messages at which parameters are kept, for evaluations.
+  keep_params_at: tuple[int, ...] = ()
   together: bool = False  # the first job waits until all workers have joined
 
   @property
   def first_job_workers(self) -> int:
     """Number of workers that must have joined before the first job starts.
 
-    A synchronous round has one job for each worker. With fewer workers, the
-    first ones to join would get several jobs of one round.
+    A synchronous round has one job for each worker. If the round
+    started with fewer workers, some would get several of its jobs.
     """
     round_workers = self.rules.round + self.rules.backup  # 0 without rounds
     return self.workers if self.together else min(self.workers, round_workers)
@@ -37,12 +38,13 @@ class Setup(NamedTuple):
 def slot_counts(setup: Setup) -> SlotCounts:
   """Returns the counts of slots that a shard needs.
 
-  Parameters: for tickets that are open, were open at the last snapshot or are
-  kept. Messages: for those being written and those in the log.
+  Slots of parameters: for the tickets that are open, that were open at the last
+  snapshot, or that workers keep. Slots of messages: for the messages that
+  workers write, and for the messages of the log.
   """
   rules = setup.rules
   # A worker has up to `depth` open tickets, and may keep one more.
-  tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
+  n_tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
   # Twice: the present tickets, and the tickets of the last snapshot. Two more:
   # the latest parameters that were sent, and their successor.
-  return SlotCounts(2 * tickets + 2, tickets + setup.log)
+  return SlotCounts(2 * n_tickets + 2, n_tickets + setup.log)

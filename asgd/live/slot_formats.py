@@ -34,9 +34,9 @@ class SlotFormat(NamedTuple):
   gives_views: bool = False  # `read` returns views of the slot
 
   def content_nbytes(self, stored_length: int) -> int:
-    """Returns how many bytes the content of a slot has, from the length that is
-    stored in the slot. Another process may have written any number there, so
-    the result is limited to the bytes of a slot."""
+    """Returns how many bytes the content of a slot has. `stored_length` is the
+    length that the slot states. Another process may have written any number
+    there, so the result is limited to the bytes of a slot."""
     if self.is_fixed:
       return self.nbytes
     return min(max(stored_length, 0), self.nbytes)
@@ -52,9 +52,10 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
   """
   if isinstance(like, packing.CodeLayout):
     write = functools.partial(_write_code, like)
-    return _packed(like.most, write, functools.partial(packing.unpack, like))
+    read = functools.partial(packing.unpack, like)
+    return _format_of_any_length(like.most, write, read)
   if isinstance(like, int):
-    return _packed(like, _write_bytes, np.copy)
+    return _format_of_any_length(like, _write_bytes, np.copy)
   layout = wire.layout(like, compress=compress)
 
   def open_tree(data: np.ndarray) -> Slot:
@@ -73,7 +74,7 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
   )
 
 
-def _packed(
+def _format_of_any_length(
   nbytes: int,
   write: Callable[[Any, np.ndarray], Any],
   read: Callable[[np.ndarray], Any],
@@ -110,9 +111,9 @@ def _write_bytes(data: np.ndarray, slot: np.ndarray) -> int:
 def contents(
   codec: compression.Codec | None, params: Any, *, updates: bool
 ) -> tuple[Any, ...]:
-  """Returns the contents of a shard's slots of params, messages and, if
-  `updates` are sent to workers, updates, as `slots.SharedMemory` takes them.
-  `params` may have only shapes and dtypes."""
+  """Returns what a shard's slots contain, as `slots.SharedMemory` takes it: for
+  slots of params, of messages and, if the shard sends `updates` to workers, of
+  updates. `params` may have only shapes and dtypes."""
   like = params, compression.layout(codec, params)
   # A ticket carries the parameters if its updates have more bytes than these.
   return (*like, wire.layout(params).nbytes) if updates else like

@@ -1,10 +1,10 @@
 """Memory that a shard and its workers share, in numbered slots.
 
-There are slots of sent parameters, of messages, and two of snapshots of the
-shard. If workers are sent updates, the updates of a ticket lie in the updates
-slot with the index of its message slot. All slots are mapped files in the
-kernel's memory (/dev/shm). These files outlive a killed process, so they are a
-shard's log.
+There are slots of sent parameters, slots of messages, and two slots for
+snapshots of the shard. If the shard sends updates, the updates of a ticket lie
+in the updates slot with the index of its message slot. All slots are mapped
+files in the kernel's memory (/dev/shm). These files outlive a killed process,
+so they are a shard's log.
 
   a slot     content ........ unused ........ | length | stamp |   whole pages
   written    [2] content             [1] stamp 0, [3] length, [4] stamp
@@ -83,7 +83,8 @@ def slots_nbytes(
   """Returns how many bytes a shard's slots take, without the snapshots; `like`
   are the contents of slots of params, messages and updates, as in
   `SharedMemory`."""
-  strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
+  formats = [slot_format(content, compress=compress) for content in like]
+  strides = [_stride(form.nbytes) for form in formats]
   kinds = zip(counts.of_kinds, strides, strict=False)  # perhaps no updates
   return sum(count * stride for count, stride in kinds)
 
@@ -118,8 +119,8 @@ def _read_snapshot(folder: Path) -> dict[str, Any] | None:
   if not path.exists():
     return None
   try:
-    saved: dict[str, Any] = json.loads(store.read_body(path))
-    return saved
+    snapshot: dict[str, Any] = json.loads(store.read_body(path))
+    return snapshot
   except (store.Changed, ValueError) as error:
     raise DamagedSnapshot(f"{path} is damaged and is not used") from error
 
@@ -131,14 +132,14 @@ def _is_adopted(folder: Path) -> bool:
 
 
 def is_usable(folder: Path, rows: int) -> bool:
-  """Whether a shard with so many rows in its journal can resume from memory."""
+  """Whether a shard whose journal has `rows` rows can resume from memory."""
   if not _is_adopted(folder):
     return False
   try:
-    saved = _read_snapshot(folder)
+    snapshot = _read_snapshot(folder)
   except DamagedSnapshot:
     return False
-  return saved is None or saved["meta"]["rows"] <= rows
+  return snapshot is None or snapshot["meta"]["rows"] <= rows
 
 
 def disown(folder: Path) -> None:
@@ -180,17 +181,19 @@ class SharedMemory:
     if snapshot is not None:
       safe_files.make_private(self._folder)
     self._files: dict[Path, int] = {}  # mapped file -> its inode
-    self._formats = [slot_format(x, compress=compress) for x in contents]
+    self._formats = [
+      slot_format(content, compress=compress) for content in contents
+    ]
     # None in a worker, which neither makes files nor reads snapshots.
-    self._image = None if snapshot is None else wire.layout(snapshot)
+    self._image_layout = None if snapshot is None else wire.layout(snapshot)
     kinds = zip(_NAMES, self._formats, counts.of_kinds, strict=False)
-    maps = [self._map(name, x.nbytes, count) for name, x, count in kinds]
+    maps = [self._map(name, form.nbytes, count) for name, form, count in kinds]
     # By kind, then by slot.
     self._slots = [slots for slots, _ in maps]
     self._lengths = [trailers["length"] for _, trailers in maps]
     self._stamps = [trailers["stamp"] for _, trailers in maps]
-    # (kind, slot) -> its functions, and its content on the device.
-    self._opened: dict[tuple[int, int], Slot] = {}
+    # (kind, slot) -> the slot's functions, and its content on the device.
+    self._slot_functions: dict[tuple[int, int], Slot] = {}
     self._device_views: dict[tuple[int, int], Any] = {}
     self._images: list[np.ndarray] = []  # the two images; []: not mapped yet
     self._next_image = 0  # index of the image to be written next
@@ -203,7 +206,7 @@ class SharedMemory:
     stride = _stride(nbytes)
     path, size = self._folder / name, stride * count
     try:
-      if self._image is not None:
+      if self._image_layout is not None:
         path.touch(0o600)
       with path.open("r+b") as file:
         self._files[path] = os.fstat(file.fileno()).st_ino
@@ -223,15 +226,15 @@ class SharedMemory:
           except (OSError, ValueError):
             path.unlink()
             raise
-        mapped = mmap.mmap(file.fileno(), size)
+        mapping = mmap.mmap(file.fileno(), size)
     except FileNotFoundError as error:
-      raise self._memory_lost() from error
+      raise self._lost_memory_error() from error
     except OSError as error:
       raise ValueError(
         f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
         " fewer workers, a smaller log or another folder"
       ) from error
-    rows = np.frombuffer(mapped, np.uint8).reshape(count, stride)
+    rows = np.frombuffer(mapping, np.uint8).reshape(count, stride)
     trailers = rows[:, -_TRAILER.itemsize :].view(_TRAILER)[:, 0]
     return [row[:nbytes] for row in rows], trailers
 
@@ -241,17 +244,17 @@ class SharedMemory:
     return len(self._formats) > UPDATES
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """Copies a tree into a slot, and sets the slot's stamp. A packed slot takes
-    a code, packed (uint8[n]) or not."""
+    """Copies a tree into a slot, and sets the slot's stamp. For a slot of codes
+    `tree` is a code, packed (uint8[n]) or not."""
     # A kill during the copy leaves stamp 0, which no reader expects.
     self._stamps[kind][slot] = 0
     self._lengths[kind][slot] = self._slot(kind, slot).write(tree)
     self._stamps[kind][slot] = stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns views of a slot, valid until the slot is written again, or the
-    unpacked code of a packed slot. Raises WrongSlot for another stamp, BadCode
-    for bytes that do not unpack."""
+    """Returns views of a slot, valid until the slot is written again; of a slot
+    of codes the unpacked code. Raises WrongSlot if the slot has another stamp,
+    BadCode for bytes that do not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
     return self._slot(kind, slot).read(self.content_nbytes(kind, slot))
@@ -272,10 +275,10 @@ class SharedMemory:
 
   def _slot(self, kind: int, slot: int) -> Slot:
     """Returns the functions that write and read a slot, made once."""
-    if (kind, slot) not in self._opened:
+    if (kind, slot) not in self._slot_functions:
       data = self._slots[kind][slot]
-      self._opened[kind, slot] = self._formats[kind].open(data)
-    return self._opened[kind, slot]
+      self._slot_functions[kind, slot] = self._formats[kind].open(data)
+    return self._slot_functions[kind, slot]
 
   def content_nbytes(self, kind: int, slot: int) -> int:
     """Returns how many bytes the content of a slot has."""
@@ -301,7 +304,7 @@ class SharedMemory:
 
   def _save_image(self, tree: Any) -> None:
     if not self._images:
-      with contextlib.suppress(DamagedSnapshot):  # it is replaced now
+      with contextlib.suppress(DamagedSnapshot):  # the new snapshot replaces it
         self._open_images()
     wire.write(self._layout, tree, self._images[self._next_image])
 
@@ -310,38 +313,39 @@ class SharedMemory:
     try:
       store.write_body(self._folder / _SNAPSHOT, text.encode())
     except store.Changed as error:
-      raise self._memory_lost() from error
+      raise self._lost_memory_error() from error
     self._next_image = 1 - self._next_image
 
   @property
   def _layout(self) -> wire.Layout:
     """The layout of an image, at a shard."""
-    assert self._image is not None
-    return self._image
+    assert self._image_layout is not None
+    return self._image_layout
 
   def _open_images(self) -> dict[str, Any] | None:
     """Maps the images; returns the result of `_read_snapshot`."""
     if not self._images:
       self._images, _ = self._map("snapshots", self._layout.nbytes, 2)
-    saved = _read_snapshot(self._folder)
-    if saved is not None:
-      self._next_image = 1 - saved["image"]
-    return saved
+    snapshot = _read_snapshot(self._folder)
+    if snapshot is not None:
+      self._next_image = 1 - snapshot["image"]
+    return snapshot
 
   def adopt(self) -> None:
     """Marks this memory as that of the shard's journal. Raises ValueError if
     another process removed or replaced the memory's files."""
     try:
-      # Workers would map a replaced file, this shard still maps the old one.
+      # Workers would map a file that replaced ours; this shard still maps the
+      # old one.
       for path, inode in self._files.items():
         if path.stat().st_ino != inode:
-          raise self._memory_lost()
+          raise self._lost_memory_error()
       (self._folder / _ADOPTED).touch(0o600)
     except FileNotFoundError as error:
-      raise self._memory_lost() from error
+      raise self._lost_memory_error() from error
     self.is_new = False
 
-  def _memory_lost(self) -> ValueError:
+  def _lost_memory_error(self) -> ValueError:
     """Returns the error to raise for missing or replaced files."""
     return ValueError(
       f"the shared memory {self._folder} is missing: it was removed while the"
@@ -353,8 +357,8 @@ class SharedMemory:
     disown(self._folder)
 
   def forget(self) -> None:
-    """Drops the snapshot, on which the log builds. No journal refers to the
-    memory until it is adopted again."""
+    """Drops the snapshot, and with it the log, which continues the snapshot. No
+    journal refers to the memory until it is adopted again."""
     # Disown first: a kill between the two steps must not leave a log without
     # the snapshot that it builds on.
     self.disown()
@@ -363,9 +367,9 @@ class SharedMemory:
   def load(self) -> tuple[Any, Any] | None:
     """Returns (tree, meta) of the last snapshot, or None. Raises
     DamagedSnapshot."""
-    saved = self._open_images()
-    if saved is None:
+    snapshot = self._open_images()
+    if snapshot is None:
       return None
-    tree = wire.read(self._layout, self._images[saved["image"]])
+    tree = wire.read(self._layout, self._images[snapshot["image"]])
     # Copied: a later snapshot is written to the same image.
-    return jax.tree.map(np.array, tree), saved["meta"]
+    return jax.tree.map(np.array, tree), snapshot["meta"]

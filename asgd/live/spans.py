@@ -31,7 +31,8 @@ class SpanWriter:
     self._lines: dict[int, list[str]] = collections.defaultdict(list)
 
   def __call__(self, worker: int, span: Span) -> None:
-    """Takes one span of a worker; a push ends a job."""
+    """Adds one span of a worker. The push, the last span of a job, writes the
+    spans of the job."""
     name, start, end, seq, job = span
     path = spans_path(self._folder, worker)
     if worker not in self._lines and path.exists():
@@ -58,18 +59,18 @@ def read_spans(path: Path) -> list[Span]:
   # The last element is empty, or the beginning of a line.
   *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []
-  for number, line in enumerate(lines, 1):
+  for line_number, line in enumerate(lines, 1):
     try:
       text, _, crc = line.rpartition(",")
       name, start, end, seq, job = text.split(",")
       span = Span(name, float(start), float(end), int(seq), int(job))
-      valid = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
-      valid = valid and crc == checksum(text)
+      is_valid = name in _NAMES and all(abs(n) <= LATEST for n in span[1:])
+      is_valid = is_valid and crc == checksum(text)
     except ValueError:
-      valid = False
-    if not valid:
+      is_valid = False
+    if not is_valid:
       raise ValueError(
-        f"{path}, line {number} is no span: {line[:60]!r}. It must be"
+        f"{path}, line {line_number} is no span: {line[:60]!r}. It must be"
         f" {','.join(Span._fields)} and their checksum, with a name of"
         f" {', '.join(_NAMES)}: put the file back as the run wrote it"
       )

@@ -24,8 +24,8 @@ from asgd import safe_files
 from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
-# Length, CRC-32 of the body, CRC-32 of these two. By the latter a changed
-# length differs from the length of a body that was cut short.
+# Length, CRC-32 of the body, CRC-32 of these two. The latter tells a changed
+# length from the length of a body that was cut short.
 _HEAD = struct.Struct("<III")
 
 
@@ -111,23 +111,23 @@ class Log(AppendOnlyFile):
   def append(self, body: bytes) -> None:
     """Adds a body so that no kill of the process loses it. Raises ValueError if
     the disk does not take it."""
-    self._add(_frame(body))
+    self._add(_with_head(body))
 
   def replace(self, bodies: Iterable[bytes] = ()) -> None:
     """Replaces all bodies, at once."""
     self.bodies = []
-    data = b"".join(map(_frame, bodies))
+    data = b"".join(map(_with_head, bodies))
     if not data:
       self._cut(0)
       return
     with writing(self.name):
       safe_files.write(Path(self.name), data, self._disk)
-    # The open file is the one that was replaced.
+    # The open descriptor refers to the old file.
     self.close()
     super().__init__(Path(self.name), self._disk)
 
 
-def _frame(body: bytes) -> bytes:
+def _with_head(body: bytes) -> bytes:
   """Returns a body with its head."""
   fields = len(body), zlib.crc32(body)
   head_crc = zlib.crc32(_HEAD.pack(*fields, 0))

@@ -5,8 +5,8 @@ silent or hang, counts exits, and raises an error if parties exit over and over
 while no message is received. A protocol's cluster has a supervisor, and decides
 the rest: which parties to replace, which to admit, and when all are at rest.
 
-The supervisor reads time from its hosts alone. In a simulated world it meets
-the same faults as the parties do.
+The supervisor reads the time from its hosts alone. So a simulated world can
+give it the same times and faults as the parties.
 """
 
 import math
@@ -18,8 +18,8 @@ from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
-_REST_CHECK_SECONDS = 0.01  # between two checks whether all are at rest
-_ANSWER_LOOK = 0.5  # seconds between two looks at calls
+_REST_CHECK_SECONDS = 0.01  # between two checks for rest
+_CALL_CHECK_SECONDS = 0.5  # seconds between two checks of open calls
 _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
 # The next two are per party: a kind of n parties may have n times as many, even
 # all at one party.
@@ -39,9 +39,8 @@ class Party:
     self.run: Call | None = None  # the party's long call, while it is open
     self.has_done_job = False  # so the party has compiled
     self.hung = False  # the supervisor ended the party: it took too long
-    self.done = 0  # count of the party's jobs when the supervisor last looked
-    # Time at which the supervisor first saw that count; None: the party was
-    # idle.
+    self.jobs_done = 0  # count of the party's jobs at the last `watch`
+    # Time of the first `watch` with that count; None: the party was idle.
     self.job_start: float | None = None
     self.poll: Call | None = None  # the open call of `Supervisor.poll`
     self.polled_at = 0.0  # time of that call
@@ -80,7 +79,7 @@ class Supervisor:
     self.replaced = dict.fromkeys(counts, 0)  # kind -> count of replacements
     # (kind, index) of every party that was ever started
     self._started: set[tuple[str, int]] = set()
-    self._received = 0  # count of messages, when the supervisor last looked
+    self._received = 0  # count of messages at the last `count_received`
     self._refused = 0  # count of refused messages since then
     self._exits = dict.fromkeys(counts, 0)  # kind -> count of exits since then
     self.news: list[str] = []  # lines for the user
@@ -120,8 +119,11 @@ class Supervisor:
   def exited_parties(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
     parties = self.parties[kind]
-    indices = [index for kind_, index in self.hosts.exited() if kind_ == kind]
-    return [parties[index] for index in indices if index in parties]
+    return [
+      parties[index]
+      for host_kind, index in self.hosts.exited()
+      if host_kind == kind and index in parties
+    ]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.
@@ -129,11 +131,11 @@ class Supervisor:
     Yields (party, "died", "hung" or the result of its `run`). Raises the error
     of a party if its object could not be made, or its `run` failed.
     """
-    ended = {party.index: party for party in self.exited_parties(kind)}
+    ended_parties = {party.index: party for party in self.exited_parties(kind)}
     for index, party in self.parties[kind].items():
       if party.run is not None and party.run.done():
-        ended[index] = party
-    for _, party in sorted(ended.items()):
+        ended_parties[index] = party
+    for _, party in sorted(ended_parties.items()):
       answer_of(party.make_call)  # raises the error of making the object
       result = None
       if party.run is not None and party.run.done():
@@ -170,17 +172,21 @@ class Supervisor:
     limit = self._patience
     if kind not in LOCAL:  # the party may be computing a job
       limit = max(limit, self.deadlines.dead_after)
-    silent = self._end_unanswered(calls, limit)
+    silent_keys = self._end_unanswered(calls, limit)
     answers = {index: answer_of(call) for (_, index), call in calls.items()}
-    lost = [parties[index] for index, answer in answers.items() if not answer]
-    # [2] A party that has failed reports the reason as the error of its `run`.
-    # Wait for that before ending the party.
-    runs = {(kind, party.index): party.run for party in lost if party.run}
-    for key in silent:
+    failed_parties = [
+      parties[index] for index, answer in answers.items() if not answer
+    ]
+    # [2] If a party has failed, the error of its `run` has the reason. Wait for
+    # that error before ending the party.
+    runs = {
+      (kind, party.index): party.run for party in failed_parties if party.run
+    }
+    for key in silent_keys:
       runs.pop(key, None)
     self.wait_for_calls(runs, min(_REASON_SECONDS, self._patience))
     # [3] End the parties without an answer.
-    for party in lost:
+    for party in failed_parties:
       self.end(party)
     return {index: answer[0] for index, answer in answers.items() if answer}
 
@@ -200,10 +206,10 @@ class Supervisor:
       if party.poll is None:
         party.poll, party.polled_at = party.host.call(method, *args), now
       calls[kind, index] = party.poll
-    silent = self.wait_for_calls(calls, _POLL_SECONDS)
+    silent_keys = self.wait_for_calls(calls, _POLL_SECONDS)
     for key, call in calls.items():
       party, answer = self.parties[kind][key[1]], None
-      if key in silent:
+      if key in silent_keys:
         if self.hosts.clock() - party.polled_at <= self._patience:
           continue  # the next poll looks for this answer
       else:
@@ -263,18 +269,19 @@ class Supervisor:
       The keys of the calls that have not ended by then.
     """
     clock = self.hosts.clock
-    start, shown, open_calls = clock(), False, dict(calls)
+    start, is_shown, open_calls = clock(), False, dict(calls)
     while open_calls:
-      ended = self.hosts.wait(list(open_calls.values()), _ANSWER_LOOK)
+      calls_left = list(open_calls.values())
+      ended_calls = self.hosts.wait(calls_left, _CALL_CHECK_SECONDS)
       open_calls = {
-        key: call for key, call in open_calls.items() if call not in ended
+        key: call for key, call in open_calls.items() if call not in ended_calls
       }
-      passed = clock() - start
-      if open_calls and passed > _SHOW_AFTER and not shown:
-        shown = True
+      elapsed = clock() - start
+      if open_calls and elapsed > _SHOW_AFTER and not is_shown:
+        is_shown = True
         names = ", ".join(f"{kind} {index}" for kind, index in open_calls)
-        show(f"waiting for {names}, which has not answered for {passed:.0f} s")
-      if passed > limit:
+        show(f"waiting for {names}, which has not answered for {elapsed:.0f} s")
+      if elapsed > limit:
         break
     return list(open_calls)
 
@@ -282,10 +289,10 @@ class Supervisor:
     self, calls: Mapping[tuple[str, int], Call], limit: float
   ) -> list[tuple[str, int]]:
     """Waits for calls, and ends the silent parties; returns their keys."""
-    silent = self.wait_for_calls(calls, limit, show=self.hosts.show)
-    for kind, index in silent:
+    silent_keys = self.wait_for_calls(calls, limit, show=self.hosts.show)
+    for kind, index in silent_keys:
       self.hosts.kill(kind, index)
-    return silent
+    return silent_keys
 
   # Exits.
 
@@ -332,25 +339,26 @@ class Supervisor:
     party.has_done_job = True
 
   def watch(
-    self, party: Party, done: int | None, *, busy: float | None = None
+    self, party: Party, jobs_done: int | None, *, busy: float | None = None
   ) -> None:
     """Measures the jobs of a party, and ends it if a job takes too long.
 
     Args:
       party: the party.
-      done: number of jobs or clocks that the party has done; None: it is idle.
+      jobs_done: number of jobs or clocks that the party has done; None: it is
+        idle.
       busy: seconds since the start of the party's job, as the party reports
         them; None: the supervisor measures them.
     """
     now = self.hosts.clock()
-    if done is None:
+    if jobs_done is None:
       party.job_start = None
       return
     if party.job_start is None:
-      party.done, party.job_start = done, now
-    elif done > party.done:
+      party.jobs_done, party.job_start = jobs_done, now
+    elif jobs_done > party.jobs_done:
       self.add_job(party, now - party.job_start)
-      party.done, party.job_start = done, now
+      party.jobs_done, party.job_start = jobs_done, now
     self.end_overdue(party, busy)
 
   def stop_job_times(self, kind: str) -> None:
@@ -383,12 +391,12 @@ class Supervisor:
   # Rest.
 
   def wait_for_rest(
-    self, at_rest: Callable[[], bool], seconds: float = math.inf
+    self, are_at_rest: Callable[[], bool], seconds: float = math.inf
   ) -> bool:
-    """Waits until `at_rest` returns True, for `seconds` at most. Returns False
-    if the time is over before."""
+    """Waits until `are_at_rest` returns True, for `seconds` at most. Returns
+    False if the time is over before."""
     deadline = self.hosts.clock() + seconds
-    while not at_rest():
+    while not are_at_rest():
       if self.hosts.clock() > deadline:
         return False
       self.hosts.sleep(_REST_CHECK_SECONDS)

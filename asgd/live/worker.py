@@ -74,7 +74,7 @@ class LoopContext(NamedTuple):
       self.span(Span(name, start, end, job.seq, job.job))
 
 
-def _work(
+def _compute_job(
   spec: WorkerSpec,
   incarnation: IncarnationState,
   job: OpenJob,
@@ -110,12 +110,12 @@ class WorkerLoop:
     self._lease = Lease()
     self._incarnation = self._new_incarnation(attempt=0)
     self._stages: Stages | None = None  # with `WorkerSpec.overlap`
-    self.draining = False  # the loop is to end after its open jobs
-    self._drain_sent = False  # the lead starts no further job here
+    self.draining = False  # the loop ends after its open jobs
+    self._drain_sent = False  # the loop has asked for no further jobs
 
   def _new_incarnation(self, attempt: int) -> IncarnationState:
-    """Returns the empty state of an incarnation; `attempt` earlier incarnations
-    had this loop."""
+    """Returns the empty state of an incarnation; this loop had `attempt`
+    earlier incarnations."""
     rebuilt_params = self._spec.make_rebuilt_params()
     return IncarnationState(len(self._memories), rebuilt_params, attempt)
 
@@ -143,6 +143,7 @@ class WorkerLoop:
       return self._run()
 
   def _run(self) -> str:
+    """Handles frames and jobs until the end; see `run`."""
     self._send(0, self._hello())
     while not self._lease.revoked:
       # [1] Ask the lead for no further jobs, if the loop is to drain.
@@ -158,16 +159,16 @@ class WorkerLoop:
           self._send(shard, Frame(frames.BYE, self._worker))
         return "left"
       # [3] Receive a frame; do not wait for it if a job can be finished.
-      received = None
+      arrival = None
       try:
         can_submit = self._stages.is_ready if self._stages else bool(running)
         timeout = 0.0 if can_submit else self._patience
-        received = self._context.link.receive(timeout)
+        arrival = self._context.link.receive(timeout)
       except Disconnected as error:
         self._reconnect(error.shard)
       # [4] Handle the frame, or finish a job, or retry after a timeout.
-      if received:
-        shard, frame = received
+      if arrival:
+        shard, frame = arrival
         if frame.kind == frames.STOP and shard == 0:
           return "stopped"
         if frame.kind == frames.EXPEL and frame.flag:
@@ -175,8 +176,8 @@ class WorkerLoop:
         self._handle(shard, frame)
       elif can_submit:
         self._submit_next()
-      # `receive` ended by `patience` or a `wake`. After `drain` the wake asks
-      # for the DRAIN of step [1], and for no repetition.
+      # `receive` ended after `patience`, or by a `wake`. The wake of `drain`
+      # calls for step [1], and for no repetition of frames.
       elif not running and (not self.draining or self._drain_sent):
         self._send_again(self._shards)
     return "replaced"
@@ -184,7 +185,7 @@ class WorkerLoop:
   # Frames.
 
   def _send(self, shard: int, frame: Frame) -> None:
-    """Sends a frame to a shard; reconnects if it is being replaced."""
+    """Sends a frame to a shard; reconnects if the connection is broken."""
     if self._lease.revoked:
       return  # another loop sends the frames of this worker index
     try:
@@ -193,7 +194,8 @@ class WorkerLoop:
       self._reconnect(shard)
 
   def _reconnect(self, shard: int) -> None:
-    """Waits for a shard that is being replaced, then repeats open frames."""
+    """Waits for a shard that the driver replaces, then sends it again the
+    frames that it has not answered."""
     link, clock = self._context.link, self._context.clock
     last_sign = clock()
     while not link.connect(shard) and not self._lease.revoked:
@@ -211,14 +213,14 @@ class WorkerLoop:
     return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
   def _send_again(self, shards: Iterable[int]) -> None:
-    """Sends shards the frames again that they have not answered. A shard
+    """Sends to each shard again the frames that it has not answered. A shard
     ignores a frame that it has already applied."""
     incarnation, link = self._incarnation, self._context.link
     for shard in () if self._lease.revoked else shards:
       if shard and incarnation.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
-        # The frames in the order in which the worker first sent them.
+        # The order is that in which the worker first sent these frames.
         link.send(shard, self._hello())
         if shard and not self._spec.consistent:
           for job in incarnation.jobs.values():
@@ -239,8 +241,8 @@ class WorkerLoop:
       if is_current and frame.job != incarnation.number:
         incarnation.number = frame.job
         incarnation.state = self._spec.init(self._spec.params)
-        for other in self._shards[1:]:
-          self._send(other, self._hello())
+        for other_shard in self._shards[1:]:
+          self._send(other_shard, self._hello())
     elif frame.kind == frames.TICKET:
       self._take_ticket(shard, frame)
     elif frame.kind == frames.ACK:
@@ -287,8 +289,8 @@ class WorkerLoop:
     if job is None:
       job = incarnation.jobs[frame.seq] = OpenJob(frame, self._context.clock())
       if shard == 0 and not self._spec.consistent:
-        for other in self._shards[1:]:
-          self._send(other, job.fetch_frame(self._worker))
+        for other_shard in self._shards[1:]:
+          self._send(other_shard, job.fetch_frame(self._worker))
     job.tickets[shard] = frame
 
   # Work.
@@ -319,7 +321,7 @@ class WorkerLoop:
     if self._stages:
       self._stages.begin((incarnation, job, ticket, batch))
     else:
-      _work(spec, incarnation, job, ticket, batch)
+      _compute_job(spec, incarnation, job, ticket, batch)
 
   def _read_params(self, job: OpenJob) -> list[Any] | None:
     """Returns each shard's part of a ticket, None if one cannot be read."""
@@ -332,8 +334,8 @@ class WorkerLoop:
         else:
           # With several shards `sharding.join` copies the parts. It needs no
           # jax arrays: NumPy copies without a dispatch.
-          read = memory.read if self._spec.plan else memory.device_view
-          parts.append(read(PARAMS, ticket.params, int(ticket.value)))
+          read_slot = memory.read if self._spec.plan else memory.device_view
+          parts.append(read_slot(PARAMS, ticket.params, int(ticket.value)))
       except WrongSlot:  # the ticket was lost; its EXPEL is on its way
         return None
       except (BadCode, OutOfStep):
@@ -346,11 +348,11 @@ class WorkerLoop:
 
   def _compute(self, task: tuple[Any, ...]) -> None:
     """Computes a job, in the thread of the second stage; `task` has the
-    arguments of `_work` after the first."""
+    arguments of `_compute_job` after the first."""
     _, job, _, _ = task
     job.compute_start = self._context.clock()
     with self._spec.on_device(self._worker):
-      _work(self._spec, *task)
+      _compute_job(self._spec, *task)
     jax.block_until_ready(job.result)
     self._slow_down(job)
 
@@ -385,14 +387,14 @@ class WorkerLoop:
     script = self._context.script
     message = script.apply_to_message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
-    if job.compute_end == math.inf:  # not by `_compute`
+    if job.compute_end == math.inf:  # `_compute` did not wait
       self._slow_down(job)
     # A worker that rebuilds the parameters does not read them from a slot.
     reads_slots = incarnation.rebuilt_params is None
     if reads_slots and not job.has_unchanged_params(self._memories):
       return None
     push = job.push_frame(self._worker, is_finite(message, loss), float(loss))
-    return push if self._write(incarnation, job, message) else None
+    return push if self._write_to_slots(incarnation, job, message) else None
 
   def _submit(self, job: OpenJob, push: Frame) -> None:
     """Sends a PUSH to all shards, and to the lead last: the lead must not count
@@ -413,7 +415,7 @@ class WorkerLoop:
         self._incarnation.pushes_for_lead[job.seq] = frame
     self._context.log_span("push", job.compute_end, self._context.clock(), job)
 
-  def _write(
+  def _write_to_slots(
     self, incarnation: IncarnationState, job: OpenJob, message: Any
   ) -> bool:
     """Writes a message to its slots; False if the lease was revoked."""

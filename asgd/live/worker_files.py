@@ -175,10 +175,10 @@ class WorkerJournal:
     self._time = 0.0  # of the last row
     self.started_jobs = 0
     for event in self._journal.events():
-      self._note(event)
+      self._count_row(event)
 
-  def _note(self, event: Event) -> None:
-    """Updates the time and the count by a row of the journal."""
+  def _count_row(self, event: Event) -> None:
+    """Counts a row of the journal, and advances the time to it."""
     self._time = max(self._time, event.time)
     self.started_jobs += event.action in STARTS
 
@@ -188,7 +188,7 @@ class WorkerJournal:
     time = max(self._clock(), self._time)
     event = Event(time, self.index, seq, job, action, **fields)
     self._journal.append(event)
-    self._note(event)
+    self._count_row(event)
     return event
 
   def counts(self) -> tuple[int, int]:

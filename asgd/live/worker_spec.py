@@ -68,7 +68,7 @@ class WorkerSpec(NamedTuple):
     self, worker: int
   ) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which this thread computes on the device of a
-    worker: the workers take turns over the devices."""
+    worker: device `worker` modulo the number of devices."""
     if not self.devices:
       return contextlib.nullcontext()
     return jax.default_device(self.devices[worker % len(self.devices)])
@@ -90,11 +90,11 @@ class WorkerSpec(NamedTuple):
     """Compiles the work, for a batch like a worker's first by default, and
     drops its result."""
     batch = self.example(worker) if batch is None else batch
-    self._try_job(worker, self._start_of(worker), batch)
-    for rebuilt in self.make_rebuilt_params() or ():
-      rebuilt.warm_up()
+    self._try_job(worker, self._first_state_and_ticket(worker), batch)
+    for rebuilt_params in self.make_rebuilt_params() or ():
+      rebuilt_params.warm_up()
 
-  def _start_of(self, worker: int) -> tuple[Any, base.Ticket]:
+  def _first_state_and_ticket(self, worker: int) -> tuple[Any, base.Ticket]:
     """Returns the first state and a ticket of a worker, with parameters 0."""
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self.params)
     # NumPy scalars, as in a run: a jax array would lie on one device.
@@ -105,11 +105,14 @@ class WorkerSpec(NamedTuple):
       return self.init(params), ticket
 
   def _try_job(
-    self, worker: int, start: tuple[Any, base.Ticket], batch: base.Batch
+    self,
+    worker: int,
+    state_and_ticket: tuple[Any, base.Ticket],
+    batch: base.Batch,
   ) -> None:
     """Does a job and drops its result."""
     with self.on_device(worker):
-      result = self.work(*start, batch, self.root, np.int32(0))
+      result = self.work(*state_and_ticket, batch, self.root, np.int32(0))
     jax.block_until_ready(result)
 
   def warm_up_all(self, workers: int) -> None:
@@ -134,13 +137,13 @@ class WorkerSpec(NamedTuple):
     same time, because they share the machine in training, too.
     """
     times: list[float] = []
-    start = self._start_of(worker)
+    state_and_ticket = self._first_state_and_ticket(worker)
     while len(times) < jobs or math.fsum(times) < _MEASURE_SECONDS:
-      began = time.perf_counter()
-      self._try_job(worker, start, self.batch(worker, len(times)))
+      start_time = time.perf_counter()
+      self._try_job(worker, state_and_ticket, self.batch(worker, len(times)))
       factor, clock = self.factor(worker), time.perf_counter
-      pace.slow_down(factor, began, clock=clock, wait=wait)
-      times.append(time.perf_counter() - began)
+      pace.slow_down(factor, start_time, clock=clock, wait=wait)
+      times.append(time.perf_counter() - start_time)
     return statistics.median(times)
 
   def factor(self, worker: int) -> float:

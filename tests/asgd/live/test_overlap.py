@@ -145,9 +145,9 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._incarnation
   loop._start_next_incarnation()
-  loop._write(before, job, params)
+  loop._write_to_slots(before, job, params)
   assert (MESSAGES, 1) not in memory
-  loop._write(loop._incarnation, job, params)
+  loop._write_to_slots(loop._incarnation, job, params)
   assert (MESSAGES, 1) in memory
 
 

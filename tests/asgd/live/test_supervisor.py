@@ -76,7 +76,7 @@ def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
 
 
 def test_a_silent_party_is_named_and_ended(monkeypatch):
-  monkeypatch.setattr(supervisor_lib, "_ANSWER_LOOK", 0.01)
+  monkeypatch.setattr(supervisor_lib, "_CALL_CHECK_SECONDS", 0.01)
   monkeypatch.setattr(supervisor_lib, "_SHOW_AFTER", 0.0)
   hosts, lines = ThreadHosts(began=time.monotonic()), []
   hosts.show = lines.append
