@@ -46,8 +46,8 @@ def check_rows(path: Path, rows: int, min_rows: int) -> None:
   if rows < min_rows:
     finding = f"has {rows} rows" if path.exists() else "is missing"
     raise ValueError(
-      f"{path} {finding} where the run resumes from {min_rows}: it was cut short or"
-      f" removed. {PUT_BACK}"
+      f"{path} {finding} where the run resumes from {min_rows}: it was cut"
+      f" short or removed. {PUT_BACK}"
     )
 
 

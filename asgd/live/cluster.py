@@ -41,8 +41,8 @@ class Cluster:
     silent_keys = self._supervisor.wait_for_calls(calls, limit)
     if silent_keys:
       raise ValueError(
-        f"{len(silent_keys)} {kind}s took more than {limit:g} seconds to compile or"
-        " to do the jobs that are timed: give them more with"
+        f"{len(silent_keys)} {kind}s took more than {limit:g} seconds to"
+        " compile or to do the jobs that are timed: give them more with"
         " config.live.start_seconds, or fewer with config.allocation.jobs"
       )
     answers = []

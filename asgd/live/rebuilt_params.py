@@ -96,7 +96,7 @@ class RebuiltParams:
       if data.size < self._stats_layout.nbytes:
         raise packing.BadCode(
           f"{data.size} bytes of updates are too few: the statistics at their"
-          f" end have {self._stats.nbytes}"
+          f" end have {self._stats_layout.nbytes}"
         )
       aligned = data[end:].copy()
       views = wire.read(self._stats_layout, aligned)

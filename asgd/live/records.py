@@ -102,8 +102,8 @@ def read_rows(
   changed_rows = np.flatnonzero(rows["crc32"] != _checksums(rows))
   if len(changed_rows):
     raise ValueError(
-      f"{path}, record {start + changed_rows[0]} was changed, as its checksum says."
-      f" {PUT_BACK}"
+      f"{path}, record {start + changed_rows[0]} was changed, as its checksum"
+      f" says. {PUT_BACK}"
     )
   return rows
 

@@ -123,7 +123,7 @@ class HostedShard:
       session = self._sessions[token]
       try:
         session.check_sender(frame)
-        is_peer = shard.role.peers.get(frame.worker) == session.send
+        is_peer = shard.role.connections.get(frame.worker) == session.send
         # A worker on the shard's machine writes to its slot itself. Here the
         # shard writes: a late PUSH must not reach the slot of another ticket.
         if message is not None and is_peer and shard.state.can_write(frame):

@@ -82,8 +82,9 @@ class Follower(Role):
         # The lead receives only messages that this shard has prepared. So the
         # message lies in its slot, even if a kill since then has taken the PUSH
         # from this shard.
-        totals = tuple(x for _, x in sorted(self._totals.pop(key, {}).items()))
-        slot = state.tickets[key].message
+        by_index = self._totals.pop(key, {})
+        totals = tuple(total for _, total in sorted(by_index.items()))
+        slot = state.tickets[key].message_slot
         event = event._replace(message=slot, totals=totals)
       self.commit(event)
     if self._open_ask and self._lead:
@@ -101,8 +102,8 @@ class Follower(Role):
     totals = [self._totals[key][i] for i in range(ask.version)]
     stage = state.stage(key, state.pushes[key].value, totals)
     self._open_ask = None
-    asked = Frame(frames.ASKED, *key, self.index, ask.version)
-    send(asked._replace(value=float(stage.operand)))
+    answer = Frame(frames.ASKED, *key, self.index, ask.version)
+    send(answer._replace(value=float(stage.operand)))
 
 
 class Independent(Role):
@@ -111,36 +112,37 @@ class Independent(Role):
 
   decides = True
 
-  def is_outdated(self, worker: int, number: int) -> bool:
-    """Returns True also if the tickets of the incarnation were ended here and
-    no later incarnation has joined."""
-    is_ended = number <= self.ended.get(worker, -1)
-    return is_ended or super().is_outdated(worker, number)
+  def is_outdated(self, worker: int, incarnation: int) -> bool:
+    """See the base. An incarnation is outdated, too, if this shard has ended
+    its tickets and no later incarnation has joined."""
+    is_ended = incarnation <= self.ended_incarnations.get(worker, -1)
+    return is_ended or super().is_outdated(worker, incarnation)
 
-  def join(self, worker: int, number: int) -> None:
-    """Writes the JOIN of a new incarnation; the lead assigned `number`."""
-    super().join(worker, number)
-    self._commit_row((worker, NO_SEQ), number, base.JOIN)
+  def join(self, worker: int, incarnation: int) -> None:
+    """Writes the JOIN of a new incarnation; the lead assigned the number."""
+    super().join(worker, incarnation)
+    self._commit_row((worker, NO_SEQ), incarnation, base.JOIN)
 
   def leave(self, worker: int) -> None:
     """Ends the tickets of the present incarnation of a worker."""
     state = self.state
-    number = self.incarnations.pop(worker, None)
+    incarnation = self.incarnations.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
-    if number is not None and keys:
-      self.ended[worker] = number
+    if incarnation is not None and keys:
+      self.ended_incarnations[worker] = incarnation
     for key in keys:
       job, slot = state.tickets[key].job, state.lost_slot(key)
       self._commit_row(key, job, base.LOST, message=slot)
-    if keys or number is not None:
-      self._commit_row((worker, NO_SEQ), number or 0, base.LEAVE)
+    if keys or incarnation is not None:
+      self._commit_row((worker, NO_SEQ), incarnation or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
     """Opens this shard's slice of a ticket, or sends an open one again.
 
-    A worker sends PUSH only after FETCH, so a worker with open tickets
-    never fetches a closed ticket. If it does, its tickets were ended here: the
-    shard expels it. Raises BadFrame if no worker could have that job.
+    The FETCH may be of a closed ticket. A message did not close it, since a
+    worker sends PUSH only after FETCH. So this shard has ended the worker's
+    tickets, and it expels the worker. Raises BadFrame if no worker could have
+    that job.
     """
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
@@ -165,46 +167,47 @@ class Independent(Role):
     setup, state, slots = self.setup, self.state, self.state.slots
     rules, worker = setup.rules, frame.worker
     max_open = rules.depth + rules.round + rules.backup  # tickets of a worker
-    # The worker's seq may be ahead of this shard's count: rows of received
-    # messages may be lost with a loss of power, and messages may be lost with
-    # incarnations that never connected to this shard.
+    # The worker's seq may be ahead of this shard's count. A loss of power may
+    # have removed rows of received messages, and some incarnations may never
+    # have connected to this shard.
     ahead = frame.seq - state.started_jobs.get(worker, 0)
-    jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
+    open_jobs = [
+      ticket.job for key, ticket in state.tickets.items() if key[0] == worker
+    ]
     n_lost_slots = sum(map(len, slots.lost_slots.values()))
     n_taken_slots = len(state.tickets) + n_lost_slots
     if (
-      frame.job in jobs
-      or len(jobs) >= max_open
+      frame.job in open_jobs
+      or len(open_jobs) >= max_open
       # A snapshot frees the slots of the log; the tickets need the others.
       or n_taken_slots >= slot_counts(setup).messages - setup.log
       or ahead > setup.jobs + max_open * MOST_AHEAD
     ):
-      started = state.started_jobs.get(worker, 0)
+      n_started = state.started_jobs.get(worker, 0)
       raise frames.BadFrame(
         f"worker {worker} asks shard {self.index} for job {frame.job} as its"
-        f" {frame.seq}, after {started}, and has {jobs} open"
+        f" {frame.seq}, after {n_started}, and has {open_jobs} open"
       )
 
   def push(self, frame: Frame) -> None:
     """Receives a message once all earlier messages of its worker have
     arrived."""
-    key, state = (frame.worker, frame.seq), self.state
-    state.pushes[key] = frame
+    job_key, state = (frame.worker, frame.seq), self.state
+    state.pushes[job_key] = frame
     if not frame.flag:
-      job = state.tickets[key].job
-      self._commit_row(key, job, base.REJECT, loss=frame.value)
+      job = state.tickets[job_key].job
+      self._commit_row(job_key, job, base.REJECT, loss=frame.value)
       self.leave(frame.worker)
       self.expel(frame.worker)
       return
     # A worker fetches its tickets in the order of its jobs.
-    for key in [key for key in state.tickets if key[0] == frame.worker]:
+    open_keys = [key for key in state.tickets if key[0] == frame.worker]
+    for key in open_keys:
       if key not in state.pushes:
         break
       ticket, loss = state.tickets[key], state.pushes[key].value
-      message = ticket.message
-      self._commit_row(
-        key, ticket.job, base.RECEIVE, message=message, loss=loss
-      )
+      slot = ticket.message_slot
+      self._commit_row(key, ticket.job, base.RECEIVE, message=slot, loss=loss)
 
   def _commit_row(self, key: Key, job: int, action: int, **fields: Any) -> None:
     """Commits a row with the present time; `fields` are fields of an `Event`.

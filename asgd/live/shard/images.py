@@ -23,12 +23,12 @@ def save_snapshot(state: ShardState) -> None:
   so far."""
   # `describe` counts the records, so write them first.
   state.messages.flush()
-  params = [ticket.params for ticket in state.all_tickets]
+  params_slots = [ticket.params_slot for ticket in state.all_tickets]
   meta = describe(state)
   memory, first_slot = state.slots.memory, state.slots.counts.messages
   if state.updates.are_enabled:
     meta["packets"] = state.updates.save(memory, first_slot, state.rows)
-  state.slots.save(state.server, meta, params)
+  state.slots.save(state.server, meta, params_slots)
 
 
 def describe(state: ShardState) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def describe(state: ShardState) -> dict[str, Any]:
     "received": state.messages.count,
     "records": state.messages.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
-    # Open tickets without parameters, which were lost with an earlier memory.
-    # Their LOST rows follow when the lead ends them.
+    # Open tickets that lost their parameters with an earlier memory. The lead
+    # ends them, and then commits their LOST rows.
     "without_params": sorted(
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
@@ -58,10 +58,10 @@ def describe(state: ShardState) -> dict[str, Any]:
   }
 
 
-def _open_tickets(
+def _set_open_tickets(
   state: ShardState,
   ledger: Ledger[Event],
-  intact: bool,
+  memory_intact: bool,
   without_params: Iterable[Sequence[int]] = (),
 ) -> None:
   """Sets the open tickets and counts of a state to those of a ledger.
@@ -69,9 +69,9 @@ def _open_tickets(
   Args:
     state: the state of the shard; it is changed.
     ledger: the ledger of the journal's rows.
-    intact: whether the slots have the parameters of the tickets.
+    memory_intact: whether the slots have the parameters of the tickets.
     without_params: (worker, seq) of tickets that lost their parameters even if
-      the slots are `intact`.
+      the slots are `memory_intact`.
   """
   lost_params = set(map(tuple, without_params))
   state.rows = ledger.rows
@@ -83,20 +83,20 @@ def _open_tickets(
     event.key: state.read_ticket(
       event,
       event.action == base.SEND,
-      intact and event.key not in lost_params,
+      memory_intact and event.key not in lost_params,
     )
     for tickets in ledger.open.values()
     for event in tickets.values()
   }
   latest = ledger.latest if state.can_keep else {}
   state.reusable_tickets = {
-    worker: state.read_ticket(event, False, intact)
+    worker: state.read_ticket(event, False, memory_intact)
     for worker, event in latest.items()
   }
 
 
 def restore(
-  state: ShardState, image: Image, ledger: Ledger[Event], intact: bool
+  state: ShardState, image: Image, ledger: Ledger[Event], memory_intact: bool
 ) -> None:
   """Restores a state from an image.
 
@@ -104,13 +104,13 @@ def restore(
     state: a state before the first row; it is changed.
     image: (the server's state, the result of `describe`).
     ledger: the ledger of the journal's rows before the image.
-    intact: whether the parameters of open tickets lie in their slots.
+    memory_intact: whether the parameters of open tickets lie in their slots.
   """
   tree, meta = image
   slots = state.slots
   # [1] The server's state, the open tickets and the counts of messages.
   state.server = jax.tree.map(jnp.array, tree)
-  _open_tickets(state, ledger, intact, meta["without_params"])
+  _set_open_tickets(state, ledger, memory_intact, meta["without_params"])
   # [2] The updates that open tickets carry.
   if state.updates.are_enabled:
     state.updates.load(meta, slots.memory, slots.counts.messages)
@@ -118,19 +118,19 @@ def restore(
       ticket = state.tickets[worker, seq]._replace(base=base_version)
       state.tickets[worker, seq] = ticket
   # [3] The uses of slots, as they were when the image was made.
-  for worker, messages in meta["lost"]:
-    for slot in messages:
+  for worker, message_slots in meta["lost"]:
+    for slot in message_slots:
       slots.keep_lost(worker, slots.take_message(slot))
   for ticket in state.tickets.values():
-    slots.take_message(ticket.message)
+    slots.take_message(ticket.message_slot)
   for ticket in state.all_tickets:
-    slots.use(ticket.params)
-    slots.use(ticket.params)  # a second use, of the snapshot
-    slots.snapshot_slots.append(ticket.params)
+    slots.use(ticket.params_slot)
+    slots.use(ticket.params_slot)  # a second use, of the snapshot
+    slots.snapshot_slots.append(ticket.params_slot)
   if meta["published"] >= 0:
     # `publish` compares objects; None equals no parameters of the server.
-    current = state.server.params if meta["current"] else None
-    slots.published = current, meta["published"]
+    params = state.server.params if meta["current"] else None
+    slots.published = params, meta["published"]
     slots.use(meta["published"])
 
 
@@ -138,7 +138,7 @@ def reopen(
   state: ShardState,
   events: Sequence[Event],
   ledger: Ledger[Event],
-  intact: bool,
+  memory_intact: bool,
 ) -> bool:
   """Restores the tickets that are open at the end of a journal. The messages
   received since the image are not applied: their updates are lost.
@@ -147,13 +147,13 @@ def reopen(
     state: after `restore`; it is changed.
     events: the rows since the image.
     ledger: the ledger of all rows.
-    intact: as in `restore`.
+    memory_intact: as in `restore`.
 
   Returns:
     Whether any message was received since the image.
   """
   received_before, image_tickets = state.messages.count, state.tickets
-  _open_tickets(state, ledger, intact)
+  _set_open_tickets(state, ledger, memory_intact)
   for key in image_tickets.keys() & state.tickets.keys():
     base_version = image_tickets[key].base
     state.tickets[key] = state.tickets[key]._replace(base=base_version)
@@ -170,7 +170,7 @@ def reopen(
       if event.message >= 0:
         state.slots.keep_lost(event.worker, event.message)
   state.slots.recount(
-    [ticket.params for ticket in state.all_tickets],
-    [ticket.message for ticket in state.tickets.values()],
+    [ticket.params_slot for ticket in state.all_tickets],
+    [ticket.message_slot for ticket in state.tickets.values()],
   )
   return state.messages.count > received_before

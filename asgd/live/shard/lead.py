@@ -63,15 +63,15 @@ class Lead(Role):
     self.dispatcher.replay(events)
 
   def learn_durations(self, events: Iterable[Event]) -> None:
-    """See the base; the deadlines of workers follow from them."""
+    """See the base; the watch computes the deadlines of workers from them."""
     self.watch.add_journal(events)
 
-  def is_outdated(self, worker: int, number: int) -> bool:
+  def is_outdated(self, worker: int, incarnation: int) -> bool:
     """Returns True: the lead ends the tickets of an incarnation before it
     admits the next one, so an earlier incarnation has no ticket."""
     return True
 
-  def join(self, worker: int, number: int) -> None:
+  def join(self, worker: int, incarnation: int) -> None:
     """Registers a new incarnation of a worker and numbers it."""
     self.mark_alive(worker)
     self.incarnations[worker] = self.dispatcher.join(worker, self.time)
@@ -97,14 +97,15 @@ class Lead(Role):
   def push(self, frame: Frame) -> None:
     """Takes a PUSH: the message of an open ticket lies in its slot."""
     key = frame.worker, frame.seq
-    start = self.dispatcher.open(frame.worker)[frame.seq]  # its SEND or KEEP
+    # The SEND or KEEP of the job.
+    start_event = self.dispatcher.open(frame.worker)[frame.seq]
     if not frame.flag:
       self._refuse(key)
       return
     self._consecutive_refusals = 0
-    self._job_refusals.pop(start.job, None)
+    self._job_refusals.pop(start_event.job, None)
     self.state.pushes[key] = frame
-    self.watch.add_job(start.time, self.time)
+    self.watch.add_job(start_event.time, self.time)
     self._report_arrival(key)
 
   def _refuse(self, key: Key) -> None:
@@ -156,7 +157,7 @@ class Lead(Role):
     rules allow."""
     if self.stopped:
       return
-    # After each message, the next one of its worker may be proposed.
+    # After each message, the sum of its worker's next message may start.
     while self.dispatcher.deliver(self.time) and self._totals:
       self._totals.start_next_sum()
     if self._totals:
@@ -165,7 +166,7 @@ class Lead(Role):
       self.dispatcher.grants(self.time)
     if self.dispatcher.finished:
       self.stopped = True
-      for worker in self.peers:
+      for worker in self.connections:
         self.send(worker, Frame(frames.STOP, worker))
 
   def _waits_for_others(self) -> bool:
@@ -185,7 +186,7 @@ class Lead(Role):
       totals = self._totals.pop(key) if self._totals else ()
       self._prepared.pop(key, None)
       if event.action == base.RECEIVE:
-        slot, loss = state.tickets[key].message, state.pushes[key].value
+        slot, loss = state.tickets[key].message_slot, state.pushes[key].value
         event = event._replace(message=slot, loss=loss, totals=totals)
       else:
         event = event._replace(message=state.lost_slot(key))
@@ -207,7 +208,7 @@ class Lead(Role):
       ]
       for worker in self.dispatcher.workers
     }
-    return self.watch.find_dead(start_times, self.peers, now)
+    return self.watch.find_dead(start_times, self.connections, now)
 
 
 class _PendingSum(NamedTuple):
@@ -230,7 +231,7 @@ class LeadTotals:
     self._lead, self._dispatcher = lead, dispatcher
     self._queue: list[Key] = []  # messages with parts at all shards
     self._pending: _PendingSum | None = None
-    # Totals of messages that can be received, until their rows are written.
+    # Message that can be received -> its totals, until its row is written.
     self._complete: dict[Key, tuple[float, ...]] = {}
 
   def add(self, key: Key) -> None:
@@ -249,13 +250,13 @@ class LeadTotals:
       return
     for worker, seq in self._queue:
       # Messages of one worker are received in the order of its jobs.
-      first = next(iter(self._dispatcher.open(worker)))
-      if seq == first:
+      first_seq = next(iter(self._dispatcher.open(worker)))
+      if seq == first_seq:
         self._pending = _PendingSum((worker, seq), [], {})
-        self._next_stage(self._pending)
+        self._continue_sum(self._pending)
         return
 
-  def _next_stage(self, pending: _PendingSum) -> None:
+  def _continue_sum(self, pending: _PendingSum) -> None:
     """Asks for the operands of the next total, or reports the message as
     arrived if it needs no further total."""
     key, totals, operands = pending
@@ -295,8 +296,8 @@ class LeadTotals:
       operands = [operand for _, operand in sorted(pending.operands.items())]
       pending.totals.append(float(sharding.add_up(operands)))
       pending.operands.clear()
-      self._next_stage(pending)
+      self._continue_sum(pending)
 
   def pop(self, key: Key) -> tuple[float, ...]:
-    """Removes and returns the totals of a message."""
+    """Removes the totals of a message and returns them."""
     return self._complete.pop(key, ())

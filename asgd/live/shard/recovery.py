@@ -137,21 +137,21 @@ def _replay(
 ) -> tuple[_StartingPoint, Ledger[Event], bool]:
   """Performs steps [1] to [3], and turns their errors into ValueErrors. Returns
   the image used, the ledger of all rows, and whether updates are lost."""
-  state, name = role.state, role.journal.name
+  state, journal_name = role.state, role.journal.name
   memory = state.slots.memory
   try:
-    start = _choose_image(state, name, events, image, resumed)  # [1]
+    start = _choose_image(state, journal_name, events, image, resumed)  # [1]
     ledger = _restore_image(role, events, start)  # [2]
     lost_updates = _replay_later_rows(role, events, ledger, start)  # [3]
   except _MismatchedFiles as error:
     raise ValueError(str(error)) from error
   except WrongSlot as error:
-    memory.disown()  # so that the next command does not need the memory
+    memory.disown()  # the next command then does not use the memory
     raise ValueError(str(error)) from error
   # A changed file may break any assumption of the replay.
   except (LookupError, StopIteration, TypeError, ValueError) as error:
     raise ValueError(
-      f"{name} cannot be replayed (after row {state.rows},"
+      f"{journal_name} cannot be replayed (after row {state.rows},"
       f" {type(error).__name__}: {error}): it, or the shared memory in"
       f" {memory.name}, was changed. Put them back as they were; or remove"
       f" {memory.name} and {GO_ON} from the last checkpoint"
@@ -209,29 +209,35 @@ def _commit_rollback(
   row = Event(time, 0, NO_SEQ, start.rows, base.ROLLBACK)
   undone_before = ledger.undone
   ledger.apply(row)
-  undone = ledger.undone - undone_before
+  undone_updates = ledger.undone - undone_before
   role.commit(row)
-  return Rollback(start.rows, received, undone, start.reason)
+  return Rollback(start.rows, received, undone_updates, start.reason)
 
 
 def _restore_incarnations(role: Role, ledger: Ledger[Event]) -> None:
   """Sets the present incarnations, which may connect again, and the ended ones,
   which may not."""
   # The journal has a JOIN but no LEAVE of a present worker.
-  present, joined = sorted(ledger.present), ledger.incarnations
-  role.incarnations |= {w: joined[w] for w in present if w in joined}
+  present, incarnations = sorted(ledger.present), ledger.incarnations
+  role.incarnations |= {
+    worker: incarnations[worker] for worker in present if worker in incarnations
+  }
   # A kill may have come after a worker's tickets ended, but before the LEAVE
   # row was written: write it now.
   without_leave = [worker for worker in present if worker in ledger.ended]
   alive = set(present).difference(without_leave)
-  role.ended = {w: n for w, n in joined.items() if w not in alive}
+  role.ended_incarnations = {
+    worker: incarnation
+    for worker, incarnation in incarnations.items()
+    if worker not in alive
+  }
   for worker in without_leave if role.decides else ():
     role.leave(worker)
 
 
 def _choose_image(
   state: ShardState,
-  name: str,
+  journal_name: str,
   events: list[Event],
   checkpoint: Image | None,
   resumed: bool,
@@ -239,13 +245,13 @@ def _choose_image(
   """Chooses the snapshot in shared memory if it is usable, otherwise the
   checkpoint. Raises _MismatchedFiles if neither is usable."""
   memory = state.slots.memory
-  intact, reason = not memory.is_new, ""
-  if not intact and not resumed:  # workers still map the removed memory
+  memory_intact, reason = not memory.is_new, ""
+  if not memory_intact and not resumed:  # workers still map the removed memory
     raise _MismatchedFiles(
       f"the shared memory {memory.name} is missing: it was removed while the"
       f" run used it; {GO_ON} from the last checkpoint"
     )
-  if intact:
+  if memory_intact:
     try:
       snapshot = memory.load()
       rows = snapshot[1]["rows"] if snapshot else 0
@@ -253,11 +259,11 @@ def _choose_image(
       if rows <= len(events) and not unsaved:
         return _StartingPoint(snapshot, True, False)
       if rows > len(events):
-        reason = _cut_trace_error(name, events, "snapshot", rows)
+        reason = _cut_trace_error(journal_name, events, "snapshot", rows)
         if not resumed:
           raise _MismatchedFiles(reason)
         # Slots that were written after the cut trace do not belong to it.
-        intact = False
+        memory_intact = False
     except DamagedSnapshot as error:
       # The memory still counts as intact: the parameters of open tickets lie
       # in slots beside the snapshot.
@@ -273,11 +279,12 @@ def _choose_image(
   if checkpoint:
     rows = checkpoint[1]["rows"]
     if rows > len(events):
-      raise _MismatchedFiles(_cut_trace_error(name, events, "checkpoint", rows))
+      reason = _cut_trace_error(journal_name, events, "checkpoint", rows)
+      raise _MismatchedFiles(reason)
     if _is_undone(events, rows):
       checkpoint = None
   # In a resumed run all open tickets end, so no worker reads their slots.
-  return _StartingPoint(checkpoint, intact and not resumed, True, reason)
+  return _StartingPoint(checkpoint, memory_intact and not resumed, True, reason)
 
 
 def _has_unsaved_rollback(
@@ -286,11 +293,13 @@ def _has_unsaved_rollback(
   """Returns whether the shard was killed after a rollback to a checkpoint, and
   before the snapshot that follows the rollback. Then the snapshot in memory is
   older than the rollback. `later_rows` are the rows since that snapshot."""
-  targets = [row.job for row in later_rows if row.action == base.ROLLBACK]
+  rollback_targets = [
+    row.job for row in later_rows if row.action == base.ROLLBACK
+  ]
   if state.setup.log:
-    return bool(targets)
+    return bool(rollback_targets)
   # Without a log, a rollback to row 0 saves no snapshot, so it does not count.
-  return not snapshot and bool(targets) and targets[-1] > 0
+  return not snapshot and bool(rollback_targets) and rollback_targets[-1] > 0
 
 
 def _is_undone(events: list[Event], rows: int) -> bool:
@@ -304,18 +313,18 @@ def _is_undone(events: list[Event], rows: int) -> bool:
 
 
 def _cut_trace_error(
-  name: str, events: list[Event], image: str, rows: int
+  journal_name: str, events: list[Event], image_name: str, rows: int
 ) -> str:
   """Returns the error of a journal that has fewer rows than an image covers."""
   return (
-    f"{name} has {len(events)} rows, the {image} is of row {rows}: the trace"
-    f" was cut short. Put it back as the run wrote it, {ANEW}"
+    f"{journal_name} has {len(events)} rows, the {image_name} is of row {rows}:"
+    f" the trace was cut short. Put it back as the run wrote it, {ANEW}"
   )
 
 
 def _check_image(
   state: ShardState,
-  name: str,
+  journal_name: str,
   ledger: Ledger[Event],
   start: _StartingPoint,
   meta: dict[str, Any],
@@ -332,13 +341,13 @@ def _check_image(
   image_tickets = list(map(list, meta["tickets"]))
   received = len(ledger.received) + ledger.undone
   if (received, tickets) != (meta["received"], image_tickets):
-    image = (
+    image_name = (
       "checkpoint" if start.from_checkpoint else f"snapshot in {memory.name}"
     )
     raise _MismatchedFiles(
-      f"{name} is not the trace that the {image} was made of (at row"
-      f" {meta['rows']}): one of the two was changed. Put it back as the run"
-      f" wrote it, {ANEW}"
+      f"{journal_name} is not the trace that the {image_name} was made of (at"
+      f" row {meta['rows']}): one of the two was changed. Put it back as the"
+      f" run wrote it, {ANEW}"
     )
   if sink.count < meta["records"]:
     raise _MismatchedFiles(

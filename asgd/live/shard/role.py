@@ -18,7 +18,8 @@ from asgd.orders.trace import STARTS, Event
 # connected to another shard. A larger distance is an error of the sender.
 MOST_AHEAD = 100
 
-# Sends a frame to one peer. It never raises, and never blocks for long.
+# Sends a frame to one peer. It never raises, and never blocks for long. The
+# function also identifies the connection: each connection has another one.
 SendFrame = Callable[[Frame], None]
 
 
@@ -42,12 +43,12 @@ class Role:
     # after a restart on another machine: rows must be in order of time.
     events = journal.events()
     self.time = max(now, events[-1].time if events else 0.0)
-    self.peers: dict[int, SendFrame] = {}  # worker -> its connection
+    self.connections: dict[int, SendFrame] = {}  # worker -> its connection
     self.incarnations: dict[int, int] = {}  # worker -> its present incarnation
-    # Worker -> the latest incarnation with tickets that this shard has ended.
-    self.ended: dict[int, int] = {}
+    # Worker -> its latest incarnation whose tickets this shard has ended.
+    self.ended_incarnations: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
-    self.restarts: dict[int, int] = {}
+    self.latest_loops: dict[int, int] = {}
     # At the lead: shard -> its connection.
     self.followers: dict[int, SendFrame] = {}
     # Called after each row, with the number of rows so far.
@@ -57,14 +58,14 @@ class Role:
     """Commits a new row: to the state, to the journal, then to followers and
     the worker of the row."""
     state, key = self.state, event.key
-    starts = event.action in STARTS
+    starts_job = event.action in STARTS
     # A snapshot frees the message slots of the log, one of which is needed.
-    if starts and state.log_is_full:
+    if starts_job and state.log_is_full:
       images.save_snapshot(state)
     # [1] The state applies the row. It chooses the slots of a ticket, which the
     # row then names.
     state.apply(event)
-    if starts:
+    if starts_job:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
@@ -75,7 +76,7 @@ class Role:
     for send in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
         send(frame)
-    if starts:
+    if starts_job:
       self.send(event.worker, state.ticket_frame(key))
     elif event.action in (base.RECEIVE, base.DROP):
       self.send(event.worker, Frame(frames.ACK, *key))
@@ -83,14 +84,14 @@ class Role:
 
   def send(self, worker: int, frame: Frame) -> None:
     """Sends a frame to a worker, if it is connected."""
-    if worker in self.peers:
-      self.peers[worker](frame)
+    if worker in self.connections:
+      self.connections[worker](frame)
 
   def expel(self, worker: int) -> None:
     """Sends EXPEL to a worker, and drops its incarnation and connection."""
     self.incarnations.pop(worker, None)
     self.send(worker, Frame(frames.EXPEL, worker))
-    self.peers.pop(worker, None)
+    self.connections.pop(worker, None)
 
   @property
   def n_refused(self) -> int:
@@ -108,13 +109,13 @@ class Role:
     """Whether the journal has the end of the last job."""
     return False
 
-  def is_outdated(self, worker: int, number: int) -> bool:
-    """Whether incarnation `number` was replaced by a later one."""
-    return number < self.incarnations.get(worker, -1)
+  def is_outdated(self, worker: int, incarnation: int) -> bool:
+    """Whether a later incarnation of the worker has replaced this one."""
+    return incarnation < self.incarnations.get(worker, -1)
 
-  def join(self, worker: int, number: int) -> None:
-    """Registers a new incarnation of a worker; the lead assigned `number`."""
-    self.incarnations[worker] = number
+  def join(self, worker: int, incarnation: int) -> None:
+    """Registers a new incarnation of a worker; the lead assigned its number."""
+    self.incarnations[worker] = incarnation
 
   def leave(self, worker: int) -> None:
     """Drops the incarnation of a worker. A deciding shard also ends the
@@ -164,8 +165,9 @@ def total_frames(key: Key, totals: Iterable[float]) -> list[Frame]:
   ]
 
 
-def row_frames(number: int, event: Event) -> list[Frame]:
-  """Returns the frames of a row of the lead's journal, for a follower."""
-  row = Frame(frames.ROW, *event.key, event.job, number, event.action)
-  row = row._replace(value=event.time, loss=event.loss)
-  return [*total_frames(event.key, event.totals), row]
+def row_frames(row: int, event: Event) -> list[Frame]:
+  """Returns the frames of a row of the lead's journal, for a follower. `row` is
+  the index of the row."""
+  frame = Frame(frames.ROW, *event.key, event.job, row, event.action)
+  frame = frame._replace(value=event.time, loss=event.loss)
+  return [*total_frames(event.key, event.totals), frame]

@@ -63,7 +63,7 @@ class ShardStorage(NamedTuple):
 
 
 class Shard:
-  """One shard. The lead (index 0) also decides which worker starts what."""
+  """One shard. The lead (index 0) also decides which jobs workers start."""
 
   def __init__(
     self,
@@ -100,7 +100,7 @@ class Shard:
       role_class = Follower if setup.consistent else Independent
     self.role = role_class(index, self.state, store.journal, now)
     # Time of the start, or of the last snapshot by `tick`; unused with a log.
-    self._last_snapshot = now
+    self._last_snapshot_time = now
     self._is_paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to print
@@ -127,8 +127,8 @@ class Shard:
       role.handle_shard_frame(frame, send)
     elif kind == frames.HELLO:
       self._handle_hello(frame, send)
-    elif role.peers.get(worker) != send:  # not the present incarnation
-      send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
+    elif role.connections.get(worker) != send:  # not the present incarnation
+      send(Frame(frames.EXPEL, worker, flag=int(worker in role.connections)))
     elif kind == frames.PUSH:
       self._handle_push(frame)
     elif kind == frames.FETCH:
@@ -157,13 +157,15 @@ class Shard:
     if not self.index and self._is_replaced_loop(frame):
       send(Frame(frames.EXPEL, worker, flag=1))
       return
-    same_connection = role.peers.get(worker) == send
-    if same_connection and frame.flag:
+    is_same_connection = role.connections.get(worker) == send
+    if is_same_connection and frame.flag:
       role.mark_alive(worker)
     # A new worker repeats its HELLO if the answer takes long.
-    registered = role.incarnations.get(worker, -1)
+    present_incarnation = role.incarnations.get(worker, -1)
     is_present = (
-      same_connection if incarnation < 0 else incarnation == registered
+      is_same_connection
+      if incarnation < 0
+      else incarnation == present_incarnation
     )
     # [2] Refuse an incarnation if its tickets were ended. If the worker has
     # another incarnation here, end its tickets.
@@ -175,12 +177,12 @@ class Shard:
           f" {self.index}, which knows the incarnations up to {latest}"
         )
       if incarnation >= 0 and role.is_outdated(worker, incarnation):
-        send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
+        send(Frame(frames.EXPEL, worker, flag=int(worker in role.connections)))
         return
       role.send(worker, Frame(frames.EXPEL, worker, flag=1))
       self._leave(worker)
     # [3] Register the incarnation, and send WELCOME and the open tickets.
-    role.peers[worker] = send
+    role.connections[worker] = send
     if not is_present:
       role.join(worker, incarnation)
       if self._is_paused:
@@ -198,17 +200,18 @@ class Shard:
     """Whether the HELLO comes from a loop that was replaced. If the shard
     accepted that loop, the later loop would lose its slots."""
     role, worker = self.role, frame.worker
-    latest = role.restarts.get(worker, 0)
+    latest_loop = role.latest_loops.get(worker, 0)
     incarnation = self.state.latest_incarnations.get(worker, 0)
     # Each loop that connected has an incarnation in the journal. The index of a
     # loop is larger at most by the number of loops that never connected, which
     # MOST_AHEAD bounds.
-    if frame.seq > max(latest, incarnation) + MOST_AHEAD:
+    if frame.seq > max(latest_loop, incarnation) + MOST_AHEAD:
       raise frames.BadFrame(
-        f"{frame} is too far ahead of loop {latest}, the latest of its worker"
+        f"{frame} is too far ahead of loop {latest_loop}, the latest of its"
+        " worker"
       )
-    role.restarts[worker] = max(frame.seq, latest)
-    return frame.seq < latest
+    role.latest_loops[worker] = max(frame.seq, latest_loop)
+    return frame.seq < latest_loop
 
   def _handle_push(self, frame: Frame) -> None:
     """Passes a PUSH to the role; acknowledges a committed message again."""
@@ -228,7 +231,7 @@ class Shard:
       self.role.send(frame.worker, Frame(frames.ACK, *job_key))
 
   def _leave(self, worker: int) -> None:
-    self.role.peers.pop(worker, None)
+    self.role.connections.pop(worker, None)
     self.role.leave(worker)
 
   def disconnect(
@@ -240,7 +243,7 @@ class Shard:
     changes for a worker that has another connection by now.
     """
     role = self.role
-    if send is None or role.peers.get(worker) == send:
+    if send is None or role.connections.get(worker) == send:
       role.time = max(now, role.time)
       self._leave(worker)
       role.advance()
@@ -248,7 +251,7 @@ class Shard:
   def expel(self, worker: int, now: float) -> None:
     """Ends the tickets of a worker that took too long, and sends EXPEL to the
     worker."""
-    send = self.role.peers.get(worker)
+    send = self.role.connections.get(worker)
     self.disconnect(worker, now)
     self._expelled.append(worker)
     if send:
@@ -270,11 +273,11 @@ class Shard:
     """Writes records, takes a due snapshot and expels late workers. The host
     calls this periodically."""
     self.state.messages.flush()
-    since_snapshot = now - self._last_snapshot
+    since_snapshot = now - self._last_snapshot_time
     # With a log, `Role.commit` takes a snapshot whenever the log is full.
     if not self.setup.log and since_snapshot > self.setup.snapshot_seconds:
       images.save_snapshot(self.state)
-      self._last_snapshot = now
+      self._last_snapshot_time = now
     for worker in self.role.find_dead(now):
       self.expel(worker, now)
 
@@ -329,9 +332,9 @@ class Shard:
     """Yields a line for each residual that was lost with a worker; other shards
     than the lead yield none."""
     messages = self.state.messages
-    lost, messages.lost_residuals = messages.lost_residuals, []
+    lost_residuals, messages.lost_residuals = messages.lost_residuals, []
     # A worker has a residual at each shard; the lead's line is enough.
-    for worker, norm in () if self.index else lost:
+    for worker, norm in () if self.index else lost_residuals:
       yield (
         f"worker {worker} has left, and the residual that its codec had kept to"
         f" send later is lost (RMS {norm:.3g})"

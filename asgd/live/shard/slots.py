@@ -18,7 +18,8 @@ class SlotTable:
   def __init__(self, memory: Any, counts: SlotCounts):
     self.memory, self.counts = memory, counts
     self.uses = collections.Counter[int]()  # params slot -> number of uses
-    self.published: tuple[Any, int] | None = None  # (params, their slot)
+    # The latest parameters that were sent, and their slot.
+    self.published: tuple[Any, int] | None = None
     # Params slots that the snapshot refers to.
     self.snapshot_slots: list[int] = []
     self.log_slots: list[int] = []  # message slots since the snapshot
@@ -83,29 +84,36 @@ class SlotTable:
     """Frees the message slots of earlier incarnations of a worker."""
     self.free_messages += self.lost_slots.pop(worker, [])
 
-  def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot, and frees the message slots of the log. `params` are
-    the params slots that `meta` (JSON) refers to."""
+  def save(self, state: Any, meta: Any, params_slots: list[int]) -> None:
+    """Saves a snapshot, and frees the message slots of the log. `params_slots`
+    are the params slots that `meta` (JSON) refers to."""
     # The slots are freed after the write: until then, a recovery needs them.
     self.memory.save(state, meta)
     self.free_messages += self.log_slots
     self.log_slots = []
     # Add the uses of the new snapshot before the uses of the previous snapshot
     # end: a slot of both must never become free.
-    for slot in params:
+    for slot in params_slots:
       self.uses[slot] += 1
     for slot in self.snapshot_slots:
       self.release(slot)
-    self.snapshot_slots = params
+    self.snapshot_slots = params_slots
 
-  def recount(self, params: Iterable[int], messages: Iterable[int]) -> None:
+  def recount(
+    self, params_slots: Iterable[int], message_slots: Iterable[int]
+  ) -> None:
     """Recomputes the counts from the slots of all tickets. The slots of the
     snapshot and of lost tickets stay taken; all others are free."""
     self.published = None
     self.uses.clear()
-    self.uses.update(params)
+    self.uses.update(params_slots)
     self.uses.update(self.snapshot_slots)
-    taken, counts = set(messages).union(*self.lost_slots.values()), self.counts
+    counts = self.counts
+    taken_messages = set(message_slots).union(*self.lost_slots.values())
     # The messages of the log are lost, so their slots are free.
-    self.free_params = [s for s in range(counts.params) if not self.uses[s]]
-    self.free_messages = [s for s in range(counts.messages) if s not in taken]
+    self.free_params = [
+      slot for slot in range(counts.params) if not self.uses[slot]
+    ]
+    self.free_messages = [
+      slot for slot in range(counts.messages) if slot not in taken_messages
+    ]

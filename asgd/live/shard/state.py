@@ -26,8 +26,8 @@ class OpenTicket(NamedTuple):
 
   ticket: base.Ticket
   job: int
-  params: int  # slot
-  message: int  # slot of the message, and of the ticket's packed updates
+  params_slot: int
+  message_slot: int  # of the message, and of the ticket's packed updates
   base: int = WHOLE  # the version that the packed updates are added to
 
 
@@ -48,16 +48,16 @@ class ReceivedMessages:
     self.lost_residuals: list[tuple[int, float]] = []
 
   def add(
-    self, message: simulator.ReceivedMessage, row: Any, params: Any
+    self, message: simulator.ReceivedMessage, observation: Any, params: Any
   ) -> None:
-    """Adds a message. `row` is the message's Observation; `params` are the
+    """Adds a message. `observation` is that of the message; `params` are the
     parameters after its update."""
     if self.n_recorded:  # a recovery: the sink has this record already
       self.n_recorded -= 1
     else:
       messages, observations = self._unwritten
       messages.append(message)
-      observations.append(row)
+      observations.append(observation)
     self.count += 1
     self._residuals[message.worker] = message.residual_norm
     if self.count in self._setup.keep_params_at:
@@ -101,12 +101,13 @@ class ShardState:
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
     self.tickets: dict[Key, OpenTicket] = {}
-    self.reusable_tickets: dict[int, OpenTicket] = {}  # worker -> KEEP's ticket
+    self.reusable_tickets: dict[int, OpenTicket] = {}  # by worker
     # worker -> number of jobs that all its incarnations started
     self.started_jobs: dict[int, int] = {}
     self.latest_incarnations: dict[int, int] = {}  # by worker
     self.pushes: dict[Key, Frame] = {}  # PUSHes of messages not yet received
-    self._codes: dict[Key, Any] = {}  # unpacked messages not yet received
+    # Packed messages not yet received -> their content.
+    self._unpacked_messages: dict[Key, Any] = {}
 
   def apply(self, event: Event) -> None:
     """Applies a row of the journal."""
@@ -131,23 +132,29 @@ class ShardState:
       # Recovery has restored the image already. Workers hold parameters of
       # updates that are undone, so the next tickets carry complete parameters.
       self.updates.roll_back(self.server)
-      slots = {key: ticket.message for key, ticket in self.tickets.items()}
+      slots = {
+        key: open_ticket.message_slot
+        for key, open_ticket in self.tickets.items()
+      }
       self.updates.recount(self.slots.memory, slots)
-      for key, ticket in self.tickets.items():
-        self.tickets[key] = ticket._replace(base=WHOLE)
+      for key, open_ticket in self.tickets.items():
+        self.tickets[key] = open_ticket._replace(base=WHOLE)
 
   def _start(self, event: Event) -> None:
     """Opens a ticket: SEND, or KEEP of the worker's latest ticket."""
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
-      reused = self.reusable_tickets[worker]
-      ticket, slot = self.steps.keep(reused.ticket), reused.params
+      reused_ticket = self.reusable_tickets[worker]
+      ticket, slot = (
+        self.steps.keep(reused_ticket.ticket),
+        reused_ticket.params_slot,
+      )
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._indices[worker])
       slot = slots.publish(ticket.params, self.rows, event.params)
-    message = slots.take_message(event.message)
-    open_ticket = OpenTicket(ticket, event.job, slot, message)
+    message_slot = slots.take_message(event.message)
+    open_ticket = OpenTicket(ticket, event.job, slot, message_slot)
     if event.action == base.SEND:
       open_ticket = self.with_updates(event, open_ticket)
     self.tickets[event.key] = open_ticket
@@ -155,87 +162,92 @@ class ShardState:
     if self.can_keep:
       if event.action == base.SEND:
         self._drop_reusable(worker)
-        slots.use(slot)  # a second use: `reusable` outlives the ticket
+        slots.use(slot)  # the reusable ticket outlives the open one
       ticket = ticket._replace(fresh=np.False_)
       self.reusable_tickets[worker] = open_ticket._replace(ticket=ticket)
 
-  def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
+  def with_updates(self, event: Event, open_ticket: OpenTicket) -> OpenTicket:
     """Returns the ticket of a SEND with its packed updates. If the event comes
     from the journal, the slot has the updates already."""
-    memory, params = self.slots.memory, ticket.ticket.params
-    # A new decision names no slot yet (-1); a row of the journal names one.
+    memory, params = self.slots.memory, open_ticket.ticket.params
+    # An event that is not in the journal yet names no slot (-1).
     base_version = self.updates.write(
-      memory, ticket.message, event.key, params, writes=event.message < 0
+      *(memory, open_ticket.message_slot, event.key, params),
+      writes=event.message < 0,
     )
-    return ticket._replace(base=base_version)
+    return open_ticket._replace(base=base_version)
 
   def _receive(self, event: Event) -> None:
     """Applies a message to the server's state and closes its ticket."""
     key, slots = event.key, self.slots
     # [1] Take the record's columns while the ticket is open.
     received, version = self._received_message(event), 0
-    # If each message makes one update, count the version here: reading it from
-    # the device would wait for the update.
+    # If each message makes one update, compute the next version here: reading
+    # it from the device would wait for the update.
     if self.steps.alone:
       version = self.version_of(self.server)
     # [2] Apply the message.
     if self.setup.totals:
-      self.server, row = self.stage(key, event.loss, event.totals).result
+      self.server, observation = self.stage(
+        key, event.loss, event.totals
+      ).result
     else:
-      self.server, row = self.steps.receive(*self._arguments(key, event.loss))
+      self.server, observation = self.steps.receive(
+        *self._arguments(key, event.loss)
+      )
     self.updates.count_update(self.server)
     if self.steps.alone:
       self._version = self.server.version, version + 1
     # [3] Free the slots of the ticket, and count the message.
     open_ticket = self.tickets.pop(key)
-    slots.release(open_ticket.params)
+    slots.release(open_ticket.params_slot)
     if self.setup.log:  # a recovery needs the message until the next snapshot
-      slots.log_slots.append(open_ticket.message)
+      slots.log_slots.append(open_ticket.message_slot)
     else:
-      jax.block_until_ready(row)  # the update reads the slot
-      slots.free_messages.append(open_ticket.message)
-    self._forget(key)
-    self.messages.add(received, row, self.server.params)
+      jax.block_until_ready(observation)  # the update reads the slot
+      slots.free_messages.append(open_ticket.message_slot)
+    self._drop_message(key)
+    self.messages.add(received, observation, self.server.params)
 
-  def version_of(self, counted: Any) -> int:
+  def version_of(self, ticket_or_server: Any) -> int:
     """Returns the version of a ticket or of the server's state as an int.
 
     The last version is not fetched from the device again, and neither is a
     version that this shard counts itself.
     """
-    if counted.version is not self._version[0]:
-      self._version = counted.version, int(counted.version)
+    if ticket_or_server.version is not self._version[0]:
+      self._version = ticket_or_server.version, int(ticket_or_server.version)
     return self._version[1]
 
   def _received_message(self, event: Event) -> simulator.ReceivedMessage:
     """Returns the columns of a record that need no computation."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
     # Bytes that were sent up and down for the job.
-    up, norm = memory.content_nbytes(MESSAGES, open_ticket.message), 0.0
+    up, norm = memory.content_nbytes(MESSAGES, open_ticket.message_slot), 0.0
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
     down = self.updates.close_ticket(*event.key, open_ticket.ticket)
-    origin = event.time, event.worker, event.job
-    return simulator.ReceivedMessage(*origin, up, down, norm)
+    columns = event.time, event.worker, event.job
+    return simulator.ReceivedMessage(*columns, up, down, norm)
 
-  def _forget(self, key: Key) -> None:
+  def _drop_message(self, key: Key) -> None:
     self.pushes.pop(key, None)
-    self._codes.pop(key, None)
+    self._unpacked_messages.pop(key, None)
 
   def _close_ticket(self, event: Event) -> None:
     """Closes a ticket without an update (LOST, REJECT or DROP)."""
     open_ticket = self.tickets.pop(event.key)
     self.updates.drop_ticket(*event.key)
-    self.slots.release(open_ticket.params)
+    self.slots.release(open_ticket.params_slot)
     if event.message < 0:  # PUSH arrived: the worker no longer writes there
-      self.slots.free_messages.append(open_ticket.message)
+      self.slots.free_messages.append(open_ticket.message_slot)
     else:
-      self.slots.keep_lost(event.worker, open_ticket.message)
-    self._forget(event.key)
+      self.slots.keep_lost(event.worker, open_ticket.message_slot)
+    self._drop_message(event.key)
 
   def _drop_reusable(self, worker: int) -> None:
-    if ticket := self.reusable_tickets.pop(worker, None):
-      self.slots.release(ticket.params)
+    if open_ticket := self.reusable_tickets.pop(worker, None):
+      self.slots.release(open_ticket.params_slot)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
     """Processes a message as far as the totals allow. Returns a
@@ -250,12 +262,12 @@ class ShardState:
   def unpack(self, key: Key) -> Any:
     """Returns the message of an open ticket. Raises BadCode if it is packed and
     cannot be unpacked."""
-    if key in self._codes:
-      return self._codes[key]
-    slot, stamp = self.tickets[key].message, message_stamp(*key)
+    if key in self._unpacked_messages:
+      return self._unpacked_messages[key]
+    slot, stamp = self.tickets[key].message_slot, message_stamp(*key)
     message = self.slots.memory.device_view(MESSAGES, slot, stamp)
-    if self.steps.codec is not None:
-      self._codes[key] = message  # its arrays are no views of the slot
+    if self.steps.codec is not None:  # then `message` has no views of the slot
+      self._unpacked_messages[key] = message
     return message
 
   def unpack_error(self, key: Key) -> str:
@@ -268,14 +280,16 @@ class ShardState:
       return f"message {key[1]} of worker {key[0]} is refused: {error}"
     return ""
 
-  def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
+  def read_ticket(
+    self, event: Event, fresh: bool, memory_intact: bool
+  ) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP row, in a recovery.
 
     If the memory is not intact, the parameters are lost and the ticket has
     none. Then the ticket's worker is not connected, and needs none.
     """
     params: Any = None
-    if intact:
+    if memory_intact:
       # A copy: the slot is written again once the ticket ends.
       params = self.slots.memory.read_copy(PARAMS, event.params)
     worker, version = self._indices[event.worker], jnp.int32(event.version)
@@ -284,26 +298,29 @@ class ShardState:
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns the TICKET frame of an open ticket."""
-    ticket, job, params, message, base_version = self.tickets[key]
-    form, value = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
+    ticket, job, params_slot, message_slot, base_version = self.tickets[key]
+    flag, value = frames.WHOLE, self.slots.memory.stamp(PARAMS, params_slot)
     if not ticket.fresh:
-      form = frames.KEPT
+      flag = frames.KEPT
     elif base_version != WHOLE:
-      form, value = frames.UPDATES, base_version
-    frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), form)
-    return frame._replace(params=params, message=message, value=float(value))
+      flag, value = frames.UPDATES, base_version
+    frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), flag)
+    frame = frame._replace(params=params_slot, message=message_slot)
+    return frame._replace(value=float(value))
 
   def can_write(self, frame: Frame) -> bool:
     """Whether the message of a PUSH may be written to its slot: the ticket is
     open and has no message yet."""
     key = frame.worker, frame.seq
-    ticket = None if key in self.pushes else self.tickets.get(key)
-    return ticket is not None and ticket.message == frame.message
+    open_ticket = None if key in self.pushes else self.tickets.get(key)
+    return (
+      open_ticket is not None and open_ticket.message_slot == frame.message
+    )
 
   def check_written(self, key: Key) -> None:
     """Raises BadFrame if the message of an open ticket does not lie in its
     slot, ValueError if another process replaced the memory."""
-    slot, memory = self.tickets[key].message, self.slots.memory
+    slot, memory = self.tickets[key].message_slot, self.slots.memory
     if memory.stamp(MESSAGES, slot) != message_stamp(*key):
       memory.adopt()  # raises ValueError if the memory was replaced
       raise frames.BadFrame(
@@ -332,4 +349,4 @@ class ShardState:
   def lost_slot(self, key: Key) -> int:
     """Returns the message slot of a lost ticket, if its worker may still write
     to the slot, otherwise -1."""
-    return -1 if key in self.pushes else self.tickets[key].message
+    return -1 if key in self.pushes else self.tickets[key].message_slot

@@ -4,7 +4,7 @@ Each update is packed once. A ticket carries the updates since the worker's
 previous ticket, in order. If the parameters have no more bytes than these
 updates, the ticket carries the parameters. The simulator has the same rule
 (`Traffic.count_ticket`), so a replay counts the same bytes. The shard keeps the
-latest packets, as long as they have fewer bytes than the parameters: no ticket
+latest packets that together have fewer bytes than the parameters: no ticket
 needs more. Each of the two snapshots has an updates slot with the packets of
 its time, for a recovery.
 """

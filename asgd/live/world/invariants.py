@@ -229,7 +229,7 @@ def _check_slots(shard: Shard) -> None:
     *slots.free_messages,
     *slots.log_slots,
     *(slot for lost_slots in slots.lost_slots.values() for slot in lost_slots),
-    *(ticket.message for ticket in tickets),
+    *(ticket.message_slot for ticket in tickets),
   ]
   name = f"shard {shard.index}"
   require(

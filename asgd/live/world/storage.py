@@ -111,7 +111,7 @@ class Memory(SharedMemory):
     others = [
       key
       for key, ticket in shard.state.tickets.items()
-      if ticket.message == slot and message_stamp(*key) != stamp
+      if ticket.message_slot == slot and message_stamp(*key) != stamp
     ]
     is_free = slot in slots.free_messages or slot in slots.log_slots
     if others or is_free:

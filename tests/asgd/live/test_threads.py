@@ -681,7 +681,7 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
       assert (shard, frame.kind) == (0, kind)
     link.send(1, Frame(frames.HELLO, 0, job=0))
     follower = run.server(1).shard
-    until(lambda: follower.role.peers, "a welcome")
+    until(lambda: follower.role.connections, "a welcome")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
       link.receive(LONG)
