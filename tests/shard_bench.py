@@ -488,8 +488,10 @@ def audit(shard):
   counts, state = slot_counts(shard.setup), shard.state
   slots = state.slots
   uses = collections.Counter(slots.snapshot_slots)
-  uses.update(opened.params for opened in state.tickets.values())
-  uses.update(opened.params for opened in state.reusable_tickets.values())
+  uses.update(opened.params_slot for opened in state.tickets.values())
+  uses.update(
+    opened.params_slot for opened in state.reusable_tickets.values()
+  )
   if slots.published:
     uses[slots.published[1]] += 1
   assert uses == +slots.uses

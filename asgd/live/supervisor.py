@@ -23,7 +23,7 @@ _CALL_CHECK_SECONDS = 0.5  # seconds between two checks of open calls
 _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
 # The next two are per party: a kind of n parties may have n times as many, even
 # all at one party.
-TRIES = 3  # refused messages in a row before a run ends
+MOST_REFUSALS = 3  # refused messages in a row before a run ends
 _MOST_EXITS = 5  # exits between two received messages before a run ends
 _PATIENCE = 60.0  # least seconds after which a silent party is ended
 _REASON_SECONDS = 5.0  # for a party that has failed, to report the reason
@@ -325,7 +325,7 @@ class Supervisor:
     """Counts a message that was not finite. Raises NotFinite for too many of
     them in a row."""
     self._refused += 1
-    if self._refused > TRIES * self._counts[kind]:
+    if self._refused > MOST_REFUSALS * self._counts[kind]:
       raise NotFinite(
         f"{self._refused} messages in a row were not finite, the last of"
         f" {kind} {index}"

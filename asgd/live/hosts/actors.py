@@ -24,11 +24,11 @@ from asgd.live.hosts.site import Site, node_id, prepare_process
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
 
-_SECONDS = 60.0  # to fetch a result that is ready
+_FETCH_SECONDS = 60.0  # to fetch a result that is ready
 _LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _LEAVE_SECONDS = 5.0  # to close objects at the end
 _DRIVER_CALLS = 16  # open calls of the driver at one object
-_LOOK = 1.0  # seconds between two queries of a cluster that grows
+_QUERY_SECONDS = 1.0  # seconds between two queries of a cluster that grows
 
 
 class HostActor:
@@ -40,8 +40,8 @@ class HostActor:
     """Prepares the process.
 
     Args:
-      kind, index: the host's.
-      site: the run's.
+      kind, index: kind and index of the host.
+      site: the site of the run.
       began: `time.time()` when the run began, for hosts on other machines than
         the driver's.
       path: socket at which other processes of this machine call the host.
@@ -59,15 +59,15 @@ class HostActor:
       with contextlib.suppress(ValueError):  # not the main thread
         self._former_handler = signal.signal(signal.SIGTERM, self._drain)
 
-  def _drain(self, number: int, stack: Any) -> None:
+  def _drain(self, signal_number: int, stack: Any) -> None:
     """Handles SIGTERM: drains the object, or ends the process if the object has
     no `drain`."""
     if self._started.is_set() and self._host.drain():
       return
     if callable(self._former_handler):  # Ray's
-      self._former_handler(number, stack)
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
+      self._former_handler(signal_number, stack)
+    signal.signal(signal_number, signal.SIG_DFL)
+    os.kill(os.getpid(), signal_number)
 
   def make(self, make: Make) -> None:
     """Makes the object."""
@@ -121,7 +121,7 @@ class ActorCall(Call):
     while not ray_waits.wait([self.ref])[0]:
       pass
     try:
-      return ray.get(self.ref, timeout=_SECONDS)
+      return ray.get(self.ref, timeout=_FETCH_SECONDS)
     except ray.exceptions.RayTaskError as error:
       if isinstance(error.cause, HostExited):
         raise error.cause from None
@@ -176,12 +176,11 @@ class ActorHosts(Hosts):
     `ray.init`.
 
     Args:
-      site: the run's, without token and machine.
-      resources: options of Ray for each worker or peer; None is a process
-        without reserved CPUs.
+      site: the site of the run, without token and machine.
+      resources: options of Ray for each worker or peer; None reserves no CPU.
 
     Raises:
-      ValueError: if Ray has too little, and does not get it in time.
+      ValueError: if Ray lacks a resource, and does not get it in time.
     """
     import ray
 
@@ -213,9 +212,9 @@ class ActorHosts(Hosts):
       amounts[f"accelerator_type:{options['accelerator_type']}"] = 0.001
     amounts = {name: amount for name, amount in amounts.items() if amount}
     deadline = time.monotonic() + self.site.cluster_seconds
-    while lacking := self._find_lacking(amounts):
+    while missing := self._find_missing_resource(amounts):
       if time.monotonic() > deadline:
-        name, available = lacking
+        name, available = missing
         raise ValueError(
           f"{workers} workers ask Ray for {workers * amounts[name]:g} {name},"
           f" and it has {available:g}: ask for less for each, use fewer, or"
@@ -224,9 +223,9 @@ class ActorHosts(Hosts):
       from ray.autoscaler import sdk
 
       sdk.request_resources(bundles=[amounts] * workers)
-      time.sleep(_LOOK)
+      time.sleep(_QUERY_SECONDS)
 
-  def _find_lacking(
+  def _find_missing_resource(
     self, amounts: Mapping[str, float]
   ) -> tuple[str, float] | None:
     """Returns (resource, amount that Ray has) of a resource that Ray lacks for
@@ -294,16 +293,18 @@ class ActorHosts(Hosts):
     """See the base. Raises RayDied if Ray has failed."""
     actor_calls = [call for call in calls if isinstance(call, ActorCall)]
     refs = [call.ref for call in actor_calls]
-    done, _ = ray_waits.wait(refs, count=1, timeout=seconds)
+    ended_refs, _ = ray_waits.wait(refs, count=1, timeout=seconds)
     # Other calls may have ended by now.
-    more, _ = ray_waits.wait(refs, timeout=0) if done else ([], [])
-    return [call for call in actor_calls if call.ref in (*done, *more)]
+    later_refs, _ = ray_waits.wait(refs, timeout=0) if ended_refs else ([], [])
+    return [
+      call for call in actor_calls if call.ref in (*ended_refs, *later_refs)
+    ]
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""
-    refs = {ref: key for key, ref in self._serve_calls.items()}
-    done, _ = ray_waits.wait(list(refs), timeout=0)
-    return [refs[ref] for ref in done]
+    key_of_ref = {ref: key for key, ref in self._serve_calls.items()}
+    ended_refs, _ = ray_waits.wait(list(key_of_ref), timeout=0)
+    return [key_of_ref[ref] for ref in ended_refs]
 
   def kill(self, kind: str, index: int) -> None:
     """See the base."""

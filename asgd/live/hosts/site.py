@@ -32,11 +32,11 @@ class Site(NamedTuple):
   setup: Setup
   run: str  # folder: journals and records, kept
   memory: str  # folder: sockets and shared memory, removed at the end
-  began: float  # time.monotonic() of the driver's machine
-  compress: str | None = None  # of parameters and messages, as `wire.layout`
+  began: float  # by time.monotonic() of the driver's machine
+  compress: str | None = None  # how slots store numbers, as in `wire.layout`
   spans: bool = False  # whether workers write the times of their actions
   devices: int = 1  # CPU devices of each worker
-  platform: str | None = None  # JAX's platform in workers; None: it chooses
+  platform: str | None = None  # JAX's platform in workers; None: JAX chooses
   gpus: float = 0.0  # GPUs that Ray reserves for each worker
   profile: str | None = None  # folder for a trace of worker 0
   token: str = ""  # prefix of the names of the run's actors
@@ -106,20 +106,21 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   """Makes JAX compute in one thread, in a process that has not used JAX yet, if
   the program that receives a message has small arrays only.
 
-  XLA divides operations among a pool of threads. They spin while they wait, on
-  cores that workers need. How XLA divides a sum over many elements depends on
-  the size of the pool, and so do the bits of the sum: with one thread a replay
-  could differ. XLA never divides an array of up to `UNDIVIDED` elements.
+  XLA divides operations among a pool of threads. The threads spin while they
+  wait, on cores that workers need. How XLA divides a sum over many elements
+  depends on the size of the pool, and so do the bits of the sum: with one
+  thread a replay could differ. XLA never divides an array of up to `UNDIVIDED`
+  elements.
 
   Args:
     server: the shard's server.
     params: the shard's part of the parameters, or their shapes and dtypes.
 
   Returns:
-    Whether the program is small.
+    Whether JAX computes in one thread.
   """
   leaves = jax.tree.leaves(params)
-  if server.codec is not None or any(x.size > UNDIVIDED for x in leaves):
+  if server.codec is not None or any(leaf.size > UNDIVIDED for leaf in leaves):
     return False
 
   def receive(params: Any, message: Any, worker: jax.Array) -> Any:
@@ -132,7 +133,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
     program = jax.make_jaxpr(receive)(params, params, np.int32(0)).jaxpr
   except jax.errors.ConcretizationTypeError:  # an `init` that reads numbers
     return False
-  if _largest(program) > UNDIVIDED:
+  if _largest_size(program) > UNDIVIDED:
     return False
   former_value = os.environ.get(_THREADS_VARIABLE)
   os.environ[_THREADS_VARIABLE] = "1"
@@ -145,14 +146,14 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   return True
 
 
-def _largest(jaxpr: Any) -> int:
+def _largest_size(jaxpr: Any) -> int:
   """Returns the number of elements of the largest array in a program."""
   arrays = (
     array
     for equation in internals.equations(jaxpr)
     for array in (*equation.invars, *equation.outvars)
   )
-  return max((getattr(x.aval, "size", 0) for x in arrays), default=0)
+  return max((getattr(array.aval, "size", 0) for array in arrays), default=0)
 
 
 def _choose_devices(site: Any, worker: bool) -> None:

@@ -1,7 +1,7 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
 A call of an actor of Ray passes several threads of both processes. A call by
-socket runs in the thread that reads it. Each open call has a separate
+socket runs in the thread that reads the socket. Each open call has a separate
 connection, so a late result, or one that the caller never fetches, blocks no
 other call. Objects are pickled, and unpickling can run any code. So only the
 owner may have access to the folder of a socket.
@@ -56,11 +56,11 @@ class HostServer:
     """Starts a thread for each connection."""
     while not self._closed.is_set():
       try:
-        accepted, _ = self._socket.accept()
+        accepted_socket, _ = self._socket.accept()
       except OSError:  # the caller has left, or no descriptor is free
         self._closed.wait(_RETRY_SECONDS)
         continue
-      connection = Connection(accepted.detach())
+      connection = Connection(accepted_socket.detach())
       self._connections.add(connection)
       threading.Thread(
         target=self._serve, args=(connection,), daemon=True

@@ -84,10 +84,8 @@ class ThreadHost(Host):
       kill or self._die, self._wait, clock, disk, run_later=self._run_later
     )
     self.make_call: Future[Any] = self._new_call()
-    name = f"{kind}-{index}"
-    args = (make,)
     self.thread = threading.Thread(
-      target=self._run, args=args, name=name, daemon=True
+      target=self._run, args=(make,), name=f"{kind}-{index}", daemon=True
     )
     self.thread.start()
 
@@ -118,8 +116,8 @@ class ThreadHost(Host):
     """Ends the thread; each open call raises HostExited."""
     with self._disk_lock, self._lock:
       self._end.set()
-      waiting, self._open_calls = self._open_calls, set()
-    for call in waiting:
+      open_calls, self._open_calls = self._open_calls, set()
+    for call in open_calls:
       call.set_exception(HostExited(self.kind, self.index))
     self._calls.put(None)
     if hasattr(self._object, "interrupt"):
@@ -223,7 +221,7 @@ class ThreadHost(Host):
 
   def _answer_from(self, call: Future[Any], future: Future[Any]) -> None:
     """Answers a call with the result of a future that has ended."""
-    # The future was cancelled because the host ended: its calls have an error.
+    # The end of the host cancels futures; `end` has answered their calls.
     with contextlib.suppress(concurrent.futures.CancelledError):
       error = future.exception()
       value = None if error else future.result()
@@ -266,11 +264,12 @@ class ThreadHosts(Hosts):
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
-    first = concurrent.futures.FIRST_COMPLETED
     # All calls of threads are futures.
     futures = [call for call in calls if isinstance(call, Future)]
-    done, _ = concurrent.futures.wait(futures, seconds, first)
-    return [call for call in futures if call in done]
+    ended_futures, _ = concurrent.futures.wait(
+      futures, seconds, concurrent.futures.FIRST_COMPLETED
+    )
+    return [call for call in futures if call in ended_futures]
 
   def exited(self) -> list[tuple[str, int]]:
     """See the base."""

@@ -45,7 +45,7 @@ class ClockOffset:
 
   def __init__(self) -> None:
     self._low, self._high = float("-inf"), float("inf")
-    self._last_answer = 0.0  # by the local clock
+    self._last_answer_time = 0.0  # by the local clock
 
   def add_answer(
     self, asked: float, other_time: float, answered: float
@@ -57,8 +57,8 @@ class ClockOffset:
       other_time: time of the other clock, in seconds.
       answered: local time of the answer, in seconds.
     """
-    # [1] Older bounds may be wrong by the drift since then.
-    drift = _MAX_DRIFT * max(answered - self._last_answer, 0.0)
+    # [1] The bounds so far may be wrong by the drift since the last answer.
+    drift = _MAX_DRIFT * max(answered - self._last_answer_time, 0.0)
     low, high = other_time - answered, other_time - asked
     # [2] Intersect them with the bounds of this answer.
     self._low = max(self._low - drift, low)
@@ -66,7 +66,7 @@ class ClockOffset:
     # [3] An empty intersection: one of the clocks jumped.
     if self._low > self._high:
       self._low, self._high = low, high
-    self._last_answer = answered
+    self._last_answer_time = answered
 
   @property
   def seconds(self) -> float:
@@ -100,7 +100,7 @@ class RemoteNotes:
     self._clock, self._wait = clock, wait
     self._lead: Any = None  # its actor; None: to be looked up
     self._offset = ClockOffset()
-    self._last_asked = float("-inf")  # by the worker's clock
+    self._last_question_time = float("-inf")  # by the worker's clock
     self._job_spans: list[Span] = []  # of the present job, by its clock
     # One thread: the spans of jobs are sent in their order.
     self._pool = futures.ThreadPoolExecutor(1, "notes")
@@ -133,21 +133,21 @@ class RemoteNotes:
   def _drop_ended_calls(self) -> None:
     """Drops the calls that have ended. Raises the error of a call that
     failed."""
-    ended = [call for call in self._calls if call.done()]
-    for call in ended:
+    ended_calls = [call for call in self._calls if call.done()]
+    for call in ended_calls:
       call.result()
-    self._calls = [call for call in self._calls if call not in ended]
+    self._calls = [call for call in self._calls if call not in ended_calls]
 
   def _send(self, job_spans: list[Span]) -> None:
     """Converts the spans of a job to the lead's time, and makes the lead write
     them."""
-    if self._clock() - self._last_asked > _ASK_SECONDS:
+    if self._clock() - self._last_question_time > _ASK_SECONDS:
       has_answer = self._offset.error < float("inf")
       for _ in range(1 if has_answer else _FIRST_QUESTIONS):
-        asked = self._clock()
+        ask_time = self._clock()
         lead_time = self._call("clock")
-        self._offset.add_answer(asked, lead_time, self._clock())
-      self._last_asked = self._clock()
+        self._offset.add_answer(ask_time, lead_time, self._clock())
+      self._last_question_time = self._clock()
     offset = self._offset.seconds
     spans = [
       span._replace(start=span.start + offset, end=span.end + offset)

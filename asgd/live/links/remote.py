@@ -6,7 +6,7 @@ its parameters, as NumPy arrays in Ray's own serialization. Messages of a codec
 and updates travel as packed bytes. A frame costs about a millisecond.
 
   worker                                  shard's actor
-  RayLink.send     -- deliver(frame) -->  Session.identify, Shard.handle
+  RayLink.send     -- deliver(frame) -->  Session.check_sender, Shard.handle
   RayLink.receive  -- listen() -------->  Session.listen: the call stays open
                    <-- frames ----------  until Session.send has a frame for it
 
@@ -30,7 +30,9 @@ from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 
-_LOOK = 1.0  # seconds between two looks at a shard that does not answer
+_CHECK_SECONDS = (
+  1.0  # seconds between two checks of a shard that does not answer
+)
 _PAUSE = 0.2  # seconds between two tries to connect
 _FETCH_SECONDS = 60.0  # to fetch a result that is ready
 Token = tuple[int, int, str]  # worker, restarts, a random text: names a session
@@ -64,8 +66,8 @@ class Session:
   def send(self, frame: Frame) -> None:
     """Sends a frame, with the parameters or updates that the frame names.
 
-    The frame leaves when the worker listens and the present call has ended: an
-    answer is often two frames.
+    The session sends the frame when the worker listens and the present call has
+    ended: a call often answers with two frames.
     """
     memory, content = self._memory, None
     if frame.kind == frames.TICKET:
@@ -77,7 +79,7 @@ class Session:
       elif frame.flag == frames.WHOLE or not memory.has_updates:
         content = memory.read_copy(PARAMS, frame.params)
     self._packets.append((frames.pack(frame), content))
-    # Deferred, so that one answer takes all frames of the present call.
+    # Deferred, so that one answer has all frames of the present call.
     if self._listener is not None and len(self._packets) == 1:
       self._defer(lambda shard: self._flush())
 
@@ -113,13 +115,13 @@ class _LocalSlots:
     """Makes empty slots. Messages are packed if `messages` is a
     `packing.CodeLayout`; with any other value they are dense."""
     is_packed = isinstance(messages, packing.CodeLayout)
-    self._packing = messages if is_packed else None
+    self._code_layout = messages if is_packed else None
     # (kind, slot) -> (content, stamp)
     self._slots: dict[tuple[int, int], tuple[Any, int]] = {}
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    if kind == MESSAGES and self._packing is not None:
-      code: Any = packing.pack(self._packing, tree)
+    if kind == MESSAGES and self._code_layout is not None:
+      code: Any = packing.pack(self._code_layout, tree)
       tree = np.frombuffer(code, np.uint8)
     self._slots[kind, slot] = tree, stamp
 
@@ -150,16 +152,20 @@ class RayLink:
     import ray  # workers on the driver's machine run without it
 
     shards = site.setup.shards
-    self._ray, self._site, self._owner = ray, site, (worker, restarts)
+    self._ray, self._site, self._worker_and_restarts = (
+      ray,
+      site,
+      (worker, restarts),
+    )
     # These lists are by shard. An actor is None without a session.
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # number of replacements of the actor
     self._tokens: list[Any] = [None] * shards  # of the present session
     self._listen_calls: list[Any] = [None] * shards  # open calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
-    self._woken = threading.Event()
+    self._wake_event = threading.Event()
     messages = messages or [None] * shards
-    self.memories = [_LocalSlots(like) for like in messages]
+    self.memories = [_LocalSlots(message_format) for message_format in messages]
 
   def send(self, shard: int, frame: Frame) -> None:
     """See `base.WorkerLink`; a PUSH carries its message."""
@@ -173,15 +179,15 @@ class RayLink:
     if actor is None:
       raise Disconnected(shard)
     args = self._tokens[shard], frames.pack(frame), message
-    delivered = actor.call.remote("deliver", args)
+    deliver_call = actor.call.remote("deliver", args)
     # `ladder.start` covers the time in which the shard compiles.
     patience = deadlines.DEAD_FACTOR * self._site.setup.ladder.start
     deadline = time.monotonic() + patience
-    while not self._ray.wait([delivered], timeout=_LOOK)[0]:
+    while not self._ray.wait([deliver_call], timeout=_CHECK_SECONDS)[0]:
       if self._has_successor(shard) or time.monotonic() > deadline:
         self._actors[shard] = None
         raise Disconnected(shard)
-    self._fetch(shard, delivered)
+    self._fetch(shard, deliver_call)
 
   def _fetch(self, shard: int, ref: Any) -> Any:
     """Returns the result of a call that has ended; raises Disconnected."""
@@ -198,12 +204,14 @@ class RayLink:
       if None in self._actors:  # the caller of `send` may ignore its error
         raise Disconnected(self._actors.index(None))
       # Ray cannot be woken, so `wake` ends the wait after half a second.
-      pause = min(deadline - time.monotonic(), _LOOK / 2)
-      done, _ = self._ray.wait(self._listen_calls, timeout=max(pause, 0.0))
-      for ref in done:
+      pause = min(deadline - time.monotonic(), _CHECK_SECONDS / 2)
+      ended_calls, _ = self._ray.wait(
+        self._listen_calls, timeout=max(pause, 0.0)
+      )
+      for ref in ended_calls:
         self._take_packets(self._listen_calls.index(ref), ref)
-      if self._woken.is_set() or (not self._inbox and pause <= 0):
-        self._woken.clear()
+      if self._wake_event.is_set() or (not self._inbox and pause <= 0):
+        self._wake_event.clear()
         return None
     return self._inbox.pop(0)
 
@@ -252,13 +260,13 @@ class RayLink:
     """Opens a session with a shard; see `base.WorkerLink`."""
     # The random text distinguishes the frames of this session from those of an
     # earlier session.
-    token = (*self._owner, uuid.uuid4().hex)
+    token = (*self._worker_and_restarts, uuid.uuid4().hex)
     try:
       actor = self._find_actor(shard, self._generations[shard])
       # The actor may be starting, which takes longer than the silence that the
       # lead allows a worker. So the caller gets a turn after each try.
-      opened = actor.call.remote("open", (token,))
-      self._ray.get(opened, timeout=_LOOK)
+      open_call = actor.call.remote("open", (token,))
+      self._ray.get(open_call, timeout=_CHECK_SECONDS)
     except (ValueError, self._ray.exceptions.RayError):
       self._generations[shard] += self._has_successor(shard)
       time.sleep(_PAUSE)
@@ -271,4 +279,4 @@ class RayLink:
 
   def wake(self) -> None:
     """Ends a `receive`, soon; may be called from a signal handler."""
-    self._woken.set()
+    self._wake_event.set()

@@ -3,8 +3,8 @@
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
 kernel closes its sockets, so the other side notices at once. A peer that sends
-an impossible frame, or reads nothing, loses its connection, and no other peer
-does.
+an impossible frame, or reads nothing, loses its connection; other peers keep
+theirs.
 
 `SocketLink` is a worker's end, `ShardServer` a shard's end. A simulated world
 replaces `UnixNetwork`.
@@ -194,48 +194,50 @@ class SocketLink:
       self._selector.unregister(connection.sock)
       connection.sock.close()
       self._connections[shard] = None
-    # The shard repeats the frames that still count over the next connection.
+    # The shard sends the frames that still count again, by the next connection.
     self._inbox = [item for item in self._inbox if item[0] != shard]
 
 
 class _Peer(_Connection):
   """A shard's connection to a worker or another shard."""
 
-  def __init__(self, sock: Any, waiting: dict["_Peer", None]):
+  def __init__(self, sock: Any, unsent_peers: dict["_Peer", None]):
     super().__init__(sock)
-    # The serving thread must never wait for one peer.
+    # Non-blocking: the serving thread must never wait for one peer.
     sock.setblocking(False)
     # ("worker" or "shard", index), known from the first frame on.
     self.sender: tuple[str, int] | None = None
-    self._waiting = waiting  # peers with unsent frames; shared by all peers
+    self._unsent_peers = (
+      unsent_peers  # peers with unsent frames; shared by all peers
+    )
     self._unsent = bytearray()  # bytes that the socket has not accepted
     self.has_room = True  # the socket accepted all bytes of the last `flush`
 
   def send(self, frame: Frame) -> None:
-    """Sends a frame with the next `flush`: an answer is often two frames.
-    Frames to a closed connection are dropped."""
+    """Adds a frame to those that the next `flush` sends: an answer is often two
+    frames. Drops a frame to a closed connection."""
     if self.sock.fileno() < 0:
       return
     self._unsent += frames.pack(frame)
-    self._waiting[self] = None
+    self._unsent_peers[self] = None
 
   def flush(self) -> bool:
     """Sends the frames so far. Returns False if the peer must read before there
     is room for the rest. Raises EOFError if the peer leaves too much unread."""
     try:
-      sent = self.sock.send(self._unsent)
+      n_sent = self.sock.send(self._unsent)
     except BlockingIOError:
-      sent = 0
+      n_sent = 0
     except OSError:  # `read` notices the closed connection, and reports it
-      sent = len(self._unsent)
-    del self._unsent[:sent]
+      n_sent = len(self._unsent)
+    del self._unsent[:n_sent]
     if len(self._unsent) > _MOST_UNREAD:
       raise EOFError
     return not self._unsent
 
 
-# (call, the Future of its result)
-Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]]
+# Of (call, the Future of its result).
+CallQueue = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]]
 
 
 class ShardServer:
@@ -260,9 +262,9 @@ class ShardServer:
     ValueError; a follower in a consistent run also connects to the lead's
     socket. The clock counts seconds since the run began."""
     self.shard, self._clock, self._lead_path = shard, clock, lead
-    self._calls: Calls = queue.SimpleQueue()
+    self._calls: CallQueue = queue.SimpleQueue()
     self.ended = threading.Event()  # `serve` has ended
-    self._must_end = False  # `serve` is to return
+    self._must_end = False  # `serve` must return
     self._network, self._selector = network, network.selector()
     self._waker = _Waker(network, self._selector)
     try:
@@ -278,7 +280,7 @@ class ShardServer:
     self._lead: _Peer | None = None
     self._followers: dict[int, _Peer] = {}  # by shard
     # The keys are the peers with unsent frames, in order.
-    self._waiting: dict[_Peer, None] = {}
+    self._unsent_peers: dict[_Peer, None] = {}
 
   def submit(self, call: Callable[[Shard], Any]) -> Future[Any]:
     """Calls a function with the shard, in the serving thread. The future raises
@@ -366,7 +368,7 @@ class ShardServer:
         self._accept()
       else:
         if events & selectors.EVENT_WRITE:  # there is room again
-          self._waiting[key.data] = None
+          self._unsent_peers[key.data] = None
         if events & selectors.EVENT_READ:
           self._read(key.data)
 
@@ -390,7 +392,7 @@ class ShardServer:
     self._add_peer(sock)
 
   def _add_peer(self, sock: Any) -> _Peer:
-    peer = _Peer(sock, self._waiting)
+    peer = _Peer(sock, self._unsent_peers)
     self._selector.register(sock, selectors.EVENT_READ, peer)
     return peer
 
@@ -421,8 +423,8 @@ class ShardServer:
   def _flush(self) -> None:
     """Sends the waiting frames, as far as each peer has room. The remaining
     bytes of a peer follow once the peer reads."""
-    while self._waiting:
-      peer, _ = self._waiting.popitem()
+    while self._unsent_peers:
+      peer, _ = self._unsent_peers.popitem()
       if peer.sock.fileno() < 0:  # it was dropped
         continue
       try:
@@ -432,8 +434,10 @@ class ShardServer:
         continue
       if has_room != peer.has_room:  # `modify` is a system call: only on change
         peer.has_room = has_room
-        write = 0 if has_room else selectors.EVENT_WRITE
-        self._selector.modify(peer.sock, selectors.EVENT_READ | write, peer)
+        write_event = 0 if has_room else selectors.EVENT_WRITE
+        self._selector.modify(
+          peer.sock, selectors.EVENT_READ | write_event, peer
+        )
 
   def _drop(self, peer: _Peer) -> None:
     """Closes a peer's connection. If the peer is a worker, the shard ends the

@@ -1,9 +1,9 @@
 """Links of threads that take the time of a network.
 
 Threads of one process share the slots of memory, which takes no time. Here a
-frame is delivered when a network would have delivered it and the bytes in its
-slot, by the real size of the message, dense or packed. The network has the
-links of a simulation (`asgd.orders.network`), with a real clock.
+frame is delivered at the time at which a network would have delivered the frame
+and the content of its slot, dense or packed. The network has the links of a
+simulation (`asgd.orders.network`), with a real clock.
 
 `Throttle` delays deliveries. `ThrottledNetwork` gives it the frames of sockets,
 `throttled_hosts` the calls of hosts.
@@ -42,7 +42,7 @@ class Throttle:
     """The clock counts seconds, the unit of the network's times."""
     self._queue, self._clock = LinkQueue(Links(network, workers)), clock
     self.time = 0.0  # time at which the latest parcel was delivered
-    self._changed = threading.Condition()
+    self._condition = threading.Condition()
     self._ended = False
     self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -52,9 +52,9 @@ class Throttle:
 
   def close(self) -> None:
     """Ends the deliveries: frames under way are lost."""
-    with self._changed:
+    with self._condition:
       self._ended = True
-      self._changed.notify()
+      self._condition.notify()
     if self._thread.is_alive():
       self._thread.join()
 
@@ -80,31 +80,33 @@ class Throttle:
   ) -> None:
     """Sends a parcel by a method of the queue."""
 
-    def act(time: float) -> None:
-      self.time = time
+    def deliver_parcel(delivery_time: float) -> None:
+      self.time = delivery_time
       deliver()
 
-    with self._changed:
+    with self._condition:
       now = self._clock()
-      # The links must be up to date before a part is added.
+      # The links must be up to date before a parcel is added.
       self._queue.run(now)
-      send(now, worker, shard, nbytes, act)
-      self._changed.notify()
+      send(now, worker, shard, nbytes, deliver_parcel)
+      self._condition.notify()
 
   def deliver_due(self) -> float | None:
     """Delivers due frames; returns the time at which more may be due."""
-    with self._changed:
+    with self._condition:
       self._queue.run(self._clock())
       return self._queue.next_time
 
   def _run(self) -> None:
     """Delivers until `close`; sleeps until the next event is due."""
-    with self._changed:
+    with self._condition:
       while not self._ended:
         now = self._clock()
         self._queue.run(now)
-        due = self._queue.next_time
-        self._changed.wait(None if due is None else max(due - now, 0.0))
+        next_time = self._queue.next_time
+        self._condition.wait(
+          None if next_time is None else max(next_time - now, 0.0)
+        )
 
 
 # (frame, the call that delivers it)
@@ -112,7 +114,7 @@ CarryFrame = Callable[[Frame, Callable[[], None]], None]
 
 
 class ThrottledNetwork(UnixNetwork):
-  """Sockets that pass all frames, but those between shards, to a Throttle."""
+  """Sockets that pass frames to a Throttle, except frames between shards."""
 
   def __init__(self, throttle: Throttle, open_memory: Callable[[int], Any]):
     """`open_memory` returns the slots of a shard, once it is made."""
@@ -133,12 +135,12 @@ class ThrottledNetwork(UnixNetwork):
 
   def _carry(
     self,
-    direction: Callable[..., None],
+    send: Callable[..., None],
     shard: int,
     frame: Frame,
     deliver: Callable[[], None],
   ) -> None:
-    """Carries a frame by `direction`: `Throttle.send_up` or `send_down`."""
+    """Carries a frame by `send`: `Throttle.send_up` or `send_down`."""
     nbytes = 0  # a frame without content takes the latency alone
     if frame.kind in frames.SHARD_KINDS:
       deliver()
@@ -147,7 +149,7 @@ class ThrottledNetwork(UnixNetwork):
       nbytes = self._memory(shard).content_nbytes(MESSAGES, frame.message)
     elif frame.kind == frames.TICKET and frame.flag == frames.WHOLE:
       nbytes = self._memory(shard).content_nbytes(PARAMS, frame.params)
-    direction(frame.worker, shard, nbytes, deliver)
+    send(frame.worker, shard, nbytes, deliver)
 
 
 class _ThrottledSocket:
@@ -167,13 +169,13 @@ class _ThrottledSocket:
   def send(self, data: bytes) -> int:
     # Links send complete frames only, so `data` divides into them.
     for start in range(0, len(data), frames.SIZE):
-      packed = bytes(data[start : start + frames.SIZE])
-      deliver = functools.partial(self._deliver, packed)
-      self._carry(frames.unpack(packed), deliver)
+      packed_frame = bytes(data[start : start + frames.SIZE])
+      deliver = functools.partial(self._deliver, packed_frame)
+      self._carry(frames.unpack(packed_frame), deliver)
     return len(data)
 
   sendall = send
 
-  def _deliver(self, packed: bytes) -> None:
+  def _deliver(self, packed_frame: bytes) -> None:
     with contextlib.suppress(OSError):  # the receiver closed it meanwhile
-      self._sock.sendall(packed)
+      self._sock.sendall(packed_frame)

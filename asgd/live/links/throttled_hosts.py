@@ -53,9 +53,7 @@ class ThrottledHost(Host):
     self._throttle, self._caller, self._host = throttle, caller, host
 
   def call(self, method: str, *args: Any) -> Future[Any]:
-    """See the base; the host makes calls in the order in which they arrive.
-
-    """
+    """See the base; the host makes calls in the order in which they arrive."""
     answer: Future[Any] = Future()
 
     def arrive() -> None:  # [2] The host runs the call.
@@ -67,9 +65,9 @@ class ThrottledHost(Host):
         answer.set_exception(error)
         return
       result = call.result()
-      ends = self._caller, self.index
+      caller_and_host = self._caller, self.index
       self._throttle.send_down(
-        *ends, nbytes(result), lambda: answer.set_result(result)
+        *caller_and_host, nbytes(result), lambda: answer.set_result(result)
       )
 
     # [1] The arguments travel up.
@@ -81,8 +79,8 @@ class ThrottledHosts(ThreadHosts):
   """Threads with workers or peers that call others over a network."""
 
   def __init__(self, network: Network, callers: int, *, began: float):
-    """`callers` workers or peers call `network.shards` hosts; `began` is as of
-    the base."""
+    """`callers` is the number of workers or peers that call others; for `began`
+    see the base."""
     super().__init__(began=began)
     self.throttle = Throttle(network, callers)
     self.throttle.start()
@@ -93,10 +91,10 @@ class ThrottledHosts(ThreadHosts):
     def wrap(host: Any) -> Host:
       return ThrottledHost(self.throttle, index, host)
 
-    def make_linked(inside: Inside) -> Any:
+    def make_throttled(inside: Inside) -> Any:
       return make(inside._replace(wrap_host=wrap))
 
-    return super().start(kind, index, make_linked)
+    return super().start(kind, index, make_throttled)
 
   def close(self) -> None:
     """See the base; calls under way arrive before."""

@@ -1,10 +1,10 @@
 """The driver of a dense parameter server: it watches shards and workers.
 
-The driver is no part of the training: it sees no message. Its supervisor
-starts, calls and counts parties. `ServerCluster` adds the tasks of a dense
-server: it replaces workers that the lead has expelled, collects the images of
-all shards at one row, and ends tickets that stay open when all messages are
-received.
+The driver takes no part in the training: it sees no message. Its supervisor
+starts and calls parties, and counts their exits. `ServerCluster` adds the tasks
+of a dense server: it replaces workers that the lead has expelled, collects the
+images of all shards at one row, and ends tickets that stay open when all
+messages are received.
 """
 
 import collections
@@ -25,7 +25,7 @@ from asgd.live.links.base import Disconnected
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
-from asgd.live.supervisor import TRIES, Party, Supervisor
+from asgd.live.supervisor import MOST_REFUSALS, Party, Supervisor
 from asgd.live.worker_spec import WorkerSpec
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
@@ -33,7 +33,7 @@ Status = dict[str, Any]  # of a shard, see `Shard.status`
 # reach all shards before that row.
 _ROWS_AHEAD = 20
 _END_SECONDS = 5.0  # for shards to write pending rows
-_LOOK = 0.1  # seconds between two looks
+_CHECK_SECONDS = 0.1  # seconds between two checks of shards
 _LEAVE_SECONDS = 2.0  # for workers to leave, after the last job
 
 
@@ -87,11 +87,12 @@ class ServerCluster(Cluster):
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
-    self._starts = collections.Counter[int]()  # loops of each worker
+    self._loop_counts = collections.Counter[int]()  # by worker
     self._image_row = -1  # the row of the requested images; -1: none
-    # Workers that were replaced since the last status of the lead. That status
-    # may name their former incarnations as expelled: this is one exit, not two.
-    self._refilled: set[int] = set()
+    # Workers that this cluster has replaced since the last status of the lead.
+    # The next status may name their former incarnations as expelled: this is
+    # one exit, not two.
+    self._replaced_workers: set[int] = set()
     # Worker -> time since which the worker is not registered at the lead.
     self._absent_since: dict[int, float] = {}
     self._stopped = False  # all jobs are received, as the lead reported
@@ -148,8 +149,8 @@ class ServerCluster(Cluster):
     self._run_worker(self._make_worker(worker))
 
   def _make_worker(self, worker: int) -> Party:
-    make = self._makers.worker(worker, self._starts[worker])
-    self._starts[worker] += 1
+    make = self._makers.worker(worker, self._loop_counts[worker])
+    self._loop_counts[worker] += 1
     self._absent_since.pop(worker, None)
     return self._supervisor.start(WORKER, worker, make)
 
@@ -175,7 +176,7 @@ class ServerCluster(Cluster):
   def _replace_worker(self, worker: int, ending: str) -> None:
     """Reports the exit of a worker to the shards, and replaces the worker
     unless the run needs no replacement."""
-    news, restarts = self._supervisor.news, self._starts[worker] - 1
+    news, restarts = self._supervisor.news, self._loop_counts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
     if ending == "stopped":  # after the last job
@@ -183,25 +184,25 @@ class ServerCluster(Cluster):
     if not self._refill:
       news.append(f"worker {worker} {ending}")
       return
-    self._refilled.add(worker)
+    self._replaced_workers.add(worker)
     self._supervisor.count_exit(WORKER, worker, ending)
     self.add_worker(worker)
     news.append(f"worker {worker} {ending}; another takes its place")
 
   def status(self) -> list[Status] | None:
-    """Returns each `Shard.status`; None while a shard is being replaced.
+    """Returns each `Shard.status`; None while a shard does not answer.
 
     Also replaces the workers that the lead has expelled, and ends tickets that
     stay open after the last job. Raises NotFinite for more than three refused
     messages for each worker, in a row or of one job.
     """
     answers = self._supervisor.poll(
-      SHARD, "ask", Shard.status, among=self._made_shards()
+      SHARD, "ask", Shard.status, among=self._ready_shards()
     )
     # A shard answers (status,), or None if its server has ended.
-    by_shard = {index: value[0] for index, value in answers.items() if value}
-    if lead := by_shard.get(0):
-      if lead["refused"] > TRIES * self.setup.workers:
+    statuses = {index: value[0] for index, value in answers.items() if value}
+    if lead := statuses.get(0):
+      if lead["refused"] > MOST_REFUSALS * self.setup.workers:
         raise NotFinite(
           f"{lead['refused']} messages, in a row or of one job, were not"
           f" finite, at message {lead['received']}"
@@ -209,20 +210,20 @@ class ServerCluster(Cluster):
       self._supervisor.count_received(lead["received"])
       self._stopped = lead["stopped"]
       self._replace_lost_workers(lead)
-      self._refilled.clear()
+      self._replaced_workers.clear()
       # The lead has no open ticket, so open tickets of other shards cannot end.
-      if _are_finished([lead]) and any(s["busy"] for s in by_shard.values()):
+      if _are_finished([lead]) and any(s["busy"] for s in statuses.values()):
         self._call_shards(Shard.end_open_tickets)
     self.statuses = None
-    if len(by_shard) == self.setup.shards:
-      self.statuses = [by_shard[i] for i in range(self.setup.shards)]
+    if len(statuses) == self.setup.shards:
+      self.statuses = [statuses[i] for i in range(self.setup.shards)]
     return self.statuses
 
   def _replace_lost_workers(self, lead: Status) -> None:
     """Replaces the workers that the lead has expelled, and workers that are not
     registered there for too long."""
     now = self._supervisor.hosts.clock()
-    lost = set(lead["expelled"]) - self._refilled
+    lost_workers = set(lead["expelled"]) - self._replaced_workers
     workers = self._supervisor.parties[WORKER]
     for worker in workers:
       if worker in lead["workers"]:
@@ -230,15 +231,15 @@ class ServerCluster(Cluster):
         continue
       absent_since = self._absent_since.setdefault(worker, now)
       if now - absent_since > self._patience:
-        lost.add(worker)
-    for worker in sorted(lost & set(workers)):
+        lost_workers.add(worker)
+    for worker in sorted(lost_workers & set(workers)):
       self._supervisor.drop(workers[worker])
       self._replace_worker(worker, "hung")
 
   # Asking shards.
 
-  def _made_shards(self) -> list[int]:
-    """Returns the indices of the shards with objects that are made."""
+  def _ready_shards(self) -> list[int]:
+    """Returns the indices of the shards that can be called."""
     indices = []
     for index, party in self._supervisor.parties[SHARD].items():
       with contextlib.suppress(Exception):  # `check` raises the error
@@ -282,13 +283,13 @@ class ServerCluster(Cluster):
       return self._call_all_shards(Shard.image)
     # [1] Take the images of the row that was requested earlier.
     row = self._image_row
-    requested = self._call_all_shards(methodcaller("requested_image", row))
-    images = [image for _, image in requested if image is not None]
+    answers = self._call_all_shards(methodcaller("requested_image", row))
+    images = [image for _, image in answers if image is not None]
     if len(images) == self.setup.shards:
       self._image_row = -1
       return images
     # [2] If all shards are at the same row, take images now.
-    rows = [shard_rows for shard_rows, _ in requested]
+    rows = [shard_rows for shard_rows, _ in answers]
     if len(set(rows)) == 1:
       images = self._call_all_shards(Shard.image)
       # Further rows may have arrived between the two calls.
@@ -311,17 +312,17 @@ class ServerCluster(Cluster):
       try:
         return call()
       except Disconnected:
-        # These two replace the shard. `check` raises the shard's error, if the
-        # successor would raise it, too.
+        # `check` and `status` replace the shard. `check` raises the shard's
+        # error, if the successor would raise it, too.
         self.check()
         self.status()
-        self._supervisor.hosts.sleep(_LOOK)
+        self._supervisor.hosts.sleep(_CHECK_SECONDS)
 
   def wait_for_images(self) -> list[tuple[Any, Any]]:
     """Waits until `images` returns some, and returns them."""
     while (images := self.call_until_connected(self.images)) is None:
       self.check()
-      self._supervisor.hosts.sleep(_LOOK)
+      self._supervisor.hosts.sleep(_CHECK_SECONDS)
     return images
 
   def pause(self, seconds: float = math.inf) -> bool:
@@ -329,11 +330,11 @@ class ServerCluster(Cluster):
     for `seconds` at most. Returns whether all messages have arrived."""
     self.call_until_connected(lambda: self._call_all_shards(Shard.pause))
 
-    def at_rest() -> bool:
+    def are_at_rest() -> bool:
       statuses = self.status()
       return statuses is not None and not any(s["busy"] for s in statuses)
 
-    return self._supervisor.wait_for_rest(at_rest, seconds)
+    return self._supervisor.wait_for_rest(are_at_rest, seconds)
 
   # The end.
 
@@ -346,10 +347,10 @@ class ServerCluster(Cluster):
         runs = {(WORKER, w): party.run for w, party in workers if party.run}
         supervisor.wait_for_calls(runs, self._leave_seconds)
       shards = supervisor.parties[SHARD]
-      ends = {
+      end_calls = {
         (SHARD, shard): shards[shard].host.call("end")
-        for shard in self._made_shards()
+        for shard in self._ready_shards()
       }
-      supervisor.wait_for_calls(ends, _END_SECONDS)
+      supervisor.wait_for_calls(end_calls, _END_SECONDS)
     finally:
       supervisor.close()

@@ -5,8 +5,8 @@ machine opens a session by a call (`links.remote`), sends frames in calls, and
 waits for the answers. The files of a run are on the driver's machine, so the
 lead writes the spans and faults of such workers, too (`links.notes`).
 
-The host runs the methods of `HostedShard` in its thread. One more thread serves
-the shard, and it alone touches the shard: `server.submit` passes calls to it.
+The host runs the methods of `HostedShard` in its thread. Another thread, the
+serving thread, alone touches the shard: `server.submit` passes calls to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ ENDED = "ended"  # the result of `run` if the shard was asked to end
 
 
 class HostedShard:
-  """One incarnation of a shard, which is served from the start."""
+  """One start of a shard. The server answers frames from the start."""
 
   def __init__(self, inside: Inside, server: ShardServer, run: Path):
     """`inside` has the functions of the host; `run` is the run's folder."""
-    self.server, self._ended = server, Future[str]()
+    self.server, self._end_result = server, Future[str]()
     self.clock = inside.clock  # the seconds since the run began
     # (worker, restarts) of each worker loop that opened a session at any time.
     self._remote_workers: set[tuple[int, int]] = set()
@@ -50,14 +50,14 @@ class HostedShard:
   def end_run(self, call: Future[None]) -> None:
     """Ends `run`, with the error of the server if `serve` raised one."""
     if error := call.exception():
-      self._ended.set_exception(error)
+      self._end_result.set_exception(error)
     else:
-      self._ended.set_result(ENDED)
+      self._end_result.set_result(ENDED)
 
   def run(self) -> Future[str]:
     """Returns a Future. Its result is ENDED after the shard was asked to end;
     an error of the server becomes the error of the Future."""
-    return self._ended
+    return self._end_result
 
   def ask(self, call: Callable[[Shard], Any]) -> Future[tuple[Any] | None]:
     """Calls a function with the shard, in the serving thread.
@@ -68,24 +68,24 @@ class HostedShard:
     """
     answer: Future[tuple[Any] | None] = Future()
 
-    def finish(served_call: Future[Any]) -> None:
-      error = served_call.exception()
+    def finish(ended_call: Future[Any]) -> None:
+      error = ended_call.exception()
       if isinstance(error, Disconnected):
         answer.set_result(None)
       elif error is not None:
         answer.set_exception(error)
       else:
-        answer.set_result((served_call.result(),))
+        answer.set_result((ended_call.result(),))
 
     # Only NumPy crosses the border of a process.
-    pending = self.server.submit(lambda shard: jax.device_get(call(shard)))
-    pending.add_done_callback(finish)
+    server_call = self.server.submit(lambda shard: jax.device_get(call(shard)))
+    server_call.add_done_callback(finish)
     return answer
 
   def end(self) -> Future[tuple[None] | None]:
     """Writes pending output, and ends."""
     answer = self.ask(_flush)
-    answer.add_done_callback(lambda flushed: self.server.end())
+    answer.add_done_callback(lambda ended_call: self.server.end())
     return answer
 
   def interrupt(self) -> None:
@@ -101,13 +101,13 @@ class HostedShard:
   # Workers on other machines.
 
   def open(self, token: Token) -> Future[None]:
-    """Opens a session for a worker, and answers the calls of `listen` at the
-    worker's earlier sessions."""
+    """Opens a session for a worker. Calls of `listen` that wait at the worker's
+    earlier sessions get their answer."""
     self._remote_workers.add(token[:2])
 
     def make_session(shard: Shard) -> None:
-      for other, session in self._sessions.items():
-        if other[:2] == token[:2]:
+      for session_token, session in self._sessions.items():
+        if session_token[:2] == token[:2]:
           session.release()
       memory = shard.state.slots.memory
       self._sessions[token] = Session(memory, self.server.submit)
@@ -119,14 +119,16 @@ class HostedShard:
     the session, as it would a connection."""
     frame = frames.unpack(data)
 
-    def take(shard: Shard) -> None:
+    def handle_frame(shard: Shard) -> None:
       session = self._sessions[token]
       try:
         session.check_sender(frame)
-        is_peer = shard.role.connections.get(frame.worker) == session.send
+        is_connected = shard.role.connections.get(frame.worker) == session.send
         # A worker on the shard's machine writes to its slot itself. Here the
         # shard writes: a late PUSH must not reach the slot of another ticket.
-        if message is not None and is_peer and shard.state.can_write(frame):
+        if (
+          message is not None and is_connected and shard.state.can_write(frame)
+        ):
           memory = shard.state.slots.memory
           stamp = message_stamp(frame.worker, frame.seq)
           memory.write(MESSAGES, frame.message, message, stamp)
@@ -135,7 +137,7 @@ class HostedShard:
         self._end_session(shard, token)
         raise
 
-    return self.server.submit(take)
+    return self.server.submit(handle_frame)
 
   def listen(self, token: Token) -> Future[list[Packet]]:
     """Returns the next frames of a session, once there are some. Raises
@@ -146,23 +148,23 @@ class HostedShard:
       if (error := call.exception()) is not None:
         answer.set_exception(error)
 
-    listen = self.server.submit(
+    listen_call = self.server.submit(
       lambda shard: self._sessions[token].listen(answer)
     )
-    listen.add_done_callback(fail)
+    listen_call.add_done_callback(fail)
     return answer
 
   def worker_exited(self, worker: int, restarts: int) -> None:
     """Ends the sessions of a worker that has exited. A socket needs no such
     call: the kernel closes it."""
 
-    def drop(shard: Shard) -> None:
+    def end_sessions(shard: Shard) -> None:
       for token in list(self._sessions):
         if token[:2] == (worker, restarts):
           self._end_session(shard, token)
 
     if (worker, restarts) in self._remote_workers:
-      self.server.submit(drop)
+      self.server.submit(end_sessions)
 
   def _end_session(self, shard: Shard, token: Token) -> None:
     """Ends a session and the tickets of its worker, as if it were a connection
@@ -201,7 +203,8 @@ class ShardMaker(NamedTuple):
   def __call__(self, inside: Inside) -> HostedShard:
     """Makes a shard, in its host.
 
-    Compiles first: the shard must answer at once when it listens.
+    The programs are compiled before the shard listens: then it must answer at
+    once.
     """
     site, index, setup = self.site, self.shard, self.site.setup
     # [1] Compile.
@@ -215,26 +218,30 @@ class ShardMaker(NamedTuple):
       state = simulator.start(server, self.params)
       ticket = steps.send(state, jnp.int32(0))
       message = compression.blank(server.codec, self.params)
-      received = steps.receive(state, ticket, message, np.float32(0.0))
-      jax.block_until_ready(received)
+      result = steps.receive(state, ticket, message, np.float32(0.0))
+      jax.block_until_ready(result)
     # [2] Open the memory and the files. The state is a new one: `receive` has
     # donated the first state.
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
-    like = slot_formats.contents(server.codec, self.params, updates=updates)
-    memory, run = site.open_memory(index, *like, state), Path(site.run)
-    store = ShardStorage.open(run, index, memory, self.image, disk=inside.disk)
+    slot_contents = slot_formats.contents(
+      server.codec, self.params, updates=updates
+    )
+    memory, run = site.open_memory(index, *slot_contents, state), Path(site.run)
+    storage = ShardStorage.open(
+      run, index, memory, self.image, disk=inside.disk
+    )
     # [3] Recover, and listen.
     shard = Shard(
-      *(index, setup, steps, state, store),
+      *(index, setup, steps, state, storage),
       now=inside.clock(),
       resumed=self.resumed,
     )
     lead = site.socket(0) if index and setup.consistent else None
-    served = ShardServer(
+    shard_server = ShardServer(
       *(shard, site.socket(index)),
       clock=inside.clock,
       lead=lead,
       network=self.network,
     )
-    return HostedShard(inside, served, run)
+    return HostedShard(inside, shard_server, run)

@@ -1,6 +1,6 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop.
 
-The lead is shard 0, which gives out jobs and replaces workers that hang.
+The lead (shard 0) gives out jobs, and expels workers that hang.
 """
 
 import functools
@@ -133,15 +133,15 @@ class WorkerMaker(NamedTuple):
     is_local = not site.machine or (
       site.sockets and node_id() == site.machine
     )
-    make = self._make_local if is_local else self._make_remote
-    context = make(spec, inside)
+    make_context = self._make_local if is_local else self._make_remote
+    context = make_context(spec, inside)
     # One worker's profile is enough, and a successor would replace its files.
     has_profile = self.worker == 0 == self.restarts
     profile = Profile(site.profile if has_profile else None)
     write_span, close = context.span, context.close
     assert write_span is not None
 
-    def write(span: spans.Span) -> None:
+    def take_span(span: spans.Span) -> None:
       if site.spans:
         write_span(span)
       if span.name == "push":
@@ -151,7 +151,7 @@ class WorkerMaker(NamedTuple):
       profile.close()
       close()
 
-    return context._replace(span=write, close=close_all)
+    return context._replace(span=take_span, close=close_all)
 
   def _make_local(self, spec: WorkerSpec, inside: Inside) -> LoopContext:
     """Returns the context on the driver's machine, with sockets, shared memory

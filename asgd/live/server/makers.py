@@ -1,10 +1,10 @@
 """Makers of the shards and workers of a parameter server.
 
 Threads and processes of one machine exchange messages through sockets and
-shared memory (`links.sockets`, `slots`): a call of Ray takes 0.5 ms, a frame a
-twentieth of it. Shards run on the driver's machine. Workers on other machines
-call the hosts of shards (`links.remote`), and the lead writes their spans and
-faults (`links.notes`).
+shared memory (`links.sockets`, `slots`): a call of Ray takes 0.5 ms, a frame by
+a socket a twentieth of that. Shards run on the driver's machine. Workers on
+other machines call the hosts of shards (`links.remote`), and the lead writes
+their spans and faults (`links.notes`).
 
 A simulated world and the tests replace the network and the faults.
 """
@@ -66,8 +66,8 @@ class ServerMakers:
     )
 
   def worker(self, worker: int, restarts: int) -> Make:
-    """Returns the maker of a worker; `restarts` counts the earlier hosts of the
-    worker."""
+    """Returns the maker of a worker; `restarts` counts the worker's earlier
+    hosts."""
     return WorkerMaker(
       *(self.site, self._network, worker, restarts),
       *(self._faults, self._make_script),
