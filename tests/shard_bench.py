@@ -496,7 +496,7 @@ def audit(shard):
     uses[slots.published[1]] += 1
   assert uses == +slots.uses
   assert sorted([*slots.free_params, *uses]) == list(range(counts.params))
-  taken = [opened.message for opened in state.tickets.values()]
+  taken = [opened.message_slot for opened in state.tickets.values()]
   for messages in slots.lost_slots.values():
     taken += messages  # the workers that had them may still write
   assert sorted([*slots.free_messages, *slots.log_slots, *taken]) == list(

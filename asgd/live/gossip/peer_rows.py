@@ -118,9 +118,9 @@ class PeerJournal(WorkerJournal):
     self.begun = 0  # jobs of this incarnation
     super().__init__(*args)
 
-  def _note(self, event: Event) -> None:
+  def _count_row(self, event: Event) -> None:
     """Counts a row, which was read from the file or written."""
-    super()._note(event)
+    super()._count_row(event)
     self.puts += event.action in PUTS
     self.begun += event.action in STARTS
     # The rows that follow LEAVE are those of the next incarnation.

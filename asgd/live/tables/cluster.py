@@ -123,20 +123,22 @@ class TableCluster(Cluster):
   def _call_run(
     self,
     party: Party,
-    restarted: Mapping[int, Host] = MappingProxyType({}),
-    ranges: NewDivision | None = None,
+    restarted_hosts: Mapping[int, Host] = MappingProxyType({}),
+    new_division: NewDivision | None = None,
   ) -> None:
     """Calls a worker's `run`, with the hosts of shards that were restarted, and
-    with the new ranges if the worker rests."""
-    party.run = party.host.call("run", self._limit, dict(restarted), ranges)
+    with the new division if the worker rests."""
+    party.run = party.host.call(
+      "run", self._limit, dict(restarted_hosts), new_division
+    )
     self._states[party.index] = _WorkerState()
 
   @property
   def finished(self) -> bool:
     """Whether all jobs of the live workers are done."""
-    return self._all_are(ENDED)
+    return self._all_returned(ENDED)
 
-  def _all_are(self, result: str) -> bool:
+  def _all_returned(self, result: str) -> bool:
     """Whether `run` of each live worker has returned this result."""
     results = {state.result for state in self._states.values()}
     return results == {result}
@@ -165,20 +167,20 @@ class TableCluster(Cluster):
       self._restart(party.index)
 
     # [2] Workers that have returned from `run`, that have exited, or that had
-    # lost a shard. The shard may be alive again.
-    exited = supervisor.exited_parties(WORKER)
+    # lost a shard, which may be alive again.
+    exited_workers = supervisor.exited_parties(WORKER)
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():
         answer, party.run = answer_of(party.run), None
         self._handle_return(party, answer)
-      elif party in exited:
+      elif party in exited_workers:
         self._handle_exit(party, "died")
       elif self._states[party.index].result == LOST:
         self._retry_run(party)
 
     # [3] Workers that hang; then ranges, once all workers rest.
-    self._end_hanging()
-    if self._limit is None and self._all_are(RESTS):
+    self._end_hanging_workers()
+    if self._limit is None and self._all_returned(RESTS):
       self._divide()
 
   def _restart(self, index: int) -> None:
@@ -215,8 +217,8 @@ class TableCluster(Cluster):
     shard = self._states[party.index].shard
     # The next `check` restarts a shard that has exited, and then calls this
     # method again.
-    exited = self._supervisor.exited_parties(SHARD)
-    if any(party.index == shard for party in exited):
+    exited_shards = self._supervisor.exited_parties(SHARD)
+    if any(party.index == shard for party in exited_shards):
       return
     host = self._supervisor.parties[SHARD][shard].host
     self._call_run(party, {shard: host})
@@ -232,7 +234,7 @@ class TableCluster(Cluster):
     files.write_leave(self._run, worker, hosts.clock(), hosts.disk)
     if ending == REJECTED:
       supervisor.count_refusal(WORKER, worker)
-    # An expelled worker hung for so long that its next incarnation has joined.
+    # Shards expel a worker when its next incarnation joins: it had hung.
     if party.hung or ending == EXPELLED:
       ending = "hung"
     supervisor.count_exit(WORKER, worker, ending)
@@ -256,16 +258,16 @@ class TableCluster(Cluster):
       SHARD, method, *args, among=among, restart=self._restart
     )
 
-  def _end_hanging(self) -> None:
+  def _end_hanging_workers(self) -> None:
     """Ends workers that take too long for a clock. `check` then replaces these
     workers."""
     statuses = self._ask("status")
-    waiting = set().union(*(status.waiting for status in statuses))
+    waiting_workers = set().union(*(status.waiting for status in statuses))
     for worker, party in self._supervisor.parties[WORKER].items():
       # A worker that waits for other workers at a shard does not hang.
-      is_idle = party.run is None or worker in waiting
-      done = None if is_idle else statuses[0].done[worker]
-      self._supervisor.watch(party, done)
+      is_idle = party.run is None or worker in waiting_workers
+      jobs_done = None if is_idle else statuses[0].jobs_done[worker]
+      self._supervisor.watch(party, jobs_done)
 
   # Moving ranges.
 
@@ -295,13 +297,17 @@ class TableCluster(Cluster):
     version = loads[0][0] + 1
     # [3] Each shard takes its ranges.
     for shard in range(self._counts[SHARD]):
-      parts = [h.parts[shard] for h in handovers if shard in h.parts]
+      parts = [
+        handover.parts[shard]
+        for handover in handovers
+        if shard in handover.parts
+      ]
       data = requests.dump_move(version, cuts, parts)
       self._ask("move", data, among=[shard])
     # [4] The workers take the cuts.
     for worker, party in self._supervisor.parties[WORKER].items():
       rows = [handover.rows[worker] for handover in handovers]
-      self._call_run(party, ranges=NewDivision(cuts, rows))
+      self._call_run(party, new_division=NewDivision(cuts, rows))
 
   # Pause and checkpoints.
 
@@ -353,10 +359,14 @@ class TableCluster(Cluster):
     """Returns numbers of rows: (held back by filters, dropped by filters), over
     the live workers that have finished."""
     states = self._states.items()
-    ended = [worker for worker, state in states if state.result == ENDED]
-    counts = self._supervisor.ask(WORKER, "held_counts", among=ended).values()
-    held_back = sum(held for held, _ in counts)
-    return held_back, sum(dropped for _, dropped in counts)
+    ended_workers = [
+      worker for worker, state in states if state.result == ENDED
+    ]
+    counts = self._supervisor.ask(
+      WORKER, "held_counts", among=ended_workers
+    ).values()
+    n_held_back = sum(held_back for held_back, _ in counts)
+    return n_held_back, sum(dropped for _, dropped in counts)
 
   def progress(self) -> list[tuple[int, int]]:
     """Returns (messages applied, the slowest clock) of each shard."""

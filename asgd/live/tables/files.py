@@ -34,8 +34,10 @@ from asgd.tables.requests import (
   load_message,
 )
 
-_MESSAGE = struct.Struct("<qd")  # before a message: seq and time of its row
-_IMAGE = struct.Struct("<q")  # before an image: rows of the trace
+_MESSAGE_HEAD = struct.Struct(
+  "<qd"
+)  # before a message: seq and time of its row
+_IMAGE_HEAD = struct.Struct("<q")  # before an image: rows of the trace
 
 
 class TableRecords(NamedTuple):
@@ -82,13 +84,13 @@ def order_path(run: Path, index: int) -> Path:
   return Path(run) / f"shard-{index}.csv"
 
 
-def read_divisions(run: Path, first: Division) -> list[Division]:
-  """Returns all divisions of the tables of a run, beginning with `first`."""
-  divisions = [first]
+def read_divisions(run: Path, first_division: Division) -> list[Division]:
+  """Returns all divisions of the tables of a run, beginning with the first."""
+  divisions = [first_division]
   # Every shard has a MOVE row for each division; those of shard 0 suffice.
   for event in read_journal(order_path(run, 0)):
     if event.action == base.MOVE:
-      divisions.append(divisions[-1].next(first.cuts_of(event.totals)))
+      divisions.append(divisions[-1].next(first_division.cuts_of(event.totals)))
   return divisions
 
 
@@ -109,11 +111,15 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
     end_times: dict[int, float] = {}  # number of jobs done -> end of the last
     for event in read_journal(journal_path(run, worker)):
       # Worker j % N does job j of the run, after j // N earlier jobs.
-      done = event.job // workers
+      jobs_done = event.job // workers
       if event.action == base.RECEIVE:
-        end_times[done + 1] = event.time
-      elif event.action in STARTS and done % jobs == 0 and done in end_times:
-        total += event.time - end_times.pop(done)
+        end_times[jobs_done + 1] = event.time
+      elif (
+        event.action in STARTS
+        and jobs_done % jobs == 0
+        and jobs_done in end_times
+      ):
+        total += event.time - end_times.pop(jobs_done)
   return total / workers
 
 
@@ -133,8 +139,8 @@ def digest(path: Path, rows: int) -> str:
 
 def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns the traces of a run; ValueError if a file is empty."""
-  paths = [order_path(run, s) for s in range(shards)]
-  paths += [journal_path(run, w) for w in range(workers)]
+  paths = [order_path(run, shard) for shard in range(shards)]
+  paths += [journal_path(run, worker) for worker in range(workers)]
   rows = [read_nonempty_journal(run, path) for path in paths]
   return Orders(rows[:shards], rows[shards:])
 
@@ -222,7 +228,7 @@ class LastMessage:
     self, memory: Path, worker: int, incarnation: int, disk: Any = os
   ):
     """Opens the saved messages of a worker, for one of its incarnations. If the
-    memory is on another machine, none are saved or found."""
+    memory is on another machine, `write` saves none and `read` finds none."""
     self._disk = disk
     self._folder, self._name = Path(memory), f"worker-{worker}-"
     self._incarnation = incarnation
@@ -237,11 +243,11 @@ class LastMessage:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
   def write(self, row: Event, message: ClockMessage) -> None:
-    """Saves a message. If the disk refuses it, the next incarnation computes
-    the jobs again instead."""
+    """Saves a message. If the disk refuses it, a later incarnation computes the
+    jobs again instead of sending the message."""
     if not self._folder.is_dir():
       return
-    head = _MESSAGE.pack(row.seq, row.time)
+    head = _MESSAGE_HEAD.pack(row.seq, row.time)
     with contextlib.suppress(OSError, ValueError):
       store.write_body(
         self._path(self._incarnation), head + dump_message(message), self._disk
@@ -262,16 +268,16 @@ class LastMessage:
     Returns:
       None if there is no message, or if it is damaged or of another run.
     """
-    earlier = [
+    earlier_incarnations = [
       incarnation
       for incarnation in self._saved_incarnations()
       if incarnation < self._incarnation
     ]
-    if not earlier:
+    if not earlier_incarnations:
       return None
     try:
-      body = store.read_body(self._path(earlier[-1]))
-      seq, time = _MESSAGE.unpack_from(body)
+      body = store.read_body(self._path(earlier_incarnations[-1]))
+      seq, time = _MESSAGE_HEAD.unpack_from(body)
     except (store.Changed, struct.error):
       return None
     for event in reversed(events):
@@ -280,7 +286,7 @@ class LastMessage:
         # before it was rolled back: then its row has another time.
         if event.time != time:
           return None
-        return event, load_message(body[_MESSAGE.size :])
+        return event, load_message(body[_MESSAGE_HEAD.size :])
     return None
 
 
@@ -289,7 +295,7 @@ def write_image(
 ) -> None:
   """Replaces the image of a shard, after `rows` rows of its trace. Raises
   ValueError if the disk refuses it."""
-  store.write_body(folder / "snapshots", _IMAGE.pack(rows) + data, disk)
+  store.write_body(folder / "snapshots", _IMAGE_HEAD.pack(rows) + data, disk)
 
 
 def read_image(folder: Path) -> tuple[int, bytes] | None:
@@ -299,5 +305,5 @@ def read_image(folder: Path) -> tuple[int, bytes] | None:
   if not path.exists():
     return None
   body = store.read_body(path)
-  (rows,) = _IMAGE.unpack_from(body)
-  return rows, body[_IMAGE.size :]
+  (rows,) = _IMAGE_HEAD.unpack_from(body)
+  return rows, body[_IMAGE_HEAD.size :]

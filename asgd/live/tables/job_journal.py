@@ -61,10 +61,10 @@ class JobJournal(WorkerJournal):
     """Sequence number of the job that began last."""
     return self._open_jobs[-1][0]
 
-  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
+  def write(self, seq: int, job: int, action: int, **fields: Any) -> Event:
     """Writes a row, as the base class does. A killed worker writes no more."""
     self._inside.wait(0.0)  # raises if the worker was killed
-    return super().write(seq, job, action, **more)
+    return super().write(seq, job, action, **fields)
 
   def join(self) -> None:
     """Writes the JOIN row of the incarnation."""
@@ -109,11 +109,11 @@ class JobJournal(WorkerJournal):
     if self._last_message and self._last_start:
       self._last_message.write(self._last_start, message)
 
-  def find_saved_message(self, done: int) -> ClockMessage | None:
+  def find_saved_message(self, jobs_done: int) -> ClockMessage | None:
     """Returns the saved message of an earlier incarnation.
 
     Args:
-      done: number of the worker's finished jobs, the jobs of the message
+      jobs_done: number of the worker's finished jobs, the jobs of the message
         included.
 
     Returns:
@@ -127,10 +127,14 @@ class JobJournal(WorkerJournal):
     if row_and_message is None:
       return None
     row, message = row_and_message
-    if message.done != done:
+    if message.done != jobs_done:
       return None
-    received = {e.job for e in events if e.action == base.RECEIVE}
-    records = [r for r in message.records if r.job not in received]
+    received_jobs = {
+      event.job for event in events if event.action == base.RECEIVE
+    }
+    records = [
+      record for record in message.records if record.job not in received_jobs
+    ]
     if not records:
       return None
     # Save it again as this incarnation's message, in case it is killed, too.

@@ -24,7 +24,7 @@ from asgd.tables.division import Cuts
 from asgd.tables.requests import JOIN, Reply, Request
 from asgd.tables.shard import EXPELLED, TableShard
 
-_MIN_LOG_BYTES = 2**20  # of the log; below, no image is made
+_MIN_LOG_BYTES = 2**20  # a smaller log is not replaced by an image
 Rows = list[tuple[int, bytes]]
 
 
@@ -39,7 +39,7 @@ class _WaitingRequest(NamedTuple):
 class Status(NamedTuple):
   """The progress of workers at a shard."""
 
-  done: dict[int, int]  # worker -> jobs that the shard has received
+  jobs_done: dict[int, int]  # worker -> jobs that the shard has received
   waiting: set[int]  # workers with a request that waits for other workers
 
 
@@ -99,7 +99,7 @@ class ShardHost:
     self._waiting: dict[int, _WaitingRequest] = {}  # by worker
     self._polls: dict[int, Future[Rows]] = {}  # worker -> open call of `listen`
     # Worker -> number of rows that were sent to its latest incarnation.
-    self._sent: dict[int, int] = {}
+    self._sent_counts: dict[int, int] = {}
     self._limit: int | None = None  # jobs of each worker until a pause
 
   # Files that outlive the process.
@@ -127,12 +127,12 @@ class ShardHost:
     # come from the driver, not from a worker.
     path = self._folder / "messages"
     self._log = Log(path, self._inside.disk)
-    logged = iter(self._log.bodies)
+    logged_requests = iter(self._log.bodies)
     for event in events[rows:]:
       if event.action == base.LEAVE:
         self._shard.leave(event.worker)
         continue
-      data = next(logged, None)
+      data = next(logged_requests, None)
       if data is None:
         raise ValueError(
           f"{self._folder} lacks requests of {self._journal.name}: the memory"
@@ -168,9 +168,9 @@ class ShardHost:
       return self._reply(request)
     # [3] A request may have to wait. A worker that lost its connection sends a
     # waiting request again; its earlier call gets the same answer.
-    earlier = self._waiting.pop(worker, None)
+    earlier_request = self._waiting.pop(worker, None)
     if self._must_wait(request):
-      answer = earlier.answer if earlier else Future()
+      answer = earlier_request.answer if earlier_request else Future()
       self._waiting[worker] = _WaitingRequest(request, data, answer)
       # A push shows that its worker has read the last reply: other requests may
       # have waited for that.
@@ -179,28 +179,28 @@ class ShardHost:
     # [4] Apply the request and reply. Then answer requests that waited for it.
     self._execute(request, data)
     reply = self._reply(request)
-    if earlier:
-      earlier.answer.set_result(reply)
+    if earlier_request:
+      earlier_request.answer.set_result(reply)
     self._answer_waiting()
     return reply
 
   def _must_wait(self, request: Request) -> bool:
     """Whether a pull or push must wait for other workers."""
-    arrived = {
+    pushing_workers = {
       worker
-      for worker, waiting in self._waiting.items()
-      if waiting.request.kind == requests.PUSH
+      for worker, waiting_request in self._waiting.items()
+      if waiting_request.request.kind == requests.PUSH
     }
     if self._shard.must_wait_for_clock(request):
       return True
-    return self._shard.must_wait_for_reads(request, arrived)
+    return self._shard.must_wait_for_reads(request, pushing_workers)
 
   def _expel(self, worker: int) -> None:
     """Answers the open calls of a worker's earlier incarnation, which then
     exits."""
-    self._sent[worker] = 0
-    if waiting := self._waiting.pop(worker, None):
-      waiting.answer.set_result(EXPELLED)
+    self._sent_counts[worker] = 0
+    if waiting_request := self._waiting.pop(worker, None):
+      waiting_request.answer.set_result(EXPELLED)
     if poll := self._polls.pop(worker, None):
       poll.set_result([])
 
@@ -229,7 +229,7 @@ class ShardHost:
   def _reply(self, request: Request) -> Reply:
     """Returns the reply to an applied request, with the rows not yet sent."""
     worker = request.worker
-    start = self._sent.get(worker, 0)
+    start = self._sent_counts.get(worker, 0)
     if request.number == 0:  # JOIN: no row was sent to this incarnation
       start = 0
     reply = self._shard.reply(request, start)
@@ -239,7 +239,7 @@ class ShardHost:
   def _note_sent(self, worker: int, rows: Rows) -> None:
     """Records that rows were sent to a worker; the last row is the newest."""
     if rows:
-      self._sent[worker] = rows[-1][0] + 1
+      self._sent_counts[worker] = rows[-1][0] + 1
 
   def _answer_waiting(self) -> None:
     """Answers requests that need not wait any more, and calls of `listen` for
@@ -260,7 +260,7 @@ class ShardHost:
 
   def _take_unsent(self, worker: int) -> Rows:
     """Returns the unsent rows for a worker, and marks them as sent."""
-    rows = self._shard.rows_from(worker, self._sent.get(worker, 0))
+    rows = self._shard.rows_from(worker, self._sent_counts.get(worker, 0))
     self._note_sent(worker, rows)
     return rows
 
@@ -279,12 +279,12 @@ class ShardHost:
     if incarnation != self._shard.incarnation(worker):
       return []
     # A worker that calls again may have missed the rows of the last answer.
-    self._sent[worker] = expected
+    self._sent_counts[worker] = expected
     if rows := self._take_unsent(worker):
       return rows
     # A worker has one open call: an earlier call has lost its connection.
-    if earlier := self._polls.pop(worker, None):
-      earlier.set_result([])
+    if earlier_poll := self._polls.pop(worker, None):
+      earlier_poll.set_result([])
     answer: Future[Rows] = Future()
     self._polls[worker] = answer
     return answer

@@ -56,9 +56,9 @@ class WorkerHost:
     Args:
       inside: the functions of the host.
       make: (incarnation, work) -> a worker without rows.
-      work: computed by the worker.
+      work: the work of the worker.
       journal: the worker's files.
-      shards: hosts, by shard.
+      shards: shard -> its host.
       script: the script of injected faults.
       slowdown: factor on the time of a job.
       image: the image of the worker, from which it continues; `journal` was
@@ -96,32 +96,32 @@ class WorkerHost:
   def run(
     self,
     limit: int | None,
-    restarted: Mapping[int, Host] | None = None,
-    ranges: NewDivision | None = None,
+    restarted_hosts: Mapping[int, Host] | None = None,
+    new_division: NewDivision | None = None,
   ) -> tuple[str, int]:
     """Works until it cannot continue.
 
     Args:
       limit: jobs after which the worker halts; None: no limit.
-      restarted: hosts of restarted shards. The call has them because separate
-        calls may arrive in another order.
-      ranges: the new division for which the worker has rested.
+      restarted_hosts: shard -> host, for restarted shards. They are arguments
+        of this call because separate calls may arrive in another order.
+      new_division: the new division for which the worker has rested.
 
     Returns:
       (one of the results at the top of this module, the lost shard if LOST,
       else 0).
     """
     self._limit = limit
-    for shard, host in (restarted or {}).items():
+    for shard, host in (restarted_hosts or {}).items():
       self._shards[shard] = self._inside.wrap_host(host)
       # Calls at the earlier host get no reply: make them again.
       self._calls.pop(shard, None)
       self._polls.pop(shard, None)
     # The driver has collected the rows that shards had not sent to the worker.
-    if ranges is not None:
-      for shard, rows in enumerate(ranges.rows):
+    if new_division is not None:
+      for shard, rows in enumerate(new_division.rows):
         self._worker.sessions.receive_rows(shard, rows)
-      self._worker.divide(ranges.cuts)
+      self._worker.divide(new_division.cuts)
     try:
       return self._run(), 0
     except HostExited as error:
