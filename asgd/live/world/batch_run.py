@@ -72,12 +72,12 @@ PARAMS = {
 
 
 @jax.jit
-def _gradient(params: Any, x: jax.Array) -> tuple[jax.Array, Any]:
+def _gradient(params: Any, examples: jax.Array) -> tuple[jax.Array, Any]:
   """Returns the loss and gradient of a small network on x, float32[5, 4]."""
 
   def loss(params):
-    prediction = jax.numpy.tanh(x @ params["w"]) @ params["v"]
-    return ((prediction - x[:, 0]) ** 2).mean()
+    prediction = jax.numpy.tanh(examples @ params["w"]) @ params["v"]
+    return ((prediction - examples[:, 0]) ** 2).mean()
 
   return jax.value_and_grad(loss)(params)
 
@@ -100,7 +100,7 @@ class BatchRun(WorldRun):
     self._settings = scenario.case.settings
     # The driver's notes on the present evaluation (in a real run, a file).
     self._driver_notes: dict[str, Any] | None = None
-    self._saved: SavedRun | None = None  # the last checkpoint
+    self._checkpoint: SavedRun | None = None  # the last checkpoint
     self._portions_begun = 0  # by all workers
     self._params: Any = None  # at the end of the run
 
@@ -145,7 +145,7 @@ class BatchRun(WorldRun):
       self._driver_notes = None  # the memory held the notes
     if resumed and self._driver_notes is not None:
       return SavedRun(copy.deepcopy(self._driver_notes), None)
-    return copy.deepcopy(self._saved) if resumed else None
+    return copy.deepcopy(self._checkpoint) if resumed else None
 
   def _save_notes(self, notes: dict[str, Any] | None) -> None:
     """Stores the driver's notes; None: a shard's files are unusable, and the
@@ -179,7 +179,7 @@ class BatchRun(WorldRun):
 
     def save() -> None:
       # A driver that repeats an evaluation makes no checkpoint.
-      self._saved = copy.deepcopy(driver.save()) or self._saved
+      self._checkpoint = copy.deepcopy(driver.save()) or self._checkpoint
 
     # `advance` waits itself, so nothing waits between two steps.
     self.drive(advance, save, wait=lambda seconds: None)

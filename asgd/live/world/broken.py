@@ -1,4 +1,4 @@
-"""The error of a violated invariant, and helpers of the checks."""
+"""The error of a violated invariant, and helpers that raise it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ class Broken(Exception):
   """An invariant is violated."""
 
 
-def require(holds: Any, name: str, *shown: Any) -> None:
+def require(holds: Any, name: str, *values: Any) -> None:
   """Raises Broken with the invariant's name and the values, unless it `holds`.
   Values are formatted only then, because formatting an array takes time."""
   if not holds:
-    raise Broken(f"{name}: {' '.join(map(str, shown))}")
+    raise Broken(f"{name}: {' '.join(map(str, values))}")
 
 
 @contextlib.contextmanager

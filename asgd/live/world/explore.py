@@ -59,8 +59,8 @@ def _run(
   protocol: str,
   read: Callable[[WorldRun], Any],
 ) -> tuple[SeedResult, Any]:
-  """Returns the outcome of a run and the result of `read` on the ended run,
-  called before its folder is removed."""
+  """Returns the outcome of a run and the result of `read`, which is called with
+  the ended run before its folder is removed."""
   scenario = scenario_of(seed, protocol)
   if keep is None:
     keep = range(len(scenario.faults))
@@ -76,9 +76,9 @@ def shrink(seed: int, protocol: str = "server") -> list[int]:
   keep = list(range(len(scenario_of(seed, protocol).faults)))
   # One pass: a run of all subsets would take 2^6 runs instead of 6.
   for index in list(keep):
-    fewer = [i for i in keep if i != index]
-    if run_seed(seed, fewer, protocol).error:
-      keep = fewer
+    other_faults = [i for i in keep if i != index]
+    if run_seed(seed, other_faults, protocol).error:
+      keep = other_faults
   return keep
 
 
@@ -97,10 +97,10 @@ def first_difference(seed: int, keep: Sequence[int], protocol: str) -> str:
   injected, and the earliest row of a file, which follows from it.
   """
   _, failing = _run(seed, keep, protocol, _logs)
-  # A late fault first: the runs are then equal up to a late time.
+  # Leave out a late fault first: the runs are then equal up to a late time.
   for index in reversed(keep):
-    fewer = [i for i in keep if i != index]
-    outcome, passing = _run(seed, fewer, protocol, _logs)
+    other_faults = [i for i in keep if i != index]
+    outcome, passing = _run(seed, other_faults, protocol, _logs)
     if not outcome.error:
       break
   else:
@@ -194,19 +194,19 @@ class Tally:
     self.seconds = 0.0
     self.injected: collections.Counter[str] = collections.Counter()
     self.refused: collections.Counter[str] = collections.Counter()
-    self.failed: list[int] = []  # seeds
+    self.failed_seeds: list[int] = []
 
   def add(self, outcome: SeedResult) -> None:
     """Counts an outcome."""
     self.runs += 1
     self.steps += outcome.steps
-    self.restarts += outcome.restarts - 1  # the first start is none
+    self.restarts += outcome.restarts - 1  # the first start is no restart
     self.seconds += outcome.seconds
     self.injected.update(outcome.injected)
     texts = (_DETAILS.sub("#", text)[:60] for text in outcome.refused)
     self.refused.update(texts)
     if outcome.error:
-      self.failed.append(outcome.seed)
+      self.failed_seeds.append(outcome.seed)
 
   def table(self) -> str:
     """Returns a table of faults and invariants."""
@@ -220,9 +220,9 @@ class Tally:
     for kind in kinds:
       lines.append(f"{kind:{width}}  {self.injected[kind]:8,}")
     lines += ["", f"{'invariant':{width}}  checked"]
-    checked = self.runs - len(self.failed)
+    checked = self.runs - len(self.failed_seeds)
     lines += [f"{name:{width}}  {checked:8,}" for name in invariants]
-    if self.failed:
-      first_seeds = ", ".join(map(str, self.failed[:20]))
-      lines += ["", f"FAILED: {len(self.failed)} seeds ({first_seeds})"]
+    if self.failed_seeds:
+      first_seeds = ", ".join(map(str, self.failed_seeds[:20]))
+      lines += ["", f"FAILED: {len(self.failed_seeds)} seeds ({first_seeds})"]
     return "\n".join(lines)

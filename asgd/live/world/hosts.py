@@ -3,7 +3,7 @@
 A host holds one object and executes calls of its methods. There is a fault
 point at every call, at every write of an object, and wherever an object or the
 driver waits. A fault can lose the answer of a call, as a broken connection
-does. It can also repeat a call, if its callers retry that call.
+does. It can also repeat a call that callers retry.
 """
 
 import os
@@ -37,7 +37,7 @@ from asgd.live.world.storage import Disk
 # Methods that callers retry after a broken connection, perhaps late. All
 # methods of a shard are retried too, but at once.
 _RETRIED = {(PEER, "deliver"), (COUNTER, "take")}
-_LATE = 0.1  # delay of a call, as a part of a fault's seconds
+_DELAY_PART = 0.1  # delay of a call, as a fraction of a fault's seconds
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -82,15 +82,17 @@ class _InlinePool(Executor):
 
 
 class _FencedDisk:
-  """The disk of an object; it writes nothing after the object's host ended."""
+  """The disk of an object; it refuses writes once the driver has given the
+  object's host up."""
 
   def __init__(self, host: "WorldHost", scheduler: Scheduler, disk: Disk):
     self._host, self._scheduler, self._disk = host, scheduler, disk
 
   def _touch(self) -> None:
-    """Is a fault point, and ends the process if its host has ended."""
+    """Is a fault point, and ends the process if the driver has given its host
+    up."""
     self._scheduler.touch()
-    if self._host.ended:
+    if self._host.is_given_up:
       raise Killed
 
   def write(self, file: int, data: Any) -> int:
@@ -110,7 +112,7 @@ class WorldCall(Call):
   def __init__(self, scheduler: Scheduler, host: "WorldHost"):
     self._scheduler, self.host = scheduler, host
     self.answer: Future[Any] | None = None  # None: not received yet
-    self.cut = False  # the connection broke: the answer is lost
+    self.is_cut = False  # the connection broke: the answer is lost
 
   def take(self, future: Future[Any]) -> None:
     """Receives the answer, a future that is done."""
@@ -118,7 +120,7 @@ class WorldCall(Call):
 
   def done(self) -> bool:
     """See the base."""
-    if self.answer is not None or self.cut:
+    if self.answer is not None or self.is_cut:
       return True
     return not self.host.is_alive
 
@@ -126,7 +128,7 @@ class WorldCall(Call):
     """See the base."""
     if not self.done():
       self._scheduler.wait(self.done, None)
-    if self.cut or self.answer is None:
+    if self.is_cut or self.answer is None:
       raise HostExited(self.host.kind, self.host.index)
     return self.answer.result()
 
@@ -139,7 +141,8 @@ class WorldHost(Host):
     self._scheduler = scheduler = hosts.world.scheduler
     # Calls that were received and not made yet: (call, method, arguments).
     self._inbox: list[tuple[WorldCall, str, Sequence[Any]]] = []
-    self.ended = False  # the driver has given it up; its answers are ignored
+    # The driver has given the host up, and ignores its answers.
+    self.is_given_up = False
     self.open_calls: list[WorldCall] = []  # without an answer
     self.make_call = self._new_call()
     self._inside = Inside(
@@ -164,7 +167,7 @@ class WorldHost(Host):
   @property
   def is_alive(self) -> bool:
     """Whether the host answers calls."""
-    return self.process.alive and not (self.process.doomed or self.ended)
+    return self.process.alive and not (self.process.doomed or self.is_given_up)
 
   def call(self, method: str, *args: Any) -> WorldCall:
     """See the base."""
@@ -173,13 +176,14 @@ class WorldHost(Host):
     may_be_late = (self.kind, method) in _RETRIED
     is_retried = may_be_late or self.kind == SHARD
     # [1] A second call, as if the caller had repeated the first one.
-    if is_retried and (double := faults.take("double", self.kind)):
-      repeated = WorldCall(self._scheduler, self)  # no caller waits for it
-      seconds = double.seconds * _LATE * may_be_late
-      self._post(repeated, method, args, seconds)
+    if is_retried and (double_fault := faults.take("double", self.kind)):
+      repeated_call = WorldCall(self._scheduler, self)  # no caller waits for it
+      seconds = double_fault.seconds * _DELAY_PART * may_be_late
+      self._post(repeated_call, method, args, seconds)
     # [2] The call itself, which may be delayed.
-    delay = faults.take("delay", self.kind)
-    self._post(call, method, args, delay.seconds * _LATE if delay else 0.0)
+    delay_fault = faults.take("delay", self.kind)
+    seconds = delay_fault.seconds * _DELAY_PART if delay_fault else 0.0
+    self._post(call, method, args, seconds)
     return call
 
   def _post(
@@ -238,9 +242,9 @@ class WorldHost(Host):
 
   def drain(self) -> bool:
     """Calls the object's `drain`; returns whether it has such a method."""
-    if drains := hasattr(self.made_object, "drain"):
+    if has_drain := hasattr(self.made_object, "drain"):
       self.made_object.drain()
-    return drains
+    return has_drain
 
   def interrupt(self) -> None:
     """Calls the object's `interrupt`, if it has such a method."""
@@ -264,7 +268,7 @@ class WorldHost(Host):
   def _wait(self, seconds: float) -> None:
     """Sleeps; ends the process if the driver has given its host up."""
     self._scheduler.sleep(seconds)
-    if self.ended:
+    if self.is_given_up:
       raise Killed
 
   def _run(self, make: Make) -> None:
@@ -277,8 +281,8 @@ class WorldHost(Host):
     make_answer = self.make_call.answer
     assert make_answer is not None
     while True:
-      self._scheduler.wait(lambda: self.ended or bool(self._inbox), None)
-      if self.ended:
+      self._scheduler.wait(lambda: self.is_given_up or bool(self._inbox), None)
+      if self.is_given_up:
         return
       call, method, args = self._inbox.pop(self._next_index())
       if make_answer.exception():  # there is no object
@@ -294,8 +298,9 @@ class WorldHost(Host):
     order, count = self._hosts.order, len(self._inbox)
     if order is not None:
       return order.randrange(count)
-    newest = count > 1 and self._hosts.world.faults.take("reorder", self.kind)
-    return -1 if newest else 0
+    faults = self._hosts.world.faults
+    takes_newest = count > 1 and faults.take("reorder", self.kind)
+    return -1 if takes_newest else 0
 
   def _execute(self, call: WorldCall, compute: Callable[[], Any]) -> None:
     """Answers a call with the value of `compute`, or with its error. Killed is
@@ -334,18 +339,18 @@ class WorldHosts(Hosts):
     """See the base."""
     self.world.scheduler.sleep(seconds)
 
-  def of(self, process: Process) -> WorldHost | None:
+  def host_of(self, process: Process) -> WorldHost | None:
     """Returns the host of a process."""
     hosts = self.hosts.values()
     return next((host for host in hosts if host.process is process), None)
 
   def start(self, kind: str, index: int, make: Make) -> WorldHost:
     """See the base."""
-    if previous := self.hosts.get((kind, index)):
-      self._end(previous)
-      if kind in LOCAL and previous.process.alive:
+    if predecessor := self.hosts.get((kind, index)):
+      self._end(predecessor)
+      if kind in LOCAL and predecessor.process.alive:
         # Two hosts must not write the same files at the same time.
-        self.world.scheduler.wait(lambda: not previous.process.alive, None)
+        self.world.scheduler.wait(lambda: not predecessor.process.alive, None)
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host
 
@@ -371,7 +376,7 @@ class WorldHosts(Hosts):
 
   def _end(self, host: WorldHost) -> None:
     """Gives a host up, and ends it as a process or as a thread ends."""
-    host.ended = True
+    host.is_given_up = True
     if self.kills:
       self.world.scheduler.kill(host.process)
     else:
@@ -392,17 +397,17 @@ class WorldHosts(Hosts):
     Returns:
       The name of the call's host; nothing if no call is open.
     """
-    calls = [
+    open_calls = [
       call
       for host in self.hosts.values()
       for call in host.open_calls
       if not call.done() and call is not host.make_call
     ]
-    if not calls:
+    if not open_calls:
       return ()
     self.cuts += 1
-    call = calls[int(which * len(calls))]
-    call.cut = True
+    call = open_calls[int(which * len(open_calls))]
+    call.is_cut = True
     if not arrives:
       call.host.lose(call)
     return (call.host.process.name,)

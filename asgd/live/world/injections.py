@@ -13,8 +13,7 @@ _MAX_FAULTS = 6
 _MAX_STEP = 4000  # the largest step at which a fault is injected
 _FEW_KINDS = 0.5  # probability that a scenario has a few kinds of faults only
 _LATE = 0.2  # probability that a fault waits for one of the last jobs
-# Probability that a fault soon follows the one before, and within how many
-# steps.
+# Probability that a fault follows the one before within _SOON_STEPS steps.
 _SOON, _SOON_STEPS = 0.4, 100
 
 
@@ -22,7 +21,7 @@ class Injection(NamedTuple):
   """A fault of a world."""
 
   job: int  # the fault waits until this job has begun; 0: it does not wait
-  step: int  # of the scheduler, counted from then
+  step: int  # of the scheduler, counted from the beginning of that job
   kind: str  # one of a menu's kinds
   which: float  # in [0, 1): selects a process, connection or file
   seconds: float  # length of a stop or a jump
@@ -49,9 +48,9 @@ class Scenario(NamedTuple):
     lines = [f"seed {self.seed}: {self.case}"]
     for index in keep:
       fault = self.faults[index]
-      since = f" after job {fault.job} has begun" if fault.job else ""
+      condition = f" after job {fault.job} has begun" if fault.job else ""
       lines.append(
-        f"  fault {index}: {fault.kind} at step {fault.step}{since}"
+        f"  fault {index}: {fault.kind} at step {fault.step}{condition}"
         f" (which {fault.which:.2f}, {fault.seconds:g} s)"
       )
     return "\n".join(lines)
@@ -97,7 +96,7 @@ class Faults:
     """Keeps a fault for the next operation of a matching kind."""
     self._armed[fault.kind].append(fault)
 
-  def next(self, kind: str) -> Injection | None:
+  def first_armed(self, kind: str) -> Injection | None:
     """Returns the first armed fault of a kind, which stays armed."""
     armed = self._armed.get(kind)
     return armed[0] if armed else None
@@ -105,7 +104,7 @@ class Faults:
   def take(self, kind: str, party: str) -> Injection | None:
     """Returns the first armed fault of a kind, and counts it as injected into
     a party."""
-    fault = self.next(kind)
+    fault = self.first_armed(kind)
     if fault is not None:
       self._armed[kind].popleft()
       self.count(kind, party)

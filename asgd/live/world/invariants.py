@@ -30,6 +30,7 @@ NAMES = (
   "it ends in bounded time",
   "no error without a reason",
 )
+_ONCE, _ALL_SHARDS, _ORDER, _RECORDS, _REPLAY, _SLOTS = NAMES[:6]
 
 
 def check(
@@ -46,24 +47,29 @@ def check(
     shards: the run's shards after their last message, in the order of their
       indices.
   """
-  folder, count = world.folder, training.setup.shards
-  journals = [read_journal(journal_path(folder, i)) for i in range(count)]
+  folder, n_shards = world.folder, training.setup.shards
+  journals = [read_journal(journal_path(folder, i)) for i in range(n_shards)]
   # [1] Journals: jobs and order.
   _check_jobs(journals, training, case)
   _check_order(journals, training, case)
   # [2] Records, against values that the journals imply.
-  every, gated = max(case.rules.round, 1), bool(case.rules.backup)
-  shard_records, matches = [], []
-  for index, events in enumerate(journals):
-    with breaks_on_value_error(NAMES[3], f"shard {index}: "):
-      expected = trace_checks.received(events, every=every, gated=gated)
-    record = records.read_records(records.records_path(folder, index))
-    match = _match(index, events, record, expected)
-    _check_records(index, record, [expected[i] for i in match])
+  messages_per_update = max(case.rules.round, 1)
+  drops_stale = bool(case.rules.backup)
+  shard_records, indices_by_shard = [], []
+  for shard_index, events in enumerate(journals):
+    with breaks_on_value_error(_RECORDS, f"shard {shard_index}: "):
+      expected = trace_checks.received_messages(
+        events,
+        messages_per_update=messages_per_update,
+        drops_stale=drops_stale,
+      )
+    record = records.read_records(records.records_path(folder, shard_index))
+    message_indices = _match_records(shard_index, events, record, expected)
+    _check_records(shard_index, record, [expected[i] for i in message_indices])
     shard_records.append(record)
-    matches.append(match)
+    indices_by_shard.append(message_indices)
   # [3] The replay. It also checks parameters and norms, which [2] does not.
-  _check_replay(training, journals, (shard_records, matches), shards)
+  _check_replay(training, journals, (shard_records, indices_by_shard), shards)
   # [4] The shared memory.
   for shard in shards:
     _check_slots(shard)
@@ -73,16 +79,16 @@ def _check_order(
   journals: Sequence[Sequence[Event]], training: Training, case: ServerCase
 ) -> None:
   """Checks that the rules allow the order of each shard's rows."""
-  for index, events in enumerate(journals):
+  for shard_index, events in enumerate(journals):
     # Open jobs per worker are limited only at the lead, and only without
     # rounds. In rounds the server receives messages at the end of the round, so
     # a worker may start a job while its last message waits. A shard other than
     # the lead may have a ticket open that the lead has closed.
-    unlimited = index or case.rules.round
-    depth = math.inf if unlimited else case.rules.depth
-    with breaks_on_value_error(NAMES[2], f"shard {index}: "):
+    has_no_limit = shard_index or case.rules.round
+    depth = math.inf if has_no_limit else case.rules.depth
+    with breaks_on_value_error(_ORDER, f"shard {shard_index}: "):
       orders.check(events, depth=depth)
-      if not index:  # the lead alone decides which jobs start
+      if not shard_index:  # the lead alone decides which jobs start
         trace_checks.check_protocol(
           events, case.rules, jobs=training.setup.jobs, owned=case.owned
         )
@@ -100,22 +106,24 @@ def _check_jobs(
   # A job that a rollback undid counts, too: it is not computed again.
   lead_jobs = sorted(event.job for event in received[0])
   jobs = list(range(training.setup.jobs))
-  require(lead_jobs == jobs, NAMES[0], f"the lead received jobs {lead_jobs}")
+  require(lead_jobs == jobs, _ONCE, f"the lead received jobs {lead_jobs}")
   lead_keys = [event.key for event in received[0]]  # (worker, seq)
-  for index, follower_events in enumerate(received[1:], 1):
+  for shard_index, follower_events in enumerate(received[1:], 1):
     keys = [event.key for event in follower_events]
-    text = f"shard {index} received {keys}"
+    text = f"shard {shard_index} received {keys}"
     if case.consistent:
-      require(keys == lead_keys, NAMES[1], text, "and not", lead_keys)
-    require(len(set(keys)) == len(keys), NAMES[0], text)
+      require(keys == lead_keys, _ALL_SHARDS, text, "and not", lead_keys)
+    require(len(set(keys)) == len(keys), _ONCE, text)
     # Without `consistent` a follower may also have received a message although
     # the lead counts its ticket as lost.
     missing = set(lead_keys) - set(keys)
-    require(not missing, NAMES[1], f"shard {index} lacks {sorted(missing)}")
+    require(
+      not missing, _ALL_SHARDS, f"shard {shard_index} lacks {sorted(missing)}"
+    )
 
 
-def _match(
-  index: int,
+def _match_records(
+  shard_index: int,
   events: Sequence[Event],
   record: base.Records,
   expected: Sequence[Received],
@@ -135,19 +143,19 @@ def _match(
   applied_rows = set(trace.follow(events).received)
   for position, (row, event, *_) in enumerate(expected):
     key = event.time, event.worker, event.job
-    next_key = record_keys[len(positions) : len(positions) + 1]
-    if next_key == [key]:
+    next_keys = record_keys[len(positions) : len(positions) + 1]
+    if next_keys == [key]:
       positions.append(position)
     else:
-      text = f"shard {index} has no record of"
-      require(row not in applied_rows, NAMES[3], text, event)
-  text = f"shard {index} recorded {record_keys}"
-  require(len(positions) == len(record_keys), NAMES[3], text)
+      text = f"shard {shard_index} has no record of"
+      require(row not in applied_rows, _RECORDS, text, event)
+  text = f"shard {shard_index} recorded {record_keys}"
+  require(len(positions) == len(record_keys), _RECORDS, text)
   return positions
 
 
 def _check_records(
-  index: int, record: base.Records, expected: Sequence[Received]
+  shard_index: int, record: base.Records, expected: Sequence[Received]
 ) -> None:
   """Checks a shard's records against the values that its trace implies."""
   columns: dict[str, Any] = {
@@ -160,7 +168,7 @@ def _check_records(
     recorded = getattr(record, name)
     are_equal = np.array_equal(recorded, column)
     text = f"{name} {recorded.tolist()}, not {list(map(float, column))}"
-    require(are_equal, NAMES[3], f"shard {index} recorded {text}")
+    require(are_equal, _RECORDS, f"shard {shard_index} recorded {text}")
 
 
 def _check_replay(
@@ -205,16 +213,17 @@ def _check_replay(
   # that a rollback undid. The indices select the records that the run kept.
   for index, (shard, state) in enumerate(zip(shards, states, strict=True)):
     are_equal = bits(shard.state.server) == bits(state)
-    require(are_equal, NAMES[4], f"shard {index}: the state differs")
+    require(are_equal, _REPLAY, f"shard {index}: the state differs")
   parts = zip(*recorded, replayed, strict=True)
-  for index, (live, messages, expected) in enumerate(parts):
-    for name in live._fields:
-      column, replayed_column = getattr(live, name), getattr(expected, name)
+  for index, (record, message_indices, replayed_record) in enumerate(parts):
+    for name in record._fields:
+      column = getattr(record, name)
+      replayed_column = getattr(replayed_record, name)
       are_equal = np.array_equal(
-        *(column, replayed_column[messages]),
+        *(column, replayed_column[message_indices]),
         equal_nan=column.dtype.kind == "f",
       )
-      require(are_equal, NAMES[4], f"shard {index}: the records' {name} differ")
+      require(are_equal, _REPLAY, f"shard {index}: the records' {name} differ")
 
 
 def _check_slots(shard: Shard) -> None:
@@ -225,7 +234,7 @@ def _check_slots(shard: Shard) -> None:
   counts = slots.counts
   # A message slot has one of four states: free, in the log, reserved for a lost
   # ticket, reserved for an open ticket.
-  messages = [
+  message_slots = [
     *slots.free_messages,
     *slots.log_slots,
     *(slot for lost_slots in slots.lost_slots.values() for slot in lost_slots),
@@ -233,14 +242,14 @@ def _check_slots(shard: Shard) -> None:
   ]
   name = f"shard {shard.index}"
   require(
-    sorted(messages) == list(range(counts.messages)),
-    NAMES[5],
-    f"{name}: message slots {sorted(messages)} of {counts.messages}",
+    sorted(message_slots) == list(range(counts.messages)),
+    _SLOTS,
+    f"{name}: message slots {sorted(message_slots)} of {counts.messages}",
   )
   # Tickets of the same version may share a slot of parameters.
-  used = {slot for slot, uses in slots.uses.items() if uses > 0}
-  params = sorted([*slots.free_params, *used])
+  used_slots = {slot for slot, uses in slots.uses.items() if uses > 0}
+  params_slots = sorted([*slots.free_params, *used_slots])
   require(
-    params == list(range(counts.params)),
-    *(NAMES[5], f"{name}: params slots {params} of {counts.params}"),
+    params_slots == list(range(counts.params)),
+    *(_SLOTS, f"{name}: params slots {params_slots} of {counts.params}"),
   )

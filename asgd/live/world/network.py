@@ -19,7 +19,7 @@ _BUFFER = 2**12  # bytes that a socket holds for its reader
 # frame in its middle, so only frames that their sender retries can be lost or
 # held back. Frames that are idempotent can be sent twice.
 _RETRIED = frames.PUSH, frames.ACK
-_TAMPERED = {
+_FRAMES_OF_FAULT = {
   "lose": _RETRIED,
   "reorder": _RETRIED,
   "double": (
@@ -78,11 +78,11 @@ class Socket:
       raise OSError(errno.EPIPE, "the other end is closed")
     if not self.writable:
       raise BlockingIOError
-    part = bytes(data[: _BUFFER - len(self.peer.data)])
-    self.peer.data += self.network.tampered(self, part)
+    accepted = bytes(data[: _BUFFER - len(self.peer.data)])
+    self.peer.data += self.network.apply_fault(self, accepted)
     self.network.changes += 1
-    # The sent bytes, also if a fault has dropped or doubled a frame.
-    return len(part)
+    # This count ignores a fault that has dropped or doubled a frame.
+    return len(accepted)
 
   def sendall(self, data: bytes) -> None:
     """Sends all bytes; waits while the reader's buffer is full."""
@@ -124,7 +124,8 @@ class Selector:
   def __init__(self, network: "SimulatedNetwork"):
     self._network = network
     self._keys: dict[Socket, selectors.SelectorKey] = {}
-    # `SimulatedNetwork.changes` when no socket was ready; -1: not known.
+    # `SimulatedNetwork.changes` when the last check found no ready socket; -1:
+    # no such check.
     self._idle_at = -1
 
   def register(self, sock: Socket, events: int, data: Any = None) -> None:
@@ -227,7 +228,9 @@ class SimulatedNetwork:
     """Returns one end of each open connection."""
     # If one end was closed, the other is at its end: both leave the list, which
     # stays a list of pairs.
-    self.sockets = [s for s in self.sockets if not s.closed and not s.at_end]
+    self.sockets = [
+      sock for sock in self.sockets if not sock.closed and not sock.at_end
+    ]
     return self.sockets[::2] or self.sockets
 
   def cut(self, sock: Socket) -> None:
@@ -237,22 +240,22 @@ class SimulatedNetwork:
       end.data.clear()
     self.changes += 1
 
-  def tampered(self, sock: Socket, data: bytes) -> bytes:
+  def apply_fault(self, sock: Socket, data: bytes) -> bytes:
     """Returns the bytes that arrive when `data` is sent, after a fault."""
     held_back = self._held_back.pop(sock, b"")
-    # Faults apply to frames, so only to complete ones.
+    # Faults apply to frames: bytes that end in the middle of one get none.
     fault = None if len(data) % frames.SIZE else self._fault(data)
-    first_frame, later = data[: frames.SIZE], data[frames.SIZE :]
+    first_frame, later_frames = data[: frames.SIZE], data[frames.SIZE :]
     if fault == "double":
       return first_frame + data + held_back
     if fault == "reorder":
       self._held_back[sock] = first_frame
-    return (data if fault is None else later) + held_back
+    return (data if fault is None else later_frames) + held_back
 
   def _fault(self, data: bytes) -> str | None:
     """Returns the kind of fault that applies to the first frame of `data`."""
-    for fault, kinds in _TAMPERED.items():
-      if not self._faults.next(fault):
+    for fault, kinds in _FRAMES_OF_FAULT.items():
+      if not self._faults.first_armed(fault):
         continue
       if frames.unpack(data[: frames.SIZE]).kind in kinds:
         self._faults.take(fault, self.scheduler.calling.name)

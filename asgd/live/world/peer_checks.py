@@ -111,13 +111,21 @@ class _Checks:
     for peer, events in enumerate(self._journals):
       written = files.read_peer_records(self._run, peer)
       path = records_path(self._run, peer)
-      incarnations = files.count_incarnations(events)
+      n_left = files.count_incarnations(events)
       with breaks_on_value_error(RECORDS):
-        check_count(path, len(written.loss), events, incarnations)
+        check_count(path, len(written.loss), events, n_left)
       # A job may be done twice, by two incarnations at two times.
-      ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]
-      keys = zip(written.job.tolist(), written.time.tolist(), strict=True)
-      positions = [ends.index(key) for key in keys if key in ends]
+      received_keys = [
+        (event.job, event.time)
+        for event in events
+        if event.action == base.RECEIVE
+      ]
+      record_keys = zip(
+        written.job.tolist(), written.time.tolist(), strict=True
+      )
+      positions = [
+        received_keys.index(key) for key in record_keys if key in received_keys
+      ]
       rows = np.flatnonzero(replayed.worker == peer)[positions]
       # The merge of the journals into one trace may change times.
       for name in set(written._fields) - {"time"}:
@@ -139,16 +147,17 @@ class _Checks:
       require(jobs == list(range(self._n_messages)), ONCE, jobs)
       return
     # In round k, peer i of n does job k n + i.
-    n = len(self._journals)
+    n_peers = len(self._journals)
     for peer, number, _, exited_early, received in self._incarnations:
       begin = received[0] if received and number else peer
-      end = received[-1] if received else begin - n
+      end = received[-1] if received else begin - n_peers
       # A live peer ends the last round, unless it joined after that round.
       is_live = peer in self._views and not exited_early
       if is_live and (received or not number):
-        end = self._n_messages - n + peer
+        end = self._n_messages - n_peers + peer
       has_ended = (
-        received == list(range(begin, end + 1, n)) and begin % n == peer
+        received == list(range(begin, end + 1, n_peers))
+        and begin % n_peers == peer
       )
       require(has_ended, ROUNDS, "peer", peer, "received", received)
 
@@ -172,7 +181,7 @@ class _Checks:
       for put in sender.rows_with(base.PUT):
         # Receiver -> whether it took the message. A TAKE row has the sender as
         # its job, and the sender's seq.
-        taken = {
+        took_message = {
           receiver.peer: any(
             (take.job, take.seq) == put.key
             for take in receiver.rows_with(base.TAKE)
@@ -180,9 +189,11 @@ class _Checks:
           for receiver in self._incarnations
           if self._is_for(put, receiver)
         }
-        answers = set(taken.values())
-        missed = answers == {False} and not sender.exited_early
-        require(len(answers) < 2 and not missed, BROADCAST, put, taken)
+        answers = set(took_message.values())
+        is_missing = answers == {False} and not sender.exited_early
+        require(
+          len(answers) < 2 and not is_missing, BROADCAST, put, took_message
+        )
 
   def _is_for(self, put: Event, receiver: Incarnation) -> bool:
     """Whether an incarnation, alive at the end, had to mix a sent message."""
@@ -212,14 +223,14 @@ class _Checks:
     exits = len(self._incarnations) - len(alive)
     for incarnation in alive:
       actions = [row.action for row in incarnation.rows]
-      unanswered = sum(
+      n_unanswered = sum(
         action == base.PUT
         and actions[i + 1 : i + 3] != [base.TAKE, base.MIX]
         for i, action in enumerate(actions)
       )
       require(
-        unanswered <= exits,
-        *(EXCHANGE, "peer", incarnation.peer, "put", unanswered),
+        n_unanswered <= exits,
+        *(EXCHANGE, "peer", incarnation.peer, "put", n_unanswered),
         *("messages that were never answered; allowed:", exits),
       )
     # An exit of one of the two may cut an exchange short.
@@ -250,7 +261,9 @@ class _Checks:
   def check_shared(self, peers: simulator.Peers) -> None:
     """With `share`: checks that all peers have the same parameters."""
     states = [peers.states[peer] for peer in self._views]
-    all_params = [s.server.params for s in states if isinstance(s.own, Share)]
+    all_params = [
+      state.server.params for state in states if isinstance(state.own, Share)
+    ]
     are_equal = all(_are_close(params, all_params[0]) for params in all_params)
     require(are_equal, SHARED, all_params)
 

@@ -108,7 +108,7 @@ class PeersRun(WorldRun):
     self._case: PeerCase = scenario.case
     self._spec = _make_spec(self._case)
     # The last checkpoint: images, and counts (rows, records) of each peer.
-    self._saved: tuple[dict[int, Image], list[Sequence[int]]] | None = None
+    self._checkpoint: tuple[dict[int, Image], list[Sequence[int]]] | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
     self._flips: list[Flip] = []  # changes that were not undone
     self._stops: list[float] = []  # seconds to save, for each "term"
@@ -159,16 +159,16 @@ class PeersRun(WorldRun):
     if resumed:
       self._cut_back()
     try:
-      self._cluster.start(self._saved and self._saved[0])
+      self._cluster.start(self._checkpoint and self._checkpoint[0])
       self.drive(self._step, self._pause_and_save)
     except (AllDied, NotFinite) as error:
       # The command ended early; the next one resumes from the checkpoint.
-      self._check_died(error)
+      self._check_all_exited(error)
 
   def _step(self) -> bool:
     """Drives the peers one step; returns whether the command has ended."""
     cluster = self._cluster
-    cluster.check(self._received())
+    cluster.check(self._count_received())
     self._check_rows()
     # The last peers may exit after their last job: then there is no view.
     if cluster.finished and (views := cluster.views()):
@@ -185,7 +185,7 @@ class PeersRun(WorldRun):
     self._save()
     self._cluster.resume()
 
-  def _received(self) -> int:
+  def _count_received(self) -> int:
     """Returns the count of messages that have a record."""
     peers = range(self._case.peers)
     return sum(
@@ -200,7 +200,10 @@ class PeersRun(WorldRun):
       peer: (tree, json.loads(json.dumps(notes)))
       for peer, (tree, notes) in cluster.images().items()
     }
-    self._saved = images, files.checkpoint_counts(self.folder, peers, images)
+    self._checkpoint = (
+      images,
+      files.checkpoint_counts(self.folder, peers, images),
+    )
 
   def _cut_back(self) -> None:
     """Restores changed files that the last command refused, as its error asks.
@@ -209,8 +212,8 @@ class PeersRun(WorldRun):
       if self.outcome.refused and change.path.name in self.outcome.refused[-1]:
         change.restore()
     counts: list[Sequence[int]] = [(0, 0)] * self._case.peers
-    if self._saved:
-      _, counts = self._saved
+    if self._checkpoint:
+      _, counts = self._checkpoint
     files.cut_back(self.folder, counts)
     # A flip in the part that was cut off is undone.
     self._flips = [change for change in self._flips if change.original()]
@@ -234,7 +237,7 @@ class PeersRun(WorldRun):
         raise Broken(f"{peer_checks.ROWS}: {path.name} at {self.scheduler.now}")
       self._checked_rows[path] = data
 
-  def _check_died(self, error: Exception) -> None:
+  def _check_all_exited(self, error: Exception) -> None:
     """Raises Broken if all peers exited with fewer faults than peers. A jump of
     the clock may end all peers at once."""
     counts = self.outcome.injected
@@ -260,13 +263,15 @@ class PeersRun(WorldRun):
     new_change = flip(path, fault.seconds / 8) if path.exists() else None
     if new_change is None:
       return ()
-    undone = [
+    undone_changes = [
       change
       for change in self._flips
       if change.path == path and change.after == new_change.before
     ]
-    if undone:  # the same bit was flipped before, so the byte is original now
-      self._flips.remove(undone[-1])
+    if (
+      undone_changes
+    ):  # the same bit was flipped before, so the byte is original now
+      self._flips.remove(undone_changes[-1])
     else:
       self._flips.append(new_change)
     for process in self.processes(f"peer {peer}"):

@@ -29,11 +29,11 @@ from asgd.live.world.storage import Disk, flip
 
 LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 _SECONDS, _TURNS = 600.0, 200_000  # limits of one command
-_RESTARTS = 12  # of the same command, at most
+_MOST_RESTARTS = 12  # of the same command, at most
 _REASONS = {"fill", "remove memory", "flip"}  # faults that may end a command
 # Time that processes work on without a driver, as a part of a fault's seconds.
 _WITHOUT_DRIVER = 0.1
-_JOB = 0.03  # mean seconds of a job
+_JOB_SECONDS = 0.03  # mean seconds of a job
 
 
 class WorldScript(faults.Script):
@@ -94,8 +94,8 @@ class WorldRun(abc.ABC):
     self.outcome = SeedResult(
       scenario.seed, armed_faults.injected, armed_faults.parties
     )
-    # Apart from the scheduler's generator, so that the lengths of jobs do not
-    # depend on the count of turns.
+    # Not the scheduler's generator: the lengths of jobs must not depend on the
+    # count of turns.
     self.rng = random.Random(scenario.seed + 1)
     self.finished = False
     # Seconds that processes work on without a driver, once it was killed.
@@ -151,11 +151,11 @@ class WorldRun(abc.ABC):
     schedules the faults that waited for this job."""
     for fault in self._waiting_faults.pop(job, ()):
       self._plan(fault, self.scheduler.steps)
-    self.scheduler.sleep(factor * self.rng.expovariate(1 / _JOB))
+    self.scheduler.sleep(factor * self.rng.expovariate(1 / _JOB_SECONDS))
 
-  def _plan(self, fault: Injection, steps: int) -> None:
-    """Schedules a fault, `fault.step` steps after step `steps`."""
-    calls = self.scheduler.faults.setdefault(steps + fault.step, [])
+  def _plan(self, fault: Injection, start_step: int) -> None:
+    """Schedules a fault, `fault.step` steps after `start_step`."""
+    calls = self.scheduler.faults.setdefault(start_step + fault.step, [])
     calls.append(lambda: self._inject(fault))
 
   def _inject(self, fault: Injection) -> None:
@@ -185,8 +185,8 @@ class WorldRun(abc.ABC):
           if isinstance(error, Broken):
             raise error
         outcome.restarts += 1
-        if outcome.restarts > _RESTARTS:
-          raise Stuck(f"not finished after {_RESTARTS} restarts")
+        if outcome.restarts > _MOST_RESTARTS:
+          raise Stuck(f"not finished after {_MOST_RESTARTS} restarts")
       self.check()
     except (Broken, Stuck) as error:
       outcome.error = f"{type(error).__name__}: {error}"
@@ -248,13 +248,17 @@ class WorldRun(abc.ABC):
 
   def processes(self, kind: str) -> Sequence[Process]:
     """Returns the live processes with names that begin with `kind`."""
-    running = self.scheduler.processes
-    return [p for p in running if p.alive and p.name.startswith(kind)]
+    return [
+      process
+      for process in self.scheduler.processes
+      if process.alive and process.name.startswith(kind)
+    ]
 
   def pick(self, kind: str, fault: Injection) -> Process | None:
-    """Returns the process of a kind that a fault selects; None if none is."""
-    running = self.processes(kind)
-    return running[int(fault.which * len(running))] if running else None
+    """Returns the process of a kind that a fault selects; None if the world has
+    no process of that kind."""
+    processes = self.processes(kind)
+    return processes[int(fault.which * len(processes))] if processes else None
 
   def kill(self, kind: str, fault: Injection) -> Sequence[str]:
     """Kills the process of a kind that the fault selects."""
@@ -281,10 +285,10 @@ class WorldRun(abc.ABC):
     process = self.pick(kind, fault)
     if process is None:
       return ()
-    until = self.scheduler.now + fault.seconds
-    host = self.hosts.of(process)
-    for stopped in (process, *(host.helpers if host else ())):
-      stopped.sleeps_until = until
+    end_time = self.scheduler.now + fault.seconds
+    host = self.hosts.host_of(process)
+    for stopped_process in (process, *(host.helpers if host else ())):
+      stopped_process.sleeps_until = end_time
     return (process.name,)
 
   def arm(self, fault: Injection) -> Sequence[str]:
@@ -340,17 +344,20 @@ class WorldRun(abc.ABC):
     return ("memory",)
 
 
-def _of(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+def _for_kind(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
   """Returns a function of INJECT that calls `method` for a kind of process."""
   return lambda run, fault: method(run, kind, fault)
 
 
 COMMON: dict[str, Callable[[Any, Injection], Sequence[str]]] = {
-  **{f"kill {kind}": _of(WorldRun.kill, kind) for kind in ("worker", "shard")},
+  **{
+    f"kill {kind}": _for_kind(WorldRun.kill, kind)
+    for kind in ("worker", "shard")
+  },
   "kill driver": WorldRun.kill_driver,
   "kill all": WorldRun.kill_all,
   **{
-    f"stop {kind}": _of(WorldRun.stop, kind)
+    f"stop {kind}": _for_kind(WorldRun.stop, kind)
     for kind in ("worker", "shard", "driver")
   },
   "cut": WorldRun.cut,

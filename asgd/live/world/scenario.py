@@ -215,7 +215,7 @@ def training(
   """Returns the training of a case. `pause(job, factor)` waits as long as a job
   takes; `factor` is the slowdown of its worker."""
   rules = case.rules
-  keeps = rules.cache or rules.fetch_every > 1
+  keeps_tickets = rules.cache or rules.fetch_every > 1
   # Without a codec the compiled steps do not depend on the number of shards,
   # so cases with one and with two shards share them. Nor do they depend on the
   # fields that are left out here.
@@ -223,7 +223,7 @@ def training(
   compiled = compile_recipe(
     ServerCase(
       case.recipe,
-      Rules(round=rules.round, backup=rules.backup, cache=keeps),
+      Rules(round=rules.round, backup=rules.backup, cache=keeps_tickets),
       shards=shards,
       clip=case.clip,
       wire=case.wire,

@@ -17,7 +17,7 @@ from asgd.live.faults import Killed
 _KEEPS_TURN = 0.6  # probability that a process keeps its turn at a touch
 _SPELL = 60  # turns for which one process, or none, is starved
 _SELDOM = 0.05  # probability that a starved process is eligible in a turn
-_STEP = 2e-4  # seconds between two turns, on average
+_TURN_SECONDS = 2e-4  # seconds between two turns, on average
 
 
 class Stuck(Exception):
@@ -39,9 +39,10 @@ class Process:
     self.name = name
     self._call = call
     self.thread: _Thread | None = None  # None: it has not had a turn yet
-    # It waits for this condition, or for the time `wakes` (None: no timeout).
+    # The process waits for the condition `ready`, or for the time `wake_time`
+    # (None: no timeout).
     self.ready: Callable[[], bool] = lambda: True
-    self.wakes: float | None = 0.0
+    self.wake_time: float | None = 0.0
     self.sleeps_until = 0.0  # end of a stop, during which it gets no turn
     self.doomed = False  # killed; it ends at its next turn
     self.alive = True
@@ -62,14 +63,14 @@ class Process:
     finally:
       self.alive = False
 
-  def runnable(self, now: float) -> bool:
+  def is_runnable(self, now: float) -> bool:
     """Whether the process, which is alive, can use a turn."""
     if self.doomed:
       return True
     if now < self.sleeps_until:
       return False
-    wakes = self.wakes
-    return (wakes is not None and now >= wakes) or self.ready()
+    wake_time = self.wake_time
+    return (wake_time is not None and now >= wake_time) or self.ready()
 
 
 class _Thread:
@@ -165,7 +166,7 @@ class Scheduler:
     process = self.calling
     assert process.thread is not None
     process.ready = ready
-    process.wakes = None if seconds is None else self.now + seconds
+    process.wake_time = None if seconds is None else self.now + seconds
     successor = self._next_turn()
     if successor is not process:
       self._hand_over(successor)
@@ -180,14 +181,14 @@ class Scheduler:
     Raises Stuck if no process is runnable, or after `seconds` of simulated time
     or `turns` turns.
     """
-    end, turns_left = self.now + seconds, iter(range(turns))
+    end_time, turns_left = self.now + seconds, iter(range(turns))
 
     def draw() -> Process | None:
       if next(turns_left, None) is None:
         raise Stuck(f"still running after {turns} turns")
       if until():
         return None
-      if self.now > end:
+      if self.now > end_time:
         raise Stuck(f"still running after {seconds:g} s")
       return self._draw_runnable()
 
@@ -197,20 +198,20 @@ class Scheduler:
     """Advances the time and returns the process of the next turn."""
     # A seed stands for one order of draws: another order makes another run.
     now = self.now
-    runnable = [p for p in self.processes if p.runnable(now)]
+    runnable = [p for p in self.processes if p.is_runnable(now)]
     while not runnable:  # skip the time until a timeout or the end of a stop
       times = []
       for process in self.processes:
         if process.ready():
           times.append(process.sleeps_until)
-        elif process.wakes is not None:
-          times.append(max(process.wakes, process.sleeps_until))
+        elif process.wake_time is not None:
+          times.append(max(process.wake_time, process.sleeps_until))
       if not times:
         names = ", ".join(process.name for process in self.processes)
         raise Stuck(f"all wait for each other: {names}")
-      self.now = max(self.now, min(times)) + _STEP * self._rng.random()
-      runnable = [p for p in self.processes if p.runnable(self.now)]
-    self.now += self._rng.expovariate(1 / _STEP)
+      self.now = max(self.now, min(times)) + _TURN_SECONDS * self._rng.random()
+      runnable = [p for p in self.processes if p.is_runnable(self.now)]
+    self.now += self._rng.expovariate(1 / _TURN_SECONDS)
     return self._choose(runnable)
 
   def _choose(self, runnable: list[Process]) -> Process:

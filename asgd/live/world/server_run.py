@@ -103,7 +103,7 @@ class ServerRun(WorldRun):
   def _drain(self, fault: Injection) -> Sequence[str]:
     """Asks a worker to leave, as a preemption notice does."""
     process = self.pick("worker", fault)
-    host = self.hosts.of(process) if process else None
+    host = self.hosts.host_of(process) if process else None
     return (process.name,) if process and host and host.drain() else ()
 
   def _spoil(self, fault: Injection) -> Sequence[str]:

@@ -19,7 +19,7 @@ from asgd.live.world.scheduler import Scheduler
 # The seconds of a fault select the write that is torn: one of the next _TEARS
 # writes (b""), or the next row with this text.
 _TEARS = 4
-_TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
+_TORN_TEXT = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
 
 
 class Disk:
@@ -58,10 +58,10 @@ class Disk:
       write_part: writes the part that is written before the kill.
       data: all bytes of the write.
     """
-    process, fault = self._scheduler.current, self.faults.next("tear")
+    process, fault = self._scheduler.current, self.faults.first_armed("tear")
     if fault is None or process is None:
       return
-    text = _TORN[fault.seconds]
+    text = _TORN_TEXT[fault.seconds]
     if text not in data:
       return
     if not text and self._writes_passed < int(fault.which * _TEARS):
@@ -108,16 +108,16 @@ class Memory(SharedMemory):
     slots = shard.state.slots
     if not self._files.items() <= slots.memory._files.items():
       return  # this memory was removed: the shard reads other files
-    others = [
+    other_keys = [
       key
       for key, ticket in shard.state.tickets.items()
       if ticket.message_slot == slot and message_stamp(*key) != stamp
     ]
     is_free = slot in slots.free_messages or slot in slots.log_slots
-    if others or is_free:
+    if other_keys or is_free:
       raise self._broken(
         f"no slot is leaked, or used twice: slot {slot} of shard {shard.index}"
-        f" is {'free' if is_free else others}, and is written for {stamp:x}"
+        f" is {'free' if is_free else other_keys}, and is written for {stamp:x}"
       )
 
   def _broken(self, text: str) -> BaseException:
@@ -128,11 +128,11 @@ class Memory(SharedMemory):
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
     """See the base; raises Broken if the base read a slot of another stamp."""
-    tree, actual = super().read(kind, slot, stamp), self.stamp(kind, slot)
-    if actual != stamp:
+    tree, actual_stamp = super().read(kind, slot, stamp), self.stamp(kind, slot)
+    if actual_stamp != stamp:
       raise self._broken(
         f"no slot is read without its stamp: slot {slot} of kind {kind} has"
-        f" stamp {actual}, not {stamp}"
+        f" stamp {actual_stamp}, not {stamp}"
       )
     return tree
 

@@ -105,8 +105,8 @@ def _gradient(
 ) -> tuple[float, dict[str, np.ndarray]]:
   """Returns the loss and a gradient that adds 2^job at a learning rate of 1."""
   del keys, worker, seq
-  ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
-  return float(job), ones
+  gradient = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
+  return float(job), gradient
 
 
 _WORK = tables.Work(lambda worker, job: job, keys, _gradient)
@@ -124,7 +124,7 @@ class TablesRun(WorldRun):
     self._settings = scenario.case.settings
     self._division = division_lib.divide(first_tables(), self._settings.shards)
     # The last checkpoint: images, and counts (rows, records) of each worker.
-    self._saved: tuple[Images, list[Sequence[int]]] | None = None
+    self._checkpoint: tuple[Images, list[Sequence[int]]] | None = None
     self._rows: list[Mapping[str, Any]] = []  # of each shard, at the end
 
   @staticmethod
@@ -134,7 +134,7 @@ class TablesRun(WorldRun):
 
   # Makers of the objects in hosts.
 
-  def _shard(self, index: int, image: Any) -> Callable[..., ShardHost]:
+  def _shard_maker(self, index: int, image: Any) -> Callable[..., ShardHost]:
     """Returns the maker of a shard; `image` is a checkpoint's or None."""
 
     def make() -> TableShard:
@@ -148,7 +148,7 @@ class TablesRun(WorldRun):
       image=image,
     )
 
-  def _worker(
+  def _worker_maker(
     self, index: int, shards: Any, image: Any
   ) -> Callable[..., WorkerHost]:
     """Returns the maker of a worker; `image` is a checkpoint's or None."""
@@ -183,7 +183,7 @@ class TablesRun(WorldRun):
     hosts = self.make_hosts()
     self._cluster = TableCluster(
       hosts,
-      Makers(self._shard, self._worker),
+      Makers(self._shard_maker, self._worker_maker),
       self.folder,
       shards=self._settings.shards,
       workers=WORKERS,
@@ -198,7 +198,7 @@ class TablesRun(WorldRun):
     safe_files.make_private(self.memory)
     if resumed:
       self._cut_files()
-    cluster.start(self._saved and self._saved[0])
+    cluster.start(self._checkpoint and self._checkpoint[0])
 
     def step() -> bool:
       received = [
@@ -217,17 +217,19 @@ class TablesRun(WorldRun):
     cluster = self._cluster
     cluster.pause()
     images = cluster.images()
-    saved_counts = {w: image[:2] for w, image in images.workers.items()}
+    saved_counts = {
+      worker: image[:2] for worker, image in images.workers.items()
+    }
     counts = files.FILES.checkpoint_counts(self.folder, WORKERS, saved_counts)
-    self._saved = images, counts
+    self._checkpoint = images, counts
     cluster.resume()
 
   def _cut_files(self) -> None:
     """Cuts the files back to the last checkpoint, or to nothing."""
     shard_rows = [0] * self._settings.shards
     worker_counts: list[Sequence[int]] = [(0, 0)] * WORKERS
-    if self._saved:
-      images, worker_counts = self._saved
+    if self._checkpoint:
+      images, worker_counts = self._checkpoint
       shard_rows = [rows for rows, _ in images.shards]
     shard_traces = [
       (files.order_path(self.folder, shard), rows)
@@ -270,7 +272,7 @@ class TablesRun(WorldRun):
     may_lack = self.outcome.injected["flip"] > 0
     for worker in range(WORKERS):
       events = read_journal(journal_path(self.folder, worker))
-      jobs = [e.job for e in events if e.action == base.RECEIVE]
+      jobs = [event.job for event in events if event.action == base.RECEIVE]
       # Job j of the run is of worker j % WORKERS.
       expected = list(range(worker, WORKERS * JOBS, WORKERS))
       if may_lack:
@@ -285,13 +287,13 @@ class TablesRun(WorldRun):
     replayed = files.columns(records)
     rows = np.searchsorted(replayed.job, written.job)
     events = read_journal(journal_path(self.folder, worker))
-    incarnations = files.count_incarnations(events)
-    agree = len(records) - len(written.job) < incarnations
+    n_incarnations = files.count_incarnations(events)
+    are_equal = len(records) - len(written.job) < n_incarnations
     for name in written._fields:
       column, replayed_column = getattr(written, name), getattr(replayed, name)
       # NaN stands for a gap that no shard knows.
-      agree &= np.array_equal(
+      are_equal &= np.array_equal(
         column, replayed_column[rows], equal_nan=name != "reads"
       )
     text = "worker", worker, written, "and not", replayed
-    require(agree, INVARIANTS[4], *text)
+    require(are_equal, INVARIANTS[4], *text)

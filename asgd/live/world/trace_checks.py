@@ -23,15 +23,18 @@ class Received(NamedTuple):
   update: int  # version of the parameters after the message
 
 
-def received(
-  events: Iterable[Event], *, every: int = 1, gated: bool = False
+def received_messages(
+  events: Iterable[Event],
+  *,
+  messages_per_update: int = 1,
+  drops_stale: bool = False,
 ) -> list[Received]:
   """Returns all messages of a shard's trace, undone ones included.
 
   Args:
     events: rows of the shard's trace.
-    every: messages in one update.
-    gated: whether the shard drops messages of an older version.
+    messages_per_update: number of messages in one update.
+    drops_stale: whether the shard drops messages of an older version.
 
   Raises:
     ValueError: a row has another version than the rows before it imply.
@@ -39,18 +42,20 @@ def received(
   count = 0  # accepted messages in the shard's state
   counts = []  # the count before each row, to which a ROLLBACK returns
   versions: dict[tuple[int, int], int] = {}  # of open jobs' tickets, by key
-  latest: dict[int, int] = {}  # version of the latest ticket, by worker
+  latest_versions: dict[
+    int, int
+  ] = {}  # version of the latest ticket, by worker
   messages = []
   for row, event in enumerate(events):
     counts.append(count)
-    version = count // every
+    version = count // messages_per_update
     if event.action in STARTS:
       if event.action == base.SEND:
-        latest[event.worker] = version
-      elif every == 1 and not gated:
+        latest_versions[event.worker] = version
+      elif messages_per_update == 1 and not drops_stale:
         # A kept ticket includes the update of the worker's previous job.
-        latest[event.worker] += 1
-      versions[event.key] = version = latest[event.worker]
+        latest_versions[event.worker] += 1
+      versions[event.key] = version = latest_versions[event.worker]
       if event.version != version:
         raise ValueError(
           f"row {row} ({event}) should be of version {version}"
@@ -59,9 +64,9 @@ def received(
       count = counts[event.job]  # the `job` of a ROLLBACK is a row index
     elif event.action == base.RECEIVE:
       staleness = max(version - versions.pop(event.key), 0)
-      accepted = not gated or staleness == 0
+      accepted = not drops_stale or staleness == 0
       count += accepted
-      update = count // every
+      update = count // messages_per_update
       messages.append(Received(row, event, staleness, accepted, update))
   return messages
 
@@ -77,7 +82,9 @@ class _RuleChecker:
     self._open: dict[int, dict[int, int]] = collections.defaultdict(dict)
     self._started: set[int] = set()  # jobs
     self._lost: set[tuple[int, int]] = set()  # (job, its owner)
-    self._on_ticket = collections.Counter[int]()  # jobs on the latest ticket
+    self._jobs_on_ticket = collections.Counter[
+      int
+    ]()  # jobs on the latest ticket
     # By worker: clock of the slowest when its latest ticket was sent.
     self._slowest_at_send: dict[int, int] = {}
     # The present round, and the jobs received and started in it.
@@ -87,7 +94,7 @@ class _RuleChecker:
     """Returns the owner of the worker's jobs; -1 if no worker owns jobs."""
     return worker if self._owned else -1
 
-  def _busy(self, worker: int) -> bool:
+  def _is_busy(self, worker: int) -> bool:
     """Whether a worker has an open job or can still get one."""
     owner = self._owner(worker)
     return bool(
@@ -98,7 +105,9 @@ class _RuleChecker:
 
   def _slowest(self) -> int:
     """Returns the smallest clock of the workers that hold others back."""
-    clocks = [self._clocks[w] for w in self._present if self._busy(w)]
+    clocks = [
+      self._clocks[worker] for worker in self._present if self._is_busy(worker)
+    ]
     return min(clocks, default=0)
 
   def _start(self, event: Event) -> str:
@@ -106,17 +115,17 @@ class _RuleChecker:
     rules, worker, job = self._rules, event.worker, event.job
     # [1] The bound of staleness.
     clock = self._clocks[worker] + len(self._open[worker])
-    ahead = clock - self._slowest()
-    if ahead > rules.bound:
-      return f"worker {worker} is {ahead} ahead of the slowest"
+    clocks_ahead = clock - self._slowest()
+    if clocks_ahead > rules.bound:
+      return f"worker {worker} is {clocks_ahead} ahead of the slowest"
     # [2] A ticket is kept for as many jobs as the rules say, and no longer.
-    on_ticket = self._on_ticket[worker]
-    keeps = 0 < on_ticket < rules.fetch_every
-    if rules.cache and on_ticket:
+    jobs_on_ticket = self._jobs_on_ticket[worker]
+    keeps = 0 < jobs_on_ticket < rules.fetch_every
+    if rules.cache and jobs_on_ticket:
       keeps = clock - self._slowest_at_send[worker] <= rules.bound
     if keeps != (event.action == base.KEEP):
-      due = "KEEP" if keeps else "SEND"
-      return f"{due} was due after {on_ticket} jobs on the ticket"
+      due_action = "KEEP" if keeps else "SEND"
+      return f"{due_action} was due after {jobs_on_ticket} jobs on the ticket"
     # [3] A job starts once, and again only where it was lost to its owner.
     owned_job = job, self._owner(worker)
     if job in self._started and owned_job not in self._lost:
@@ -124,9 +133,9 @@ class _RuleChecker:
     self._lost.discard(owned_job)
     self._started.add(job)
     if event.action == base.SEND:
-      self._on_ticket[worker] = 0
+      self._jobs_on_ticket[worker] = 0
       self._slowest_at_send[worker] = self._slowest()
-    self._on_ticket[worker] += 1
+    self._jobs_on_ticket[worker] += 1
     self._open[worker][event.seq] = self._round_index
     # [4] The size of a round.
     self._started_in_round += 1
@@ -142,7 +151,7 @@ class _RuleChecker:
     if action == base.JOIN:
       # A worker that joins late does not hold the others back.
       self._clocks[worker] = max(self._clocks[worker], self._slowest())
-      self._on_ticket[worker] = 0
+      self._jobs_on_ticket[worker] = 0
       self._present.add(worker)
     elif action == base.LEAVE:
       self._present.discard(worker)

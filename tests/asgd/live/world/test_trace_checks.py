@@ -97,7 +97,7 @@ def _compare_staleness(rows):
     if event.action in trace.STARTS:
       rows[number] = event._replace(version=versions[event.worker])
     count += event.action == base.RECEIVE
-  messages = trace_checks.received(rows)
+  messages = trace_checks.received_messages(rows)
   counted = orders.staleness(trace.from_events(rows))
   assert [m.staleness for m in messages] == counted.tolist()
   assert [m.update for m in messages] == list(range(1, 41))
@@ -111,8 +111,8 @@ def test_staleness_after_a_rollback():
   ]
   back = Event(3.0, 0, trace.NO_SEQ, 4, base.ROLLBACK)
   last = Event(3.0, 0, 0, 0, base.RECEIVE)
-  one, two, three = trace_checks.received([*rows, back, last])
+  one, two, three = trace_checks.received_messages([*rows, back, last])
   assert (one.staleness, two.staleness, three.staleness) == (0, 0, 0)
   assert (two.update, three.update) == (2, 1)
   with pytest.raises(ValueError, match="should be of version 1"):
-    trace_checks.received([*rows[:5], rows[5]._replace(version=2)])
+    trace_checks.received_messages([*rows[:5], rows[5]._replace(version=2)])
