@@ -446,12 +446,11 @@ class AfterLooks:
 def simulation_of(experiment, restore=lambda rebuild: None):
   """Returns the engine of an experiment of one simulated cell."""
   from asgd.experiment import engines
-  from asgd.experiment.engines import simulate
   from asgd.experiment.machine import Machine
 
   (cell,) = experiment.cells
   plan = experiment.plan(cell)
-  return simulate.SimulationEngine(
+  return experiment.kind(cell).start(
     engines.Context(
       *(experiment, cell, plan, None, None, restore, (), Machine())
     )

@@ -88,6 +88,22 @@ def rounds(
     2.0,1,0,0,take
     2.0,1,-1,0,mix
   """
+  jobs = _begin_rounds(
+    durations, topology, messages=messages, put_first=put_first, every=every,
+    links=links,
+  )
+  jobs.queue.run()
+  rows = jobs.queue.rows
+  if links is None:  # peers may be rounds apart, and their rows interleave
+    rows = [row for _, row in sorted(zip(jobs.keys, rows, strict=True))]
+  return trace_lib.from_events(rows)
+
+
+def _begin_rounds(
+  durations: Durations, topology: Topology, *, messages: int,
+  put_first: bool = False, every: int = 1, links: PeerNetwork | None = None,
+) -> Rounds:
+  """Returns the events of `rounds`, before the first one."""
   n = topology.workers
   checks.whole("messages", messages)
   checks.multiple(messages, "messages", n, "rounds of {} peers")
@@ -95,12 +111,8 @@ def rounds(
   queue = EventQueue(durations, n, links)
   jobs = Rounds(queue, topology, messages // n, put_first, every)
   for i in range(n):
-    jobs.start(i, 0.0)
-  queue.run()
-  rows = queue.rows
-  if links is None:  # peers may be rounds apart, and their rows interleave
-    rows = [row for _, row in sorted(zip(jobs.keys, rows, strict=True))]
-  return trace_lib.from_events(rows)
+    queue.at(0.0, functools.partial(jobs.start, i))
+  return jobs
 
 
 def pairs(
@@ -153,6 +165,18 @@ def pairs(
     1.0,1,-1,0,mix
     1.0,0,0,0,receive
   """
+  queue = _begin_pairs(
+    durations, topology, messages=messages, seed=seed, links=links
+  )
+  queue.run()
+  return trace_lib.from_events(queue.rows)
+
+
+def _begin_pairs(
+  durations: Durations, topology: Topology, *, messages: int, seed: int = 0,
+  links: PeerNetwork | None = None,
+) -> EventQueue:
+  """Returns the events of `pairs`, before the first one."""
   checks.whole("messages", messages)
   check_pairs(topology)
   n = topology.workers
@@ -162,7 +186,8 @@ def pairs(
   puts, received = [0] * n, 0
 
   def start(i, time):
-    queue.start_job(time, i, functools.partial(end, i))
+    # The peer receives its job when it has met a neighbour, not at the end.
+    queue.start_job(time, i, functools.partial(end, i), receives=False)
 
   def end(i, seq, job, time):
     # The parameters of both peers travel, there and back; then both mix.
@@ -194,9 +219,8 @@ def pairs(
       queue.clear()
 
   for i in range(n):
-    start(i, 0.0)
-  queue.run()
-  return trace_lib.from_events(queue.rows)
+    queue.at(0.0, functools.partial(start, i))
+  return queue
 
 
 def arrivals(
@@ -237,6 +261,18 @@ def arrivals(
     1.0,1,0,0,take
     1.0,1,-1,0,mix
   """
+  queue = _begin_arrivals(
+    durations, topology, messages=messages, links=links
+  )
+  queue.run()
+  return trace_lib.from_events(queue.rows)
+
+
+def _begin_arrivals(
+  durations: Durations, topology: Topology, *, messages: int,
+  links: PeerNetwork | None = None,
+) -> EventQueue:
+  """Returns the events of `arrivals`, before the first one."""
   checks.whole("messages", messages)
   n = topology.workers
   queue = EventQueue(durations, n, links)
@@ -254,7 +290,8 @@ def arrivals(
     queue.add_row(time, i, NO_SEQ, seq, base.MIX)
     received += 1
     for j in queue.receivers(topology.union, i):
-      queue.carry(time, i, j, functools.partial(arrive, j, i, seq))
+      arrive_at = functools.partial(arrive, j, i, seq)
+      queue.carry(time, i, j, arrive_at, seq=seq)
     if received < messages:
       start(i, time)
 
@@ -263,9 +300,8 @@ def arrivals(
     queue.add_row(time, j, NO_SEQ, seq, base.MIX)
 
   for i in range(n):
-    start(i, 0.0)
-  queue.run()
-  return trace_lib.from_events(queue.rows)
+    queue.at(0.0, functools.partial(start, i))
+  return queue
 
 
 def check_pairs(topology: Topology) -> None:
@@ -408,9 +444,37 @@ class Gossip(NamedTuple):
     makers: dict[str, Callable[..., base.Trace]] = {
       ROUNDS: rounds, PAIRS: pairs, ARRIVALS: arrivals
     }
+    options = self._options(messages, seed, links)
+    return makers[self.order](durations, self.topology, **options)
+
+  def begin(
+    self, durations: Durations, *, messages: int, seed: int = 0,
+    links: PeerNetwork
+  ) -> EventQueue:
+    """Returns the events of a run, before the first one. `advance` makes the
+    rows of `trace`; the arguments are as there."""
+    options = self._options(messages, seed, links)
+    if self.order == ROUNDS:
+      return _begin_rounds(durations, self.topology, **options).queue
+    begin = _begin_pairs if self.order == PAIRS else _begin_arrivals
+    return begin(durations, self.topology, **options)
+
+  def _options(
+    self, messages: int, seed: int, links: PeerNetwork | None
+  ) -> dict[str, Any]:
+    """Returns the options of the maker of the order."""
     options: dict[str, Any] = {"messages": messages, "links": links}
     if self.order == ROUNDS:
       options |= {"put_first": self.put_first, "every": self.every}
     elif self.order == PAIRS:
       options["seed"] = seed
-    return makers[self.order](durations, self.topology, **options)
+    return options
+
+  def takers(self, put: Event) -> int:
+    """Returns how many peers take the message of a PUT row."""
+    if self.order == PAIRS:
+      return 1
+    links = self.topology.union
+    if self.order == ROUNDS:  # `job` is the number of the message
+      links = self.topology.links[put.job % self.topology.period]
+    return int(links[:, put.worker].sum())

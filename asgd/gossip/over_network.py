@@ -19,6 +19,11 @@ from asgd.orders.link_queue import Act, LinkQueue
 from asgd.orders.network import Links, LinkUse, Network
 from asgd.orders.trace import Event
 
+# Bytes of all messages, or a function (sender, seq) -> bytes of the message
+# that the sender sends now. The sender's last PUT row is that of the message.
+# `seq` is None for a message without a row yet: the sender's parameters.
+Size = float | Callable[[int, int | None], float]
+
 
 class PeerNetwork:
   """The network of one run of peers: an argument of `asgd.gossip.orders`.
@@ -40,16 +45,22 @@ class PeerNetwork:
     0.25
   """
 
-  def __init__(self, network: Network, peers: int, nbytes: float):
+  def __init__(self, network: Network, peers: int, nbytes: Size):
     """Makes idle links.
 
     Args:
       network: latency and bandwidths; times in the unit of the durations.
       peers: their number.
-      nbytes: bytes of a message.
+      nbytes: bytes of a message; a function of them is called for each copy
+        that is sent.
     """
     peer_network = network._replace(port=network.down, shards=peers)
-    self.links, self.nbytes = Links(peer_network, peers), nbytes
+    self.links, self._nbytes = Links(peer_network, peers), nbytes
+
+  def nbytes(self, sender: int, seq: int | None) -> float:
+    """Returns the bytes of a message; the arguments are those of `Size`."""
+    nbytes = self._nbytes
+    return nbytes(sender, seq) if callable(nbytes) else nbytes
 
   def use(self, end: float) -> LinkUse:
     """Returns the use of the links until a time."""
@@ -70,35 +81,56 @@ class EventQueue(LinkQueue):
     self._streams = [durations.stream(peer) for peer in range(peers)]
     self._network = network
     self._n_jobs, self._next_seq = 0, [0] * peers  # of `start_job`
+    self._receiving: set[int] = set()  # see `next_receives`
     self.rows: list[Event] = []
+
+  @property
+  def next_receives(self) -> bool:
+    """Whether the next event is the end of a job that its peer receives then.
+    """
+    return bool(self._heap) and self._heap[0][1] in self._receiving
+
+  def advance(self) -> None:
+    """Processes the next event; there must be one."""
+    self._receiving.discard(self._heap[0][1])
+    super().advance()
 
   def add_row(self, *fields: Any) -> None:
     """Adds a row: the fields of an Event."""
     self.rows.append(Event(*fields))
 
-  def compute(self, time: float, peer: int, on_end: Act) -> None:
-    """Starts a job of a peer; `on_end` is called at the end of the job."""
+  def compute(
+    self, time: float, peer: int, on_end: Act, *, receives: bool = True
+  ) -> None:
+    """Starts a job of a peer; `on_end` is called at the end of the job, and
+    `receives` is whether it adds the job's RECEIVE row."""
+    if receives:
+      self._receiving.add(self._count)
     self.at(time + next(self._streams[peer]), on_end)
 
   def start_job(
-    self, time: float, peer: int, on_end: Callable[[int, int, float], None]
+    self, time: float, peer: int, on_end: Callable[[int, int, float], None],
+    *, receives: bool = True,
   ) -> None:
     """Adds the row of a peer's next job, and starts the job. At its end calls
     on_end(seq, job, time). Jobs are numbered in the order of their starts."""
     seq, job = self._next_seq[peer], self._n_jobs
     self.add_row(time, peer, seq, job, base.SEND)
-    self.compute(time, peer, functools.partial(on_end, seq, job))
+    end = functools.partial(on_end, seq, job)
+    self.compute(time, peer, end, receives=receives)
     self._next_seq[peer], self._n_jobs = seq + 1, job + 1
 
   def carry(
-    self, time: float, sender: int, receiver: int, on_arrival: Act
+    self, time: float, sender: int, receiver: int, on_arrival: Act,
+    *, seq: int | None = None,
   ) -> None:
-    """Sends a message. `on_arrival` is called when the last byte arrives,
-    before this method returns if messages take no time."""
+    """Sends a message; `seq` is as in `Size`. `on_arrival` is called when the
+    last byte arrives, before this method returns if messages take no time."""
     if self._network is None:
       on_arrival(time)
     else:
-      self.send_up(time, sender, receiver, self._network.nbytes, on_arrival)
+      nbytes = self._network.nbytes(sender, seq)
+      self.send_up(time, sender, receiver, nbytes, on_arrival)
 
   def receivers(self, links: np.ndarray, peer: int) -> list[int]:
     """Returns the receivers of a peer's message, in the order of sending.

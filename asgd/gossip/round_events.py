@@ -20,7 +20,7 @@ class Rounds:
     self, queue: EventQueue, topology: Topology, rounds: int, put_first: bool,
     every: int
   ):
-    self._queue, self._topology, self._rounds = queue, topology, rounds
+    self.queue, self._topology, self._rounds = queue, topology, rounds
     self._put_first, self._every, n = put_first, every, topology.workers
     # By peer: its round, and whether it has ended the job of that round.
     self._round_of, self._job_ended = [0] * n, [False] * n
@@ -35,7 +35,7 @@ class Rounds:
     self.keys: list[tuple[float, int, int, int, int]] = []
 
   def _add(self, time: float, i: int, seq: int, job: int, action: int) -> None:
-    self._queue.add_row(time, i, seq, job, action)
+    self.queue.add_row(time, i, seq, job, action)
     sender = job if action == base.TAKE else self._topology.workers
     rank = self._ranks[action]
     self.keys.append((time, self._round_of[i], rank, i, sender))
@@ -46,7 +46,7 @@ class Rounds:
     self._add(time, i, k, k * n + i, base.SEND)
     if self._put_first:
       self._put(i, time)
-    self._queue.compute(time, i, functools.partial(self._end, i))
+    self.queue.compute(time, i, functools.partial(self._end, i))
 
   def _put(self, i: int, time: float) -> None:
     m, wait = divmod(self._round_of[i], self._every)
@@ -54,8 +54,9 @@ class Rounds:
       return
     self._add(time, i, m, m, base.PUT)
     links = self._topology.links[m % self._topology.period]
-    for j in self._queue.receivers(links, i):
-      self._queue.carry(time, i, j, functools.partial(self._arrive, j, m))
+    for j in self.queue.receivers(links, i):
+      arrive = functools.partial(self._arrive, j, m)
+      self.queue.carry(time, i, j, arrive, seq=m)
 
   def _end(self, i: int, time: float) -> None:
     k, n = self._round_of[i], self._topology.workers
@@ -100,4 +101,4 @@ class Rounds:
     if not self._running:
       # No peer takes a message that is still on its way: the message does not
       # use the links after the last round.
-      self._queue.clear()
+      self.queue.clear()

@@ -108,8 +108,12 @@ class LinkQueue:
   def run(self, until: float = math.inf) -> None:
     """Processes the events up to a time, in their order."""
     while self._heap and self._heap[0][0] <= until:
-      time, _, act = heapq.heappop(self._heap)
-      act(time)
+      self.advance()
+
+  def advance(self) -> None:
+    """Processes the next event; there must be one."""
+    time, _, act = heapq.heappop(self._heap)
+    act(time)
 
   def clear(self) -> None:
     """Drops all events: parcels on their way do not arrive."""

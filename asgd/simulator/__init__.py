@@ -20,6 +20,7 @@ from asgd.simulator.choice import (
   choose,
 )
 from asgd.simulator.chunk import make_chunk
+from asgd.simulator.peer_statistics import consensus, mean_params
 from asgd.simulator.peers import (
   LinkTraffic,
   OnePeer,
@@ -30,9 +31,7 @@ from asgd.simulator.peers import (
   Taken,
   array_bytes,
   compile_peer,
-  consensus,
   join_records,
-  mean_params,
   packed_bytes,
   peer_records,
 )

@@ -1,7 +1,7 @@
 """Messages in transit between simulated peers, and the traffic of links."""
 
 import collections
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,25 +43,35 @@ class Taken(NamedTuple):
   code: Any
 
 
+def takers_in(trace: base.Trace) -> Callable[[Event], int]:
+  """Returns the function of a PUT or LEND row that counts the rows of a trace
+  that take its message."""
+  is_take = np.isin(trace.action, trace_lib.TAKES)
+  keys = zip(
+    trace.job[is_take].tolist(), trace.seq[is_take].tolist(), strict=True
+  )
+  takes = collections.Counter(keys)
+  return lambda event: takes[event.key]
+
+
 class PeerLinks:
   """Messages in transit between peers, and the traffic of each link."""
 
-  def __init__(self, peers: int, trace: base.Trace):
-    """Starts without messages; `trace` has the rows that will take them."""
+  def __init__(self, peers: int, takers: Callable[[Event], int]):
+    """Starts without messages; `takers` returns how many rows will take the
+    message of a PUT or LEND row, at most."""
     self.messages: dict[Key, SentCode] = {}
     self._inboxes: list[list[Key]] = [[] for _ in range(peers)]
-    is_take = np.isin(trace.action, trace_lib.TAKES)
-    keys = zip(
-      trace.job[is_take].tolist(), trace.seq[is_take].tolist(), strict=True
-    )
+    self._takers = takers
     # message -> number of rows that will take it
-    self._takes_left = collections.Counter(keys)
+    self._takes_left: dict[Key, int] = {}
     zeros = np.zeros((peers, peers), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
 
   def put(self, event: Event, code: Any, nbytes: int) -> None:
     """Sends a message, and keeps it if at least one peer will take it."""
-    if self._takes_left[event.key]:
+    if takers := self._takers(event):
+      self._takes_left[event.key] = takers
       self.messages[event.key] = SentCode(code, event.job, nbytes)
 
   def _count_on_link(self, event: Event) -> tuple[Key, int]:
@@ -98,7 +108,7 @@ class PeerLinks:
   def _count_take(self, key):
     self._takes_left[key] -= 1
     if not self._takes_left[key]:
-      del self.messages[key]
+      del self.messages[key], self._takes_left[key]
 
   def join(self, peer: int) -> None:
     """Empties the inbox of a peer when its next incarnation joins."""
@@ -135,12 +145,15 @@ class PeerLinks:
     if event.action in trace_lib.PUTS and event.key in self.messages:
       message = self.messages[event.key]
       self.messages[event.key] = message._replace(round=event.job)
+      self._takes_left[event.key] = self._takers(event)
     elif event.action == base.TAKE:
       self._inboxes[i].append(key)
-    elif event.action == base.ADOPT:
+    elif event.action == base.ADOPT and key in self.messages:
       self._takes_left[key] -= 1
     elif event.action == base.MIX:
-      self._takes_left.subtract(self._inboxes[i])
+      for taken in self._inboxes[i]:
+        if taken in self.messages:
+          self._takes_left[taken] -= 1
       self._inboxes[i] = []
     elif event.action == base.JOIN:
       self._inboxes[i].clear()

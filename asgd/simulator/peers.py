@@ -7,7 +7,7 @@ message is a reference, not a copy, until a peer mixes it.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from asgd.simulator.peer_links import (
   PeerLinks,
   Taken,
   read_key,
+  takers_in,
 )
 from asgd.simulator.steps import ALONE, Observation, WorkerDevices, compile_work
 from asgd.simulator.traffic import ReceivedMessage
@@ -227,6 +228,12 @@ class OnePeer:
     )
     return code
 
+  def preview(self) -> Any:
+    """Returns the code of a message with the number 0, without putting it."""
+    keep, seq = np.float64(self._gossip.keep(0, self._index)), np.int32(0)
+    args = self.state, keep, self._root, self._index_array, seq
+    return self._steps.put(*args)[1]
+
   def mix(self, taken: Sequence[Taken]) -> None:
     """Mixes the taken messages into the parameters, in their order."""
     rules, i = self._gossip, self._index
@@ -267,7 +274,8 @@ class Peers:
     peer: the functions of a peer.
     worker: the functions of a peer's worker.
     params: the parameters with which all peers begin.
-    trace: the rows of the run.
+    trace: the rows of the run; or a list of rows, to which the caller adds rows
+      before they are run, as the messages become known.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
     devices: the devices of each peer.
@@ -282,7 +290,7 @@ class Peers:
     peer: gossip.Peer,
     worker: base.Worker,
     params: base.Params,
-    trace: base.Trace,
+    trace: base.Trace | list[Event],
     *,
     batch: Callable[[int, int], base.Batch],
     root: jax.Array,
@@ -291,7 +299,10 @@ class Peers:
     self.gossip, self._steps = rules, compile_peer(peer, worker, devices)
     self.trace, self._batch, self._root = trace, batch, root
     n = rules.topology.workers
-    last_peer = int(trace.worker.max(initial=-1))
+    takers, last_peer = rules.takers, -1
+    if isinstance(trace, base.Trace):
+      takers = takers_in(trace)
+      last_peer = int(trace.worker.max(initial=-1))
     if last_peer >= n:
       raise ValueError(
         f"the trace has a peer {last_peer}, the topology only {n}, counted"
@@ -305,7 +316,7 @@ class Peers:
     ]
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
     self._restored: dict[Key, gossip.Job] | None = None
-    self._links = PeerLinks(n, trace)
+    self._links = PeerLinks(n, takers)
     self._newcomers: set[int] = set()  # peers that joined and adopted nothing
 
   @property
@@ -335,12 +346,18 @@ class Peers:
     messages = self._links.messages.items()
     return {key: message.code for key, message in messages}
 
+  def _events(self, start: int, end: int) -> Iterable[Event]:
+    """Returns the rows [start, end)."""
+    if isinstance(self.trace, base.Trace):
+      return trace_lib.events(self.trace, start, end)
+    return self.trace[start:end]
+
   def run(self, end: int) -> PeerRecords:
     """Replays the rows up to, not including, row `end`; returns the records of
     the received messages. Raises TraceError for a row that cannot be replayed.
     """
     rows: list[PeerRow] = []
-    for event in trace_lib.events(self.trace, self.event, end):
+    for event in self._events(self.event, end):
       job, peer = self.ledger.apply(event), self.peers[event.worker]
       if event.action == base.RECEIVE:
         batch = self._batch(event.worker, event.job)
@@ -373,15 +390,26 @@ class Peers:
       return self._restored.get(event.key, ())
     return self.peers[event.worker].send()
 
+  def nbytes(self, peer: int, seq: int | None) -> int:
+    """Returns the bytes of a message that was put, and not taken by all; `seq`
+    None: of the message that a peer would put now."""
+    if seq is not None:
+      return self._links.messages[peer, seq].nbytes
+    return self._measure(self.peers[peer].preview())
+
+  def _measure(self, code: Any) -> int:
+    """Returns the bytes of a message."""
+    # A code travels as a packet, another message as its arrays.
+    return (packed_bytes if self.gossip.compressed else array_bytes)(code)
+
   def _put(self, peer: OnePeer, event: Event) -> None:
     """Makes and sends the message of a PUT or LEND row."""
     if event.action == base.LEND:
       code = peer.lend(event.job)
+      nbytes = array_bytes(code)
     else:
       code = peer.put(event.job, event.seq)
-    # A code travels as a packet, other messages as their arrays.
-    is_dense = event.action == base.LEND or not self.gossip.compressed
-    nbytes = (array_bytes if is_dense else packed_bytes)(code)
+      nbytes = self._measure(code)
     peer.bytes_up += nbytes
     self._links.put(event, code, nbytes)
 
@@ -416,7 +444,7 @@ class Peers:
     _, loan = self._steps.lend(state, np.int32(0))
     lent_keys = {
       f"{e.worker},{e.seq}"
-      for e in trace_lib.events(self.trace, 0, notes["event"])
+      for e in self._events(0, notes["event"])
       if e.action == base.LEND
     }
     return {
@@ -436,7 +464,7 @@ class Peers:
     self._links.restore(arrays["codes"], tree["traffic"], notes)
     # Replay the rows without computation: they restore the ledger, the inboxes
     # and the newcomers.
-    for event in trace_lib.events(self.trace, 0, notes["event"]):
+    for event in self._events(0, notes["event"]):
       self.ledger.apply(event)
       self._links.apply_saved_row(event)
       if event.action == base.JOIN:
@@ -451,50 +479,3 @@ class Peers:
       peer.begin(state, worker)
       peer.bytes_up, peer.bytes_down = bytes_up, bytes_down
       peer.norms = [np.float32(x) for x in norms]
-
-
-# Statistics over all peers.
-
-
-def mean_params(
-  states: Sequence[gossip.PeerState], weights: Sequence[Any]
-) -> base.Params:
-  """Returns the mean of the parameters of peers, as NumPy arrays.
-
-  Args:
-    states: states of the present peers.
-    weights: `Peer.weight` of each peer; with push-sum the result is the mean of
-      x = w z.
-  """
-  shares = np.array([float(w) for w in weights])
-  shares = shares / shares.sum()
-
-  def mean(*leaves):
-    first_leaf, total = np.asarray(leaves[0]), 0.0
-    for share, leaf in zip(shares, leaves, strict=True):
-      total = total + share * np.asarray(leaf, np.float64)
-    return np.asarray(total).astype(first_leaf.dtype)
-
-  return jax.tree.map(mean, *(state.server.params for state in states))
-
-
-def consensus(
-  states: Sequence[gossip.PeerState], mean: base.Params
-) -> float:
-  """Returns the consensus distance, in the unit of a parameter.
-
-    sqrt(1 / (n k) sum_i ||x_i - mean||^2),   k the trained parameters
-
-  Args:
-    states: states of n peers.
-    mean: the mean of their parameters.
-  """
-  centre = jax.tree.leaves(base.weights_of(mean))
-  square = count = 0.0
-  for state in states:
-    leaves = jax.tree.leaves(base.weights_of(state.server.params))
-    for x, c in zip(leaves, centre, strict=True):
-      difference = np.asarray(x, np.float64) - np.asarray(c, np.float64)
-      square += float(np.square(difference).sum())
-      count += difference.size
-  return float(np.sqrt(square / max(count, 1)))

@@ -16,7 +16,13 @@ import numpy as np
 
 from asgd import algorithms, base, compression, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import networks, parameter_server, server_results
+from asgd.experiment.engines import (
+  networks,
+  parameter_server,
+  peer_orders,
+  server_orders,
+  server_results,
+)
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import (
   Restore,
@@ -25,10 +31,11 @@ from asgd.experiment.engines.simulated import (
 )
 from asgd.experiment.schema import Run
 from asgd.gossip import coded, topologies
-from asgd.gossip.over_network import PeerNetwork
+from asgd.gossip.over_network import EventQueue, PeerNetwork, Size
 from asgd.live.gossip import frames
 from asgd.orders import protocol
-from asgd.orders.network import LinkUse, Network
+from asgd.orders.network import Network
+from asgd.orders.trace import Event
 
 _MOST_PEERS = 16  # single peers that are evaluated, at most
 
@@ -71,35 +78,44 @@ class PeerPlan(ServerPlan):
     round; 1 without rounds."""
     return self.workers if self.gossip.order == gossip.ROUNDS else 1
 
-  def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, which follows from config and seed."""
+  def trace(
+    self,
+    seed: int,
+    messages: int | None = None,
+    *,
+    links: PeerNetwork | None = None,
+  ) -> base.Trace:
+    """Returns the order of a cell, which follows from config and seed. Over a
+    network messages have their dense size. `links` are idle ones to use."""
     n_messages = self.messages if messages is None else messages
     own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
       return own_order
-    return self._order(seed, n_messages, self._links())
+    return self.gossip.trace(
+      self._durations(seed),
+      messages=n_messages,
+      seed=seed,
+      links=self.links() if links is None else links,
+    )
 
-  def use(self, seed: int) -> LinkUse | None:
-    """Returns the use of the network by a cell. Returns None without a network,
-    or if the user gave the order."""
-    links = self._links()
-    if links is None or self._own_trace(seed, self.messages) is not None:
-      return None
-    trace = self._order(seed, self.messages, links)
-    return links.use(float(trace.time.max()))
-
-  def _links(self) -> PeerNetwork | None:
-    """Returns idle links for a cell; None if messages take no time."""
-    # Each message has the size of a dense message: the order is made before the
-    # values, and the size of a code may depend on the values.
-    network = self.call_network
-    return network and PeerNetwork(network, self.workers, self._nbytes)
-
-  def _order(
-    self, seed: int, messages: int, links: PeerNetwork | None
-  ) -> base.Trace:
+  def begin(self, seed: int, links: PeerNetwork) -> EventQueue:
+    """Returns the events of a cell's order over its network."""
     clock = self._durations(seed)
-    return self.gossip.trace(clock, messages=messages, seed=seed, links=links)
+    return self.gossip.begin(
+      clock, messages=self.messages, seed=seed, links=links
+    )
+
+  def links(self, nbytes: Size | None = None) -> PeerNetwork | None:
+    """Returns idle links for a cell; None if messages take no time.
+
+    `nbytes` are those of a message; None: of a dense message."""
+    network = self.call_network
+    nbytes = self._nbytes if nbytes is None else nbytes
+    return network and PeerNetwork(network, self.workers, nbytes)
+
+  def has_own_order(self) -> bool:
+    """Whether the user gave the order, with its times."""
+    return server_orders.own_of(self.run) is not None
 
   @functools.cached_property
   def _nbytes(self) -> int:
@@ -154,13 +170,14 @@ class PeerPlan(ServerPlan):
         frames.packed_wire(self.peer, params)
 
   def peers(
-    self, seed: int, trace: base.Trace | None = None
+    self, seed: int, trace: base.Trace | list[Event] | None = None
   ) -> simulator.Peers:
     """Returns the peers of a cell, before the first row.
 
     Args:
       seed: the seed of the cell.
-      trace: the rows that the peers will run. None: the trace of the cell.
+      trace: the rows that the peers will run; see `simulator.Peers`. None: the
+        trace of the cell.
     """
     init_key, root = jax.random.split(jax.random.key(seed))
     return simulator.Peers(
@@ -187,23 +204,17 @@ class PeerEngine(SimulatedEngine):
     """Makes the peers, new or from a checkpoint. Returns the count of messages
     so far; see the base."""
     del params, root  # `PeerPlan.peers` makes them from the seed
-    plan, self._seed = self._plan, seed
-    records: Any
+    plan = self._plan
+    self._order = peer_orders.order_of(plan, seed)
     # `restore` returns None for a new cell, which has no records.
-    self._peers, records = restore(
-      lambda saved: _unpack(saved, plan.peers(seed))
-    ) or (plan.peers(seed), simulator.join_records([]))
-    trace = self._peers.trace
-    # The rows from a RECEIVE up to the next RECEIVE run together: a row after a
-    # message, such as a mix, belongs to that message.
-    end_rows = simulator.end_of_message(trace)[1:] - 1
-    self._end_rows = np.append(end_rows, len(trace.time))
-    self._parts = [records]
+    records: Any = restore(lambda saved: _unpack(saved, self._order))
+    self._peers = self._order.peers
+    self._parts = [simulator.join_records([]) if records is None else records]
     self.quantum = plan.quantum
-    return len(records.loss)
+    return len(self._parts[0].loss)
 
   def _run(self, end):
-    new_records = self._peers.run(int(self._end_rows[end - 1]))
+    new_records = self._order.until(end)
     self._parts.append(new_records)
     return new_records
 
@@ -225,7 +236,7 @@ class PeerEngine(SimulatedEngine):
     """Returns the simulated time and the use of the network, as columns."""
     records = self.records()
     row = {"simulated_time": float(records.time[-1])}
-    use = self._plan.use(self._seed)
+    use = self._order.use()
     if use is not None:
       count = len(records.loss)
       row |= networks.columns(use, count, row["simulated_time"])
@@ -272,20 +283,21 @@ class PeerEngine(SimulatedEngine):
     that a peer has yet to take, and the records.
     """
     tree, notes = self._peers.save()
+    notes["link_bytes"] = self._order.save()
     return self._peers.event, {**tree, "records": self.records()}, notes
 
 
-def _unpack(
-  saved: checkpoint.Restored, peers: simulator.Peers
-) -> tuple[simulator.Peers, Any]:
-  """Restores `peers` from a checkpoint. Returns (peers, saved records)."""
+def _unpack(saved: checkpoint.Restored, order: peer_orders.Order) -> Any:
+  """Restores the peers of `order` from a checkpoint; returns the records."""
+  order.rebuild(saved.notes["event"], saved.notes.get("link_bytes"))
+  peers = order.peers
   template = peers.template(saved.notes)
   # The template cannot know how many records there are.
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
   tree = saved.tree(template)
   records = tree.pop("records")
   peers.restore(tree, saved.notes)
-  return peers, records
+  return records
 
 
 # Columns and tables of all engines of peers.
@@ -368,17 +380,6 @@ def links_table(traffic: simulator.LinkTraffic) -> str:
 def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
   """Builds and checks the plan of a run of peers."""
   return parameter_server.plan(experiment, run, workers, PeerPlan)
-
-
-def simulated_plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
-  """Builds and checks the plan of a run in simulated time."""
-  result = plan(experiment, run, workers)
-  if result.gossip.compressed and result.call_network is not None:
-    raise ValueError(
-      f"config.network is not for config.runs.{run.label}, whose codec makes"
-      " sizes depend on the values: leave out the codec or the network"
-    )
-  return result
 
 
 def describe(result: Mapping[str, Any]) -> str:

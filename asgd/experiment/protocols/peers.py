@@ -103,7 +103,7 @@ PROTOCOL = Protocol(
   recipes=algorithms.PEER_RECIPES,
   runners={
     "simulate": Runner(
-      plan=peers.simulated_plan,
+      plan=peers.plan,
       start=peers.PeerEngine,
       describe=peers.describe,
       check=parameter_server.check,
