@@ -126,9 +126,9 @@ class GrownOrder:
     """Returns the sizes so far, in the order in which they were asked for."""
     return self._sizes
 
-  def rebuild(self, rows: int, saved: list[float]) -> None:
+  def rebuild(self, rows: int, saved: list[float] | None) -> None:
     """Makes the first `rows` rows again, from saved sizes."""
-    self._sizes = list(saved)
+    self._sizes = list(saved or ())
     while len(self._queue.rows) < rows:
       self._queue.advance()
     made = self._queue.rows[:rows]
