@@ -450,7 +450,7 @@ def simulation_of(experiment, restore=lambda rebuild: None):
 
   (cell,) = experiment.cells
   plan = experiment.plan(cell)
-  return experiment.kind(cell).start(
+  return experiment.engine_kind(cell).start(
     engines.Context(
       *(experiment, cell, plan, None, None, restore, (), Machine())
     )

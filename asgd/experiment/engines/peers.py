@@ -115,7 +115,7 @@ class PeerPlan(ServerPlan):
 
   def has_own_order(self) -> bool:
     """Whether the user gave the order, with its times."""
-    return server_orders.own_of(self.run) is not None
+    return server_orders.own_order(self.run) is not None
 
   @functools.cached_property
   def _nbytes(self) -> int:
