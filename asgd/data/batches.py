@@ -21,7 +21,7 @@ import numpy as np
 from asgd import checks
 from asgd.data import partitions
 
-_CACHED_BYTES = 2**24  # of permutations
+_CACHED_BYTES = 2**24  # of memory for the permutations of one data set
 
 
 class ExampleBatches(NamedTuple):
@@ -43,8 +43,8 @@ class ExampleBatches(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def _permutations(n: int) -> Callable[[int, int], np.ndarray]:
   """Returns (seed, epoch) -> the order in which an epoch visits n examples,
-  int64[n]. It keeps several: jobs of thousands of workers, each at its own
-  pace, are of many epochs at once."""
+  int64[n]. It caches several: thousands of workers, each at its own pace, are
+  in many epochs at once."""
 
   @functools.lru_cache(max(4, _CACHED_BYTES // (8 * n)))
   def permutation(seed, epoch):
@@ -67,11 +67,11 @@ def make_batches(
   """Makes the function that returns the batch of a job.
 
   "shared": workers take turns on one stream, as in the DANA papers. The job is
-  a global counter. An epoch is n // batch_size jobs and visits a newly drawn
-  permutation, so jobs of one epoch share no example; a rest that does not fill
-  a batch is dropped. The worker is ignored. If N divides the jobs of an epoch,
-  jobs r*N..r*N+N-1 together are job r of batches N times as large, as in a
-  synchronous run of N workers.
+  a global counter. An epoch is n // batch_size jobs and visits the examples in
+  a new random order, so jobs of one epoch share no example. The examples at its
+  end that do not fill a batch are dropped. The worker is ignored. If N divides
+  the jobs of an epoch, jobs r*N..r*N+N-1 together are job r of batches N times
+  as large, as in a synchronous run of N workers.
 
   Other partitions give each worker its own examples (`asgd.data.partitions`).
   Each of its jobs draws a batch from them without replacement.
@@ -110,39 +110,44 @@ def make_batches(
     raise ValueError(
       f"labels must have shape ({n},), one per image, not {labels.shape}"
     )
-  shared = not partitions.divides(partition)
+  is_shared = not partitions.divides(partition)
   # The largest batch: all examples, or those of the smallest shard.
-  most, of_what = n, ""
-  if not shared:
+  largest_batch, examples_of = n, ""
+  if not is_shared:
     if workers > n:
       raise ValueError(
         f"workers {workers} is more than the {n} training examples to divide;"
         f" use at most {n}"
       )
-    most, of_what = n // workers, f" of a shard ({n} over {workers} workers)"
-  if batch_size > most:
+    largest_batch, examples_of = (
+      n // workers,
+      f" of a shard ({n} over {workers} workers)",
+    )
+  if batch_size > largest_batch:
     raise ValueError(
-      f"batch_size {batch_size} is larger than the {most} training"
-      f" examples{of_what}; use at most {most}"
+      f"batch_size {batch_size} is larger than the {largest_batch} training"
+      f" examples{examples_of}; use at most {largest_batch}"
     )
 
   permutation = _permutations(n)
-  # int64[n // N or one more] of each worker.
-  owned = [] if shared else partitions.shards(partition, labels, workers, seed)
+  # The examples of each worker, int64[n // N] or one more.
+  shards_of_worker = (
+    [] if is_shared else partitions.shards(partition, labels, workers, seed)
+  )
 
   def rows_of(worker, job):
     worker, job = int(worker), int(job)
     if job < 0:
       raise ValueError(f"job must be at least 0, not {job}")
-    if shared:
-      # A rest that does not fill a batch is dropped from each epoch.
+    if is_shared:
+      # The examples at the end of an epoch that fill no batch are dropped.
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
       return permutation(seed, epoch)[start : start + batch_size]
     if 0 <= worker < workers:
       # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
-      rows = owned[worker]
+      rows = shards_of_worker[worker]
       return rows[rng.choice(len(rows), batch_size, replace=False)]
     raise ValueError(f"worker must be in 0..{workers - 1}, not {worker}")
 
@@ -153,9 +158,10 @@ def make_batches(
 def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
   """Shifts and mirrors every image at random, the CIFAR-10 recipe.
 
-  Each image is padded with zeros, cropped to its old size at its own offset,
-  and mirrored left to right with probability 1/2. Zero is the mean colour only
-  after normalisation, so raw pixels are refused.
+  Each image is padded with zeros, cropped back to its size at a random offset,
+  which is drawn for each image, and mirrored left to right with probability
+  1/2. Zero is the mean colour only after normalisation, so raw pixels are
+  refused.
 
   Args:
     images: float[B, H, W, C], normalised.

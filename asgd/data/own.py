@@ -38,14 +38,14 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
     return value
   options: dict[str, Any] = {}
   if isinstance(value, Mapping):
-    unknown = [key for key in value if key not in (*_ARRAYS, *_OTHERS)]
-    missing_arrays = [key for key in _ARRAYS if key not in value]
-    if unknown or missing_arrays:
-      wrong = f"has {unknown[0]!r}" if unknown else (
-        f"lacks {missing_arrays[0]!r}"
+    unknown_keys = [key for key in value if key not in (*_ARRAYS, *_OTHERS)]
+    missing_keys = [key for key in _ARRAYS if key not in value]
+    if unknown_keys or missing_keys:
+      fault = f"has {unknown_keys[0]!r}" if unknown_keys else (
+        f"lacks {missing_keys[0]!r}"
       )
       raise ValueError(
-        f"the dict that it returned {wrong}; its keys are"
+        f"the dict that it returned {fault}; its keys are"
         f" {', '.join(_ARRAYS)} and, optionally, {', '.join(_OTHERS)}"
       )
     options = {key: value[key] for key in _OTHERS if key in value}
@@ -168,8 +168,8 @@ def _array(key: str, value: Any) -> np.ndarray:
   # Examples stay bytes, a quarter of the memory; a job scales its batch.
   if array.dtype == np.uint8 and key.endswith("_x"):
     return array.view()
-  low, high = int(array.min()), int(array.max())
-  if low < -(2**31) or high >= 2**31:
+  least, most = int(array.min()), int(array.max())
+  if least < -(2**31) or most >= 2**31:
     raise ValueError(f"{key} has integers beyond 32 bits; make them floats")
   return array.astype(np.int32, copy=False).view()
 

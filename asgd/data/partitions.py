@@ -126,7 +126,7 @@ def _label_skew(
   # The examples of each class, in random order.
   stocks = [order[classes[order] == c] for c in range(classes.max() + 1)]
   remaining = np.array([len(stock) for stock in stocks])  # by class
-  drawn: list[np.ndarray] = []
+  shards_so_far: list[np.ndarray] = []
   for worker in range(workers):
     size = len(range(worker, len(classes), workers))
     counts = _draw_classes(rng, remaining, size, concentration)
@@ -134,8 +134,8 @@ def _label_skew(
     ends = [len(stock) for stock in stocks] - remaining + counts
     remaining = remaining - counts
     parts = zip(stocks, ends - counts, ends, strict=True)
-    drawn.append(np.concatenate([stock[i:j] for stock, i, j in parts]))
-  return drawn
+    shards_so_far.append(np.concatenate([stock[i:j] for stock, i, j in parts]))
+  return shards_so_far
 
 
 def _draw_classes(
@@ -149,10 +149,12 @@ def _draw_classes(
   They are `size` in all, and of each class at most those `remaining`.
   """
   counts = np.zeros_like(remaining)
-  while missing := size - counts.sum():
+  while missing_count := size - counts.sum():
     available = np.flatnonzero(remaining - counts)
     stock = (remaining - counts)[available]
     # Drawn anew if its classes are used up: it then gets few others.
     chances = rng.dirichlet(concentration * stock / stock.sum())
-    counts[available] += np.minimum(rng.multinomial(missing, chances), stock)
+    counts[available] += np.minimum(
+      rng.multinomial(missing_count, chances), stock
+    )
   return counts

@@ -82,31 +82,31 @@ def generated(
   source = (
     f"generated: {users} x {items} of rank {rank}, noise {noise:g}, seed {seed}"
   )
-  return _parted("generated", source, pairs, values, users, items)
+  return _divide("generated", source, pairs, values, users, items)
 
 
-def _parted(name, source, pairs, values, users, items):
+def _divide(name, source, pairs, values, users, items):
   """Moves a tenth of the ratings to the test part, always the same. The only
   rating of a user or an item stays in the training part."""
   pairs = pairs.astype(np.int32)
   # A fixed seed: all runs have the same test part.
   order = np.random.default_rng(0).permutation(len(values))
-  test = np.zeros(len(values), bool)
-  test[order[: len(values) // 10]] = True
+  is_test = np.zeros(len(values), bool)
+  is_test[order[: len(values) // 10]] = True
   for column, count in ((0, users), (1, items)):
     has_training = np.zeros(count, bool)
-    has_training[pairs[~test, column]] = True
+    has_training[pairs[~is_test, column]] = True
     # Ratings of users and items without training ratings cannot be predicted.
-    test &= has_training[pairs[:, column]]
-  if not test.any():
+    is_test &= has_training[pairs[:, column]]
+  if not is_test.any():
     raise ValueError(
       f"{source} has {len(values)} ratings, of which no tenth can be a test"
       " part: give 10 or more, or a separate file for it (test_ratings)"
     )
   values = values.astype(np.float32)
   return Ratings(
-    *(name, source, pairs[~test], values[~test], pairs[test], values[test]),
-    *(users, items),
+    *(name, source, pairs[~is_test], values[~is_test]),
+    *(pairs[is_test], values[is_test], users, items),
   )
 
 
@@ -158,7 +158,7 @@ def read(
   name = name or Path(path).name
   counts = len(users), len(items)
   if test is None:
-    return _parted(name, str(path), pairs, columns[2], *counts)
+    return _divide(name, str(path), pairs, columns[2], *counts)
   test_columns = _read_lines(Path(test))
   test_indices = [
     _indices_of(kind, ids, training_ids, test)
@@ -178,12 +178,12 @@ def _indices_of(kind, ids, training_ids, path):
   """Returns the indices of ids among those of the training part; ValueError for
   an id without a training rating."""
   indices = np.searchsorted(training_ids, ids).clip(max=len(training_ids) - 1)
-  strange = training_ids[indices] != ids
-  if strange.any():
-    first = int(np.argmax(strange))
+  is_unknown = training_ids[indices] != ids
+  if is_unknown.any():
+    first = int(np.argmax(is_unknown))
     raise ValueError(
       f"{path}: rating {first + 1} is of the unknown {kind} {ids[first]},"
-      f" which has no rating in the training part ({int(strange.sum())} of"
+      f" which has no rating in the training part ({int(is_unknown.sum())} of"
       f" {len(ids)} ratings are like this); leave such ratings out, or add one"
       " to the training part"
     )

@@ -157,7 +157,10 @@ def _pretrained_tokenizer(folder: Path):
   def encode(examples, context):
     tokenizer.enable_truncation(context, strategy="longest_first")
     tokenizer.enable_padding(length=context, pad_id=PADDING)
-    batch = [each if len(each) > 1 else each[0] for each in examples.sentences]
+    batch = [
+      sentences if len(sentences) > 1 else sentences[0]
+      for sentences in examples.sentences
+    ]
     rows = [(row.ids, row.type_ids) for row in tokenizer.encode_batch(batch)]
     return np.array(rows, np.int32).reshape(-1, 2, context)
 
@@ -167,7 +170,7 @@ def _pretrained_tokenizer(folder: Path):
 # The embedded task.
 
 _TOPICS = 4
-_EVERY = 5  # every 5th sentence of a topic is in the test part
+_EVERY = 5  # the test part is every 5th sentence of a topic
 _SHORTEST = 5  # sentences have more words than this
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _BETWEEN = re.compile(r"(?<=[.!?]) (?=[A-Z])")
@@ -192,13 +195,13 @@ def _load_topics(name, data_dir):
     new_counts = {key: len(set(prose[key]) - selected) for key in prose}
     labels.append(max(new_counts, key=new_counts.__getitem__))
     selected.update(prose[labels[-1]])
-  times = collections.Counter(s for key in labels for s in prose[key])
+  topic_counts = collections.Counter(s for key in labels for s in prose[key])
   # (sentence, label) of the training part and of the test part
   parts: tuple[list[tuple[str, int]], ...] = [], []
   for label, key in enumerate(labels):
     # A sentence of two topics has no single label.
-    unique = [s for s in prose[key] if times[s] == 1]
-    for i, sentence in enumerate(unique):
+    unambiguous = [s for s in prose[key] if topic_counts[s] == 1]
+    for i, sentence in enumerate(unambiguous):
       parts[i % _EVERY == _EVERY - 1].append((sentence, label))
   return "Python (embedded)", len(labels), *map(_examples, parts)
 
@@ -206,13 +209,15 @@ def _load_topics(name, data_dir):
 def _prose(manual: str) -> list[str]:
   """Returns the different sentences of a topic, without headings and code."""
   paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(manual))
-  ended = (
+  complete_sentences = (
     sentence
     for paragraph in paragraphs
     for sentence in _BETWEEN.split(paragraph)
     if sentence[:1].isupper() and sentence[-1] in ".!?"
   )
-  return list(dict.fromkeys(s for s in ended if len(split(s)) > _SHORTEST))
+  return list(
+    dict.fromkeys(s for s in complete_sentences if len(split(s)) > _SHORTEST)
+  )
 
 
 def _examples(rows: Sequence[tuple[Any, ...]]) -> Examples:
@@ -333,18 +338,20 @@ def _matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
   n_labels, n_predicted = (
     np.bincount(x, minlength=classes) for x in (labels, predicted)
   )
-  of_both = n * np.sum(labels == predicted) - n_labels @ n_predicted
+  covariance = n * np.sum(labels == predicted) - n_labels @ n_predicted
   # 0 if all labels, or all predictions, are of one class.
-  spread = (n * n - n_labels @ n_labels) * (n * n - n_predicted @ n_predicted)
-  return float(of_both / np.sqrt(spread)) if spread else 0.0
+  variances = (n * n - n_labels @ n_labels) * (
+    n * n - n_predicted @ n_predicted
+  )
+  return float(covariance / np.sqrt(variances)) if variances else 0.0
 
 
 def _f1(labels: np.ndarray, predicted: np.ndarray) -> float:
   """Returns 2 precision recall / (precision + recall) of class 1; 0 if labels
   and predictions have no 1."""
-  ones = np.sum(labels == 1) + np.sum(predicted == 1)
-  both = np.sum((labels == 1) & (predicted == 1))
-  return float(2 * both / ones) if ones else 0.0
+  count_of_ones = np.sum(labels == 1) + np.sum(predicted == 1)
+  count_of_hits = np.sum((labels == 1) & (predicted == 1))
+  return float(2 * count_of_hits / count_of_ones) if count_of_ones else 0.0
 
 
 MEASURES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {

@@ -21,7 +21,7 @@ def freeze(arrays: Iterable[np.ndarray]) -> None:
     array.setflags(write=False)
 
 
-def drawn(
+def draw_generated(
   kind: str,
   name: str,
   loaders: Mapping[str, Callable[..., Any]],
@@ -43,7 +43,7 @@ def drawn(
       do not take.
   """
   # Check the name first: an error about options would hide a typing error.
-  maker = names.lookup(kind, name, loaders)
+  loader = names.lookup(kind, name, loaders)
   if name != "generated":
     for key in options:
       raise ValueError(
@@ -54,7 +54,7 @@ def drawn(
     raise ValueError(
       f"{kind} {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
     )
-  return names.call(kind, name, maker, options)
+  return names.call(kind, name, loader, options)
 
 
 def scikit_learn(module: str, what: str) -> ModuleType:

@@ -16,7 +16,7 @@ from asgd import checks
 from asgd.data import sentences, sources
 from asgd.data.download import DataError
 
-_EVERY = 5  # every 5th example is in the test part
+_EVERY = 5  # the test part is every 5th example
 _BINS = 8  # bins of a number
 _SPECIAL = 4  # the first numbers in `sentences` stand for no word
 _CONTEXT = 64  # words of a sentence
@@ -116,8 +116,12 @@ def load(
       `from_rows`.
     DataError: for a file that cannot be read.
   """
-  drawn = sources.drawn("sparse examples", name, _LOADERS, data_dir, options)
-  return _LOADERS[name](data_dir) if drawn is None else drawn
+  generated_examples = sources.draw_generated(
+    "sparse examples", name, _LOADERS, data_dir, options
+  )
+  if generated_examples is not None:
+    return generated_examples
+  return _LOADERS[name](data_dir)
 
 
 def from_rows(
@@ -161,9 +165,9 @@ def from_rows(
   for number, ((keys, values), label) in enumerate(
     zip(rows, labels, strict=True), 1
   ):
-    wrong = _wrong(keys, values, label, features)
-    if wrong:
-      raise ValueError(f"example {number} of {source} {wrong}")
+    fault = _fault_of(keys, values, label, features)
+    if fault:
+      raise ValueError(f"example {number} of {source} {fault}")
   width = 1 + max((len(k) for k, _ in rows), default=0)
   arrays = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width))
   arrays[1][:, 0] = 1
@@ -182,16 +186,16 @@ def from_rows(
     )
   keys, values = arrays[0], arrays[1].astype(np.float32)
 
-  def part(chosen: np.ndarray) -> Any:
-    keys, values = arrays[0][chosen], arrays[1][chosen].astype(np.float32)
-    return keys, values, labels[chosen].astype(np.int32)
+  def part(is_chosen: np.ndarray) -> Any:
+    keys, values = arrays[0][is_chosen], arrays[1][is_chosen].astype(np.float32)
+    return keys, values, labels[is_chosen].astype(np.int32)
 
   train_part, test_part = part(~test), part(test)
   sources.freeze([*train_part, *test_part])
   return Sparse._make((name, source, *train_part, *test_part, features))
 
 
-def _wrong(keys, values, label, features) -> str | None:
+def _fault_of(keys, values, label, features) -> str | None:
   """Returns the fault of an example, as the end of a sentence, or None."""
   if keys.shape != values.shape or keys.ndim != 1:
     return f"has {keys.size} keys and {values.size} values"
@@ -200,14 +204,14 @@ def _wrong(keys, values, label, features) -> str | None:
     key = keys[np.argmax(is_out_of_range)]
     return f"has feature {key}, out of range: there are 1 to {features - 1}"
   # Equal keys are neighbours in sorted order.
-  ordered = np.sort(keys)
-  twice = ordered[1:] == ordered[:-1]
-  if twice.any():
-    key = ordered[1:][np.argmax(twice)]
+  sorted_keys = np.sort(keys)
+  is_repeated = sorted_keys[1:] == sorted_keys[:-1]
+  if is_repeated.any():
+    key = sorted_keys[1:][np.argmax(is_repeated)]
     return f"has feature {key} twice: add up its values"
-  is_wrong = ~np.isfinite(values)
-  if is_wrong.any():
-    i = np.argmax(is_wrong)
+  is_nonfinite = ~np.isfinite(values)
+  if is_nonfinite.any():
+    i = np.argmax(is_nonfinite)
     return f"has the value {values[i]} of feature {keys[i]}: leave it out"
   return None if label in (0, 1) else f"has the label {label:g}: use 0 or 1"
 
@@ -217,32 +221,40 @@ def _load_breast_cancer(data_dir):
   sources.refuse_folder("breast_cancer", data_dir, "scikit-learn")
   datasets = sources.scikit_learn("datasets", "the data 'breast_cancer'")
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
-  train = np.arange(len(labels)) % _EVERY != _EVERY - 1
+  is_training = np.arange(len(labels)) % _EVERY != _EVERY - 1
   inner = np.arange(1, _BINS) / _BINS
   bins = np.stack(
-    [np.searchsorted(np.quantile(x[train], inner), x) for x in numbers.T], 1
+    [
+      np.searchsorted(np.quantile(number[is_training], inner), number)
+      for number in numbers.T
+    ],
+    1,
   )
   count = numbers.shape[1]
   # A feature for each bin of each number.
   keys = [1 + _BINS * np.arange(count) + bins]
-  first, pair_bins = 1 + _BINS * count, bins[:, :10]
+  first_key, pair_bins = 1 + _BINS * count, bins[:, :10]
   for i in range(10):
     for j in range(i):
       # A feature for each pair of bins of numbers i and j.
-      keys.append((first + _BINS * pair_bins[:, i] + pair_bins[:, j])[:, None])
-      first += _BINS * _BINS
+      keys.append(
+        (first_key + _BINS * pair_bins[:, i] + pair_bins[:, j])[:, None]
+      )
+      first_key += _BINS * _BINS
   table = np.concatenate(keys, 1)
   rows = list(zip(table, np.ones(table.shape), strict=True))
   source = "scikit-learn (embedded)"
-  return from_rows(rows, labels, "breast_cancer", source, features=first)
+  return from_rows(rows, labels, "breast_cancer", source, features=first_key)
 
 
 def _load_sst2(data_dir):
   """Returns the sentences of SST-2 as sets of words."""
   task = sentences.load("sst2", context=_CONTEXT, data_dir=data_dir)
   tokens = np.concatenate([task.train_tokens, task.test_tokens])[:, 0]
-  words = [np.unique(each[each >= _SPECIAL]) for each in tokens]
-  rows = [(1 + each - _SPECIAL, np.ones(len(each))) for each in words]
+  words = [np.unique(sentence[sentence >= _SPECIAL]) for sentence in tokens]
+  rows = [
+    (1 + sentence - _SPECIAL, np.ones(len(sentence))) for sentence in words
+  ]
   labels = np.concatenate([task.train_labels, task.test_labels])
   test = np.arange(len(labels)) >= len(task.train_labels)
   features = 1 + task.vocabulary - _SPECIAL

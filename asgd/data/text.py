@@ -116,12 +116,12 @@ def from_string(
 
 def _by_character(characters):
   """Returns (tokens, vocabulary) with a number for each common character."""
-  different, counts = np.unique(list(characters), return_counts=True)
-  frequent = different[counts >= _RARE]
+  characters_sorted, counts = np.unique(list(characters), return_counts=True)
+  frequent = characters_sorted[counts >= _RARE]
   vocabulary = "".join(frequent) + _UNKNOWN
   # A table from code point to number; rare characters share the last number.
   codes = np.full(
-    int(different.view(np.uint32)[-1]) + 1, len(frequent), np.int32
+    int(characters_sorted.view(np.uint32)[-1]) + 1, len(frequent), np.int32
   )
   codes[frequent.view(np.uint32)] = np.arange(len(frequent))
   return codes[np.array(list(characters)).view(np.uint32)], vocabulary

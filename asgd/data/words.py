@@ -72,14 +72,16 @@ def from_string(
   checks.whole("most", most, 2)
   words = _WORD.findall(characters.lower())
   cut = len(words) - int(len(words) * _TEST)
-  counted = collections.Counter(words[:cut])
-  ordered = sorted(counted.items(), key=lambda pair: (-pair[1], pair[0]))
+  counts_of_words = collections.Counter(words[:cut])
+  ordered = sorted(
+    counts_of_words.items(), key=lambda pair: (-pair[1], pair[0])
+  )
   frequent_words = [word for word, count in ordered if count >= least][:most]
   if len(frequent_words) < 2:
     raise ValueError(
       f"the vocabulary of {source} has {len(frequent_words) or 'no'} word: of"
-      f" {len(counted)} different words only these occur {least} times or more;"
-      " lower least, or give a longer text"
+      f" {len(counts_of_words)} different words only these occur {least}"
+      " times or more; lower least, or give a longer text"
     )
   index_of = {word: i for i, word in enumerate(frequent_words)}
   train, test = (

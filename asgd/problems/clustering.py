@@ -15,7 +15,7 @@ from asgd.data import partitions
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
-_AT_ONCE = 2000  # examples of one call in an evaluation
+_ROWS_PER_CALL = 2000  # examples of one call in an evaluation
 
 
 def k_means(
@@ -66,18 +66,18 @@ def k_means(
     >>> int(updates[:, -1].sum())  # each example counts once
     8
   """
-  source = data.load(dataset, data_dir=data_dir)
+  dataset_loaded = data.load(dataset, data_dir=data_dir)
   train, test = (
     np.asarray(x, np.float32).reshape(len(x), -1)
-    for x in (source.train_images, source.test_images)
+    for x in (dataset_loaded.train_images, dataset_loaded.test_images)
   )
   checks.whole("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
-    not_finite = ~np.isfinite(examples).all(1)
-    if not_finite.any():
+    is_nonfinite = ~np.isfinite(examples).all(1)
+    if is_nonfinite.any():
       raise ValueError(
-        f"example {int(np.argmax(not_finite))} of the {part} part is not finite"
-        f" ({int(not_finite.sum())} of {len(examples)}): leave it out"
+        f"example {int(np.argmax(is_nonfinite))} of the {part} part is not"
+        f" finite ({int(is_nonfinite.sum())} of {len(examples)}): leave it out"
       )
 
   def init(key):
@@ -86,21 +86,25 @@ def k_means(
     centres = jnp.asarray(train)[rows]
     return jnp.pad(centres, [(0, 0), (0, 1)]).at[:, -1].set(1)
 
-  # The variance of the test examples times their number.
-  spread = float(np.square(test - test.mean(0), dtype=float).sum())
+  # The variance of the test examples, times their number.
+  test_deviation = float(np.square(test - test.mean(0), dtype=float).sum())
 
   def evaluate(params):
     loss = _distance(params, test)
-    measure = 1 - loss * len(test) / spread if spread else float("nan")
+    measure = (
+      1 - loss * len(test) / test_deviation if test_deviation else float("nan")
+    )
     inertia = _distance(params, train)
     return Evaluation(loss, measure=measure, more={"inertia": inertia})
 
-  data_of = lib.examples_of(train, source.train_labels, partition)
-  guess = float(np.square(train - train.mean(0), dtype=float).sum(1).mean())
+  data_of = lib.examples_of(train, dataset_loaded.train_labels, partition)
+  mean_deviation = float(
+    np.square(train - train.mean(0), dtype=float).sum(1).mean()
+  )
 
   return lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),
-    guess=guess,
+    guess=mean_deviation,
     updates=_updates,
   )
 
@@ -123,13 +127,15 @@ def _squares(params, examples):
 
 
 @jax.jit
-def _total(params, examples):
+def _total_distance(params, examples):
   return _squares(params, examples).min(1).sum()
 
 
 def _distance(params, examples) -> float:
   """Returns the mean squared distance to the nearest centre."""
-  total = lib.totals(functools.partial(_total, params), [examples], _AT_ONCE)
+  total = lib.totals(
+    functools.partial(_total_distance, params), [examples], _ROWS_PER_CALL
+  )
   return float(total) / len(examples)
 
 
@@ -144,8 +150,10 @@ def _updates(params, batch: base.Batch, key):
   del key
   examples = jnp.asarray(batch[0], params.dtype)
   squares = _squares(params, examples)
-  nearest = jax.nn.one_hot(squares.argmin(1), len(params), dtype=params.dtype)
+  is_nearest = jax.nn.one_hot(
+    squares.argmin(1), len(params), dtype=params.dtype
+  )
   ones = jnp.ones((len(examples), 1), params.dtype)
   # Sums and numbers per cluster, float[k, d + 1], in one product.
-  increments = nearest.T @ jnp.concatenate([examples, ones], 1)
+  increments = is_nearest.T @ jnp.concatenate([examples, ones], 1)
   return (squares.min(1).mean(), losses_lib.Aux(())), increments

@@ -52,13 +52,13 @@ def _code_of(value: Any) -> list[str]:
     args = (name_of(x) if callable(x) else repr(x) for x in value.args)
     return [*_code_of(value.func), *args]
   if isinstance(value, (tuple, list)):
-    return [text for inner in value for text in _code_of(inner)]
-  described = value if inspect.isroutine(value) else type(value)
-  module = getattr(described, "__module__", None) or ""  # None: made by exec
+    return [text for part in value for text in _code_of(part)]
+  source_owner = value if inspect.isroutine(value) else type(value)
+  module = getattr(source_owner, "__module__", None) or ""  # None: made by exec
   if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
     return []
   try:
-    text = textwrap.dedent(inspect.getsource(described))
+    text = textwrap.dedent(inspect.getsource(source_owner))
     # Without comments and layout, which do not change a run.
     text = ast.dump(ast.parse(text))
   except (OSError, TypeError):
@@ -71,7 +71,7 @@ def _code_of(value: Any) -> list[str]:
     # them.
     constants = list(filter(_is_plain, code.co_consts))
     text += repr((code.co_code, code.co_names, constants))
-  return [text, *(repr(x) for x in _closed_over(described) if _is_plain(x))]
+  return [text, *(repr(x) for x in _closed_over(source_owner) if _is_plain(x))]
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
@@ -93,12 +93,12 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
     array = np.ascontiguousarray(value)
     yield f"{array.dtype}{array.shape}".encode() + array.tobytes()
   elif isinstance(value, Mapping):
-    for key, inner in value.items():
+    for key, part in value.items():
       yield repr(key).encode()
-      yield from _constants(inner, seen)
+      yield from _constants(part, seen)
   elif isinstance(value, tuple | list):
-    for inner in value:
-      yield from _constants(inner, seen)
+    for part in value:
+      yield from _constants(part, seen)
   elif callable(value) and inspect.isfunction(inspect.unwrap(value)):
     function: Any = inspect.unwrap(value)
     yield name_of(function).encode()
@@ -133,19 +133,22 @@ def _rate(rate) -> str:
   return repr(float(rate))
 
 
-def _made(recipe) -> Any:
-  """Returns the arguments a recipe was built of; None if there are none."""
+def _build_call(recipe) -> Any:
+  """Returns the name and the arguments of `algorithms.build` that made a
+  recipe; None if another function made it."""
   return getattr(recipe, "made", None)
 
 
-def _described(value) -> str:
+def _describe_settings(value) -> str:
   """Describes settings field by field, by the names of configs. Classes and
   modules of asgd may be renamed, and the text of a run must not change then."""
   if hasattr(value, "_asdict"):
     fields = value._asdict().items()
-    return f"({', '.join(f'{key}={_described(x)}' for key, x in fields)})"
+    return (
+      f"({', '.join(f'{key}={_describe_settings(x)}' for key, x in fields)})"
+    )
   if isinstance(value, tuple):
-    return f"({', '.join(map(_described, value))})"
+    return f"({', '.join(map(_describe_settings, value))})"
   if getattr(value, "__module__", "").startswith("asgd."):
     return value.__qualname__.partition(".")[0]
   return repr(value) if _is_plain(value) else name_of(value)
@@ -153,9 +156,9 @@ def _described(value) -> str:
 
 def describe_recipe(recipe: Any) -> str:
   """Returns a recipe's build call, or the settings of another protocol."""
-  build = _made(recipe)
+  build = _build_call(recipe)
   if build is None and not isinstance(recipe, algorithms.Recipe):
-    return f"{recipe.protocol}{_described(recipe)}"
+    return f"{recipe.protocol}{_describe_settings(recipe)}"
   if build is None:
     return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
   options = {"workers": recipe.workers, **build.options}
@@ -169,11 +172,11 @@ def describe_recipe(recipe: Any) -> str:
 def describe_object(value: Any) -> str:
   """Returns the name and a checksum of an order, durations or a codec: of the
   rows of a trace, or of the source and the constants of functions."""
-  arrays = isinstance(value, base.Trace)
-  texts = [column.tobytes() for column in value] if arrays else []
+  is_trace = isinstance(value, base.Trace)
+  texts = [column.tobytes() for column in value] if is_trace else []
   # A trace has no source, and a function has no columns.
   texts += [text.encode() for text in _code_of(value)]
-  texts += [] if arrays else _constants(value, set())
+  texts += [] if is_trace else _constants(value, set())
   digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
   return f"{name_of(value)} {digest}"
 
@@ -190,7 +193,7 @@ def _is_plain(value) -> bool:
 def plain_arguments(recipe: Any) -> dict[str, Any] | None:
   """Returns the arguments of `algorithms.build` for a recipe that was built
   from plain data; None for others."""
-  build = _made(recipe)
+  build = _build_call(recipe)
   if build is None or not _is_plain([build.learning_rate, build.options]):
     return None
   return {
@@ -202,10 +205,10 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 
 def digest_of_code(recipe: Any, *functions: Any) -> str:
-  """Returns a checksum of the source of functions: those given, and those
-  among the options of a recipe. A Recipe that was made by hand has no options:
-  the constants of its transforms are in the checksum."""
-  build = _made(recipe)
+  """Returns a checksum of the source of `functions`, and of those among the
+  options of a recipe. A Recipe that `algorithms.build` did not make has no
+  options: the checksum has the constants of its transforms instead."""
+  build = _build_call(recipe)
   options = build.options.values() if build else ()
   texts = [text for x in (*functions, *options) for text in _code_of(x)]
   parts = [text.encode() for text in texts]

@@ -81,7 +81,7 @@ class _OfModel(NamedTuple):
     return whole_loss(Pieces(self.model, prepare, self.criterion))
 
 
-def _read_model(loss, first: base.Batch) -> _OfModel:
+def _read_model(loss, first_batch: base.Batch) -> _OfModel:
   """Reads a loss that is given as a pair (model, criterion)."""
   if len(loss) != 2:
     raise ValueError(
@@ -107,7 +107,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
       f" scalar, not {checks.shown(criterion)}"
     )
   # Parameters are made for one example: they do not depend on the batch size.
-  x = jnp.asarray(input_of(first))
+  x = jnp.asarray(input_of(first_batch))
   example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
   return _OfModel(model, criterion, example)
 
@@ -116,7 +116,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
 
 
 class Objects:
-  """All objects that a caller gave for one run, as a problem and a recipe.
+  """A caller's loss, parameters, data and recipe for one run, as a Problem.
 
   Processes receive it like the data of an experiment, but without the
   evaluation, which only the driver calls.
@@ -158,9 +158,9 @@ class Objects:
         f" a dict of numbers, not {checks.shown(evaluate)}"
       )
     self._stream = streams.read_data(dataset, batch_size)
-    # [1] The loss and parameters, of a model and a criterion or as given.
+    # [1] The loss and the parameters: from a model, or the caller's.
     self._model: _OfModel | None = None
-    self._constants = ""  # a checksum of a model's leaves without training
+    self._constants = ""  # a checksum of the leaves that are not trained
     if isinstance(loss, nn.Module):
       raise ValueError(
         "the loss is a flax module: give a pair, (module, criterion), with"
@@ -189,11 +189,11 @@ class Objects:
   @property
   def identity(self) -> dict[str, Any]:
     """Description in a results folder, as data for JSON."""
-    described = {
-      key: descriptions.describe_object(given)
-      for key, given in self.objects.items()
+    descriptions_of_objects = {
+      key: descriptions.describe_object(value)
+      for key, value in self.objects.items()
     }
-    return {**self._identity, **described}
+    return {**self._identity, **descriptions_of_objects}
 
   @property
   def size(self) -> int:
@@ -256,8 +256,8 @@ class Objects:
     `evaluate`, by its source and constants; {} without it."""
     if self.evaluate is None:
       return {}
-    described = descriptions.describe_object(self.evaluate)
-    return {"evaluate": described.rpartition(" ")[2]}
+    description = descriptions.describe_object(self.evaluate)
+    return {"evaluate": description.rpartition(" ")[2]}
 
   def _evaluate(self, params) -> Evaluation:
     if self.evaluate is None:
@@ -297,11 +297,11 @@ class Objects:
         _, message, _ = worker.work(start, ticket, batch, key)
       return server.receive(state, ticket, message)
 
-    described = descriptions.describe_recipe(recipe)
+    description = descriptions.describe_recipe(recipe)
     try:
       jax.eval_shape(job, shapes, first, jax.random.key(0))
     except Exception as error:
-      failure = f"{described} cannot train these parameters"
+      failure = f"{description} cannot train these parameters"
       with checks.user_code(failure, _remedy_for(error)):
         raise
 
@@ -318,19 +318,21 @@ class Objects:
     # Data in memory are in the checksum as a whole.
     kinds: Any = np.ndarray, jax.Array, tuple, list, dict
     leaves = jax.tree.leaves(dataset) if isinstance(dataset, kinds) else []
-    whole = [x for x in leaves if isinstance(x, np.ndarray | jax.Array)]
-    arrays = [jax.device_get(self._init(key)), *samples, *whole]
-    total = hashlib.sha256(self._constants.encode())
+    arrays_in_memory = [
+      x for x in leaves if isinstance(x, np.ndarray | jax.Array)
+    ]
+    arrays = [jax.device_get(self._init(key)), *samples, *arrays_in_memory]
+    checksum = hashlib.sha256(self._constants.encode())
     # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
-      total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
-    of_settings = {}
+      checksum.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    protocol_entry = {}
     if not isinstance(self.recipe, algorithms.Recipe):
-      of_settings = {"protocol": self.recipe.protocol}
+      protocol_entry = {"protocol": self.recipe.protocol}
     return {
-      **of_settings,
+      **protocol_entry,
       "name": self.name,
-      "sha256": total.hexdigest(),
+      "sha256": checksum.hexdigest(),
       "loss": descriptions.name_of(loss),
       "params": descriptions.name_of(params),
       "data": descriptions.name_of(dataset),
@@ -345,16 +347,18 @@ class Objects:
 
 def _remedy_for(error: Exception) -> str:
   """Returns the remedy for an update with wrong extra args, or ''."""
-  text, passed = str(error), base.Delay._fields
+  text, argument_names = str(error), base.Delay._fields
   if not isinstance(error, TypeError) or not (
     "required keyword-only argument" in text
-    or any(f"unexpected keyword argument '{name}'" in text for name in passed)
+    or any(
+      f"unexpected keyword argument '{name}'" in text for name in argument_names
+    )
   ):
     return ""
   return (
-    f"; a transform's update gets {', '.join(passed[:-1])} and {passed[-1]} by"
-    " keyword, and nothing else: name those that it reads, and add **extra_args"
-    " for the others"
+    f"; a transform's update gets {', '.join(argument_names[:-1])} and"
+    f" {argument_names[-1]} by keyword, and nothing else: name those that it"
+    " reads, and add **extra_args for the others"
   )
 
 
@@ -371,9 +375,11 @@ def check_loss(
       f"there is nothing to train: init returned {checks.shown(shapes)}, which"
       " holds no array; return a tree of arrays (of Haiku, use hk.transform)"
     )
-  failure = f"the loss fails on the first batch, {streams.described(batch)}"
-  plain = losses_lib.LossError, models.ModelError
-  with checks.user_code(failure, passes=plain):
+  failure = (
+    f"the loss fails on the first batch, {streams.describe_batch(batch)}"
+  )
+  passed_errors = losses_lib.LossError, models.ModelError
+  with checks.user_code(failure, passes=passed_errors):
     jax.eval_shape(loss, shapes, batch, key)
   return shapes
 

@@ -86,9 +86,9 @@ class Parameters(NamedTuple):
 def is_model(value: Any) -> bool:
   """Whether a value is callable and holds arrays, as a model of Equinox does.
   It is then parameters, not a function that makes parameters."""
-  arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(value))
+  are_arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(value))
   is_partial = isinstance(value, functools.partial)  # jax.tree_util.Partial is
-  return callable(value) and not is_partial and any(arrays)
+  return callable(value) and not is_partial and any(are_arrays)
 
 
 def _is_constant(value: Any) -> bool:
@@ -102,10 +102,10 @@ def _is_constant(value: Any) -> bool:
   )
 
 
-def _refused(path: Any, leaf: Any, why: str) -> ValueError:
+def _refusal(path: Any, leaf: Any, reason: str) -> ValueError:
   """Returns the error for a leaf of the parameters."""
   name = f"params{jax.tree_util.keystr(path)}"
-  return ValueError(f"{name} is {checks.shown(leaf)}, {why}")
+  return ValueError(f"{name} is {checks.shown(leaf)}, {reason}")
 
 
 def _as_arrays(params: Any) -> Any:
@@ -113,12 +113,12 @@ def _as_arrays(params: Any) -> Any:
 
   def array(path, leaf):
     if callable(leaf):
-      raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
+      raise _refusal(path, leaf, f"which cannot be trained: {_SPLIT}")
     try:
       return jnp.array(leaf)  # a copy: the caller may change its array
     except (TypeError, ValueError) as error:
-      why = "and parameters are arrays: drop it, or bind it to the loss with"
-      raise _refused(path, leaf, f"{why} functools.partial") from error
+      reason = "and parameters are arrays: drop it, or bind it to the loss with"
+      raise _refusal(path, leaf, f"{reason} functools.partial") from error
 
   return jax.tree_util.tree_map_with_path(array, params)
 
@@ -143,27 +143,27 @@ def _split(model: Any) -> tuple[dict[str, Any], ModelTree]:
     model, is_leaf=_is_constant
   ):
     if _is_constant(leaf):
-      raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
-  trained = {}
+      raise _refusal(path, leaf, f"which cannot be trained: {_SPLIT}")
+  trained_arrays = {}
 
-  def replaced(path, leaf):
+  def replace_leaf(path, leaf):
     is_array = isinstance(leaf, _ARRAYS)
     if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact):
       name = jax.tree_util.keystr(path).removeprefix(".")
-      trained[name] = jnp.array(leaf)
+      trained_arrays[name] = jnp.array(leaf)
       return _Trained(name)
     if isinstance(leaf, jax.core.Tracer):
-      why = "a constant that is made from the key: give the model itself"
-      raise _refused(path, leaf, f"{why} instead of a function of a key")
+      reason = "a constant that is made from the key: give the model itself"
+      raise _refusal(path, leaf, f"{reason} instead of a function of a key")
     # Only NumPy arrays travel to other processes; they have no keys.
     return np.asarray(leaf) if is_array and not streams.is_key(leaf) else leaf
 
-  template = jax.tree_util.tree_map_with_path(replaced, model)
-  if not trained:
+  template = jax.tree_util.tree_map_with_path(replace_leaf, model)
+  if not trained_arrays:
     raise ValueError(
       f"params is a model without an array of floats: {checks.shown(model)}"
     )
-  return trained, ModelTree(template)
+  return trained_arrays, ModelTree(template)
 
 
 def read(user_params: Any) -> Parameters:
@@ -206,17 +206,17 @@ def _of_function(function: Callable[..., Any]) -> Parameters:
       "params must be a tree of arrays, or a function of a key that makes"
       f" one; it takes {streams.arguments_of(function)}"
     )
-  models: list[ModelTree] = []  # of a trace, which yields arrays alone
+  models_traced: list[ModelTree] = []  # of a trace, which yields arrays alone
 
   def trace(key):
     result = function(key)
     if is_model(result):
-      models.append(_split(result)[1])
+      models_traced.append(_split(result)[1])
     return ()
 
   with checks.user_code("params cannot be made", passes=(ValueError,)):
     jax.eval_shape(trace, jax.random.key(0))
   # The last trace has the constants of the model; init makes its arrays.
-  if models:
-    return Parameters(lambda key: _split(function(key))[0], models[-1])
+  if models_traced:
+    return Parameters(lambda key: _split(function(key))[0], models_traced[-1])
   return Parameters(lambda key: _as_arrays(function(key)))

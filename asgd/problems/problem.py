@@ -66,19 +66,19 @@ def keyed(
   """
 
   def parts(batch):
-    for name, (numbers, counts) in rows(batch).items():
-      yield name, numbers, np.broadcast_to(counts, numbers.shape)
+    for name, (row_numbers, do_count) in rows(batch).items():
+      yield name, row_numbers, np.broadcast_to(do_count, row_numbers.shape)
 
   def keys(batch):
     return {
-      name: np.unique(numbers[counts]).astype(np.int64)
-      for name, numbers, counts in parts(batch)
+      name: np.unique(row_numbers[do_count]).astype(np.int64)
+      for name, row_numbers, do_count in parts(batch)
     }
 
   def localise(batch, keys):
     indices = {
-      name: np.where(counts, np.searchsorted(keys[name], numbers), 0)
-      for name, numbers, counts in parts(batch)
+      name: np.where(do_count, np.searchsorted(keys[name], row_numbers), 0)
+      for name, row_numbers, do_count in parts(batch)
     }
     return replace(batch, **{k: x.astype(np.int32) for k, x in indices.items()})
 
@@ -197,18 +197,18 @@ def spread(count: int, limit: int) -> np.ndarray:
 
 
 def totals(
-  score: Callable[..., Any], arrays: Sequence[np.ndarray], at_once: int
+  score: Callable[..., Any], arrays: Sequence[np.ndarray], rows_per_call: int
 ) -> np.ndarray:
   """Returns the sums of a score over rows of arrays.
 
   Args:
     score: (some rows of each array) -> sums over them.
     arrays: each [m, ...].
-    at_once: most rows in a call.
+    rows_per_call: most rows in a call.
   """
   total: Any = 0
-  for start in range(0, len(arrays[0]), at_once):
-    sums = score(*(array[start : start + at_once] for array in arrays))
+  for start in range(0, len(arrays[0]), rows_per_call):
+    sums = score(*(array[start : start + rows_per_call] for array in arrays))
     total = total + np.array(jax.device_get(sums), float)
   return total
 
@@ -223,9 +223,9 @@ def join(
   example: jax.ShapeDtypeStruct,
   guess: float,
 ) -> Problem:
-  """Joins a model to its data, and allows other batch sizes. A model that
-  cannot be cut gives a problem without pieces. `example` is the model's
-  input."""
+  """Returns the problem of a model and its data; its batch size can be changed.
+  It has no pieces if the model cannot be cut. `example` has the shape and the
+  dtype of the model's input."""
   loss, decay = whole_loss(pieces), models.DECAY
   cut_pieces: Pieces | None = pieces
   if isinstance(pieces.layers, models.Model):
@@ -247,8 +247,8 @@ def of_data(
   evaluate: Callable[..., Any],
   **options: Any,
 ) -> Problem:
-  """Returns a problem that allows other batch sizes; options are the other
-  fields of a Problem."""
+  """Returns a problem with batches of `batch_size`, which can be changed later
+  (`rebatch`); options are the other fields of a Problem."""
 
   def rebatch(size):
     return Problem(

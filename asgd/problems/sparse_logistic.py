@@ -115,19 +115,19 @@ def sparse_logistic_regression(
 
 
 def _batches(data, blocks, size):
-  """Returns the `DataOf` of batches: (int32[B, Z] keys, float32[B, Z] values,
-  int32[B] labels, float32[B] weights, bool[B, Z] whether a feature is in the
-  block). Rows behind the last example of a worker have weight 0; the mean
-  weight over all batches is 1."""
+  """Returns (batches, probe, batches of an epoch), as a `DataOf` does. A batch
+  is (int32[B, Z] keys, float32[B, Z] values, int32[B] labels, float32[B]
+  weights, bool[B, Z] whether a feature is in the block). Rows behind the last
+  example of a worker have weight 0; the mean weight over all batches is 1."""
   n = len(data.train_labels)
   checks.whole("batch_size", size, most=n)
 
-  def of(rows, block, weight):
+  def make_batch(rows, block, weight):
     # Programs need a fixed size: repeat rows, with weight 0.
-    rows, real = np.resize(rows, size), np.arange(size) < len(rows)
+    rows, is_example = np.resize(rows, size), np.arange(size) < len(rows)
     keys, values = data.train_keys[rows], data.train_values[rows]
-    values = np.where(real[:, None], values, 0)
-    weights = np.where(real, weight, 0).astype(np.float32)
+    values = np.where(is_example[:, None], values, 0)
+    weights = np.where(is_example, weight, 0).astype(np.float32)
     is_in_block = (values != 0) & (keys % blocks == block)
     return keys, values, data.train_labels[rows], weights, is_in_block
 
@@ -143,16 +143,16 @@ def _batches(data, blocks, size):
     def batch(worker, job):
       del worker  # job j always belongs to worker j % N
       turn_index, owner = divmod(int(job), workers)
-      number, part = divmod(turn_index, jobs)
-      cycle, position = divmod(number, blocks)
+      pass_index, batch_index = divmod(turn_index, jobs)
+      cycle, position = divmod(pass_index, blocks)
       order = np.random.default_rng((seed, cycle)).permutation(blocks)
       worker_rows = np.arange(owner, n, workers)
-      batch_rows = worker_rows[part * size : (part + 1) * size]
-      return of(batch_rows, order[position], weight)
+      batch_rows = worker_rows[batch_index * size : (batch_index + 1) * size]
+      return make_batch(batch_rows, order[position], weight)
 
     return batch
 
-  probe = of(lib.spread(n, min(_PROBE, size)), 0, 1.0)
+  probe = make_batch(lib.spread(n, min(_PROBE, size)), 0, 1.0)
   return batches, probe, max(n // size, 1)
 
 
@@ -184,8 +184,8 @@ def _updates(params, batch: base.Batch, key):
   bounds = weights[:, None] * sizes * sizes.sum(1, keepdims=True) / 4
   sums = jnp.stack([slopes[:, None] * values, bounds], -1) / len(labels)
   # A feature may be in several rows: `add` sums its terms.
-  out = jnp.zeros_like(params[_TABLE]).at[keys].add(sums)
-  return _loss(params, batch, key), {_TABLE: out}
+  updates = jnp.zeros_like(params[_TABLE]).at[keys].add(sums)
+  return _loss(params, batch, key), {_TABLE: updates}
 
 
 @jax.jit

@@ -79,8 +79,8 @@ def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
         no `batch_size`;
       - a pure function (worker, job) -> batch;
       - a function worker -> iterator of batches, see `data.iterators`.
-    batch_size: examples in a batch. Each epoch visits them in a newly drawn
-      order; a rest that does not fill a batch is dropped.
+    batch_size: examples in a batch. Each epoch visits them in a new random
+      order; those at its end that do not fill a batch are dropped.
 
   Raises ValueError for anything else.
 
@@ -146,8 +146,8 @@ def as_batch(
 
 def copied(batches: Batches) -> Batches:
   """Returns the batches of a user's function as copies, see `as_batch`."""
-  drawn = data.ExampleBatches, iterators.IteratorBatches
-  if any(isinstance(batches, kind) for kind in drawn):
+  copies_already = data.ExampleBatches, iterators.IteratorBatches
+  if any(isinstance(batches, kind) for kind in copies_already):
     return batches  # new arrays in each call
   return lambda worker, job: jax.tree.map(_copy, batches(worker, job))
 
@@ -158,13 +158,13 @@ def _copy(leaf: Any) -> Any:
   return np.array(leaf) if is_array and not is_key(leaf) else leaf
 
 
-def _share_memory(batch: Any, later: Any) -> bool:
+def _share_memory(batch: Any, later_batch: Any) -> bool:
   """Whether a loader has refilled arrays of a batch for a later batch."""
-  arrays = [
+  arrays_of_both = [
     [np.asarray(x) for x in jax.tree.leaves(tree) if hasattr(x, "__array__")]
-    for tree in (batch, later)
+    for tree in (batch, later_batch)
   ]
-  return any(map(np.may_share_memory, *arrays))
+  return any(map(np.may_share_memory, *arrays_of_both))
 
 
 def is_key(leaf: Any) -> bool:
@@ -178,7 +178,7 @@ def _shapes(batch):
   return jax.tree.map(lambda x: (*x.shape, str(x.dtype)), batch)
 
 
-def described(batch: base.Batch) -> str:
+def describe_batch(batch: base.Batch) -> str:
   """Returns the shapes of a batch as a short text."""
   text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
   return checks.shown(text).replace("'", "")
@@ -212,10 +212,10 @@ def _of_rows(
 
   def batches(seed, workers):
     # `make_batches` draws row numbers; `take` turns them into examples.
-    drawn = data.make_batches(
+    row_batches = data.make_batches(
       rows, rows, batch_size=size, seed=seed, workers=workers
     )
-    return drawn._replace(take=take)
+    return row_batches._replace(take=take)
 
   def resize(size):
     return _of_rows(take, count, size, stored)
@@ -256,21 +256,22 @@ def _of_indexed(user_data, size):
   if not count:
     raise ValueError("data is empty: len(data) is 0")
 
-  def stored(index):
+  def load_element(index):
     with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
       return user_data[index]
 
-  endless = count > _MOST_EXAMPLES  # repeat() has such a length
-  last_index = 1 if endless else count - 1
+  is_endless = count > _MOST_EXAMPLES  # repeat() has such a length
+  last_index = 1 if is_endless else count - 1
   # The first is copied before the loader may refill its arrays for the last.
-  stored_first = stored(0)
-  first, stored_last = as_batch(stored_first, "data[0]"), stored(last_index)
+  stored_first = load_element(0)
+  first = as_batch(stored_first, "data[0]")
+  stored_last = load_element(last_index)
   last = as_batch(stored_last, f"data[{last_index}]")
-  refills = _share_memory(stored_first, stored_last)
+  refills_arrays = _share_memory(stored_first, stored_last)
 
   def element(index):
-    with _READING if refills else contextlib.nullcontext():
-      return as_batch(stored(index), f"data[{index}]")
+    with _READING if refills_arrays else contextlib.nullcontext():
+      return as_batch(load_element(index), f"data[{index}]")
 
   unit = "batches" if size is None else "examples"
   # Only the last batch of a data set can be smaller.
@@ -279,8 +280,8 @@ def _of_indexed(user_data, size):
     if size is None:
       remedy += ", drop the last (drop_remainder=True), or give batch_size="
     raise ValueError(
-      f"data[0] is {described(first)}, but the last is {described(last)}:"
-      f" {unit} must have one shape; {remedy}"
+      f"data[0] is {describe_batch(first)}, but the last is"
+      f" {describe_batch(last)}: {unit} must have one shape; {remedy}"
     )
 
   def stored_elements():
@@ -293,7 +294,7 @@ def _of_indexed(user_data, size):
       del seed, workers
       return lambda worker, job: element(job % count)
 
-    facts = _size(first), None if endless else count
+    facts = _size(first), None if is_endless else count
     return Stream(batches, first, *facts, stored=stored_elements)
 
   def take(rows):
@@ -315,7 +316,7 @@ def _of_function(function, size):
       " batch decides the size itself: drop it"
     )
 
-  def loaded(worker, job):
+  def call_function(worker, job):
     result = function(int(worker), int(job))
     if hasattr(result, "__next__"):
       raise ValueError(
@@ -329,24 +330,24 @@ def _of_function(function, size):
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits. Each result is copied
     # before the next call, which may refill its arrays.
-    loaded_first = loaded(0, 0)
-    first = as_batch(loaded_first, label)
-    refills = _share_memory(loaded_first, loaded(0, 1))
-    repeat = as_batch(loaded(0, 0), label)
+    first_result = call_function(0, 0)
+    first = as_batch(first_result, label)
+    refills_arrays = _share_memory(first_result, call_function(0, 1))
+    repeat = as_batch(call_function(0, 0), label)
 
   def batch(worker, job):
-    with _READING if refills else contextlib.nullcontext():
-      return as_batch(loaded(worker, job), label)
+    with _READING if refills_arrays else contextlib.nullcontext():
+      return as_batch(call_function(worker, job), label)
 
   # Shapes may differ between batches; the structure is that of one program.
-  form: Any = jax.tree.structure(first)
+  structure: Any = jax.tree.structure(first)
 
-  def later(worker, job):
+  def checked_batch(worker, job):
     value = batch(worker, job)
-    if jax.tree.structure(value) != form:
+    if jax.tree.structure(value) != structure:
       raise ValueError(
-        f"data({worker}, {job}) is {described(value)}, but data(0, 0) was"
-        f" {described(first)}: all batches must have one structure"
+        f"data({worker}, {job}) is {describe_batch(value)}, but data(0, 0) was"
+        f" {describe_batch(first)}: all batches must have one structure"
       )
     return value
 
@@ -357,7 +358,7 @@ def _of_function(function, size):
       " and job, or no run could be resumed or replayed; draw from"
       " np.random.default_rng((seed, worker, job))"
     )
-  return Stream(lambda seed, workers: later, first, _size(first), None)
+  return Stream(lambda seed, workers: checked_batch, first, _size(first), None)
 
 
 def _takes_worker_alone(function: Callable[..., Any]) -> bool:
@@ -379,11 +380,13 @@ def _of_iterators(make_iterator, size):
       " (worker) -> iterator decide the size themselves: drop it"
     )
   source = iterators.Source(make_iterator, _as_batch_of_arrays)
-  iterator, second = (iterators.WorkerIterator(source, 0) for _ in range(2))
+  iterator, second_iterator = (
+    iterators.WorkerIterator(source, 0) for _ in range(2)
+  )
   # Two calls must not share a position; a list, which has none, is fine.
   iterable = iterator.iterable
   has_position = hasattr(iterable, "__next__") or iterator.keeps_position
-  if iterable is second.iterable and has_position:
+  if iterable is second_iterator.iterable and has_position:
     raise ValueError(
       f"data(0) returned the same {type(iterable).__name__} twice, and a"
       " position cannot be shared: make a new one in each call"

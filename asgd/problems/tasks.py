@@ -67,8 +67,8 @@ def classification(
     return Evaluation(*(sums / labels.size).tolist())
 
   task = _Task(criterion, score, conclude, float(np.log(classes)))
-  how = batch_size, augment, partition, evaluation_examples
-  return _of_examples(dataset, layers, task, *how)
+  options = batch_size, augment, partition, evaluation_examples
+  return _of_examples(dataset, layers, task, *options)
 
 
 def regression(
@@ -106,8 +106,8 @@ def regression(
 
   def conclude(sums, labels):
     # R^2 = 1 - squared errors / squared deviations from the mean label.
-    spread = np.square(labels - labels.mean(0), dtype=np.float64).sum()
-    measure = 1 - sums[0] / spread if spread else np.nan
+    deviations = np.square(labels - labels.mean(0), dtype=np.float64).sum()
+    measure = 1 - sums[0] / deviations if deviations else np.nan
     return Evaluation(float(sums[0] / labels.size), measure=float(measure))
 
   # The loss of a model that predicts the mean label.
@@ -147,14 +147,14 @@ def _of_examples(
   def normalise(images, dtype):
     # Token numbers stay integers.
     if dataset.mean is None:
-      floating = jnp.issubdtype(images.dtype, jnp.floating)
-      return images.astype(dtype) if floating else jnp.asarray(images)
+      is_floating = jnp.issubdtype(images.dtype, jnp.floating)
+      return images.astype(dtype) if is_floating else jnp.asarray(images)
     mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
     return (images.astype(dtype) - mean) / std
 
   # The shape and dtype of an example suffice to initialise the model.
-  stored = jax.ShapeDtypeStruct((1, *shape), dataset.train_images.dtype)
-  example = jax.eval_shape(lambda x: normalise(x, jnp.float32), stored)
+  stored_example = jax.ShapeDtypeStruct((1, *shape), dataset.train_images.dtype)
+  example = jax.eval_shape(lambda x: normalise(x, jnp.float32), stored_example)
 
   def init(key):
     return models.init(layers, key, example)
@@ -212,16 +212,17 @@ def classify_sentences(
     batch_size: B, examples in one worker's batch.
     partition: as of `classification`.
     evaluation_examples: number of test examples, evenly spaced; 0 is all.
-    weights: initial weights of each layer, from `encoder.pretrained`. Others,
-      such as the classifier's, are drawn.
+    weights: initial weights of each layer, from `encoder.pretrained`. Entries
+      that they lack, such as the classifier's, are drawn.
   """
   first = None if isinstance(layers, models.Model) else layers[0]
-  # The vocabulary of a model in one piece is not known.
-  words = getattr(first, "vocabulary", task.vocabulary)
-  if task.vocabulary > words:
+  # A model that cannot be cut may have no known vocabulary.
+  model_vocabulary = getattr(first, "vocabulary", task.vocabulary)
+  if task.vocabulary > model_vocabulary:
     raise ValueError(
       f"{task.name} has {task.vocabulary:,} different words, but the model has"
-      f" {words:,}; use the tokenizer that the model was trained with"
+      f" {model_vocabulary:,}; use the tokenizer that the model was trained"
+      " with"
     )
   checks.nonnegative("evaluation_examples", evaluation_examples)
   if weights is not None and len(weights) != len(layers):
@@ -237,8 +238,8 @@ def classify_sentences(
     return params if weights is None else _replace(params, weights)
 
   # The evaluated examples are the same at each evaluation.
-  test = len(task.test_labels)
-  indices = lib.spread(test, evaluation_examples or test)
+  test_count = len(task.test_labels)
+  indices = lib.spread(test_count, evaluation_examples or test_count)
   labels = task.test_labels[indices]
 
   def evaluate(params):
@@ -274,12 +275,16 @@ def classify_sentences(
 
 
 def _replace(params, weights):
-  """Returns `params`, with the given weights of each layer replaced."""
+  """Returns `params`, in which the entries of `weights` replace those of each
+  layer."""
   layers = []
-  for number, (old, new) in enumerate(zip(params, weights, strict=True)):
-    # `new` may lack entries, such as the classifier's, which stay as drawn.
-    layer = {**old, **jax.tree.map(jnp.asarray, dict(new))}
-    if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, old):
+  for number, (initial, replacement) in enumerate(
+    zip(params, weights, strict=True)
+  ):
+    # `replacement` may lack entries, such as the classifier's: they stay as
+    # drawn.
+    layer = {**initial, **jax.tree.map(jnp.asarray, dict(replacement))}
+    if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, initial):
       raise ValueError(
         f"the weights given for layer {number} have other sizes; build the"
         " model with the sizes that `encoder.pretrained` returns"

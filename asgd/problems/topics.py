@@ -23,7 +23,7 @@ from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
 _PROBE = 64  # documents of a Problem's probe
-_AT_ONCE = 500  # documents of one call in an evaluation
+_DOCUMENTS_PER_CALL = 500  # documents of one call in an evaluation
 _ESTIMATION_STEPS = 50  # steps to estimate the topics of a test document
 
 
@@ -41,12 +41,12 @@ def lda(
 
     p(z = k) ~ (n_dk + alpha) (n_wk + beta) / (n_k + V beta)
 
-  where the counts leave out the sampled word. A job samples each word of its
-  documents once, in order, on the counts that its worker has, and pushes the
-  change of the counts. The topics of words are in a table, too. Only one worker
-  reads and writes the rows of a document. A message contains the changes of
-  both tables. So the counts at the server always agree with its topics, even if
-  a worker fails.
+  Here the counts leave out the word that is sampled. A job samples each word of
+  its documents once, in order, on the counts that its worker has, and pushes
+  the change of the counts. The topics of words are in a table, too. The rows of
+  a document are read and written by one worker only. A message contains the
+  changes of both tables. So the counts at the server always agree with its
+  topics, even if a worker fails.
 
   An evaluation estimates the topics of test documents from every other word.
   Its loss is the mean over the remaining words, in nats; `perplexity` is its
@@ -88,23 +88,23 @@ def lda(
   checks.positive("alpha", alpha)
   checks.positive("beta", beta)
   data = documents_lib.load(documents, data_dir=data_dir, **(words or {}))
-  size = len(data.vocabulary)
-  model = _Model(topics, size, alpha, beta)
-  valid = np.arange(data.train_words.shape[1]) < data.train_lengths[:, None]
+  vocabulary_size = len(data.vocabulary)
+  model = _Model(topics, vocabulary_size, alpha, beta)
+  is_word = np.arange(data.train_words.shape[1]) < data.train_lengths[:, None]
 
   def init(key):
     shape = data.train_words.shape
     # int32[n, L]: a topic for each word; padding has topic 0, without a count.
-    z = jax.random.randint(key, shape, 0, topics, np.int32) * valid
-    counts = jnp.zeros((size, topics), np.int32)
+    z = jax.random.randint(key, shape, 0, topics, np.int32) * is_word
+    counts = jnp.zeros((vocabulary_size, topics), np.int32)
     # n_wt: how often word w has topic t, over all documents.
-    counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
+    counts = counts.at[data.train_words, z].add(is_word.astype(np.int32))
     return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
 
   return lib.of_data(
     *(functools.partial(_batches, data), batch_size, init, model.loss),
     functools.partial(_evaluate, model, data),
-    guess=float(np.log(size)),
+    guess=float(np.log(vocabulary_size)),
     keyed=lib.keyed(
       _rows,
       lambda batch, assignments, words, **_: (assignments, words, batch[2]),
@@ -114,12 +114,13 @@ def lda(
 
 
 def _batches(data, batch_size):
-  """Returns the `DataOf` of batches: (int32[B] documents, int32[B, L] words,
-  int32[B] lengths), padded with documents of length 0."""
+  """Returns (batches, probe, batches of an epoch), as a `DataOf` does. A batch
+  is (int32[B] documents, int32[B, L] words, int32[B] lengths), padded with
+  documents of length 0."""
   n = len(data.train_lengths)
   checks.whole("batch_size", batch_size, most=n)
 
-  def of(rows):
+  def make_batch(rows):
     docs = np.resize(rows, batch_size).astype(np.int32)
     lengths = data.train_lengths[docs] * (np.arange(batch_size) < len(rows))
     return docs, data.train_words[docs], lengths
@@ -136,7 +137,7 @@ def _batches(data, batch_size):
       worker_rows = np.arange(owner, n, workers)
       jobs = -(-len(worker_rows) // batch_size)  # of one worker in a pass
       start = (turn % jobs) * batch_size
-      return of(worker_rows[start : start + batch_size])
+      return make_batch(worker_rows[start : start + batch_size])
 
     return batch
 
@@ -173,36 +174,38 @@ class _Model:
     """Returns the mean loss of words, given their documents' topics."""
     del key
     docs, words, lengths = batch
-    of_docs, valid = self._document_counts(params["assignments"][docs], lengths)
-    of_docs += self._alpha
+    document_counts, is_word = self._document_counts(
+      params["assignments"][docs], lengths
+    )
+    document_counts += self._alpha
     # theta: topics of documents, float[B, T]; phi: words of topics,
     # float[B, L, T].
-    theta = of_docs / of_docs.sum(1, keepdims=True)
+    theta = document_counts / document_counts.sum(1, keepdims=True)
     phi = self.word_frequencies(params["words"][words], params["totals"][0])
-    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
-    return losses.sum() / valid.sum(), losses_lib.Aux(())
+    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * is_word
+    return losses.sum() / is_word.sum(), losses_lib.Aux(())
 
   def _document_counts(self, z, lengths):
     """Returns topic counts of documents, float[B, T], and which positions hold
     words."""
-    valid = jnp.arange(z.shape[1]) < lengths[:, None]
-    ones = jax.nn.one_hot(z, self._topics) * valid[..., None]
-    return ones.sum(1), valid
+    is_word = jnp.arange(z.shape[1]) < lengths[:, None]
+    topics_one_hot = jax.nn.one_hot(z, self._topics) * is_word[..., None]
+    return topics_one_hot.sum(1), is_word
 
   def updates(self, params, batch: base.Batch, key):
     """Samples the topic of each word once; returns loss and changes."""
     docs, words, lengths = batch
-    old = params["assignments"][docs]
-    of_docs, valid = self._document_counts(old, lengths)
+    topics_before = params["assignments"][docs]
+    document_counts, is_word = self._document_counts(topics_before, lengths)
     rows = jnp.broadcast_to(jnp.arange(len(docs))[:, None], words.shape)
     uniform = jax.random.uniform(key, words.shape)
-    counts = of_docs, params["words"], params["totals"][0]
-    positions = rows, words, old, valid, uniform
-    (_, counts, totals), new = jax.lax.scan(
+    counts = document_counts, params["words"], params["totals"][0]
+    positions = rows, words, topics_before, is_word, uniform
+    (_, counts, totals), topics_after = jax.lax.scan(
       self._sample, counts, jax.tree.map(jnp.ravel, positions)
     )
     # Changes, not values: the server adds those of all workers.
-    change = new.reshape(old.shape) - old
+    change = topics_after.reshape(topics_before.shape) - topics_before
     updates = {
       "assignments": jnp.zeros_like(params["assignments"]).at[docs].add(change),
       "totals": (totals - params["totals"][0])[None],
@@ -213,46 +216,50 @@ class _Model:
 
   def _sample(self, counts, position):
     """Draws the topic of one word, on the counts of all other words."""
-    of_docs, words, totals = counts
-    row, word, old, valid, uniform = position
-    unit = valid.astype(words.dtype)
+    document_counts, words, totals = counts
+    row, word, topic_before, is_word, uniform = position
+    unit = is_word.astype(words.dtype)
     # [1] Remove the word from the counts.
-    of_docs = of_docs.at[row, old].add(-unit)
-    words, totals = words.at[word, old].add(-unit), totals.at[old].add(-unit)
+    document_counts = document_counts.at[row, topic_before].add(-unit)
+    words = words.at[word, topic_before].add(-unit)
+    totals = totals.at[topic_before].add(-unit)
     # [2] Weigh each topic.
     frequencies = self.word_frequencies(words[word], totals)
-    weights = (of_docs[row] + self._alpha) * frequencies
+    weights = (document_counts[row] + self._alpha) * frequencies
     cumulative = jnp.cumsum(weights)
     # [3] Draw one by inversion; rounding may exceed the last index.
     is_below = cumulative <= uniform * cumulative[-1]
-    drawn = is_below.sum().clip(max=self._topics - 1)
-    new = jnp.where(valid, drawn, old).astype(old.dtype)
+    topic_drawn = is_below.sum().clip(max=self._topics - 1)
+    topic_after = jnp.where(is_word, topic_drawn, topic_before).astype(
+      topic_before.dtype
+    )
     # [4] Add the word to the counts of its new topic.
-    of_docs = of_docs.at[row, new].add(unit)
-    words, totals = words.at[word, new].add(unit), totals.at[new].add(unit)
-    return (of_docs, words, totals), new
+    document_counts = document_counts.at[row, topic_after].add(unit)
+    words = words.at[word, topic_after].add(unit)
+    totals = totals.at[topic_after].add(unit)
+    return (document_counts, words, totals), topic_after
 
   @functools.partial(jax.jit, static_argnums=0)
   def completion(self, phi, words, lengths):
     """Returns (summed loss, number) of the odd words of documents. Their topics
     are estimated from the even words; phi is float[V, T]."""
     positions = jnp.arange(words.shape[1])
-    valid = positions < lengths[:, None]
-    read = (valid & (positions % 2 == 0))[..., None]
-    of_words = phi[words]  # [B, L, T]
+    is_word = positions < lengths[:, None]
+    is_read = (is_word & (positions % 2 == 0))[..., None]
+    phi_of_words = phi[words]  # [B, L, T]
 
     def step(_, theta):
-      weights = theta[:, None] * of_words
-      weights = weights / weights.sum(2, keepdims=True) * read
+      weights = theta[:, None] * phi_of_words
+      weights = weights / weights.sum(2, keepdims=True) * is_read
       theta = weights.sum(1) + self._alpha
       return theta / theta.sum(1, keepdims=True)
 
     # Expectation maximisation from equal topics, with a Dirichlet prior.
     start = jnp.full((len(words), self._topics), 1 / self._topics)
     theta = jax.lax.fori_loop(0, _ESTIMATION_STEPS, step, start)
-    rest = valid & (positions % 2 == 1)
-    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, of_words))
-    return (losses * rest).sum(), rest.sum()
+    is_predicted = is_word & (positions % 2 == 1)
+    losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi_of_words))
+    return (losses * is_predicted).sum(), is_predicted.sum()
 
 
 def _evaluate(model, data, params) -> Evaluation:
@@ -260,7 +267,7 @@ def _evaluate(model, data, params) -> Evaluation:
   phi = model.word_frequencies(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
   score = functools.partial(model.completion, phi)
-  total, count = lib.totals(score, arrays, _AT_ONCE).tolist()
+  total, count = lib.totals(score, arrays, _DOCUMENTS_PER_CALL).tolist()
   loss = total / count
   measure = float("nan")
   if data.topics is not None:

@@ -327,8 +327,8 @@ def test_iterators_are_made_in_the_processes_of_ray(tmp_path):
   ],
 )
 def test_a_state_is_the_same_after_json(state):
-  text = json.dumps(iterators._plain(state))
-  back = iterators._unplain(json.loads(text))
+  text = json.dumps(iterators._encode_state(state))
+  back = iterators._decode_state(json.loads(text))
   assert type(back) is type(state)
   np.testing.assert_equal(back, state)
 
