@@ -193,7 +193,7 @@ def _simulate() -> None:
         print(f"{scenario.describe(shown_faults)}\n")
       # No line at the end: the table follows.
       if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < n_seeds:
-        failed = len(tally.failed)
+        failed = len(tally.failed_seeds)
         progress = f"{tally.runs:,} of {n_seeds:,} seeds"
         print(f"{progress}, {failed} failed", flush=True)
   # The seeds so far are a result, too, so print their table before exiting.
@@ -201,14 +201,14 @@ def _simulate() -> None:
     print(tally.table())
     print(
       f"chaos: interrupted after {tally.runs:,} of {n_seeds:,} seeds, of which"
-      f" {len(tally.failed)} failed",
+      f" {len(tally.failed_seeds)} failed",
       file=sys.stderr,
     )
     sys.exit(128 + signal.SIGINT)  # as a shell reports a signal
   print(tally.table())
-  flags.publish(seeds=n_seeds, failed=sorted(tally.failed))
-  if tally.failed:
-    raise flags.Failed(f"chaos: {len(tally.failed)} of {n_seeds} seeds failed")
+  flags.publish(seeds=n_seeds, failed=sorted(tally.failed_seeds))
+  if tally.failed_seeds:
+    raise flags.Failed(f"chaos: {len(tally.failed_seeds)} of {n_seeds} seeds failed")
 
 
 def main() -> None:
