@@ -207,8 +207,8 @@ def _simulate() -> None:
     sys.exit(128 + signal.SIGINT)  # as a shell reports a signal
   print(tally.table())
   flags.publish(seeds=n_seeds, failed=sorted(tally.failed_seeds))
-  if tally.failed_seeds:
-    raise flags.Failed(f"chaos: {len(tally.failed_seeds)} of {n_seeds} seeds failed")
+  if n_failed := len(tally.failed_seeds):
+    raise flags.Failed(f"chaos: {n_failed} of {n_seeds} seeds failed")
 
 
 def main() -> None:
