@@ -154,6 +154,17 @@ PROTOCOL = Protocol(
       'leave it out, or set config.allocation.batch_size="speed"',
       values=("backup_tasks",),
     ),
+    # The mean of the first messages needs one decision for all peers.
+    Refusal(
+      "order.name",
+      "without a server each peer would decide alone which messages are late: if"
+      " one peer takes a message that another drops, the columns of the round's"
+      " weights do not sum to 1, and the mean over peers moves; in pairs and"
+      " arrivals no peer waits for a round",
+      "leave it out, use ad_psgd, whose peers do not wait for late ones, or ssgd"
+      " on a server",
+      values=("backup_workers",),
+    ),
     # The server itself.
     Refusal("compress_down", _NO_SERVER),
     *(

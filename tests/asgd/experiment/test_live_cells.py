@@ -91,6 +91,8 @@ MISTAKES = (
   (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
   (PAIRS, {"order": {"name": "backup_tasks"}},
    "config.order.name 'backup_tasks' .* a copy of a late job needs"),
+  (PAIRS, {"order": {"name": "backup_workers", "backup": 1}},
+   "config.order.name 'backup_workers' .* each peer would decide alone"),
   (PAIRS, {"live": {"devices": 3}}, "config.live.devices 3 must divide"),
   (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
   (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
