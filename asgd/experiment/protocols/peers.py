@@ -159,8 +159,8 @@ PROTOCOL = Protocol(
       "order.name",
       "without a server each peer would decide alone which messages are late:"
       " if one peer takes a message that another drops, the columns of the"
-      " round's weights do not sum to 1, and the mean over peers moves; in pairs"
-      " and arrivals no peer waits for a round",
+      " round's weights do not sum to 1, and the mean over peers moves; in"
+      " pairs and arrivals no peer waits for a round",
       "leave it out, use ad_psgd, whose peers do not wait for late ones, or use"
       " ssgd on a server",
       values=("backup_workers",),
