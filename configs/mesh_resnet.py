@@ -34,7 +34,7 @@ def get_config(arg=None):
   config.examples = 10240  # 160 updates
   config.optimizer = dict(name="sgd", momentum=0.9, nesterov=True)
   config.learning_rate = 0.02
-  # A quarter of the run; from three quarters on a tenth.
+  # Warm-up in the first quarter of the run; a tenth of the rate in the last.
   rates = dict(warmup_examples=2560, decay_examples=(7680,))
   config.learning_rate_schedule = rates
   config.clip_norm = 1.0

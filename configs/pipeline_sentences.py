@@ -37,8 +37,8 @@ error of an accuracy is 1.4. What the table shows:
   staleness. After 2,048 phrases the rate falls, and staleness hardly matters.
 - PipeDream ends above GPipe because it updates on every microbatch, not because
   of staleness: GPipe with such updates ends higher still.
-- The newest weights in the backward (FTPipe, stale) change no printed digit.
-  That run keeps its activations; FTPipe itself recomputes them.
+- A backward on the newest weights (FTPipe, stale) changes no printed digit.
+  That run stores its activations; FTPipe itself recomputes them.
 - Two cores do the work of four devices, and an update of all parameters takes
   about half as long as the gradient of so small a microbatch. So seconds do not
   compare schedules.

@@ -1,8 +1,8 @@
 """Sandblaster L-BFGS and stochastic gradients, on the same simulated cluster.
 
 Batch training by a coordinator without parameters (Dean et al. 2012), and
-asynchronous and synchronous SGD, on handwritten digits (UCI). All have
-8 workers, one of which is three times as slow.
+asynchronous and synchronous SGD, on handwritten digits (UCI). All have 8
+workers, one of which is three times as slow.
 
   python -m launch.train --config=configs/sandblaster_digits.py
 
@@ -27,7 +27,8 @@ def get_config(arg=None):
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
   config.runs = dict(
-    # 89 portions of 16 images. A job has 2 of them: a seventh of a worker's.
+    # 89 portions of 16 images. A job has 2 of them: a fast worker does about
+    # six jobs in a pass.
     lbfgs=dict(
       recipe="sandblaster",
       title="Sandblaster L-BFGS",

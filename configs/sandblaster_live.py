@@ -1,9 +1,9 @@
 """Sandblaster L-BFGS live: 4 workers and 2 shards, each a process of Ray.
 
-The same run twice, on handwritten digits (UCI): `whole` without
-failures, `killed` with a worker and a shard killed during the run. Both have
-bit-equal losses at each iteration (iterates.csv of the two cells), and so has
-the engine `simulate`:
+The same training twice, on handwritten digits (UCI): the run `whole` has no
+failures; in the run `killed`, a worker and a shard are killed. The losses of
+each iteration (iterates.csv of a cell) are equal to the bit in both runs, and
+on the engine `simulate`:
 
   python -m launch.train --config=configs/sandblaster_live.py
   python -m launch.train --config=configs/sandblaster_live.py \

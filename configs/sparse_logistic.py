@@ -1,11 +1,11 @@
 """Sparse logistic regression with L1 on a parameter server, for several delays.
 
 4 simulated workers compute gradients of blocks of features on their examples,
-and the server takes proximal steps. Workers may be up to tau steps ahead of the
-server. All runs end at the objective of scikit-learn's solver, with the same
-weights at 0. Examples are generated (1,600 with 20 of 1,000 features). The
-variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]) in bins and
-pairs of bins (3,121 features); `sst2` uses words of SST-2 in --data_dir.
+and the server takes proximal steps. A worker may be tau steps ahead of the
+server, no more. All runs end at the objective of scikit-learn's solver, with
+the same weights at 0. Examples are generated (1,600 with 20 of 1,000 features).
+The variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]) in bins
+and pairs of bins (3,121 features); `sst2` uses words of SST-2 in --data_dir.
 
 Final objectives of scikit-learn, BSP and delay 2: 0.3823, 0.383, 0.384. For
 breast cancer, with its similar features: 0.2413, 0.2417, 0.2425, after 1,200
@@ -17,7 +17,7 @@ clocks.
 
 import ml_collections
 
-DATA = {
+VARIANTS = {
   "breast_cancer": dict(
     problem=dict(examples="breast_cancer", l1=0.005),
     runs=dict(bsp=dict(learning_rate=8.0)),
@@ -36,7 +36,7 @@ def get_config(arg=None):
   config.problem = dict(
     name="asgd.problems.sparse_logistic:sparse_logistic_regression", l1=0.002
   )
-  # Divides the features.
+  # Two shards: each has a half of the features.
   delayed = dict(recipe="table", consistency="delay_bounded", shards=2)
   config.runs = dict(
     # Without a delay twice the rate is stable (configs/figures/bounded_delay).
@@ -63,7 +63,7 @@ def get_config(arg=None):
   config.evaluations = 10
   config.curvature_checks = 0
   if arg is not None:
-    if arg not in DATA:
-      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(DATA)}")
-    config.update(DATA[arg])
+    if arg not in VARIANTS:
+      raise ValueError(f"unknown variant {arg!r}; known: {', '.join(VARIANTS)}")
+    config.update(VARIANTS[arg])
   return config.lock()

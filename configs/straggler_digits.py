@@ -29,7 +29,7 @@ def get_config(arg=None):
   config.learning_rate = 0.005
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
   # Long deadlines, or the slow worker would count as dead.
-  # Spans time each job, for the simulations.
+  # `spans`: the simulations need the measured time of each job.
   config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
   config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0

@@ -1,7 +1,7 @@
-"""Recipes with a server that takes fresh gradients only, and drops others.
+"""Recipes with a server that uses fresh gradients alone, and drops the others.
 
-A message may be dropped when it arrives: that works on every engine. Or the
-computation is stopped as soon as it is known to be of no use: that is an order
+A message may be dropped when it arrives: that works on every engine. Or a
+computation is stopped as soon as its message would be dropped. That is an order
 (`asgd.orders.with_stops`), which only a simulation can keep.
 """
 
@@ -65,7 +65,7 @@ def ringmaster_asgd(
     sgd(learning_rate, momentum, weight_decay, optimizer),
     max_staleness=threshold - 1,
   )
-  return _stopped(recipe, stop_after=threshold) if stops else recipe
+  return _with_stops(recipe, stop_after=threshold) if stops else recipe
 
 
 def rennala_sgd(
@@ -165,10 +165,11 @@ def mindflayer_sgd(
   )
   if budget is None:
     return recipe
-  return _stopped(recipe, budget=tuple(stops_lib.budgets_of(budget, workers)))
+  budgets = tuple(stops_lib.budgets_of(budget, workers))
+  return _with_stops(recipe, budget=budgets)
 
 
-def _stopped(recipe: Recipe, **options: object) -> Recipe:
+def _with_stops(recipe: Recipe, **options: object) -> Recipe:
   """Returns a recipe for the order in which computations are stopped."""
   pairs = tuple(options.items())
   return recipe._replace(order="with_stops", order_options=pairs)

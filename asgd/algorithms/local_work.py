@@ -31,7 +31,8 @@ def local_optimizer(
   momentum: float = 0.0, weight_decay: float = 0.0,
   *first: optax.GradientTransformation, **options: Any
 ) -> optax.GradientTransformation:
-  """Returns a worker's optimizer: SGD behind `first`, or the given one."""
+  """Returns a worker's optimizer: `optimizer`, or SGD, behind the transforms
+  `first`."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -62,9 +63,9 @@ def displacement_recipe(
     )
 
   # An averaged state starts at the server, and travels in the tickets.
-  averages = optimizer_state == worker_lib.AVERAGED
-  carried = tx.init if averages else None
-  return Recipe(algorithm, worker=worker, steps=steps, carried=carried)
+  is_averaged = optimizer_state == worker_lib.AVERAGED
+  initial_state = tx.init if is_averaged else None
+  return Recipe(algorithm, worker=worker, steps=steps, carried=initial_state)
 
 
 def downpour(
@@ -139,27 +140,27 @@ def downpour(
   steps = math.gcd(fetch_every, push_every)
   # SGD at the server needs no smaller local rate. Adagrad's first steps move
   # each parameter by eta, however small the gradient is.
-  is_sgd = optimizer and optimizers.momentum_of(optimizer) is not None
-  fraction = 0.1 if local_rate is None and not is_sgd else 1.0
+  has_sgd = optimizer and optimizers.momentum_of(optimizer) is not None
+  local_fraction = 0.1 if local_rate is None and not has_sgd else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
   local_scale = transforms.scale_by_sent_rate(local_rate)
-  tx = optax.chain(optax.scale(fraction), local_scale)
+  tx = optax.chain(optax.scale(local_fraction), local_scale)
   server = optax.chain(
     # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
     at_server(learning_rate, optimizer=optimizer or _adagrad),
   )
-  jobs: Any = {"steps": steps, "push_every": push_every // steps}
+  job_options: Any = {"steps": steps, "push_every": push_every // steps}
   return Recipe(
     base.as_algorithm(server),
     # d sums gradients without a rate: with eta_local in d, the server would
     # multiply by two rates.
     worker=lambda loss: worker_lib.local_worker(
-      loss, tx, message="gradients", **jobs
+      loss, tx, message="gradients", **job_options
     ),
     fetch_every=fetch_every // steps,
-    **jobs,
+    **job_options,
   )
 
 
@@ -284,20 +285,20 @@ def slowmo(
   momentum = momentum if optimizer is None else 0.0
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
 
-  def per_rate(count):
+  def inverse_rate(count):
     """Returns 1 / eta, or 0 where eta is 0: those workers did not move."""
     rate = rates.at(learning_rate, count)
     return jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1.0), 0.0)
 
   # u is in units of eta, so that a schedule does not rescale the slow momentum.
-  slow = optax.chain(
-    optax.scale_by_schedule(per_rate),  # [1] (params - mean x^i) / eta
+  slow_update = optax.chain(
+    optax.scale_by_schedule(inverse_rate),  # [1] (params - mean x^i) / eta
     velocity(slow_momentum),  # [2] u <- beta u + that
     optax.scale(slow_rate),  # [3] alpha u
     optax.scale_by_learning_rate(learning_rate),  # [4] -alpha eta u
   )
   recipe = displacement_recipe(
-    base.as_algorithm(slow), tx, steps, optimizer_state=optimizer_state
+    base.as_algorithm(slow_update), tx, steps, optimizer_state=optimizer_state
   )
   return recipe.in_rounds(workers)
 
@@ -349,8 +350,8 @@ def easgd(
   """
   checks.portion("moving_rate", moving_rate)
   checks.whole("steps", steps)
-  common = learning_rate, momentum, weight_decay
-  tx = local_optimizer(optimizer, *common, nesterov=True)
+  rate_options = learning_rate, momentum, weight_decay
+  tx = local_optimizer(optimizer, *rate_options, nesterov=True)
   # The message is -d = alpha (x - x^i), and SGD with rate 1 subtracts it.
   # `mixes`: the message depends on the ticket's parameters, so no two jobs
   # share a ticket.
@@ -410,13 +411,15 @@ def fedasync(
     5.5
   """
   del workers
-  s = transforms.make_discount(discount, decay, grace)
+  discount_of_staleness = transforms.make_discount(discount, decay, grace)
   # The pull is towards the ticket's parameters, before weight decay.
   pull = transforms.add_proximal_pull(proximal)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
   # A displacement is x_sent - x_new; `mix_models` takes x_new out of it with
   # the ticket's parameters, so no two jobs may share a ticket.
-  algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
+  algorithm = base.as_algorithm(
+    transforms.mix_models(mixing, discount_of_staleness)
+  )
   return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)
 
 
@@ -467,9 +470,9 @@ def fedbuff(
   """
   rates.check("outer_rate", outer_rate)
   every = workers if every is None else every
-  s = transforms.polynomial_discount(decay)
+  discount_of_staleness = transforms.polynomial_discount(decay)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay)
   recipe = displacement_recipe(sgd(outer_rate, outer_momentum), tx, steps)
   # Each displacement is weighted before the mean, by its own staleness.
-  weigh = transforms.scale_by_discount(s)
+  weigh = transforms.scale_by_discount(discount_of_staleness)
   return recipe._replace(at_server=weigh, every=checks.whole("every", every))

@@ -18,7 +18,7 @@ from asgd.algorithms.sgd import decay_weights, sgd, velocity
 from asgd.optimizers import OptimizerLike
 
 
-def _closed_form(
+def _momentum_of_sgd(
   optimizer: OptimizerLike, momentum: float, weight_decay: float
 ) -> float | None:
   """Returns the momentum of SGD, or None for another optimizer. The look-ahead
@@ -46,7 +46,7 @@ def _velocity_recipe(
   return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
 
 
-def _rolled_recipe(
+def _zero_gradient_recipe(
   learning_rate: optax.ScalarOrSchedule,
   optimizer: OptimizerLike,
   workers: int | None,
@@ -102,10 +102,10 @@ def nag_asgd(
     5.0
   """
   del workers
-  gamma = _closed_form(optimizer, momentum, weight_decay)
+  gamma = _momentum_of_sgd(optimizer, momentum, weight_decay)
   if gamma is None:
     # One update on a zero gradient, with the one state of all workers.
-    return _rolled_recipe(
+    return _zero_gradient_recipe(
       learning_rate, optimizer, None, lambda worker: worker[None]
     )
   return _velocity_recipe(
@@ -152,10 +152,10 @@ def multi_asgd(
     5.0
     6.0
   """
-  gamma = _closed_form(optimizer, momentum, weight_decay)
+  gamma = _momentum_of_sgd(optimizer, momentum, weight_decay)
   if gamma is None:
     # Without a look-ahead the slice is empty: no update is made.
-    return _rolled_recipe(
+    return _zero_gradient_recipe(
       learning_rate, optimizer, workers, lambda i: i[None][: int(look_ahead)]
     )
   factor = gamma if look_ahead else 0.0
@@ -178,11 +178,13 @@ def _dana(
   optimizer: OptimizerLike,
 ) -> Recipe:
   """Returns the recipe that DANA-Zero and DANA-DC share."""
-  gamma = _closed_form(optimizer, momentum, weight_decay)
+  gamma = _momentum_of_sgd(optimizer, momentum, weight_decay)
   if gamma is None:
     # One update of each worker's state, in the order of the workers.
-    everyone = np.arange(workers, dtype=np.int32)
-    return _rolled_recipe(learning_rate, optimizer, workers, lambda _: everyone)
+    all_workers = np.arange(workers, dtype=np.int32)
+    return _zero_gradient_recipe(
+      learning_rate, optimizer, workers, lambda _: all_workers
+    )
   return _velocity_recipe(
     transforms.dana_momentum(workers, gamma),
     learning_rate,

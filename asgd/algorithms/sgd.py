@@ -55,12 +55,12 @@ def sgd_chain(
     >>> print(tx.update(4.0, tx.init(8.0), 8.0)[0])  # -0.5 (1 + 0.25 8)
     -1.5
   """
-  plain = checks.is_zero(momentum)
+  is_plain = checks.is_zero(momentum)
   return optax.chain(
     *first,
     decay_weights(weight_decay),
     # Without momentum there is no velocity to store.
-    optax.identity() if plain else velocity(momentum, nesterov=nesterov),
+    optax.identity() if is_plain else velocity(momentum, nesterov=nesterov),
     # Last: v does not contain eta, so a schedule does not rescale it.
     scale,
   )
@@ -72,7 +72,7 @@ def at_server(
   weight_decay: float = 0.0,
   optimizer: Any = None,
 ) -> optax.GradientTransformation:
-  """The complete update of a server: SGD, or the given optimizer."""
+  """Returns the complete update of a server: SGD, or `optimizer`."""
   if optimizer is not None:
     # A schedule counts the optimizer's updates; the server makes one a version.
     tx: optax.GradientTransformation = optimizer(learning_rate)

@@ -54,9 +54,10 @@ def staleness_aware(
     >>> asgd.staleness_aware(0.5, workers=8, splits=3).every  # floor(8 / 3)
     2
   """
-  every = 1 if splits is None else _softsync(splits, workers)
-  # Each divides a message before the server's average; the velocity takes in
-  # the mean. d_l = tau_l is IJCAI's rule, d_l = n Rudra's.
+  every = 1 if splits is None else _messages_per_update(splits, workers)
+  # A divisor acts on a message before the server's average; the velocity takes
+  # in the mean. d_l = tau_l is the rule of the IJCAI paper, d_l = n that of
+  # Rudra.
   divisors = {
     "own": transforms.scale_by_staleness(),
     "mean": optax.scale(1 / (splits or workers)),
@@ -177,7 +178,7 @@ def adadelay(
   return Recipe(base.as_algorithm(tx))
 
 
-def _softsync(splits: int, workers: int) -> int:
+def _messages_per_update(splits: int, workers: int) -> int:
   """Returns c = floor(N / n), the messages of an update of n-softsync, from any
   workers: two may be of one worker. ValueError for another n."""
   if type(splits) is not int or not 1 <= splits <= workers:
@@ -235,7 +236,7 @@ def gap_aware(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if splits is not None:
-    every = _softsync(splits, workers)
+    every = _messages_per_update(splits, workers)
     if average is not None:
       raise ValueError(
         f"average {average!r} is for updates of one message, and splits"

@@ -82,4 +82,4 @@ def takes(name: str, arguments: Iterable[str]) -> list[str]:
   """Returns those of `arguments` that a model's maker takes by name."""
   maker = names.resolve("model", name, MODELS)
   parameters = inspect.signature(maker).parameters
-  return [each for each in arguments if each in parameters]
+  return [argument for argument in arguments if argument in parameters]

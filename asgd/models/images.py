@@ -153,8 +153,8 @@ class TowerConv(nn.Module):
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
     _check_images(x)
-    how = {"stride": self.stride, "bias": True, "towers": self.towers}
-    x = nn.relu(_conv(self.features, self.size, **how, name="conv")(x))
+    options = {"stride": self.stride, "bias": True, "towers": self.towers}
+    x = nn.relu(_conv(self.features, self.size, **options, name="conv")(x))
     return _pool(x) if self.pools else x
 
 
@@ -341,10 +341,10 @@ def alexnet(
   for width in features:
     checks.multiple(width, "features", towers, "{} towers")
   a, b, c, d, e = features
-  first = 11 if stride > 1 else 5
+  first_size = 11 if stride > 1 else 5
   return (
     # Every tower sees the complete image.
-    TowerConv(a, first, stride=stride, pools=True),
+    TowerConv(a, first_size, stride=stride, pools=True),
     TowerConv(b, 5, towers, pools=True),
     TowerConv(c),  # reads both towers
     TowerConv(d, towers=towers),

@@ -47,7 +47,7 @@ def init(
     dict of statistics per layer (mean 0, variance 1).
   """
   weights, stats = [], []
-  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+  has_64_bit_types = jax.config.jax_enable_x64  # type: ignore[attr-defined]
   # `lazy_init` needs the dtype that JAX will compute with.
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # float64 may be off
   x = jax.ShapeDtypeStruct(example.shape, dtype)
@@ -55,7 +55,7 @@ def init(
     return layers.init(key, x)
   for i, layer in enumerate(layers):
     variables = _draw(layer, jax.random.fold_in(key, i), x)
-    x = _remembered(_shape_of_output, layer, x, wide)
+    x = _call_cached(_shape_of_output, layer, x, has_64_bit_types)
     weights.append(variables.get("params", {}))
     stats.append(variables.get("batch_stats", {}))
   if any(stats):
@@ -68,43 +68,43 @@ def _draw(layer, key, x):
   if isinstance(key, jax.core.Tracer):
     # `own.check_layers` intercepts the calls of layers while this is traced.
     return layer.lazy_init(key, x, train=False)
-  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-  return _remembered(_steps_of_init, layer, x, key.aval, wide)(key)
+  has_64_bit_types = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+  return _call_cached(_make_draw, layer, x, key.aval, has_64_bit_types)(key)
 
 
-def _steps_of_init(layer, x, key, wide):
+def _make_draw(layer, x, key, has_64_bit_types):
   """Returns a function of a key that repeats the steps of `lazy_init`, without
   tracing the layer again: tracing took most of the time."""
-  del wide
+  del has_64_bit_types
 
-  def make(key):
+  def draw_by_flax(key):
     return layer.lazy_init(key, x, train=False)
 
-  steps, shapes = jax.make_jaxpr(make, return_shape=True)(key)
+  steps, shapes = jax.make_jaxpr(draw_by_flax, return_shape=True)(key)
   structure = jax.tree.structure(shapes)
-  run = internals.find("jax.extend.core.jaxpr_as_fun")(steps)
-  return lambda key: jax.tree.unflatten(structure, run(key))
+  run_steps = internals.find("jax.extend.core.jaxpr_as_fun")(steps)
+  return lambda key: jax.tree.unflatten(structure, run_steps(key))
 
 
-def _shape_of_output(layer, x, wide):
-  """Returns the shape and dtype of a layer's output. `wide`, whether JAX has
-  64-bit types, is only part of the cache's key."""
-  del wide
-  make = functools.partial(layer.init_with_output, train=False)
+def _shape_of_output(layer, x, has_64_bit_types):
+  """Returns the shape and dtype of a layer's output. `has_64_bit_types` is a
+  setting of JAX, and only part of the cache's key."""
+  del has_64_bit_types
+  draw = functools.partial(layer.init_with_output, train=False)
   key = jax.eval_shape(jax.random.key, 0)
-  return jax.eval_shape(make, key, x)[0]
+  return jax.eval_shape(draw, key, x)[0]
 
 
 @functools.lru_cache(maxsize=2048)
-def _call(fn, *arguments):
+def _call_hashable(fn, *arguments):
   """Calls a function, with a cache of results."""
   return fn(*arguments)
 
 
-def _remembered(fn, layer, *arguments):
+def _call_cached(fn, layer, *arguments):
   """Calls a function of a layer, or returns the result of an earlier call."""
   try:
-    return _call(fn, layer, *arguments)
+    return _call_hashable(fn, layer, *arguments)
   except TypeError:  # the layer cannot be hashed, so the result is not kept
     return fn(layer, *arguments)
 
@@ -142,18 +142,22 @@ def apply(
       f" {len(weights)}; cut both at the same layer"
     )
   has_stats = isinstance(params, base.Variables)
-  old_stats = params.stats if has_stats else ({},) * len(layers)
+  stats_before = params.stats if has_stats else ({},) * len(layers)
 
   x, stats = _cast(x, weights), []
   for i, layer in enumerate(layers):
-    variables = {"params": weights[i], "batch_stats": old_stats[i]}
+    variables = {"params": weights[i], "batch_stats": stats_before[i]}
     rngs = None
     if key is not None:
       rngs = {"dropout": jax.random.fold_in(key, first + i)}
     # In training, flax returns the batch's statistics as changed variables.
     mutable = ["batch_stats"] if train else []
-    x, new = layer.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
-    stats.append(new.get("batch_stats", {}) if train else old_stats[i])
+    x, changed_variables = layer.apply(
+      variables, x, train=train, rngs=rngs, mutable=mutable
+    )
+    stats.append(
+      changed_variables.get("batch_stats", {}) if train else stats_before[i]
+    )
   return x, tuple(stats) if has_stats else ()
 
 

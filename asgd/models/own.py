@@ -59,7 +59,7 @@ def as_model(value: Any) -> Any:
   if isinstance(value, Model):
     return value
   if isinstance(value, nn.Module):
-    return _linen(value)
+    return _model_of_linen(value)
   # Layers before a pair: a flax module is callable, as are init and apply.
   if isinstance(value, list | tuple) and value:
     if all(isinstance(each, nn.Module) for each in value):
@@ -72,10 +72,10 @@ def as_model(value: Any) -> Any:
           )
       return tuple(value)
     if len(value) == 2 and all(map(callable, value)):
-      return _pair(*value)
+      return _model_of_pair(*value)
   init, apply = getattr(value, "init", None), getattr(value, "apply", None)
   if callable(init) and callable(apply):
-    return _pair(init, apply)
+    return _model_of_pair(init, apply)
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
@@ -83,30 +83,30 @@ def _arguments(call, count: int, callee: str) -> list[str]:
   """Returns the names of a function's arguments after the first `count`. Raises
   ValueError if one of them needs a value that no caller has."""
   parameters = list(inspect.signature(call).parameters.values())
-  several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-  if len(parameters) < count and not several:
+  takes_any_number = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+  if len(parameters) < count and not takes_any_number:
     raise ValueError(
       f"{callee} takes {len(parameters)} arguments, but needs {count} or more"
     )
   variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-  rest = [p for p in parameters[count:] if p.kind not in variable]
-  for p in rest:
+  remaining = [p for p in parameters[count:] if p.kind not in variable]
+  for p in remaining:
     if p.default is p.empty and p.name not in (*_MODES, *_KEYS):
       raise ValueError(
         f"{callee} needs an argument {p.name!r}, which has no value here: only"
         f" a batch is passed, and {', '.join((*_MODES, *_KEYS))} by name"
       )
-  return [p.name for p in rest]
+  return [p.name for p in remaining]
 
 
-def _mode(arguments: Collection[str], train: bool) -> dict[str, Any]:
+def _mode_arguments(arguments: Collection[str], train: bool) -> dict[str, Any]:
   """Returns the keywords that switch a model to training or evaluation."""
   return {
     name: value is train for name, value in _MODES.items() if name in arguments
   }
 
 
-def _own(before, after, momentum):
+def _batch_statistics(before, after, momentum):
   """Returns the batch's statistics from flax's running ones before and
   after."""
   return jax.tree.map(
@@ -127,7 +127,7 @@ def _one_momentum(momenta: set[float], name: str) -> float:
       " BatchNorm can be averaged"
     )
   (momentum,) = momenta
-  # 1 would divide by 0 in `_own`.
+  # 1 would divide by 0 in `_batch_statistics`.
   if not 0 <= momentum < 1:
     raise ModelError(
       f"{name} has BatchNorm with momentum {momentum}, which must be in [0, 1)"
@@ -138,12 +138,12 @@ def _one_momentum(momenta: set[float], name: str) -> float:
 # flax.linen.
 
 
-def _traced(init, example, name) -> tuple[Any, set[float]]:
+def _trace_variables(init, example, name) -> tuple[Any, set[float]]:
   """Returns the shapes of a module's variables, and the momenta of its
   BatchNorm layers."""
   momenta: set[float] = set()
   try:
-    with nn.intercept_methods(_listing(momenta)):
+    with nn.intercept_methods(_record_momenta(momenta)):
       shapes = jax.eval_shape(  # a new function: JAX has not cached its trace
         lambda key: init(key, example), jax.random.key(0)
       )
@@ -156,18 +156,20 @@ def _traced(init, example, name) -> tuple[Any, set[float]]:
   return shapes, momenta
 
 
-def _linen(module: nn.Module) -> Model:
+def _model_of_linen(module: nn.Module) -> Model:
   """Returns the Model of a flax.linen module."""
   name = type(module).__name__
   # Arguments after self and the batch.
   arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
-  # Kept between calls: JAX does not trace some parts again.
+  # All calls add to this set: JAX does not trace some parts again.
   momenta_seen: set[float] = set()
 
   def init(key, example):
     rngs = {"params": key, "dropout": key}
     # lazy_init computes only the variables, from the example's shape.
-    variables = module.lazy_init(rngs, example, **_mode(arguments, False))
+    variables = module.lazy_init(
+      rngs, example, **_mode_arguments(arguments, False)
+    )
     other_collections = sorted(set(variables) - {"params", "batch_stats"})
     if other_collections:
       raise ModelError(
@@ -178,27 +180,29 @@ def _linen(module: nn.Module) -> Model:
     return base.Variables(weights, stats) if stats else weights
 
   def apply(params, x, train, key):
-    keeps = isinstance(params, base.Variables)
+    has_statistics = isinstance(params, base.Variables)
     variables: dict[str, Any] = {"params": base.weights_of(params)}
-    if keeps:
+    if has_statistics:
       variables["batch_stats"] = params.stats
     rngs = None if key is None else {"dropout": key}
-    options = _mode(arguments, train)
-    if not train or not keeps:
+    options = _mode_arguments(arguments, train)
+    if not train or not has_statistics:
       y = module.apply(variables, x, rngs=rngs, **options)
-      return y, params.stats if keeps else ()
+      return y, params.stats if has_statistics else ()
     momenta: set[float] = set()
     # The momentum is known only when the layers are called.
-    with nn.intercept_methods(_listing(momenta)):
-      y, new = module.apply(
+    with nn.intercept_methods(_record_momenta(momenta)):
+      y, changed_variables = module.apply(
         variables, x, rngs=rngs, mutable=["batch_stats"], **options
       )
     momenta_seen.update(momenta)
     momentum = _one_momentum(momenta_seen, name)
-    return y, _own(params.stats, new["batch_stats"], momentum)
+    return y, _batch_statistics(
+      params.stats, changed_variables["batch_stats"], momentum
+    )
 
   def decay(example):
-    shapes, momenta = _traced(init, example, name)
+    shapes, momenta = _trace_variables(init, example, name)
     if not isinstance(shapes, base.Variables):
       return DECAY
     if not arguments or not set(arguments) & set(_MODES):
@@ -232,7 +236,7 @@ def check_layers(init: Callable[[jax.Array], Any], other_way: str) -> None:
   """Raises ModelError if the layers of `init`, key -> parameters, average their
   statistics: a message needs the batch's own. `other_way` ends the error."""
   momenta: set[float] = set()
-  with nn.intercept_methods(_listing(momenta)):
+  with nn.intercept_methods(_record_momenta(momenta)):
     jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
   if momenta - {0.0}:
     raise ModelError(
@@ -241,7 +245,7 @@ def check_layers(init: Callable[[jax.Array], Any], other_way: str) -> None:
     )
 
 
-def _listing(momenta: set[float]):
+def _record_momenta(momenta: set[float]):
   """Returns an interceptor that adds the momentum of each called BatchNorm."""
 
   def intercept(call, args, kwargs, context):
@@ -260,7 +264,7 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   batch, and its module filled with parameters and statistics."""
   from flax import nnx
 
-  def built(params, dropout):
+  def make_module(params, dropout):
     module = make(rngs=nnx.Rngs(params=params, dropout=dropout))
     if not isinstance(module, nnx.Module):
       raise ModelError(
@@ -269,35 +273,39 @@ def of_nnx(make: Callable[..., Any]) -> Model:
       )
     return module
 
-  def values(module, kind):
+  def values_of(module, kind):
     return nnx.to_pure_dict(nnx.state(module, kind))
 
   def init(key, example):
     del example
-    module = built(key, key)
-    weights = values(module, nnx.Param)
-    stats = values(module, nnx.BatchStat)
+    module = make_module(key, key)
+    weights = values_of(module, nnx.Param)
+    stats = values_of(module, nnx.BatchStat)
     return base.Variables(weights, stats) if stats else weights
 
-  def put(module, kind, tree):
+  def replace_values(module, kind, tree):
     # Replace values by name; the module keeps its own structure.
     state = nnx.state(module, kind)
     nnx.replace_by_pure_dict(state, tree)
     nnx.update(module, state)
 
   def apply(params, x, train, key):
-    module = built(0, 0 if key is None else key)
-    put(module, nnx.Param, base.weights_of(params))
-    keeps = isinstance(params, base.Variables)
-    if keeps:
-      put(module, nnx.BatchStat, params.stats)
+    module = make_module(0, 0 if key is None else key)
+    replace_values(module, nnx.Param, base.weights_of(params))
+    has_statistics = isinstance(params, base.Variables)
+    if has_statistics:
+      replace_values(module, nnx.BatchStat, params.stats)
     (module.train if train else module.eval)()
     function_name = f"{type(module).__name__}.__call__"
-    y = module(x, **_mode(_arguments(module.__call__, 1, function_name), train))
-    if not train or not keeps:
-      return y, params.stats if keeps else ()
-    new = values(module, nnx.BatchStat)
-    return y, _own(params.stats, new, momentum_of(module))
+    y = module(
+      x, **_mode_arguments(_arguments(module.__call__, 1, function_name), train)
+    )
+    if not train or not has_statistics:
+      return y, params.stats if has_statistics else ()
+    statistics_after = values_of(module, nnx.BatchStat)
+    return y, _batch_statistics(
+      params.stats, statistics_after, momentum_of(module)
+    )
 
   def momentum_of(module):
     nodes = (node for _, node in nnx.iter_graph(module))
@@ -306,7 +314,7 @@ def of_nnx(make: Callable[..., Any]) -> Model:
 
   def decay(example):
     del example
-    return momentum_of(nnx.eval_shape(lambda: built(0, 0)))
+    return momentum_of(nnx.eval_shape(lambda: make_module(0, 0)))
 
   return Model(init, apply, decay)
 
@@ -320,7 +328,9 @@ def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
   return [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
 
 
-def _pair(init: Callable[..., Any], apply: Callable[..., Any]) -> Model:
+def _model_of_pair(
+  init: Callable[..., Any], apply: Callable[..., Any]
+) -> Model:
   """Returns the Model of a pair (init, apply).
 
   init is called as init(key) or init(key, example). apply is called as
@@ -331,56 +341,64 @@ def _pair(init: Callable[..., Any], apply: Callable[..., Any]) -> Model:
   state, rng, x) or apply(params, state, x). With a state, init returns (params,
   state) and apply returns (output, state)."""
   names = [p.name for p in _positional(apply)]
-  between = [name for name in names[1:2] if name == _STATE]
-  between += [name for name in names[1 + len(between) :][:1] if name in _KEYS]
-  arguments = _arguments(apply, 2 + len(between), "apply")
-  draw = _drawing(init)
-  if _STATE in between:
-    return _stateful(draw, apply, between, arguments)
+  names_between = [name for name in names[1:2] if name == _STATE]
+  names_between += [
+    name for name in names[1 + len(names_between) :][:1] if name in _KEYS
+  ]
+  arguments = _arguments(apply, 2 + len(names_between), "apply")
+  draw = _make_draw(init)
+  if _STATE in names_between:
+    return _model_with_state(draw, apply, names_between, arguments)
 
   def run(params, x, train, key):
     keys = {name: key for name in _KEYS if name in arguments}
-    out = apply(
-      params, *(key for _ in between), x, **_mode(arguments, train), **keys
+    result = apply(
+      params,
+      *(key for _ in names_between),
+      x,
+      **_mode_arguments(arguments, train),
+      **keys,
     )
     if not isinstance(params, base.Variables):
-      return out, ()
-    if not isinstance(out, tuple) or len(out) != 2:
+      return result, ()
+    if not isinstance(result, tuple) or len(result) != 2:
       raise ModelError(
         "init returns asgd.base.Variables, so apply must return (output,"
-        f" statistics), not {checks.shown(out)}"
+        f" statistics), not {checks.shown(result)}"
       )
-    return out
+    return result
 
   return Model(draw, run)
 
 
-def _drawing(init: Callable[..., Any]) -> Callable[..., Any]:
+def _make_draw(init: Callable[..., Any]) -> Callable[..., Any]:
   """Returns (key, example) -> the result of a pair's init."""
-  needed = [
+  required_names = [
     p.name
     for p in _positional(init)
     if p.kind is p.VAR_POSITIONAL
     or (p.default is p.empty and p.name not in _MODES)
   ]
-  if len(needed) not in (1, 2):
-    names = ", ".join(needed)
+  if len(required_names) not in (1, 2):
+    names = ", ".join(required_names)
     raise ValueError(f"init takes ({names}); write init(key) or init(key, x)")
   # Haiku's moving averages get their shapes only in training.
-  mode = _mode(_arguments(init, len(needed), "init"), True)
+  mode_arguments = _mode_arguments(
+    _arguments(init, len(required_names), "init"), True
+  )
 
   def draw(key, example):
-    if len(needed) == 1:
-      return init(key, **mode)
-    return init(key, jnp.zeros(example.shape, example.dtype), **mode)
+    if len(required_names) == 1:
+      return init(key, **mode_arguments)
+    return init(key, jnp.zeros(example.shape, example.dtype), **mode_arguments)
 
   return draw
 
 
-def _stateful(
+def _model_with_state(
   draw: Callable[..., Any],
   apply: Callable[..., Any],
-  between: list[str],
+  names_between: list[str],
   arguments: list[str],
 ) -> Model:
   """Returns the Model of an (init, apply) pair; apply takes and returns a
@@ -392,11 +410,11 @@ def _stateful(
   Args:
     draw: (key, example) -> (params, state).
     apply: the function `apply` of the pair.
-    between: names of its arguments between params and x.
+    names_between: names of its arguments between params and x.
     arguments: names of its arguments after x.
   """
 
-  def of_pair(result):
+  def as_params(result):
     if not isinstance(result, tuple) or len(result) != 2:
       raise ModelError(
         "apply takes a state, so init must return (params, state), not"
@@ -407,16 +425,16 @@ def _stateful(
     return base.Variables(result[0], jax.tree.map(_as_float, result[1]))
 
   def init(key, example):
-    return of_pair(draw(key, example))
+    return as_params(draw(key, example))
 
-  def like(x):
+  def state_shapes(x):
     """The state's structure and dtypes, which params alone do not show."""
     example = jax.ShapeDtypeStruct(x.shape, x.dtype)
     shapes = jax.eval_shape(lambda key: draw(key, example), jax.random.key(0))
     return shapes[1]
 
-  def own_state(params, x):
-    state = like(x)
+  def state_of(params, x):
+    state = state_shapes(x)
     if isinstance(params, base.Variables):
       return jax.tree.map(
         lambda leaf, like_leaf: leaf.astype(like_leaf.dtype),
@@ -431,12 +449,12 @@ def _stateful(
     return state
 
   def run(params, x, train, key):
-    passed = {_STATE: own_state(params, x)}
+    values_between = {_STATE: state_of(params, x)}
     out = apply(
       base.weights_of(params),
-      *(passed.get(name, key) for name in between),
+      *(values_between.get(name, key) for name in names_between),
       x,
-      **_mode(arguments, train),
+      **_mode_arguments(arguments, train),
     )
     if not isinstance(out, tuple) or len(out) != 2:
       raise ModelError(
@@ -445,20 +463,20 @@ def _stateful(
       )
     if not isinstance(params, base.Variables):
       return out[0], ()
-    after = jax.tree.map(_as_float, out[1])
-    return out[0], after if train else params.stats
+    state_after = jax.tree.map(_as_float, out[1])
+    return out[0], state_after if train else params.stats
 
   def inward(variables):
     # Haiku's params are a dict; (params, state) and Variables are tuples.
-    return of_pair(variables) if isinstance(variables, tuple) else variables
+    return as_params(variables) if isinstance(variables, tuple) else variables
 
   def outward(params, example):
-    return base.weights_of(params), own_state(params, example)
+    return base.weights_of(params), state_of(params, example)
 
   return Model(init, run, lambda example: 0.0, inward, outward)
 
 
 def _as_float(value: jax.Array) -> jax.Array:
   """Returns an array of integers or flags in floating point numbers."""
-  inexact = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
-  return jnp.asarray(value) if inexact else jnp.asarray(value, jnp.float32)
+  is_inexact = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+  return jnp.asarray(value) if is_inexact else jnp.asarray(value, jnp.float32)
