@@ -120,7 +120,7 @@ def warmup_steps(
 
 
 STEPS = "steps"  # the name of `warmup_steps` among schedules
-_NOT = "join", "inject"  # prefixes of functions that take other schedules
+_PREFIXES_OF_COMBINERS = "join", "inject"  # they take other schedules
 _LENGTHS = "decay_steps", "transition_steps", "warmup_steps", "transition_begin"
 _PEAKS = "peak_value", "init_value", "value"
 
@@ -137,7 +137,8 @@ def known() -> Mapping[str, Callable[..., optax.Schedule]]:
   schedules = {
     name.removesuffix("_schedule"): maker
     for name, maker in vars(optax.schedules).items()
-    if name.endswith(("_schedule", "_decay")) and not name.startswith(_NOT)
+    if name.endswith(("_schedule", "_decay"))
+    and not name.startswith(_PREFIXES_OF_COMBINERS)
     if isinstance(maker, types.FunctionType)
   }
   return types.MappingProxyType(schedules)

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 _NO_LINK = (errno.ELOOP, errno.ENOTDIR)  # errors of O_NOFOLLOW and O_DIRECTORY
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EDQUOT: a user's quota
-CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # to this user
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # without permission
 _BELOW_FILE = (errno.ENOTDIR, errno.EEXIST)  # of `Path.mkdir`
 
 
@@ -38,7 +38,7 @@ again; a training with a folder resumes from its last save
     )
 
 
-def _link(path: Path) -> ValueError:
+def _link_error(path: Path) -> ValueError:
   """Returns the error for a path that is a symbolic link."""
   return ValueError(
     f"{path} is a symbolic link, and results are not written through one:"
@@ -47,7 +47,7 @@ def _link(path: Path) -> ValueError:
 
 
 @contextlib.contextmanager
-def _explained(path: Path | str) -> Iterator[None]:
+def _explain_errors(path: Path | str) -> Iterator[None]:
   """Adds the path and the remedy to two errors: the disk is full, or a folder
   has the name of the file."""
   try:
@@ -70,9 +70,9 @@ def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
   If the block fails, the new file is removed. If `path` is a link, its target
   stays unchanged. `disk` has a `replace` like that of `os`."""
   temporary = path.with_name(path.name + ".tmp")
-  with _explained(temporary), contextlib.suppress(FileNotFoundError):
+  with _explain_errors(temporary), contextlib.suppress(FileNotFoundError):
     temporary.unlink()  # left by a process that was killed
-  with _explained(path), contextlib.ExitStack() as stack:
+  with _explain_errors(path), contextlib.ExitStack() as stack:
     try:
       file = stack.enter_context(temporary.open("x+b"))
     except FileNotFoundError as error:
@@ -125,11 +125,11 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 def descriptor(path: Path | str, flags: int, mode: int = 0o666) -> int:
   """Opens a file as `os.open` does; ValueError if it is a symbolic link."""
   try:
-    with _explained(path):
+    with _explain_errors(path):
       return os.open(path, flags | os.O_NOFOLLOW, mode)
   except OSError as error:
     if error.errno == errno.ELOOP:
-      raise _link(Path(path)) from error
+      raise _link_error(Path(path)) from error
     raise
 
 
@@ -145,7 +145,7 @@ class _GrowingFile(io.FileIO):
   def write(self, data: Any) -> int:
     """Writes all of `data`."""
     content = unwritten = memoryview(data).cast("B")
-    with _explained(self._path):
+    with _explain_errors(self._path):
       while unwritten:
         # A write may be partial.
         unwritten = unwritten[super().write(unwritten) :]
@@ -176,7 +176,7 @@ def _open_folder(path: Path) -> int:
     if error.errno not in _NO_LINK:
       raise
     if path.is_symlink():
-      raise _link(path) from error
+      raise _link_error(path) from error
     raise ValueError(
       f"{path} is a file, but a folder is needed at this path: remove it"
     ) from error
@@ -197,21 +197,22 @@ its permissions, or name another folder
   try:
     yield
   except OSError as error:
-    why, is_closed = error.strerror, error.errno in CLOSED
+    reason, is_refused = error.strerror, error.errno in CLOSED
     if error.errno in _BELOW_FILE:
-      why = "it is below a file"
-    elif not is_closed and error.errno != errno.ENAMETOOLONG:
+      reason = "it is below a file"
+    elif not is_refused and error.errno != errno.ENAMETOOLONG:
       raise
-    remedy = "change its permissions, or " * is_closed + "name another folder"
+    remedy = "change its permissions, or " * is_refused + "name another folder"
     raise ValueError(
-      f"{folder} cannot be opened ({why}: {error.filename or folder}): {remedy}"
+      f"{folder} cannot be opened ({reason}: {error.filename or folder}):"
+      f" {remedy}"
     ) from error
 
 
 def make_folder(path: Path) -> None:
   """Makes a folder and its parents, unless they exist. ValueError if the path
   is a file or a symbolic link; links among the parents are followed."""
-  with _explained(path):
+  with _explain_errors(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
       path.mkdir()
@@ -234,7 +235,7 @@ def hold_folder(path: Path) -> int:
   Raises:
     ValueError: if the path is a link, a file or a folder of another user.
   """
-  with _explained(path):
+  with _explain_errors(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
       path.mkdir(mode=0o700)
