@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asgd import compression
-from asgd.pipeline.stage import Stage, floating
+from asgd.stages import Stage, floating
 
 
 def _wire(

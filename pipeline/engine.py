@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import checks, simulator
+from asgd import checks, device_memory, simulator
+from asgd import stages as stage_lib
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
 from asgd.experiment.cell_progress import MAX_ROWS, Segment
 from asgd.experiment.engines import Column, mean
@@ -30,12 +31,10 @@ from asgd.pipeline import (
   cut,
   executor,
   processes,
-  residence,
   run_plan,
   spans,
   table,
 )
-from asgd.pipeline import stage as stage_lib
 from asgd.pipeline import state as state_lib
 from asgd.pipeline.lanes import PipelineError
 from asgd.pipeline.run_plan import PipelinePlan
@@ -182,7 +181,7 @@ class PipelineEngine(engines.Engine):
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
-    self._seconds, self._earlier_traffic = 0.0, residence.DeviceTraffic()
+    self._seconds, self._earlier_traffic = 0.0, device_memory.DeviceTraffic()
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -388,7 +387,7 @@ class PipelineEngine(engines.Engine):
       )
       others = state_lib.rebuild(notes["state"], tree["on_its_way"])
       entries = messages | state_lib.with_keys(others)
-      traffic = residence.DeviceTraffic(*notes["moved"])
+      traffic = device_memory.DeviceTraffic(*notes["moved"])
       return PipelineState(*notes["at"], servers, entries), tree, notes, traffic
 
     restored = context.restore(unpack)

@@ -25,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, compression, simulator
+from asgd import base, compression, device_memory, simulator
+from asgd import stages as stage_lib
 from asgd.pipeline import analyze, coded, instructions, residence, validate
 from asgd.pipeline import lanes as lanes_lib
-from asgd.pipeline import stage as stage_lib
 from asgd.pipeline import state as state_lib
 from asgd.pipeline.instructions import TICKET, UPDATE
 from asgd.pipeline.lane_threads import LaneInbox
+from asgd.pipeline.stage import Part
 from asgd.pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
 from asgd.pipeline.table import Schedule
 
@@ -52,7 +53,7 @@ def _jitted(
 
 
 def _compile_parts(
-  parts: Sequence[stage_lib.Part],
+  parts: Sequence[Part],
   extra: Callable[[int, int], Any],
   is_here: Sequence[bool],
   codec: compression.Codec | None,
@@ -109,7 +110,7 @@ class Executor:
   def __init__(
     self,
     schedule: Schedule,
-    parts: Sequence[stage_lib.Part],
+    parts: Sequence[Part],
     extra: Callable[[int, int], Any],
     *,
     devices: Sequence[jax.Device] | None = None,
@@ -164,7 +165,7 @@ class Executor:
     compiled_parts = _compile_parts(
       self.parts, extra, is_here, settings.codec
     )
-    self._earlier_traffic, memories = residence.DeviceTraffic(), {}
+    self._earlier_traffic, memories = device_memory.DeviceTraffic(), {}
     if settings.room is not None:
       memories = _memories(program, self.parts, self.devices, settings.room)
     if isinstance(settings.recompute, bool):
@@ -266,18 +267,18 @@ class Executor:
     # The run donates its buffers, so the caller's arrays must not be shared.
     return jax.device_put(state, self.devices[lane], may_alias=False)
 
-  def traffic(self) -> residence.DeviceTraffic:
+  def traffic(self) -> device_memory.DeviceTraffic:
     """Returns the traffic of all lanes between devices and the host, and the
     largest peak; 0 without `room`."""
     memories = self.compiled_program.memories.values()
     lanes = [memory.traffic for memory in memories]
-    return residence.add_up([self._earlier_traffic, *lanes])
+    return device_memory.add_up([self._earlier_traffic, *lanes])
 
-  def reset_traffic(self, earlier: residence.DeviceTraffic) -> None:
+  def reset_traffic(self, earlier: device_memory.DeviceTraffic) -> None:
     """Restarts the count of `traffic` at `earlier`."""
     self._earlier_traffic = earlier
     for memory in self.compiled_program.memories.values():
-      memory.traffic = residence.DeviceTraffic()
+      memory.traffic = device_memory.DeviceTraffic()
 
   def _with_first_tickets(
     self,
@@ -323,10 +324,10 @@ class Executor:
 
 def _memories(
   program: instructions.Program,
-  parts: Sequence[stage_lib.Part],
+  parts: Sequence[Part],
   devices: dict[int, jax.Device],
   room: int,
-) -> dict[int, residence.DeviceMemory]:
+) -> dict[int, residence.LaneMemory]:
   """Returns lane -> the memory that swaps weights between host and device,
   within `room` bytes."""
   schedule = program.schedule
@@ -344,7 +345,7 @@ def _memories(
     )
   residence.check(schedule, parts, room)
   return {
-    lane: residence.DeviceMemory(
+    lane: residence.LaneMemory(
       program.lanes[lane], schedule.every, room, device
     )
     for lane, device in devices.items()
@@ -353,7 +354,7 @@ def _memories(
 
 def _check_parts(
   schedule: Schedule,
-  parts: Sequence[stage_lib.Part],
+  parts: Sequence[Part],
   user_actions: Mapping[str, Any],
 ) -> None:
   """Raises ValueError unless parts and user's actions are the table's."""
@@ -381,7 +382,7 @@ def _check_parts(
 
 
 def _streams(
-  schedule: Schedule, parts: Sequence[stage_lib.Part], weights: str
+  schedule: Schedule, parts: Sequence[Part], weights: str
 ) -> list[int]:
   """Returns each stage's number of workers: its updates in flight, or 1 if its
   algorithm was built for one worker."""

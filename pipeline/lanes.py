@@ -19,7 +19,7 @@ import optax
 
 from asgd import base, compression, sharding, simulator
 from asgd import server as server_lib
-from asgd.pipeline import stage as stage_lib
+from asgd import stages as stage_lib
 from asgd.pipeline.instructions import (
   OF_NOW,
   TICKET,
@@ -28,7 +28,7 @@ from asgd.pipeline.instructions import (
   TicketKey,
 )
 from asgd.pipeline.lane_threads import LaneInbox, LaneThreads, Stop
-from asgd.pipeline.residence import STATE, WEIGHTS, DeviceMemory
+from asgd.pipeline.residence import STATE, WEIGHTS, LaneMemory
 from asgd.pipeline.spans import TaskSpan
 from asgd.pipeline.state import (
   AT_WORKER,
@@ -89,7 +89,7 @@ class CompiledProgram(NamedTuple):
   # Whether a lane waits for its device: its core is the device, or it is timed.
   waits: bool
   # Lane -> memory, if its device is too small for the weights of its stages.
-  memories: Mapping[int, DeviceMemory]
+  memories: Mapping[int, LaneMemory]
 
   def now(self, slot: int = 0) -> float:
     """Returns the time of the clock; without a clock, the slot."""
@@ -292,7 +292,7 @@ class LaneRun:
       while ops:
         op = ops[0]
         if memory is not None and self._begun_op.get(lane) is not op:
-          memory.begin(op)
+          memory.begin_op(op)
           self._begun_op[lane] = op
         if not self._threads.has(lane, op.needs):
           return False

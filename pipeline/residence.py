@@ -1,57 +1,25 @@
 """Swaps weights larger than a device between the host and the device.
 
-The host's memory (a memory kind of JAX) keeps the blocks of all stages: their
-weights, optimizer states and sums of gradients. A lane's device caches as many
-blocks as fit. The table gives the order of their uses. So the device evicts the
-block with the latest next use (Belady 1966), and fetches the next instruction's
-blocks while the present one computes (Cui et al., "GeePS: scalable deep
-learning on distributed GPUs with a GPU-specialized parameter server", EuroSys
-2016).
+The host's memory keeps the blocks of all stages, and a lane's device caches as
+many as fit (`asgd.device_memory`). The table gives the order of their uses.
 
   weights  of a stage: read by its forwards, backwards and updates
   state    of its optimizer: read and replaced by its updates
   sum      of gradients of an update of several microbatches
 """
 
-import bisect
-import math
-import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import jax
 
 from asgd import base
+from asgd.device_memory import Block, DeviceMemory, copies, nbytes
 from asgd.pipeline.instructions import UPDATE, Instruction
 from asgd.pipeline.stage import Part
 from asgd.pipeline.state import SUM
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 WEIGHTS, STATE = "weights", "state"
-HOST = "pinned_host"  # JAX's memory kind for the host's memory
-
-Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
-
-
-class DeviceTraffic(NamedTuple):
-  """Bytes that one device has moved, used and held."""
-
-  fetched: int = 0  # bytes from the host
-  written: int = 0  # bytes to the host
-  used: int = 0  # bytes that instructions have needed
-  peak: int = 0  # most bytes on the device at once
-
-
-def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
-  """Returns the traffic of several devices, and the largest of their peaks.
-
-  Example:
-    >>> parts = (2, 0, 0, 3), (1, 0, 0, 1)
-    >>> add_up([DeviceTraffic(*part) for part in parts])
-    DeviceTraffic(fetched=3, written=0, used=0, peak=3)
-  """
-  sums = map(sum, zip(*(part[:3] for part in parts), strict=True))
-  return DeviceTraffic(*sums, max(part.peak for part in parts))
 
 
 def needs(op: Instruction, every: int) -> tuple[Block, ...]:
@@ -78,9 +46,9 @@ def sizes_of(part: Part) -> dict[str, int]:
   """Returns the bytes of a stage's blocks, by kind; shapes are enough."""
   state = jax.eval_shape(part.server.init, part.params)
   return {
-    WEIGHTS: _nbytes(state.params),
-    STATE: _nbytes(state._replace(params=())),
-    SUM: _nbytes(base.weights_of(part.params)),
+    WEIGHTS: nbytes(state.params),
+    STATE: nbytes(state._replace(params=())),
+    SUM: nbytes(base.weights_of(part.params)),
   }
 
 
@@ -116,89 +84,8 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
       )
 
 
-class BlockMemory:
-  """Decides which blocks a device with `room` bytes holds, and moves nothing.
-
-  `uses` has the blocks that each instruction needs. A device executes the
-  instructions in this order, pass after pass.
-  """
-
-  def __init__(self, uses: Sequence[Sequence[Block]], room: int):
-    self.uses, self._room = uses, room
-    self._op_index: dict[Block, list[int]] = {}
-    for op_index, blocks in enumerate(uses):
-      for block in blocks:
-        self._op_index.setdefault(block, []).append(op_index)
-    self.held: dict[Block, int] = {}  # block on the device -> its bytes
-
-  def bytes(self) -> int:
-    """Returns the bytes held."""
-    return sum(self.held.values())
-
-  def next_use(self, block: Block, op_index: int) -> int:
-    """Returns the first instruction, `op_index` or later, that needs a block.
-
-    An instruction of the next pass counts as its index + the number of
-    instructions. A block without uses counts as later than any other.
-    """
-    # Indices are sorted: `__init__` went through the instructions in order.
-    indices = self._op_index.get(block)
-    if not indices:
-      return 2 * len(self.uses)
-    position = bisect.bisect_left(indices, op_index)
-    is_next_pass = position == len(indices)
-    return indices[0] + len(self.uses) if is_next_pass else indices[position]
-
-  def admit(self, block: Block, size: int, op_index: int) -> list[Block]:
-    """Adds a block of `size` bytes that instruction `op_index` needs.
-
-    Returns:
-      The blocks that it evicts.
-
-    Raises:
-      ValueError: if the blocks of the instruction do not fit.
-    """
-    evicted = []
-    needed_blocks = {*self.uses[op_index], block}
-    # Evict the block with the latest next use (Belady) until the new one fits.
-    while self.bytes() + size > self._room:
-      candidates = [b for b in self.held if b not in needed_blocks]
-      if not candidates:
-        raise ValueError(
-          f"instruction {op_index} needs {self.bytes() + size} bytes at once,"
-          f" and there is room for {self._room}"
-        )
-      next_uses = [(self.next_use(x, op_index + 1), x) for x in candidates]
-      _, victim = max(next_uses)
-      evicted.append(victim)
-      del self.held[victim]
-    self.held[block] = size
-    return evicted
-
-  def ahead(self, op_index: int, sizes: Callable[[Block], int]) -> list[Block]:
-    """Returns the blocks to prefetch while instruction `op_index` runs.
-
-    They belong to the next instruction that lacks a block. Blocks that are used
-    before it stay; [] if the prefetched ones do not fit beside these.
-    """
-    count = len(self.uses)
-    resident = set(self.uses[op_index])
-    # Blocks that are used before the prefetched ones must stay as well.
-    for step in range(1, count):
-      blocks = self.uses[(op_index + step) % count]
-      resident.update(blocks)
-      missing_blocks = [
-        block for block in blocks if block not in self.held and sizes(block)
-      ]
-      if missing_blocks:
-        size = sum(map(sizes, missing_blocks))
-        size += sum(self.held.get(block, 0) for block in resident)
-        return missing_blocks if size <= self._room else []
-    return []
-
-
-class DeviceMemory:
-  """A lane's device, and the host's memory behind it; starts empty."""
+class LaneMemory(DeviceMemory):
+  """The memory of a lane's device, for the blocks of its stages."""
 
   def __init__(
     self,
@@ -209,111 +96,13 @@ class DeviceMemory:
   ):
     """Prepares for a lane's instructions of one batch, with updates of `every`
     microbatches. Raises ValueError if JAX has no host memory for the device."""
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST not in kinds:
-      raise ValueError(
-        f"{device} has memories {', '.join(kinds)} and no {HOST}: leave"
-        " device_megabytes out"
-      )
+    super().__init__([needs(op, every) for op in ops], room, copies(device))
     self._index = {_op_key(op): index for index, op in enumerate(ops)}
-    self._memory = BlockMemory([needs(op, every) for op in ops], room)
-    self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
-    self._on_device = jax.sharding.SingleDeviceSharding(device)
-    self._host: dict[Block, Any] = {}  # None: the device has a newer value
-    self._device: dict[Block, Any] = {}
-    self._sizes: dict[Block, int] = {}
-    self._op_index = 0
-    self.traffic = DeviceTraffic()
 
-  def to_host(self, tree: Any) -> Any:
-    """Returns a copy of arrays in the host's memory."""
-    return jax.device_put(tree, self._host_of, may_alias=False)
-
-  def adopt(self, block: Block, tree: Any) -> None:
-    """Starts with a block in the host's memory (`to_host`). A cached copy of
-    the same arrays stays on the device."""
-    cached = jax.tree.leaves(self._host.get(block))
-    leaves = jax.tree.leaves(tree)
-    if len(cached) == len(leaves) and all(map(operator.is_, cached, leaves)):
-      return
-    self.drop(block)
-    self._host[block], self._sizes[block] = tree, _nbytes(tree)
-
-  def begin(self, op: Instruction) -> None:
-    """Fetches the blocks of an instruction, and starts to prefetch the blocks
-    of a later one."""
-    self._op_index = self._index[_op_key(op)]
-    for block in self._memory.uses[self._op_index]:
-      if block in self._sizes:  # the sum of an update starts without a block
-        self._fetch(block)
-        self._count(used=self._sizes[block])
-    # These copies run while the instruction computes.
-    next_blocks = self._memory.ahead(
-      self._op_index, lambda block: self._sizes.get(block, 0)
-    )
-    for block in next_blocks:
-      self._fetch(block)
-
-  def get(self, block: Block) -> Any:
-    """Returns a block that the present instruction needs, on the device."""
-    return self._device[block]
-
-  def take(self, block: Block) -> Any:
-    """Removes a block and returns it; the caller may donate its memory."""
-    tree = self._device.pop(block)
-    del self._memory.held[block], self._sizes[block]
-    self._host.pop(block)
-    return tree
-
-  def keep(self, block: Block, tree: Any) -> None:
-    """Holds the new value that the present instruction has computed for a
-    block. The value is written to the host when the block is evicted, or by
-    `host`."""
-    self._memory.held.pop(block, None)
-    self._host[block], self._sizes[block] = None, _nbytes(tree)
-    self._admit(block)
-    self._device[block] = tree
-
-  def host(self, block: Block) -> Any:
-    """Returns a block in the host's memory; first writes a newer value to
-    it."""
-    if self._host[block] is None:
-      self._host[block] = self.to_host(self._device[block])
-      self._count(written=self._sizes[block])
-    return self._host[block]
-
-  def drop(self, block: Block) -> None:
-    """Forgets a block."""
-    for table in (self._host, self._device, self._sizes, self._memory.held):
-      table.pop(block, None)
-
-  def _count(self, **counts):
-    traffic = {k: getattr(self.traffic, k) + v for k, v in counts.items()}
-    self.traffic = self.traffic._replace(**traffic)
-
-  def _fetch(self, block):
-    if block in self._memory.held:
-      return
-    self._admit(block)
-    self._device[block] = jax.device_put(
-      self._host[block], self._on_device, may_alias=False
-    )
-    self._count(fetched=self._sizes[block])
-
-  def _admit(self, block):
-    size = self._sizes[block]
-    for evicted in self._memory.admit(block, size, self._op_index):
-      # The host's copy must be current before the device's is dropped.
-      self.host(evicted)
-      del self._device[evicted]
-    peak = max(self.traffic.peak, self._memory.bytes())
-    self.traffic = self.traffic._replace(peak=peak)
+  def begin_op(self, op: Instruction) -> None:
+    """Begins an instruction of any batch; see `begin`."""
+    self.begin(self._index[_op_key(op)])
 
 
 def _op_key(op):
   return op.slot, op.kind, op.stage, op.microbatch
-
-
-def _nbytes(tree):
-  leaves = jax.tree.leaves(tree)
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)

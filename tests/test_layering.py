@@ -27,6 +27,8 @@ RANKS = {
   "rates": -1,
   "base": -1,
   "losses": 0,
+  "stages": 0,
+  "device_memory": 0,
   "norms": 0,
   "output": 0.5,
   "stacking": 0,

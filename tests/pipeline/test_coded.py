@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import kit
 import pytest
 
-from asgd import compression
-from asgd.pipeline import coded, stage
+from asgd import compression, stages
+from asgd.pipeline import coded
 
 
 def test_a_stage_decodes_what_it_gets_and_encodes_what_it_sends():
@@ -19,7 +19,7 @@ def test_a_stage_decodes_what_it_gets_and_encodes_what_it_sends():
     )
   )
   weight, x = jnp.float32(2.0), jnp.float32(5.0)
-  plain = stage.compile_stage(lambda w, x, e: (w * x, ()), weight, x, ())
+  plain = stages.compile_stage(lambda w, x, e: (w * x, ()), weight, x, ())
   both = coded.with_codec(plain, codec, x, last=False)
   y, _, residuals = both.forward(weight, [[x], []], ())
   assert y == [[8.0], []]
@@ -37,7 +37,7 @@ def test_a_stage_decodes_what_it_gets_and_encodes_what_it_sends():
 )
 def test_entries_between_stages_are_small(codec, share):
   x = jnp.ones((64, 32))
-  plain = stage.compile_stage(lambda w, x, e: (w * x, ()), x[0], x, ())
+  plain = stages.compile_stage(lambda w, x, e: (w * x, ()), x[0], x, ())
   codec = compression.as_codec(codec)
   y = coded.with_codec(plain, codec, (), last=False).forward(x[0], x, ())[0]
   assert sum(leaf.nbytes for leaf in jax.tree.leaves(y)) <= x.nbytes / share

@@ -14,9 +14,9 @@ from pipeline_kit import gpipe, one_f_one_b
 
 import asgd
 from asgd import algorithms, base, models, orders, sharding, simulator
+from asgd import stages as stage_lib
 from asgd import worker as worker_lib
 from asgd.pipeline import analyze, discrepancy, schedules
-from asgd.pipeline import stage as stage_lib
 from asgd.pipeline import table as table_lib
 from asgd.pipeline.executor import Executor
 from asgd.pipeline.lanes import PipelineError

@@ -12,7 +12,7 @@ from flax import linen as nn
 from kit import normal
 
 from asgd import models
-from asgd.pipeline import stage as stage_lib
+from asgd import stages as stage_lib
 
 pytestmark = [
   pytest.mark.slow,
