@@ -221,6 +221,9 @@ class Worker(NamedTuple):
     [Any, Ticket, Batch, jax.Array], tuple[Any, optax.Updates, Metrics]
   ]
   kept: str = SENT  # SENT, OWN or NEVER
+  # Whether `work` may be a part of a compiled program. If not, it calls
+  # compiled functions, and moves arrays between them (`asgd.layer_worker`).
+  traceable: bool = True
 
 
 class Trace(NamedTuple):

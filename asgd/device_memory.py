@@ -47,9 +47,14 @@ def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
 
 
 def nbytes(tree: Any) -> int:
-  """Returns the bytes of arrays; their shapes and dtypes are enough."""
-  leaves = jax.tree.leaves(tree)
-  return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+  """Returns the bytes of arrays on a device; shapes and dtypes are enough.
+  Without JAX's 64-bit types an array of NumPy has other bytes on the host."""
+
+  def itemsize(x: Any) -> int:
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return int(dtype.itemsize)
+
+  return sum(math.prod(x.shape) * itemsize(x) for x in jax.tree.leaves(tree))
 
 
 class Copies(NamedTuple):

@@ -49,6 +49,7 @@ RANKS = {
   "sharding": 1.3,
   "wire": 1,
   "sandblaster": 3.5,
+  "layer_worker": 3.5,
   "tables": 3.5,
   "problems": 3,
   "diagnosis": 3,

@@ -113,6 +113,8 @@ def _reason_for_host(
 ) -> str:
   """Returns why only the host engine can simulate these jobs; "" if the other
   engines can."""
+  if not worker.traceable:
+    return "the worker's job is several programs"
   if not jobs.even:
     return "batches of jobs differ in size"
   if not jax.tree.leaves(jobs.batch):

@@ -127,8 +127,14 @@ def compile_work(
 
   Returns:
     (state, ticket, batch, root, job) -> as Worker.work, divided among the
-    devices of a group as by `compile_divided`.
+    devices of a group as by `compile_divided`. A worker that is not traceable
+    is called as it is, on one device.
   """
+  if not worker.traceable:
+    key_of = jax.jit(worker_lib.job_key)
+    return lambda state, ticket, batch, root, job: worker.work(
+      state, ticket, batch, key_of(root, ticket.worker, job)
+    )
   work = _pure_work(worker)
   if group.devices == 1:
     return jax.jit(work)

@@ -33,6 +33,7 @@ from asgd.experiment import build_cache, checks, storage
 from asgd.experiment.engines import (
   allocations,
   clocks,
+  device_rooms,
   learning_rates,
   networks,
   server_orders,
@@ -54,6 +55,7 @@ SECTIONS: dict[str, Any] = {
     "max_staleness": Setting(None, checks.optional(checks.whole_number(0)))
   },
   "allocation": allocations.SECTION,
+  "memory": device_rooms.SECTION,
   **networks.SECTIONS,
   **server_orders.SECTIONS,
   **traffic.SECTIONS,
@@ -108,6 +110,7 @@ class ServerPlan:
   def check(self) -> None:
     """Raises ValueError for an order that does not fit the rest of the plan."""
     server_orders.check(self)
+    device_rooms.check(self)
 
   @functools.cached_property
   def _job_shapes(self) -> simulator.JobShapes:
@@ -353,8 +356,13 @@ _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 _weighted_worker = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
 
-def _worker(run: Run, recipe: algorithms.Recipe, loss: Any) -> base.Worker:
+def _worker(
+  run: Run, recipe: algorithms.Recipe, problem: problems.Problem
+) -> base.Worker:
   """Returns the worker of a recipe. It weighs batches of different sizes."""
+  loss, in_parts = problem.loss, device_rooms.worker_of(run, recipe, problem)
+  if in_parts is not None:
+    return in_parts
   if recipe.worker is None and recipe.steps == 1:
     worker = _gradient_worker(loss, recipe.at_worker)
   else:
@@ -414,7 +422,7 @@ def plan(
       run, _server(run, problem, recipe, order), codec, problem
     ),
     codec_down=codec_down,
-    worker=_worker(run, recipe, problem.loss),
+    worker=_worker(run, recipe, problem),
     order=order,
     learning_rate=peak,
     schedule=rate,

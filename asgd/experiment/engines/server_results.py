@@ -10,7 +10,13 @@ import numpy as np
 
 from asgd import base, orders
 from asgd.experiment import storage
-from asgd.experiment.engines import Column, allocations, networks, traffic
+from asgd.experiment.engines import (
+  Column,
+  allocations,
+  device_rooms,
+  networks,
+  traffic,
+)
 from asgd.experiment.engines.parameter_server import ServerPlan
 
 
@@ -52,6 +58,7 @@ def columns(
   if trace is not None and plan.order["name"] == "backup_tasks":
     started, first_backups = orders.count_backups(trace)
     row |= {"backup_started": started, "backup_first": first_backups}
+  row |= device_rooms.columns(plan, len(records.loss))
   return row | traffic.columns(plan, records)
 
 
@@ -101,6 +108,7 @@ COLUMNS = (
   Column("eff. rate", "effective_rate"),
   Column("rate x sharp.", "rate_x_sharpness"),
   Column("quadratic limit", "rate_x_sharpness_limit"),
+  *device_rooms.COLUMNS,
 )
 
 
@@ -137,7 +145,7 @@ def describe(result: Mapping[str, Any]) -> str:
     )
   if "codec_down" in result:
     text += f" ({result['compression_down']:.3g} times less)"
-  text += networks.describe(result)
+  text += networks.describe(result) + device_rooms.describe(result)
   if result.get("residual_lost"):
     text += (
       f", lost with workers: codec residuals of RMS"

@@ -165,6 +165,7 @@ PROTOCOL = Protocol(
       " ssgd on a server",
       values=("backup_workers",),
     ),
+    Refusal("memory", "each peer has the complete model, and updates it"),
     # The server itself.
     Refusal("compress_down", _NO_SERVER),
     *(

@@ -112,6 +112,7 @@ PROTOCOL = Protocol(
     # Settings that would change the loss, its gradient, or the steps.
     Refusal("optimizer", "L-BFGS is the optimizer"),
     Refusal("clip_norm", "a clipped gradient is not that of the loss"),
+    Refusal("memory", "its shards send a worker all parameters"),
     Refusal("compress", "a coded gradient is not that of the loss"),
     Refusal(
       "compress_down", "its loss must be computed with the exact parameters"

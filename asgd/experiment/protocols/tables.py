@@ -127,6 +127,7 @@ PROTOCOL = Protocol(
   refusals=(
     # Settings that need all parameters at one worker, or dense messages.
     Refusal("clip_norm", "a worker has only the rows of its batch"),
+    Refusal("memory", "a worker has only the rows of its batch"),
     Refusal("compress_down", "rows are sent as they are"),
     Refusal("simulator", "its simulation has one engine"),
     # Rules of a server: which workers may start, which messages count.
