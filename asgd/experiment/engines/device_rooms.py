@@ -47,9 +47,9 @@ def worker_of(
   live = run.config.get("live", {"devices": 1})
   reasons = {
     "the model or the loss is not made of layers": problem.pieces is None,
-    f"the workers of {refusals.recipe_of(run)} do more than compute a"
+    f"the workers of {refusals.recipe_text(run)} do more than compute a"
     " gradient": recipe.worker is not None or recipe.steps > 1,
-    f"{refusals.recipe_of(run)} keeps a state of all parameters at the"
+    f"{refusals.recipe_text(run)} keeps a state of all parameters at the"
     " worker": recipe.at_worker is not None,
     "config.compress codes a complete message on the device": (
       run.config["compress"] is not None
