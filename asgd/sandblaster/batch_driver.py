@@ -74,20 +74,20 @@ class BatchWorkers:
       run_log: the log of the run.
       clock: returns the time of a row.
     """
-    self.all = list(states)
+    self.states = list(states)
     self._jobs, self._run_log, self._clock = jobs, run_log, clock
 
   def __getitem__(self, worker: int) -> Any:
-    return self.all[worker]
+    return self.states[worker]
 
   @property
   def idle(self) -> list[int]:
     """The workers that wait for a job."""
-    return [worker for worker, state in enumerate(self.all) if state.is_idle]
+    return [worker for worker, state in enumerate(self.states) if state.is_idle]
 
   def write(self, worker: int, action: int) -> Event:
     """Writes a row of a worker, and returns it."""
-    state = self.all[worker]
+    state = self.states[worker]
     # A row of the worker itself (JOIN, LEAVE) has the incarnation as its job.
     seq, job = NO_SEQ, state.incarnation
     if state.ticket is not None:
@@ -99,14 +99,14 @@ class BatchWorkers:
 
   def join(self, worker: int) -> None:
     """Writes a JOIN row, unless the worker is alive."""
-    if not self.all[worker].alive:
-      self.all[worker].alive = True
+    if not self.states[worker].alive:
+      self.states[worker].alive = True
       self.write(worker, base.JOIN)
 
   def leave(self, worker: int) -> Any:
     """Writes LOST and LEAVE of a worker that has exited. Returns its running
     job, or None."""
-    state = self.all[worker]
+    state = self.states[worker]
     ticket = state.ticket
     if ticket is not None:
       self.write(worker, base.LOST)
@@ -139,16 +139,16 @@ class BatchDriver:
       run_log: the log of the run.
       notes: from `_notes` of the earlier driver; None starts a run.
     """
-    self._settings, self._like, self.run_log = settings, params, run_log
+    self._settings, self._params_like, self.run_log = settings, params, run_log
     notes = notes or {"state": State()._asdict(), "answers": []}
-    self._begun = notes  # saved at the start of this evaluation
+    self._evaluation_notes = notes  # of the start of this evaluation
     self._coordinator = coordinator_from(settings, notes)
     self._jobs = PortionJobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
     self.counts = Counts(*notes.get("counts", ()))
-    # The evaluation that workers compute, and job -> loss of its done jobs.
-    self._current, self._losses = notes.get("evaluation", -1), {}
+    # The evaluation that workers compute, and job -> loss of its finished jobs.
+    self._evaluation, self._losses = notes.get("evaluation", -1), {}
 
   # State.
 
@@ -211,14 +211,14 @@ class BatchDriver:
   def _answer(self, value: float | None) -> None:
     """Answers the coordinator's request, and logs the result."""
     self._coordinator.answer(value)
-    self.run_log.note(self._coordinator, self.now)
+    self.run_log.add_iterate(self._coordinator, self.now)
 
   def _begin(self, evaluation: int) -> None:
     """Starts an evaluation, at most once: a restarted coordinator repeats its
     request, which is then only acknowledged."""
-    if evaluation > self._current:
+    if evaluation > self._evaluation:
       self._prepare(evaluation)
-      self._current, self._losses = evaluation, {}
+      self._evaluation, self._losses = evaluation, {}
       self._jobs.begin()
       self._start_idle()
     self._answer(None)
@@ -227,7 +227,8 @@ class BatchDriver:
     """Saves the state and the jobs' parameters before an evaluation starts."""
     raise NotImplementedError
 
-  def _start_idle(self):
+  def _start_idle(self) -> None:
+    """Starts jobs on all idle workers."""
     for worker in self._workers.idle:
       self._start(worker)
 
@@ -239,7 +240,7 @@ class BatchDriver:
       return
     copies = self.counts.copies + (len(jobs.workers(job)) > 1)
     self.counts = self.counts._replace(copies=copies)
-    fresh, state.fetched = state.fetched != self._current, self._current
+    fresh, state.fetched = state.fetched != self._evaluation, self._evaluation
     state.ticket = self._ticket(worker, job, fresh)
     state.seq += 1
     self._workers.write(worker, base.SEND if fresh else base.KEEP)
@@ -254,43 +255,43 @@ class BatchDriver:
     """Processes the result of a worker's job.
 
     Args:
-      worker: its index.
+      worker: the index of the worker.
       result: (whether the message is accepted) -> (loss, norm of the gradient).
     """
     state, jobs = self._workers[worker], self._jobs
     ticket = state.ticket
     # A message is late if its evaluation has ended. It is recorded as received
     # and not accepted, like the second message of a job.
-    late, job = self._current - ticket.evaluation, ticket.job
-    copy_workers = jobs.workers(job) if not late else ()
-    accepted = not late and jobs.finish(worker, job)
+    evaluations_late, job = self._evaluation - ticket.evaluation, ticket.job
+    copy_workers = jobs.workers(job) if not evaluations_late else ()
+    accepted = not evaluations_late and jobs.finish(worker, job)
     loss, norm = result(accepted)
     if accepted:
-      first = self.counts.first + (copy_workers[0] != worker)
-      self.counts = self.counts._replace(first=first)
+      n_first = self.counts.first + (copy_workers[0] != worker)
+      self.counts = self.counts._replace(first=n_first)
       self._losses[job] = loss
       for copy_worker in copy_workers:  # copies of the job have the same loss
-        copy = self._workers[copy_worker].ticket
-        self._workers[copy_worker].ticket = copy._replace(loss=loss)
+        copy_ticket = self._workers[copy_worker].ticket
+        self._workers[copy_worker].ticket = copy_ticket._replace(loss=loss)
     row, state.ticket = self._workers.write(worker, base.RECEIVE), None
-    count = len(self._settings.portions_of(job))
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
+    n_portions = len(self._settings.portions_of(job))
+    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._params_like))
     self.run_log.receive(
       *(max(self.state.iteration, 0), row.time, worker, row.job),
-      *(late, 0.0, loss / count, accepted, norm, 0.0),
+      *(evaluations_late, 0.0, loss / n_portions, accepted, norm, 0.0),
       *(nbytes, nbytes * ticket.fresh, 0.0),
     )
 
   def _leave(self, worker: int) -> None:
     """Processes the exit of a worker; its job is assigned to another one."""
     ticket = self._workers.leave(worker)
-    if ticket is not None and ticket.evaluation == self._current:
+    if ticket is not None and ticket.evaluation == self._evaluation:
       self._jobs.lose(worker, ticket.job)
 
   def _lose_coordinator(self) -> None:
     """Replaces the coordinator by one that starts from the notes saved at the
     start of this evaluation."""
-    self._coordinator = coordinator_from(self._settings, self._begun)
+    self._coordinator = coordinator_from(self._settings, self._evaluation_notes)
 
   def _notes(self) -> dict[str, Any]:
     """Returns the state, as JSON, from which another driver can resume."""
@@ -298,7 +299,7 @@ class BatchDriver:
       "number": self._shards.number,
       "state": self.state._asdict(),
       "answers": list(self._coordinator.answers),
-      "evaluation": self._current,
+      "evaluation": self._evaluation,
       "owners": list(self._jobs.owners.items()),
       "counts": list(self.counts._replace(recoveries=self.recoveries)),
     }

@@ -76,9 +76,11 @@ def check(command: Command) -> None:
   number, operation, target, source, factor = command
   checks.whole("number", number, 0)
   names.check("operation", operation, OPERATIONS)
-  needs = operation in _WITH_SOURCE
-  if not target or bool(source) != needs:
-    expected = "a target and a source" if needs else "a target and no source"
+  needs_source = operation in _WITH_SOURCE
+  if not target or bool(source) != needs_source:
+    expected = (
+      "a target and a source" if needs_source else "a target and no source"
+    )
     raise ValueError(
       f"{operation} needs {expected}, not {checks.shown((target, source))}"
     )

@@ -79,7 +79,7 @@ class State(NamedTuple):
 _Stream = Generator[Request, float | None, Any]
 
 
-class _Numbers:
+class _CommandMaker:
   """Numbers commands and evaluations; makes the next Command when called."""
 
   def __init__(self, state: State):
@@ -130,7 +130,7 @@ factor=1.0)
     except StopIteration:
       self.request = None
 
-  def _keep(self, state: State, numbers: _Numbers) -> State:
+  def _complete_iteration(self, state: State, numbers: _CommandMaker) -> State:
     """Completes an iteration: drops its answers, and numbers the state."""
     self.state = state._replace(
       number=numbers.command, evaluations=numbers.evaluation
@@ -140,7 +140,7 @@ factor=1.0)
 
   def _run(self, state: State) -> _Stream:
     """Yields the requests of L-BFGS from a state on, and gets their answers."""
-    command = _Numbers(state)
+    command = _CommandMaker(state)
 
     # [1] The loss and gradient of the first point.
     if state.iteration < 0:
@@ -149,23 +149,23 @@ factor=1.0)
       yield command("copy", "gradient", "trial_gradient")
       square = yield command("dot", "gradient", "gradient")
       state = state._replace(iteration=0, loss=loss, square=square)
-      state = self._keep(state, command)
+      state = self._complete_iteration(state, command)
     while not state.reason:
-      reason = self._reason(state)
+      reason = self._end_reason(state)
       if not reason:
         # [2] A line search along the direction of L-BFGS; if it finds no
         # descent, one along steepest descent.
-        descent = yield from self._step(command, state)
+        descent = yield from self._search_step(command, state)
         if descent is None and state.pairs:
           state = state._replace(pairs=(), fallbacks=state.fallbacks + 1)
           self.news.append(
             f"iteration {state.iteration + 1}: the line search found no descent"
             " along the direction of L-BFGS; steepest descent is tried once"
           )
-          descent = yield from self._step(command, state)
+          descent = yield from self._search_step(command, state)
         # [3] The step, or the end of the run.
         if descent is not None:
-          state = yield from self._take(command, state, *descent)
+          state = yield from self._take_step(command, state, *descent)
         else:
           reason = (
             f"no descent: the line search of iteration {state.iteration + 1}"
@@ -175,9 +175,9 @@ factor=1.0)
       if reason:
         self.news.append(f"stopped: {reason}")
         state = state._replace(reason=reason)
-      state = self._keep(state, command)
+      state = self._complete_iteration(state, command)
 
-  def _reason(self, state: State) -> str:
+  def _end_reason(self, state: State) -> str:
     """Returns why the run ends at a state; "" if it continues."""
     if not (math.isfinite(state.loss) and math.isfinite(state.square)):
       return (
@@ -192,7 +192,7 @@ factor=1.0)
       )
     return ""
 
-  def _evaluate(self, command: _Numbers) -> _Stream:
+  def _evaluate(self, command: _CommandMaker) -> _Stream:
     """Computes the loss, which it returns, and `trial_gradient` at `trial`:
     means over the portions, summed in their order, plus the weight decay."""
     settings, evaluation = self._settings, command.evaluation
@@ -213,35 +213,38 @@ factor=1.0)
       loss += decay / 2 * (yield command("dot", "trial", "trial"))
     return loss
 
-  def _step(self, command: _Numbers, state: State) -> _Stream:
+  def _search_step(self, command: _CommandMaker, state: State) -> _Stream:
     """Searches a step along a new direction. Returns (step, loss) with `trial`
     at that step, or None if no step decreases the loss."""
-    yield from self._direction(command, state)
+    yield from self._compute_direction(command, state)
     slope = yield command("dot", "gradient", "direction")
     if not slope < 0:
       return None
-    tried: list[line_search.Tried] = []
+    tried_steps: list[line_search.Tried] = []
     options = self._settings.search
     while True:
-      advice = line_search.advise(state.loss, slope, tried, options)
+      advice = line_search.advise(state.loss, slope, tried_steps, options)
       if advice.done:
         break
       trial_loss = yield from self._try(command, advice.step)
       trial_slope = yield command("dot", "trial_gradient", "direction")
-      tried.append(line_search.Tried(advice.step, trial_loss, trial_slope))
+      tried_steps.append(
+        line_search.Tried(advice.step, trial_loss, trial_slope)
+      )
     if not advice.found:
       return None
-    if advice.step != tried[-1].step:  # `trial` must be at the step to take
+    # `trial` must be at the step to take.
+    if advice.step != tried_steps[-1].step:
       trial_loss = yield from self._try(command, advice.step)
     return advice.step, trial_loss
 
-  def _try(self, command: _Numbers, step: float) -> _Stream:
+  def _try(self, command: _CommandMaker, step: float) -> _Stream:
     """Moves `trial` to a step along the direction; returns the loss there."""
     yield command("copy", "trial", "point")
     yield command("axpy", "trial", "direction", step)
     return (yield from self._evaluate(command))
 
-  def _direction(self, command: _Numbers, state: State) -> _Stream:
+  def _compute_direction(self, command: _CommandMaker, state: State) -> _Stream:
     """Computes d = -H g by the two-loop recursion (Nocedal and Wright,
     algorithm 7.4); without pairs, steepest descent of length at most 1."""
     alphas = []
@@ -261,8 +264,8 @@ factor=1.0)
       yield command("axpy", "direction", f"s{slot}", alphas.pop() - beta)
     yield command("scale", "direction", factor=-1.0)
 
-  def _take(
-    self, command: _Numbers, state: State, step: float, loss: float
+  def _take_step(
+    self, command: _CommandMaker, state: State, step: float, loss: float
   ) -> _Stream:
     """Moves `point` to `trial`, and adds the new pair to the history.
 

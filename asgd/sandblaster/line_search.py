@@ -95,11 +95,11 @@ def _check(name: str, value: Any) -> None:
     )
 
 
-def _index(step, table):
+def _column_of(step, table):
   """Returns the column of a step in the table, or the first free column."""
-  filled = jnp.sum(~jnp.isnan(table[0]))
-  same = table[0] == step
-  return jnp.where(same.any(), jnp.argmax(same), filled)
+  n_filled = jnp.sum(~jnp.isnan(table[0]))
+  is_equal = table[0] == step
+  return jnp.where(is_equal.any(), jnp.argmax(is_equal), n_filled)
 
 
 @functools.lru_cache(maxsize=8)
@@ -111,12 +111,12 @@ def _program(options: tuple[tuple[str, Any], ...]) -> Any:
 
   @jax.custom_jvp
   def phi(step, table):
-    return table[1][_index(step, table)]
+    return table[1][_column_of(step, table)]
 
   @phi.defjvp
   def _(primals, tangents):
     step, table = primals
-    slope = table[2][_index(step, table)]
+    slope = table[2][_column_of(step, table)]
     return phi(step, table), slope * tangents[0]
 
   def value_fn(step, table):
@@ -179,19 +179,19 @@ def advise(
     >>> [each.step for each in tried], advice.step, advice.found
     ([1.0, 2.0], 2.0, True)
   """
-  most = dict(options)["max_linesearch_steps"]
+  max_steps = dict(options)["max_linesearch_steps"]
   # Columns are (step, phi, phi'), NaN where free. One column more than steps,
   # for the step that the search asks for.
-  table = np.full((3, most + 1), np.nan)
-  for i, (step, phi, its_slope) in enumerate(tried):
-    # -inf marks the step that is asked for, so a real -inf becomes NaN.
-    table[:, i] = step, phi if phi > -np.inf else np.nan, its_slope
+  table = np.full((3, max_steps + 1), np.nan)
+  for i, (step, phi, step_slope) in enumerate(tried):
+    # -inf marks the step that the search asks for, so a real -inf becomes NaN.
+    table[:, i] = step, phi if phi > -np.inf else np.nan, step_slope
   table[1:, len(tried)] = -np.inf, 0.0
   with jax.enable_x64(True), jax.default_device(_cpu()):
     numbers = map(np.float64, (value, slope))
-    step, reached, error = map(float, _program(options)(*numbers, table))
-  if reached == -np.inf:  # the search stopped at the marked step
+    step, reached_value, error = map(float, _program(options)(*numbers, table))
+  if reached_value == -np.inf:  # the search stopped at the marked step
     return Advice(step, done=False)
-  last = tried[-1].step if tried else 0.0
+  last_step = tried[-1].step if tried else 0.0
   # A step other than the last tried one was kept because it decreases phi.
-  return Advice(step, True, step > 0 and (step != last or error <= 0))
+  return Advice(step, True, step > 0 and (step != last_step or error <= 0))

@@ -86,34 +86,36 @@ class SandblasterOverNetwork(SandblasterSimulation):
 
   # Running.
 
-  def _answer(self, value):
+  def _answer(self, value: float | None) -> None:
+    """See the base. A `dot` takes the latency twice."""
     if isinstance(self.request, Command) and value is not None:
       self.now += 2 * self._network.latency
     super()._answer(value)
 
-  def _push(self, time: float, kind: str, index: Any) -> None:
+  def _schedule(self, time: float, kind: str, index: Any) -> None:
     self._events.put(time, IN_TRANSIT, kind, index)
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> PortionTicket:
     seq, self._queued[worker] = self._workers[worker].seq, 0.0
-    self._push(self.now + self._network.latency, _JOB, (worker, seq))
-    return PortionTicket(self._current, job, seq, math.nan, fresh)
+    self._schedule(self.now + self._network.latency, _JOB, (worker, seq))
+    return PortionTicket(self._evaluation, job, seq, math.nan, fresh)
 
   def _step(self) -> bool:
+    """Handles the next event; there always is one."""
     kind, subject = self._events.pop()
-    waited = 0.0
+    queue_time = 0.0
     if kind == MESSAGE:
       worker, seq, kind = subject.worker, subject.number, subject.kind
-      waited = subject.waited
+      queue_time = subject.waited
     elif kind in (_JOB, _COMPUTED, _DONE):
       worker, seq = subject
     else:  # of a process that exits or restarts
       self._handle(self._events.now, kind, subject)
       return True
     ticket = self._workers[worker].ticket
-    # Else the worker has exited since, and the job is lost.
+    # Ignore the event of a job that was lost with its worker.
     if ticket is not None and ticket.seq == seq:
-      self._queued[worker] += waited
+      self._queued[worker] += queue_time
       self._follow(kind, worker, ticket)
     return True
 
@@ -122,19 +124,19 @@ class SandblasterOverNetwork(SandblasterSimulation):
     time = self._events.now
     if kind == _JOB and ticket.fresh:
       self._send(_FETCH, UP, worker, dict.fromkeys(self._sizes, 0.0))
-    elif kind == _FETCH and ticket.evaluation != self._current:
+    elif kind == _FETCH and ticket.evaluation != self._evaluation:
       # The shards no longer have the parameters of a late copy of a job.
       self._send(_LATE, DOWN, worker, dict.fromkeys(self._sizes, 0.0))
     elif kind == _FETCH:
       self._send(_PARAMS, DOWN, worker, self._sizes)
     elif kind in (_JOB, _PARAMS):
       end = self._end_of(worker, ticket.job, time)
-      self._push(end, _COMPUTED, (worker, ticket.seq))
+      self._schedule(end, _COMPUTED, (worker, ticket.seq))
     elif kind == _COMPUTED:
       self._send(_PUSH, UP, worker, self._sizes)
     elif kind in (_PUSH, _LATE):
-      done = time + self._network.latency
-      self._push(done, _DONE, (worker, ticket.seq))
+      done_time = time + self._network.latency
+      self._schedule(done_time, _DONE, (worker, ticket.seq))
     else:
       self._events.links.count_received(self._queued[worker])
       self.now = max(time, self.now)
@@ -151,7 +153,7 @@ class SandblasterOverNetwork(SandblasterSimulation):
   def _pack(self):
     packed = super()._pack()
     events = {"events": self._events.pack(), "queued": [*self._queued]}
-    self._begun = {**self._begun, **events}
+    self._evaluation_notes = {**self._evaluation_notes, **events}
     return packed
 
   def _unpack(self, saved: Saved) -> None:

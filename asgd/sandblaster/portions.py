@@ -55,52 +55,55 @@ class PortionJobs:
     self._count, self._backup = count, backup
     self.owners: dict[int, int] = dict(owners or {})
     # Owner -> its jobs that were not started; None: jobs without an owner.
-    self._waiting: dict[int | None, collections.deque[int]] = {}
+    self._waiting_jobs: dict[int | None, collections.deque[int]] = {}
     # Job -> its workers, for jobs that were started; oldest first.
-    self._running: dict[int, list[int]] = {}
-    self._finished: set[int] = set()
+    self._workers_of_job: dict[int, list[int]] = {}
+    self._finished_jobs: set[int] = set()
 
-  def begin(self, first: int = 0, done: Iterable[int] = ()) -> None:
-    """Starts the next evaluation with the jobs from `first` on, without those
-    in `done`."""
-    self._waiting = collections.defaultdict(collections.deque)
-    self._running.clear()
-    self._finished = {*range(first), *done}
+  def begin(self, first: int = 0, finished: Iterable[int] = ()) -> None:
+    """Starts the next evaluation with the jobs from `first` on, without the
+    jobs in `finished`."""
+    self._waiting_jobs = collections.defaultdict(collections.deque)
+    self._workers_of_job.clear()
+    self._finished_jobs = {*range(first), *finished}
     for job in range(first, self._count):
-      if job not in self._finished:
-        self._waiting[self.owners.get(job)].append(job)
+      if job not in self._finished_jobs:
+        self._waiting_jobs[self.owners.get(job)].append(job)
 
-  def _source(self, worker: int) -> tuple[int | None, bool] | None:
-    """Returns (owner, last) of the next job for a worker: the queue's owner,
-    and whether the worker takes the queue's last job; None if no job waits."""
-    waiting = self._waiting
+  def _find_queue(self, worker: int) -> tuple[int | None, bool] | None:
+    """Returns (owner, takes last) of the queue with the next job for a worker:
+    the queue's owner, and whether the worker takes the queue's last job. None
+    if no job waits."""
+    waiting_jobs = self._waiting_jobs
     for owner in (worker, None):
-      if owner in waiting:
+      if owner in waiting_jobs:
         return owner, False
-    if not waiting:
+    if not waiting_jobs:
       return None
-    return max(waiting, key=lambda owner: (len(waiting[owner]), owner)), True
+    sizes = {owner: len(jobs) for owner, jobs in waiting_jobs.items()}
+    longest = max(sizes, key=lambda owner: (sizes[owner], owner))
+    return longest, True
 
   def peek(self, worker: int) -> int | None:
     """Returns the job that the worker would get next, without backup tasks."""
-    source = self._source(worker)
-    if source is None:
+    queue_choice = self._find_queue(worker)
+    if queue_choice is None:
       return None
-    owner, last = source
-    return self._waiting[owner][-1 if last else 0]
+    owner, takes_last = queue_choice
+    return self._waiting_jobs[owner][-1 if takes_last else 0]
 
   def take(self, worker: int) -> int | None:
     """Assigns a job to an idle worker; returns None if there is none."""
-    source = self._source(worker)
-    if source is not None:
-      owner, last = source
-      queue = self._waiting[owner]
-      job = queue.pop() if last else queue.popleft()
+    queue_choice = self._find_queue(worker)
+    if queue_choice is not None:
+      owner, takes_last = queue_choice
+      queue = self._waiting_jobs[owner]
+      job = queue.pop() if takes_last else queue.popleft()
       if not queue:
-        del self._waiting[owner]
-      self._running[job] = [worker]
+        del self._waiting_jobs[owner]
+      self._workers_of_job[job] = [worker]
       return job
-    for job, workers in self._running.items():
+    for job, workers in self._workers_of_job.items():
       if worker not in workers and len(workers) <= self._backup:
         workers.append(worker)
         return job
@@ -108,27 +111,27 @@ class PortionJobs:
 
   def workers(self, job: int) -> tuple[int, ...]:
     """Returns the workers of a running job, in the order of their starts."""
-    return tuple(self._running.get(job, ()))
+    return tuple(self._workers_of_job.get(job, ()))
 
   def finish(self, worker: int, job: int) -> bool:
     """Ends a job; returns False if another worker's result came before."""
-    if job in self._finished:
+    if job in self._finished_jobs:
       return False
-    del self._running[job]
-    self._finished.add(job)
+    del self._workers_of_job[job]
+    self._finished_jobs.add(job)
     self.owners[job] = worker
     return True
 
   def lose(self, worker: int, job: int) -> None:
     """Removes a worker that exited from its job. The job waits again, unless
     another worker computes it."""
-    workers = self._running.get(job)
+    workers = self._workers_of_job.get(job)
     if not workers:
       return
     workers.remove(worker)
     if not workers:
-      del self._running[job]
-      self._waiting[None].appendleft(job)
+      del self._workers_of_job[job]
+      self._waiting_jobs[None].appendleft(job)
 
 
 @jax.jit
@@ -152,15 +155,19 @@ def make_sums(
     (75.0, [18.0, 24.0])
   """
 
-  def sums(params, portions):
+  def sum_portions(params, portions):
     loss, gradient = 0.0, None
     for portion in portions:
-      value, part = work(params, portion)
-      loss += float(value)
-      gradient = part if gradient is None else _add(gradient, part)
+      portion_loss, portion_gradient = work(params, portion)
+      loss += float(portion_loss)
+      gradient = (
+        portion_gradient
+        if gradient is None
+        else _add(gradient, portion_gradient)
+      )
     return loss, simulator.fetch(gradient)
 
-  return sums
+  return sum_portions
 
 
 def message_norm(message: base.Params, portions: int) -> float:

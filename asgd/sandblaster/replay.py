@@ -78,7 +78,7 @@ def recompute(
     >>> print(result.state.iteration, f"{result.state.loss:.4f}")
     1 24.0000
   """
-  sums, sent = make_sums(work), params
+  sum_portions, sent_params = make_sums(work), params
   shards = Shards(params, settings.shards, start={"point": params})
   coordinator = Coordinator(settings)
   while (request := coordinator.request) is not None:
@@ -87,11 +87,13 @@ def recompute(
       answer = shards.execute(request)
     elif isinstance(request, Begin):
       shards.forget(shards.number)
-      sent = jax.tree.map(jnp.asarray, shards.read("trial"))
+      sent_params = jax.tree.map(jnp.asarray, shards.read("trial"))
     else:
       if request.evaluation * settings.jobs + request.job not in jobs:
         break
-      answer, message = sums(sent, settings.portions_of(request.job))
+      answer, message = sum_portions(
+        sent_params, settings.portions_of(request.job)
+      )
       shards.put(message_name(*request), message)
     coordinator.answer(answer)
   return RecomputedState(coordinator.state, shards.read("point"))

@@ -52,7 +52,7 @@ class RunLog:
     """Adds the record of a message; fields in the order of base.Records."""
     self.messages.append(message)
 
-  def note(self, coordinator: Coordinator, time: float) -> None:
+  def add_iterate(self, coordinator: Coordinator, time: float) -> None:
     """Adds the news of a coordinator, and its latest iterate if it is new."""
     self.news += coordinator.news
     coordinator.news.clear()

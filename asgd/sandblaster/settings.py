@@ -17,7 +17,7 @@ class PlannedKill(NamedTuple):
   """A process that is killed on purpose."""
 
   time: float  # simulated: unit of the durations; live: seconds
-  what: str  # kind of process, one of FAILURES
+  kind: str  # kind of process, one of FAILURES
   index: int  # of the worker or shard; 0 for the coordinator
 
 
@@ -156,7 +156,7 @@ def sandblaster_lbfgs(
     prefetch,
     float(restart),
     _search_options(line_search),
-    tuple(_failure(each, count, shards) for each in failures),
+    tuple(_failure(failure, count, shards) for failure in failures),
     workers=count,
   )
 

@@ -1,8 +1,8 @@
 """A shard that holds its rows of named vectors, and all shards together.
 
-A vector is a tree of NumPy or JAX arrays, and each shard has its rows. Arrays
-are never changed: an operation makes new ones. So an image of a shard is a dict
-of references.
+A vector is a tree of NumPy or JAX arrays, and each shard has a part of its
+rows. Arrays are never changed: an operation makes new ones. So an image of a
+shard is a dict of references.
 """
 
 import functools
@@ -97,7 +97,8 @@ class VectorShard:
     # State that outlives the process: image, journal and slots.
     self._image = image or Image(0, {})
     self._journal: list[tuple[Command, float | None]] = []
-    self._first = self._image.number  # of the first command in the journal
+    # Of the first command in the journal.
+    self._first_number = self._image.number
     self._slots: dict[str, Rows] = {}  # messages by vector name
     # State that is lost with the process; `_vectors` is None after a loss.
     self._vectors: dict[str, Rows] | None = dict(self._image.vectors)
@@ -107,7 +108,7 @@ class VectorShard:
   @property
   def number(self) -> int:
     """Number of the next command."""
-    return self._first + len(self._journal)
+    return self._first_number + len(self._journal)
 
   def put(self, name: str, rows: Rows) -> None:
     """Stores a message as a vector. A later message of the same name is
@@ -146,26 +147,27 @@ class VectorShard:
         f" {self.number}"
       )
     answer = self._apply(self._alive(), command)
-    self._note(command, answer)
+    self._add_to_journal(command, answer)
     if self.number - self._image.number >= _IMAGE_EVERY:
       self.image()
     return answer
 
-  def _note(self, command: Command, answer: float | None) -> None:
+  def _add_to_journal(self, command: Command, answer: float | None) -> None:
     self._journal.append((command, answer))
 
   def _answer_again(self, command: Command) -> float | None:
     """Returns the stored answer of an executed command."""
     number, line = command.number, command.format()
-    if number < self._first:
+    if number < self._first_number:
       raise ValueError(
-        f"command {line!r} was dropped: the journal starts at {self._first}"
+        f"command {line!r} was dropped: the journal starts at"
+        f" {self._first_number}"
       )
-    before, answer = self._journal[number - self._first]
-    if before != command:
+    executed_command, answer = self._journal[number - self._first_number]
+    if executed_command != command:
       raise ValueError(
-        f"command {line!r} differs from {before.format()!r}, which was"
-        " executed under its number"
+        f"command {line!r} differs from {executed_command.format()!r}, which"
+        " was executed under its number"
       )
     return answer
 
@@ -201,13 +203,13 @@ class VectorShard:
     self._discarded.clear()
     return self._image
 
-  def forget(self, before: int) -> None:
+  def forget(self, next_number: int) -> None:
     """Drops the stored answers of commands below a number, which no coordinator
     will repeat."""
     self.image()
-    if before > self._first:
-      del self._journal[: before - self._first]
-      self._first = min(before, self._image.number)
+    if next_number > self._first_number:
+      del self._journal[: next_number - self._first_number]
+      self._first_number = min(next_number, self._image.number)
 
   def lose(self) -> None:
     """Loses the vectors, as if the process was killed."""
@@ -219,7 +221,9 @@ class VectorShard:
     if self._vectors is None:
       self._vectors = dict(self._image.vectors)
       self.recoveries += 1
-      for command, _ in self._journal[self._image.number - self._first :]:
+      for command, _ in self._journal[
+        self._image.number - self._first_number :
+      ]:
         self._apply(self._vectors, command)
     return self._vectors
 
@@ -249,7 +253,9 @@ class Shards:
     self.plan = sharding.make_plan(like, count)
     if images is None:
       vectors = (start or {}).items()
-      split = {k: sharding.split(self.plan, v) for k, v in vectors}
+      split = {
+        name: sharding.split(self.plan, vector) for name, vector in vectors
+      }
       images = [
         Image(0, {name: rows[shard] for name, rows in split.items()})
         for shard in range(count)
@@ -281,16 +287,18 @@ class Shards:
 
   def read(self, name: str) -> base.Params:
     """Returns a complete vector."""
-    return sharding.join(self.plan, [s.read(name) for s in self._shards])
+    return sharding.join(
+      self.plan, [shard.read(name) for shard in self._shards]
+    )
 
   def images(self) -> list[Image]:
     """Returns an image of each shard."""
     return [shard.image() for shard in self._shards]
 
-  def forget(self, before: int) -> None:
+  def forget(self, next_number: int) -> None:
     """Makes every shard drop the answers of commands below a number."""
     for shard in self._shards:
-      shard.forget(before)
+      shard.forget(next_number)
 
   def lose(self, shard: int) -> None:
     """Loses the vectors of one shard, which rebuilds them at its next

@@ -62,18 +62,18 @@ class _SimulatedWorker(BatchWorker):
     self._drawn += count
     return sum(itertools.islice(self._stream, count))
 
-  def load(self, job: int, needs: float, now: float) -> float:
+  def load(self, job: int, load_time: float, now: float) -> float:
     """Returns the time when the data of a job are loaded.
 
     Loads run one after the other, and loaded data are kept.
 
     Args:
       job: that needs its data.
-      needs: time of the load.
+      load_time: time of the load.
       now: the present time.
     """
     if job not in self._ready:
-      self._loader = max(now, self._loader) + needs
+      self._loader = max(now, self._loader) + load_time
       self._ready[job] = self._loader
     return self._ready[job]
 
@@ -156,10 +156,10 @@ class SandblasterSimulation(BatchDriver):
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
       for failure in settings.failures:
-        self._push(failure.time, failure.what, failure.index)
+        self._schedule(failure.time, failure.kind, failure.index)
     else:
       self._unpack(saved)
-    self._saved = self._pack()
+    self._images_and_lengths = self._pack()
 
   # Running.
 
@@ -169,33 +169,33 @@ class SandblasterSimulation(BatchDriver):
     return self._run(until, self._step)
 
   def _prepare(self, evaluation):
-    self._saved = self._pack()
+    self._images_and_lengths = self._pack()
     self._shards.forget(self._shards.number)
     self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> PortionTicket:
     """Starts a job, and schedules its end."""
     finish = self._end_of(worker, job, self.now)
-    self._push(finish, _FINISH, worker)
+    self._schedule(finish, _FINISH, worker)
     seq = self._workers[worker].seq
-    return PortionTicket(self._current, job, seq, finish, fresh)
+    return PortionTicket(self._evaluation, job, seq, finish, fresh)
 
   def _end_of(self, worker: int, job: int, now: float) -> float:
     """Returns the end of a job that a worker begins once its data are loaded;
     prefetches the data of the next job."""
     state, settings = self._workers[worker], self._settings
     begin = max(now, self._load(state, job, now))
-    if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
-      self._load(state, coming, now)
+    if settings.prefetch and (next_job := self._jobs.peek(worker)) is not None:
+      self._load(state, next_job, now)
     return begin + state.draw(len(settings.portions_of(job)))
 
   def _load(self, state: _SimulatedWorker, job: int, now: float) -> float:
     """Returns the time when a worker has loaded the data of a job."""
     settings = self._settings
-    needs = settings.loading * len(settings.portions_of(job))
-    return state.load(job, needs, now)
+    load_time = settings.loading * len(settings.portions_of(job))
+    return state.load(job, load_time, now)
 
-  def _push(self, time: float, kind: str, index: int) -> None:
+  def _schedule(self, time: float, kind: str, index: int) -> None:
     heapq.heappush(self._agenda, (time, self._event_count, kind, index))
     self._event_count += 1
 
@@ -224,7 +224,7 @@ class SandblasterSimulation(BatchDriver):
   def _kill(self, worker):
     if self._workers[worker].alive:
       self._leave(worker)
-      self._push(self.now + self._settings.restart, _RETURN, worker)
+      self._schedule(self.now + self._settings.restart, _RETURN, worker)
       self._start_idle()  # an idle worker may take its job
 
   def _finish(self, worker: int, ticket: PortionTicket) -> None:
@@ -235,7 +235,7 @@ class SandblasterSimulation(BatchDriver):
         return ticket.loss, 0.0
       portions = self._settings.portions_of(ticket.job)
       loss, message = self._add_up(self._params, portions)
-      self._shards.put(message_name(self._current, ticket.job), message)
+      self._shards.put(message_name(self._evaluation, ticket.job), message)
       return loss, message_norm(message, len(portions))
 
     self._receive(worker, result)
@@ -245,33 +245,39 @@ class SandblasterSimulation(BatchDriver):
 
   def save(self) -> Saved:
     """Returns a checkpoint of the beginning of the present evaluation."""
-    images, lengths = self._saved
+    images, lengths = self._images_and_lengths
     vectors = {"vectors": [image.vectors for image in images]}
     arrays = {**vectors, **self.run_log.arrays(lengths)}
-    return Saved(self._begun["evaluation"] + 1, arrays, self._begun)
+    return Saved(
+      self._evaluation_notes["evaluation"] + 1, arrays, self._evaluation_notes
+    )
 
   def _pack(self) -> tuple[list[Image], Lengths]:
-    """Saves the present state in `_begun`. Returns images of the shards, and
-    the lengths of the log."""
+    """Saves the present state in `_evaluation_notes`. Returns images of the
+    shards, and the lengths of the log."""
     images = self._shards.images()
-    self._begun = {
+    self._evaluation_notes = {
       **self._notes(),
       "vectors": sorted(images[0].vectors),
       "now": self.now,
       "agenda": list(self._agenda),
       "pushed": self._event_count,
-      "places": [state.pack() for state in self._workers.all],
+      "places": [state.pack() for state in self._workers.states],
     }
     return images, self.run_log.lengths
 
   def _unpack(self, saved: Saved) -> None:
     """Restores a checkpoint."""
     notes, vectors = saved.notes, saved.arrays["vectors"]
-    images = [Image(notes["number"], dict(each)) for each in vectors]
-    self._shards = Shards(self._like, self._settings.shards, images)
+    images = [
+      Image(notes["number"], dict(shard_vectors)) for shard_vectors in vectors
+    ]
+    self._shards = Shards(self._params_like, self._settings.shards, images)
     self.now, self._event_count = notes["now"], notes["pushed"]
-    self._agenda = [tuple(each) for each in notes["agenda"]]
-    for state, packed in zip(self._workers.all, notes["places"], strict=True):
+    self._agenda = [tuple(event) for event in notes["agenda"]]
+    for state, packed in zip(
+      self._workers.states, notes["places"], strict=True
+    ):
       state.unpack(packed)
     self.run_log.read(saved.arrays)
 

@@ -12,7 +12,7 @@ from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.sandblaster.batch_driver import BatchWorker, BatchWorkers
 
-_MAX_LATE_STARTS = 3  # in a row; the last one ends the run
+_MAX_LATE_STARTS = 3  # of a worker in a row; the last one ends the run
 
 
 class LiveJob(NamedTuple):
@@ -34,7 +34,7 @@ class LiveBatchWorker(BatchWorker):
   def __init__(self):
     super().__init__()
     self.party: Party | None = None  # the process; None: there is none
-    self.has_joined = False  # the process has started
+    self.has_joined = False  # the process has made its worker
     self.start_seconds = 0.0  # time since the start of the process began
     self.late_starts = 0  # incarnations in a row that took too long to start
 
@@ -86,34 +86,36 @@ class LiveBatchWorkers(BatchWorkers):
     super().__init__(states, jobs, run_log, clock)
 
   @property
-  def starting(self) -> list[int]:
+  def starting_workers(self) -> list[int]:
     """The indices of the workers with processes that are starting."""
     return [
       worker
-      for worker, state in enumerate(self.all)
+      for worker, state in enumerate(self.states)
       if state.party is not None and not state.has_joined
     ]
 
   def calls(self) -> dict[int, Call]:
     """Returns worker -> its open call."""
-    calls = enumerate(state.call for state in self.all)
+    calls = enumerate(state.call for state in self.states)
     return {worker: call for worker, call in calls if call is not None}
 
   def resume(self) -> None:
     """Restores the workers' states from the trace of an earlier driver, and
     writes LOST and LEAVE for its workers, which have all exited."""
     rows = self._run_log.rows
-    begun, ledger = bool(rows), follow(rows)
-    leaves = [row.worker for row in rows if row.action == base.LEAVE]
-    for worker, state in enumerate(self.all):
+    has_rows, ledger = bool(rows), follow(rows)
+    leavers = [row.worker for row in rows if row.action == base.LEAVE]
+    for worker, state in enumerate(self.states):
       state.seq = ledger.next_seq.get(worker, 0)
       # A new run has no JOIN rows: all workers count as alive from the start.
-      state.incarnation, state.alive = leaves.count(worker), not begun
-      for start in ledger.open[worker].values():
-        lost = Event(ledger.time, worker, start.seq, start.job, base.LOST)
-        self._run_log.write(lost)
+      state.incarnation, state.alive = leavers.count(worker), not has_rows
+      for start_row in ledger.open[worker].values():
+        lost_row = Event(
+          ledger.time, worker, start_row.seq, start_row.job, base.LOST
+        )
+        self._run_log.write(lost_row)
       # A worker without a row counts as alive, too.
-      if begun and (worker in ledger.present or worker not in ledger.ended):
+      if has_rows and (worker in ledger.present or worker not in ledger.ended):
         self._run_log.write(
           Event(ledger.time, worker, NO_SEQ, state.incarnation, base.LEAVE)
         )
@@ -122,30 +124,30 @@ class LiveBatchWorkers(BatchWorkers):
   def start(self, worker: int) -> None:
     """Starts the next incarnation of a worker, without waiting for it."""
     party = self._supervisor.start(WORKER, worker, self._make(worker))
-    self.all[worker].party, self.all[worker].start_seconds = party, 0.0
+    self.states[worker].party, self.states[worker].start_seconds = party, 0.0
 
   def join(self, worker: int) -> None:
     """Records that a worker has started. Raises `HostExited` if its process
     exited, or the error of the start."""
-    state = self.all[worker]
+    state = self.states[worker]
     assert state.party is not None
     state.party.make_call.result()
     state.has_joined, state.late_starts = True, 0
     super().join(worker)
 
-  def end_late(self, passed: float, limit: float) -> None:
+  def end_late(self, elapsed: float, limit: float) -> None:
     """Ends workers that take too long to start; the driver then restarts them.
 
     Args:
-      passed: seconds since the last call.
+      elapsed: seconds since the last call.
       limit: seconds that a start may take.
 
     Raises:
       ValueError: if a worker was late `_MAX_LATE_STARTS` times in a row.
     """
-    for worker in self.starting:
-      state = self.all[worker]
-      state.start_seconds += passed
+    for worker in self.starting_workers:
+      state = self.states[worker]
+      state.start_seconds += elapsed
       if state.party is None or state.start_seconds <= limit:
         continue
       state.late_starts += 1
@@ -162,5 +164,5 @@ class LiveBatchWorkers(BatchWorkers):
 
   def leave(self, worker: int) -> LiveJob | None:
     """Writes the rows as the base class does, and drops the process."""
-    self._supervisor.drop(self.all[worker].party)
+    self._supervisor.drop(self.states[worker].party)
     return super().leave(worker)

@@ -34,10 +34,10 @@ from asgd.sandblaster import Await, Image, Iterate, Settings
 from asgd.sandblaster.batch_driver import BatchDriver
 from asgd.sandblaster.settings import COORDINATOR, SHARD, PlannedKill
 
-_LOOK = 0.05  # seconds between two checks of deadlines
-# Of the seconds between two checks at most so many count as the workers' delay.
-# If more have passed, the driver itself was stopped.
-_MAX_COUNTED = 1.0
+_CHECK_SECONDS = 0.05  # seconds between two checks of deadlines
+# The most seconds between two checks that count as a delay of workers. If more
+# have passed, the driver itself was stopped.
+_MAX_DELAY = 1.0
 
 
 class SavedRun(NamedTuple):
@@ -60,7 +60,7 @@ class HostMakers(NamedTuple):
 
   hosts: Hosts
   memory: Path  # folder of the shards' files
-  worker: Callable[[int], Make]  # (worker)
+  worker: Callable[[int], Make]  # index -> the factory of the worker
 
   def shard(
     self, evaluation: int, index: int, image: Image, from_image: bool
@@ -151,7 +151,7 @@ class Driver(BatchDriver, Cluster):
     self._shards = LiveShards(
       plan,
       supervisor,
-      functools.partial(makers.shard, self._current),
+      functools.partial(makers.shard, self._evaluation),
       images or _first_images(plan, params),
       from_images=saved is None or images is not None,
       number=notes.get("number", 0),
@@ -177,12 +177,12 @@ class Driver(BatchDriver, Cluster):
     cannot be made."""
     self._shards.start()
     self._workers.resume()
-    for worker in range(len(self._workers.all)):
+    for worker in range(len(self._workers.states)):
       self._workers.start(worker)
     # A resumed evaluation may start jobs meanwhile. Their messages wait, as
     # `until` is the number of messages received so far.
-    while self._options.together and self._workers.starting:
-      self._handle_events(_LOOK, self.received)
+    while self._options.together and self._workers.starting_workers:
+      self._handle_events(_CHECK_SECONDS, self.received)
 
   def advance(self, until: int, seconds: float) -> int:
     """Runs until `until` messages are received, the coordinator ends, or the
@@ -197,7 +197,7 @@ class Driver(BatchDriver, Cluster):
     def wait() -> bool:
       remaining = deadline - self._clock()
       if remaining > 0:
-        self._handle_events(min(_LOOK, remaining), until)
+        self._handle_events(min(_CHECK_SECONDS, remaining), until)
       return remaining > 0
 
     received = self._run(until, wait)
@@ -209,14 +209,14 @@ class Driver(BatchDriver, Cluster):
     # Save the notes before `begin`. After `begin` the shards have dropped the
     # answers of earlier commands, which a driver with older notes would repeat.
     self._shards.flush()
-    self._begun = self._notes()
-    self._save_notes(self._begun)
+    self._evaluation_notes = self._notes()
+    self._save_notes(self._evaluation_notes)
     self._shards.begin(evaluation)
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> LiveJob:
     """Starts a job of the present evaluation on a worker."""
     seq = self._workers[worker].seq
-    return self._call_worker(worker, self._current, job, seq, fresh)
+    return self._call_worker(worker, self._evaluation, job, seq, fresh)
 
   def _call_worker(
     self, worker: int, evaluation: int, job: int, seq: int, fresh: bool
@@ -247,10 +247,10 @@ class Driver(BatchDriver, Cluster):
     # [2] Calls of workers that have ended.
     hosts = self._supervisor.hosts
     start = self._clock()
-    ended = hosts.wait(list(calls.values()), seconds)
-    elapsed = min(max(self._clock() - start, 0.0), _MAX_COUNTED)
+    ended_calls = hosts.wait(list(calls.values()), seconds)
+    elapsed = min(max(self._clock() - start, 0.0), _MAX_DELAY)
     for worker, call in calls.items():
-      if call not in ended:
+      if call not in ended_calls:
         continue
       # The end of a job is a message, but the end of a start is not.
       if not self._workers[worker].has_joined or self.received < until:
@@ -259,14 +259,14 @@ class Driver(BatchDriver, Cluster):
     # [3] Exits without a call, late starts, jobs that take too long.
     self._handle_idle_exits()
     self._workers.end_late(elapsed, DEAD_FACTOR * self._options.ladder.start)
-    self._end_hanging()
+    self._end_hanging_workers()
 
   def _kill(self, failure: PlannedKill) -> None:
     """Kills the process of a planned failure."""
     # The coordinator is an object of this process: only its state is lost.
-    if failure.what == COORDINATOR:
+    if failure.kind == COORDINATOR:
       self._lose_coordinator()
-    elif party := self._supervisor.parties[failure.what].get(failure.index):
+    elif party := self._supervisor.parties[failure.kind].get(failure.index):
       self._supervisor.end(party)
 
   def _end_call(self, worker: int) -> None:
@@ -293,7 +293,7 @@ class Driver(BatchDriver, Cluster):
         )
         state.ticket = retry._replace(start=job.start, loss=job.loss)
       return
-    if self._current >= 0:  # an evaluation has begun
+    if self._evaluation >= 0:  # an evaluation has begun
       self._start(worker)
 
   def _end_job(self, worker: int, outcome: PortionResult) -> None:
@@ -330,14 +330,14 @@ class Driver(BatchDriver, Cluster):
       self._workers.start(worker)
       news += " and is replaced"
     self._supervisor.news.append(news)
-    if self._current >= 0:
+    if self._evaluation >= 0:
       self._start_idle()  # an idle worker may take the job
 
-  def _end_hanging(self) -> None:
+  def _end_hanging_workers(self) -> None:
     """Ends workers that take too long for a job; their calls then fail."""
     if not self._shards.are_made():  # workers wait for a restarting shard
       self._supervisor.stop_job_times(WORKER)
-    for state in self._workers.all:
+    for state in self._workers.states:
       # A call that has ended is handled in the next round.
       if state.ticket is not None and not state.ticket.call.done():
         self._supervisor.end_overdue(state.party)
@@ -348,8 +348,10 @@ class Driver(BatchDriver, Cluster):
     """Returns the notes of the base class, and those of a live run."""
     losses: dict[int, float] = {}  # job -> loss, of messages not yet summed
     if isinstance(self.request, Await):
-      awaited = self.request.job
-      losses = {job: x for job, x in self._losses.items() if job >= awaited}
+      awaited_job = self.request.job
+      losses = {
+        job: loss for job, loss in self._losses.items() if job >= awaited_job
+      }
     return {
       **super()._notes(),
       "losses": list(losses.items()),

@@ -46,32 +46,34 @@ class LiveShard(VectorShard):
       ValueError: if files were changed, or are missing without `from_image`.
     """
     safe_files.make_private(folder)
-    like = image.vectors["point"]
-    self._store = ShardStore(folder, like, inside.disk, clear=from_image)
+    rows_like = image.vectors["point"]
+    self._store = ShardStore(folder, rows_like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
     # The shard's rows of the evaluation's parameters, which workers fetch. They
     # are not read from `trial`: commands replace `trial` before the next
     # evaluation begins.
     self._params = image.vectors.get("trial")
-    # Jobs of this evaluation; their messages were summed and discarded.
+    # Jobs of this evaluation whose messages were summed and discarded.
     self._discarded_jobs: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)
     # [1] Start from the given image.
     if stored is None:
-      super().__init__(like, image)
+      super().__init__(rows_like, image)
       self.image()
       return
     # [2] Or resume from the stored image, the later commands and the messages.
-    super().__init__(like, Image(stored.number, stored.vectors))
+    super().__init__(rows_like, Image(stored.number, stored.vectors))
     self._evaluation, self._params = stored.evaluation, stored.params
     self._journal = stored.commands
     # Without a journal, the next command is the one after the image.
-    self._first = self.number - len(self._journal)
+    self._first_number = self.number - len(self._journal)
     if self._journal:
-      self._first = self._journal[0][0].number
-    self._slots = {message_name(*k): v for k, v in stored.messages.items()}
+      self._first_number = self._journal[0][0].number
+    self._slots = {
+      message_name(*key): rows for key, rows in stored.messages.items()
+    }
     for command, _ in self._journal:
       self._note_discard(command)
     self._vectors = None  # `_alive` rebuilds them by executing the journal
@@ -119,15 +121,15 @@ class LiveShard(VectorShard):
     if name in self._slots:  # a repeated push, or a copy of the job
       return
     self._store.write_message(evaluation, job, rows)
-    # Copied, as the host may reuse the memory of the call's arguments.
+    # Copied: the host may reuse the memory of the call's arguments.
     self.put(name, jax.tree.map(np.array, rows))
 
   # Files.
 
-  def _note(self, command: Command, answer: float | None) -> None:
+  def _add_to_journal(self, command: Command, answer: float | None) -> None:
     """Adds a command and its answer to the journal, in memory and in its
     file."""
-    super()._note(command, answer)
+    super()._add_to_journal(command, answer)
     self._store.append_command(command, answer)
     self._note_discard(command)
 
@@ -135,22 +137,22 @@ class LiveShard(VectorShard):
     """Records that a command discarded a message, so that a repeated push of
     the message does not store it again."""
     if command.operation == "discard":
-      evaluation, job = _of_message(command.target)
+      evaluation, job = _parse_message_name(command.target)
       if evaluation == self._evaluation:
         self._discarded_jobs.add(job)
 
   def image(self) -> Image:
     """Saves and returns an image, and frees the discarded slots."""
     self._alive()  # after a restart this executes the journal
-    discarded = set(self._discarded)  # the call of `super` clears it
+    discarded_names = set(self._discarded)  # the call of `super` clears it
     image = super().image()
     self._store.write_image(
       image.number, image.vectors, self._evaluation, self._params
     )
     # Remove the messages after the image is written: a restart from the
     # previous image would need them.
-    for name in discarded:
-      self._store.remove_message(*_of_message(name))
+    for name in discarded_names:
+      self._store.remove_message(*_parse_message_name(name))
     return image
 
   def close(self) -> None:
@@ -158,7 +160,7 @@ class LiveShard(VectorShard):
     self._store.close()
 
 
-def _of_message(name: str) -> tuple[int, int]:
+def _parse_message_name(name: str) -> tuple[int, int]:
   """Returns (evaluation, job) of a `message_name`."""
   _, evaluation, job = name.split("/")
   return int(evaluation), int(job)

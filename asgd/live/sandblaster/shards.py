@@ -33,10 +33,10 @@ class LiveShards:
     """Prepares the shards; `start` starts them.
 
     Args:
-      plan: the plan of rows over shards.
+      plan: the division of the rows among shards.
       supervisor: the supervisor of the processes.
       make: makes a shard.
-      images: the images by shard.
+      images: the image of each shard.
       from_images: whether shards start from the images, or from their files.
       number: the number of the next command.
       on_unusable: called before an error about the files of a shard is raised,
@@ -46,10 +46,11 @@ class LiveShards:
     self.number, self._on_unusable = number, on_unusable
     # Commands without an answer are sent together with the next `dot`: one call
     # for each answer that the coordinator needs, not one for each command.
-    self._pending: list[Command] = []
+    self._pending_commands: list[Command] = []
     self._images = list(images)
     self._from_images = from_images  # True until all shards are made
-    self._starting: list[Party] = []  # restarted shards that are being made
+    # Restarted shards that are being made.
+    self._starting_parties: list[Party] = []
 
   def start(self) -> None:
     """Starts all shards, and waits until they are made."""
@@ -70,11 +71,11 @@ class LiveShards:
     parties = list(self._supervisor.parties[SHARD].values())
     while parties:
       with self._reporting_unusable():
-        exited = self._supervisor.await_made(parties)
-      for party in exited:
+        exited_parties = self._supervisor.await_made(parties)
+      for party in exited_parties:
         self._restart(party.index)
-      restarted = self._supervisor.parties[SHARD]
-      parties = [restarted[party.index] for party in exited]
+      present_parties = self._supervisor.parties[SHARD]
+      parties = [present_parties[party.index] for party in exited_parties]
 
   def _start(self, shard: int) -> Party:
     """Starts a shard, without waiting for it."""
@@ -97,7 +98,7 @@ class LiveShards:
     """Executes a command on every shard: a `dot` at once, another one together
     with the next `dot`. Returns the sum of the answers to a `dot`, else
     None."""
-    self._pending.append(command)
+    self._pending_commands.append(command)
     self.number = max(self.number, command.number + 1)
     if command.operation != "dot":
       return None
@@ -108,7 +109,7 @@ class LiveShards:
   def flush(self) -> list[list[float | None]]:
     """Sends the pending commands to every shard; returns each shard's
     answers."""
-    commands, self._pending = self._pending, []
+    commands, self._pending_commands = self._pending_commands, []
     return self._ask_all("execute_all", commands) if commands else []
 
   def begin(self, evaluation: int) -> None:
@@ -157,7 +158,7 @@ class LiveShards:
     # Workers wait for the shard, and do not hang.
     supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {shard} exited and is restarted")
-    self._starting.append(self._start(shard))
+    self._starting_parties.append(self._start(shard))
 
   def replace(self, shard: int, host: Host) -> None:
     """Restarts a shard that a worker could not reach, unless it was restarted
@@ -165,7 +166,7 @@ class LiveShards:
 
     Args:
       shard: its index.
-      host: that the worker called.
+      host: the host that the worker called.
 
     Raises:
       ShardsDie: if shards exit again and again.
@@ -177,7 +178,7 @@ class LiveShards:
   def are_made(self) -> bool:
     """Returns whether all restarted shards are made, so that no worker
     waits."""
-    self._starting = [
-      party for party in self._starting if not party.make_call.done()
+    self._starting_parties = [
+      party for party in self._starting_parties if not party.make_call.done()
     ]
-    return not self._starting
+    return not self._starting_parties

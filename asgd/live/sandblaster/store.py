@@ -50,7 +50,7 @@ class ShardStore:
 
     Args:
       folder: the folder of the files.
-      rows_like: with the shapes and dtypes of rows.
+      rows_like: arrays with the shapes and dtypes of rows.
       disk: writes as `os` does.
       clear: whether to remove all files first.
 
@@ -129,9 +129,9 @@ class ShardStore:
     path = self._folder / "image"
     store.write_body(path, json.dumps(image).encode(), self._disk)
     # Old vectors are removed only after the image that drops them is written.
-    used = {file for _, file in image_files}
+    used_files = {file for _, file in image_files}
     for _, file in self._image_files:
-      if file not in used:
+      if file not in used_files:
         (self._folder / f"{_VECTOR}{file}").unlink(missing_ok=True)
     self._image_files = image_files
 
@@ -153,15 +153,15 @@ class ShardStore:
     file_numbers = {*image["vectors"].values()}
     if image["sent"] is not None:
       file_numbers.add(image["sent"])
-    trees = {n: self._read(f"{_VECTOR}{n}") for n in file_numbers}
+    trees = {file: self._read(f"{_VECTOR}{file}") for file in file_numbers}
     for path in self._folder.glob(f"{_VECTOR}*"):
       if path.suffix or int(path.name.removeprefix(_VECTOR)) not in trees:
-        path.unlink()  # its image was never written: a kill came between
-    self._image_files = [(rows, n) for n, rows in trees.items()]
+        path.unlink()  # a kill came before its image was written
+    self._image_files = [(rows, file) for file, rows in trees.items()]
     self._next_file = max(trees, default=-1) + 1
     return Stored(
       number=image["number"],
-      vectors={name: trees[n] for name, n in image["vectors"].items()},
+      vectors={name: trees[file] for name, file in image["vectors"].items()},
       evaluation=image["evaluation"],
       params=trees.get(image["sent"]),
       commands=list(map(_decode, self._commands.bodies)),
@@ -193,6 +193,7 @@ class ShardStore:
 
 
 def _encode(command: Command, answer: float | None) -> bytes:
+  """Returns the body of a command and its answer in the log."""
   return f"{command.format()};{json.dumps(answer)}".encode()
 
 

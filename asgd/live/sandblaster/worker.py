@@ -136,9 +136,9 @@ class LiveWorker:
       evaluation: the evaluation of the job.
       job: its index in the evaluation.
       seq: count of earlier jobs of this worker index.
-      shards: hosts, by shard.
+      shards: the host of each shard.
       next_job: a job that the driver may assign next; the worker loads its
-        data. None: none is left.
+        data. None: no job is left.
 
     Raises:
       HostExited: if a shard has exited. When called again for the job, the
