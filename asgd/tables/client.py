@@ -1,8 +1,8 @@
 """A client: the worker's side of tables.
 
 The client has copies of rows, each with its clock, and the worker's unsent
-updates. A read returns copy + unsent updates (read my writes), also after the
-copy was refreshed.
+updates. A read returns copy + unsent updates (read my writes), also after a
+new copy has arrived.
 
 A message has the updates that the filters pass, encoded by the codec. The
 client holds back all other updates for a later message. Updates that are larger
@@ -116,10 +116,12 @@ class Client:
       "clock": np.full(len(keys), _NEVER),
     }
 
-  def _insert(self, name, keys):
+  def _insert(self, name: str, keys: Keys) -> KeyedRows:
     """Returns the rows of a table, after adding rows for keys that have
     none."""
-    self._rows[name].insert(keys, lambda new: self._new_rows(name, new))
+    self._rows[name].insert(
+      keys, lambda new_keys: self._new_rows(name, new_keys)
+    )
     return self._rows[name]
 
   # Reading.
@@ -165,10 +167,10 @@ class Client:
     message, and adds the changes of that message to the new copies."""
     self.take(message)
     for name, (keys, _) in message.tables.items():
-      sent, changes = self.in_flight.get(name, (keys[:0], None))
-      is_sent = np.isin(sent, keys)
+      sent_keys, changes = self.in_flight.get(name, (keys[:0], None))
+      is_sent = np.isin(sent_keys, keys)
       if is_sent.any():
-        self._rows[name].add(sent[is_sent], "copy", changes[is_sent])
+        self._rows[name].add(sent_keys[is_sent], "copy", changes[is_sent])
 
   def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
     """Returns rows with the client's unsent updates; no row may be stale."""
@@ -189,12 +191,12 @@ class Client:
       RowNotFinite: for a row that is not finite; nothing is written then.
     """
     for name, (keys, updates) in values.items():
-      finite = np.isfinite(np.asarray(updates)).reshape(len(keys), -1)
-      not_finite = ~finite.all(1)
-      if not_finite.any():
+      is_finite = np.isfinite(np.asarray(updates)).reshape(len(keys), -1)
+      is_not_finite = ~is_finite.all(1)
+      if is_not_finite.any():
         raise RowNotFinite(
-          f"{name}: the update of key {keys[np.argmax(not_finite)]} is not"
-          f" finite ({int(not_finite.sum())} of {len(keys)} rows)"
+          f"{name}: the update of key {keys[np.argmax(is_not_finite)]} is not"
+          f" finite ({int(is_not_finite.sum())} of {len(keys)} rows)"
         )
     for name, (keys, updates) in values.items():
       rows = self._insert(name, keys)
@@ -228,22 +230,22 @@ class Client:
     """Returns the keys to send: the keys that the filters pass, and the keys
     with larger updates than the rules allow a worker to hold back."""
     excess = self._exceeds_hold(rows.read(keys, "own"))
-    urgent, keys = keys[excess], keys[~excess]
+    urgent_keys, keys = keys[excess], keys[~excess]
     for row_filter in self._filters:
       if not keys.size:
         break
       copy, updates = (rows.read(keys, name) for name in ("copy", "own"))
       verdict = row_filter(copy, updates, rng)
-      dropped = 0
+      n_dropped = 0
       if verdict.drop is not None and verdict.drop.any():
-        unneeded, dropped = keys[verdict.drop], int(verdict.drop.sum())
-        rows.write(unneeded, "own", 0)
-        rows.write(unneeded, "written", False)
-      held_back = int((~verdict.send).sum()) - dropped
-      held_before, dropped_before = self.held
-      self.held = Held(held_before + held_back, dropped_before + dropped)
+        dropped_keys, n_dropped = keys[verdict.drop], int(verdict.drop.sum())
+        rows.write(dropped_keys, "own", 0)
+        rows.write(dropped_keys, "written", False)
+      n_held_back = int((~verdict.send).sum()) - n_dropped
+      back_before, dropped_before = self.held
+      self.held = Held(back_before + n_held_back, dropped_before + n_dropped)
       keys = keys[verdict.send]
-    return np.sort(np.concatenate([keys, urgent]))
+    return np.sort(np.concatenate([keys, urgent_keys]))
 
   def _exceeds_hold(self, updates: np.ndarray) -> np.ndarray:
     """Returns bool[n], whether the updates of a row exceed what the rules allow
@@ -266,18 +268,18 @@ class Client:
       key = jax.random.fold_in(self._key, self.flushes)
       packet = self._codec.pack(updates, jax.random.fold_in(key, table))
       shape, dtype = updates.shape[1:], updates.dtype
-      sent = self._codec.unpack(packet, len(keys), shape, dtype)
+      decoded = self._codec.unpack(packet, len(keys), shape, dtype)
       values = packet
-      if self._exceeds_hold(updates - sent).any():
-        sent = values = updates  # the codec would hold back too much
+      if self._exceeds_hold(updates - decoded).any():
+        decoded = values = updates  # the codec would hold back too much
     else:
-      sent = updates
+      decoded = updates
     # The codec may send an approximation. The difference is sent later, and the
     # copy gets exactly what the server will apply.
-    rows.write(keys, "own", updates - sent)
-    is_incomplete = (updates != sent).reshape(len(keys), -1).any(1)
+    rows.write(keys, "own", updates - decoded)
+    is_incomplete = (updates != decoded).reshape(len(keys), -1).any(1)
     rows.write(keys, "written", is_incomplete)
-    change = sent.dtype.type(self.factor) * sent
+    change = decoded.dtype.type(self.factor) * decoded
     rows.add(keys, "copy", change)
     self.in_flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
@@ -292,10 +294,10 @@ class Client:
 
   def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
     """Returns the tables of an earlier incarnation's message, with the keys as
-    this client's receiver needs them. The given message must have all keys."""
+    this client's receiver needs them. The keys in `tables` must be complete."""
     return {
-      name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
-      for name, sent in tables.items()
+      name: RowValues(self.sender.pack(row_values.keys.keys), row_values.values)
+      for name, row_values in tables.items()
     }
 
   def residual(self) -> float:
@@ -327,8 +329,12 @@ class Client:
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores the packed state of a client with the same arguments."""
-    self._rows = {k: KeyedRows.unpack(x) for k, x in tree["rows"].items()}
+    self._rows = {
+      name: KeyedRows.unpack(packed) for name, packed in tree["rows"].items()
+    }
     self.sender = KeyCache(tree["cached"], sends_digests=self._key_caching)
     self.held = Held(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
-    self.in_flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}
+    self.in_flight = {
+      name: (keys, changes) for name, (keys, changes) in tree["flight"].items()
+    }

@@ -15,6 +15,7 @@ from asgd import checks, names
 
 
 def _within_bound(rules: "ConsistencyRules", clock: int) -> int:
+  """Returns the least clock of a row within the bound."""
   return max(0, clock - rules.bound)
 
 
@@ -29,7 +30,8 @@ class Consistency(NamedTuple):
   name: str
   # (rules, worker's clock) -> the least clock that a row must have to be read
   need: Callable[["ConsistencyRules", int], int] = _within_bound
-  # The options that the model requires, of "bound", "threshold" and "budget".
+  # The names of the options that the model requires, a choice of "bound",
+  # "threshold" and "budget".
   numbers: tuple[str, ...] = ()
   # `bound` of a recipe that does not set it; None: the recipe must set it.
   bound: int | None = None
@@ -128,7 +130,7 @@ class ConsistencyRules(NamedTuple):
     return self.threshold / math.sqrt(clock + 1) - self.held
 
   def holding(self, workers: int, clocks: int) -> "ConsistencyRules":
-    """Returns these rules of value_bounded, with `hold` and `held` set.
+    """Returns these rules, of value_bounded, with `hold` and `held` set.
 
     The tightest limit of the run is v0 / sqrt(C + 1). Half of this limit is
     reserved for updates that workers hold back:
@@ -141,8 +143,8 @@ class ConsistencyRules(NamedTuple):
       workers: N.
       clocks: C, the clocks of the complete run.
     """
-    half = self.threshold / math.sqrt(clocks + 1) / 2
-    return self._replace(hold=half / max(workers - 1, 1), held=half)
+    reserved = self.threshold / math.sqrt(clocks + 1) / 2
+    return self._replace(hold=reserved / max(workers - 1, 1), held=reserved)
 
 
 def rules(

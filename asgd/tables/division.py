@@ -68,10 +68,10 @@ class Division(NamedTuple):
   ) -> TableServer:
     """Returns the server of a shard, given complete tables [K, ...]. The server
     gets a share of the budget in proportion to its number of rows."""
-    parts, total = {}, 0
+    parts, n_rows = {}, 0
     for name, rows in tables.items():
       # The budget is shared over the rows of all shards, so count all rows.
-      total += len(rows)
+      n_rows += len(rows)
       ranges = self.ranges[name]
       if shard < ranges.shards:
         start, stop = ranges.cuts[shard : shard + 2]
@@ -83,15 +83,16 @@ class Division(NamedTuple):
         )
     codec = settings.make_codec()
     return TableServer(
-      parts, settings.rules, range(workers), codec=codec, total=total
+      parts, settings.rules, range(workers), codec=codec, total=n_rows
     )
 
   def cuts_of(self, numbers: Sequence[float]) -> Cuts:
     """Returns the cuts by table from a MOVE row, which has the cuts of all
     tables, one table after the other."""
-    flat, cuts = iter(numbers), {}
+    all_cuts, cuts = iter(numbers), {}
     for name, ranges in self.ranges.items():
-      cuts[name] = [int(n) for n in itertools.islice(flat, ranges.shards + 1)]
+      count = ranges.shards + 1
+      cuts[name] = [int(cut) for cut in itertools.islice(all_cuts, count)]
     return cuts
 
   def moves_to(self, later: "Division") -> int:
@@ -127,7 +128,7 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
     for name, rows in tables.items()
   }
   # Small tables may be on fewer shards, but each shard needs a row.
-  max_shards = max(each.shards for each in ranges.values())
+  max_shards = max(table_ranges.shards for table_ranges in ranges.values())
   if shards > max_shards:
     raise ValueError(
       f"shards must be at most {max_shards}, the rows of the largest table, not"
@@ -158,7 +159,9 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
   cuts = {}
   for name in loads[0]:
     # Shards are in the order of keys, and so are their rows.
-    parts = [each[name] for each in loads if name in each]
+    parts = [
+      shard_loads[name] for shard_loads in loads if name in shard_loads
+    ]
     ranges = ranges_lib.by_load(np.concatenate(parts), len(parts))
     cuts[name] = list(ranges.cuts)
   return cuts

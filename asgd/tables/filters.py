@@ -170,14 +170,14 @@ def largest_change(nbytes: int) -> Filter:
 
     sent in the order of max_i |v_i| / max_i |w_i| while they fit
 
-  It is for a worker's messages what `managed` is for the server's: with
+  The consistency model `managed` does the same for the server's messages. With
   `push_every` a worker sends its most important updates several times in a
-  clock, and never more bytes than the link has in that time; with `bandwidth`
-  it sends them when the link is free (`tables.bandwidth`).
+  clock, and never more bytes than the link carries in that time. With
+  `bandwidth` it sends them when the link is free (`tables.bandwidth`).
 
   Args:
-    nbytes: the bytes of a message of one table, with 8 for each key, before a
-      codec; so many in the time of a message are the bandwidth.
+    nbytes: the most bytes of one table in a message, with 8 for each key,
+      before a codec. The bandwidth is `nbytes` over the time between messages.
 
   Returns:
     A Filter.
@@ -220,8 +220,10 @@ FILTERS: dict[str, Callable[..., Filter]] = {
 def check(values: Any) -> tuple[str | Mapping[str, Any], ...]:
   """Returns the filters of a config; ValueError if they are no list of names
   and dicts."""
-  listed = isinstance(values, Sequence) and not isinstance(values, str)
-  if not listed or not all(isinstance(x, str | Mapping) for x in values):
+  is_list = isinstance(values, Sequence) and not isinstance(values, str)
+  if not is_list or not all(
+    isinstance(value, str | Mapping) for value in values
+  ):
     raise ValueError(
       "filters must be a list of names and of dicts of a name and options, as"
       " dict(name='random_skip', probability=0.5), not"

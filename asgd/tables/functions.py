@@ -28,7 +28,7 @@ class RowFunction(NamedTuple):
 
   init: Callable[[Any], Any]  # rows [n, ...] -> state
   apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
-  # Whether `apply` adds: a worker then knows the effect of its push.
+  # Whether `apply` adds the values: a worker then knows the effect of its push.
   additive: bool = False
   name: str = "by_row"  # checked by problems that need a certain function
   # Whether `apply` gets, once a clock, the sum of all workers' values.
@@ -68,9 +68,9 @@ def padded(rows: Any, count: int) -> Any:
   """Returns rows [n, ...] padded with zeros to [count, ...]."""
   if isinstance(rows, jax.Array):
     return jnp.pad(rows, [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1))
-  out = np.zeros((count, *rows.shape[1:]), rows.dtype)
-  out[: len(rows)] = rows
-  return out
+  padded_rows = np.zeros((count, *rows.shape[1:]), rows.dtype)
+  padded_rows[: len(rows)] = rows
+  return padded_rows
 
 
 def by_row(tx: optax.GradientTransformation) -> RowFunction:
@@ -170,9 +170,9 @@ def proximal(
     step = learning_rate / xp.where(u > 0, u, 1)
     x = w - step * g
     # Zeros without a sign, so that equal rows are equal bits.
-    new = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0) + 0.0
-    after = xp.stack([new, u], 1).astype(rows.dtype)
-    return xp.where(u[:, None] > 0, after, rows), state
+    new_weights = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0) + 0.0
+    new_rows = xp.stack([new_weights, u], 1).astype(rows.dtype)
+    return xp.where(u[:, None] > 0, new_rows, rows), state
 
   return RowFunction(
     lambda rows: (), apply, name=PROXIMAL, aggregates=True
@@ -238,18 +238,20 @@ def ftrl_proximal(
     return FtrlState(zeros, zeros)
 
   def leaf(g, z, n, w):
-    after = n + g * g
-    z = z + g - (jnp.sqrt(after) - jnp.sqrt(n)) / learning_rate * w
-    size = (beta + jnp.sqrt(after)) / learning_rate + l2
-    new = jnp.where(jnp.abs(z) <= l1, 0, -(z - jnp.sign(z) * l1) / size)
-    return new - w, z, after
+    new_squares = n + g * g
+    z = z + g - (jnp.sqrt(new_squares) - jnp.sqrt(n)) / learning_rate * w
+    denominator = (beta + jnp.sqrt(new_squares)) / learning_rate + l2
+    new_weights = jnp.where(
+      jnp.abs(z) <= l1, 0, -(z - jnp.sign(z) * l1) / denominator
+    )
+    return new_weights - w, z, new_squares
 
   def update(updates, state, params=None):
     if params is None:
       raise ValueError("ftrl_proximal needs the parameters: pass params")
-    out = jax.tree.map(leaf, updates, state.z, state.squares, params)
+    results = jax.tree.map(leaf, updates, state.z, state.squares, params)
     change, z, squares = jax.tree.transpose(
-      jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), out
+      jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), results
     )
     return change, FtrlState(z, squares)
 

@@ -48,7 +48,7 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     first = checks.whole("the start of a range", first, _INT64.min)
     keys = range(first, checks.whole("the end of a range", last, _INT64.min))
   if isinstance(keys, range):
-    # Checked by its ends, before an array is made that might be too large.
+    # Check the ends before making an array, which might be too large.
     for key in (*keys[:1], *keys[-1:]):
       if key < start or key > _INT64.max or (stop is not None and key >= stop):
         raise _out_of_range(key, start, stop)
@@ -65,33 +65,34 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     raise ValueError(f"key {array.max()} does not fit into 64 bits")
   array = array.astype(np.int64, copy=False)
   # Lists and arrays are checked key by key.
-  out_of_range = array < start
+  is_out_of_range = array < start
   if stop is not None:
-    out_of_range |= array >= stop
-  if out_of_range.any():
-    raise _out_of_range(array[np.argmax(out_of_range)], start, stop)
+    is_out_of_range |= array >= stop
+  if is_out_of_range.any():
+    raise _out_of_range(array[np.argmax(is_out_of_range)], start, stop)
   _check_doubled(array)
   return array
 
 
 def _out_of_range(key: int, start: int, stop: int | None) -> ValueError:
-  most = "or more" if stop is None else f"to {stop - 1}"
+  """Returns the error of a key out of range."""
+  upper_limit = "or more" if stop is None else f"to {stop - 1}"
   return ValueError(
-    f"key {key} is out of range: the table has the keys {start} {most}"
+    f"key {key} is out of range: the table has the keys {start} {upper_limit}"
   )
 
 
 def _check_doubled(keys: Keys) -> None:
   """Raises ValueError for a key that occurs twice."""
-  ascending = np.diff(keys) > 0  # the usual case, without a sort
-  if ascending.all():
+  is_ascending = np.diff(keys) > 0  # the usual case, without a sort
+  if is_ascending.all():
     return
   ordered = np.sort(keys)
-  twice = ordered[1:] == ordered[:-1]
-  if twice.any():
+  is_double = ordered[1:] == ordered[:-1]
+  if is_double.any():
     raise ValueError(
-      f"key {ordered[1:][np.argmax(twice)]} occurs twice: add up the values of"
-      " equal keys first (tables.keys.add_up)"
+      f"key {ordered[1:][np.argmax(is_double)]} occurs twice: add up the values"
+      " of equal keys first (tables.keys.add_up)"
     )
 
 
@@ -109,9 +110,9 @@ def add_up(keys: Any, values: Any) -> tuple[Keys, np.ndarray]:
     >>> unique.tolist(), sums.tolist()
     ([3, 7], [2.0, 5.0])
   """
-  unique, where = np.unique(np.asarray(keys, np.int64), return_inverse=True)
+  unique, positions = np.unique(np.asarray(keys, np.int64), return_inverse=True)
   values = np.asarray(values)
   # `add.at` counts repeated indices, which += would not.
   sums = np.zeros((len(unique), *values.shape[1:]), values.dtype)
-  np.add.at(sums, where, values)
+  np.add.at(sums, positions, values)
   return unique, sums

@@ -58,7 +58,9 @@ class Push(NamedTuple):
   @property
   def nbytes(self) -> int:
     """Bytes on the wire."""
-    return _HEADER_BYTES + sum(each.nbytes for each in self.tables.values())
+    return _HEADER_BYTES + sum(
+      row_values.nbytes for row_values in self.tables.values()
+    )
 
 
 class Rows(NamedTuple):
@@ -122,14 +124,16 @@ class KeyCache:
     self._remember(digest, keys)
     return KeyList(digest, None if is_known else keys)
 
-  def unpack(self, sent: KeyList) -> Keys:
+  def unpack(self, key_list: KeyList) -> Keys:
     """Returns the keys of a message, and caches them.
 
     Raises:
       KeyError: for a digest that is not cached; the sender must send the keys.
     """
-    keys = self.lists[sent.digest] if sent.keys is None else sent.keys
-    self._remember(sent.digest, keys)
+    keys = (
+      self.lists[key_list.digest] if key_list.keys is None else key_list.keys
+    )
+    self._remember(key_list.digest, keys)
     return keys
 
 
@@ -164,14 +168,16 @@ class ValueCodec:
 
   def pack(self, values: np.ndarray, key: jax.Array) -> bytes:
     """Returns values [n, ...] as a packet; `key` is the codec's JAX key."""
-    padded = functions.padded(values, functions.bucket(len(values)))
-    code = jax.device_get(self._encode(padded, key))
-    return bytes(packing.pack(self._layout(padded.shape, padded.dtype), code))
+    padded_values = functions.padded(values, functions.bucket(len(values)))
+    code = jax.device_get(self._encode(padded_values, key))
+    return bytes(
+      packing.pack(self._layout(padded_values.shape, padded_values.dtype), code)
+    )
 
   def unpack(
     self, packet: bytes, count: int, shape: tuple[int, ...], dtype: Any
   ) -> np.ndarray:
     """Returns the values [count, *shape] of a packet."""
-    padded = functions.bucket(count), *shape
-    code = packing.unpack(self._layout(padded, np.dtype(dtype)), packet)
+    padded_shape = functions.bucket(count), *shape
+    code = packing.unpack(self._layout(padded_shape, np.dtype(dtype)), packet)
     return np.asarray(self._decode(code))[:count]

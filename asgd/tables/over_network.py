@@ -154,7 +154,7 @@ class OverNetwork(TableRun):
     """Sends a pull for the stale rows of a worker's next job."""
     request = Request(PULL, worker, 0, 0, 0, clock, tables=stale)
     self._workers[worker].up += request_bytes(stale)
-    parts = [(name, each, 8 * len(each)) for name, each in stale.items()]
+    parts = [(name, keys, 8 * len(keys)) for name, keys in stale.items()]
     # Under value_bounded every shard gets the request: the worker's copies of a
     # shard's rows may lack too much even if no row is stale.
     shards: Iterable[int] = self._shards
@@ -202,8 +202,8 @@ class OverNetwork(TableRun):
     lists = self._clients[worker].sender.lists
     sizes = self._part_bytes(
       [
-        (name, lists[each.keys.digest], each.nbytes)
-        for name, each in push.tables.items()
+        (name, lists[row_values.keys.digest], row_values.nbytes)
+        for name, row_values in push.tables.items()
       ],
       self._shards,
     )
@@ -225,8 +225,9 @@ class OverNetwork(TableRun):
     self._send_rows(REPLY, worker, rows, self._owners(request.tables))
 
   def _must_wait(self, request: Request) -> bool:
-    need = self._settings.rules.need(request.clock)
-    return bool(request.tables) and self.server.slowest < need
+    """Whether a pull must wait until other workers have finished a clock."""
+    required_clock = self._settings.rules.need(request.clock)
+    return bool(request.tables) and self.server.slowest < required_clock
 
   def _count_queued(self, worker: int) -> None:
     """Reports to the links how long the messages of a received job queued."""
@@ -240,7 +241,11 @@ class OverNetwork(TableRun):
     if its copies would then lack too much. The push is applied once that worker
     has read.
     """
-    pushes = {w: r for w, r in self._waiting.items() if r.kind == PUSH}
+    pushes = {
+      worker: request
+      for worker, request in self._waiting.items()
+      if request.kind == PUSH
+    }
     for worker, request in pushes.items():
       if not self.server.defers(request.push, pushes):
         self._push(request.push)
@@ -252,17 +257,17 @@ class OverNetwork(TableRun):
     """Applies a push, sends its ack and the rows that follow from it, and
     schedules the answers of pulls that waited for it."""
     worker = push.worker
-    sent = self._receive(worker, push)
+    rows_by_worker = self._receive(worker, push)
     self._workers[worker].applied += 1
     self._count_queued(worker)
     # Send the ack first, so that the stream delivers it before these rows.
     ack = Message(ACK, DOWN, worker, dict.fromkeys(self._shards, 0.0))
     self._events.send(ack)
-    for other, rows in sent.items():
-      self._send_rows(ROWS, other, [rows], self._shards)
-    for other, request in self._waiting.items():
+    for other_worker, rows in rows_by_worker.items():
+      self._send_rows(ROWS, other_worker, [rows], self._shards)
+    for other_worker, request in self._waiting.items():
       if request.kind == PULL and not self._must_wait(request):
-        self._put(self.now, WAITING, _ANSWER, other)
+        self._put(self.now, WAITING, _ANSWER, other_worker)
 
   def _send_rows(
     self, kind: str, worker: int, batch: list[Rows], shards: Iterable[int]
@@ -273,8 +278,8 @@ class OverNetwork(TableRun):
       for name, (keys, values) in rows.tables.items():
         nbytes = values.nbytes + (0 if rows.asked else 8 * len(keys))
         parts.append((name, keys, nbytes))
-      late = rows.late or {}
-      parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
+      late_keys = rows.late or {}
+      parts += [(name, keys, 8 * len(keys)) for name, keys in late_keys.items()]
     sizes = self._part_bytes(parts, shards or self._shards, len(batch))
     data = list(map(wire.dump, batch))
     # The worker's pushes that the shards have applied.
@@ -284,7 +289,10 @@ class OverNetwork(TableRun):
   def _owners(self, keys: Mapping[str, Keys]) -> list[int]:
     """Returns the shards that own at least one of the keys."""
     tables = self.server.tables
-    owners = [tables[name].ranges.shard_of(x) for name, x in keys.items()]
+    owners = [
+      tables[name].ranges.shard_of(table_keys)
+      for name, table_keys in keys.items()
+    ]
     return np.unique(np.concatenate([*owners, np.zeros(0, int)])).tolist()
 
   def _part_bytes(
@@ -324,5 +332,5 @@ class OverNetwork(TableRun):
     not have begun."""
     super().unpack(tree)
     self._events.unpack(tree["carrier"])
-    asked = map(requests.load_request, tree["asked"])
-    self._waiting = {request.worker: request for request in asked}
+    waiting_requests = map(requests.load_request, tree["asked"])
+    self._waiting = {request.worker: request for request in waiting_requests}

@@ -96,13 +96,13 @@ def moves(before: Ranges, after: Ranges) -> list[Move]:
   """
   # Between two edges all keys have one owner before and one after.
   edges = sorted({*before.cuts, *after.cuts})
-  out = []
+  all_moves = []
   for start, stop in zip(edges[:-1], edges[1:], strict=True):
     key = np.array([start])
     source, target = int(before.shard_of(key)[0]), int(after.shard_of(key)[0])
     if source != target:
-      out.append(Move(start, stop, source, target))
-  return out
+      all_moves.append(Move(start, stop, source, target))
+  return all_moves
 
 
 class RangeClocks:
@@ -150,7 +150,7 @@ class RangeClocks:
     first = 0 if start is None else self._split(start)
     last = len(self._starts) if stop is None else self._split(stop)
     clocks = self._clocks[worker]
-    clocks[first:last] = [max(clock, old) for old in clocks[first:last]]
+    clocks[first:last] = [max(clock, present) for present in clocks[first:last]]
 
   def leave(self, worker: int) -> None:
     """Removes a worker that has left: its clock holds back no other worker."""
@@ -169,13 +169,17 @@ class RangeClocks:
 
   def pack(self) -> dict[str, Any]:
     """Returns the clocks as JSON."""
-    clocks = [[worker, each] for worker, each in self._clocks.items()]
+    clocks = [
+      [worker, worker_clocks] for worker, worker_clocks in self._clocks.items()
+    ]
     return {"starts": self._starts, "stop": self._stop, "clocks": clocks}
 
   @classmethod
   def unpack(cls, packed: Mapping[str, Any]) -> "RangeClocks":
     """Returns clocks from what `pack` returned."""
-    clocks = {worker: list(each) for worker, each in packed["clocks"]}
-    out = cls(list(clocks), 0, packed["stop"])
-    out._starts, out._clocks = list(packed["starts"]), clocks
-    return out
+    clocks = {
+      worker: list(worker_clocks) for worker, worker_clocks in packed["clocks"]
+    }
+    range_clocks = cls(list(clocks), 0, packed["stop"])
+    range_clocks._starts, range_clocks._clocks = list(packed["starts"]), clocks
+    return range_clocks

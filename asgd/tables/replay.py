@@ -29,6 +29,7 @@ class OrdersError(ValueError):
 
 
 def _inconsistent(reason: str) -> OrdersError:
+  """Returns the error of traces that contradict each other."""
   return OrdersError(f"the orders do not belong together: {reason}")
 
 
@@ -72,33 +73,41 @@ class _Incarnation:
     self,
     worker: TableWorker,
     events: Sequence[Event],
-    before: Sequence["_Incarnation"],
+    earlier: Sequence["_Incarnation"],
   ):
-    """`before` are the worker's earlier incarnations, in their order."""
-    self.worker, self._before = worker, before
-    starts = [e for e in events if e.action in STARTS]
-    self._starts = [e for e in starts if e.totals]
+    """`earlier` are the worker's earlier incarnations, in their order."""
+    self.worker, self._earlier = worker, earlier
+    start_rows = [event for event in events if event.action in STARTS]
+    self._start_rows = [event for event in start_rows if event.totals]
     # Jobs of the earlier incarnation's message that this incarnation resends.
-    self._resent = {e.job for e in starts if not e.totals}
+    self._resent_jobs = {
+      event.job for event in start_rows if not event.totals
+    }
     # The last two messages, by the number of jobs done with each.
     self._messages: dict[int, ClockMessage] = {}
     # RECEIVE rows of the jobs that the replay has not finished.
-    self.open_receives = [e for e in events if e.action == base.RECEIVE]
+    self.open_receives = [
+      event for event in events if event.action == base.RECEIVE
+    ]
     # Shard -> the request that has no reply yet.
     self.open_requests: dict[int, Request] = {}
     self.records: list[tuple[float, JobRecord]] = []
     self._steps = worker.join(self._saved_message, on_done=self._record)
     self._run_steps()
 
-  def _saved_message(self, done: int) -> ClockMessage | None:
+  def _saved_message(self, jobs_done: int) -> ClockMessage | None:
     """Returns the message to resend, or None if the rows have no job of such a
     message."""
-    if not self._resent:
+    if not self._resent_jobs:
       return None
-    for incarnation in reversed(self._before):
-      if message := incarnation._messages.get(done):
+    for incarnation in reversed(self._earlier):
+      if message := incarnation._messages.get(jobs_done):
         self._store_message(message)
-        records = [r for r in message.records if r.job in self._resent]
+        records = [
+          record
+          for record in message.records
+          if record.job in self._resent_jobs
+        ]
         return message._replace(records=records)
     raise _inconsistent(
       f"incarnation {self.worker.sessions.incarnation} of worker"
@@ -117,7 +126,7 @@ class _Incarnation:
     try:
       new_requests = next(self._steps, None)
     except RowNotFinite:  # the live incarnation ended here
-      self._steps, self._starts = None, []
+      self._steps, self._start_rows = None, []
       return
     if new_requests is None:
       self._steps = None
@@ -140,22 +149,24 @@ class _Incarnation:
         return False
       self._run_steps()
       return True
-    if not self._starts or worker.next_job is None or worker.must_rest:
+    if not self._start_rows or worker.next_job is None or worker.must_rest:
       return False
 
     # [2] Start the next job on the rows that its trace row counts.
-    event = self._starts[0]
-    upto = [int(number) for number in event.totals]
-    if any(worker.sessions.available(s) < end for s, end in enumerate(upto)):
+    event = self._start_rows[0]
+    ends = [int(number) for number in event.totals]
+    if any(
+      worker.sessions.available(shard) < end for shard, end in enumerate(ends)
+    ):
       return False
     if event.job != worker.next_job:
       raise OrdersError(
         f"{event.format()} is not the next job of worker {worker.worker}, which"
         f" is {worker.next_job}"
       )
-    for s, end in enumerate(upto):
-      worker.take(s, end)
-    self._starts.pop(0)
+    for shard, end in enumerate(ends):
+      worker.take(shard, end)
+    self._start_rows.pop(0)
 
     def check_start(action):
       if action != event.action:
@@ -172,10 +183,10 @@ class _Incarnation:
   def receive_rows(self, shards: Sequence[TableShard]) -> None:
     """Receives the rows that shards have for the incarnation."""
     worker = self.worker
-    for s, shard in enumerate(shards):
+    for index, shard in enumerate(shards):
       if shard.incarnation(worker.worker) == worker.sessions.incarnation:
-        rows = shard.rows_from(worker.worker, worker.sessions.taken[s])
-        worker.sessions.receive_rows(s, rows)
+        rows = shard.rows_from(worker.worker, worker.sessions.taken[index])
+        worker.sessions.receive_rows(index, rows)
 
   @property
   def must_rest(self) -> bool:
@@ -255,7 +266,7 @@ def _move(
     rows: the next row of each shard; None where the trace has ended, as a run
       may end before all shards have written their MOVE row.
     incarnations: the incarnations of all workers.
-    division: the first one.
+    division: the first division of the run.
 
   Returns:
     Whether the ranges have moved. They have not if the rows differ, or if a
@@ -267,20 +278,22 @@ def _move(
     for row in rows
   ):
     return False
-  joined = [
+  active_incarnations = [
     incarnation
     for (worker, number), incarnation in incarnations.items()
     if number == shards[0].active_incarnation(worker)
   ]
-  if event.job != shards[0].version + 1 or not all(x.must_rest for x in joined):
+  if event.job != shards[0].version + 1 or not all(
+    incarnation.must_rest for incarnation in active_incarnations
+  ):
     return False
   cuts = division.cuts_of(event.totals)
-  pieces = [shard.give(cuts) for shard in shards]
-  for s, shard in enumerate(shards):
-    parts = [piece[s] for piece in pieces if s in piece]
+  given_parts = [shard.give(cuts) for shard in shards]
+  for index, shard in enumerate(shards):
+    parts = [given[index] for given in given_parts if index in given]
     data = requests.dump_move(event.job, cuts, parts)
     shard.apply(requests.load_request(data))
-  for incarnation in joined:
+  for incarnation in active_incarnations:
     incarnation.receive_rows(shards)
     incarnation.worker.divide(cuts)
   return True
@@ -300,9 +313,9 @@ def replay(
 
   Args:
     settings: the settings of the run.
-    tables: complete, [K, ...] by name, before the first job.
-    division: the division of the tables, the first of the run.
-    work: computed by the workers.
+    tables: the complete tables, [K, ...] by name, before the first job.
+    division: the first division of the tables.
+    work: the work of the workers.
     orders: the traces of the run.
     jobs: the number of jobs of each worker.
     seed: the seed of filters and codecs.
@@ -312,28 +325,30 @@ def replay(
   """
   workers = len(orders.workers)
   shards = [
-    TableShard(s, division.server(s, tables, settings, workers))
-    for s in range(division.shards)
+    TableShard(shard, division.server(shard, tables, settings, workers))
+    for shard in range(division.shards)
   ]
   make_worker = functools.partial(
     TableWorker, workers=workers, jobs=jobs, seed=seed
   )
   incarnations: dict[tuple[int, int], _Incarnation] = {}
-  for w, events in enumerate(orders.workers):
-    earlier: list[_Incarnation] = []
+  for worker_index, events in enumerate(orders.workers):
+    earlier_incarnations: list[_Incarnation] = []
     for number, rows in enumerate(by_incarnation(events)):
-      worker = make_worker(w, number, settings, division, work)
-      incarnations[w, number] = _Incarnation(worker, rows, [*earlier])
-      earlier.append(incarnations[w, number])
+      worker = make_worker(worker_index, number, settings, division, work)
+      incarnations[worker_index, number] = _Incarnation(
+        worker, rows, [*earlier_incarnations]
+      )
+      earlier_incarnations.append(incarnations[worker_index, number])
   next_rows = [0 for _ in shards]  # index of each shard's next row
   has_progressed = True
   while has_progressed:
     has_progressed = False
-    for s, events in enumerate(orders.shards):
-      while next_rows[s] < len(events) and _replay_row(
-        shards, s, events[next_rows[s]], incarnations
+    for shard, events in enumerate(orders.shards):
+      while next_rows[shard] < len(events) and _replay_row(
+        shards, shard, events[next_rows[shard]], incarnations
       ):
-        next_rows[s] += 1
+        next_rows[shard] += 1
         has_progressed = True
     for incarnation in incarnations.values():
       while incarnation.advance(shards):
@@ -346,17 +361,19 @@ def replay(
       if has_progressed := _move(shards, rows, incarnations, division):
         pairs = zip(next_rows, rows, strict=True)
         next_rows = [i + (row is not None) for i, row in pairs]
-  for s, events in enumerate(orders.shards):
-    if next_rows[s] < len(events):
-      row = f"row {next_rows[s]} of shard {s} ({events[next_rows[s]].format()})"
+  for shard, events in enumerate(orders.shards):
+    if next_rows[shard] < len(events):
+      index = next_rows[shard]
+      row = f"row {index} of shard {shard} ({events[index].format()})"
       raise _inconsistent(f"{row} cannot be replayed")
   # All shards have finished, so each RECEIVE row must have its record.
-  for (w, number), incarnation in incarnations.items():
+  for (worker_index, number), incarnation in incarnations.items():
     if incarnation.open_receives:
       raise _inconsistent(
-        f"incarnation {number} of worker {w} received a job that no shard has"
+        f"incarnation {number} of worker {worker_index} received a job that no"
+        " shard has"
       )
-  complete = division.join(
+  complete_tables = division.join(
     [
       {name: table.whole() for name, table in shard.server.tables.items()}
       for shard in shards
@@ -365,4 +382,4 @@ def replay(
   records: list[list[JobRecord]] = [[] for _ in range(workers)]
   for (worker, _), incarnation in sorted(incarnations.items()):
     records[worker] += incarnation.records
-  return Replayed(complete, records)
+  return Replayed(complete_tables, records)

@@ -96,14 +96,14 @@ class ClockMessage(NamedTuple):
 def dump_request(request: Request) -> bytes:
   """Returns a request as bytes."""
   tables: dict[str, Any] = {}
-  for name, each in request.tables.items():
+  for name, content in request.tables.items():
     if request.kind != PUSH:
-      tables[name] = each
+      tables[name] = content
       continue
-    keys, values = each
-    packed = isinstance(values, bytes)
-    values = np.frombuffer(values, np.uint8) if packed else values
-    tables[name] = [keys.digest.hex(), keys.keys, packed, values]
+    keys, values = content
+    is_packet = isinstance(values, bytes)
+    values = np.frombuffer(values, np.uint8) if is_packet else values
+    tables[name] = [keys.digest.hex(), keys.keys, is_packet, values]
   return wire.dump([*request[:-1], tables])
 
 
@@ -126,8 +126,8 @@ def load_request(data: bytes) -> Request:
   if request.kind != PUSH:
     return request._replace(tables=tables)
   row_values = {}
-  for name, (digest, keys, packed, values) in tables.items():
-    values = values.tobytes() if packed else values
+  for name, (digest, keys, is_packet, values) in tables.items():
+    values = values.tobytes() if is_packet else values
     row_values[name] = RowValues(KeyList(bytes.fromhex(digest), keys), values)
   return request._replace(tables=row_values)
 
@@ -158,7 +158,9 @@ def load_message(data: bytes) -> ClockMessage:
   """Returns the message that `dump_message` wrote."""
   clock, done, pushes, records = wire.load(data)
   shards = [load_request(push).tables for push in pushes]
-  return ClockMessage(clock, done, shards, [JobRecord(*x) for x in records])
+  return ClockMessage(
+    clock, done, shards, [JobRecord(*record) for record in records]
+  )
 
 
 class ShardSessions:

@@ -86,7 +86,7 @@ class KeyedRows:
       return np.zeros(len(keys), bool)
     if self._is_all_keys(keys):  # cheaper than the search below
       return np.ones(len(keys), bool)
-    # A key beyond the last one would be found at an index past the end.
+    # `searchsorted` returns an index past the end for a key beyond the last.
     positions = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
     return self.keys[positions] == keys
 
@@ -112,12 +112,12 @@ class KeyedRows:
       keys: [n].
       make: (keys without rows, ascending) -> columns of their rows.
     """
-    new = np.sort(keys[~self.has(keys)])
-    if not new.size:
+    new_keys = np.sort(keys[~self.has(keys)])
+    if not new_keys.size:
       return
     # Insert each key at its position: the keys stay sorted.
-    columns, indices = make(new), np.searchsorted(self.keys, new)
-    self.keys = np.insert(self.keys, indices, new)
+    columns, indices = make(new_keys), np.searchsorted(self.keys, new_keys)
+    self.keys = np.insert(self.keys, indices, new_keys)
     for name, column in self.columns.items():
       xp = jnp if isinstance(column, jax.Array) else np
       self.columns[name] = xp.insert(column, indices, columns[name], axis=0)
@@ -147,7 +147,9 @@ class KeyedRows:
   def between(self, start: int, stop: int) -> "KeyedRows":
     """Returns the rows with start <= key < stop; arrays may share memory."""
     left, right = np.searchsorted(self.keys, [start, stop])
-    columns = {k: x[left:right] for k, x in self.columns.items()}
+    columns = {
+      name: column[left:right] for name, column in self.columns.items()
+    }
     return KeyedRows(self.keys[left:right], columns)
 
   def cut(self, start: int, stop: int) -> "KeyedRows":
@@ -159,7 +161,9 @@ class KeyedRows:
   def keep(self, selected: np.ndarray) -> None:
     """Keeps only the rows selected by bool[K]."""
     self.keys = self.keys[selected]
-    self.columns = {name: x[selected] for name, x in self.columns.items()}
+    self.columns = {
+      name: column[selected] for name, column in self.columns.items()
+    }
     self._index()
 
   def join(self, part: "KeyedRows") -> None:
@@ -168,7 +172,9 @@ class KeyedRows:
 
   def pack(self) -> dict[str, np.ndarray]:
     """Returns the rows as a tree of arrays."""
-    columns = {name: np.asarray(x) for name, x in self.columns.items()}
+    columns = {
+      name: np.asarray(column) for name, column in self.columns.items()
+    }
     return {"keys": self.keys, **columns}
 
   @classmethod
@@ -221,7 +227,7 @@ class RowCopies:
     """Records that a worker requested rows of a table, and that they are
     sent."""
     copies = self._copies[worker][name]
-    copies.insert(keys, lambda new: self._new_columns(name, new))
+    copies.insert(keys, lambda new_keys: self._new_columns(name, new_keys))
     self.record_sent(worker, name, keys)
 
   def record_sent(self, worker: int, name: str, keys: Keys) -> None:

@@ -58,7 +58,7 @@ class TableServer:
     Args:
       tables: the tables, by name.
       rules: the rules of reads.
-      workers: their indices.
+      workers: the indices of the workers.
       codec: the codec of the clients.
       total: number of rows of all shards, over which a budget is shared; None:
         this server has all rows.
@@ -66,10 +66,12 @@ class TableServer:
     self.tables, self.rules, self._total = dict(tables), rules, total
     self.workers = list(workers)
     self._codec = codec
-    self._aggregates = any(t.function.aggregates for t in tables.values())
+    self._aggregates = any(
+      table.function.aggregates for table in tables.values()
+    )
     self.clocks = {
-      name: RangeClocks(workers, 0, _LAST if t.stop is None else t.stop)
-      for name, t in tables.items()
+      name: RangeClocks(workers, 0, _LAST if table.stop is None else table.stop)
+      for name, table in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
     # (clock, worker, values) of messages at clocks that some worker has not
@@ -100,12 +102,12 @@ class TableServer:
   def pull(self, worker: int, keys: Mapping[str, Keys]) -> Rows:
     """Returns requested rows for a worker, and records the worker's copies if
     the rules require it."""
-    out = {}
+    rows = {}
     for name, table_keys in keys.items():
-      out[name] = table_keys, np.asarray(self.tables[name].pull(table_keys))
+      rows[name] = table_keys, np.asarray(self.tables[name].pull(table_keys))
       if self.rules.registers:  # server push needs to know the copies
         self._copies.register(worker, name, table_keys)
-    return Rows(self.slowest, out)
+    return Rows(self.slowest, rows)
 
   # Writing.
 
@@ -137,19 +139,22 @@ class TableServer:
     keys = self.keys_of(push).items()
 
     def peek():
-      return [np.array(self.tables[k].peek(x), float) for k, x in keys]
+      return [
+        np.array(self.tables[name].peek(table_keys), float)
+        for name, table_keys in keys
+      ]
 
-    before, advanced = peek(), self.receive(push)
-    return advanced, sum_of_squares(map(np.subtract, peek(), before))
+    before, clocks_advanced = peek(), self.receive(push)
+    return clocks_advanced, sum_of_squares(map(np.subtract, peek(), before))
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message by table, without changing the cache."""
-    lists, out = self._receivers[push.worker].lists, {}
+    lists, keys = self._receivers[push.worker].lists, {}
     new_lists = _new_keys(push)
     for name, sent in push.tables.items():
       digest = sent.keys.digest
-      out[name] = new_lists[digest] if digest in new_lists else lists[digest]
-    return out
+      keys[name] = new_lists[digest] if digest in new_lists else lists[digest]
+    return keys
 
   def defers(self, push: Push, arrived: Collection[int] = ()) -> bool:
     """Whether a message must wait. It must if another worker may not have read
@@ -161,11 +166,11 @@ class TableServer:
       arrived: workers with a waiting push; they have read their replies.
     """
     # A worker that has pushed since its last reply has read the reply.
-    others = self._reading.keys() - {push.worker, *arrived}
-    for name, keys in self.keys_of(push).items() if others else ():
+    readers = self._reading.keys() - {push.worker, *arrived}
+    for name, keys in self.keys_of(push).items() if readers else ():
       table, values = self.tables[name], push.tables[name].values
       change = _change(table, _decode(self._codec, table, keys, values))
-      for worker in others:
+      for worker in readers:
         copies = self._copies.copies_of(worker)[name]
         is_copied = copies.has(keys)
         old_missing_change = copies.read(keys[is_copied], "lacks")
@@ -188,21 +193,24 @@ class TableServer:
   def _apply_deferred(self, clock: int) -> None:
     """Applies the deferred messages of clocks that all workers have finished,
     in the order of (clock, worker): no bit depends on the order of arrival."""
-    due = [each for each in self._deferred if each[0] <= clock]
-    self._deferred = [each for each in self._deferred if each[0] > clock]
-    due.sort(key=lambda each: each[:2])
+    deferred = self._deferred
+    due_messages = [message for message in deferred if message[0] <= clock]
+    self._deferred = [message for message in deferred if message[0] > clock]
+    due_messages.sort(key=lambda message: message[:2])
     if self._aggregates:  # first add up the messages of a clock
-      for _, group in itertools.groupby(due, key=lambda each: each[0]):
-        sent = [(worker, values) for _, worker, values in group]
+      by_clock = itertools.groupby(due_messages, lambda message: message[0])
+      for _, group in by_clock:
+        clock_messages = [(worker, values) for _, worker, values in group]
         # No function that aggregates is additive: `_apply` ignores the sender.
-        self._apply(sent[0][0], _add_up([values for _, values in sent]))
+        sender = clock_messages[0][0]
+        self._apply(sender, _add_up([values for _, values in clock_messages]))
       return
-    for _, worker, values in due:
+    for _, worker, values in due_messages:
       self._apply(worker, values)
 
   def _values(self, push: Push) -> _Values:
     """Returns the keys and values of a message, decoded and checked."""
-    out = {}
+    checked_values = {}
     try:
       for name, sent in push.tables.items():
         if name not in self.tables:
@@ -211,13 +219,13 @@ class TableServer:
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
         values = _decode(self._codec, table, keys, sent.values)
-        out[name] = table.read_keys(keys), values
+        checked_values[name] = table.read_keys(keys), values
         table.check_values(keys, values)
     except ValueError as error:
       raise ValueError(
         f"message of worker {push.worker}, clock {push.clock}: {error}"
       ) from None
-    return out
+    return checked_values
 
   def _apply(self, worker: int, values: _Values) -> None:
     """Pushes values to the tables, and records the change that the workers'
@@ -228,9 +236,9 @@ class TableServer:
       if not self.rules.registers:
         table.push(keys, row_values)
         continue
-      old = np.array(table.peek(keys))
+      old_rows = np.array(table.peek(keys))
       table.push(keys, row_values)
-      change = np.asarray(table.peek(keys)) - old
+      change = np.asarray(table.peek(keys)) - old_rows
       # If the function adds, the sender has applied its increments to its own
       # copies. It cannot know the change that another function makes.
       sender = worker if table.function.additive else None
@@ -338,7 +346,8 @@ class TableServer:
     rows must be equal, and no message may be deferred."""
     rows = [KeyedRows.unpack(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
-    self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
+    copies = [part["copies"] for part in parts]
+    self._copies.set_range(name, start, stop, copies)
 
   # Checkpoints.
 
@@ -347,9 +356,9 @@ class TableServer:
     return {
       "tables": {name: table.pack() for name, table in self.tables.items()},
       "copies": self._copies.pack(),
-      "cached": [[*x.lists.items()] for x in self._receivers.values()],
+      "cached": [[*cache.lists.items()] for cache in self._receivers.values()],
       "deferred": self._deferred,
-      "clocks": {name: each.pack() for name, each in self.clocks.items()},
+      "clocks": {name: clocks.pack() for name, clocks in self.clocks.items()},
       "workers": self.workers,
       "reading": list(self._reading.items()),
       "version": self.version,
@@ -365,11 +374,12 @@ class TableServer:
     for worker, lists in zip(self.workers, tree["cached"], strict=True):
       self._receivers[worker] = KeyCache(lists)
     self._deferred = [
-      (clock, worker, {name: (k, x) for name, (k, x) in values.items()})
+      (clock, worker, {name: tuple(pair) for name, pair in values.items()})
       for clock, worker, values in tree["deferred"]
     ]
     self.clocks = {
-      name: RangeClocks.unpack(each) for name, each in tree["clocks"].items()
+      name: RangeClocks.unpack(packed)
+      for name, packed in tree["clocks"].items()
     }
     self._reading, self.version = dict(tree["reading"]), tree["version"]
 
@@ -385,8 +395,12 @@ def _change(table: Table, values: Any) -> np.ndarray:
 def _new_keys(push: Push) -> dict[bytes, Keys]:
   """Returns the lists of keys in a message by digest. If several tables share a
   list, only the first of them has it."""
-  sent = [each.keys for each in push.tables.values()]
-  return {each.digest: each.keys for each in sent if each.keys is not None}
+  key_lists = [row_values.keys for row_values in push.tables.values()]
+  return {
+    key_list.digest: key_list.keys
+    for key_list in key_lists
+    if key_list.keys is not None
+  }
 
 
 def _decode(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
@@ -399,9 +413,9 @@ def _decode(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
 def _add_up(messages: list[_Values]) -> _Values:
   """Adds up the values of several messages by key."""
   names = sorted({name for values in messages for name in values})
-  out = {}
+  sums = {}
   for name in names:
     parts = [values[name] for values in messages if name in values]
-    keys, values = (np.concatenate(each) for each in zip(*parts, strict=True))
-    out[name] = keys_lib.add_up(keys, values)
-  return out
+    keys, values = map(np.concatenate, zip(*parts, strict=True))
+    sums[name] = keys_lib.add_up(keys, values)
+  return sums

@@ -71,17 +71,17 @@ class TableSettings(NamedTuple):
     Raises:
       ValueError: if value_bounded cannot bound the effect of held-back updates.
     """
-    holds, function = bool(self.filters or self.codec), self.function
+    holds_back, function = bool(self.filters or self.codec), self.function
     if not self.rules.by_value:
       return self
-    if function.aggregates or (holds and not function.additive):
+    if function.aggregates or (holds_back and not function.additive):
       raise ValueError(
         "value_bounded cannot bound updates that filters, a codec or other"
         " workers hold back if the server has an optimizer, ftrl or proximal,"
         " as their effect is unknown: leave filters, codec and compress out,"
         " or use another consistency"
       )
-    if not holds:
+    if not holds_back:
       return self
     clocks = math.ceil(jobs / self.clock_every)
     return self._replace(rules=self.rules.holding(workers, clocks))
@@ -117,15 +117,17 @@ class TableSettings(NamedTuple):
       values: [n, ...], from `Work.gradient`.
     """
     if self.direct:
-      out = {}
-      for name, each in values.items():
-        nonzero = each.any(tuple(range(1, each.ndim)))
-        out[name] = keys[name][nonzero], each[nonzero]
-      return out
+      written_values = {}
+      for name, rows in values.items():
+        is_nonzero = rows.any(tuple(range(1, rows.ndim)))
+        written_values[name] = keys[name][is_nonzero], rows[is_nonzero]
+      return written_values
     if self.function.additive:  # workers apply the learning rate themselves
       rate = self.rate(clock)
-      values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
-    return {name: (keys[name], each) for name, each in values.items()}
+      values = {
+        name: rows * rows.dtype.type(-rate) for name, rows in values.items()
+      }
+    return {name: (keys[name], rows) for name, rows in values.items()}
 
   def clock_of_message(
     self, done: int, jobs: int, *, link_is_free: bool = True
@@ -135,9 +137,11 @@ class TableSettings(NamedTuple):
     bandwidth do not allow one."""
     clock, jobs_of_clock = divmod(done, self.clock_every)
     # value_bounded bounds unsent updates, so a worker sends after each job.
-    after_each = self.rules.by_value or self.bandwidth < math.inf
-    every = self.push_every or (1 if after_each else self.clock_every)
-    is_due = not jobs_of_clock or (link_is_free and not done % every)
+    sends_each_job = self.rules.by_value or self.bandwidth < math.inf
+    message_every = self.push_every or (
+      1 if sends_each_job else self.clock_every
+    )
+    is_due = not jobs_of_clock or (link_is_free and not done % message_every)
     if not is_due and done < jobs:
       return None
     # The last job completes its clock, even if the clock has fewer jobs.
@@ -162,14 +166,16 @@ def _function_at_server(
 ) -> functions.RowFunction:
   """Returns the function that an option selects; if all options are None, the
   function that adds increments. Raises ValueError if two options are given."""
-  given = {k: value for k, value in options.items() if value is not None}
-  if len(given) > 1:
+  chosen = {
+    name: option for name, option in options.items() if option is not None
+  }
+  if len(chosen) > 1:
     raise ValueError(
-      f"{' and '.join(given)} are both the function at the server: drop one"
+      f"{' and '.join(chosen)} are both the function at the server: drop one"
     )
-  if not given:
+  if not chosen:
     return functions.add()
-  ((name, option),) = given.items()
+  ((name, option),) = chosen.items()
   if name == "proximal":
     if callable(learning_rate):
       raise ValueError(
@@ -273,8 +279,8 @@ def table(
   checks.flag("key_caching", key_caching)
   if push_every is not None:
     checks.whole("push_every", push_every)
-    each = "messages of {} jobs (push_every)"
-    checks.multiple(clock_every, "jobs of a clock", push_every, each)
+    parts = "messages of {} jobs (push_every)"
+    checks.multiple(clock_every, "jobs of a clock", push_every, parts)
   if bandwidth is not None:
     checks.positive("bandwidth", bandwidth)
   if not callable(learning_rate):
@@ -282,8 +288,8 @@ def table(
   if isinstance(filters, str | Mapping):
     filters = (filters,)
   filters = [
-    {"name": each} if isinstance(each, str) else each
-    for each in filters_lib.check(filters)
+    {"name": value} if isinstance(value, str) else value
+    for value in filters_lib.check(filters)
   ]
   model = names.lookup(
     "consistency", consistency, consistency_lib.CONSISTENCIES
@@ -299,8 +305,8 @@ def table(
   if proximal is not None:
     # Rows of `functions.proximal` are (weight, curvature).
     filters = [
-      {"column": 0, "l1": proximal["l1"], **each} if _is_kkt(each) else each
-      for each in filters
+      {"column": 0, "l1": proximal["l1"], **value} if _is_kkt(value) else value
+      for value in filters
     ]
   settings = TableSettings(
     rules,
@@ -328,8 +334,11 @@ def _check_uses(
 ) -> None:
   """Raises ValueError for an option that the server cannot use."""
   rules, function = settings.rules, settings.function
-  early = {"push_every": settings.push_every, "bandwidth": settings.bandwidth}
-  for key, value in early.items():
+  message_options = {
+    "push_every": settings.push_every,
+    "bandwidth": settings.bandwidth,
+  }
+  for key, value in message_options.items():
     is_given = value is not None and value < math.inf
     if is_given and (rules.deferred or rules.by_value or function.aggregates):
       raise ValueError(
@@ -338,14 +347,14 @@ def _check_uses(
         " with these options; leave it out"
       )
   if settings.bandwidth < math.inf and any(
-    each["name"] != "largest_change" for each in filters
+    value["name"] != "largest_change" for value in filters
   ):
     raise ValueError(
       "with a bandwidth the message at the end of a clock has all updates, so"
       " that filters can only order those within a clock: use largest_change"
       " alone, or leave bandwidth out"
     )
-  if any(_is_kkt(each) for each in filters) and function.additive:
+  if any(map(_is_kkt, filters)) and function.additive:
     raise ValueError(
       "the filter kkt is for gradients, but workers push increments: use kkt"
       " with ftrl, proximal or an optimizer"
@@ -372,7 +381,8 @@ def _make_from_options(
   learning_rate: Any,
   **required: Any,
 ) -> Any:
-  """Returns `make` of the options of a config; errors name the option."""
+  """Calls `make` with the options of a config, and returns its result. Errors
+  name the option."""
   if not isinstance(options, Mapping):
     raise ValueError(
       f"{name} must be a dict of options, as dict(l1=0.1), not"
@@ -383,5 +393,5 @@ def _make_from_options(
     return names.call("function", name, make, options)
 
 
-def _is_kkt(value):
+def _is_kkt(value: Mapping[str, Any]) -> bool:
   return value.get("name") == "kkt"

@@ -136,8 +136,11 @@ class TableShard:
       self.server.join(request.worker)
     session.number = request.number
     # The request acknowledges the rows before number `taken`.
-    unread_rows = {n: x for n, x in session.rows.items() if n >= request.taken}
-    session.rows = unread_rows
+    session.rows = {
+      number: data
+      for number, data in session.rows.items()
+      if number >= request.taken
+    }
     if request.kind == PULL:
       self._pull(request)
     elif request.kind == PUSH:
@@ -179,12 +182,13 @@ class TableShard:
       self.server.skip(push)
       session.change = 0.0, 0
       return
-    advanced, session.change = self.server.measure(push)
+    clocks_advanced, session.change = self.server.measure(push)
     session.done = request.done
-    if advanced:
+    if clocks_advanced:
       self._send_changes()
 
   def _send_changes(self) -> None:
+    """Makes the rows that the server sends after its slowest clock advanced."""
     for worker, rows in self.server.at_clock().items():
       self._add_rows(worker, rows)
 
@@ -206,14 +210,14 @@ class TableShard:
     shard keeps these rows until it receives a MOVE."""
     parts: dict[int, dict[str, Any]] = {}
     for name, table in self.server.tables.items():
-      before = table.ranges.cuts
+      old_cuts = table.ranges.cuts
       edges = cuts[name]
-      for other, (low, high) in enumerate(itertools.pairwise(edges)):
-        start, stop = max(low, before[0]), min(high, before[-1])
-        if other != self.index and start < stop:
+      for other_shard, (low, high) in enumerate(itertools.pairwise(edges)):
+        start, stop = max(low, old_cuts[0]), min(high, old_cuts[-1])
+        if other_shard != self.index and start < stop:
           part = self.server.part(name, start, stop)
-          parts.setdefault(other, {})[name] = part
-    return {other: wire.dump(tree) for other, tree in parts.items()}
+          parts.setdefault(other_shard, {})[name] = part
+    return {other_shard: wire.dump(tree) for other_shard, tree in parts.items()}
 
   def _move(self, request: Request) -> None:
     """Takes the ranges of a new division, with the parts of other shards."""
@@ -265,13 +269,16 @@ class TableShard:
     """Returns the shard as a tree of arrays and JSON."""
     return {
       "server": self.server.pack(),
-      "places": [[w, session.pack()] for w, session in self._sessions.items()],
+      "places": [
+        [worker, session.pack()] for worker, session in self._sessions.items()
+      ],
       "division": self._division,
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores the packed state of a shard of the same index and tables."""
     self.server.unpack(tree["server"])
-    packed = tree["places"]
-    self._sessions = {w: _WorkerSession.unpack(each) for w, each in packed}
+    self._sessions = {
+      worker: _WorkerSession.unpack(packed) for worker, packed in tree["places"]
+    }
     self._division = tuple(tree["division"])

@@ -67,7 +67,8 @@ class SimulatedTableWorker:
 
   def pack(self) -> dict[str, Any]:
     """Returns the state as a tree of arrays and JSON."""
-    return {k: x for k, x in vars(self).items() if k != "_stream"}
+    fields = vars(self).items()
+    return {name: value for name, value in fields if name != "_stream"}
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores what another instance has packed. This instance must not have
@@ -115,7 +116,7 @@ class TableRun:
     Args:
       settings: the settings of the run.
       tables: arrays [K, ...] by name.
-      work: computed by the workers.
+      work: the work of the workers.
       durations: the durations of jobs.
       workers: N.
       messages: jobs of the run, a multiple of N.
@@ -179,13 +180,14 @@ class TableRun:
 
   def tables(self) -> dict[str, Any]:
     """Returns all rows [K, ...] of each table."""
-    return {name: t.whole() for name, t in self.server.tables.items()}
+    return {name: table.whole() for name, table in self.server.tables.items()}
 
   @property
   def held(self) -> tuple[int, int]:
     """Counts of rows: (held back by filters for later, dropped by filters)."""
     counts = [client.held for client in self._clients]
-    return sum(c.back for c in counts), sum(c.dropped for c in counts)
+    n_held_back, n_dropped = map(sum, zip(*counts, strict=True))
+    return n_held_back, n_dropped
 
   def records(self, start: int = 0) -> base.Records:
     """Returns the records of the ended jobs, in the order of their ends,
@@ -245,14 +247,14 @@ class TableRun:
   ) -> list[Rows]:
     """Returns the server's rows for a worker's next job, and writes the job's
     start to the trace."""
-    out = [self.server.pull(worker, stale)] if stale else []
+    messages = [self.server.pull(worker, stale)] if stale else []
     if self._settings.rules.by_value:
       rows = self.server.by_value(worker, clock)
-      out += [rows] if rows else []
-    self._workers[worker].down += sum(rows.nbytes for rows in out)
+      messages += [rows] if rows else []
+    self._workers[worker].down += sum(rows.nbytes for rows in messages)
     job = self._next_job(worker)
     self._write(worker, job, base.SEND if stale else base.KEEP)
-    return out
+    return messages
 
   def _start_ticket(
     self, worker: int, keys: Mapping[str, Keys], clock: int, row: int
@@ -262,12 +264,11 @@ class TableRun:
     state, client = self._workers[worker], self._clients[worker]
     values, state.began = client.read(keys), self.rows[row].time
     self.server.has_read(worker)
-    clocks = {name: client.clocks(name, each) for name, each in keys.items()}
+    clocks = {name: client.clocks(name, keys[name]) for name in keys}
     # The empty array makes the concatenation valid for a job without keys.
     row_clocks = np.concatenate([*clocks.values(), np.zeros(0, int)])
-    differentials, counts = np.unique(
-      row_clocks - 1 - clock, return_counts=True
-    )
+    row_differentials = row_clocks - 1 - clock
+    differentials, counts = np.unique(row_differentials, return_counts=True)
     pairs = zip(differentials.tolist(), counts.tolist(), strict=True)
     self.differentials.update(dict(pairs))
     if self._observe is not None:
@@ -295,13 +296,14 @@ class TableRun:
     written = settings.written(clock, keys, gradient)
     client.write(written)
     state.done += 1
-    norm = rms(x for _, x in written.values())
+    norm = rms(updates for _, updates in written.values())
     state.ticket = ticket._replace(loss=loss, norm=norm)
     counts, is_free = (state.done, self._jobs), state.began >= state.link_free
-    after = settings.clock_of_message(*counts, link_is_free=is_free)
-    if after is None:
+    clock_after = settings.clock_of_message(*counts, link_is_free=is_free)
+    if clock_after is None:
       return None
-    push = client.flush(after, everything=settings.sends_everything(*counts))
+    everything = settings.sends_everything(*counts)
+    push = client.flush(clock_after, everything=everything)
     state.up += push.nbytes
     state.link_free = free_after(
       state.link_free, state.began, push.nbytes, settings.bandwidth
@@ -335,15 +337,15 @@ class TableRun:
   def _apply(self, push: Push) -> tuple[float, Mapping[int, Rows]]:
     """Applies a message at the server. Returns the RMS of the change of the
     message's rows, and worker -> rows that the server sends."""
-    advanced, (square, count) = self.server.measure(push)
+    clocks_advanced, (square, count) = self.server.measure(push)
     change, sent = np.sqrt(square / max(count, 1)), {}
-    if advanced:
+    if clocks_advanced:
       sent = self.server.at_clock()
       for other, rows in sent.items():
         self._workers[other].down += rows.nbytes
       # Rebalance when the slowest clock passes a multiple of the interval.
       interval, clock = self._settings.rebalance_every, self.server.slowest
-      if interval and clock // interval > (clock - advanced) // interval:
+      if interval and clock // interval > (clock - clocks_advanced) // interval:
         for table in self.server.tables.values():
           self.moved += len(table.rebalance())
     return change, sent
@@ -382,7 +384,7 @@ class TableRun:
 
 def request_bytes(keys: Mapping[str, Keys]) -> int:
   """Returns the bytes of a request for rows: a header and 8 per key."""
-  return 16 + sum(8 * len(each) for each in keys.values())
+  return 16 + sum(8 * len(table_keys) for table_keys in keys.values())
 
 
 class Simulation(TableRun):
@@ -453,9 +455,7 @@ class Simulation(TableRun):
           mismatch = "the worker is not computing that job"
         else:
           self._end_job(event.worker)
-      elif (
-        state.ticket is not None or event.job != self._next_job(event.worker)
-      ):
+      elif state.ticket or event.job != self._next_job(event.worker):
         mismatch = "it is not the worker's next job"
       elif not self._start_job(event.worker):
         mismatch = "the worker would read rows that are too old"
@@ -473,9 +473,8 @@ class Simulation(TableRun):
       return
     state.waits = not self._start_job(worker)
     if not state.waits:
-      heapq.heappush(
-        self._heap, (self.now + state.draw(), self._event_count, worker)
-      )
+      event = self.now + state.draw(), self._event_count, worker
+      heapq.heappush(self._heap, event)
       self._event_count += 1
 
   def _start_job(self, worker: int) -> bool:

@@ -107,7 +107,9 @@ class Table:
     self.function, self.name = function, name
     self.shape, self.dtype = tuple(shape), dtype  # of a row, of its elements
     # Rows by shard. Other classes read them only.
-    self.shard_rows = [KeyedRows(k, self._new_columns(x)) for k, x in parts]
+    self.shard_rows = [
+      KeyedRows(keys, self._new_columns(values)) for keys, values in parts
+    ]
 
   @classmethod
   def sparse(
@@ -143,8 +145,8 @@ class Table:
     # Leaves of the state become columns, so that they move with their rows.
     leaves, self._structure = jax.tree.flatten(self.function.init(values))
     load = np.zeros(len(values))
-    named = {f"state{i}": leaf for i, leaf in enumerate(leaves)}
-    return {_VALUES: values, _LOAD: load, **named}
+    state_columns = {f"state{i}": leaf for i, leaf in enumerate(leaves)}
+    return {_VALUES: values, _LOAD: load, **state_columns}
 
   def __len__(self) -> int:
     return sum(map(len, self.shard_rows))
@@ -225,18 +227,20 @@ class Table:
     array = values if hasattr(values, "dtype") else np.asarray(values)
     if array.dtype == self.dtype:
       return array
-    cast = None  # complex numbers, times, objects and text are rejected
+    converted = None  # complex numbers, times, objects and text are rejected
     if array.dtype.kind not in "cmMOSU":
       with np.errstate(over="ignore", invalid="ignore"):
         # An overflow becomes infinite, which `check_values` rejects.
-        cast = array.astype(self.dtype)
+        converted = array.astype(self.dtype)
     is_integer = np.dtype(self.dtype).kind in "iu"
-    if cast is None or (is_integer and not np.array_equal(cast, array)):
+    if converted is None or (
+      is_integer and not np.array_equal(converted, array)
+    ):
       raise ValueError(
         f"{self.name}: values of {array.dtype} do not fit into a table of"
         f" {self.dtype}"
       )
-    return cast
+    return converted
 
   def check_values(self, keys: Keys, values: Any) -> None:
     """Raises ValueError for values of another shape or that are not finite."""
@@ -245,13 +249,13 @@ class Table:
         f"{self.name}: values for {len(keys)} keys must have the shape"
         f" {(len(keys), *self.shape)}, not {np.shape(values)}"
       )
-    finite = np.isfinite(np.asarray(values, np.float64))
-    not_finite = ~finite.all(tuple(range(1, finite.ndim)))
-    if not_finite.any():
-      key = int(keys[np.argmax(not_finite)])
+    is_finite = np.isfinite(np.asarray(values, np.float64))
+    is_not_finite = ~is_finite.all(tuple(range(1, is_finite.ndim)))
+    if is_not_finite.any():
+      key = int(keys[np.argmax(is_not_finite)])
       raise ValueError(
         f"{self.name}: the value for key {key} is not finite"
-        f" ({int(not_finite.sum())} of {len(keys)} rows); nothing of the"
+        f" ({int(is_not_finite.sum())} of {len(keys)} rows); nothing of the"
         " message was applied"
       )
 
@@ -263,8 +267,8 @@ class Table:
       self._structure, [rows.columns[name][positions] for name in names]
     )
     current = rows.columns[_VALUES][positions]
-    new, state = self.function.apply(current, state, values)
-    rows.write(keys, _VALUES, new)
+    new_values, state = self.function.apply(current, state, values)
+    rows.write(keys, _VALUES, new_values)
     for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
       rows.write(keys, name, leaf)
 
@@ -275,16 +279,18 @@ class Table:
     with their states. Returns the moves."""
     if self.stop is None:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
-    before = self.ranges
-    after = ranges_lib.by_load(self.load, before.shards, start=self._start)
-    moves = ranges_lib.moves(before, after)
+    old_ranges = self.ranges
+    new_ranges = ranges_lib.by_load(
+      self.load, old_ranges.shards, start=self._start
+    )
+    moves = ranges_lib.moves(old_ranges, new_ranges)
     # Cut all ranges before joining any: a shard may both give and get rows.
     parts = [self.shard_rows[move.source].cut(*move[:2]) for move in moves]
     for move, part in zip(moves, parts, strict=True):
       self.shard_rows[move.target].join(part)
     for rows in self.shard_rows:
       rows.columns[_LOAD][:] = 0
-    self.ranges = after
+    self.ranges = new_ranges
     return moves
 
   @property
@@ -321,9 +327,11 @@ class Table:
   def pack(self) -> dict[str, np.ndarray]:
     """Returns the columns of all shards, and the cuts, as NumPy arrays."""
     parts = [rows.pack() for rows in self.shard_rows]
-    out = {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
-    del out["keys"]
-    return {**out, "cuts": np.array(self.ranges.cuts)}
+    columns = {
+      name: np.concatenate([part[name] for part in parts]) for name in parts[0]
+    }
+    del columns["keys"]
+    return {**columns, "cuts": np.array(self.ranges.cuts)}
 
   def unpack(self, packed: dict[str, np.ndarray]) -> None:
     """Restores the packed state of a table with the same arguments."""

@@ -129,9 +129,11 @@ class Tasks:
     """Records which tasks have finished, and starts those that may start."""
     has_started = True
     while has_started:  # a started task may have finished at once (`at_once`)
-      for number in [n for n, answer in self._running.items() if answer.done()]:
+      for number in [
+        task for task, answer in self._running.items() if answer.done()
+      ]:
         self._ended[number] = self._running.pop(number)
-      ready = [n for n in self._waiting if self._may_start(n)]
+      ready = [task for task in self._waiting if self._may_start(task)]
       for number in ready:
         method, args, _ = self._waiting.pop(number)
         self._running[number] = self._call(method, *args)
@@ -141,9 +143,9 @@ class Tasks:
     """Whether all tasks that a waiting task depends on have finished."""
     *_, after = self._waiting[number]
     # With delay tau, all tasks before number - tau must have finished.
-    first = None if self._delay is None else number - self._delay
+    first_allowed = None if self._delay is None else number - self._delay
     return not any(
-      task in after or (first is not None and task < first)
+      task in after or (first_allowed is not None and task < first_allowed)
       for task in (*self._waiting, *self._running)
     )
 

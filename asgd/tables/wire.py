@@ -40,7 +40,7 @@ def dump(tree: Any) -> bytes:
   """
   arrays: list[np.ndarray] = []
 
-  def plain(node):
+  def store_array(node):
     is_array = isinstance(node, np.ndarray)
     if not is_array and not isinstance(node, bytes):
       raise TypeError(f"{type(node).__name__} cannot be sent")
@@ -48,13 +48,13 @@ def dump(tree: Any) -> bytes:
     arrays.append(np.ascontiguousarray(array))
     return {_ARRAY if is_array else _BYTES: len(arrays) - 1}
 
-  text = json.dumps(tree, separators=_SHORT, default=plain)
-  names = [[_name(x.dtype), x.shape] for x in arrays]
-  head = f"[{text},{json.dumps(names, separators=_SHORT)}]".encode()
+  text = json.dumps(tree, separators=_SHORT, default=store_array)
+  names_and_shapes = [[_name(array.dtype), array.shape] for array in arrays]
+  head = f"[{text},{json.dumps(names_and_shapes, separators=_SHORT)}]".encode()
   head += b" " * _padding(_ALIGN + len(head))
   parts = [len(head).to_bytes(_ALIGN, "little"), head]
-  for x in arrays:
-    parts += [x.tobytes(), b"\0" * _padding(x.nbytes)]
+  for array in arrays:
+    parts += [array.tobytes(), b"\0" * _padding(array.nbytes)]
   return b"".join(parts)
 
 
@@ -63,14 +63,14 @@ def load(data: bytes) -> Any:
   size = int.from_bytes(data[:_ALIGN], "little")
   offset = _ALIGN + size
   head = data[_ALIGN:offset]
-  tree, like = json.loads(head)
+  tree, names_and_shapes = json.loads(head)
   arrays = []
   # Copies, as arrays on the buffer would be read-only and keep it alive.
-  for name, shape in like:
+  for name, shape in names_and_shapes:
     arrays.append(np.ndarray(shape, np.dtype(name), data, offset).copy())
     offset += arrays[-1].nbytes + _padding(arrays[-1].nbytes)
 
-  def restored(node):
+  def restore_array(node):
     if len(node) != 1:
       return node
     ((name, value),) = node.items()
@@ -79,4 +79,4 @@ def load(data: bytes) -> Any:
     return arrays[value].tobytes() if name == _BYTES else node
 
   # The first parse gave the shapes of the arrays; this one inserts them.
-  return json.loads(head, object_hook=restored)[0] if arrays else tree
+  return json.loads(head, object_hook=restore_array)[0] if arrays else tree

@@ -48,13 +48,14 @@ def _read(
   """Returns the values of rows, the counts of rows by clock differential, and
   the age of the oldest row in clocks."""
   values = {
-    name: np.empty((len(each), *spec.shape), spec.dtype)
-    for name, each in keys.items()
-    for spec in [division.specs[name]]
+    name: np.empty(
+      (len(table_keys), *division.specs[name].shape), division.specs[name].dtype
+    )
+    for name, table_keys in keys.items()
   }
   ages_by_part = [np.zeros(0, np.int64)]
   for client, part in zip(clients, parts, strict=True):
-    part_keys = {name: each for name, (_, each) in part.items()}
+    part_keys = {name: table_keys for name, (_, table_keys) in part.items()}
     for name, rows in client.read(part_keys).items():
       values[name][part[name][0]] = rows
       ages_by_part.append(clock - client.clocks(name, part_keys[name]))
@@ -91,11 +92,11 @@ class TableWorker:
     """Starts without rows.
 
     Args:
-      worker: its index.
+      worker: the index of the worker.
       incarnation: the incarnation of the worker, counted from 0.
       settings: the settings of the run.
-      division: the division of its tables.
-      work: computed by the worker.
+      division: the division of the tables.
+      work: the work of the worker.
       workers: N.
       jobs: the number of jobs of this worker.
       seed: the seed of filters and codecs.
@@ -198,10 +199,10 @@ class TableWorker:
   def must_rest(self) -> bool:
     """Whether the worker waits for the next division of the tables."""
     settings, division = self._settings, self._division
-    every = settings.rebalance_every * settings.clock_every
-    if not every or division.shards == 1 or self.next_job is None:
+    jobs_between = settings.rebalance_every * settings.clock_every
+    if not jobs_between or division.shards == 1 or self.next_job is None:
       return False
-    return self.done >= (division.version + 1) * every
+    return self.done >= (division.version + 1) * jobs_between
 
   def divide(self, cuts: Cuts) -> None:
     """Takes the next division. First takes all rows that shards have sent,
@@ -209,9 +210,9 @@ class TableWorker:
     """
     for shard in range(self._division.shards):
       self.take(shard, self.sessions.available(shard))
-    before, self._division = self._division, self._division.next(cuts)
-    for name, after in self._division.ranges.items():
-      moves = ranges_lib.moves(before.ranges[name], after)
+    old_division, self._division = self._division, self._division.next(cuts)
+    for name, new_ranges in self._division.ranges.items():
+      moves = ranges_lib.moves(old_division.ranges[name], new_ranges)
       # Cut all ranges before joining any: a shard may both give and get rows.
       parts = [self._clients[move.source].cut(name, *move[:2])
         for move in moves]
@@ -254,13 +255,15 @@ class TableWorker:
     for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
-    began = on_start(base.SEND if asks else base.KEEP)
+    start_time = on_start(base.SEND if asks else base.KEEP)
 
     # [1] With server push, wait until all shards have the needed clock.
     late_shards = []
     if settings.rules.by_clock:
-      need = settings.rules.need(clock)
-      late_shards = [shard for shard in asks if self._clocks[shard] < need]
+      required_clock = settings.rules.need(clock)
+      late_shards = [
+        shard for shard in asks if self._clocks[shard] < required_clock
+      ]
     if late_shards:
       # A pull without keys is answered when the clock has advanced. The server
       # push of that clock has the changed rows, which need no pull.
@@ -294,7 +297,7 @@ class TableWorker:
     )
 
     # [4] If the job ends a clock, push the updates of the clock to all shards.
-    pushes = self._flush(began)
+    pushes = self._flush(start_time)
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
     # The bytes of a push are counted for the job that ends the clock.
@@ -306,20 +309,22 @@ class TableWorker:
     if asks:
       yield from self._push(pushes, asks, on_done, on_send)
 
-  def _flush(self, began: float) -> list[Push]:
+  def _flush(self, start_time: float) -> list[Push]:
     """Returns a push for each shard after a job that began at a time; [] if the
     worker sends no message then."""
     settings, counts = self._settings, (self.done, self.jobs)
     clock = settings.clock_of_message(
-      *counts, link_is_free=began >= self._link_free
+      *counts, link_is_free=start_time >= self._link_free
     )
     if clock is None:
       return []
     everything = settings.sends_everything(*counts)
-    pushes = [x.flush(clock, everything=everything) for x in self._clients]
+    pushes = [
+      client.flush(clock, everything=everything) for client in self._clients
+    ]
     nbytes = sum(push.nbytes for push in pushes)
     self._link_free = free_after(
-      self._link_free, began, nbytes, settings.bandwidth
+      self._link_free, start_time, nbytes, settings.bandwidth
     )
     return pushes
 
@@ -348,13 +353,14 @@ class TableWorker:
     the push; the last one has the size of the change."""
     for shard in shards:
       self.take(shard, self.sessions.replies[shard].upto, behind=True)
-    *before, last = records
+    *earlier_records, last_record = records
     change = self.sessions.change()
-    last = last._replace(update=self._version, update_norm=change)
-    return [*before, _with_bytes(last, *self.sessions.count())]
+    last_record = last_record._replace(update=self._version, update_norm=change)
+    return [*earlier_records, _with_bytes(last_record, *self.sessions.count())]
 
   @property
-  def _version(self):
+  def _version(self) -> int:
+    """Messages that shard 0 has applied, as of its last reply."""
     return self.sessions.replies[0].version
 
   def _stale(
@@ -363,7 +369,7 @@ class TableWorker:
     """Returns shard -> keys to pull; a shard without such keys is left out."""
     asks = {}
     for shard, part in enumerate(parts):
-      keys = {name: each for name, (_, each) in part.items()}
+      keys = {name: table_keys for name, (_, table_keys) in part.items()}
       if stale := self._clients[shard].stale(keys, clock):
         asks[shard] = stale
     return asks
@@ -373,7 +379,9 @@ class TableWorker:
   ) -> float:
     """Writes updates to the clients. Returns the RMS of the gradient."""
     written = self._settings.written(clock, keys, gradient)
-    parts = self._division.split({k: x for k, (x, _) in written.items()})
+    parts = self._division.split(
+      {name: table_keys for name, (table_keys, _) in written.items()}
+    )
     for client, part in zip(self._clients, parts, strict=True):
       client.write(
         {
@@ -386,7 +394,8 @@ class TableWorker:
   def held_counts(self) -> tuple[int, int]:
     """Returns counts of rows: (held back by filters, dropped by filters)."""
     counts = [client.held for client in self._clients]
-    return sum(c.back for c in counts), sum(c.dropped for c in counts)
+    n_held_back, n_dropped = map(sum, zip(*counts, strict=True))
+    return n_held_back, n_dropped
 
   # Images, between two jobs of different clocks.
 
@@ -400,7 +409,7 @@ class TableWorker:
       "link_free": self._link_free,
       "division": [
         self._division.version,
-        {name: each.cuts for name, each in self._division.ranges.items()},
+        {name: ranges.cuts for name, ranges in self._division.ranges.items()},
       ],
     }
 
