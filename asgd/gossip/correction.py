@@ -9,7 +9,7 @@ import optax
 from asgd import base
 
 
-class Before(NamedTuple):
+class PreviousStep(NamedTuple):
   """State of `correct_variance`."""
 
   params: base.Params  # x_{k-1}
@@ -44,16 +44,18 @@ def correct_variance() -> base.Transform:
 
   def init(params):
     zeros = optax.tree.zeros_like(params)
-    return Before(zeros, zeros, jnp.zeros([], bool))
+    return PreviousStep(zeros, zeros, jnp.zeros([], bool))
 
   def update(updates, state, params=None, **extra):
     del extra
 
     # The first step has no predecessor to correct for.
-    def corrected(u, x, before_u, before_x):
-      return jnp.where(state.started, u - before_u + (x - before_x), u)
+    def add_change(u, x, previous_u, previous_x):
+      return jnp.where(state.started, u - previous_u + (x - previous_x), u)
 
-    out = jax.tree.map(corrected, updates, params, state.update, state.params)
-    return out, Before(params, updates, jnp.ones([], bool))
+    new_updates = jax.tree.map(
+      add_change, updates, params, state.update, state.params
+    )
+    return new_updates, PreviousStep(params, updates, jnp.ones([], bool))
 
   return optax.GradientTransformationExtraArgs(init, update)

@@ -27,15 +27,15 @@ def draw(topology: Topology, *, size: float = 2.4) -> Any:
     axes = figure.add_subplot(1, rounds, k + 1)
     links, weights = topology.links[k], topology.matrices[k]
     for receiver, sender in np.argwhere(links):
-      both = links[sender, receiver]
-      if both and sender < receiver:  # one line for both directions
+      is_two_way = links[sender, receiver]
+      if is_two_way and sender < receiver:  # one line for both directions
         continue
       axes.annotate(
         "",
         (x[receiver], y[receiver]),
         (x[sender], y[sender]),
         arrowprops={
-          "arrowstyle": "-" if both else "-|>",
+          "arrowstyle": "-" if is_two_way else "-|>",
           "color": "0.35",
           "linewidth": 0.4 + 2 * weights[receiver, sender],
           "shrinkA": 6,

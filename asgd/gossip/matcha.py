@@ -1,9 +1,9 @@
 """MATCHA: in each round some matchings of a graph, drawn for a budget.
 
-A matching is a set of links in which a peer has at most one, so its messages
-travel at the same time. The budget is the part of all matchings that a round
-activates on average. Links without which the graph would average slowly are
-activated more often.
+A matching is a set of links of which each peer has at most one, so all messages
+of a matching travel at the same time. The budget is the part of all matchings
+that a round activates on average. Links without which the graph would average
+slowly are activated more often.
 
 Index letters in shape comments:
   n  peers
@@ -27,8 +27,9 @@ Colours = npt.NDArray[np.int_]  # [n, n], the matching of a link; -1: no link
 def matchings(links: Links) -> Colours:
   """Divides the links of an undirected graph into matchings.
 
-  A link joins the first matching in which both of its peers are alone. So there
-  are fewer than 2 d, where d is the largest number of neighbours.
+  A link joins the first matching in which neither of its peers has a link. So
+  there are fewer than 2 d matchings, where d is the largest number of
+  neighbours.
 
   Example:
     >>> from asgd.gossip import topologies
@@ -37,8 +38,9 @@ def matchings(links: Links) -> Colours:
   """
   colours = np.full(links.shape, -1)
   for i, j in np.argwhere(np.triu(links)):
-    taken = {*colours[i].tolist(), *colours[j].tolist()}
-    colour = next(c for c in range(len(taken)) if c not in taken)
+    taken_colours = {*colours[i].tolist(), *colours[j].tolist()}
+    candidates = range(len(taken_colours))
+    colour = next(c for c in candidates if c not in taken_colours)
     colours[i, j] = colours[j, i] = colour
   return colours
 
@@ -60,23 +62,23 @@ def probabilities(
   lambda_2 is concave, and has the derivative u' L_j u for its eigenvector u.
   The projected ascent begins with equal probabilities.
   """
-  count = int(colours.max()) + 1
-  best = chances = np.full(count, budget)
-  most = -1.0
+  n_matchings = int(colours.max()) + 1
+  best_chances = chances = np.full(n_matchings, budget)
+  best_value = -1.0
   for step in range(_STEPS):
     values, vectors = np.linalg.eigh(laplacian(colours, chances))
-    if values[1] > most + _LEAST:
-      most, best = values[1], chances
+    if values[1] > best_value + _LEAST:
+      best_value, best_chances = values[1], chances
     u = vectors[:, 1]
     squares = (u[:, None] - u[None]) ** 2 / 2  # a link is in both triangles
-    slopes = np.array([squares[colours == j].sum() for j in range(count)])
-    size = np.linalg.norm(slopes - slopes.mean())
-    if size < _LEAST:
+    slopes = np.array([squares[colours == j].sum() for j in range(n_matchings)])
+    slope_norm = np.linalg.norm(slopes - slopes.mean())
+    if slope_norm < _LEAST:
       break
     chances = _project(
-      chances + slopes / size / np.sqrt(step + 1.0), budget * count
+      chances + slopes / slope_norm / np.sqrt(step + 1.0), budget * n_matchings
     )
-  return best
+  return best_chances
 
 
 def _project(values: npt.NDArray[np.float64], total: float) -> Any:
@@ -95,7 +97,7 @@ def contraction(
   colours: Colours, chances: npt.NDArray[np.float64], alpha: float
 ) -> float:
   """Returns || E[W' W] - J ||_2, the part of the squared distance to the mean
-  that is left after a round.
+  that remains after a round.
 
     E[W' W] = I - 2 alpha L + alpha^2 (L^2 + 2 V)
     L = sum_j p_j L_j,   V = sum_j p_j (1 - p_j) L_j
@@ -115,14 +117,14 @@ def consensus_step(
   number of neighbours."""
   from scipy import optimize  # only here: other topologies need no SciPy
 
-  most = 1 / int((colours >= 0).sum(1).max())
-  found = optimize.minimize_scalar(
+  max_alpha = 1 / int((colours >= 0).sum(1).max())
+  minimum = optimize.minimize_scalar(
     lambda alpha: contraction(colours, chances, alpha),
-    bounds=(0.0, most),
+    bounds=(0.0, max_alpha),
     method="bounded",
     options={"xatol": 1e-9},
   )
-  return float(found.x)
+  return float(minimum.x)
 
 
 def draw(
@@ -136,8 +138,8 @@ def draw(
   its part of the rounds, and in one at least."""
   rng = np.random.default_rng((seed, len(colours), rounds))
   counts = np.maximum(np.rint(chances * rounds), 1)
-  active = np.stack([rng.permutation(rounds) < c for c in counts], axis=1)
+  is_active = np.stack([rng.permutation(rounds) < c for c in counts], axis=1)
   eye = np.eye(len(colours))
   return np.stack(
-    [eye - alpha * laplacian(colours, row.astype(float)) for row in active]
+    [eye - alpha * laplacian(colours, row.astype(float)) for row in is_active]
   )

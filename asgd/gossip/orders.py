@@ -360,7 +360,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   waiting: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
   ready: list[tuple[float, int]] = []  # (time, index) of first rows
 
-  def offer(index: int) -> None:
+  def queue_first_row(index: int) -> None:
     if not queues[index]:
       return
     event = queues[index][0]
@@ -372,7 +372,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
 
   rows: list[Event] = []
   for index in range(len(queues)):
-    offer(index)
+    queue_first_row(index)
   time = 0.0
   while ready:
     _, index = heapq.heappop(ready)
@@ -382,16 +382,22 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     if event.action in trace_lib.PUTS:
       merged_puts.add(event.key)
       for waiting_index in waiting.pop(event.key, ()):
-        offer(waiting_index)
-    offer(index)
-  heads = [queue[0] for queue in queues if queue]
-  if heads:
-    later = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
+        queue_first_row(waiting_index)
+    queue_first_row(index)
+  blocked_rows = [queue[0] for queue in queues if queue]
+  if blocked_rows:
+    later_puts = {
+      e.key for q in queues for e in q if e.action in trace_lib.PUTS
+    }
     # Report a take of a message that no trace puts: other takes wait for puts
     # behind this take. If all messages are put, the takes wait in a circle;
     # then report the first take.
-    lacks = [event for event in heads if (event.job, event.seq) not in later]
-    event = (lacks or heads)[0]
+    unput_takes = [
+      event
+      for event in blocked_rows
+      if (event.job, event.seq) not in later_puts
+    ]
+    event = (unput_takes or blocked_rows)[0]
     raise ValueError(
       "the traces of peers do not belong together: peer"
       f" {event.worker} takes message {event.seq} of peer {event.job}, which"

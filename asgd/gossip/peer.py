@@ -243,13 +243,15 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
 
   def receive(state, job, message):
     # The server measures staleness in its own updates, and there are none
-    # during a job. A version of the ticket that is `since` updates back makes
-    # it report the mixes instead.
-    since = state.mixes - job.mixes
-    ticket = job.ticket._replace(version=state.server.version - since)
-    after, report = server.receive(state.server, ticket, message)
-    after = after._replace(params=rule.step(state, after.params))
-    return state._replace(server=after), report
+    # during a job. Make it report the mixes instead: move the ticket's version
+    # back by their number.
+    mixes_during_job = state.mixes - job.mixes
+    ticket = job.ticket._replace(
+      version=state.server.version - mixes_during_job
+    )
+    new_state, report = server.receive(state.server, ticket, message)
+    new_state = new_state._replace(params=rule.step(state, new_state.params))
+    return state._replace(server=new_state), report
 
   def mix(state, codes, weights, slots):
     state = rule.mix(state, codes, weights, slots)

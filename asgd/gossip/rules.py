@@ -34,17 +34,17 @@ def add_weighted(
   return total
 
 
-def encoded(codec: Any, tree: Any, key: jax.Array) -> tuple[Any, Any]:
+def encode_message(codec: Any, tree: Any, key: jax.Array) -> tuple[Any, Any]:
   """Returns (code of a message, message as receivers decode it); without a
   codec both are the message."""
   if codec is None:
     return tree, tree
-  # Messages are models, not sums: a codec leaves nothing for later ones.
+  # Messages are models, not sums: a codec leaves nothing for later messages.
   code, _ = codec.encode(codec.init(tree), tree, key)
   return code, codec.decode(code)
 
 
-def decoded(codec: Any, codes: Sequence[Any]) -> Sequence[Any]:
+def decode_messages(codec: Any, codes: Sequence[Any]) -> Sequence[Any]:
   """Returns the messages of some codes."""
   return codes if codec is None else [codec.decode(code) for code in codes]
 
@@ -75,7 +75,7 @@ def average(codec: Any = None) -> Rule:
 
   def put(state, keep, key):
     del keep
-    code, own_message = encoded(codec, state.server.params, key)
+    code, own_message = encode_message(codec, state.server.params, key)
     return state._replace(own=own_message), code
 
   def mix(state, codes, weights, slots):
@@ -83,26 +83,26 @@ def average(codec: Any = None) -> Rule:
     own_message = state.own
     # Differences to the peer's own message, not to its present parameters: a
     # gradient applied since then must not be averaged away.
-    messages = decoded(codec, codes)
+    messages = decode_messages(codec, codes)
     differences = [optax.tree.sub(m, own_message) for m in messages]
     params = add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
 
-  plain = codec is None
+  has_no_codec = codec is None
   return Rule(
     *(lambda params, slots: params, put, mix),
-    refers=plain,
-    coded=average if plain else None,
+    refers=has_no_codec,
+    coded=average if has_no_codec else None,
   )
 
 
 def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
   """Scales an own update for `push_sum`: u of x = w z is the update u / w of
   z."""
-  before = base.weights_of(state.server.params)
+  old_weights = base.weights_of(state.server.params)
   scaled = jax.tree.map(
     lambda a, b: b + (a - b) / state.own.astype(b.dtype),
-    *(base.weights_of(params), before),
+    *(base.weights_of(params), old_weights),
   )
   # With weight 1 the parameters are taken as they are, without rounding.
   weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
@@ -110,16 +110,17 @@ def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
 
 
 def _keep_rest(
-  state: PeerState, sent: base.Params, mass: jax.Array
+  state: PeerState, sent_params: base.Params, mass: jax.Array
 ) -> PeerState:
-  """Adds to z, of which a peer keeps `mass`, what receivers of z^ lack."""
+  """Adds to z what the receivers of the decoded z^ lack. `mass` is the mass that
+  the peer keeps."""
   # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
-  given = jnp.where(mass > 0, state.own / mass - 1, 0)
+  given_share = jnp.where(mass > 0, state.own / mass - 1, 0)
 
   def add(z: jax.Array, received: jax.Array) -> jax.Array:
-    return z + given.astype(z.dtype) * (z - received)
+    return z + given_share.astype(z.dtype) * (z - received)
 
-  return with_params(state, jax.tree.map(add, state.server.params, sent))
+  return with_params(state, jax.tree.map(add, state.server.params, sent_params))
 
 
 def push_sum(codec: Any = None) -> Rule:
@@ -155,17 +156,17 @@ def push_sum(codec: Any = None) -> Rule:
     return jnp.ones([], leaf.dtype)
 
   def put(state, keep, key):
-    code, sent = encoded(codec, state.server.params, key)
+    code, sent_params = encode_message(codec, state.server.params, key)
     message, mass = (code, state.own), keep.astype(state.own.dtype) * state.own
     if codec is not None:
-      state = _keep_rest(state, sent, mass)
+      state = _keep_rest(state, sent_params, mass)
     return state._replace(own=mass), message
 
   def mix(state, codes, weights, slots):
     del slots
     # The received masses, and the peer's new mass.
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
-    messages = decoded(codec, [code[0] for code in codes])
+    messages = decode_messages(codec, [code[0] for code in codes])
     total = state.own
     for part in parts:
       total = total + part.astype(total.dtype)
@@ -180,19 +181,19 @@ def push_sum(codec: Any = None) -> Rule:
   def lend(state, slot):
     del slot
     # The newcomer's mass is taken from its lenders: the total stays the same.
-    half = state.own / 2
-    return state._replace(own=half), half
+    half_mass = state.own / 2
+    return state._replace(own=half_mass), half_mass
 
   def adopt(state, params, loan, slot, first):
     del slot
-    before = jnp.where(first, 0, state.own)  # a newcomer has no mass
-    total = before + loan
+    old_mass = jnp.where(first, 0, state.own)  # a newcomer has no mass
+    total = old_mass + loan
 
     def mean(z, lent):
-      return (before * z + loan * lent) / total.astype(z.dtype)
+      return (old_mass * z + loan * lent) / total.astype(z.dtype)
 
-    mixed = jax.tree.map(mean, state.server.params, params)
-    return with_params(state, mixed)._replace(own=total)
+    new_params = jax.tree.map(mean, state.server.params, params)
+    return with_params(state, new_params)._replace(own=total)
 
   return Rule(
     init,
@@ -253,18 +254,22 @@ def choco(codec: Any, gamma: float) -> Rule:
     del keep
     rule_state = state.own
     # x - its public copy: what the neighbours do not know yet.
-    missing = optax.tree.sub(state.server.params, rule_state.public)
-    code, inner = codec.encode(rule_state.codec, missing, key)
+    difference = optax.tree.sub(state.server.params, rule_state.public)
+    code, codec_state = codec.encode(rule_state.codec, difference, key)
     # The sender updates its public parameters exactly as its neighbours will.
     public = optax.tree.add(rule_state.public, codec.decode(code))
-    return state._replace(own=Choco(inner, public, rule_state.copies)), code
+    return state._replace(
+      own=Choco(codec_state, public, rule_state.copies)
+    ), code
 
   def mix(state, codes, weights, slots):
     rule_state, copies, differences = state.own, state.own.copies, []
     for k, code in enumerate(codes):
-      sent = codec.decode(code)
+      decoded_difference = codec.decode(code)
       copies = jax.tree.map(
-        lambda c, q, slot=slots[k]: c.at[slot].add(q), copies, sent
+        lambda c, q, slot=slots[k]: c.at[slot].add(q),
+        copies,
+        decoded_difference,
       )
       differences.append(
         jax.tree.map(
@@ -288,8 +293,8 @@ def choco(codec: Any, gamma: float) -> Rule:
     return with_params(state, params)._replace(own=rule_state)
 
   def residual(state):
-    missing = optax.tree.sub(state.server.params, state.own.public)
-    return rms(base.weights_of(missing))
+    difference = optax.tree.sub(state.server.params, state.own.public)
+    return rms(base.weights_of(difference))
 
   return Rule(
     *(init, put, mix),
@@ -330,9 +335,9 @@ def proved_gamma(topology: Topology, delta: float) -> float:
   if not 0 < delta <= 1:
     raise ValueError(f"delta must be in (0, 1], not {checks.shown(delta)}")
   rho = 1 - second_eigenvalue(topology)
-  square = (1 - smallest_eigenvalue(topology)) ** 2
-  rest = 4 * square + 2 * rho * square - 8 * rho * delta
-  return rho**2 * delta / (16 * rho + rho**2 + rest)
+  beta_square = (1 - smallest_eigenvalue(topology)) ** 2
+  other_terms = 4 * beta_square + 2 * rho * beta_square - 8 * rho * delta
+  return rho**2 * delta / (16 * rho + rho**2 + other_terms)
 
 
 class Pending(NamedTuple):
@@ -342,7 +347,7 @@ class Pending(NamedTuple):
   update: optax.Updates  # like parameters, not yet put
 
 
-def _hold(algorithm: base.Algorithm) -> base.Algorithm:
+def _store_updates(algorithm: base.Algorithm) -> base.Algorithm:
   """Makes an algorithm store its updates, for `share` to put them."""
 
   def init(params):
@@ -393,19 +398,19 @@ def share(codec: Any) -> Rule:
 
   def put(state, keep, key):
     pending = state.server.opt_state
-    code, inner = codec.encode(state.own.codec, pending.update, key)
+    code, codec_state = codec.encode(state.own.codec, pending.update, key)
     # The peer applies its own code, not its exact update, as all others do.
     total = add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )
     zeros = optax.tree.zeros_like(pending.update)
     server = state.server._replace(opt_state=pending._replace(update=zeros))
-    return state._replace(server=server, own=Share(inner, total)), code
+    return state._replace(server=server, own=Share(codec_state, total)), code
 
   def mix(state, codes, weights, slots):
     del slots
-    sent = [codec.decode(code) for code in codes]
-    total = add_weighted(state.own.total, sent, weights)
+    updates = [codec.decode(code) for code in codes]
+    total = add_weighted(state.own.total, updates, weights)
     params = optax.tree.add(state.server.params, total)
     zeros = optax.tree.zeros_like(total)
     return with_params(state, params)._replace(
@@ -415,4 +420,4 @@ def share(codec: Any) -> Rule:
   def residual(state):
     return compression.residual_norm(state.own.codec)
 
-  return Rule(init, put, mix, wrap=_hold, residual=residual)
+  return Rule(init, put, mix, wrap=_store_updates, residual=residual)

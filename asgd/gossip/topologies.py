@@ -48,7 +48,7 @@ from asgd.gossip.topology import two_colours as two_colours
 from asgd.gossip.user_topologies import graph as graph
 from asgd.gossip.user_topologies import matrix as matrix
 
-_MOST = 1024  # peers; a matrix is dense
+_MOST_PEERS = 1024  # peers; a matrix is dense
 
 
 def _circulant(workers: int, hops: Sequence[int]) -> Links:
@@ -267,8 +267,8 @@ def erdos_renyi(
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
   for _ in range(100):
     # Each pair of peers is drawn once, above the diagonal.
-    half = np.triu(rng.random((workers, workers)) < probability, 1)
-    links = half | half.T
+    upper_half = np.triu(rng.random((workers, workers)) < probability, 1)
+    links = upper_half | upper_half.T
     if reaches(links):
       return of_matrices("erdos_renyi", of_links(links, weights))
   raise ValueError(
@@ -316,16 +316,16 @@ def random_digraph(
       1 for two peers.
     seed: the seed of the draw.
   """
-  most = max(workers - 1, 1)
-  degree = min(2, most) if degree is None else degree
-  most = checks.whole("degree", degree, 1, most)
+  max_degree = max(workers - 1, 1)
+  degree = min(2, max_degree) if degree is None else degree
+  max_degree = checks.whole("degree", degree, 1, max_degree)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
   links = _circulant(workers, [1])  # a ring keeps the graph connected
   for sender in range(workers):
     receivers = np.setdiff1d(
       np.arange(workers), [sender, (sender + 1) % workers]
     )
-    count = min(int(rng.integers(most)), len(receivers))
+    count = min(int(rng.integers(max_degree)), len(receivers))
     links[rng.choice(receivers, count, replace=False), sender] = True
   return of_matrices("random_digraph", of_links(links, "uniform"))
 
@@ -428,8 +428,8 @@ def build(
       "gossip needs at least 2 peers, but there is 1 worker: use 2 or more, or"
       " a recipe with a server"
     )
-  if workers > _MOST:
-    raise ValueError(f"gossip takes at most {_MOST} peers, not {workers}")
+  if workers > _MOST_PEERS:
+    raise ValueError(f"gossip takes at most {_MOST_PEERS} peers, not {workers}")
   if isinstance(topology, str):
     topology = {"name": topology}
   if isinstance(topology, Mapping):

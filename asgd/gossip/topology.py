@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from asgd import checks
 
-_ALIKE = 1e-9  # tolerance for a modulus of an eigenvalue to equal 1
-_SUM = 1e-6  # tolerance for a row or column to sum to 1
+_MODULUS_TOLERANCE = 1e-9  # tolerance for a modulus of an eigenvalue to equal 1
+_SUM_TOLERANCE = 1e-6  # tolerance for a row or column to sum to 1
 WEIGHTS = "metropolis", "uniform"
 
 Matrix = npt.NDArray[np.float64]
@@ -40,9 +40,9 @@ class Topology:
   @functools.cached_property
   def first_rounds(self) -> list[int]:
     """By round, the first round with the same matrix."""
-    first: dict[bytes, int] = {}
+    first_round: dict[bytes, int] = {}
     matrices = (matrix.tobytes() for matrix in self.matrices)
-    return [first.setdefault(m, k) for k, m in enumerate(matrices)]
+    return [first_round.setdefault(m, k) for k, m in enumerate(matrices)]
 
   @functools.cached_property
   def links(self) -> npt.NDArray[np.bool_]:
@@ -88,7 +88,7 @@ class Topology:
   def symmetric(self) -> bool:
     """Whether all links have both directions, with equal weights."""
     return np.allclose(
-      self.matrices, self.matrices.transpose(0, 2, 1), 0, _SUM
+      self.matrices, self.matrices.transpose(0, 2, 1), 0, _SUM_TOLERANCE
     )
 
 
@@ -129,21 +129,21 @@ def of_links(links: Links, weights: str | None = None) -> Matrix:
   return matrix + np.diag(1 - matrix.sum(0))
 
 
-def _reached(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
+def _reached_peers(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
   """Returns bool[n], the peers that messages from `start` reach over others."""
-  reached = np.zeros(len(links), bool)
-  reached[start] = True
+  is_reached = np.zeros(len(links), bool)
+  is_reached[start] = True
   while True:
     # Add the receivers of all peers that are reached.
-    more = reached | links[:, reached].any(1)
-    if (more == reached).all():
-      return reached
-    reached = more
+    is_reached_next = is_reached | links[:, is_reached].any(1)
+    if (is_reached_next == is_reached).all():
+      return is_reached
+    is_reached = is_reached_next
 
 
 def reaches(links: Links) -> bool:
   """Whether messages of every peer reach every other one over links."""
-  return bool(_reached(links).all() and _reached(links.T).all())
+  return bool(_reached_peers(links).all() and _reached_peers(links.T).all())
 
 
 def check_connected(topology: Topology) -> None:
@@ -154,13 +154,13 @@ def check_connected(topology: Topology) -> None:
     (links, "from peer 0 to peer {}"),
     (links.T, "from peer {} to peer 0"),
   ):
-    reached = _reached(direction)
-    if not reached.all():
-      peer = int(np.argmin(reached))
+    is_reached = _reached_peers(direction)
+    if not is_reached.all():
+      peer = int(np.argmin(is_reached))
       raise ValueError(
         f"the topology {name!r} is not connected: no path of links leads"
-        f" {path.format(peer)}; add links between {int(reached.sum())} of the"
-        f" peers and the other {int((~reached).sum())}"
+        f" {path.format(peer)}; add links between {int(is_reached.sum())} of"
+        f" the peers and the other {int((~is_reached).sum())}"
       )
 
 
@@ -174,10 +174,10 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
   kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
   for kind, axis in kinds:
     sums = _sums(topology.matrices, axis)
-    wrong = np.argwhere(~_one(sums))
-    if not len(wrong):
+    wrong_sums = np.argwhere(~_are_one(sums))
+    if not len(wrong_sums):
       continue
-    round_, peer = wrong[0]
+    round_, peer = wrong_sums[0]
     remedy = _remedy(topology.matrices, axis)
     if topology.name != "matrix":
       remedy = "use weights='metropolis', or sgp, which needs columns alone"
@@ -191,14 +191,14 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
     )
 
 
-def _sums(matrices, axis):
+def _sums(matrices: Any, axis: int) -> Any:
   # A user's weights may overflow: the caller reports the sum.
   with np.errstate(over="ignore", invalid="ignore"):
     return matrices.sum(axis)
 
 
-def _one(sums):
-  return np.abs(sums - 1) <= _SUM  # False for NaN
+def _are_one(sums: Any) -> Any:
+  return np.abs(sums - 1) <= _SUM_TOLERANCE  # False for NaN
 
 
 def _remedy(matrices: Any, axis: int) -> str:
@@ -210,8 +210,8 @@ def _remedy(matrices: Any, axis: int) -> str:
   if not sums.all():
     return "give each peer a positive weight of itself, on the diagonal"
   # Dividing rows by their sums must not break the columns, and vice versa.
-  divided = matrices / np.expand_dims(sums, axis)
-  if all(_one(divided.sum(each)).all() for each in (1, 2)):
+  normalised = matrices / np.expand_dims(sums, axis)
+  if all(_are_one(normalised.sum(each)).all() for each in (1, 2)):
     return "divide by the sum"
   return (
     "use symmetric weights, such as those of topology 'graph', as rows and"
@@ -227,7 +227,7 @@ def check_agrees(topology: Topology) -> None:
   diagonals = np.diagonal(topology.matrices, axis1=1, axis2=2)
   if topology.workers < 2 or (diagonals > 0).all():
     return
-  if second_eigenvalue(topology) < 1 - _ALIKE:
+  if second_eigenvalue(topology) < 1 - _MODULUS_TOLERANCE:
     return
   peer = int(np.argwhere(diagonals <= 0)[0, 1])
   raise ValueError(
@@ -239,20 +239,20 @@ def check_agrees(topology: Topology) -> None:
 
 
 def check_constant(
-  what: str, topology: Topology, *, symmetric: bool = False
+  rule_name: str, topology: Topology, *, symmetric: bool = False
 ) -> None:
   """Raises ValueError unless the weights are the same in all rounds, and
   symmetric if `symmetric`.
 
   Args:
-    what: the rule that needs such weights, for the error.
+    rule_name: the rule that needs such weights, for the error.
     topology: the topology to check.
     symmetric: whether the weights must be symmetric.
   """
   if topology.period > 1 or (symmetric and not topology.symmetric):
     kind = "symmetric and the same" if symmetric else "the same"
     raise ValueError(
-      f"{what} needs weights that are {kind} in all rounds, but those of"
+      f"{rule_name} needs weights that are {kind} in all rounds, but those of"
       f" topology {topology.name!r} are not: use ring, or d_psgd"
     )
 
@@ -302,14 +302,14 @@ def two_colours(topology: Topology) -> list[int] | None:
   waits for one that waits.
   """
   links = topology.union | topology.union.T
-  colour = np.full(topology.workers, -1)
-  colour[0], waiting = 0, [0]  # a connected graph has one colouring at most
-  while waiting:
-    peer = waiting.pop()
+  colours = np.full(topology.workers, -1)
+  colours[0], unvisited = 0, [0]  # a connected graph has one colouring at most
+  while unvisited:
+    peer = unvisited.pop()
     for neighbour in np.flatnonzero(links[peer]):
-      if colour[neighbour] == colour[peer]:
+      if colours[neighbour] == colours[peer]:
         return None
-      if colour[neighbour] < 0:
-        colour[neighbour] = 1 - colour[peer]
-        waiting.append(int(neighbour))
-  return [int(c) for c in colour]
+      if colours[neighbour] < 0:
+        colours[neighbour] = 1 - colours[peer]
+        unvisited.append(int(neighbour))
+  return colours.tolist()

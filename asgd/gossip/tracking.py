@@ -7,7 +7,7 @@ import optax
 
 from asgd import base
 from asgd.gossip.peer import Rule
-from asgd.gossip.rules import add_weighted, decoded, encoded
+from asgd.gossip.rules import add_weighted, decode_messages, encode_message
 
 
 class Tracking(NamedTuple):
@@ -18,7 +18,7 @@ class Tracking(NamedTuple):
   gradient: optax.Updates  # g_i of the last step
 
 
-def _track(algorithm: base.Algorithm) -> base.Algorithm:
+def _step_along_tracker(algorithm: base.Algorithm) -> base.Algorithm:
   """Returns the algorithm that steps along y_i instead of the gradient."""
 
   def init(params):
@@ -28,7 +28,7 @@ def _track(algorithm: base.Algorithm) -> base.Algorithm:
   def update(message, state, params=None, **extra):
     # Adding g_i - g_i(before) to y_i keeps sum_i y_i = sum_i g_i.
     tracker = jax.tree.map(
-      lambda y, g, before: y + (g - before),
+      lambda y, g, last_gradient: y + (g - last_gradient),
       *(state.tracker, message, state.gradient),
     )
     updates, inner = algorithm.update(tracker, state.inner, params, **extra)
@@ -62,17 +62,17 @@ def track(codec: Any = None) -> Rule:
   def put(state, keep, key):
     del keep
     message = state.server.params, state.server.opt_state.tracker
-    code, own_message = encoded(codec, message, key)
+    code, own_message = encode_message(codec, message, key)
     return state._replace(own=own_message), code
 
   def mix(state, codes, weights, slots):
     del slots
     server = state.server
     # One message has parameters and tracker, so both get the same weights.
-    current = server.params, server.opt_state.tracker
-    messages = decoded(codec, codes)
+    own_values = server.params, server.opt_state.tracker
+    messages = decode_messages(codec, codes)
     differences = [optax.tree.sub(m, state.own) for m in messages]
-    mixed: Any = add_weighted(current, differences, weights)
+    mixed: Any = add_weighted(own_values, differences, weights)
     params, tracker = mixed
     tracking = server.opt_state._replace(tracker=tracker)
     server = server._replace(params=params, opt_state=tracking)
@@ -82,5 +82,7 @@ def track(codec: Any = None) -> Rule:
     del slots
     return params, optax.tree.zeros_like(params)
 
-  plain, coded = codec is None, track if codec is None else None
-  return Rule(init, put, mix, wrap=_track, refers=plain, coded=coded)
+  has_no_codec, coded = codec is None, track if codec is None else None
+  return Rule(
+    init, put, mix, wrap=_step_along_tracker, refers=has_no_codec, coded=coded
+  )

@@ -35,8 +35,8 @@ def graph(
     raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
   links = np.zeros((workers, workers), bool)
   for edge in edges:
-    paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
-    pair: list[Any] = [*edge] if paired else [edge]
+    is_pair = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
+    pair: list[Any] = [*edge] if is_pair else [edge]
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:

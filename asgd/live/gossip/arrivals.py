@@ -2,8 +2,9 @@
 
 A peer that ends a job applies it, mixes its own message, sends it to all
 receivers, and starts its next job. It starts none while a receiver has not
-acknowledged its last `_MOST` messages. So each receiver, which keeps
-`_MOST` messages of each sender, has those that others lack if the sender exits.
+acknowledged its last `_MOST_UNACKNOWLEDGED` messages. Each receiver keeps that
+many messages of each sender. So if a sender exits, some receiver still has each
+message that another one lacks.
 """
 
 import collections
@@ -16,7 +17,9 @@ from asgd.live.gossip.counted import Counted
 from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.outbox import Neighbour
 
-_MOST = 4  # messages of a peer that a receiver has not acknowledged
+_MOST_UNACKNOWLEDGED = (
+  4  # messages of a peer that a receiver has not acknowledged
+)
 
 
 class PeerArrivals(Counted):
@@ -25,7 +28,7 @@ class PeerArrivals(Counted):
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, **options)
     # Received messages that wait until the peer has adopted its loans.
-    self._arrived: collections.deque[PeerFrame] = collections.deque()
+    self._arrived_frames: collections.deque[PeerFrame] = collections.deque()
     # Sender -> its last messages, by seq, in case the driver forwards them.
     self._messages: dict[int, dict[int, PeerFrame]] = {}
     # Lost senders: only forwarded messages of them still count.
@@ -35,8 +38,10 @@ class PeerArrivals(Counted):
   def is_quiet(self) -> bool:
     """Whether the peer is idle, has mixed all that arrived, and knows that its
     messages have arrived."""
-    is_sent = not any(outbox.waiting for outbox in self._outboxes.values())
-    return super().is_quiet and is_sent and not self._arrived
+    is_sent = not any(
+      outbox.n_unacknowledged for outbox in self._outboxes.values()
+    )
+    return super().is_quiet and is_sent and not self._arrived_frames
 
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
@@ -64,12 +69,15 @@ class PeerArrivals(Counted):
 
   def _step(self) -> bool:
     """Mixes a message, or begins or ends a job."""
-    if self._arrived:
-      frame = self._arrived.popleft()
+    if self._arrived_frames:
+      frame = self._arrived_frames.popleft()
       self.rows.mix(frame.round, [frame])
       return True
     if self._job_start is None:
-      is_behind = any(o.waiting >= _MOST for o in self._outboxes.values())
+      is_behind = any(
+        outbox.n_unacknowledged >= _MOST_UNACKNOWLEDGED
+        for outbox in self._outboxes.values()
+      )
       return not is_behind and self._start_job()
     if self._result is None:
       return False
@@ -104,5 +112,5 @@ class PeerArrivals(Counted):
     messages = self._messages.setdefault(frame.sender, {})
     if frame.seq not in messages:
       messages[frame.seq] = frame
-      messages.pop(frame.seq - _MOST, None)
-      self._arrived.append(frame)
+      messages.pop(frame.seq - _MOST_UNACKNOWLEDGED, None)
+      self._arrived_frames.append(frame)

@@ -120,7 +120,7 @@ class PeerCluster(Cluster):
     self._limit = sys.maxsize if self._counts_jobs else messages // peers
     # Peer -> incarnation, for peers that have joined and for peers being made.
     self.incarnations: dict[int, int] = {}
-    self._starting: dict[int, int] = {}
+    self._starting_incarnations: dict[int, int] = {}
     self._is_paused = True  # until `start`
     self.finished = False  # whether all jobs were done at the last `check`
     self.rounds = 0  # number of rounds that all peers have ended
@@ -146,7 +146,9 @@ class PeerCluster(Cluster):
     ]
     self._supervisor.await_made(parties)
     for party in parties:
-      self.incarnations[party.index] = self._starting.pop(party.index)
+      self.incarnations[party.index] = self._starting_incarnations.pop(
+        party.index
+      )
       party.run = party.host.call("run")
     # No peer may work before it knows all others. `resume` starts their work.
     self._ask("set_peers", self._neighbours())
@@ -157,11 +159,13 @@ class PeerCluster(Cluster):
   def _start_counter(self) -> None:
     """Starts a counter of jobs. Reads the taken numbers from the journals: the
     records may lack the last message of a peer that was killed."""
-    taken: set[int] = set()
+    taken_numbers: set[int] = set()
     for peer in range(self.gossip.topology.workers):
       path = journal_path(self._maker.run, peer)
-      taken.update(files.kept_job_numbers(read_journal(path)))
-    make = functools.partial(_make_counter, self._messages, sorted(taken))
+      taken_numbers.update(files.kept_job_numbers(read_journal(path)))
+    make = functools.partial(
+      _make_counter, self._messages, sorted(taken_numbers)
+    )
     party = self._supervisor.start(COUNTER, 0, make)
     self._supervisor.await_made([party])
 
@@ -169,7 +173,7 @@ class PeerCluster(Cluster):
     """Starts the next incarnation of a peer, without waiting for it."""
     run = self._maker.run
     events = read_journal(journal_path(run, peer))
-    self._starting[peer] = files.count_incarnations(events)
+    self._starting_incarnations[peer] = files.count_incarnations(events)
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker.make, peer, image, counter)
@@ -200,7 +204,7 @@ class PeerCluster(Cluster):
     newcomers. Returns lines for the user.
 
     Args:
-      messages: received so far in the run.
+      messages: number of messages received so far in the run.
 
     Raises:
       AllDied: if the last peer has exited.
@@ -216,9 +220,9 @@ class PeerCluster(Cluster):
     self.finished = at_rest and no_job_left
     if not self.finished:
       parties = self._supervisor.parties[PEER]
-      # A copy: `_admit` handles exits, which change `_starting`.
-      for peer in [*self._starting]:
-        if peer in self._starting and parties[peer].is_ready:
+      # A copy: `_admit` handles exits, which change `_starting_incarnations`.
+      for peer in [*self._starting_incarnations]:
+        if peer in self._starting_incarnations and parties[peer].is_ready:
           self._admit(peer)
     return self._supervisor.take_news()
 
@@ -264,11 +268,13 @@ class PeerCluster(Cluster):
     """Records the exit of a peer, notifies the other peers, and replaces it.
 
     Args:
-      peer: that has exited.
+      peer: the peer that has exited.
       ending: "died", "hung", or the result of the peer's `run`.
     """
     residual = 0.0
-    self._starting.pop(peer, None)  # the peer may not have joined yet
+    self._starting_incarnations.pop(
+      peer, None
+    )  # the peer may not have joined yet
     if peer in self.incarnations:
       incarnation, run = self.incarnations.pop(peer), self._maker.run
       # [1] Write LEAVE before the peer's jobs are released: a new counter reads
@@ -288,8 +294,8 @@ class PeerCluster(Cluster):
       self._supervisor.count_refusal(PEER, peer)
     if self.finished and self.incarnations:
       return
-    replaced = "it is replaced, " if self._refill else ""
-    news = f"peer {peer} {ending}; {replaced}the others continue"
+    replacement = "it is replaced, " if self._refill else ""
+    news = f"peer {peer} {ending}; {replacement}the others continue"
     if residual:
       news += f"; the update that its codec kept is lost (RMS {residual:.3g})"
     self._supervisor.news.append(news)
@@ -315,7 +321,7 @@ class PeerCluster(Cluster):
     self._start_counter()
     self._ask("use_counter", supervisor.parties[COUNTER][0].host)
 
-  def _complete_broadcast(self, lost: int) -> None:
+  def _complete_broadcast(self, lost_peer: int) -> None:
     """Forwards the last messages of a lost peer, so that all its receivers mix
     the same messages. A message that no receiver has is not forwarded."""
     # In pairs a message has one receiver.
@@ -323,16 +329,16 @@ class PeerCluster(Cluster):
       return
     topology = self.gossip.topology
     # Peer -> numbers of the messages that it has received from the lost peer.
-    received = self._ask("numbers_received_from", lost)
-    for number in sorted(set().union(*received.values())):
+    received_numbers = self._ask("numbers_received_from", lost_peer)
+    for number in sorted(set().union(*received_numbers.values())):
       links = topology.links[number % topology.period]
       owners, lacking_peers = [], []
-      for peer, numbers in received.items():
+      for peer, numbers in received_numbers.items():
         if number in numbers:
           owners.append(peer)
-        elif links[peer, lost]:
+        elif links[peer, lost_peer]:
           lacking_peers.append(peer)
-      answers = self._ask("find_message", lost, number, among=owners)
+      answers = self._ask("find_message", lost_peer, number, among=owners)
       frames = [frame for frame in answers.values() if frame is not None]
       if frames and lacking_peers:
         self._ask("store_message", frames[0], among=lacking_peers)
@@ -367,8 +373,8 @@ class PeerCluster(Cluster):
     """Returns the live peers that lend to a newcomer: the peers with links in
     both directions if there are any, else the senders of the newcomer."""
     union = self.gossip.topology.union  # bool[receiver, sender], of all rounds
-    senders = [j for j in self.incarnations if union[peer, j]]
-    return [j for j in senders if union[j, peer]] or senders
+    senders = [sender for sender in self.incarnations if union[peer, sender]]
+    return [sender for sender in senders if union[sender, peer]] or senders
 
   def _admit(self, peer: int) -> None:
     """Makes a newcomer join, if a live neighbour can lend it the first
@@ -379,7 +385,7 @@ class PeerCluster(Cluster):
     # and on the first message that each neighbour takes from the newcomer.
     self.pause()
     # The newcomer or its lenders may have exited during the pause.
-    if peer in self._starting and self._lenders(peer):
+    if peer in self._starting_incarnations and self._lenders(peer):
       self._introduce(peer)
       self._supervisor.news.append(f"peer {peer} joins again")
     self.resume()
@@ -388,7 +394,9 @@ class PeerCluster(Cluster):
     """Connects a newcomer with the peers alive, some of which lend to it."""
     parties, lenders = self._supervisor.parties, self._lenders(peer)
     party, others = parties[PEER][peer], self._neighbours()
-    incarnation = self.incarnations[peer] = self._starting.pop(peer)
+    incarnation = self.incarnations[peer] = self._starting_incarnations.pop(
+      peer
+    )
     party.run = party.host.call("run")
     if self._counts_jobs:  # the counter may have been replaced meanwhile
       self._ask("use_counter", parties[COUNTER][0].host, among=[peer])
@@ -396,8 +404,8 @@ class PeerCluster(Cluster):
     self._ask("join", others, self.rounds, lenders, among=[peer])
     newcomer = Neighbour(incarnation, party.host)
     self._ask("add_newcomer", peer, newcomer, True, among=lenders)
-    not_lending = [other for other in others if other not in lenders]
-    self._ask("add_newcomer", peer, newcomer, False, among=not_lending)
+    other_peers = [other for other in others if other not in lenders]
+    self._ask("add_newcomer", peer, newcomer, False, among=other_peers)
 
   def images(self) -> dict[int, Image]:
     """Returns an image of each peer of a paused run. Raises as `check`."""
@@ -424,7 +432,8 @@ class PeerCluster(Cluster):
 
 
 def _make_counter(
-  messages: int, taken: Sequence[int], inside: Inside
+  messages: int, taken_numbers: Sequence[int], inside: Inside
 ) -> JobCounter:
+  """Returns the counter of a run; the host calls this."""
   del inside
-  return JobCounter(messages, taken)
+  return JobCounter(messages, taken_numbers)

@@ -70,8 +70,8 @@ class Counted(LivePeer):
   def is_quiet(self) -> bool:
     """Whether the peer is idle, and stays so until its limit is raised or
     another peer sends a frame."""
-    done = self._no_job_left or self.rounds >= self.limit
-    return super().is_quiet and done and not self._asks_counter
+    has_no_job = self._no_job_left or self.rounds >= self.limit
+    return super().is_quiet and has_no_job and not self._asks_counter
 
   def peer_exited(self, peer: int) -> None:
     """Removes the peer; the counter assigns its open job again."""

@@ -24,9 +24,9 @@ class JobCounter:
 
   def __init__(self, jobs: int, taken: Collection[int] = ()):
     """Takes the number of jobs of the run, and the numbers already taken."""
-    # Numbers below `_next` are taken, or in the heap `_free`.
-    self._jobs, self._next = jobs, max(taken, default=-1) + 1
-    self._free = sorted(set(range(self._next)) - set(taken))
+    # Numbers below `_next_new` are taken, or in the heap `_free_numbers`.
+    self._jobs, self._next_new = jobs, max(taken, default=-1) + 1
+    self._free_numbers = sorted(set(range(self._next_new)) - set(taken))
     # Peer -> (incarnation, begun, number) of its last successful `take`.
     self._last_takes: dict[int, tuple[int, int, int | None]] = {}
 
@@ -34,7 +34,7 @@ class JobCounter:
     """Returns the least free number, or None if there is none.
 
     Args:
-      peer: that asks.
+      peer: the peer that asks.
       incarnation: the incarnation of the peer.
       begun: number of jobs that the incarnation has begun. A repeated call with
         the same count gets the same answer.
@@ -59,12 +59,12 @@ class JobCounter:
   def _next_number(self) -> int | None:
     """Returns a freed number, or else the next number; None if no number is
     left."""
-    if self._free:
-      return heapq.heappop(self._free)
-    if self._next >= self._jobs:
+    if self._free_numbers:
+      return heapq.heappop(self._free_numbers)
+    if self._next_new >= self._jobs:
       return None
-    self._next += 1
-    return self._next - 1
+    self._next_new += 1
+    return self._next_new - 1
 
   def release(
     self, peer: int, incarnation: int, begun: int, lost: Collection[int]
@@ -72,7 +72,7 @@ class JobCounter:
     """Frees the numbers of an incarnation that has exited.
 
     Args:
-      peer: that exited.
+      peer: the peer that exited.
       incarnation: the incarnation of the peer.
       begun: number of jobs that the incarnation has begun. The counter also
         frees a number that it assigned and that the peer did not begin.
@@ -83,7 +83,7 @@ class JobCounter:
       return
     # From now on late calls of this incarnation get no number.
     self._last_takes[peer] = incarnation + 1, -1, None
-    freed = set(lost)
+    freed_numbers = set(lost)
     # The peer took its last number when it had begun `last_begun` jobs. If it
     # has begun no job since, it never began the job of that number.
     if (
@@ -91,6 +91,6 @@ class JobCounter:
       and last_begun >= begun
       and last_number is not None
     ):
-      freed.add(last_number)
-    for number in freed:
-      heapq.heappush(self._free, number)
+      freed_numbers.add(last_number)
+    for number in freed_numbers:
+      heapq.heappush(self._free_numbers, number)

@@ -65,15 +65,15 @@ def residuals_lost(
   """
   jobs, norms = records.job.tolist(), records.residual_norm.tolist()
   norm_of = dict(zip(jobs, norms, strict=True))
-  lost, residual = [], 0.0
+  losses, residual = [], 0.0
   for event in events:
     if event.action == base.RECEIVE:
       # A peer that was killed after the row has no record of the job.
       residual = norm_of.get(event.job, residual)
     elif event.action == base.LEAVE:
-      lost.append((event, residual))
+      losses.append((event, residual))
       residual = 0.0
-  return lost
+  return losses
 
 
 def last_residual_lost(run: Path, index: int) -> float:
@@ -129,23 +129,23 @@ def write_leave(
   events = journal.events()
   # The rows of an incarnation follow the LEAVE rows of all earlier ones. The
   # first incarnation has no JOIN row.
-  leaves, begun, joined = 0, 0, not incarnation
+  leaves, begun, has_joined = 0, 0, not incarnation
   # The row that began the incarnation's last job, and the action of the row
   # that ended this job.
-  start, end = None, None
+  start_row, end_action = None, None
   for event in events:
     if leaves == incarnation and event.action in STARTS:
-      start, end, begun = event, None, begun + 1
+      start_row, end_action, begun = event, None, begun + 1
     elif leaves == incarnation and event.action in ENDS:
-      end = event.action
+      end_action = event.action
     elif leaves == incarnation and event.action == base.JOIN:
-      joined = True
+      has_joined = True
     leaves += event.action == base.LEAVE
-  if joined and leaves == incarnation:
+  if has_joined and leaves == incarnation:
     if events:  # times in a journal never decrease
       now = max(now, events[-1].time)
-    if start and end is None:  # its last job was open
-      journal.append(Event(now, index, start.seq, start.job, base.LOST))
+    if start_row and end_action is None:  # its last job was open
+      journal.append(Event(now, index, start_row.seq, start_row.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
-  lost = [start.job] if start and end != base.RECEIVE else []
+  lost = [start_row.job] if start_row and end_action != base.RECEIVE else []
   return JobsAtExit(begun, lost)

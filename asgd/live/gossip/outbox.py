@@ -38,7 +38,7 @@ class Outbox:
     self._frames: list[PeerFrame] = []
 
   @property
-  def waiting(self) -> int:
+  def n_unacknowledged(self) -> int:
     """Count of the frames that the neighbour has not acknowledged."""
     return len(self._frames)
 

@@ -38,7 +38,7 @@ class Pairs(Counted):
   ):
     """Takes the generator that draws the peer's partners."""
     super().__init__(*args, **options)
-    self._draw = draw
+    self._rng = draw
     self._partner: int | None = None  # of the exchange after the open job
     self._grant: PeerFrame | None = None  # of the partner, with its code
     # The initiator of the exchange that holds this peer's lock, and the
@@ -120,7 +120,7 @@ class Pairs(Counted):
     if not neighbours or not is_finite:
       self._count_job()
       return
-    partner = neighbours[int(self._draw.integers(len(neighbours)))]
+    partner = neighbours[int(self._rng.integers(len(neighbours)))]
     self._partner, self._grant = partner, None
     if self.index < partner:  # the lower index is locked first
       self._queue.append(self.index)

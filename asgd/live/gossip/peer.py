@@ -89,7 +89,7 @@ class LivePeer:
     self._job_start: float | None = None  # time; None: no job is open
     self._result: ComputedJob | None = None  # of the open job, once computed
     self._span_end = inside.clock()  # time at which the last span ended
-    self._ended: Future[str] = Future()  # result of `run`
+    self._end_result: Future[str] = Future()  # result of `run`
 
   @property
   def incarnations(self) -> dict[int, int]:
@@ -104,7 +104,7 @@ class LivePeer:
     Its result is REJECTED after a message that was not finite, and ALONE if all
     lenders of a newcomer have exited. It raises the error that ended the peer.
     """
-    return self._ended
+    return self._end_result
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
     """Calls a method by name, for the driver. Raises `HostExited` if the peer
@@ -164,14 +164,14 @@ class LivePeer:
 
   def _handle(self, call: Callable[[], Any]) -> Any:
     """Makes a call, then does all possible steps; an error ends the peer."""
-    if self._ended.done():
+    if self._end_result.done():
       raise HostExited(PEER, self.index)
     try:
       answer = call()
       self._advance()
     except Exception as error:
       error.add_note(f"in peer {self.index}")
-      self._ended.set_exception(error)
+      self._end_result.set_exception(error)
       # The caller may be a neighbour, which the error does not concern.
       raise HostExited(PEER, self.index) from error
     return answer
@@ -299,29 +299,33 @@ class LivePeer:
     """Does all steps that are possible, loans first."""
     if self._loans.lenders:
       self._adopt_loans()
-    while not (self._loans.lenders or self._ended.done()):
+    while not (self._loans.lenders or self._end_result.done()):
       if not self._step():
         return
 
   def _adopt_loans(self) -> None:
     """Adopts all loans, in the order of lenders, once the loans of all live
     lenders have arrived."""
-    loans, alive = self._loans, self.incarnations
+    loans, incarnations = self._loans, self.incarnations
     # [1] Wait for all loans. A lender that has exited may have sent its loan
     # before.
-    lenders = [j for j in loans.lenders if j in alive or j in loans.frames]
-    if any(j not in loans.frames for j in lenders):
+    lenders = [
+      peer
+      for peer in loans.lenders
+      if peer in incarnations or peer in loans.frames
+    ]
+    if any(peer not in loans.frames for peer in lenders):
       return
     if loans.is_new and not lenders:
-      self._ended.set_result(ALONE)
+      self._end_result.set_result(ALONE)
     # [2] Adopt the loans. A newcomer's first loan replaces its parameters.
-    for k, j in enumerate(lenders):
-      is_first = loans.is_new and not k
-      self.rows.adopt(loans.frames.pop(j), is_first=is_first)
+    for index, peer in enumerate(lenders):
+      is_first = loans.is_new and not index
+      self.rows.adopt(loans.frames.pop(peer), is_first=is_first)
     # [3] A newcomer lends to its lenders, now that it has adopted parameters.
     if loans.is_new and self._newcomers_lend:
-      for j in lenders:
-        self._send(j, self.rows.lend(j))
+      for peer in lenders:
+        self._send(peer, self.rows.lend(peer))
     loans.is_new, loans.lenders = False, []
 
   # Jobs.
@@ -365,7 +369,7 @@ class LivePeer:
     self._span(Span("push", start, self._span_end, seq, number))
     if not result.finite:
       self.rows.reject()
-      self._ended.set_result(REJECTED)
+      self._end_result.set_result(REJECTED)
       return False
     self.rows.receive(result)
     return True

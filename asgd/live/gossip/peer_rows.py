@@ -155,9 +155,9 @@ class PeerRows:
     self.index, self.spec = index, spec
     self.journal = PeerJournal(index, files, clock)
     state = spec.peer.init(spec.params)
-    start = state, spec.worker.init(state.server.params)
+    first_states = state, spec.worker.init(state.server.params)
     self._peer = simulator.OnePeer(
-      index, spec.gossip, spec.steps, spec.root, start
+      index, spec.gossip, spec.steps, spec.root, first_states
     )
     # (seq, number, job) of the open job.
     self.job: tuple[int, int, gossip.Job] | None = None
@@ -272,4 +272,4 @@ class PeerRows:
     peer = self._peer
     peer.begin(*jax.tree.map(jax.numpy.asarray, tree))
     peer.bytes_down, peer.bytes_up = notes["bytes"], notes["bytes_up"]
-    peer.norms = [np.float32(x) for x in notes["norms"]]
+    peer.norms = [np.float32(norm) for norm in notes["norms"]]

@@ -61,13 +61,14 @@ class Rounds(LivePeer):
     """
     super().add_newcomer(peer, newcomer, lend)
     self._first_numbers[peer] = next_put = self._next_put
-    others = self.incarnations.keys() - {peer}
-    # The messages of the predecessor below number `end` stay.
-    end = 0 if lend and self._newcomers_lend else next_put
+    other_peers = self.incarnations.keys() - {peer}
+    # The messages of the predecessor below number `end_number` stay.
+    end_number = 0 if lend and self._newcomers_lend else next_put
     self._messages = {
       (sender, number): frame
       for (sender, number), frame in self._messages.items()
-      if sender in others or number < (end if sender == peer else next_put)
+      if sender in other_peers
+      or number < (end_number if sender == peer else next_put)
     }
 
   def halt(self) -> int:
@@ -189,7 +190,9 @@ class Rounds(LivePeer):
     view = self._kept_views.get(rounds)
     # The driver asks for rounds in increasing order.
     self._kept_views = {
-      k: view for k, view in self._kept_views.items() if k > rounds
+      view_rounds: view
+      for view_rounds, view in self._kept_views.items()
+      if view_rounds > rounds
     }
     return view
 
@@ -221,8 +224,12 @@ class Rounds(LivePeer):
       for (sender, number), frame in self._messages.items()
       if number in self._unmixed
     }
-    tree["codes"] = {k: unpack(f.content) for k, f in unmixed.items()}
-    notes["codes"] = {k: [f.seq, f.nbytes] for k, f in unmixed.items()}
+    tree["codes"] = {
+      key: unpack(frame.content) for key, frame in unmixed.items()
+    }
+    notes["codes"] = {
+      key: [frame.seq, frame.nbytes] for key, frame in unmixed.items()
+    }
     notes["first"] = list(self._first_numbers.items())
     return tree, notes
 

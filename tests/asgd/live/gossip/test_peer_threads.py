@@ -293,7 +293,7 @@ def test_a_peer_starts_no_job_while_four_messages_are_on_their_way():
   peer.set_peers({1: Neighbour(0, None)})
   (outbox,) = peer._outboxes.values()
   started = []
-  peer._start_job = lambda: started.append(outbox.waiting) or False
+  peer._start_job = lambda: started.append(outbox.n_unacknowledged) or False
   for _ in range(6):
     assert not peer._step()
     outbox.put(frames.PeerFrame(frames.MESSAGE, 0, 0))
