@@ -112,8 +112,8 @@ def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
 def _keep_rest(
   state: PeerState, sent_params: base.Params, mass: jax.Array
 ) -> PeerState:
-  """Adds to z what the receivers of the decoded z^ lack. `mass` is the mass that
-  the peer keeps."""
+  """Adds to z what the receivers of the decoded z^ lack; the peer keeps
+  `mass`."""
   # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
   given_share = jnp.where(mass > 0, state.own / mass - 1, 0)
 
