@@ -132,7 +132,7 @@ def _is_adopted(folder: Path) -> bool:
 
 
 def is_usable(folder: Path, rows: int) -> bool:
-  """Whether a shard whose journal has `rows` rows can resume from memory."""
+  """Whether a shard with `rows` rows in its journal can resume from memory."""
   if not _is_adopted(folder):
     return False
   try:

@@ -54,7 +54,7 @@ class LiveShard(VectorShard):
     # are not read from `trial`: commands replace `trial` before the next
     # evaluation begins.
     self._params = image.vectors.get("trial")
-    # Jobs of this evaluation whose messages were summed and discarded.
+    # Jobs of this evaluation: the shard summed and discarded their messages.
     self._discarded_jobs: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)

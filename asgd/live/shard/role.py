@@ -45,7 +45,7 @@ class Role:
     self.time = max(now, events[-1].time if events else 0.0)
     self.connections: dict[int, SendFrame] = {}  # worker -> its connection
     self.incarnations: dict[int, int] = {}  # worker -> its present incarnation
-    # Worker -> its latest incarnation whose tickets this shard has ended.
+    # Worker -> its latest incarnation with tickets that this shard has ended.
     self.ended_incarnations: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
     self.latest_loops: dict[int, int] = {}
