@@ -103,7 +103,7 @@ def _config(
   return {
     "data": {"name": given.name},
     "model": {"name": given.name},
-    "runs": {label: {"recipe": schema.GIVEN}},
+    "runs": {label: {"recipe": schema.GIVEN_MARK}},
     "engine": name,
     "workers": [options.workers or recipe.workers],
     "seeds": [options.seed],

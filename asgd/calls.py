@@ -119,7 +119,7 @@ def read_config(
   """Returns (config, objects) of a call.
 
   Objects are codecs, an order and durations. The config has the mark
-  `schema.GIVEN` in place of each. Other forms of an order and of durations
+  `schema.GIVEN_MARK` in place of each. Other forms of an order and of durations
   become plain data.
 
   Args:
@@ -159,7 +159,7 @@ def read_config(
         f" the {kind} gives the time of each message: drop one of them"
       )
     config["order"] = _read_order(order, workers, live=live)
-    if config["order"] == {"name": schema.GIVEN}:
+    if config["order"] == {"name": schema.GIVEN_MARK}:
       objects["order"] = order
   if "durations" in config:
     if live:
@@ -167,15 +167,15 @@ def read_config(
     elif _is_object(config["durations"]):
       _check_function(config["durations"])
       objects["durations"] = config["durations"]
-      config["durations"] = {"name": schema.GIVEN}
+      config["durations"] = {"name": schema.GIVEN_MARK}
     else:
       config["durations"] = _read_durations(config["durations"], workers)
   codecs = {k: v for k, v in objects.items() if k not in ("order", "durations")}
-  return {**config, **dict.fromkeys(codecs, schema.GIVEN)}, objects
+  return {**config, **dict.fromkeys(codecs, schema.GIVEN_MARK)}, objects
 
 
 def _read_order(order: Any, workers: int, *, live: bool) -> Any:
-  """Returns an order as a section of a config; {"name": GIVEN} for an object
+  """Returns an order as a section of a config; {"name": GIVEN_MARK} for an object
   that is used as it is."""
   if isinstance(order, str):
     return {"name": order}
@@ -198,7 +198,7 @@ def _read_order(order: Any, workers: int, *, live: bool) -> Any:
       " take the time that they take; use asgd.simulate for such an order"
     )
   if callable(order) or isinstance(order, Iterable):
-    return {"name": schema.GIVEN}
+    return {"name": schema.GIVEN_MARK}
   raise ValueError(
     "order must be a name, a dict of it and options, asgd.orders.protocol.Rules"
     f", {orders.own.FORMS}, not {checks.shown(order)}"
@@ -320,7 +320,7 @@ def quantum_of(
   is_in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
   if not server_orders.replaces_rounds(order, recipe):
     is_in_rounds |= recipe.rounds
-  if is_in_rounds and order["name"] != schema.GIVEN:
+  if is_in_rounds and order["name"] != schema.GIVEN_MARK:
     return workers, "rounds of {} workers"
   return 1, "messages"
 

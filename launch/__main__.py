@@ -11,7 +11,7 @@ import asgd
 from asgd import output
 
 from . import command_line
-from .command_flags import COMMANDS, TAKE_A_CONFIG
+from .command_flags import COMMANDS, CONFIG_COMMANDS
 
 
 def _exact_name(name: str) -> str:
@@ -45,7 +45,7 @@ def main() -> None:
     name, words = "train", ["--list", *words]
   name = name if name in COMMANDS else _exact_name(name)
   # The first word of such a command is its config.
-  if name in TAKE_A_CONFIG and words and not words[0].startswith("-"):
+  if name in CONFIG_COMMANDS and words and not words[0].startswith("-"):
     words[0] = f"--config={words[0]}"
   # Ends here for --help and for wrong flags, before JAX is imported.
   command_line.dispatch(name, words)

@@ -32,7 +32,7 @@ class Usage(NamedTuple):
 
   arguments: str  # of the usage line
   flags: Mapping[str, Flag]
-  most_words: int = 0  # limit of positional arguments
+  max_words: int = 0  # limit of positional arguments
   config: str = ""  # an example of --config, if the command takes a config
   # Flags and config keys on the first screen of --help; (): all of them.
   first_screen: tuple[str, ...] = ()
@@ -207,7 +207,7 @@ DRAW_SCHEDULE: dict[str, Flag] = {
   "options": (list, [], "Options of the schedule, as KEY=VALUE,..."),
 }
 # Times of `draw_schedule`. Each is one number, or one for each stage. The
-# default is in parentheses; the analysis computes it.
+# defaults, in parentheses, are those of the analysis.
 TIMES = {
   "forward": "Time of a forward (1).",
   "backward": "Time of a backward (that of input + weight).",
@@ -250,47 +250,47 @@ _BENCH: dict[str, Flag] = {
 }
 
 
-def _texts(helps: Mapping[str, str]) -> dict[str, Flag]:
+def _text_flags(help_texts: Mapping[str, str]) -> dict[str, Flag]:
   """Returns text flags without defaults."""
-  return {name: (str, None, text) for name, text in helps.items()}
+  return {name: (str, None, text) for name, text in help_texts.items()}
 
 
 # Flags and keys on the first screen of a long --help.
-_FIRST = (
+_FIRST_SCREEN = (
   *("workdir", "engine", "jobs", "dry_run", "list", "quiet", "json"),
   *("runs", "only", "workers", "seeds", "epochs", "batch_size"),
   *("learning_rate", "evaluations"),
 )
-_CELL = "WORKDIR/cells/NAME"  # the folder of one cell
+_CELL_FOLDER = "WORKDIR/cells/NAME"  # the folder of one cell
 COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
   "train": Usage(
-    "--config=CONFIG", _TRAIN, config="digits", first_screen=_FIRST
+    "--config=CONFIG", _TRAIN, config="digits", first_screen=_FIRST_SCREEN
   ),
-  "replay": Usage(_CELL, _REPLAY, most_words=1),
+  "replay": Usage(_CELL_FOLDER, _REPLAY, max_words=1),
   "chaos": Usage("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
   "compare": Usage(
-    f"{_CELL} | WORKDIR... | --config=CONFIG",
+    f"{_CELL_FOLDER} | WORKDIR... | --config=CONFIG",
     _COMPARE,
-    most_words=24,
+    max_words=24,
     config="straggler_digits",
   ),
-  "reproduce": Usage("FIGURE", _REPRODUCE, most_words=1),
-  "timeline": Usage(_CELL, _TIMELINE, most_words=1),
-  "show": Usage("WORKDIR", {}, most_words=1),
-  "new": Usage("DIR", {}, most_words=1),
-  "watch": Usage("WORKDIR", WATCH, most_words=1),
+  "reproduce": Usage("FIGURE", _REPRODUCE, max_words=1),
+  "timeline": Usage(_CELL_FOLDER, _TIMELINE, max_words=1),
+  "show": Usage("WORKDIR", {}, max_words=1),
+  "new": Usage("DIR", {}, max_words=1),
+  "watch": Usage("WORKDIR", WATCH, max_words=1),
   "advise": Usage("--config=CONFIG", ADVISE, config="digits"),
   "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
-    {**DRAW_SCHEDULE, **_texts(SCHEDULE_OPTIONS), **_texts(TIMES)},
+    {**DRAW_SCHEDULE, **_text_flags(SCHEDULE_OPTIONS), **_text_flags(TIMES)},
   ),
-  "bench": Usage("[NAME]", _BENCH, most_words=20),
-  "completion": Usage("bash | zsh", {}, most_words=1),
+  "bench": Usage("[NAME]", _BENCH, max_words=20),
+  "completion": Usage("bash | zsh", {}, max_words=1),
 }
 # Commands that take a config as their first word, instead of --config.
-TAKE_A_CONFIG = tuple(
+CONFIG_COMMANDS = tuple(
   name
   for name, command in COMMANDS.items()
-  if command.config and not command.most_words
+  if command.config and not command.max_words
 )

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, OPTIONAL, TAKE_A_CONFIG, Flag, Usage
+from .command_flags import COMMANDS, CONFIG_COMMANDS, OPTIONAL, Flag, Usage
 
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent
 # Columns of --help: longer lines are hard to read on a wide terminal.
 _WIDEST = 100
 _MIN_SIMILARITY = 0.6  # least similarity of a name that an error proposes, of 1
-_LONGEST = 60  # most characters of a printed default
+_MAX_DEFAULT_LENGTH = 60  # most characters of a printed default
 
 
 def summary(name: str) -> str:
@@ -113,8 +113,8 @@ def _flag_help(name: str, flag: Flag) -> tuple[str, str]:
 def _key_text(kind: str, default: Any) -> str:
   """Returns the kind and the default of a key of a config."""
   shown = repr(default)
-  if len(shown) > _LONGEST:
-    shown = shown[: _LONGEST - 3] + "..."
+  if len(shown) > _MAX_DEFAULT_LENGTH:
+    shown = shown[: _MAX_DEFAULT_LENGTH - 3] + "..."
   return f"{kind}; default {shown}"
 
 
@@ -134,7 +134,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
     lines += ["", "flags:"]
   if command.config:
     text = "A file with get_config(), or the name of a config of asgd."
-    if name in TAKE_A_CONFIG:
+    if name in CONFIG_COMMANDS:
       text += f" asgd {name} CONFIG is the same."
     config_help = {
       "--config=FILE": text,

@@ -8,7 +8,7 @@ from asgd.parallel.memory import GB
 
 from . import flags
 
-_LONGEST = 300  # most characters of a printed difference
+_MAX_DIFFERENCE_LENGTH = 300  # most characters of a printed difference
 
 
 def main(
@@ -24,11 +24,11 @@ def main(
   for program in programs:
     compiled = ahead.compile_program(program, target.options)
     # Bytes that the compiled collectives send, to compare with the plan's.
-    sent = ahead.traffic(compiled, target.slices)
-    differences = ahead.compare(compiled, sent)
-    print(ahead.describe(compiled, target, sent), end="\n\n")
+    traffic = ahead.traffic(compiled, target.slices)
+    differences = ahead.compare(compiled, traffic)
+    print(ahead.describe(compiled, target, traffic), end="\n\n")
     for line in differences:
-      print(f"  not as planned: {shortened(line, _LONGEST)}")
+      print(f"  not as planned: {shortened(line, _MAX_DIFFERENCE_LENGTH)}")
     if compiled.peak > target.memory:
       failures.append(
         f"{program.name} needs {compiled.peak / GB:.3g} GB on each device,"

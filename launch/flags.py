@@ -372,12 +372,12 @@ def run(main: Callable[..., None], name: str) -> None:
   ASGD_TRACEBACK is set in the environment. Other exceptions keep their
   traceback.
   """
-  most_words = COMMANDS[name].most_words
+  max_words = COMMANDS[name].max_words
 
   def run_main(argv: Sequence[str]) -> None:
     """Runs `main`; each kind of end has its message and its exit status."""
-    if argv[most_words + 1 :]:
-      word, takes_config = argv[most_words + 1], "config" in flags.FLAGS
+    if argv[max_words + 1 :]:
+      word, takes_config = argv[max_words + 1], "config" in flags.FLAGS
       hint = f"; for a config write --config={word}" if takes_config else ""
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
     compiled.keep_programs()  # the cache of compiled programs

@@ -13,10 +13,10 @@ from pathlib import Path
 
 # A TPU, an NVIDIA GPU (in WSL, too), an AMD GPU.
 _DEVICES = "accel*", "vfio/[0-9]*", "nvidia[0-9]*", "nvidiactl", "dxg", "kfd"
-_VENDOR = "0x1ae0"  # Google's, on the PCI bus; JAX looks for it, too
-_OF_GPUS = "xla_cuda", "xla_rocm"  # plugins that need one of these devices
-# Variables by which a user, or the machine of a TPU, configures one.
-_SETTINGS = (
+_GOOGLE_VENDOR = "0x1ae0"  # Google's, on the PCI bus; JAX looks for it, too
+_GPU_PLUGINS = "xla_cuda", "xla_rocm"  # plugins that need one of these devices
+# Variables by which a user, or the TPU's machine, configures a TPU.
+_TPU_SETTINGS = (
   *("JAX_PLATFORMS", "JAX_FORCE_TPU_INIT", "COLAB_TPU_ADDR", "TPU_NAME"),
   *("TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE"),
   *("TPU_PROCESS_ADDRESSES", "TPU_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS"),
@@ -34,7 +34,7 @@ def choose(
   those of other machines of a Ray cluster do not.
   """
   # The user's settings take precedence.
-  if any(name in environment for name in _SETTINGS):
+  if any(name in environment for name in _TPU_SETTINGS):
     return
   if importlib.util.find_spec("libtpu") is None:  # JAX looks for no TPU
     return
@@ -42,11 +42,11 @@ def choose(
   if any(next((root / "dev").glob(name), None) for name in _DEVICES):
     return
   vendors = (root / "sys/bus/pci/devices").glob("*/vendor")
-  if any(path.read_text().strip() == _VENDOR for path in vendors):
+  if any(path.read_text().strip() == _GOOGLE_VENDOR for path in vendors):
     return
   # A plugin of another accelerator must keep its chance. Without any plugin
   # `all` is true.
-  if all(name.startswith(_OF_GPUS) for name in _plugins()):
+  if all(name.startswith(_GPU_PLUGINS) for name in _plugins()):
     environment["JAX_PLATFORMS"] = "cpu"
 
 

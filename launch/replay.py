@@ -20,9 +20,9 @@ def main(
   *,
   data_dir: str | None = None,
   trust: bool = False,
-  write: bool = False,
+  restore: bool = False,
 ) -> None:
-  """Replays the named cell and prints the result."""
+  """Replays a cell and prints the result. `restore` rewrites its parameters."""
   if folder is None:
     raise ValueError(
       "no run is named: write asgd replay WORKDIR/cells/NAME, a folder that"
@@ -33,7 +33,7 @@ def main(
   # The description is printed first, also of a replay that differs.
   if not replayed.same:
     raise flags.Failed("the replay differs from the run")
-  if write:
+  if restore:
     # `restore` refuses parameters that are not those of the trace.
     print(f"wrote {replay.restore(folder, replayed)}")
 
@@ -45,7 +45,7 @@ if __name__ == "__main__":
       *words,
       data_dir=_F["data_dir"].value,
       trust=_F["trust"].value,
-      write=_F["restore"].value,
+      restore=_F["restore"].value,
     ),
     "replay",
   )

@@ -31,11 +31,11 @@ _F = flags.define("reproduce")
 
 def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
   """Trains and judges one figure with the flags of this command."""
-  engines, data_dir = flags.ENGINES, _F["data_dir"].value
+  engines = flags.ENGINES
   figure_folder = reproduce.reproduce(
     *(task, engines),
     workdir=_F["workdir"].value,
-    data_dir=data_dir,
+    data_dir=_F["data_dir"].value,
     machine=Machine(memory_dir=_F["memory_dir"].value),
     bar=lambda total: ProgressBar(
       total,
@@ -51,15 +51,15 @@ def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
 
 def main(name: str | None = None) -> None:
   """Reproduces the named figure, or all figures."""
-  every, quick = _F["all"].value, _F["quick"].value
-  if every and _F["workdir"].value:
+  all_figures, quick = _F["all"].value, _F["quick"].value
+  if all_figures and _F["workdir"].value:
     raise ValueError("--workdir is the folder of one figure: drop it or --all")
   if _F["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
   # --docs alone trains nothing.
-  if name or every or not _F["docs"].value:
-    paths = reproduce.chosen(name, every=every, figures_folder=_FIGURES)
+  if name or all_figures or not _F["docs"].value:
+    paths = reproduce.chosen(name, every=all_figures, figures_folder=_FIGURES)
     # All files are read before the first is trained: a mistake in the last one
     # is found at once.
     tasks = [reproduce.load(p, flags.ENGINES, quick=quick) for p in paths]

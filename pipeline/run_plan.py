@@ -27,7 +27,7 @@ from asgd.checks import shown
 from asgd.compression.codec import check_complete
 from asgd.experiment import build_cache, checks
 from asgd.experiment.engines import learning_rates, traffic
-from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
+from asgd.experiment.schema import RUN_KEYS, Run, Section, Setting
 from asgd.pipeline import (
   analyze,
   cut,
@@ -347,11 +347,11 @@ def _parts(
     recipes = [stage_recipes.recipe(run, rate, each) for each in variants]
     parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
   cache_key = [run.recipe, run.options, table.every]
-  cache_key += [run.config[key] for key in OF_A_RUN]
+  cache_key += [run.config[key] for key in RUN_KEYS]
   for stage, variant in enumerate(variants):
     built = parts[stage].server, parts[stage].at_worker
     server, at_worker = _servers.get(
-      lambda built=built: built, [*cache_key, *variant], rate, run.given
+      lambda built=built: built, [*cache_key, *variant], rate, run.given_recipe
     )
     parts[stage] = parts[stage]._replace(
       server=server,

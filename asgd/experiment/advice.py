@@ -18,7 +18,7 @@ from asgd.experiment.ways import (
   CODED,
   LOCAL,
   MESH,
-  ONE,
+  ONE_MACHINE,
   WORTHWHILE_SPEEDUP,
   Machines,
   StepCosts,
@@ -73,8 +73,8 @@ def recipe_for(
     nbytes: the bytes of the parameters.
   """
   workers, momentum = way.workers, training.momentum
-  if way.name in (ONE, MESH):
-    recipe_name = "asgd" if way.name == ONE else "ssgd"
+  if way.name in (ONE_MACHINE, MESH):
+    recipe_name = "asgd" if way.name == ONE_MACHINE else "ssgd"
     return recipe_name, "Nothing is stale: no rule against staleness is needed."
   if way.name == LOCAL:
     return ways_lib.local_recipe(training, cluster), (
@@ -214,7 +214,7 @@ def memory_for(
   at_worker = 2 * step_costs.dense + need.worker * step_costs.parameters
   at_worker += step_costs.kept
   state = need.total * step_costs.parameters
-  if way.name in (ONE, MESH):
+  if way.name in (ONE_MACHINE, MESH):
     return at_worker + state, 0.0
   return at_worker, step_costs.dense + state
 
@@ -236,7 +236,7 @@ def _distribution_reason(
   if len(candidates) == 1:
     return f"No: there is one machine. {text}"
   fastest = max(candidates, key=lambda each: each.speed)
-  if way.name != ONE:
+  if way.name != ONE_MACHINE:
     seconds = cluster.start + step_costs.alone / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
@@ -349,7 +349,7 @@ def advise(
   reasons = {
     "distribute": _distribution_reason(candidates, way, step_costs, cluster)
   }
-  if way.name != ONE:
+  if way.name != ONE_MACHINE:
     reasons["way"] = _way_reason(candidates, way, step_costs, cluster)
     reasons["speed-up"] = (
       f"{way.speed:.2g} times the examples a second of one machine, by the"

@@ -80,10 +80,11 @@ def segments(
       work.append(Segment(job_key[0], kind, start, end))
       return
     # The simulated end of a job in progress may be later than `last_time`.
-    began, ended = (min(time, end) for time in computation)
-    fetch = Segment(job_key[0], "wire", start, began)
-    push = Segment(job_key[0], "wire", ended, end)
-    work.extend((fetch, Segment(job_key[0], "compute", began, ended), push))
+    compute_start, compute_end = (min(time, end) for time in computation)
+    fetch = Segment(job_key[0], "wire", start, compute_start)
+    push = Segment(job_key[0], "wire", compute_end, end)
+    compute = Segment(job_key[0], "compute", compute_start, compute_end)
+    work.extend((fetch, compute, push))
 
   for event in rows:
     if event.action in STARTS:

@@ -125,7 +125,7 @@ def _with_carried_state(
   the run averages that state, or its recipe carries it."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
   # Settings of tables and of Sandblaster have no such state.
-  if not averages and getattr(run.given, "carried", None) is None:
+  if not averages and getattr(run.given_recipe, "carried", None) is None:
     return problem
   # `carried` does not depend on the number of workers.
   workers = max(run.config["workers"])
@@ -150,7 +150,7 @@ def build(
   """Builds an experiment from a config, checking all of it.
 
   Args:
-    config: keys of `schema.SHARED` and of the engines' sections; or what
+    config: keys of `schema.SHARED_KEYS` and of the engines' sections; or what
       `schema.resolve` returned, which is not checked again.
     engines: the engines, by their names.
     data_dir: the folder of the dataset's files, or the file of a text; None
@@ -216,7 +216,7 @@ def _checked_config(
   it returns have the recipe and the objects of a caller's `dataset`."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
-    caller_objects = {"given": dataset.recipe, "objects": dataset.objects}
+    caller_objects = dict(given_recipe=dataset.recipe, objects=dataset.objects)
     runs = {k: run._replace(**caller_objects) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())

@@ -40,14 +40,14 @@ def log_line(text: str) -> None:
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
 
-def wait_for_end(started: Iterable[tuple[int, str]]) -> list[int]:
+def wait_for_end(live_processes: Iterable[tuple[int, str]]) -> list[int]:
   """Waits until processes have ended, or for _END_SECONDS; returns the ids of
-  those that still run. `started` has (process id, start time): an id with
-  another start time belongs to another process."""
+  those that still run. `live_processes` has (process id, start time): an id
+  with another start time belongs to another process."""
   deadline = time.monotonic() + _END_SECONDS
   while True:
     pids = []
-    for pid, start_time in started:
+    for pid, start_time in live_processes:
       with contextlib.suppress(OSError):  # the process has ended
         state, actual_start_time = processes.process_stat(pid)
         # Z and X: it has ended, and its parent has not yet asked for its status
@@ -62,16 +62,16 @@ class InjectedRun:
   """A run of `asgd train`, and the failures injected into it."""
 
   def __init__(
-    self, out: Path, command: list[str], protocols: Mapping[str, Protocol]
+    self, workdir: Path, command: list[str], protocols: Mapping[str, Protocol]
   ):
     """Starts the run.
 
     Args:
-      out: folder of its results.
+      workdir: the folder of its results.
       command: the command line.
       protocols: cell name -> its protocol.
     """
-    self._out, self._command, self._protocols = out, command, protocols
+    self._workdir, self._command, self._protocols = workdir, command, protocols
     # Kept across restarts of the driver, for the audit and for `end`.
     self.failures: list[audit.Failure] = []
     self.memories: set[Path] = set()  # memory folders of cells
@@ -96,7 +96,7 @@ class InjectedRun:
   def _current_cell(self) -> tuple[str, Path] | None:
     """Returns the name and the memory folder of the cell that runs now, and
     stores the folder."""
-    for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
+    for path in sorted(self._workdir.glob(f"cells/*/{live_memory.RUNNING}")):
       owner = live_memory.read_running(path.parent)
       if owner and owner.driver == self.process.pid:
         self.memories.add(owner.memory)
@@ -113,7 +113,7 @@ class InjectedRun:
 
   def _events(self, cell: str) -> list[Event]:
     """Returns the rows of a cell's trace so far."""
-    return self._protocols[cell].live.rows(self._out / "cells" / cell)
+    return self._protocols[cell].live.rows(self._workdir / "cells" / cell)
 
   def is_working(self) -> bool:
     """Whether a message was received since the first call for this driver and
@@ -135,7 +135,7 @@ class InjectedRun:
 
   def check_progress(self, patience: float) -> None:
     """Raises Hung if no journal has changed for `patience` seconds."""
-    paths = list(self._out.glob("cells/*/trace-*.csv"))
+    paths = list(self._workdir.glob("cells/*/trace-*.csv"))
     # A driver that resumes may drop rows, so any change is a sign of life.
     journals = len(paths), sum(path.stat().st_size for path in paths)
     if journals != self._journals:
@@ -143,7 +143,7 @@ class InjectedRun:
     if time.monotonic() - self._last_change > patience:
       cell = self._current_cell()
       if cell is None:
-        waited = f"for asgd train to begin a cell in {self._out}"
+        waited = f"for asgd train to begin a cell in {self._workdir}"
       elif not self.is_working():
         waited = f"for the first message of a worker of {cell[0]}"
       else:

@@ -167,8 +167,8 @@ def compare(
   records, journal = files.records[0], files.journals[0]
   messages = len(records.loss)
   n_early = _early_messages(cell_folder, records.worker, cell.workers)
-  began = live_files.first_ticket(journal)
-  runs = {LIVE: predict.Outcome(began, records, _accuracy(cell_folder))}
+  start_time = live_files.first_ticket(journal)
+  runs = {LIVE: predict.Outcome(start_time, records, _accuracy(cell_folder))}
   # [4] The simulations: an order from the durations, then training in it.
   joins = predict.join_times(journal, cell.workers)
   network, sizes = _transport(files)
@@ -186,8 +186,8 @@ def compare(
     predict.count_until_all_sent(run.records.worker, cell.workers)
     for run in runs.values()
   )
-  began = float(records.time[n_early - 1])
-  parts = predict.where_time_goes(journal, files.spans, began)
+  all_sent_time = float(records.time[n_early - 1])
+  parts = predict.where_time_goes(journal, files.spans, all_sent_time)
   jobs = _duration_rows(_measured_jobs(files))
   return LiveComparison(cell.name, runs, first_messages, parts, jobs)
 
@@ -229,13 +229,13 @@ def _with_replay(
   records = base.Records(*(columns[name] for name in base.Records._fields))
   workers = files.description["cell"]["workers"]
   first_messages = _early_messages(cell_folder, records.worker, workers)
-  began = live_files.first_ticket(files.jobs)
+  start_time = live_files.first_ticket(files.jobs)
   result = replay.replay(cell_folder, data_dir=data_dir, trust=trust)
   replayed = result.records
   # A replay has no clock: its records have the times of the trace.
   runs = {
-    LIVE: predict.Outcome(began, records, _accuracy(cell_folder)),
-    REPLAYED: predict.Outcome(began, replayed, result.accuracy),
+    LIVE: predict.Outcome(start_time, records, _accuracy(cell_folder)),
+    REPLAYED: predict.Outcome(start_time, replayed, result.accuracy),
   }
   digests = [str(x)[:16] for x in (result.recorded, result.digest)]
   text = f"parameters {digests[0]}, replayed {digests[1]}"

@@ -187,7 +187,7 @@ def compile_evaluation(experiment: Experiment, cell: Cell) -> None:
   is not compiled here.
   """
   run = experiment.runs[cell.label]
-  if run.given is not None:
+  if run.given_recipe is not None:
     return
   problem, sharpness = experiment.problem_of(run), experiment.sharpness_of(run)
   with_sharpness = bool(experiment.config["curvature_checks"])

@@ -198,7 +198,7 @@ def deaths(
   parties = (f.party for f in earlier_failures if f.kind != "shard")
   undone = collections.Counter(parties)
   # By (worker, incarnation): the first failure of each.
-  killed = {who: f for f in reversed(failures) for who in f.incarnations}
+  killed = {key: f for f in reversed(failures) for key in f.incarnations}
   possible_kills = {f.possible_incarnation: f for f in reversed(failures)}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
   worked, leavers = set(), set()  # (worker, incarnation)
@@ -212,23 +212,23 @@ def deaths(
   received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
   for row, event in enumerate(events[: max(received, default=0) + 1]):
     worker, action, ticket = event.worker, event.action, ledger.apply(event)
-    who = worker, ledger.incarnations.get(worker, -1)
-    failure = killed.get(who)
+    incarnation = worker, ledger.incarnations.get(worker, -1)
+    failure = killed.get(incarnation)
     if action == base.JOIN:
       excuses.pop(worker, None)
     elif action == base.RECEIVE:
-      worked.add(who)
+      worked.add(incarnation)
       if failure and row >= failure.rows_after:
-        messages_after[who] += 1
+        messages_after[incarnation] += 1
     elif action == base.REJECT:
       excuses[worker] = "not finite"
     elif action == base.LOST and ticket and event.time - ticket.time >= slow:
       excuses.setdefault(worker, "took too long")
     elif action == base.LEAVE:
-      leavers.add(who)
-      if failure is None and who not in worked:
+      leavers.add(incarnation)
+      if failure is None and incarnation not in worked:
         # Perhaps it was killed before its JOIN was written.
-        failure = possible_kills.get(who)
+        failure = possible_kills.get(incarnation)
       if failure and row >= failure.rows_before:
         explanations[failure.kind] += 1
         counted.append(failure)
@@ -238,12 +238,12 @@ def deaths(
       else:
         explanations[excuses.get(worker, "NOT EXPLAINED")] += 1
   # [3] Messages that a worker had sent before it was killed still arrive.
-  ghosts = [who for who, n in messages_after.items() if n > depth + 1]
+  ghosts = [key for key, n in messages_after.items() if n > depth + 1]
   reasons = ", ".join(f"{n} {why}" for why, n in sorted(explanations.items()))
   text = f"{len(leavers)} left ({reasons or 'none'})"
   text += _unseen_failures(failures, counted, killed)
-  for who in ghosts:
-    kind, row = killed[who].kind, killed[who].rows_after
-    text += f"; worker {who[0]} worked on after {kind} at row {row}"
+  for incarnation in ghosts:
+    kind, row = killed[incarnation].kind, killed[incarnation].rows_after
+    text += f"; worker {incarnation[0]} worked on after {kind} at row {row}"
   passed = not ghosts and not explanations["NOT EXPLAINED"]
   yield Finding("deaths", text, passed)

@@ -72,7 +72,7 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
   """Returns the contents of config.json for an experiment. Values under "free"
   may differ when it resumes."""
   config = copy.deepcopy(experiment.config)
-  free = {key: config.pop(key) for key in schema.FREE}
+  free = {key: config.pop(key) for key in schema.FREE_KEYS}
   # `engine` and `only` move into the entries of the runs: two configs that
   # train the same cells have one identity.
   engine, labels = config.pop("engine"), config.pop("only")
@@ -274,7 +274,7 @@ def _cell_differences(*descriptions: dict[str, Any] | None) -> str:
     config = description.get("config")
     # A damaged file counts as missing: the new content replaces it.
     if isinstance(config, dict):
-      config = {k: v for k, v in config.items() if k not in schema.FREE}
+      config = {k: v for k, v in config.items() if k not in schema.FREE_KEYS}
       contents.append({"config": config, "dataset": description.get("dataset")})
   if len(contents) < 2:
     return ""

@@ -124,7 +124,7 @@ def _differences_from(
   settings = entry.keys() - run.keys()  # of the engine, set by the run
   for key in config.keys() & cell_config.keys() - {"runs", *GROWING}:
     old, new = cell_config[key], config[key]
-    if key in schema.SHARED:
+    if key in schema.SHARED_KEYS:
       if key in entry:
         new = schema.shared_of_run(key, new, entry[key])
     elif key in entry:

@@ -227,7 +227,7 @@ class _Attempt(contextlib.ExitStack):
   def run(self, on_end: EndCallback | None) -> dict[str, Any]:
     """Trains the cell from its last checkpoint to its end; returns its result.
     See `train` for `on_end`."""
-    began = time.monotonic()
+    start_time = time.monotonic()
     # [1] The engine, and the evaluations and the log so far.
     engine = self._open()
     evaluations = Evaluations(
@@ -241,12 +241,12 @@ class _Attempt(contextlib.ExitStack):
     self._train(engine, evaluations)
     # [3] The result.
     params = jax.device_get(engine.snapshot().params)
-    least = max(self._cell.workers, engine.quantum)
+    window = max(self._cell.workers, engine.quantum)
     guess = self._experiment.problem_of(self._run).guess
-    diverged = has_diverged(engine.loss_course(), least, guess)
+    diverged = has_diverged(engine.loss_course(), window, guess)
     diverged = evaluations.diverged or diverged
     result = evaluations.result(params, diverged=diverged)
-    result["wall_seconds"] = time.monotonic() - began
+    result["wall_seconds"] = time.monotonic() - start_time
     processes.fail_together(lambda: self._write(engine, params, result))
     if on_end is not None:
       on_end(engine.records(), params, evaluations.rows)

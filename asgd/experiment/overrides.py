@@ -80,7 +80,7 @@ def _find_section(
       starts_empty = of_runs and is_section
       section[name] = {} if starts_empty else schema.default_of(child)
     # [2] Replace None by an empty dict, for example in config.optimizer.
-    has_check = isinstance(child, schema.Setting) and child != schema.PLAIN
+    has_check = isinstance(child, schema.Setting) and child != schema.UNCHECKED
     if section[name] is None and has_check:
       section[name] = {}
     if isinstance(section[name], ml_collections.ConfigDict):
@@ -105,14 +105,15 @@ def _keys_of_run(
     engine_kind = engines[engine]
     with checks.prefix_errors(f"runs.{label}"):
       engine_keys = schema.keys_of_engine(engine_kind, entry)
-    keys = dict.fromkeys(engine_keys, schema.PLAIN)
+    keys = dict.fromkeys(engine_keys, schema.UNCHECKED)
     # The engine's sections, and the keys of its main section, which a run may
     # set without the section's name.
     settings = engine_kind.sections.get(engine_kind.settings)
     keys |= {**engine_kind.sections, **schema.keys_of(settings)}
   unchecked_keys = {*schema.RESERVED, *_options(entry.get("recipe"))}
-  shared_settings = {key: schema.SHARED[key] for key in schema.OF_A_RUN}
-  return dict.fromkeys(unchecked_keys, schema.PLAIN) | shared_settings | keys
+  shared_settings = {key: schema.SHARED_KEYS[key] for key in schema.RUN_KEYS}
+  unchecked = dict.fromkeys(unchecked_keys, schema.UNCHECKED)
+  return unchecked | shared_settings | keys
 
 
 def _drop_dependents(
@@ -133,7 +134,7 @@ def _drop_dependents(
   if key == "recipe" and parents[0] == "runs":
     old_options, new_options = _options(section.get(key)), _options(value)
     dropped: Iterable[str] = (
-      old_options - new_options - {*schema.RESERVED, *schema.OF_A_RUN}
+      old_options - new_options - {*schema.RESERVED, *schema.RUN_KEYS}
     )
   # [3] Other keys: the engine knows their dependents.
   else:
@@ -173,7 +174,7 @@ def use_engine(
     # Runs of a mesh may name no recipe; other engines require one.
     new_entry.setdefault("recipe", "asgd")
     # A mistaken key, which no engine has, stays: `schema.resolve` names it.
-    allowed = {*schema.RESERVED, *schema.OF_A_RUN}
+    allowed = {*schema.RESERVED, *schema.RUN_KEYS}
     allowed.update(schema.keys_of_engine(engine_kind, new_entry))
     allowed |= _options(new_entry["recipe"])
     of_engines = (schema.keys_of_engine(k, entry) for k in engines.values())

@@ -44,7 +44,7 @@ class MeasuredJob(NamedTuple):
 class Outcome(NamedTuple):
   """A run of a cell, live or simulated."""
 
-  began: float  # time of the first ticket, in seconds
+  start_time: float  # of the first ticket, in seconds
   records: base.Records  # with times in seconds
   accuracy: float  # at the end; NaN if it is not known
 
@@ -348,7 +348,7 @@ def curve(run: Outcome, first_messages: int) -> Curve:
   loss = np.asarray(run.records.loss[first_messages:], float)
   width = max(len(loss) // 40, 1)
   sums = np.cumsum(np.concatenate([[0.0], loss]))
-  start = times[first_messages - 1] if first_messages else run.began
+  start = times[first_messages - 1] if first_messages else run.start_time
   # means[i] = (loss[i] + ... + loss[i + width - 1]) / width, at the time of the
   # last of these messages
   means = (sums[width:] - sums[:-width]) / width

@@ -255,7 +255,8 @@ def _call(
   make = names.imported(kind, name)
   parameters = inspect.signature(make).parameters
   # These keys of the section `data` have values even if the config sets none.
-  fixed = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
+  data_keys = schema.keys_of(schema.SHARED_KEYS["data"])
+  fixed = data_keys if kind == "dataset" else ()
   arguments = {
     key: value
     for key, value in section.items()
@@ -281,7 +282,7 @@ def _load_users_problem(
       " built-in problems set config.data and config.model"
     )
   for key in ("data", "model"):
-    if config[key] != schema.default_of(schema.SHARED[key]):
+    if config[key] != schema.default_of(schema.SHARED_KEYS[key]):
       raise ValueError(
         f"config.problem.name {name!r} already gives data and model: drop"
         f" config.{key}"

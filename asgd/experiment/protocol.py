@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from asgd import names
 
-LIVE = "threads", "ray"  # the engines of live cells
+LIVE_ENGINES = "threads", "ray"  # the engines of live cells
 DEFAULT = "server"  # the protocol of recipes and cells that name no other
 
 
@@ -128,7 +128,7 @@ def of(run: Any) -> Protocol:
 
   The recipe is given by name, by MODULE:FUNCTION, or by a caller as an object.
   """
-  protocol, recipe = named_recipe_protocol(run.recipe), run.given
+  protocol, recipe = named_recipe_protocol(run.recipe), run.given_recipe
   if protocol is not None:
     return protocol
   if recipe is None:

@@ -18,11 +18,11 @@ OPTION_PREFIX = "recipe."
 
 
 def given_object(run: Run, key: str) -> Any:
-  """Returns the object for which a key of a run's config has the mark GIVEN.
+  """Returns the object for which a key of a run's config has GIVEN_MARK.
   Raises ValueError if no call gave it."""
   if key not in run.objects:
     raise ValueError(
-      f"config.{key} {schema.GIVEN!r} stands for an object that a call was"
+      f"config.{key} {schema.GIVEN_MARK!r} stands for an object that a call was"
       f" given, such as asgd.simulate(..., {key}=...): pass the object, or set"
       " a name"
     )
@@ -31,7 +31,7 @@ def given_object(run: Run, key: str) -> Any:
 
 def recipe_text(run: Run) -> str:
   """Returns the name of a run's recipe for an error."""
-  if run.given is not None:  # a call gave the recipe, and has no config
+  if run.given_recipe is not None:  # a call gave the recipe, and has no config
     return "this recipe"
   return f"the recipe {run.recipe!r} (config.runs.{run.label})"
 
@@ -39,7 +39,7 @@ def recipe_text(run: Run) -> str:
 def other_runs_remedy(run: Run) -> str:
   """Returns a second remedy for a refused setting, which ends an error's text.
   A config's other runs may use the setting; a call has one run only."""
-  if run.given is not None:
+  if run.given_recipe is not None:
     return ""
   return ", or set it in the entries of other runs alone"
 
@@ -55,7 +55,7 @@ def _set_keys(
       yield f"runs.{run.label}.{name}", run.options[name]
     return
   section, _, inner_key = key.partition(".")
-  settings = {**schema.SHARED, **sections}
+  settings = {**schema.SHARED_KEYS, **sections}
   if section not in settings:
     return  # this engine has no such section
   value, default = run.config[section], schema.default_of(settings[section])

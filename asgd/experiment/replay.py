@@ -130,7 +130,7 @@ def load(
   for key in caller_objects.objects if caller_objects is not None else ():
     section = config.get(key)
     name = section["name"] if isinstance(section, Mapping) else section
-    if name != schema.GIVEN:
+    if name != schema.GIVEN_MARK:
       raise ValueError(
         f"{folder} had {key}={shown(section)}, not an object: leave {key} out"
       )

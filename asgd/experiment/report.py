@@ -285,7 +285,7 @@ def write_page(
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
   facts = dict(identity["free"])
   config = {**identity["config"]}
-  config |= {key: facts.pop(key) for key in schema.FREE if key in facts}
+  config |= {key: facts.pop(key) for key in schema.FREE_KEYS if key in facts}
   modules = facts.pop("modules", {})
   # The lead has the source of the data, and "machine" the cores.
   facts = {k: v for k, v in facts.items() if k not in ("cpus", "data source")}

@@ -95,7 +95,7 @@ _COUNT = checks.whole_number(0)
 _EPOCHS = checks.number(most=1e6)
 
 # Keys that the runs of an experiment share, whatever their engines.
-SHARED: dict[str, Any] = {
+SHARED_KEYS: dict[str, Any] = {
   "data": Section(
     {
       # A name of `asgd.data`, or MODULE:FUNCTION (the other keys) -> data.
@@ -154,14 +154,15 @@ SHARED: dict[str, Any] = {
   # "record" keeps a cell that diverges and continues with the next one.
   "on_nan": Setting("stop", checks.choice("stop", "record")),
 }
-# Keys of SHARED that an entry of `runs` may set, for its run only.
-OF_A_RUN: tuple[str, ...] = ("batch_size", "clip_norm", "learning_rate")
-OF_A_RUN += ("learning_rate_schedule", "optimizer")
-PLAIN = Setting(None, checks.anything)
-GIVEN = "given"  # the recipe, data and model of a run that was given objects
+# Keys of SHARED_KEYS that an entry of `runs` may set, for its run only.
+RUN_KEYS: tuple[str, ...] = ("batch_size", "clip_norm", "learning_rate")
+RUN_KEYS += ("learning_rate_schedule", "optimizer")
+UNCHECKED = Setting(None, checks.anything)  # a value is checked elsewhere
+# Stands for an object that a call was given: a recipe, data, a codec, ...
+GIVEN_MARK = "given"
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment resumes.
-FREE = ("on_nan", "checkpoint_seconds")
+FREE_KEYS = ("on_nan", "checkpoint_seconds")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
 
@@ -175,7 +176,7 @@ class Run(NamedTuple):
   recipe: str
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the complete config, with the run's values
-  given: algorithms.Recipe | None = None  # object given instead of a name
+  given_recipe: algorithms.Recipe | None = None  # an object, not a name
   # Codecs, order and durations given as objects, by their keys of the config.
   objects: Mapping[str, Any] = {}
 
@@ -203,8 +204,8 @@ class Run(NamedTuple):
         optimizers.refuse_search(self.config["optimizer"])
       options["optimizer"] = self.config["optimizer"]
     with checks.prefix_errors(f"runs.{self.label}", tuple(options)):
-      if self.given is not None:
-        recipe = algorithms.rebuild(self.given, learning_rate, workers)
+      if self.given_recipe is not None:
+        recipe = algorithms.rebuild(self.given_recipe, learning_rate, workers)
       else:
         recipe = algorithms.build(
           self.recipe, learning_rate, workers, **options
@@ -228,7 +229,7 @@ Engines = Mapping[str, Any]  # name -> `asgd.experiment.engines.EngineKind`
 
 def sections(engines: Engines) -> dict[str, Any]:
   """Returns all keys: the shared ones, and the sections of engines."""
-  keys = dict(SHARED)
+  keys = dict(SHARED_KEYS)
   for kind in engines.values():
     keys |= kind.sections
   return keys
@@ -335,14 +336,14 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
 
 
 def shared(key: str, value: Any) -> Any:
-  """Checks a value of a key of SHARED; returns it as `resolve` does."""
-  return _section(value, SHARED[key], key)
+  """Checks a value of a key of SHARED_KEYS; returns it as `resolve` does."""
+  return _section(value, SHARED_KEYS[key], key)
 
 
 def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
-  """Returns a run's value of a key of SHARED, merged with the config's value.
-  No user code is imported: options of a MODULE:FUNCTION are not checked."""
-  node = SHARED[key]
+  """Returns a run's value of a key of SHARED_KEYS, merged with the config's
+  value. No user code is imported: options of MODULE:FUNCTION are unchecked."""
+  node = SHARED_KEYS[key]
   merged = _merge(node, config_value, value)
   unchecked = any(names.imports(merged))
   if unchecked and isinstance(node, Setting):  # an optimizer
@@ -420,11 +421,11 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_needs_recipe()}")
     with checks.prefix_errors(f"runs.{label}"):
-      options = {} if recipe == GIVEN else options_of(recipe)
+      options = {} if recipe == GIVEN_MARK else options_of(recipe)
       engine_keys = keys_of_engine(kind, entry)
-    shared_keys = (*OF_A_RUN, *kind.sections, "workers")
+    shared_keys = (*RUN_KEYS, *kind.sections, "workers")
     known_keys = (*RESERVED, *shared_keys, *engine_keys, *options)
-    config_keys = {*SHARED, *kind.sections} - {"runs", "only"}
+    config_keys = {*SHARED_KEYS, *kind.sections} - {"runs", "only"}
     # The complete config of the run: its own values replace the shared ones.
     run_config = {k: value for k, value in config.items() if k in config_keys}
     recipe_options = {}

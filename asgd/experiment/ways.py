@@ -46,7 +46,7 @@ _PLAYED_ROUNDS = 40  # messages of each worker that a way is played for
 _LOCAL_STEPS = 4, 16, 64  # local steps to choose from
 _CODED_MESSAGES = 3  # messages that the size of a code is measured on
 
-ONE, MESH, ASYNCHRONOUS = "one machine", "mesh", "asynchronous"
+ONE_MACHINE, MESH, ASYNCHRONOUS = "one machine", "mesh", "asynchronous"
 CODED, LOCAL = "coded messages", "local steps"
 
 
@@ -342,7 +342,7 @@ def find_ways(
   """Returns the ways of training, the simplest first, each with the fewest
   workers that give nearly its greatest speed."""
   counts = _worker_counts(cluster.machines) if cluster.machines > 1 else []
-  candidates = [Way(ONE, 1, 1.0)]
+  candidates = [Way(ONE_MACHINE, 1, 1.0)]
   if not counts:
     return tuple(candidates)
 

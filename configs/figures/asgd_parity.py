@@ -100,8 +100,8 @@ def density_equal(x):
 
 
 def density_unequal(x):
-  # Staleness / N is Gamma(a - 1, 1 / b); the density is scaled by N.
   """The density of staleness of 64 unequal machines."""
+  # Staleness / N is Gamma(a - 1, 1 / b); the density is scaled by N.
   scaled = x * SHAPE / MOST
   return (
     scaled ** (SHAPE - 1) * E**-scaled * SHAPE / MOST / GAMMA_OF_SHAPE

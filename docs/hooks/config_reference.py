@@ -67,9 +67,9 @@ def _amount(number: float) -> str:
 def _names(table: str) -> list[str]:
   """Returns the dotted keys that a table of the page has."""
   if table == _SHARED:
-    return [*schema.SHARED]
+    return [*schema.SHARED_KEYS]
   if table == _OF_ENGINES:
-    return [key for key in KEYS if key not in schema.SHARED]
+    return [key for key in KEYS if key not in schema.SHARED_KEYS]
   return [f"{table}.{key}" for key in schema.keys_of(KEYS[table])]
 
 
@@ -157,7 +157,7 @@ def json_schema(text: str) -> dict[str, Any]:
   """Returns the JSON schema of a config, with the meanings of the page."""
   meanings = dict(_ROW.findall(text))
   keys = {key: _described(key, node, meanings) for key, node in KEYS.items()}
-  of_a_run = (*schema.OF_A_RUN, "workers", *_names(_OF_ENGINES))
+  of_a_run = (*schema.RUN_KEYS, "workers", *_names(_OF_ENGINES))
   run = {key: {"$ref": f"#/properties/{key}"} for key in of_a_run}
   name = {"type": "string", "minLength": 1}
   # A user's own recipe is MODULE:FUNCTION.

@@ -177,7 +177,8 @@ def refusal_table() -> str:
       keys = whats.setdefault(row, [])
       keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
     if each.live and each.live.link_faults:
-      row = each.participants, _code(protocol.LIVE), each.live.link_faults
+      engines = _code(protocol.LIVE_ENGINES)
+      row = each.participants, engines, each.live.link_faults
       flags = [f"`--fault={kind}`" for kind in faults.LINK_FAULTS]
       whats.setdefault(row, []).extend(flags)
   return format_markdown(

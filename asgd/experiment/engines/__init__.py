@@ -174,7 +174,7 @@ class EngineKind(NamedTuple):
   """An engine, as an experiment knows it. `check`, `plan` and `check_machine`
   raise ValueError, naming the key or the flag, its value and the remedy."""
 
-  sections: Mapping[str, Any]  # of the config, as in schema.SHARED
+  sections: Mapping[str, Any]  # of the config, as in schema.SHARED_KEYS
   settings: str | None  # the section that a run may set directly
   workers: Callable[[Any], Sequence[int]]  # of the cells of a Run
   check: Callable[[Any], None]  # of a Run, before there are data or devices

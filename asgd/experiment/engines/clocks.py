@@ -17,7 +17,7 @@ from asgd.allocation import Allocation
 from asgd.checks import shown
 from asgd.experiment import refusals
 from asgd.experiment.checks import MOST_NUMBER
-from asgd.experiment.schema import GIVEN, Run
+from asgd.experiment.schema import GIVEN_MARK, Run
 from asgd.orders import durations, phases
 from asgd.orders.network import Network
 from asgd.parallel import partitions
@@ -72,7 +72,7 @@ def as_durations(value: Any) -> durations.Durations:
 def run_durations(run: Run, seed: int) -> durations.Durations:
   """Returns the durations of a run with a seed."""
   section = run.config["durations"]
-  if section["name"] != GIVEN:
+  if section["name"] != GIVEN_MARK:
     return build(**{"seed": seed, **section})
   return as_durations(refusals.given_object(run, "durations"))
 

@@ -82,7 +82,7 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
     )
   # An error in an option of the recipe names config.runs.LABEL.KEY.
   with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
-    settings: Any = run.given or names.call(
+    settings: Any = run.given_recipe or names.call(
       "recipe",
       run.recipe,
       sandblaster.RECIPES[run.recipe],

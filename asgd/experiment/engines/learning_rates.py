@@ -33,7 +33,8 @@ def schedule(
   `batches` batches, and a message from `steps`. Raises ValueError, naming the
   key, if the schedule drops inside the warm-up.
   """
-  given_rate = run.given and run.given.made and run.given.made.learning_rate
+  recipe = run.given_recipe
+  given_rate = recipe and recipe.made and recipe.made.learning_rate
   if callable(given_rate):
     # A caller's schedule is used as it is, scaled if `peak` is not its peak.
     factor = peak / float(run.config["learning_rate"])

@@ -265,7 +265,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     plan, rows = self._plan, self.records()
     version, trace = int(images[0][0].version), from_events(journals[0])
     row = server_results.columns(plan, rows, version, trace)
-    if not plan.server.sends_current and plan.run.given is None:
+    if not plan.server.sends_current and plan.run.given_recipe is None:
       # With look-ahead, workers receive other parameters than the server has.
       sent_params = live_clusters.sent_params(self._run, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent_params).accuracy

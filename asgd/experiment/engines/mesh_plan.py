@@ -23,7 +23,7 @@ from asgd import (
 from asgd.checks import shown
 from asgd.experiment import build_cache, checks, refusals
 from asgd.experiment.engines import learning_rates, traffic
-from asgd.experiment.schema import OF_A_RUN, Run, Setting
+from asgd.experiment.schema import RUN_KEYS, Run, Setting
 from asgd.parallel import (
   data_parallel,
   hybrid,
@@ -268,7 +268,8 @@ def _warn_of_delay(run: Run, problem: problems.Problem, rate: Any) -> None:
   """Warns if the recipe's update reads the delay: on a mesh it is always 0."""
   if not _reads_delay(_transform(run, rate), problem):
     return
-  name = "the recipe" if run.given is not None else f"recipe {run.recipe!r}"
+  is_given = run.given_recipe is not None
+  name = "the recipe" if is_given else f"recipe {run.recipe!r}"
   warnings.warn(
     f"{name} of run {run.label!r} reads the delay of a gradient, and a mesh is"
     " in step: it reads staleness 0 and the present parameters. Its rule shows"
@@ -361,7 +362,7 @@ def build_step(
   devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
   # One batch in a message.
   codec_size = traffic.codec_size(experiment.dataset, problem, devices, 1)
-  config_keys = *OF_A_RUN, "mesh", "compress"
+  config_keys = *RUN_KEYS, "mesh", "compress"
   # Everything that the step depends on; equal runs share one compilation.
   values = [
     run.recipe,
@@ -371,7 +372,7 @@ def build_step(
   ]
   step = _steps.get(
     lambda: _make_step(run, problem, mesh, rate, codec_size),
-    *(values, rate, mesh, problem.loss, run.given),
+    *(values, rate, mesh, problem.loss, run.given_recipe),
   )
   return problem, step, peak, rate, steps
 

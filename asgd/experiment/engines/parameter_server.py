@@ -159,7 +159,7 @@ class ServerPlan:
     # Sizes of codes decide the order of such a run, so no trace is known.
     is_known = self.network is None or not networks.has_coded_sizes(self)
     has_own_order = server_orders.own_order(self.run) is not None
-    if self.run.given is not None or has_own_order or not is_known:
+    if self.run.given_recipe is not None or has_own_order or not is_known:
       return math.nan
     # The limit is measured with workers that send one gradient for each ticket;
     # for other workers it is not known.
@@ -323,7 +323,7 @@ def build_recipe(
     recipe = run.make_recipe(learning_rate, workers)
     return server_orders.in_order(run, recipe, workers)
 
-  if run.given is not None:
+  if run.given_recipe is not None:
     return make()  # a given recipe is an object already
   settings = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
   cache_key = [run.recipe, run.options, workers, *settings]
@@ -385,7 +385,7 @@ def plan(
   # the schedule in updates follows; then the recipe is built with it.
   run = server_orders.with_protocol(run, workers)
   peak = float(run.config["learning_rate"])
-  peak_recipe = run.given or build_recipe(run, workers, peak)
+  peak_recipe = run.given_recipe or build_recipe(run, workers, peak)
   # The warm-up begins at the rate of one of N workers.
   batches = plan_class.batches_of_update(peak_recipe, workers)
   rate = learning_rates.schedule(
@@ -395,7 +395,7 @@ def plan(
     start=peak / workers,
     steps=peak_recipe.steps,
   )
-  if run.given is not None and run.given.made is None:
+  if run.given_recipe is not None and run.given_recipe.made is None:
     rate = peak = math.nan  # a given recipe has an unknown rate
   recipe = build_recipe(run, workers, rate)
   # [2] Codecs, order, and length.
@@ -407,7 +407,7 @@ def plan(
   order = server_orders.plan_order(run, problem, recipe)
   batches_of_cell = learning_rates.budget_batches(run, problem)
   messages = round(batches_of_cell / recipe.steps)
-  if run.given is None:  # a call has counted its messages already
+  if run.given_recipe is None:  # a call has counted its messages already
     # All workers send equally many messages.
     messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)

@@ -15,7 +15,7 @@ from asgd import algorithms, base, names, problems
 from asgd.checks import shown
 from asgd.data import partitions
 from asgd.experiment import checks, refusals
-from asgd.experiment.schema import GIVEN, Run, Setting
+from asgd.experiment.schema import GIVEN_MARK, Run, Setting
 from asgd.orders import durations, makers, own, protocol
 
 
@@ -115,7 +115,7 @@ def own_order(run: Run) -> Any:
   order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
   name = run.config["order"]["name"]
   # An object of a call; such a config has no name for it.
-  if name == GIVEN:
+  if name == GIVEN_MARK:
     return refusals.given_object(run, "order")
   return names.imported("order", name) if names.is_import(name) else None
 
@@ -124,7 +124,7 @@ def _order_call(run: Run) -> tuple[str, dict[str, Any]]:
   """Returns the name of a run's own order, for errors, and its options."""
   options = dict(run.config["order"])
   name: str = options.pop("name")
-  if name == GIVEN:  # the user knows the function by its name
+  if name == GIVEN_MARK:  # the user knows the function by its name
     name = getattr(run.objects.get("order"), "__name__", name)
   return name, options
 
@@ -345,7 +345,7 @@ def check_length(plan: Any, batches: int) -> None:
   # Batches of one message.
   steps = recipe.steps * recipe.push_every
   # A call gives messages, not batches, and they need not be of all workers.
-  if run.given is None and steps > 1 and steps * workers > batches:
+  if run.given_recipe is None and steps > 1 and steps * workers > batches:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {batches} batches, and one"
       f" message from each of {workers} workers takes {steps * workers}, as"

@@ -120,7 +120,7 @@ def sent_accuracy(
     states: the server's state, one for each shard.
     join: joins the parameters of all shards.
   """
-  if plan.server.sends_current or plan.run.given is not None:
+  if plan.server.sends_current or plan.run.given_recipe is not None:
     return {}
   # As worker 0 would receive them.
   sent_params = join([plan.server.send(x, jnp.int32(0)).params for x in states])

@@ -259,12 +259,12 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
       " statistics of batches (BatchNorm): use a model without them, or another"
       " recipe"
     )
-  settings: Any = run.given or _settings(run, problem, workers)
+  settings: Any = run.given_recipe or _settings(run, problem, workers)
   settings = _check_updates(run, problem, settings)
   # A given recipe may have its schedule already.
   rate = settings.learning_rate
   peak = float(config["learning_rate"])
-  if run.given is not None:
+  if run.given_recipe is not None:
     peak = math.nan if callable(rate) else float(rate)
   with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(shapes, settings.shards)

@@ -13,7 +13,7 @@ from asgd.checks import shown
 from asgd.compression import user_codecs
 from asgd.experiment import checks, refusals
 from asgd.experiment.engines import Column
-from asgd.experiment.schema import GIVEN, Run, Setting
+from asgd.experiment.schema import GIVEN_MARK, Run, Setting
 from asgd.orders.trace import Event
 
 
@@ -32,7 +32,7 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
   name = value["name"]
   # The name of a reducer is not checked here: engine mesh makes the reducer.
   # Other engines make the codec of that name or, if there is none, refuse it.
-  if name != GIVEN and name not in list(compression.REDUCERS):
+  if name != GIVEN_MARK and name not in list(compression.REDUCERS):
     with checks.prefix_errors(key, tuple(value)):
       compression.named(**value)
   return dict(value)
@@ -86,7 +86,7 @@ def run_codec(run: Run, key: str, size: CodecSize) -> compression.Codec | None:
   section = run.config[key]
   if section is None:
     return None
-  if section["name"] != GIVEN:
+  if section["name"] != GIVEN_MARK:
     with checks.prefix_errors(key, tuple(section)):
       return _fitted(
         _codec_of_section(json.dumps(section, sort_keys=True)), *size

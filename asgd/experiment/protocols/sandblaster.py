@@ -17,7 +17,7 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.findings import Failure, Finding
 from asgd.experiment.protocol import (
-  LIVE,
+  LIVE_ENGINES,
   LiveCells,
   Protocol,
   Recomputed,
@@ -129,17 +129,19 @@ PROTOCOL = Protocol(
       "server.shards",
       "its shards are an option of its recipe",
       "write config.runs.{label}.shards={value}",
-      engines=LIVE,
+      engines=LIVE_ENGINES,
     ),
     Refusal(
-      "server.consistent", "its shards are always consistent", engines=LIVE
+      "server.consistent",
+      "its shards are always consistent",
+      engines=LIVE_ENGINES,
     ),
     Refusal(
-      "server.wire", "it would change what is computed", engines=LIVE
+      "server.wire", "it would change what is computed", engines=LIVE_ENGINES
     ),
     # Durations of the simulation.
-    Refusal("recipe.loading", _SIMULATED, engines=LIVE),
-    Refusal("recipe.restart", _SIMULATED, engines=LIVE),
+    Refusal("recipe.loading", _SIMULATED, engines=LIVE_ENGINES),
+    Refusal("recipe.restart", _SIMULATED, engines=LIVE_ENGINES),
   ),
   columns=coordinated.COLUMNS,
   column="evaluations_of_batch",

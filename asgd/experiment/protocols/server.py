@@ -23,7 +23,7 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.findings import Failure, Finding, deaths, jobs, updates
 from asgd.experiment.protocol import (
-  LIVE,
+  LIVE_ENGINES,
   LiveCells,
   Protocol,
   Recomputed,
@@ -223,13 +223,13 @@ PROTOCOL = Protocol(
       "server.delays",
       "its shards receive a message when it arrives",
       "leave it out, or use engine 'simulate'",
-      engines=LIVE,
+      engines=LIVE_ENGINES,
     ),
     Refusal(
       "server.reads",
       "its shards answer a worker when they are asked",
       "leave it out, or use engine 'simulate'",
-      engines=LIVE,
+      engines=LIVE_ENGINES,
     ),
   ),
   iterators=True,

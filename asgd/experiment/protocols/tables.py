@@ -13,7 +13,7 @@ from asgd.experiment.engines import tables as simulated
 from asgd.experiment.engines.tables import TablePlan
 from asgd.experiment.findings import Failure, Finding, worker_findings
 from asgd.experiment.protocol import (
-  LIVE,
+  LIVE_ENGINES,
   LiveCells,
   Protocol,
   Recomputed,
@@ -141,10 +141,10 @@ PROTOCOL = Protocol(
       "server.shards",
       _OWN_SHARDS,
       "write config.runs.{label}.shards={value}",
-      engines=LIVE,
+      engines=LIVE_ENGINES,
     ),
-    Refusal("server.consistent", _OWN_SHARDS, engines=LIVE),
-    Refusal("server.wire", _OWN_SHARDS, engines=LIVE),
+    Refusal("server.consistent", _OWN_SHARDS, engines=LIVE_ENGINES),
+    Refusal("server.wire", _OWN_SHARDS, engines=LIVE_ENGINES),
   ),
   columns=simulated.COLUMNS,
   column="differential_mean",

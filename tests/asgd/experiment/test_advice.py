@@ -9,7 +9,7 @@ import pytest
 
 from asgd import algorithms
 from asgd.experiment import advice, build, overrides, schema, ways
-from asgd.experiment.ways import CODED, LOCAL, MESH, ONE, Way
+from asgd.experiment.ways import CODED, LOCAL, MESH, ONE_MACHINE, Way
 from asgd.orders.network import Network
 from launch import flags
 
@@ -41,7 +41,7 @@ def test_messages_of_half_a_second_each_way_halve_the_speed():
   # workers; 16 steps take 17, and 64 take 65, a tenth more than those.
   found = ways.find_ways(MEASURED, cluster(latency=0.5), TRAINING)
   assert speeds(found) == {
-    ONE: (1, 1.0),
+    ONE_MACHINE: (1, 1.0),
     MESH: (2, 1.0),
     ASYNCHRONOUS: (2, 1.0),
     CODED: (2, 1.0),
@@ -80,7 +80,8 @@ def test_the_fewest_workers_that_are_fast_enough():
 
 
 def test_one_machine_has_one_way():
-  assert ways.find_ways(MEASURED, cluster(1), TRAINING) == (Way(ONE, 1, 1.0),)
+  one_way = (Way(ONE_MACHINE, 1, 1.0),)
+  assert ways.find_ways(MEASURED, cluster(1), TRAINING) == one_way
 
 
 def test_machines_are_compared_with_the_median_one():
@@ -93,16 +94,16 @@ def test_machines_are_compared_with_the_median_one():
 @pytest.mark.parametrize(
   ("fastest", "start", "chosen"),
   [
-    ((1.2, 1.2), 0.0, ONE),  # 1.2 times is not worth it
+    ((1.2, 1.2), 0.0, ONE_MACHINE),  # 1.2 times is not worth it
     ((1.6, 1.9), 10.0, MESH),  # 1.9 is less than 1.25 times 1.6
     ((1.6, 2.1), 10.0, ASYNCHRONOUS),
     ((1.6, 2.1), 520.0, ASYNCHRONOUS),  # 520 + 1000 / 2.1 < 1000
-    ((1.6, 2.1), 530.0, ONE),
+    ((1.6, 2.1), 530.0, ONE_MACHINE),
   ],
 )
 def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
   mesh, asynchronous = fastest
-  found = [Way(ONE, 1, 1.0), Way(MESH, 4, mesh)]
+  found = [Way(ONE_MACHINE, 1, 1.0), Way(MESH, 4, mesh)]
   found += [Way(ASYNCHRONOUS, 4, asynchronous)]
   assert ways.choose(found, MEASURED, cluster(start=start)).name == chosen
 
@@ -113,7 +114,7 @@ def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
 @pytest.mark.parametrize(
   ("way", "training", "options", "recipe", "number"),
   [
-    (Way(ONE, 1, 1.0), TRAINING, {}, "asgd", "Nothing is stale"),
+    (Way(ONE_MACHINE, 1, 1.0), TRAINING, {}, "asgd", "Nothing is stale"),
     (Way(MESH, 4, 3.0), TRAINING, {}, "ssgd", "Nothing is stale"),
     (Way(ASYNCHRONOUS, 8, 4.0, 7, 9), TRAINING, {}, "asgd", "at most 8"),
     (Way(ASYNCHRONOUS, 9, 4.0, 8, 9), TRAINING, {}, "dc_asgd_a", "9 workers"),
@@ -183,7 +184,7 @@ def test_rows_of_the_table_are_in_the_order_of_the_rules():
     ((ASYNCHRONOUS, 4), TRAINING, 2.0, 0.1, 0.1, True, "warm-up from 0.025"),
     # 4 x 0.04 / 2: the warm-up from a quarter of it begins at the limit.
     ((ASYNCHRONOUS, 4), TRAINING, 2.0, 0.04, 0.08, True, "0.08 instead of"),
-    ((ONE, 1), TRAINING, 40.0, 2.0, 0.05, False, "0.05 instead of 0.1"),
+    ((ONE_MACHINE, 1), TRAINING, 40.0, 2.0, 0.05, False, "0.05 instead of 0.1"),
     ((MESH, 4), TRAINING, 1.0, 2.0, 0.4, True, "multiplied by 4"),
     ((MESH, 4), ADAM, math.nan, math.nan, 0.2, True, "the root of 4"),
     ((LOCAL, 4), TRAINING, 2.0, math.nan, 0.1, False, "is not known"),
@@ -226,7 +227,7 @@ def test_memory_is_that_of_the_recipe():
   # Worker: parameters, gradient and what the backward needs. Server: the
   # parameters, and 6 velocities.
   assert advice.memory_for(*given) == (2 * 400 + 1000, 7 * 400)
-  alone = Way(ONE, 1, 1.0), "asgd", WITH_MOMENTUM, MEASURED
+  alone = Way(ONE_MACHINE, 1, 1.0), "asgd", WITH_MOMENTUM, MEASURED
   assert advice.memory_for(*alone) == (3 * 400 + 1000, 0.0)
 
 
@@ -266,7 +267,9 @@ def test_messages_that_are_no_gradients_are_refused():
     training_of({"recipe": "table"})
 
 
-@pytest.mark.parametrize("name", [ONE, MESH, ASYNCHRONOUS, CODED, LOCAL])
+@pytest.mark.parametrize(
+  "name", [ONE_MACHINE, MESH, ASYNCHRONOUS, CODED, LOCAL]
+)
 @pytest.mark.parametrize("optimizer", [None, "adam", {"a": "adamw"}])
 def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   run = {"recipe": "nag_asgd"} if optimizer is None else {"recipe": "asgd"}
@@ -275,7 +278,7 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   config = {**kit.TINY_RUN, "runs": {"a": run}, "optimizer": optimizer}
   resolved = schema.resolve(config, flags.ENGINES)
   training = ways.step_rule(resolved.runs["a"], resolved.config)
-  chosen = Way(name, 1 if name == ONE else 2, 2.0, 1.0, 1)
+  chosen = Way(name, 1 if name == ONE_MACHINE else 2, 2.0, 1.0, 1)
   chosen = chosen._replace(steps=4 if name == LOCAL else 1)
   monkeypatch.setattr(advice.ways_lib, "choose", lambda *_: chosen)
   found = advice.advise(MEASURED, cluster(), training, resolved.config)

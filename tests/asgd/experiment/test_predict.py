@@ -192,7 +192,7 @@ def test_losses_are_smoothed_over_a_fortieth_of_the_run():
   curve = predict.curve(run, 1)  # 80 messages, two at a time
   assert (curve.time[0], curve.loss[0]) == (2.0, 80.5)
   assert (curve.time[-1], curve.loss[-1]) == (80.0, 2.5)
-  whole = predict.curve(run._replace(began=0.5), 0)
+  whole = predict.curve(run._replace(start_time=0.5), 0)
   assert (whole.time[0], whole.loss[0]) == (1.5, 81.5)
 
 
