@@ -329,27 +329,27 @@ class ProgressFile:
       self._clock_start = time.monotonic() - seconds
     elif progress.messages:
       self._engine_seconds = None
-    seconds_now = time.monotonic() - self._clock_start
+    end = time.monotonic() - self._clock_start
     if progress.messages:
       self._unwritten_rows.append(progress.rows or _Losses(progress.loss))
-      self._calls.append(Segment(0, "compute", start, seconds_now))
+      self._calls.append(Segment(0, "compute", start, end))
     if time.monotonic() >= self._next_write:
-      self._write(seconds_now)
+      self._write(end)
     return progress._replace(rows=None)
 
   def finish(self) -> None:
     """Writes the file of a finished cell, with the totals of all records."""
-    now = self._engine_seconds
-    if now is None:
-      now = time.monotonic() - self._clock_start
-    self._add_point(now)
+    seconds = self._engine_seconds
+    if seconds is None:
+      seconds = time.monotonic() - self._clock_start
+    self._add_point(seconds)
     # While it trains, an engine may report losses alone. The records are
     # complete only now, so all totals are counted again.
     self._totals = _Totals()
     self._totals.add(self._engine.records())
-    self._write(now)
+    self._write(seconds)
 
-  def _add_point(self, now: float) -> None:
+  def _add_point(self, seconds: float) -> None:
     """Adds the point of the rows since the last one, if there are some."""
     rows, self._unwritten_rows = self._unwritten_rows, []
     if not rows:
@@ -359,16 +359,16 @@ class ProgressFile:
     nbytes = sum(map(self._totals.add, rows))
     self._message += len(losses)
     means = engines.mean(losses), engines.mean(staleness)
-    self._points.append(_Point(now, self._message, *means, nbytes))
+    self._points.append(_Point(seconds, self._message, *means, nbytes))
     if len(self._points) > _MAX_POINTS:
       self._points = _halved(self._points)
 
-  def _write(self, now: float) -> None:
+  def _write(self, seconds: float) -> None:
     """Writes the file."""
     write_began = time.monotonic()
     # [1] The curves, and the lines since the last write.
-    self._add_point(now)
-    self._log += [[now, line] for line in self._lines]
+    self._add_point(seconds)
+    self._log += [[seconds, line] for line in self._lines]
     self._lines.clear()
     self._log = self._log[-_MAX_LOG_LINES:]
     # [2] The last segments of work, of the first workers.
@@ -377,7 +377,7 @@ class ProgressFile:
     work.sort(key=lambda segment: segment.end)
     content = {
       **self._about,
-      "seconds": now,
+      "seconds": seconds,
       **self._totals.content(),
       "points": _rounded_rows(self._points),
       "work": _rounded_rows(work[-_MAX_SEGMENTS:]),

@@ -38,7 +38,7 @@ class MeasuredJob(NamedTuple):
   start: float
   end: float
   received: float  # later than `end` if it waited for others of its round
-  first: bool  # the first job of an incarnation
+  is_first: bool  # of the jobs of an incarnation
 
 
 class Outcome(NamedTuple):
@@ -73,7 +73,7 @@ def _message_arrivals(
 def measure_jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
   arrivals = _message_arrivals(journal, spans)
-  free_at: dict[int, float] = {}  # end of the last job, by worker
+  last_ends: dict[int, float] = {}  # of the last job, by worker
   # Workers that have joined and not ended their first job since.
   awaiting_first: set[int] = set()
   measured = []
@@ -84,8 +84,8 @@ def measure_jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
       awaiting_first.add(worker)
     elif event.action == base.RECEIVE and ticket is not None:
       # A worker with two tickets starts the second job after the first.
-      start = max(ticket.time, free_at.get(worker, ticket.time))
-      free_at[worker] = end = arrivals[event.key]
+      start = max(ticket.time, last_ends.get(worker, ticket.time))
+      last_ends[worker] = end = arrivals[event.key]
       is_first = worker in awaiting_first
       measured.append(MeasuredJob(worker, start, end, event.time, is_first))
       awaiting_first.discard(worker)
@@ -105,9 +105,9 @@ def _simulate_arrivals(
   arrivals: dict[tuple[str, tuple[int, int]], float] = {}
   throttle = Throttle(network, workers, clock=lambda: now)
 
-  def deliver(name: tuple[str, tuple[int, int]]) -> None:
-    # The last part of a message comes last, and sets the message's time.
-    arrivals[name] = throttle.time
+  def deliver(message: tuple[str, tuple[int, int]]) -> None:
+    # Each part overwrites the time; that of the last one remains.
+    arrivals[message] = throttle.time
 
   # In the order of the times: the queues of links keep the order of sends.
   for time, _, direction, key, sizes in sorted(sends):
@@ -159,7 +159,7 @@ def measure_work(
   # [3] The jobs: from the fetch to the push, and the time by which ticket and
   # message were later than the network explains.
   awaiting_first: set[int] = set()  # as in `measure_jobs`
-  free_at: dict[int, float] = {}
+  last_ends: dict[int, float] = {}
   measured = []
   for event in journal:
     worker, key = event.worker, event.key
@@ -174,8 +174,8 @@ def measure_work(
       # worker on ticket or message: it counts as part of the job.
       unexplained_delay = max(fetched[key].end - arrivals["down", key], 0.0)
       unexplained_delay += max(event.time - last_arrival, 0.0)
-      start = max(fetched[key].end, free_at.get(worker, 0.0))
-      free_at[worker] = end = pushed[key].end
+      start = max(fetched[key].end, last_ends.get(worker, 0.0))
+      last_ends[worker] = end = pushed[key].end
       is_first = worker in awaiting_first
       measured.append(
         MeasuredJob(
@@ -259,7 +259,7 @@ def settled_durations(
   senders = np.array([job.worker for job in jobs], int)
   begin_time = jobs[count_until_all_sent(senders, workers) - 1].received
   later_jobs = [
-    job for job in jobs if job.start >= begin_time and not job.first
+    job for job in jobs if job.start >= begin_time and not job.is_first
   ]
   rows = durations_by_worker(later_jobs, workers)
   if [] in rows:
@@ -371,10 +371,10 @@ def rate(run: Outcome, first_messages: int) -> float:
 
 
 # Keys of `where_time_goes`: the value of BUSY is a share of the time, the
-# values of _PARTS are seconds.
+# values of _JOB_PARTS are seconds.
 BUSY = "the server is busy"
 _WORK = ("until the worker has the ticket", "fetching", "computing", "pushing")
-_PARTS = (*_WORK, "until it is received")
+_JOB_PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
@@ -385,7 +385,7 @@ def where_time_goes(
   time `begin_time` or later count. Returns None without spans."""
   span_names = ("fetch", "compute", "push")
   spans_by_name = [live_files.spans_by_job(spans, kind) for kind in span_names]
-  part_seconds = []  # of each job: the seconds of _PARTS
+  part_seconds = []  # of each job: the seconds of _JOB_PARTS
   for ticket, end in live_files.ended_jobs(journal):
     fetch, compute, push = (by_job.get(end.key) for by_job in spans_by_name)
     if fetch is None or compute is None or push is None:
@@ -396,7 +396,7 @@ def where_time_goes(
   if not part_seconds:
     return None
   mean_seconds = np.mean(part_seconds, axis=0).tolist()
-  means = dict(zip(_PARTS, mean_seconds, strict=True))
+  means = dict(zip(_JOB_PARTS, mean_seconds, strict=True))
   busy_periods = live_files.busy_periods(journal, spans)
   busy_seconds = sum(
     end - start for start, end in busy_periods if start >= begin_time

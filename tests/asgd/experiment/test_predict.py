@@ -173,7 +173,7 @@ def test_the_first_job_of_a_worker_that_came_again_is_left_out():
     *(*send(13.0, (0, 4)), *receive(16.0, (0, 4))),
   ]
   found = predict.measure_jobs(journal, {})
-  assert [job.first for job in found] == [True, False, True, False]
+  assert [job.is_first for job in found] == [True, False, True, False]
   assert predict.settled_durations(found, 1) == [[2.0, 3.0]]
 
 
