@@ -175,8 +175,8 @@ def read_config(
 
 
 def _read_order(order: Any, workers: int, *, live: bool) -> Any:
-  """Returns an order as a section of a config; {"name": GIVEN_MARK} for an object
-  that is used as it is."""
+  """Returns an order as a section of a config; {"name": GIVEN_MARK} for an
+  object that is used as it is."""
   if isinstance(order, str):
     return {"name": order}
   if isinstance(order, Mapping):

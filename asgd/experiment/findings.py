@@ -155,7 +155,7 @@ def worker_findings(
 
 def _unseen_failures(
   failures: Sequence[Failure],
-  counted: Sequence[Failure],
+  explained: Sequence[Failure],
   killed: Mapping[tuple[int, int], Failure],
 ) -> str:
   """Returns a text on failures of workers without a LEAVE in the trace, and
@@ -163,7 +163,7 @@ def _unseen_failures(
   counts: collections.Counter[str] = collections.Counter()
   for failure in failures:
     # By identity: two failures of one worker may be equal.
-    has_leave = any(failure is other for other in counted)
+    has_leave = any(failure is other for other in explained)
     if has_leave or failure.kind not in ("worker", "hang", "term"):
       continue
     if not failure.incarnations:
@@ -202,7 +202,7 @@ def deaths(
   possible_kills = {f.possible_incarnation: f for f in reversed(failures)}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
   worked, leavers = set(), set()  # (worker, incarnation)
-  counted: list[Failure] = []  # with a LEAVE in the trace
+  explained: list[Failure] = []  # with a LEAVE in the trace
   excuses: dict[int, str] = {}  # worker -> why its last ticket was lost
   # By (worker, incarnation).
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -231,7 +231,7 @@ def deaths(
         failure = possible_kills.get(incarnation)
       if failure and row >= failure.rows_before:
         explanations[failure.kind] += 1
-        counted.append(failure)
+        explained.append(failure)
       elif excuses.get(worker) is None and undone[worker]:
         undone[worker] -= 1
         explanations["before a driver rolled back"] += 1
@@ -241,7 +241,7 @@ def deaths(
   ghosts = [key for key, n in messages_after.items() if n > depth + 1]
   reasons = ", ".join(f"{n} {why}" for why, n in sorted(explanations.items()))
   text = f"{len(leavers)} left ({reasons or 'none'})"
-  text += _unseen_failures(failures, counted, killed)
+  text += _unseen_failures(failures, explained, killed)
   for incarnation in ghosts:
     kind, row = killed[incarnation].kind, killed[incarnation].rows_after
     text += f"; worker {incarnation[0]} worked on after {kind} at row {row}"

@@ -238,7 +238,7 @@ def sections(engines: Engines) -> dict[str, Any]:
 def default_of(node: Any) -> Any:
   """Returns the default of a key or of a section, as plain data."""
   if isinstance(node, (Setting, NamedSection)):
-    return plain(node.default)
+    return plain_data(node.default)
   return {key: default_of(inner) for key, inner in keys_of(node).items()}
 
 
@@ -250,14 +250,16 @@ def keys_of(node: Any) -> Mapping[str, Any]:
   return node if has_keys else {}
 
 
-def plain(value: Any, key: str = "") -> Any:
+def plain_data(value: Any, key: str = "") -> Any:
   """Returns a value as JSON reads it back. Raises ValueError, which names the
   key, if the value is not plain data."""
   if isinstance(value, Mapping):
     prefix = f"{key}." if key else ""
-    return {str(k): plain(inner, f"{prefix}{k}") for k, inner in value.items()}
+    return {
+      str(k): plain_data(inner, f"{prefix}{k}") for k, inner in value.items()
+    }
   if isinstance(value, (list, tuple, range)):
-    return [plain(inner, key) for inner in value]
+    return [plain_data(inner, key) for inner in value]
   if value is not None and not isinstance(value, (bool, int, float, str)):
     raise ValueError(
       f"config.{key} is {shown(value)}, and a config holds numbers, strings,"
@@ -307,7 +309,7 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
       value = [part.strip() for part in value.split(",") if part.strip()]
     elif listed and isinstance(value, (int, float)):
       value = [value]
-    return node.check(plain(value, key), key)
+    return node.check(plain_data(value, key), key)
   if not isinstance(value, Mapping):
     has_name = isinstance(node, NamedSection) or "name" in keys_of(node)
     is_name = has_name and isinstance(value, str)
@@ -320,7 +322,7 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
           f"config.{key}.{argument} follows from other keys; drop it"
         )
     base = {} if "name" in value else node.default
-    return plain({**base, **value}, key)
+    return plain_data({**base, **value}, key)
   keys, options, prefix = keys_of(node), list[str](), f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.prefix_errors(key):
@@ -329,7 +331,7 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
     if inner not in keys and inner not in options:
       raise unknown_key(f"{prefix}{inner}", [*keys, *options])
   further_keys = [k for k in options if k in value and k not in keys]
-  return {k: plain(value[k], prefix + k) for k in further_keys} | {
+  return {k: plain_data(value[k], prefix + k) for k in further_keys} | {
     inner: _section(value.get(inner, default_of(child)), child, prefix + inner)
     for inner, child in keys.items()
   }
@@ -347,7 +349,8 @@ def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
   merged = _merge(node, config_value, value)
   unchecked = any(names.imports(merged))
   if unchecked and isinstance(node, Setting):  # an optimizer
-    return plain({"name": merged} if isinstance(merged, str) else merged, key)
+    value = {"name": merged} if isinstance(merged, str) else merged
+    return plain_data(value, key)
   return _section(merged, node, key, unchecked=unchecked)
 
 
@@ -438,7 +441,7 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
         value = _merge(keys[key], config[key], value)
         run_config[key] = _section(value, keys[key], full_key)
       elif key in options:
-        value = plain(value, full_key)
+        value = plain_data(value, full_key)
         # Settings of other protocols check whole numbers themselves.
         if not makes_settings(recipe) or type(options[key]) is not int:
           value = _option(value, options[key], full_key)
@@ -448,7 +451,7 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
         node = keys_of(kind.sections[section])
         if key in node:
           value = _section(value, node[key], full_key)
-        value = plain(value, full_key)
+        value = plain_data(value, full_key)
         run_config[section] = {**run_config[section], key: value}
     title = str(entry.get("title", label))
     runs[label] = Run(label, title, engine, recipe, recipe_options, run_config)

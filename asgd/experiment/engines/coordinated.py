@@ -145,7 +145,7 @@ class CoordinatedEngine(SimulatedEngine):
   _clock_column = "time"  # the time of an evaluation
   _end_column = "simulated_time"  # the time at the end, in the result
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Makes the simulation; see the base."""

@@ -138,7 +138,7 @@ class PeerMeshEngine(peers.PeerEngine):
     super().__init__(context)
     self._pace = engines.Pace(_CALL_SECONDS)
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Compiles the rounds, and restores a checkpoint; see the base."""
@@ -156,21 +156,21 @@ class PeerMeshEngine(peers.PeerEngine):
     nbytes = program_lib.message_bytes(plan.gossip, plan.server, params)
     self._meter = _LinkMeter(plan.gossip, nbytes)
     self._state = self._rounds.init(params)
-    self._parts = [simulator.join_records([])]
+    self._record_parts = [simulator.join_records([])]
     self._cached: tuple[int, Any] | None = None  # rounds made, states
     restore(self._unpack)
     # The records show how far a restored cell is.
-    done = len(self._parts[0].loss)
+    done = len(self._record_parts[0].loss)
     self._warm_up(done // n)
     return done
 
   def _unpack(self, saved: checkpoint.Restored) -> None:
     """Restores states, records and counts of traffic."""
-    records = checkpoint.any_shapes(self._parts[0])
+    records = checkpoint.any_shapes(self._record_parts[0])
     tree = {"state": self._state, "records": records, **self._meter.pack()}
     tree, self._seconds = saved.tree(tree), saved.notes["seconds"]
     self._state = meshes.copy(tree["state"], self._sharding)
-    self._parts = [simulator.PeerRecords(*tree["records"])]
+    self._record_parts = [simulator.PeerRecords(*tree["records"])]
     self._meter.unpack(tree)
 
   def _warm_up(self, start: int) -> None:
@@ -201,7 +201,7 @@ class PeerMeshEngine(peers.PeerEngine):
     new_records = simulator.join_records(
       [self._round_records(k, self._round(k)) for k in rounds]
     )
-    self._parts.append(new_records)
+    self._record_parts.append(new_records)
     return new_records
 
   def _round_records(self, k: int, metrics: Any) -> simulator.PeerRecords:

@@ -198,7 +198,7 @@ class PeerEngine(SimulatedEngine):
   _message_text = "of peer {worker}"
   _join = staticmethod(simulator.join_records)
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Makes the peers, new or from a checkpoint. Returns the count of messages
@@ -209,13 +209,14 @@ class PeerEngine(SimulatedEngine):
     # `restore` returns None for a new cell, which has no records.
     records: Any = restore(lambda saved: _unpack(saved, self._order))
     self._peers = self._order.peers
-    self._parts = [simulator.join_records([]) if records is None else records]
+    no_records = simulator.join_records([])
+    self._record_parts = [no_records if records is None else records]
     self.quantum = plan.quantum
-    return len(self._parts[0].loss)
+    return len(self._record_parts[0].loss)
 
   def _run(self, end):
     new_records = self._order.until(end)
-    self._parts.append(new_records)
+    self._record_parts.append(new_records)
     return new_records
 
   def _trace(self):

@@ -34,7 +34,7 @@ from asgd.experiment.schema import Run, Setting
 class SimulationEngine(SimulatedEngine):
   """A cell with a server, in simulated time."""
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Makes the order and the simulation that follows it; see the base."""
@@ -60,12 +60,12 @@ class SimulationEngine(SimulatedEngine):
     )
     # The rows of the order before `state.event` were simulated already.
     self._order.begin(state)
-    self._parts = [records]
+    self._record_parts = [records]
     return len(records.loss)
 
   def _run(self, end):
     new_records = self._order.until(end)
-    self._parts.append(new_records)
+    self._record_parts.append(new_records)
     return new_records
 
   def work(self) -> list[Any]:
@@ -76,8 +76,8 @@ class SimulationEngine(SimulatedEngine):
     """Returns the parameters as they are, at the simulated time."""
     server = self._order.run.server
     clock = {
-      "time": float(self._parts[-1].time[-1]),  # of the last message
-      "megabytes": traffic.megabytes(self._parts),
+      "time": float(self._record_parts[-1].time[-1]),  # of the last message
+      "megabytes": traffic.megabytes(self._record_parts),
     }
     return engines.Snapshot(
       server.params, self.done, int(server.version), clock

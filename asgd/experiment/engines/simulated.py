@@ -33,7 +33,8 @@ class SimulatedEngine(engines.Engine):
   _message_text = "staleness {staleness}"  # of a message that is not finite
   # Joins consecutive records.
   _join: Callable[[Any], Any] = staticmethod(simulator.concatenate)
-  _parts: list[Any]  # records so far, if the simulation does not keep them
+  # Records so far, if the simulation does not keep them.
+  _record_parts: list[Any]
   _seconds = 0.0  # of all calls of `advance`
   unit = "mean batches"
 
@@ -45,13 +46,13 @@ class SimulatedEngine(engines.Engine):
     init_key, root = jax.random.split(jax.random.key(seed))
     params = self._plan.problem.init(init_key)
     self.total = self._plan.messages
-    self.done = self._begin(seed, params, root, context.restore)
+    self.done = self._make_simulation(seed, params, root, context.restore)
     # In rounds all messages of a round are received together.
     first_steps = max(_FIRST_MESSAGES, getattr(self._plan, "quantum", 1))
     self._pace = engines.Pace(_CALL_SECONDS, first_steps)
 
   @abc.abstractmethod
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Makes the simulation, new or from a checkpoint.
@@ -97,9 +98,9 @@ class SimulatedEngine(engines.Engine):
 
   def records(self) -> Any:
     """Returns a row for each message."""
-    if len(self._parts) > 1:
-      self._parts = [self._join(self._parts)]
-    return self._parts[0]
+    if len(self._record_parts) > 1:
+      self._record_parts = [self._join(self._record_parts)]
+    return self._record_parts[0]
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses over messages start to end."""

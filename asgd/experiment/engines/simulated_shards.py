@@ -29,7 +29,7 @@ from asgd.experiment.engines.simulated import (
 class ShardedEngine(SimulatedEngine):
   """A cell in simulated time, with a server in shards."""
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Draws the traces, and makes the simulation or restores it. Returns how

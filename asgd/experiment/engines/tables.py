@@ -309,7 +309,7 @@ class TableEngine(SimulatedEngine):
 
   _not_finite: str | None = None
 
-  def _begin(
+  def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
     """Makes the simulation, new or from a checkpoint; see the base."""

@@ -106,7 +106,7 @@ def test_the_schema_accepts_single_values_and_functions(config):
 def test_shipped_configs_are_valid_by_the_schema(path):
   names = {}
   exec(path.read_text(), names)
-  config = schema.plain(schema.as_dict(names["get_config"]("tiny")))
+  config = schema.plain_data(schema.as_dict(names["get_config"]("tiny")))
   VALIDATE(config)
   with pytest.raises(jsonschema.ValidationError, match="was unexpected"):
     VALIDATE(config | {"batchsize": 3})

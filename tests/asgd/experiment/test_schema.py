@@ -339,7 +339,7 @@ ODD += ([None], {}, 10**40)
 @pytest.mark.parametrize("path", SETTINGS, ids=".".join)
 def test_each_setting_takes_its_default_and_names_itself_otherwise(path):
   setting, key = SETTINGS[path], ".".join(path)
-  default = schema.plain(setting.default)
+  default = schema.plain_data(setting.default)
   assert setting.check(default, key) == default
   refused = 0
   for odd in ODD:
