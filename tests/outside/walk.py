@@ -111,24 +111,24 @@ class Steps:
 class WalkEngine(SimulatedEngine):
   """A cell of a walk, in simulated time."""
 
-  def _begin(self, seed, params, root, restore):
+  def _make_simulation(self, seed, params, root, restore):
     plan = self._plan
     self._steps = Steps(plan, seed)
     self._times = [plan.durations(seed).stream(i) for i in range(plan.workers)]
     self._params, self._now = self._steps.params, 0.0
-    self._parts = [concatenate([])]
+    self._record_parts = [concatenate([])]
 
     def unpack(saved):
-      records = checkpoint.any_shapes(self._parts[0])
+      records = checkpoint.any_shapes(self._record_parts[0])
       return saved.tree({"params": self._params, "records": records})
 
     restored = restore(unpack)
     if restored is not None:
       self._params = restored["params"]
-      self._parts = [base.Records(*restored["records"])]
-      for worker in self._parts[0].worker.tolist():
+      self._record_parts = [base.Records(*restored["records"])]
+      for worker in self._record_parts[0].worker.tolist():
         self._now += next(self._times[worker])
-    return len(self._parts[0].loss)
+    return len(self._record_parts[0].loss)
 
   def _run(self, end):
     rows = []
@@ -138,11 +138,11 @@ class WalkEngine(SimulatedEngine):
       self._now += next(self._times[worker])
       rows.append((job + 1, self._now, worker, job, 0, 0.0, *rest))
     columns = zip(*rows, strict=True)
-    like = self._parts[0]
+    like = self._record_parts[0]
     part = base.Records(
       *(np.array(c, x.dtype) for c, x in zip(columns, like, strict=True))
     )
-    self._parts.append(part)
+    self._record_parts.append(part)
     return part
 
   def snapshot(self):
