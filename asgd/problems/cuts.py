@@ -15,7 +15,9 @@ from asgd.problems.problem import Pieces, dtype_of
 def slice_of(params: Any, first: int, last: int) -> Any:
   """Returns the parameters of layers[first:last]."""
   if isinstance(params, base.Variables):
-    return base.Variables(params.weights[first:last], params.stats[first:last])
+    weights: Any = params.weights
+    stats: Any = params.stats
+    return base.Variables(weights[first:last], stats[first:last])
   return params[first:last]
 
 
@@ -76,7 +78,7 @@ def _new_stage_fn(
     if first == 0:
       dtype = dtype_of(base.weights_of(params))
       x = pieces.prepare(batch, prepare_key, dtype)
-    layers = pieces.layers[first:last]
+    layers: Any = pieces.layers[first:last]
     y, stats = models.apply(
       # `first` numbers the layers as in the complete model, for their keys.
       layers, params, x, train=True, key=model_key, first=first

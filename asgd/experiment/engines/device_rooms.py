@@ -64,6 +64,7 @@ def worker_of(
   for reason, applies in reasons.items():
     if applies:
       raise ValueError(f"config.{KEY} is refused: {reason}; leave one out")
+  assert problem.pieces is not None, "the first reason refuses it"
   return layer_worker.layer_worker(problem.pieces, room)
 
 
