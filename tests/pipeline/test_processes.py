@@ -227,6 +227,7 @@ CONFIG = {
   "evaluation_examples": 50,
   "curvature_checks": 0,
   "checkpoint_seconds": 0,
+  "compress": "bf16",  # what the stages send
   "runs": {"pipedream": {"schedule": "pipedream", "recipe": "dana_zero"}},
 }
 
