@@ -6,6 +6,7 @@ A test imports it with `import kit`; see `pythonpath` in pyproject.toml.
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -60,6 +61,17 @@ TINY_RATINGS = {  # of a run on 200 ratings
   "evaluations": 2,
   "curvature_checks": 0,
 }
+
+
+def load_config_file(path):
+  """Returns the module of a file in configs; a figure may import another."""
+  from asgd.experiment import code
+
+  code.add_folder(path.parent)
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
 
 
 def tiny(**config):

@@ -1,16 +1,15 @@
 """Each config file builds, and every run of it trains at a tiny size."""
 
-import importlib.util
 import re
 from pathlib import Path
 
+import kit
 import ml_collections
 import pytest
 import tiny
 from tiny import drawn_images, no_limits
 
 from asgd import experiment
-from asgd.experiment import code
 from asgd.pipeline.engine import PIPELINE
 
 pytestmark = pytest.mark.usefixtures(drawn_images.__name__)
@@ -27,21 +26,13 @@ SOME = {"cifar10": ("sgd", "ssgd", "dana_dc"), "pipeline_cifar10": ("stale",)}
 VARIANTS_ONLY = ("pipeline_sentences", "mesh_gpt")
 
 
-def load(path):
-  code.add_folder(path.parent)  # a figure may import another
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
 def variants(path):
   """The variants that a file has: FILE.py:NAME."""
   return re.findall(r'arg == "(\w+)"', path.read_text())
 
 
 def build(path, arg=None):
-  config = load(path).get_config(*filter(None, [arg]))
+  config = kit.load_config_file(path).get_config(*filter(None, [arg]))
   assert isinstance(config, ml_collections.ConfigDict)
   assert config.is_locked
   config = config.to_dict()
@@ -90,7 +81,7 @@ def test_the_config_builds(path, arg):
 def test_an_unknown_variant_is_refused(path):
   for arg in ("tiny", *variants(path)):
     with pytest.raises(ValueError, match=f"known: .*{arg}"):
-      load(path).get_config(arg[:-1])
+      kit.load_config_file(path).get_config(arg[:-1])
 
 
 @pytest.mark.slow
@@ -99,14 +90,14 @@ def test_an_unknown_variant_is_refused(path):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_run_trains_at_the_tiny_size_and_its_cells_count(path, tmp_path):
   arguments = [f"--config={path}:tiny"]
-  if load(path).get_config().get("engine") == "ray":
+  if kit.load_config_file(path).get_config().get("engine") == "ray":
     arguments.append("--engine=threads")
   tiny.train_twice(tmp_path / "out", *arguments)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_docstring_gives_the_command(path):
-  doc = load(path).__doc__
+  doc = kit.load_config_file(path).__doc__
   given = re.findall(r"python -m (launch\.\w+) --config=configs/(\w+)\.py", doc)
   assert {name for _, name in given} == {path.stem}
   assert given[0][0] in ("launch.train", "launch.compare")

@@ -1,6 +1,5 @@
 """A cell is of the experiment that trained it, whatever a run gives itself."""
 
-import importlib.util
 import json
 import types
 
@@ -82,10 +81,8 @@ def test_nested_settings_that_a_run_gives_itself_are_of_its_cell(entry):
   "path", sorted((kit.ROOT / "configs").rglob("*.py")), ids=lambda p: p.stem
 )
 def test_cells_of_the_shipped_configs_are_of_their_experiments(path):
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  identity, descriptions = written(module.get_config())
+  config = kit.load_config_file(path).get_config()
+  identity, descriptions = written(config)
   for description in descriptions.values():
     assert identities.difference_from(description, identity) == ""
 
