@@ -57,14 +57,14 @@ def nbytes(tree: Any) -> int:
   return sum(math.prod(x.shape) * itemsize(x) for x in jax.tree.leaves(tree))
 
 
-class Copies(NamedTuple):
+class HostCopies(NamedTuple):
   """Functions that copy a pytree of arrays, and share no memory with it."""
 
   to_host: Callable[[Any], Any]
   to_device: Callable[[Any], Any]
 
 
-def copies(device: jax.Device) -> Copies:
+def copies(device: jax.Device) -> HostCopies:
   """Returns the functions that copy between a device and the host. Raises
   ValueError if JAX has no host memory for the device."""
   kinds = [memory.kind for memory in device.addressable_memories()]
@@ -75,7 +75,7 @@ def copies(device: jax.Device) -> Copies:
     )
   host = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
   on_device = jax.sharding.SingleDeviceSharding(device)
-  return Copies(
+  return HostCopies(
     lambda tree: jax.device_put(tree, host, may_alias=False),
     lambda tree: jax.device_put(tree, on_device, may_alias=False),
   )
@@ -169,7 +169,7 @@ class DeviceMemory:
   """A device, and the host's memory behind it; starts empty."""
 
   def __init__(
-    self, uses: Sequence[Sequence[Block]], room: int, copies: Copies
+    self, uses: Sequence[Sequence[Block]], room: int, copies: HostCopies
   ):
     """Prepares for instructions that need blocks, as `BlockMemory` does."""
     self._memory, self._copies = BlockMemory(uses, room), copies

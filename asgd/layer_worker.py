@@ -30,9 +30,9 @@ import optax
 from asgd import base, checks
 from asgd.device_memory import (
   Block,
-  Copies,
   DeviceMemory,
   DeviceTraffic,
+  HostCopies,
   copies,
   nbytes,
 )
@@ -45,7 +45,7 @@ _WEIGHTS, _INPUT, _RESIDUALS = "weights", "input", "residuals"
 _COTANGENT, _GRADIENT, _STATS = "cotangent", "gradient", "stats"
 _BATCH: Block = (0, "batch")
 _OF_BACKWARD = _WEIGHTS, _RESIDUALS, _COTANGENT, _GRADIENT  # none is used later
-_NO_COPIES = Copies(lambda tree: tree, lambda tree: tree)  # for shapes
+_NO_COPIES = HostCopies(lambda tree: tree, lambda tree: tree)  # for shapes
 
 
 class Group(NamedTuple):
@@ -75,7 +75,7 @@ class JobPlan(NamedTuple):
     pairs = zip(self.inputs, self.made, strict=True)
     return max(sum({**read, **made}.values()) for read, made in pairs)
 
-  def memory(self, room: int, copies: Copies) -> DeviceMemory:
+  def memory(self, room: int, copies: HostCopies) -> DeviceMemory:
     """Returns an empty memory of `room` bytes for one job. Raises ValueError
     if the job needs more."""
     if room < self.least:

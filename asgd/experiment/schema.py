@@ -75,10 +75,9 @@ def _function_arguments(kind: str, caller_arguments: tuple[str, ...]) -> Any:
     name = section.get("name")
     if not isinstance(name, str) or not names.is_import(name):
       return []
-    parameters = inspect.signature(names.imported(kind, name)).parameters
-    arguments = list(parameters)
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-      arguments = list(dict.fromkeys([*section, *arguments]))  # **options
+    arguments = inspect.signature(names.imported(kind, name)).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in arguments.values()):
+      arguments = dict.fromkeys([*section, *arguments])  # **options
     return [key for key in arguments if key not in (*caller_arguments, "name")]
 
   return options
@@ -255,9 +254,7 @@ def plain_data(value: Any, key: str = "") -> Any:
   key, if the value is not plain data."""
   if isinstance(value, Mapping):
     prefix = f"{key}." if key else ""
-    return {
-      str(k): plain_data(inner, f"{prefix}{k}") for k, inner in value.items()
-    }
+    return {str(k): plain_data(v, f"{prefix}{k}") for k, v in value.items()}
   if isinstance(value, (list, tuple, range)):
     return [plain_data(inner, key) for inner in value]
   if value is not None and not isinstance(value, (bool, int, float, str)):

@@ -22,7 +22,7 @@ import numpy as np
 from asgd import base, checks
 from asgd.gossip.over_network import EventQueue, PeerNetwork
 from asgd.gossip.peer import Rule
-from asgd.gossip.round_events import Rounds
+from asgd.gossip.round_events import RoundEvents
 from asgd.gossip.topology import Topology
 from asgd.orders import trace as trace_lib
 from asgd.orders.durations import Durations
@@ -102,14 +102,14 @@ def rounds(
 def _begin_rounds(
   durations: Durations, topology: Topology, *, messages: int,
   put_first: bool = False, every: int = 1, links: PeerNetwork | None = None,
-) -> Rounds:
+) -> RoundEvents:
   """Returns the events of `rounds`, before the first one."""
   n = topology.workers
   checks.whole("messages", messages)
   checks.multiple(messages, "messages", n, "rounds of {} peers")
   checks.whole("every", every)
   queue = EventQueue(durations, n, links)
-  jobs = Rounds(queue, topology, messages // n, put_first, every)
+  jobs = RoundEvents(queue, topology, messages // n, put_first, every)
   for i in range(n):
     queue.at(0.0, functools.partial(jobs.start, i))
   return jobs

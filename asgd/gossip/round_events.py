@@ -13,7 +13,7 @@ from asgd.gossip.topology import Topology
 from asgd.orders.trace import NO_SEQ
 
 
-class Rounds:
+class RoundEvents:
   """The peers of an order of rounds, and the rows that they add."""
 
   def __init__(

@@ -265,11 +265,9 @@ def choco(codec: Any, gamma: float) -> Rule:
   def mix(state, codes, weights, slots):
     rule_state, copies, differences = state.own, state.own.copies, []
     for k, code in enumerate(codes):
-      decoded_difference = codec.decode(code)
+      difference = codec.decode(code)
       copies = jax.tree.map(
-        lambda c, q, slot=slots[k]: c.at[slot].add(q),
-        copies,
-        decoded_difference,
+        lambda c, q, slot=slots[k]: c.at[slot].add(q), copies, difference
       )
       differences.append(
         jax.tree.map(

@@ -118,12 +118,8 @@ class Supervisor:
 
   def exited_parties(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
-    parties = self.parties[kind]
-    return [
-      parties[index]
-      for host_kind, index in self.hosts.exited()
-      if host_kind == kind and index in parties
-    ]
+    parties, exits = self.parties[kind], self.hosts.exited()
+    return [parties[i] for k, i in exits if k == kind and i in parties]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.
@@ -165,23 +161,16 @@ class Supervisor:
     parties = self.parties[kind]
     indices = parties if among is None else [i for i in among if i in parties]
     # [1] Call all, and wait for the answers.
-    calls = {
-      (kind, index): parties[index].host.call(method, *args)
-      for index in indices
-    }
+    calls = {(kind, i): parties[i].host.call(method, *args) for i in indices}
     limit = self._patience
     if kind not in LOCAL:  # the party may be computing a job
       limit = max(limit, self.deadlines.dead_after)
     silent_keys = self._end_unanswered(calls, limit)
     answers = {index: answer_of(call) for (_, index), call in calls.items()}
-    failed_parties = [
-      parties[index] for index, answer in answers.items() if not answer
-    ]
+    failed_parties = [parties[i] for i, answer in answers.items() if not answer]
     # [2] If a party has failed, the error of its `run` has the reason. Wait for
     # that error before ending the party.
-    runs = {
-      (kind, party.index): party.run for party in failed_parties if party.run
-    }
+    runs = {(kind, p.index): p.run for p in failed_parties if p.run}
     for key in silent_keys:
       runs.pop(key, None)
     self.wait_for_calls(runs, min(_REASON_SECONDS, self._patience))

@@ -66,9 +66,7 @@ class LoopContext(NamedTuple):
   span: Callable[[Span], None] | None  # takes the spans of jobs
   close: Callable[[], None]  # writes pending output, and disconnects
 
-  def log_span(
-    self, name: str, start: float, end: float, job: OpenJob
-  ) -> None:
+  def log_span(self, name: str, start: float, end: float, job: OpenJob) -> None:
     """Logs a stretch of a job's time, if spans are recorded."""
     if self.span:
       self.span(Span(name, start, end, job.seq, job.job))
@@ -340,8 +338,7 @@ class WorkerLoop:
         return None
       except (BadCode, OutOfStep):
         # Only a new incarnation receives complete parameters.
-        bye = Frame(frames.BYE, self._worker, version=shard, flag=1)
-        self._leave_lead(bye)
+        self._leave_lead(Frame(frames.BYE, self._worker, version=shard, flag=1))
         self._start_next_incarnation()
         return None
     return parts

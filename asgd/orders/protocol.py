@@ -220,9 +220,7 @@ class Dispatcher:
     self._states[worker].paused = True
     self._update_starters(worker)
 
-  def arrive(
-    self, worker: int, seq: int, now: float | None = None
-  ) -> bool:
+  def arrive(self, worker: int, seq: int, now: float | None = None) -> bool:
     """Adds a message that has arrived. Returns False if it has arrived before,
     or if its ticket is closed. `now` is the end of the job's time, which
     `Rules.late` compares."""
@@ -427,9 +425,7 @@ class Dispatcher:
     for worker in present:
       self._update_starters(worker)
 
-  def _open(
-    self, event: Event, kept_ticket: StartedJob | None
-  ) -> StartedJob:
+  def _open(self, event: Event, kept_ticket: StartedJob | None) -> StartedJob:
     """Returns the ticket of a job that starts."""
     del kept_ticket
     job, state = event.job, self._states[event.worker]

@@ -128,9 +128,8 @@ class TableServer:
     for clocks in self.clocks.values():
       clocks.advance(push.worker, push.clock)
     # This message may complete a clock that has deferred messages.
-    after = self.slowest
-    self._apply_deferred(after)
-    return after - before
+    self._apply_deferred(self.slowest)
+    return self.slowest - before
 
   def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
     """Receives a message. Returns by how much the slowest clock has advanced,
@@ -139,10 +138,7 @@ class TableServer:
     keys = self.keys_of(push).items()
 
     def peek():
-      return [
-        np.array(self.tables[name].peek(table_keys), float)
-        for name, table_keys in keys
-      ]
+      return [np.array(self.tables[name].peek(k), float) for name, k in keys]
 
     before, clocks_advanced = peek(), self.receive(push)
     return clocks_advanced, sum_of_squares(map(np.subtract, peek(), before))
@@ -173,10 +169,9 @@ class TableServer:
       for worker in readers:
         copies = self._copies.copies_of(worker)[name]
         is_copied = copies.has(keys)
-        old_missing_change = copies.read(keys[is_copied], "lacks")
-        missing_change = old_missing_change + change[is_copied]
+        missing = copies.read(keys[is_copied], "lacks") + change[is_copied]
         limit = self.rules.limit(self._reading[worker])
-        if not (np.abs(missing_change) <= limit).all():  # True for NaN, too
+        if not (np.abs(missing) <= limit).all():  # True for NaN, too
           return True
     return False
 
@@ -263,9 +258,8 @@ class TableServer:
     self._reading.pop(worker, None)
     for clocks in self.clocks.values():
       clocks.leave(worker)
-    after = self.slowest
-    self._apply_deferred(after)
-    return after - before
+    self._apply_deferred(self.slowest)
+    return self.slowest - before
 
   # Sending.
 
@@ -377,10 +371,8 @@ class TableServer:
       (clock, worker, {name: tuple(pair) for name, pair in values.items()})
       for clock, worker, values in tree["deferred"]
     ]
-    self.clocks = {
-      name: RangeClocks.unpack(packed)
-      for name, packed in tree["clocks"].items()
-    }
+    clocks = tree["clocks"].items()
+    self.clocks = {name: RangeClocks.unpack(packed) for name, packed in clocks}
     self._reading, self.version = dict(tree["reading"]), tree["version"]
 
 

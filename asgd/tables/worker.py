@@ -214,8 +214,7 @@ class TableWorker:
     for name, new_ranges in self._division.ranges.items():
       moves = ranges_lib.moves(old_division.ranges[name], new_ranges)
       # Cut all ranges before joining any: a shard may both give and get rows.
-      parts = [self._clients[move.source].cut(name, *move[:2])
-        for move in moves]
+      parts = [self._clients[m.source].cut(name, *m[:2]) for m in moves]
       for move, part in zip(moves, parts, strict=True):
         self._clients[move.target].join(name, part)
 
@@ -261,15 +260,11 @@ class TableWorker:
     late_shards = []
     if settings.rules.by_clock:
       required_clock = settings.rules.need(clock)
-      late_shards = [
-        shard for shard in asks if self._clocks[shard] < required_clock
-      ]
+      late_shards = [s for s in asks if self._clocks[s] < required_clock]
     if late_shards:
       # A pull without keys is answered when the clock has advanced. The server
       # push of that clock has the changed rows, which need no pull.
-      yield {
-        shard: self.sessions.ask(shard, PULL, clock) for shard in late_shards
-      }
+      yield {s: self.sessions.ask(s, PULL, clock) for s in late_shards}
       self._take_replies(late_shards)
       asks = self._stale(parts, clock)
 

@@ -48,7 +48,7 @@ class MadeOrder:
     """Does nothing: the order has all its rows."""
 
 
-class GrownOrder:
+class GrownPeerOrder:
   """An order over a network that is made while it is simulated.
 
   Attributes:
@@ -135,11 +135,11 @@ class GrownOrder:
     self._received = sum(row.action == base.RECEIVE for row in made)
 
 
-Order = MadeOrder | GrownOrder
+Order = MadeOrder | GrownPeerOrder
 
 
 def order_of(plan: Any, seed: int) -> Order:
   """Returns the order of a cell."""
   is_coded = plan.gossip.compressed and plan.call_network is not None
   grows = is_coded and not plan.has_own_order()
-  return (GrownOrder if grows else MadeOrder)(plan, seed)
+  return (GrownPeerOrder if grows else MadeOrder)(plan, seed)

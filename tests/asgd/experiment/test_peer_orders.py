@@ -43,7 +43,7 @@ def test_an_order_that_is_made_as_it_goes_is_the_one_made_before(
 ):
   durations = {"name": "gamma"}
   made = in_parts(kit.simulation_of(build(run, durations=durations)))
-  monkeypatch.setattr(peer_orders, "order_of", peer_orders.GrownOrder)
+  monkeypatch.setattr(peer_orders, "order_of", peer_orders.GrownPeerOrder)
   grown = in_parts(kit.simulation_of(build(run, durations=durations)))
   kit.same(grown.records(), made.records())
   kit.same(grown.snapshot().params, made.snapshot().params)
