@@ -124,7 +124,7 @@ def get_config(arg=None):
     config.evaluations, config.evaluation_examples = 1, 8
     config.learning_rate_schedule = dict()
   elif arg:
-    raise ValueError(f"unknown variant {arg!r}; known: tiny, rte")
+    raise ValueError(f"unknown variant {arg!r}; known: tiny, rte, sst2")
   return config.lock()
 
 
