@@ -127,7 +127,10 @@ class BlockMemory:
     needed_blocks = {*self.uses[op_index], block}
     # Evict the block with the latest next use (Belady) until the new one fits.
     while self.bytes() + size > self._room:
-      candidates = [b for b in self.held if b not in needed_blocks]
+      # A block without bytes frees nothing, and is in no instruction's uses.
+      candidates = [
+        b for b, n in self.held.items() if n and b not in needed_blocks
+      ]
       if not candidates:
         raise ValueError(
           f"instruction {op_index} needs {self.bytes() + size} bytes at once,"

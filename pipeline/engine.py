@@ -196,7 +196,7 @@ class PipelineEngine(engines.Engine):
     try:
       yield
     except processes.ProcessDied as error:
-      raise engines.Died(str(error)) from error
+      raise engines.ProcessExited(str(error)) from error
     except PipelineError as error:
       if not self._machine.processes:
         raise

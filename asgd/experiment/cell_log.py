@@ -200,7 +200,7 @@ def mean_curves(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
 
   Example:
     >>> rows = [{"message": 8, "test_loss": loss} for loss in (0.5, 1.5)]
-    >>> ((message, values),) = means([rows[:1], rows[1:]])
+    >>> ((message, values),) = mean_curves([rows[:1], rows[1:]])
     >>> print(message, values["test/loss"], round(values["test/loss_std"], 3))
     8 1.0 0.707
   """

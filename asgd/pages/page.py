@@ -86,10 +86,11 @@ def merge_warnings(texts: Iterable[str]) -> list[CellWarning]:
   """Merges warnings that differ in their cell and their numbers only.
 
   Example:
-    >>> merged(["a-n2-s0: stayed at 0.5", "a-n4-s0: stayed at 0.75", "full"])
+    >>> texts = ["a-n2-s0: stayed at 0.5", "a-n4-s0: stayed at 0.75", "full"]
+    >>> merge_warnings(texts)
     ... # doctest: +NORMALIZE_WHITESPACE
-    [Warned(text='stayed at 0.5', cells=['a-n2-s0', 'a-n4-s0']),
-     Warned(text='full', cells=[])]
+    [CellWarning(text='stayed at 0.5', cells=['a-n2-s0', 'a-n4-s0']),
+     CellWarning(text='full', cells=[])]
   """
   groups: dict[str, CellWarning] = {}
   for text in texts:

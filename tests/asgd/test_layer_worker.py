@@ -33,6 +33,14 @@ class Linear(nn.Module):
     return nn.Dense(2, use_bias=False)(x)
 
 
+class Shift(nn.Module):
+  """float[B, C] + float[C]: its backward needs no residuals."""
+
+  @nn.compact
+  def __call__(self, x, *, train: bool):
+    return x + self.param("b", nn.initializers.ones, x.shape[-1:])
+
+
 def pieces_of(layers):
   """The model's mean cross-entropy; a batch is (examples, labels)."""
   return problems.Pieces(
@@ -47,6 +55,9 @@ MODELS = {
   ),
   "BatchNorm, dropout, a last layer without weights": lambda: (
     (Noisy(), Noisy(), Linear(), models.Flatten()), kit.normal(4, 3)
+  ),
+  "a layer without residuals": lambda: (
+    (Linear(), Shift(), Linear(), Linear()), kit.normal(4, 3)
   ),
   "GPT, dropout": lambda: (
     models.build(

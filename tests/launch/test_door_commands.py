@@ -32,7 +32,7 @@ COMMANDS = (
   ("--version", 0, "asgd 0."),
   ("--list", 0, "dana_zero"),
   ("train --list", 0, "one_f_one_b"),
-  ("train -h", 0, "--help=all has 17 more flags and 80 more keys"),
+  ("train -h", 0, "--help=all has 17 more flags and 81 more keys"),
   ("train --help=all", 0, "learning_rate_schedule.warmup_epochs"),
   ("train digits --help", 0, "usage: asgd train --config=CONFIG"),
   ("plan -h", 0, "--bandwidth=NUMBER"),

@@ -110,8 +110,10 @@ class PeerPlan(ServerPlan):
 
     `nbytes` are those of a message; None: of a dense message."""
     network = self.call_network
+    if network is None:
+      return None
     nbytes = self._nbytes if nbytes is None else nbytes
-    return network and PeerNetwork(network, self.workers, nbytes)
+    return PeerNetwork(network, self.workers, nbytes)
 
   def has_own_order(self) -> bool:
     """Whether the user gave the order, with its times."""
