@@ -1,8 +1,9 @@
 """Checks of arguments; their errors show the name and the value.
 
-Checks of numbers accept values that JAX traces. So callers can be wrapped by
-`optax.inject_hyperparams`. JAX is imported by these checks alone: commands
-print an error about a name before they import it.
+`real` and the checks that call it accept values that JAX traces, so their
+callers can be wrapped by `optax.inject_hyperparams`. `whole` and `multiple`
+need a concrete int. Functions import JAX when they are called, not at the top:
+a command can then report a wrong name without waiting for that import.
 """
 
 import contextlib
@@ -67,21 +68,25 @@ def user_code(
 
 
 @contextlib.contextmanager
-def below(key: str, keys: Collection[str]) -> Iterator[None]:
-  """Prefixes errors about a key of a dict with the dict's name.
+def below(section: str, section_keys: Collection[str]) -> Iterator[None]:
+  """Prefixes a ValueError with the name of the section that it is about.
 
-  "density must be ..." becomes "codec.density must be ...", and "unknown codec
-  'x'" becomes "codec: unknown codec 'x'".
+  - The message starts with one of `section_keys`: "density must be ..." becomes
+    "codec.density must be ...".
+  - The message is about the section's own name: "unknown codec 'x'" becomes
+    "codec: unknown codec 'x'".
+
+  Other errors pass unchanged.
   """
   try:
     yield
   except ValueError as error:
     message = str(error)
-    if message.startswith(f"unknown {key} "):
-      raise ValueError(f"{key}: {message}") from error
-    if message.split(" ")[0].rstrip(":") not in keys:
+    if message.startswith(f"unknown {section} "):
+      raise ValueError(f"{section}: {message}") from error
+    if message.split(" ")[0].rstrip(":") not in section_keys:
       raise
-    raise ValueError(f"{key}.{message}") from error
+    raise ValueError(f"{section}.{message}") from error
 
 
 def shown(value: Any) -> str:
@@ -121,12 +126,12 @@ def multiple(count: int, things: str, size: int, groups: str) -> None:
   """Raises ValueError unless `count` is a multiple of `size`.
 
   The error names the nearest multiples. `things` is a plural such as
-  "messages". `groups` is a text for `size` of them, such as "rounds of {}
-  workers".
+  "messages". `groups` is a format text, such as "rounds of {} workers"; `size`
+  replaces its {}.
   """
   if count % size:
-    below = count - count % size
-    remedy = f"{below} or {below + size}" if below else str(size)
+    lower = count - count % size
+    remedy = f"{lower} or {lower + size}" if lower else str(size)
     raise ValueError(
       f"{count} {things} are not a whole number of {groups.format(size)}; use"
       f" {remedy}"

@@ -3,10 +3,10 @@
 On a quadratic of curvature lambda, SGD with a fixed delay tau is stable while
 eta lambda < 2 sin(pi / (4 tau + 2)) (the lemma behind PipeMare, Yang et al.
 2021). Momentum lowers the bound about tenfold as soon as tau is 1; algorithms
-against staleness raise it. So the bound of a recipe is measured by running it
-on the scalar quadratic along a given order. Power iteration estimates the
-curvature of the real loss (its sharpness, the largest eigenvalue of the
-Hessian).
+against staleness raise it. So the bound of a recipe is measured: the recipe
+runs on the scalar quadratic along a given trace of sends and receipts. Power
+iteration estimates the curvature of the real loss (its sharpness, the largest
+eigenvalue of the Hessian).
 """
 
 import functools
@@ -55,36 +55,37 @@ def make_sharpness(
     return optax.tree.add_scale(product, shift, direction), quotient
 
   def iterate(params, shift):
-    direction = _direction(key, base.weights_of(params))
+    direction = _random_direction(key, base.weights_of(params))
     for _ in range(iterations):
-      direction, value = step(params, direction, shift)
-    return float(value)
+      direction, quotient = step(params, direction, shift)
+    return float(quotient)
 
   def sharpness(params):
-    value = iterate(params, 0.0)
-    if value < 0:
+    quotient = iterate(params, 0.0)
+    if quotient < 0:
       # The eigenvalue of largest magnitude is negative: shift all above 0.
-      value = iterate(params, -value)
-    return value
+      quotient = iterate(params, -quotient)
+    return quotient
 
   return sharpness
 
 
-_MOST_DRAWN = 2**20  # largest number of numbers that one program draws
+_MAX_DRAWN = 2**20  # largest number of numbers that one program draws
 
 
-def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
+def _random_direction(key: jax.Array, weights: optax.Params) -> optax.Params:
   """Returns `optax.tree.random_like(key, weights)`.
 
   XLA compiles that function for each shape, half a second each. So here one
-  program draws rows of equal length for all small leaves. The numbers are the
-  same: a number that threefry draws depends on its index alone."""
+  program draws a row per leaf, all of equal length, if these rows together are
+  small. The numbers are the same: a number that threefry draws depends on its
+  index alone."""
   leaves = jax.tree.leaves(weights)
   drawn_count = len(leaves) * max((x.size for x in leaves), default=0)
   are_float32 = all(x.dtype == jnp.float32 for x in leaves)
   # Without partitionable threefry, a number depends on the shape, too.
   is_partitionable = jax.config.jax_threefry_partitionable
-  if 0 < drawn_count <= _MOST_DRAWN and are_float32 and is_partitionable:
+  if 0 < drawn_count <= _MAX_DRAWN and are_float32 and is_partitionable:
     return _draw_rows(key, weights)
   return optax.tree.random_like(key, weights)
 
@@ -104,17 +105,18 @@ def _draw_rows(key: jax.Array, weights: optax.Params) -> optax.Params:
 def curvature_limit(
   recipe: Recipe, trace: base.Trace, *, learning_rate: float, points: int = 48
 ) -> float:
-  """Finds the largest curvature at which a recipe is stable along an order.
+  """Finds the largest curvature at which a recipe is stable along a trace.
 
   The recipe runs on f(w) = lambda w^2 / 2, for `points` values of lambda from
-  1e-4 to 4 over the learning rate (48 give steps of a quarter). A value is
-  stable if w shrinks from the second to the last quarter of the order.
+  1e-4 / learning_rate to 4 / learning_rate. Neighbours have the same ratio,
+  1.25 for 48 points. A value is stable if w shrinks from the second to the last
+  quarter of the trace.
 
   Args:
     recipe: built with that constant learning rate.
-    trace: the order, with ten messages a worker or more.
+    trace: the sends and receipts, with ten messages per worker or more.
     learning_rate: positive.
-    points: values of lambda.
+    points: number of values of lambda.
 
   Returns:
     The last stable lambda before the first unstable one, less than the true
@@ -126,7 +128,7 @@ def curvature_limit(
     lambda w, c, key: (0.5 * c * w**2, losses_lib.Aux(())), recipe.at_worker
   )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
-  # Powers of two, so that orders of similar length share a program.
+  # Powers of two, so that traces of similar length share a program.
   slot_count = max(32, 1 << (workers - 1).bit_length())
   length = max(4096, 1 << (len(trace.worker) - 1).bit_length())
   rows = trace.action != base.STOP  # a stopped job changes nothing
@@ -148,12 +150,13 @@ _START = 1e-3  # initial w, small enough that all rules are linear at it
 def _growths(
   server, worker, slot_count, workers, actions, count, curvatures
 ):
-  """Returns float[P], log(|w| in the order's last quarter / in its second).
+  """Returns float[P], log(|w| in the trace's last quarter / in its second).
 
   Args:
-    server, worker: of the recipe.
+    server, worker: those of the recipe.
     slot_count: workers that the program has memory for, N or more.
-    workers, actions: int32[L], the rows of the order; `count` are used.
+    workers, actions: int32[L], the rows of the trace, of which the first
+      `count` are used.
     curvatures: float[P].
   """
   state = server.init(jnp.float32(_START))
@@ -173,7 +176,7 @@ def _growths(
     return server.receive(state, ticket, message)[0], (next_state, ticket)
 
   def event(index, carry):
-    (state, slots, path), worker_index = carry, workers[index]
+    (state, slots, magnitudes), worker_index = carry, workers[index]
     worker_state, ticket = jax.tree.map(lambda x: x[worker_index], slots)
 
     def send():
@@ -186,18 +189,20 @@ def _growths(
     is_send = actions[index] == base.SEND
     state, slot = jax.lax.cond(is_send, send, receive_row)
     slots = jax.tree.map(lambda x, y: x.at[worker_index].set(y), slots, slot)
-    return state, slots, path.at[index].set(jnp.abs(state.params))
+    magnitudes = magnitudes.at[index].set(jnp.abs(state.params))
+    return state, slots, magnitudes
 
-  _, _, path = jax.lax.fori_loop(0, count, event, start)
-  path = jnp.where(jnp.isfinite(path), path, jnp.inf)
-  index, quarter = jnp.arange(len(path))[:, None], count // 4
+  _, _, magnitudes = jax.lax.fori_loop(0, count, event, start)
+  magnitudes = jnp.where(jnp.isfinite(magnitudes), magnitudes, jnp.inf)
+  index, quarter = jnp.arange(len(magnitudes))[:, None], count // 4
   in_second = (quarter <= index) & (index < 2 * quarter)
   in_last = (count - quarter <= index) & (index < count)
   early_peak, late_peak = (
-    jnp.where(x, path, 0).max(0) for x in (in_second, in_last)
+    jnp.where(x, magnitudes, 0).max(0) for x in (in_second, in_last)
   )
   growth = jnp.log(late_peak) - jnp.log(early_peak)
-  # A path that has shrunk to rounding errors shrinks no further: stable.
-  growth = jnp.where(late_peak < 1e-4 * path.max(0), -jnp.inf, growth)
+  # A |w| that has shrunk to rounding errors shrinks no further: stable.
+  has_shrunk = late_peak < 1e-4 * magnitudes.max(0)
+  growth = jnp.where(has_shrunk, -jnp.inf, growth)
   # A nonlinear rule may end in a large cycle, which does not grow: unstable.
   return jnp.where(late_peak > 100 * _START, jnp.inf, growth)

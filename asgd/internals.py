@@ -1,4 +1,4 @@
-"""Names of JAX and Ray without a promise of stability: found here, or refused.
+"""Imports of unstable names of JAX and Ray, in one place.
 
 No other module of this repository imports `jax.extend`, `jax._src` or a private
 module of Ray (`asgd.live.ray_internals` uses `find`). If the installed version
@@ -75,7 +75,7 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def operations(jaxpr: Any) -> Iterator[str]:
-  """Yields the names of the operations of `equations`."""
+  """Yields the name of the operation of each equation, as `equations` does."""
   return (equation.primitive.name for equation in equations(jaxpr))
 
 

@@ -30,9 +30,9 @@ def canonical(name: Any, valid: Iterable[str]) -> Any:
     plain = "".join(_DIGITS.get(letter, letter) for letter in text.lower())
     return re.sub(r"[-_ ]", "", plain)
 
-  target = letters(name)
+  wanted = letters(name)
   matches = (
-    valid_name for valid_name in valid if letters(valid_name) == target
+    valid_name for valid_name in valid if letters(valid_name) == wanted
   )
   return next(matches, name)
 
@@ -158,7 +158,7 @@ def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 
 
 def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
-  """Returns table[name]; raises as `check`."""
+  """Returns table[name]; raises the errors of `check`."""
   check(kind, name, table)
   return table[name]
 
@@ -238,13 +238,13 @@ def call_with(
   kwargs: Mapping[str, Any],
 ) -> Any:
   """Calls maker(first, **kwargs), as `call` does. Any error of a user's
-  function, such as a builtin of other arguments, is a ValueError."""
+  function is raised as a ValueError."""
   make = functools.partial(maker, first)
   if not is_import(name):
     return call(kind, name, make, kwargs)
   try:
     inspect.signature(make)
-  except ValueError:  # of another number of arguments
+  except ValueError:  # it has no positional parameter for `first`
     raise ValueError(
       f"{kind} {name!r} is called with {checks.shown(first)}, and takes no"
       " argument: give a function of one, and of options"

@@ -1,7 +1,7 @@
-"""Decoupled momentum: the strongest cosines of each block of a momentum.
+"""Decoupled momentum: the strongest cosines of each chunk of a momentum.
 
 A momentum changes slowly over neighbouring parameters and messages, so a few
-cosines of a block contain most of it. The rest stays in the worker's momentum,
+cosines of a chunk contain most of it. The rest stays in the worker's momentum,
 and is sent when it has grown.
 """
 
@@ -24,7 +24,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 class DeMoState(NamedTuple):
   """State of `demo`."""
 
-  residual: optax.Updates  # m, like a message: the momentum not yet sent
+  residual: optax.Updates  # m: the momentum not yet sent, shaped like a message
 
 
 def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
@@ -34,10 +34,10 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
     q = the k largest of the cosine transform of each chunk of m
     sent = the inverse transform of q; m <- m - sent
 
-  A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64.
-  If 64 does not divide a dimension, the next smaller divisor is used. A leaf of
-  more dimensions is taken as a matrix; its columns are the last dimension. The
-  transform is the orthonormal DCT-II.
+  A matrix is cut into chunks of `chunk` x `chunk` elements, a vector into
+  chunks of `chunk`. If a dimension is no multiple of `chunk`, its largest
+  divisor below `chunk` is used. A leaf of more dimensions is taken as a matrix;
+  its columns are the last dimension. The transform is the orthonormal DCT-II.
 
   The server takes the sign of the sum (or of the mean) of messages:
 
@@ -47,7 +47,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
   multiplies g by the learning rate before adding it to m.)
 
   Args:
-    k: cosines of a chunk, 1 or more; cosines as large as the k-th are sent too.
+    k: cosines per chunk, 1 or more; cosines as large as the k-th are sent too.
     chunk: elements of a chunk in each dimension, 1 or more.
     decay: beta, in [0, 1]; with 1 the momentum loses nothing.
 
@@ -62,7 +62,8 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
     arXiv:2411.19870, algorithm 1.
 
   Example:
-    A constant vector has one cosine.
+    With k=1, only the constant part of this vector is sent. The rest stays in
+    the residual.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -100,10 +101,10 @@ def _init(like: base.Params) -> DeMoState:
   return DeMoState(zeros(like))
 
 
-def _chunk_sides(
+def _chunk_shape(
   shape: tuple[int, ...], chunk: int
 ) -> tuple[int, int, int, int]:
-  """Returns rows and columns of a leaf as a matrix, and those of its chunks."""
+  """Returns rows and columns of a leaf as a matrix, and those of a chunk."""
   columns = shape[-1] if shape else 1
   rows = int(np.prod(shape[:-1], dtype=np.int64))
   # The largest divisor up to `chunk`: no chunk is padded.
@@ -124,11 +125,12 @@ def _cosines(length: int) -> np.ndarray:
 
 
 def _transform(
-  x: jax.Array, sides: tuple[int, int, int, int], *, inverse: bool
+  x: jax.Array, sizes: tuple[int, int, int, int], *, inverse: bool
 ) -> jax.Array:
-  """Returns rows x columns as cosines of chunks [y, x, height, width], or the
-  inverse."""
-  rows, columns, height, width = sides
+  """Transforms each chunk of a matrix into cosines, float[y, x, height, width].
+  With `inverse`, transforms such cosines into the matrix in chunks, float[y,
+  height, x, width]."""
+  rows, columns, height, width = sizes
   vertical, horizontal = (
     jnp.asarray(_cosines(length), x.dtype) for length in (height, width)
   )
@@ -147,16 +149,17 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   """Returns the k largest cosines of each chunk of a leaf, all others as 0."""
   if not x.size:
     return leaves.as_leaf((), x)
-  sides = _chunk_sides(x.shape, chunk)
+  sizes = _chunk_shape(x.shape, chunk)
   wide = leaves.wide(x)
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
-  cosines = _transform(wide / unit, sides, inverse=False)
-  flat = cosines.reshape(-1, sides[2] * sides[3])
-  # Each chunk is a row of `flat`, and has a separate border.
+  cosines = _transform(wide / unit, sizes, inverse=False)
+  flat = cosines.reshape(-1, sizes[2] * sizes[3])
+  # Each chunk is a row of `flat`, and has its own threshold.
   magnitudes = selection.magnitudes(flat)
   count = min(k, flat.shape[1])
-  border = jax.vmap(lambda row: selection.border(row, count))(magnitudes)
-  sent_values = jnp.where(magnitudes >= border[:, None], flat, 0.0).reshape(-1)
+  thresholds = jax.vmap(lambda row: selection.border(row, count))(magnitudes)
+  is_sent = magnitudes >= thresholds[:, None]
+  sent_values = jnp.where(is_sent, flat, 0.0).reshape(-1)
   bound = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
   # Clip, so that no sum in the inverse transform overflows.
   sent_values = jnp.clip(sent_values, -bound / unit, bound / unit) * unit
@@ -164,9 +167,9 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
 
 
 def _decode(chunk: int, leaf: leaves.Leaf) -> jax.Array:
-  """Returns the leaf of some cosines. Barriers keep XLA from fusing it with
+  """Decodes a leaf from its cosines. Barriers keep XLA from fusing it with
   other code, which would round differently in another program."""
   sent_values = jax.lax.optimization_barrier(leaf.code.values)
-  sides = _chunk_sides(leaf.shape, chunk)
-  values = _transform(sent_values, sides, inverse=True)
+  sizes = _chunk_shape(leaf.shape, chunk)
+  values = _transform(sent_values, sizes, inverse=True)
   return jax.lax.optimization_barrier(values)

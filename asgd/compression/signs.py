@@ -1,4 +1,7 @@
-"""One bit an element: signs, with one scale a leaf or two values a column."""
+"""Codecs of 1 bit per element: the signs of a message.
+
+`sign` sends one scale per leaf, `onebit` two values per column.
+"""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +13,8 @@ from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols, power_below
 
 SCALES = "one", "mean", "rms"
-_WIDE = 32  # from this many columns on, rows are added one after the other
+# From this many columns on, rows are added one after the other.
+_MIN_COLUMNS_TO_SCAN = 32
 
 
 def scale_of(x: jax.Array, scale: str) -> jax.Array:
@@ -29,20 +33,19 @@ def sign(scale: str = "one") -> Codec:
   """The signs of a message.
 
     sent_i = sign(x_i)                 "one", signSGD
-    sent_i = mean_j |x_j| sign(x_i)    "mean", of a leaf, for error feedback
+    sent_i = mean_j |x_j| sign(x_i)    "mean", over a leaf, for error feedback
     sent_i = ||x||_2 / sqrt(L) sign(x_i)   "rms"
 
   A 0 is sent as 0. A leaf without zeros takes 1 bit per element, one with zeros
   at most 1.6.
 
-  signSGD with majority vote is this codec with a server that takes the sign of
-  the mean of all workers' messages. That is the sign of the majority (0 for a
-  tie):
+  signSGD with majority vote is this codec, compress=dict(name="sign"), with a
+  server that takes the sign of the mean of all workers' messages. That is the
+  sign of the majority (0 for a tie):
 
     asgd.ssgd(rate, workers, optimizer=optax.sign_sgd)
 
-  with compress=dict(name="sign"). With an `optax.ema` as `at_worker` it is
-  Signum.
+  Signum is the same with an `optax.ema` as the recipe's `at_worker`.
 
   Args:
     scale: the factor of the signs: "one", "mean" or "rms".
@@ -113,10 +116,11 @@ def onebit() -> Codec:
 
 
 class _Sums(NamedTuple):
-  """Sums and counts of each column, by sign."""
+  """Sums and counts of each column, by sign. The sums are divided by a power of
+  2, so that they do not overflow."""
 
-  above: jax.Array  # float32[C], sum of elements that are 0 or more
-  below: jax.Array  # float32[C], sum of the others
+  nonnegative: jax.Array  # float32[C], sum of elements that are 0 or more
+  negative: jax.Array  # float32[C], sum of the others
   count: jax.Array  # type: ignore[assignment] # int32[C], of elements >= 0
 
 
@@ -128,21 +132,21 @@ def _columns(leaf: Any) -> int:
 def _encode_columns(
   state: Any, x: jax.Array, key: jax.Array
 ) -> tuple[Symbols, Any]:
-  """Returns the code of `onebit`, and the state."""
+  """Encodes a leaf as `onebit`; returns its Symbols and the state."""
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
   # Divide by a power of 2 before adding, so that no sum overflows.
   scale_down = 1 / leaves.power_at_least(len(matrix))
 
   def split(x: jax.Array) -> tuple[_Sums, jax.Array]:
-    positive = x >= 0
-    above, below = (
-      jnp.where(side, x * scale_down, 0.0) for side in (positive, ~positive)
+    at_least_0 = x >= 0
+    nonnegative, negative = (
+      jnp.where(side, x * scale_down, 0.0) for side in (at_least_0, ~at_least_0)
     )
-    symbols = jnp.where(positive, 1, -1).astype(jnp.int8)
-    return _Sums(above, below, positive.astype(jnp.int32)), symbols
+    symbols = jnp.where(at_least_0, 1, -1).astype(jnp.int8)
+    return _Sums(nonnegative, negative, at_least_0.astype(jnp.int32)), symbols
 
-  if matrix.shape[1] < _WIDE:
+  if matrix.shape[1] < _MIN_COLUMNS_TO_SCAN:
     parts, symbols = split(matrix)
     sums = jax.tree.map(lambda x: x.sum(axis=0), parts)
   else:  # one pass over memory; on CPUs a reduction of columns takes three
@@ -154,10 +158,11 @@ def _encode_columns(
     zeros = jnp.zeros(matrix.shape[1], jnp.float32)
     first = _Sums(zeros, zeros, zeros.astype(jnp.int32))
     sums, symbols = jax.lax.scan(add, first, matrix)
-  # The two values of each column: first all means above, then all below.
+  # The two values of each column: first the means of the elements that are 0 or
+  # more, of all columns, then those of the negative elements.
   means = []
   counts = sums.count, len(matrix) - sums.count
-  for total, count in zip((sums.above, sums.below), counts, strict=True):
+  for total, count in zip(sums[:2], counts, strict=True):
     # Sum and count have the same factor, which the division cancels.
     part = count.astype(jnp.float32) * scale_down
     means.append(leaves.clip_to_float32(leaves.divide(total, part)))
@@ -167,5 +172,6 @@ def _encode_columns(
 def _decode_columns(leaf: leaves.Leaf) -> jax.Array:
   """Returns the matrix of a leaf's signs and column values."""
   columns = _columns(leaf)
-  above, below = leaf.code.scales.reshape(2, columns)
-  return jnp.where(leaf.code.symbols.reshape(-1, columns) > 0, above, below)
+  nonnegative, negative = leaf.code.scales.reshape(2, columns)
+  symbols = leaf.code.symbols.reshape(-1, columns)
+  return jnp.where(symbols > 0, nonnegative, negative)

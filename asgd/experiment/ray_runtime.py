@@ -24,17 +24,20 @@ from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
 # Ray sets this variable in a job that was submitted to a cluster.
-_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Prefixes of the variables that configure JAX's cache of compiled programs. A
 # cluster on this machine inherits them; a joined one is sent them.
-_CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
+_CACHE_PREFIXES = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
 _NICENESS = "RAY_worker_niceness"  # variable
 # Ray prints a paragraph with these words. The command prints one line instead.
 _NOISE = "A worker died or was killed", "Raylet is terminated"
 _MAX_FOLDER_LENGTH = 24  # characters: Linux limits the paths of sockets
-_MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
-_undo = contextlib.ExitStack()  # undoes the changes for the present cluster
-atexit.register(_undo.close)  # if `stop` is not called; after Ray's handler
+_OBJECT_STORE_BYTES = 256 * 2**20  # it holds data and evaluations only
+# Undoes the changes that were made for the present cluster.
+_undo_at_stop = contextlib.ExitStack()
+# For a program that does not call `stop`. Ray is imported later and registers
+# its handler then, which runs first.
+atexit.register(_undo_at_stop.close)
 
 
 def check(
@@ -44,8 +47,9 @@ def check(
   setting: str = "engine='ray'",
   alternative: str = "--engine=threads",
 ) -> None:
-  """Raises the ValueErrors of `start` that need no cluster.
+  """Checks, before a cluster exists, what `start` needs.
 
+  Raises ValueError without Ray, and for an address without `allow_network`.
   `setting` is the setting that asks for Ray, `alternative` one that does not.
   """
   try:
@@ -70,7 +74,7 @@ def start(
   address: str | None = None,
   *,
   allow_network: bool = False,
-  memory: int = _MEMORY,
+  memory: int = _OBJECT_STORE_BYTES,
   modules: Sequence[str | Path] = (),
 ) -> bool:
   """Starts a Ray cluster, or joins the one at `address`.
@@ -82,8 +86,8 @@ def start(
   Returns False if this process has a cluster already, which is then used.
 
   Ray listens on all interfaces unless its address is the loopback one. A
-  private function of Ray replaces that address. So the function is patched
-  here, and the address checked.
+  private function of Ray replaces the loopback address by the machine's own.
+  `_stay_on_loopback` patches that function and checks the resulting address.
   """
   check(address, allow_network=allow_network)
   import ray
@@ -100,13 +104,13 @@ def start(
     "log_to_driver": False,
     "logging_level": logging.CRITICAL,
   }
-  # `undo` undoes each change if a later step fails; `_undo` does it in `stop`.
+  # `undo` undoes each change if a later step fails, `_undo_at_stop` in `stop`.
   # [2] Join a cluster.
   if address:
     with contextlib.ExitStack() as undo, _keeping_signals():
       options["runtime_env"] = _runtime_env(modules, undo)
       _join(ray, address, options)
-      _undo.push(undo.pop_all())
+      _undo_at_stop.push(undo.pop_all())
     return True
   # [3] Or start one.
   options.update(
@@ -115,14 +119,14 @@ def start(
     object_store_memory=memory,
   )
   with contextlib.ExitStack() as undo, _keeping_signals(), _passing_path():
-    _share_processors(undo)
+    _keep_priority(undo)
     _ask_for_token(undo)
     options["_temp_dir"] = _make_folder(undo)
     if allow_network:
       _init(ray, options)
     else:
       _stay_on_loopback(ray, options)
-    _undo.push(undo.pop_all())
+    _undo_at_stop.push(undo.pop_all())
   if not ray_internals.requires_token():
     print(
       "Ray asks for no token (RAY_AUTH_MODE, or a Ray before 2.52): every"
@@ -150,8 +154,8 @@ def _keeping_signals() -> Iterator[None]:
 def _passing_path() -> Iterator[None]:
   """Gives the processes of a new cluster this process's import path.
 
-  A runtime_env would cost each of them another process, which imports Ray to
-  set the variable, and Ray would keep no process ready.
+  A runtime_env could set the variable, too. But each worker would then start a
+  helper process that imports Ray, and Ray would keep no worker ready.
   """
   path = os.environ.get("PYTHONPATH")
   os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -186,17 +190,17 @@ def _runtime_env(
 ) -> dict[str, Any]:
   """Returns the runtime_env for a joined cluster.
 
-  It has no key that a submitted job's own runtime_env has: Ray refuses a key
-  that both have.
+  It sets no variable, and no `working_dir`, that a submitted job's own
+  runtime_env sets: Ray refuses what both set.
   """
-  job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
+  job = json.loads(os.environ.get(_JOB_VARIABLE, "{}")).get("runtime_env", {})
   job_variables = job.get("env_vars") or {}
   # A user's choice of a cache may be a folder that all machines share. The
   # default one is this machine's.
   variables = {
     name: value
     for name, value in os.environ.items()
-    if name.startswith(_CACHE)
+    if name.startswith(_CACHE_PREFIXES)
     and name not in job_variables
     and not compiled.uses_default_folder()
   }
@@ -260,7 +264,7 @@ def _stay_on_loopback(ray: Any, options: dict[str, Any]) -> None:
     )
 
 
-def _share_processors(undo: contextlib.ExitStack) -> None:
+def _keep_priority(undo: contextlib.ExitStack) -> None:
   """Makes Ray's workers run at the priority of this process.
 
   Ray lowers theirs by 15. On a busy machine they would get almost no CPU time.
@@ -327,17 +331,17 @@ def _remove_abandoned(parent_folder: Path) -> None:
 def _quieten(ray_worker: Any) -> None:
   """Keeps Ray from printing a paragraph for each process that dies."""
   show = getattr(ray_worker, "print_to_stdstream", None)
-  if show is None or getattr(show, "func", None) is _show_others:
+  if show is None or getattr(show, "func", None) is _show_unless_noise:
     return  # an earlier cluster of this process has replaced it
-  replacement = functools.partial(_show_others, show)
+  replacement = functools.partial(_show_unless_noise, show)
   ray_worker.print_to_stdstream = replacement
 
 
-def _show_others(
+def _show_unless_noise(
   show: Callable[..., None], data: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> None:
-  """Calls Ray's function `show`, except for the paragraphs of `_NOISE`, and
-  after the cluster has died."""
+  """Prints a text by Ray's function `show`. Prints nothing if the text has a
+  phrase of `_NOISE`, or if the cluster has died."""
   text = "".join(data.get("lines", ()))
   is_noise = any(words in text for words in _NOISE)
   if not is_noise and not ray_waits.dead_processes():
@@ -351,4 +355,4 @@ def stop() -> None:
   if ray_waits.dead_processes():
     ray_waits.end_processes()  # the rest of the cluster would wait for its head
   ray.shutdown()
-  _undo.close()
+  _undo_at_stop.close()

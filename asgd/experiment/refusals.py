@@ -18,8 +18,8 @@ OPTION_PREFIX = "recipe."
 
 
 def given_object(run: Run, key: str) -> Any:
-  """Returns the object for which a key of a run's config has GIVEN_MARK.
-  Raises ValueError if no call gave it."""
+  """Returns the object that a call passed for `key`; the config has GIVEN_MARK
+  in its place. Raises ValueError if no call passed one."""
   if key not in run.objects:
     raise ValueError(
       f"config.{key} {schema.GIVEN_MARK!r} stands for an object that a call was"
@@ -44,7 +44,7 @@ def other_runs_remedy(run: Run) -> str:
   return ", or set it in the entries of other runs alone"
 
 
-def _set_keys(
+def _covered_settings(
   key: str, run: Run, sections: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
   """Yields (dotted key, value) of each setting that a run has set and that the
@@ -55,21 +55,21 @@ def _set_keys(
       yield f"runs.{run.label}.{name}", run.options[name]
     return
   section, _, inner_key = key.partition(".")
-  settings = {**schema.SHARED_KEYS, **sections}
-  if section not in settings:
+  schemas = {**schema.SHARED_KEYS, **sections}
+  if section not in schemas:
     return  # this engine has no such section
-  value, default = run.config[section], schema.default_of(settings[section])
+  value, default = run.config[section], schema.default_of(schemas[section])
   # A single setting.
   if not isinstance(
-    settings[section], (dict, schema.NamedSection, schema.Section)
+    schemas[section], (dict, schema.NamedSection, schema.Section)
   ):
     if value != default:
       yield section, value
     return
   # A section: one of its keys, or (`inner_key` is "") all of them.
-  for name, setting in value.items():
-    if inner_key in ("", name) and setting != default.get(name):
-      yield f"{section}.{name}", setting
+  for name, inner_value in value.items():
+    if inner_key in ("", name) and inner_value != default.get(name):
+      yield f"{section}.{name}", inner_value
 
 
 def check(
@@ -80,8 +80,9 @@ def check(
   Args:
     run: the run of a config.
     protocol: the protocol of the run.
-    engine: the name that refusals use; a variant of the engine has another.
-    sections: the sections of the engine.
+    engine: the engine's name in Refusal.engines. `run.engine` may be the name
+      of a variant of that engine.
+    sections: the schema of each section of a config that the engine has.
 
   Raises:
     ValueError: names the key, its value, the reason and the remedies.
@@ -89,7 +90,7 @@ def check(
   for refusal in protocol.refusals:
     # Empty `engines` and `values` stand for all of them.
     if not refusal.engines or engine in refusal.engines:
-      for key, value in _set_keys(refusal.key, run, sections):
+      for key, value in _covered_settings(refusal.key, run, sections):
         if not refusal.values or value in refusal.values:
           remedy = refusal.remedy.format(value=value, label=run.label)
           engine_text = f" on engine {run.engine!r}" if refusal.engines else ""

@@ -3,8 +3,8 @@
     build(name, classes) -> layers;   init(layers, key, example) -> params
     apply(layers, params, x) -> (output, statistics)
 
-`init`, `apply` and `count` also take a slice of layers, which is a pipeline
-stage. Models of images are in `images.py`, GPT in `transformer.py`, LSTM in
+`init` and `apply` also take a slice of layers, which is a pipeline stage.
+Models of images are in `images.py`, GPT in `transformer.py`, LSTM in
 `recurrent.py`, BERT in `encoder.py`; `own.py` adapts a user's model. Begin with
 `layers.py`.
 """
@@ -48,10 +48,12 @@ MODELS: dict[str, Callable[..., Layers]] = {
 
 
 def build(name: str, classes: int, **kwargs: Any) -> Layers | Model:
-  """Builds a model by name, with `classes` logits and its options.
+  """Builds a model by name, with `classes` logits; kwargs are its options.
 
   The name is one of MODELS, or MODULE:FUNCTION of a user's function that
-  returns layers or a form of `asgd.models.own`.
+  returns layers, a flax module, a pair (init, apply) or another form that
+  `asgd.models.own.as_model` takes. A function with an argument `rngs` returns
+  an nnx module.
 
   Raises ValueError for an unknown name or option, with the nearest known one.
 

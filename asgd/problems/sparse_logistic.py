@@ -115,8 +115,9 @@ def sparse_logistic_regression(
 
 
 def _batches(data, blocks, size):
-  """Returns (batches, probe, batches of an epoch), as a `DataOf` does. A batch
-  is (int32[B, Z] keys, float32[B, Z] values, int32[B] labels, float32[B]
+  """Returns (batches, probe, batches per epoch), as a `DataOf` does: a function
+  (seed, workers) -> Batches, a batch to measure curvature on, and an int. A
+  batch is (int32[B, Z] keys, float32[B, Z] values, int32[B] labels, float32[B]
   weights, bool[B, Z] whether a feature is in the block). Rows behind the last
   example of a worker have weight 0; the mean weight over all batches is 1."""
   n = len(data.train_labels)

@@ -22,7 +22,7 @@ from asgd.data import documents as documents_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
-_PROBE = 64  # documents of a Problem's probe
+_PROBE = 64  # documents in the batch on which a Problem measures curvature
 _DOCUMENTS_PER_CALL = 500  # documents of one call in an evaluation
 _ESTIMATION_STEPS = 50  # steps to estimate the topics of a test document
 
@@ -45,8 +45,8 @@ def lda(
   its documents once, in order, on the counts that its worker has, and pushes
   the change of the counts. The topics of words are in a table, too. The rows of
   a document are read and written by one worker only. A message contains the
-  changes of both tables. So the counts at the server always agree with its
-  topics, even if a worker fails.
+  changes of the counts and of the topics. So the counts at the server always
+  agree with its topics, even if a worker fails.
 
   An evaluation estimates the topics of test documents from every other word.
   Its loss is the mean over the remaining words, in nats; `perplexity` is its
@@ -114,9 +114,10 @@ def lda(
 
 
 def _batches(data, batch_size):
-  """Returns (batches, probe, batches of an epoch), as a `DataOf` does. A batch
-  is (int32[B] documents, int32[B, L] words, int32[B] lengths), padded with
-  documents of length 0."""
+  """Returns (batches, probe, batches per epoch), as a `DataOf` does: a function
+  (seed, workers) -> Batches, a batch to measure curvature on, and an int. A
+  batch is (int32[B] documents, int32[B, L] words, int32[B] lengths), padded
+  with documents of length 0."""
   n = len(data.train_lengths)
   checks.whole("batch_size", batch_size, most=n)
 
@@ -148,7 +149,8 @@ def _batches(data, batch_size):
 
 
 def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
-  """Returns the rows of each table that a batch of documents needs."""
+  """Returns the rows that a batch of documents needs: for each table, their
+  numbers, int[...], and which of these count, bool[...] or True."""
   docs, words, lengths = batch
   return {
     "assignments": (docs, lengths > 0),
@@ -160,15 +162,17 @@ def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
 class _Model:
   """The functions of LDA, for given sizes and priors."""
 
-  def __init__(self, topics, size, alpha, beta):
-    self._topics, self._size = topics, size
+  def __init__(self, topics, vocabulary_size, alpha, beta):
+    self._topics, self._vocabulary_size = topics, vocabulary_size
     self._alpha, self._beta = alpha, beta
 
   def word_frequencies(self, words, totals):
-    """Returns the frequency of words in topics, float[..., T]. Counts of
-    different ages can be negative; these count as 0."""
+    """Returns the frequency of words in topics, float[..., T]. A worker's
+    tables can be of different ages, so a count can be negative; it is taken as
+    0."""
     words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
-    return (words + self._beta) / (totals + self._size * self._beta)
+    prior_count = self._vocabulary_size * self._beta
+    return (words + self._beta) / (totals + prior_count)
 
   def loss(self, params, batch: base.Batch, key):
     """Returns the mean loss of words, given their documents' topics."""
@@ -187,7 +191,7 @@ class _Model:
 
   def _document_counts(self, z, lengths):
     """Returns topic counts of documents, float[B, T], and which positions hold
-    words."""
+    words, bool[B, L]."""
     is_word = jnp.arange(z.shape[1]) < lengths[:, None]
     topics_one_hot = jax.nn.one_hot(z, self._topics) * is_word[..., None]
     return topics_one_hot.sum(1), is_word
@@ -240,7 +244,7 @@ class _Model:
     return (document_counts, words, totals), topic_after
 
   @functools.partial(jax.jit, static_argnums=0)
-  def completion(self, phi, words, lengths):
+  def held_out_loss(self, phi, words, lengths):
     """Returns (summed loss, number) of the odd words of documents. Their topics
     are estimated from the even words; phi is float[V, T]."""
     positions = jnp.arange(words.shape[1])
@@ -266,7 +270,7 @@ def _evaluate(model, data, params) -> Evaluation:
   """Returns the test loss, and the overlap with the true topics."""
   phi = model.word_frequencies(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
-  score = functools.partial(model.completion, phi)
+  score = functools.partial(model.held_out_loss, phi)
   total, count = lib.totals(score, arrays, _DOCUMENTS_PER_CALL).tolist()
   loss = total / count
   measure = float("nan")

@@ -1,8 +1,8 @@
-"""Totals: numbers over all rows, for a rule that runs on one shard.
+"""Totals: sums over the rows of all shards, for a rule that sees one shard.
 
-A rule that needs one number of all rows (a global norm) calls `total`, which is
-the identity without shards. `staged` cuts the rule at its totals, so that the
-host can add them up between shards.
+An update rule that needs a number over all rows (a global norm) calls `total`,
+which is the identity without shards. `staged` cuts the rule at its totals, so
+that the host can add them up between shards.
 """
 
 import functools
@@ -18,18 +18,18 @@ import optax
 
 from asgd import checks, internals
 
-# This shard's summands -> the sums over shards. As a JAX user context it is
-# part of the key of compiled functions: one traced without shards is not
-# reused.
-_EXCHANGE = jax.make_user_context(default_value=None)
+# The function that turns this shard's summands into sums over all shards; None
+# without shards. As a JAX user context it is part of the key of compiled
+# functions: a function that was traced without shards is not reused with them.
+_SUM_OVER_SHARDS = jax.make_user_context(default_value=None)
 
 
 def total(x: Any) -> Any:
   """Returns the sum of `x` over all shards; without shards, x itself. `x` is an
   array or a tree of arrays, each a sum over this shard's rows, such as
   jnp.sum(jnp.square(g))."""
-  exchange = _EXCHANGE.value
-  return x if exchange is None else exchange(x)
+  sum_over_shards = _SUM_OVER_SHARDS.value
+  return x if sum_over_shards is None else sum_over_shards(x)
 
 
 class Ask(NamedTuple):
@@ -49,13 +49,15 @@ class _TotalNeeded(BaseException):
   it."""
 
 
-_CALLS = threading.local()  # .now: the staged call that runs in this thread
+_CURRENT = threading.local()  # .call: the staged call that runs in this thread
 
 
-def _ask(x: Any) -> Any:
+def _next_total(x: Any) -> Any:
   """Returns the next total of the call. If the host has not given it, leaves
   the function by an exception."""
-  call = _CALLS.now  # with the host's `totals`, of which `asked` are used
+  # call.totals: the totals that the host gave; call.asked: how many of them the
+  # function has asked for.
+  call = _CURRENT.call
   # An exception cannot leave an inner trace without breaking it.
   if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
@@ -101,19 +103,19 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
   def step(totals, *args, **kwargs):
     # A staged function may be called inside of another one.
-    outer = getattr(_CALLS, "now", None)
-    _CALLS.now = call = types.SimpleNamespace(
+    outer = getattr(_CURRENT, "call", None)
+    _CURRENT.call = call = types.SimpleNamespace(
       totals=tuple(totals),
       asked=0,
       trace=internals.get_opaque_trace_state(),
     )
     try:
-      with _EXCHANGE(_ask):
+      with _SUM_OVER_SHARDS(_next_total):
         result = fn(*args, **kwargs)
     except _TotalNeeded as needed:
       return Ask(needed.args[0])
     finally:
-      _CALLS.now = outer
+      _CURRENT.call = outer
     if call.asked < len(call.totals):
       raise ValueError(
         f"{len(call.totals)} totals were given to a function that asks for only"
@@ -157,7 +159,7 @@ def run_staged(
     totals += (add([out.operand for out in outs if isinstance(out, Ask)]),)
 
 
-_MOST_NORM = 1e30  # the largest clipping norm; float32 must hold it
+_MAX_NORM = 1e30  # the largest clipping norm; float32 must hold it
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
@@ -166,8 +168,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
   Raises:
     ValueError: if `max_norm` is no positive number, or infinite.
   """
-  kind = f"a positive number, at most {_MOST_NORM:g}"
-  checks.real("max_norm", max_norm, lambda x: 0 < x <= _MOST_NORM, kind)
+  kind = f"a positive number, at most {_MAX_NORM:g}"
+  checks.real("max_norm", max_norm, lambda x: 0 < x <= _MAX_NORM, kind)
   max_norm = float(max_norm)
 
   def update_fn(updates, state, params=None):

@@ -102,7 +102,7 @@ def make_discount(
     s = 1,   (staleness + 1)^-a   or   1 / (a max(staleness - b, 0) + 1)
 
   Args:
-    name: "constant", "polynomial" or "hinge", in this order.
+    name: "constant", "polynomial" or "hinge", in the order of the formulas.
     decay: a, positive; None is the discount's default.
     grace: b, used by "hinge".
 
@@ -140,8 +140,9 @@ def mix_models(
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
   A message is d = x_sent - x_new, so x_new = x_sent - d, however the server has
-  moved since. The update is alpha_t (x_sent - d - x). Each message must start
-  at its ticket: no worker may do two jobs on one ticket.
+  moved since. The update is alpha_t (x_sent - d - x). A worker must start
+  each job from the parameters that it was just sent, and may use these for one
+  job only.
 
   Args:
     mixing: alpha, in (0, 1].

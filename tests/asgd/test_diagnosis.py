@@ -277,7 +277,7 @@ def test_sharpness_needs_an_iteration(iterations):
 def test_directions_of_small_models_are_those_of_optax():
   key = jax.random.key(3)
   weights = [jnp.zeros(shape) for shape in ((3,), (5, 4), (), (2, 1, 3))]
-  drawn = diagnosis._direction(key, weights)
+  drawn = diagnosis._random_direction(key, weights)
   wanted = optax.tree.random_like(key, weights)
   for mine, theirs in zip(drawn, wanted, strict=True):
     np.testing.assert_array_equal(mine, theirs)

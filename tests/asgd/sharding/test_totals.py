@@ -38,7 +38,7 @@ def test_totals_may_be_a_collective():
   x = jnp.arange(1.0, 7).reshape(3, 2)
   compiled = jax.jit(jax.vmap(share, axis_name="shards"))
   alone = compiled(x)
-  with totals._EXCHANGE(over_lanes):
+  with totals._SUM_OVER_SHARDS(over_lanes):
     together = compiled(x)  # not what was compiled before
     again = compiled(x)
   np.testing.assert_array_equal(alone[0], [1 / 3, 2 / 3])
