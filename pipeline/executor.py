@@ -184,7 +184,7 @@ class Executor:
       inboxes=self.inboxes,
       elsewhere=elsewhere or {},
       extra=extra,
-      how=settings,
+      options=settings,
       # On a CPU the lane's core computes, so there is nothing to overlap.
       waits=settings.clock is not None or is_on_cpu,
       memories=memories,
@@ -319,7 +319,7 @@ class Executor:
     if not self.inboxes:
       program = self.compiled_program.program
       state_lib.check(state, program, self._at_worker)
-    return lanes_lib.LaneRun(self.compiled_program, state, until).result()
+    return lanes_lib.LaneRun(self.compiled_program, state, until).run()
 
 
 def _memories(

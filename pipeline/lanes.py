@@ -1,9 +1,11 @@
-"""Lanes run a program, and send entries to one another.
+"""Lanes run the instructions of a program and exchange the tasks' results.
 
 Every device has a lane, which runs the device's instructions in their order and
-waits only for the inputs of a task. A lane has a box with its entries of the
-state (`asgd.pipeline.state`). Other lanes put entries into it, copied to its
-device. `asgd.pipeline.lane_threads` has the threads.
+waits only for the inputs of a task. Lanes send each other activations,
+gradients, messages and tickets, each under a key: the "entries" of a state
+(`asgd.pipeline.state`). A lane has a box with its entries. Other lanes put
+entries into the box, copied to the device of its lane.
+`asgd.pipeline.lane_threads` has the threads.
 """
 
 import collections
@@ -47,15 +49,18 @@ class PipelineError(RuntimeError):
 
 
 class ExecutorOptions(NamedTuple):
-  """How a table is run: the options of an Executor."""
+  """Options of an Executor, which runs the table of a schedule."""
 
-  weights: str | None = None  # as in `analyze.analyze`
+  # The version of the weights that tasks read, a name of `analyze.versions`.
+  # None: "latest" for a synchronous schedule, otherwise "stash".
+  weights: str | None = None
   # Whether to keep a stage's input instead of residuals, and run its forward
-  # again (on the newest weights, if "latest"): of all stages, or of each.
+  # again in the backward: one bool for all stages, or one for each stage. With
+  # weights="latest" that forward reads the newest weights.
   recompute: bool | Sequence[bool] = False
-  # Make the updates of a synchronous schedule at the end of each batch, with
-  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
-  # with its own norm.
+  # Whether all stages of a synchronous schedule are updated together at the end
+  # of a batch, so that norms (`sharding.total`) are over all stages. Otherwise
+  # each stage is updated by itself, with the norm of this stage.
   together: bool = False
   # The user's actions: device -> anything.
   own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
@@ -85,15 +90,16 @@ class CompiledProgram(NamedTuple):
   inboxes: Mapping[int, LaneInbox]  # lane here -> entries of other processes
   elsewhere: Mapping[int, Any]  # lane of another process -> its queue
   extra: Callable[[int, int], Any]
-  how: ExecutorOptions
-  # Whether a lane waits for its device: its core is the device, or it is timed.
+  options: ExecutorOptions
+  # Whether a lane waits until its results are ready: if its device is the CPU,
+  # or if tasks are timed.
   waits: bool
   # Lane -> memory, if its device is too small for the weights of its stages.
   memories: Mapping[int, LaneMemory]
 
   def now(self, slot: int = 0) -> float:
     """Returns the time of the clock; without a clock, the slot."""
-    return self.how.clock() if self.how.clock else float(slot)
+    return self.options.clock() if self.options.clock else float(slot)
 
   def homes(self) -> dict[int, jax.Device]:
     """Returns the devices of the servers that are here, by stage."""
@@ -193,7 +199,7 @@ class LaneRun:
       WEIGHT: self._weight,
     }
 
-  def result(self) -> PipelineResult:
+  def run(self) -> PipelineResult:
     """Runs the program until all lanes are at the last slot; raises the first
     PipelineError of any lane."""
     self._threads.run(self._compiled.inboxes)
@@ -225,10 +231,10 @@ class LaneRun:
     if target == lane:
       self._boxes[lane][key] = value
     elif target in devices:
-      like = *key[:2], target
-      if like not in self._copiers:
-        self._copiers[like] = copier_of(devices[target], value)
-      self._send(target, key, self._copiers[like](value))
+      copier_key = *key[:2], target
+      if copier_key not in self._copiers:
+        self._copiers[copier_key] = copier_of(devices[target], value)
+      self._send(target, key, self._copiers[copier_key](value))
     else:
       self._send(target, key, value)
 
@@ -297,14 +303,14 @@ class LaneRun:
         if not self._threads.has(lane, op.needs):
           return False
         start = self._handlers.get(op.kind, self._user_action)(lane, op)
-        if self._compiled.how.clock:
+        if self._compiled.options.clock:
           span = lane, op.stage, op.microbatch, op.kind, start
           self._spans.append(TaskSpan(*span, self._compiled.now()))
         ops.popleft()
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
-      task, slot = "what is to be done", self._state.slot
+      task, slot = "the search for the next task", self._state.slot
       if op is not None:
         task = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
         slot = op.slot
@@ -319,7 +325,7 @@ class LaneRun:
 
   def _user_action(self, lane, op):
     start = self._compiled.now()
-    jax.block_until_ready(self._compiled.how.own[op.kind](lane))
+    jax.block_until_ready(self._compiled.options.own[op.kind](lane))
     return start
 
   def _forward(self, lane, op):
@@ -329,7 +335,7 @@ class LaneRun:
     extra = compiled.extra(stage, self._state.microbatch + number)
     start = compiled.now()
     y, aux, residuals = compiled.parts[stage].stage.forward(params, x, extra)
-    if compiled.how.recompute[stage]:
+    if compiled.options.recompute[stage]:
       residuals = x, extra
     self._boxes[lane][KEPT, stage, number] = residuals, aux
     if stage == len(compiled.parts) - 1:
@@ -360,7 +366,7 @@ class LaneRun:
       gy = box.pop(("g", stage, number))
     params = self._params(lane, op, backward=True)
     residuals, aux = box.pop((KEPT, *cell))
-    start, recomputes = compiled.now(), compiled.how.recompute[stage]
+    start, recomputes = compiled.now(), compiled.options.recompute[stage]
     if op.kind == INPUT:
       if recomputes:
         residuals = stage_fns.residuals(params, *residuals)
@@ -411,8 +417,8 @@ class LaneRun:
     return start
 
   def _arguments(self, lane, op, message, ticket):
-    """Returns the message for a server; None until all messages of an update
-    have arrived."""
+    """Returns arguments of `Steps.receive`: (server, ticket, message, loss).
+    Returns None until all messages of an update have arrived."""
     stage, box = op.stage, self._boxes[lane]
     every = self._program.schedule.every
     memory = self._compiled.memories.get(lane)
@@ -451,7 +457,8 @@ class LaneRun:
     return server, ticket, message, np.float32(0)
 
   def _receive_together(self, lane, ops, arguments):
-    """Receives with totals over the stages of all lanes."""
+    """Updates the stages of this lane with totals over the stages of all lanes.
+    For each total, the lanes exchange their summands."""
     totals = ()
     steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
     other_lanes = {lanes[0] for lanes in self._program.places} - {lane}

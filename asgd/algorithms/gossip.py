@@ -1,7 +1,8 @@
 """Recipes without a server: peers that exchange messages.
 
-Each peer has its own parameters and optimizer. A job is one batch, and an epoch
-is one pass of all peers together over the data. Two options are shared:
+Each peer has its own parameters and optimizer. A job is one batch (several in
+`local_d_psgd`), and an epoch is one pass of all peers together over the data.
+Two options are shared:
 
 - `topology`: a name of `asgd.gossip.topologies`, MODULE:FUNCTION, a dict of a
   name and its options, a matrix, or a Topology; W are its weights;
@@ -36,14 +37,19 @@ def _with_peers(
   workers: int,
   **options: Any,
 ) -> Recipe:
-  """Returns a recipe as one of peers; ValueError if its topology is unfit.
-  `options` are those of `gossip.Gossip`."""
+  """Adds the exchange of messages between peers to a recipe.
+
+  `options` are those of `gossip.Gossip`. Raises ValueError if the topology does
+  not suit the rule.
+  """
   peer_topology = topologies.build(topology, workers)
   # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
   # only, as its weights w correct the rows.
   topologies.check_sums(peer_topology, columns=rule.columns)
   exchange = gossip.Gossip(rule, peer_topology, **options)
-  # A pair is one random neighbour; a round mixes with all neighbours of W.
+  # In pairs a peer averages with one random neighbour, so links must have both
+  # directions. In rounds a peer uses all weights of W, so the weights must lead
+  # the peers to one mean.
   if exchange.order == gossip.PAIRS:
     check_pairs(peer_topology)
   else:
@@ -62,8 +68,9 @@ def d_psgd(
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
   Momenta are not averaged. On the full graph, with adapt_first and without
-  momentum, it is all-reduce SGD. As in the paper, a peer's parameters differ
-  from the mean by its last step.
+  momentum, it is all-reduce SGD. Without adapt_first peers on the full graph
+  have different parameters, as in the paper: each adds its own last step to the
+  mean.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -181,7 +188,8 @@ def gradient_tracking(
       along y_i.
     topology: the neighbours that a peer averages with; rows and columns of W
       sum to 1.
-    weight_decay: shared option, of the step.
+    weight_decay: shared option; it is added to the step along y_i, and is no
+      part of y_i.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -263,7 +271,7 @@ def sgp(
     topology: which peer sends to which.
     overlap: tau, 0 or more: the jobs that a peer does while a message travels.
       With 0 it sends after its job, and waits.
-    weight_decay: as shared, with z for the parameters.
+    weight_decay: shared option; the decay is of z_i, not of x_i.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -296,19 +304,20 @@ def choco_sgd(
   momentum: float = 0.0, weight_decay: float = 0.0,
   optimizer: OptimizerLike = None
 ) -> Recipe:
-  """CHOCO-SGD: peers send compressed changes of the copies that others have.
+  """CHOCO-SGD: peers send compressed changes of their parameters.
 
     x_i <- x_i - eta v_i;   q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i
     x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
 
-  x^_i is the copy of peer i's parameters that its neighbours keep. With the
+  x^_i is the copy of peer i's parameters that its neighbours keep. A message
+  has the compressed difference between the parameters and this copy. With the
   identity codec and gamma = 1 it is `d_psgd` with adapt_first.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     codec: without error feedback, which the algorithm does not need.
-    gamma: the consensus step, in (0, 1], smaller for coarser codecs. None is 1
-      without a codec; with one it is an error. The proved value
+    gamma: the consensus step, in (0, 1], smaller for coarser codecs. None
+      means 1 without a codec, and is an error with a codec. The proved value
       (`gossip.rules.proved_gamma`) is far below the best one, and above the
       best one peers diverge.
     topology: the neighbours that a peer averages with, the same in all rounds;
@@ -335,12 +344,12 @@ def choco_sgd(
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # x_i - x^_i already contains what earlier messages left out.
-  chosen = compression.as_codec(codec, error_feedback=False)
+  plain_codec = compression.as_codec(codec, error_feedback=False)
   peer_topology = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", peer_topology)
   # E||codec(x) - x||^2 <= (1 - delta) ||x||^2, None if nothing is proved. With
   # delta <= 0 errors may grow without bound.
-  delta = chosen.delta
+  delta = plain_codec.delta
   if delta is not None and delta <= 0:
     raise ValueError(
       "choco_sgd converges for no gamma with this codec: its errors are larger"
@@ -349,26 +358,26 @@ def choco_sgd(
     )
   # delta is 1 for a codec without error; then gamma = 1 is exact averaging.
   if gamma is None and delta != 1:
-    raise ValueError(_no_gamma(peer_topology, delta))
+    raise ValueError(_missing_gamma_error(peer_topology, delta))
   # The rule keeps x^_i and the copies x^_j, and computes q_i and the mix.
   return _with_peers(
     Recipe(algorithm),
-    rules.choco(chosen, 1.0 if gamma is None else gamma),
+    rules.choco(plain_codec, 1.0 if gamma is None else gamma),
     peer_topology,
     workers,
     compressed=codec is not None,
   )
 
 
-def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
+def _missing_gamma_error(topology: gossip.Topology, delta: float | None) -> str:
   """Returns the error for a missing gamma, with the proved value if any."""
   proved = "nothing is proved for this codec and topology"
   if delta is not None and topology.symmetric:
     value = rules.proved_gamma(topology, delta)
-    rho = 1 - topologies.second_eigenvalue(topology)
+    spectral_gap = 1 - topologies.second_eigenvalue(topology)
     proved = (
       f"{value:.2g} is proved to converge (delta {delta:.3g} of the codec,"
-      f" spectral gap {rho:.3g}), but is far below the best value"
+      f" spectral gap {spectral_gap:.3g}), but is far below the best value"
     )
   return (
     "choco_sgd with a codec needs gamma, the consensus step in (0, 1]: 1"
@@ -408,7 +417,8 @@ def threshold_sharing(
     'full'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  # The rule holds u_i back until the peer mixes: it applies q_i, as all do.
+  # A peer does not apply its own u_i. When the peer mixes, it applies the coded
+  # q_i, as the other peers do.
   return _with_peers(
     Recipe(algorithm),
     *(rules.share(compression.as_codec(codec)), "full", workers),

@@ -88,7 +88,7 @@ def downpour(
   A job is gcd(n_fetch, n_push) batches. If that is fewer than n_push, the jobs
   between two pushes send zeros, which are no update and count no bytes. The
   staleness of a push counts the updates since its last ticket. If each job
-  pushes, the worker's own updates among them do not count.
+  pushes, only the updates of other workers count.
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
@@ -96,9 +96,9 @@ def downpour(
     workers: N.
     weight_decay: 0 or more; the server adds weight_decay * params to a push,
       once for each of its gradients.
-    fetch_every: n_fetch, in batches; None is n_push, or the order's
-      fetch_every. An order with another fetch_every, or with a cache, is
-      refused.
+    fetch_every: n_fetch, in batches; None is n_push, unless the order
+      has a fetch_every, in jobs. With a value here, an order with a
+      fetch_every or a cache is refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       otherwise a tenth of it, because Adagrad's is too large.
@@ -383,9 +383,10 @@ def fedasync(
     learning_rate, workers, weight_decay, optimizer: shared options.
     steps: batches of a job.
     mixing: alpha, in (0, 1].
-    discount: name of s, see `transforms.make_discount`.
-    decay: a, see there.
-    grace: b, see there.
+    discount: the name of s: "constant" is 1, "polynomial" is
+      (staleness + 1)^-a, "hinge" is 1 / (a max(staleness - b, 0) + 1).
+    decay: a, positive. None is 0.5 for "polynomial" and 10 for "hinge".
+    grace: b, the staleness up to which "hinge" is 1.
     proximal: rho, 0 or more: rho / 2 ||x - x_sent||^2 is added to the local
       loss.
 

@@ -43,8 +43,8 @@ class ExampleBatches(NamedTuple):
 @functools.lru_cache(maxsize=4)
 def _permutations(n: int) -> Callable[[int, int], np.ndarray]:
   """Returns (seed, epoch) -> the order in which an epoch visits n examples,
-  int64[n]. It caches several: thousands of workers, each at its own pace, are
-  in many epochs at once."""
+  int64[n]. It caches the orders of several epochs, because slow workers may
+  still read an earlier epoch than fast ones."""
 
   @functools.lru_cache(max(4, _CACHED_BYTES // (8 * n)))
   def permutation(seed, epoch):
@@ -69,9 +69,10 @@ def make_batches(
   "shared": workers take turns on one stream, as in the DANA papers. The job is
   a global counter. An epoch is n // batch_size jobs and visits the examples in
   a new random order, so jobs of one epoch share no example. The examples at its
-  end that do not fill a batch are dropped. The worker is ignored. If N divides
-  the jobs of an epoch, jobs r*N..r*N+N-1 together are job r of batches N times
-  as large, as in a synchronous run of N workers.
+  end that do not fill a batch are dropped. The worker is ignored. With
+  N workers, the N jobs r*N..r*N+N-1 together have the examples of job r of
+  batches of N * batch_size, as in a synchronous run, if the number of jobs of
+  an epoch is a multiple of N.
 
   Other partitions give each worker its own examples (`asgd.data.partitions`).
   Each of its jobs draws a batch from them without replacement.
@@ -108,25 +109,25 @@ def make_batches(
   n = len(images)
   if labels.shape[:1] != (n,):
     raise ValueError(
-      f"labels must have shape ({n},), one per image, not {labels.shape}"
+      f"labels must have shape ({n}, ...), one per image, not {labels.shape}"
     )
   is_shared = not partitions.divides(partition)
   # The largest batch: all examples, or those of the smallest shard.
-  largest_batch, examples_of = n, ""
+  largest_batch, largest_batch_text = n, ""
   if not is_shared:
     if workers > n:
       raise ValueError(
         f"workers {workers} is more than the {n} training examples to divide;"
         f" use at most {n}"
       )
-    largest_batch, examples_of = (
+    largest_batch, largest_batch_text = (
       n // workers,
       f" of a shard ({n} over {workers} workers)",
     )
   if batch_size > largest_batch:
     raise ValueError(
       f"batch_size {batch_size} is larger than the {largest_batch} training"
-      f" examples{examples_of}; use at most {largest_batch}"
+      f" examples{largest_batch_text}; use at most {largest_batch}"
     )
 
   permutation = _permutations(n)

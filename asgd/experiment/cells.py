@@ -18,8 +18,8 @@ from asgd.parallel import ahead, meshes
 from asgd.parallel.targets import Target
 from asgd.problems import own
 
-# Parameters of a model that is only compiled: no array of its size is made.
-_MOST_COMPILED = 10**13
+# The most parameters of a model that `programs` compiles: it makes no arrays.
+_MAX_COMPILED_PARAMETERS = 10**13
 
 
 class Cell(NamedTuple):
@@ -61,7 +61,8 @@ class Experiment:
     # By workers, then run, then seed: the sort is stable.
     self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
     self._problems = {config["batch_size"]: shared_problem}  # by batch size
-    # By label: `_problems`, with the state of the run's optimizer if need be.
+    # Label of a run -> the problem of `_problems` with the run's batch size, or
+    # the same problem with the optimizer's state in its parameters.
     self._problems_of_runs: dict[str, problems.Problem] = {}
     self._plans: dict[tuple[str, int], Any] = {}  # by (label, workers)
 
@@ -76,7 +77,7 @@ class Experiment:
 
   def problem_of(self, run: Run) -> problems.Problem:
     """Returns the problem with a run's batch size. Its parameters carry the
-    optimizer's state if the run averages it."""
+    optimizer's state if the run averages it, or the recipe carries it."""
     batch_size = run.config["batch_size"]
     if batch_size not in self._problems:
       with checks.prefix_errors(f"runs.{run.label}.batch_size"):
@@ -92,13 +93,14 @@ class Experiment:
     """Returns the estimate of a run's sharpness, compiled once for all cells of
     its batch size, and for all experiments on one problem."""
     run_problem = self.problem_of(run)
-    return _sharpness.get(
+    return _sharpness_cache.get(
       lambda: diagnosis.make_sharpness(run_problem.loss, run_problem.probe),
       *(run.config["batch_size"], run_problem.loss),
     )
 
   def plan(self, cell: Cell) -> Any:
-    """Returns the plan of a cell; cells that differ in the seed share it."""
+    """Returns the plan of a cell: what its engine has prepared for training.
+    Cells that differ only in the seed share a plan."""
     plan_key = cell.label, cell.workers
     if plan_key not in self._plans:
       run = self.runs[cell.label]
@@ -124,7 +126,8 @@ def _with_carried_state(
   """Returns a run's problem; its parameters carry the state of the optimizer if
   the run averages that state, or its recipe carries it."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
-  # Settings of tables and of Sandblaster have no such state.
+  # `given_recipe` may be settings of tables or of Sandblaster, which have no
+  # attribute `carried`.
   if not averages and getattr(run.given_recipe, "carried", None) is None:
     return problem
   # `carried` does not depend on the number of workers.
@@ -136,7 +139,7 @@ def _with_carried_state(
 
 
 # Few entries, because each keeps the data of its problem in memory.
-_sharpness = build_cache.BuildCache(8)
+_sharpness_cache = build_cache.BuildCache(8)
 
 
 def build(
@@ -200,7 +203,9 @@ def programs(
         f"config.runs.{run.label}: engine {run.engine!r} has no program that"
         " could be compiled ahead: use engine=mesh"
       )
-  experiment = _load(config, engines, data_dir, max_parameters=_MOST_COMPILED)
+  experiment = _load(
+    config, engines, data_dir, max_parameters=_MAX_COMPILED_PARAMETERS
+  )
   for run in config.runs.values():
     kind = engines[run.engine]
     for workers in dict.fromkeys(kind.workers(run)):
@@ -212,15 +217,16 @@ def _checked_config(
   engines: Engines,
   dataset: problem.Dataset | None = None,
 ) -> schema.Resolved:
-  """Checks a config as far as possible without data and devices. The runs that
-  it returns have the recipe and the objects of a caller's `dataset`."""
+  """Checks a config as far as possible without data and devices. If
+  `dataset` is a caller's `own.Objects`, the returned runs have its recipe and
+  its objects."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
     caller_objects = dict(given_recipe=dataset.recipe, objects=dataset.objects)
     runs = {k: run._replace(**caller_objects) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())
-    _check_codec(run, resolved, engines)
+    _check_codec_and_network(run, resolved, engines)
     engines[run.engine].check(run)
   return config._replace(runs=runs)
 
@@ -250,7 +256,7 @@ def _load(
   )
 
 
-def _check_codec(
+def _check_codec_and_network(
   run: Run, config: Mapping[str, Any], engines: Engines
 ) -> None:
   """Raises ValueError if the config sets a codec or a network for all runs, and
@@ -262,8 +268,8 @@ def _check_codec(
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
-  # This engine has no section `network`: the keys of the other engines have the
-  # defaults.
+  # The defaults of the keys of `network` come from all engines, because the
+  # engine of this run may have no such section.
   sections = [
     engine_kind.sections.get("network") or {}
     for engine_kind in engines.values()

@@ -26,8 +26,9 @@ def _check_out(out: Path) -> None:
   """Raises ValueError if `out` is in an experiment's folder, or has files that
   no comparison wrote."""
   path = out.resolve()
-  # [1] `out` is no experiment's folder, nor inside one. A config.json above may
-  # be another program's: there `cells` must exist, too.
+  # [1] `out` is no experiment's folder, nor inside one. In a parent folder
+  # config.json may belong to another program, so a parent is an experiment's
+  # folder only if it has a folder `cells`, too.
   for parent in (path, *path.parents):
     if (parent / "config.json").exists() and (
       parent == path or (parent / "cells").is_dir()
@@ -53,16 +54,17 @@ def _check_out(out: Path) -> None:
 def _count_cells(config: Mapping[str, Any], engines: Engines) -> int | None:
   """Returns the count of an experiment's cells. No user code is imported, so
   the count is None if it depends on the code that the config names."""
-  complete = {**config, "engine": next(iter(engines)), "only": []}
+  unfiltered_config = {**config, "engine": next(iter(engines)), "only": []}
   count = 0
   try:
-    for label, entry, kind in schema.entries(complete, engines):
+    for label, entry, kind in schema.entries(unfiltered_config, engines):
       recipe = entry.get("recipe", kind.default_recipe)
       workers_setting = entry.get("workers", config["workers"])
       workers = schema.shared("workers", workers_setting)
       user_recipe = is_import(recipe)
-      # The recipe's protocol may choose other workers: a mesh has one. The run
-      # needs no more than its recipe and workers for that.
+      # The engine may choose other numbers of workers than the config has.
+      # `kind.workers` reads only the recipe and the workers of a run, so the
+      # other fields of this run are empty.
       name = "" if user_recipe else recipe
       run = schema.Run(label, label, "", name, {}, {"workers": workers})
       counts = kind.workers(run)
@@ -74,10 +76,10 @@ def _count_cells(config: Mapping[str, Any], engines: Engines) -> int | None:
   return count * len(config["seeds"])
 
 
-def _texts_on_missing_cells(
+def _missing_cell_warnings(
   workdir: Path, identity: Mapping[str, Any], n_finished: int, engines: Engines
 ) -> list[str]:
-  """Returns a text for each reason why the means of a folder lack cells."""
+  """Returns warnings about cells that the means of a folder leave out."""
   texts = [f"{fault}; the cell is left out" for fault in folder.faults(workdir)]
   count = _count_cells(identity["config"], engines)
   if count is not None and n_finished < count:
@@ -140,7 +142,8 @@ def _differences(
   # [1] A column for each folder: dotted key -> value.
   columns = []
   for identity in identities:
-    # `origin` may differ when an experiment resumes: it says where it was made.
+    # Values under "free", such as the release of JAX, may differ between the
+    # parts of an experiment that was resumed.
     origin = {
       f"made by: {key}": value
       for key, value in page.leaves(identity["free"]).items()
@@ -161,7 +164,8 @@ def _differences(
 def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   """Writes figure, table and report.html of several experiments into a folder.
 
-  If several folders have a run with one title, the titles get their names.
+  If runs of several folders have the same title, the name of the folder is
+  appended to the title.
 
   Returns:
     Text: the table, the cells that are not in it, and the paths.
@@ -170,12 +174,15 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
     ValueError: a folder is no experiment's, has no finished cell, or is given
       twice; or `out` is an experiment's, has other files, or cannot be written.
   """
-  # Resolved once, so that a link that appears there later is not followed.
+  # Resolved before the check: if a symbolic link replaces this folder after the
+  # check, `make_folder` refuses the link.
   path = out.resolve()
   _check_out(out)
   # [1] Read all folders.
   names = _folder_names(workdirs)
-  identities, results, rows = zip(*map(_read_experiment, workdirs), strict=True)
+  identities, results, evaluations = zip(
+    *map(_read_experiment, workdirs), strict=True
+  )
   counts = collections.Counter(
     title
     for folder_results in results
@@ -184,21 +191,23 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   shared_titles = {title for title, count in counts.items() if count > 1}
   # [2] Merge their rows, so that equal titles remain different runs.
   all_cells: report.Table = []
-  curves: report.Table = []
-  for name, cells, evaluations in zip(names, results, rows, strict=True):
+  all_evaluations: report.Table = []
+  for name, cells, rows in zip(names, results, evaluations, strict=True):
     all_cells += _with_folder_name(cells, name, shared_titles)
-    curves += _with_folder_name(evaluations, name, shared_titles)
+    all_evaluations += _with_folder_name(rows, name, shared_titles)
   csv_rows, table = report.tabulate(all_cells, engines)
   title = " and ".join(names)
-  # [3] Warnings: of the cells, and of what the means lack.
+  # [3] Warnings: of the cells, and of cells that the means leave out.
   notes = report.warnings(all_cells)
-  left_out = []
+  cell_warnings = []
   for workdir, identity, cells in zip(
     workdirs, identities, results, strict=True
   ):
-    left_out += _texts_on_missing_cells(workdir, identity, len(cells), engines)
-  data = {identity["dataset"]["sha256"] for identity in identities}
-  if len(data) > 1:
+    cell_warnings += _missing_cell_warnings(
+      workdir, identity, len(cells), engines
+    )
+  data_hashes = {identity["dataset"]["sha256"] for identity in identities}
+  if len(data_hashes) > 1:
     notes.insert(0, "the folders have different data")
   # [4] Write the files, the mark first.
   with storage.naming_folder(out):
@@ -207,19 +216,19 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
     storage.write_json(out / _MARK, mark)
     text = f"{title}\n\n{table}"
     figure_line = report.write_tables(
-      out, title, text, csv_rows, all_cells, curves
+      out, title, text, csv_rows, all_cells, all_evaluations
     )
     content = page.render(
       title,
       f"{len(all_cells)} cells of {len(workdirs)} experiments",
-      warnings=page.merge_warnings([*left_out, *notes]),
+      warnings=page.merge_warnings([*cell_warnings, *notes]),
       pictures=page.pictures([out / "figure.svg"]),
       results=page.results(csv_rows, report.table_columns(all_cells, engines)),
       differing=_differences(names, identities),
       folders=workdirs,
     )
     safe_files.write(out / "report.html", content)
-  warning_lines = "".join(f"warning: {text}\n" for text in left_out)
+  warning_lines = "".join(f"warning: {text}\n" for text in cell_warnings)
   return (
     f"\n{table}\n{warning_lines}report       {out}/report.html\n"
     f"figure       {figure_line}\n"

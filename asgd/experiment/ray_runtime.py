@@ -287,11 +287,11 @@ def _ask_for_token(undo: contextlib.ExitStack) -> None:
   if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
   # Callbacks run in reverse: Ray reads the environment after the removals.
-  undo.callback(ray_internals.read_environment)
+  undo.callback(ray_internals.reread_environment)
   for name, value in environment.items():
     os.environ[name] = value
     undo.callback(os.environ.pop, name, None)
-  ray_internals.read_environment()
+  ray_internals.reread_environment()
 
 
 def _make_folder(undo: contextlib.ExitStack) -> str:

@@ -24,7 +24,8 @@ def node() -> Any:
 
 
 def disable_auto_connect() -> None:
-  """Prevents a call without a cluster from starting one, on all interfaces."""
+  """Prevents Ray from starting a cluster by itself at a call without a cluster.
+  Such a cluster would listen on all network interfaces."""
   internals.find("ray._private.auto_init_hook").enable_auto_connect = False
 
 
@@ -40,11 +41,13 @@ def allow_loopback() -> Iterator[None]:
     yield
 
 
-def _start_node(cluster: str, address: str, resource: str, memory: int) -> Any:
+def _start_node(
+  gcs_address: str, address: str, resource: str, memory: int
+) -> Any:
   """Starts the processes of another node of a cluster on this machine, at an IP
   address or on loopback."""
   params = internals.find("ray._private.parameter.RayParams")(
-    gcs_address=cluster,
+    gcs_address=gcs_address,
     node_ip_address=address,
     num_cpus=1,
     num_gpus=0,
@@ -79,11 +82,13 @@ def second_node(resource: str, memory: int) -> Iterator[None]:
     ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-def run_node(cluster: str, address: str, resource: str, memory: str) -> None:
+def run_node(
+  gcs_address: str, address: str, resource: str, memory: str
+) -> None:
   """Runs a node of a cluster, at an IP address, until the standard input ends.
   Prints a line when the node has joined. `resource` and `memory` are those of
   `second_node`, as text."""
-  ray_node = _start_node(cluster, address, resource, int(memory))
+  ray_node = _start_node(gcs_address, address, resource, int(memory))
   print("joined", flush=True)
   sys.stdin.read()
   ray_node.kill_all_processes(check_alive=False, allow_graceful=True)
@@ -109,7 +114,7 @@ def without_unused_processes() -> Iterator[None]:
     yield
 
 
-def read_environment() -> None:
+def reread_environment() -> None:
   """Makes the parts of Ray that are already loaded read their environment
   variables again."""
   internals.find("ray._raylet.Config").initialize("")

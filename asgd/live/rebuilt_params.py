@@ -63,7 +63,7 @@ class RebuiltParams:
     are no views of a slot. After an error the object is unchanged.
 
     Raises:
-      WrongSlot: the ticket was lost.
+      WrongSlot: the slot of the ticket has been overwritten.
       OutOfStep: the ticket does not follow the latest one.
       BadCode: the updates cannot be unpacked.
     """

@@ -1,4 +1,6 @@
-"""k-means on tables: for each cluster the sum of its examples and their number.
+"""k-means with a table as parameters.
+
+A row of the table is a cluster: the sum of its examples and their number.
 
   config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
 """
@@ -34,9 +36,9 @@ def k_means(
   commute, so workers may send them in any order. A centre begins as one
   example.
 
-  An evaluation has as loss the mean squared distance of the test examples to
-  their centres, as `inertia` that of the training examples, and as measure the
-  part of the test examples' variance that the centres explain.
+  The loss of an evaluation is the mean squared distance of the test examples to
+  their centres; `inertia` is this mean over the training examples. The measure
+  is the part of the test examples' variance that the centres explain.
 
   Args:
     batch_size: B, examples of a batch.
@@ -87,24 +89,24 @@ def k_means(
     return jnp.pad(centres, [(0, 0), (0, 1)]).at[:, -1].set(1)
 
   # The variance of the test examples, times their number.
-  test_deviation = float(np.square(test - test.mean(0), dtype=float).sum())
+  test_sum_of_squares = float(np.square(test - test.mean(0), dtype=float).sum())
 
   def evaluate(params):
-    loss = _distance(params, test)
-    measure = (
-      1 - loss * len(test) / test_deviation if test_deviation else float("nan")
-    )
-    inertia = _distance(params, train)
+    loss = _mean_squared_distance(params, test)
+    measure = float("nan")
+    if test_sum_of_squares:
+      measure = 1 - loss * len(test) / test_sum_of_squares
+    inertia = _mean_squared_distance(params, train)
     return Evaluation(loss, measure=measure, more={"inertia": inertia})
 
   data_of = lib.examples_of(train, dataset_loaded.train_labels, partition)
-  mean_deviation = float(
+  train_variance = float(
     np.square(train - train.mean(0), dtype=float).sum(1).mean()
   )
 
   return lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),
-    guess=mean_deviation,
+    guess=train_variance,
     updates=_updates,
   )
 
@@ -115,7 +117,7 @@ def centres(params: jax.Array) -> jax.Array:
   return params[:, :-1] / params[:, -1:]
 
 
-def _squares(params, examples):
+def _squared_distances(params, examples):
   """Returns the squared distance of each example to each centre, float[B,
   k]."""
   means = centres(params)
@@ -127,21 +129,22 @@ def _squares(params, examples):
 
 
 @jax.jit
-def _total_distance(params, examples):
-  return _squares(params, examples).min(1).sum()
+def _total_squared_distance(params, examples):
+  return _squared_distances(params, examples).min(1).sum()
 
 
-def _distance(params, examples) -> float:
+def _mean_squared_distance(params, examples) -> float:
   """Returns the mean squared distance to the nearest centre."""
   total = lib.totals(
-    functools.partial(_total_distance, params), [examples], _ROWS_PER_CALL
+    *(functools.partial(_total_squared_distance, params), [examples]),
+    _ROWS_PER_CALL,
   )
   return float(total) / len(examples)
 
 
 def _loss(params, batch: base.Batch, key):
   del key
-  squares = _squares(params, jnp.asarray(batch[0], params.dtype))
+  squares = _squared_distances(params, jnp.asarray(batch[0], params.dtype))
   return squares.min(1).mean(), losses_lib.Aux(())
 
 
@@ -149,7 +152,7 @@ def _updates(params, batch: base.Batch, key):
   """Returns the loss, and the sum and number of each cluster's examples."""
   del key
   examples = jnp.asarray(batch[0], params.dtype)
-  squares = _squares(params, examples)
+  squares = _squared_distances(params, examples)
   is_nearest = jax.nn.one_hot(
     squares.argmin(1), len(params), dtype=params.dtype
   )

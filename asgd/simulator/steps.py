@@ -34,15 +34,15 @@ class Steps(NamedTuple):
   send: Callable[..., Any]  # (ServerState, worker) -> Ticket
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
   receive: Callable[..., Any]
-  # (totals, *arguments of `receive`) -> sharding.Ask, or sharding.Done with
-  # the result of `receive`
+  # (totals, *arguments of `receive`) -> sharding.Ask for a further total over
+  # the shards, or sharding.Done with the result of `receive`
   stage: Callable[..., Any]
   wire: str | None = None  # dtype in which parameters travel
   codec: compression.Codec | None = None  # the messages' codec
   alone: bool = False  # whether each message is one update
 
   def keep(self, ticket: base.Ticket) -> base.Ticket:
-    """Returns the ticket of another job on a kept ticket. If each message is
+    """Returns a kept ticket for the worker's next job. If each message is
     one update, the version counts the update of the worker's last job, so that
     this update does not count as staleness."""
     version = ticket.version + 1 if self.alone else ticket.version
@@ -82,7 +82,8 @@ class PureSteps(NamedTuple):
 @functools.lru_cache(maxsize=32)
 def _pure_work(worker: base.Worker) -> Callable[..., Any]:
   """Returns a worker's work as a part of programs. JAX traces it once for all
-  servers and numbers of workers: half of the time to trace a small program."""
+  servers and numbers of workers. This saves half of the tracing time of a small
+  program."""
 
   def work(state, ticket, batch, root, job):
     key = worker_lib.job_key(root, ticket.worker, job)
@@ -145,7 +146,8 @@ def compile_work(
   run_divided = compile_divided(on_params, group)
 
   def divided_work(state, ticket, batch, root, job):
-    # The parameters are a separate argument, so that they are sent once.
+    # `compile_divided` divides its first argument in a "tensor" group, so the
+    # parameters leave the ticket and become that argument.
     params, ticket = ticket.params, ticket._replace(params=None)
     return run_divided(params, batch, state, ticket, root, job)
 

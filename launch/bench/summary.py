@@ -29,7 +29,7 @@ def _numbers(run: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[str, Any]]:
 
 def _describe_runs(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   """Returns a sentence about where and how the runs were made."""
-  # All runs together: the sentence holds for each of them.
+  # One sentence describes all runs, so their results are pooled.
   all_results = [result for run in runs for result in run]
   failed_names = [
     result["name"] for result in all_results if "failed" in result
@@ -47,28 +47,34 @@ def _describe_runs(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   )
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
   """Returns a number with three digits, or a large one without fractions."""
   return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def _cell(key: _Key, numbers: Sequence[Mapping[_Key, dict[str, Any]]]) -> str:
-  """Returns a number of all runs: its column, median, range and target."""
-  medians = [run_numbers[key]["median"] for run_numbers in numbers]
+def _format_cell(
+  key: _Key, numbers_of_runs: Sequence[Mapping[_Key, dict[str, Any]]]
+) -> str:
+  """Returns the text of a number that all runs measured: its column, its median
+  and range over runs, and its target."""
+  medians = [run_numbers[key]["median"] for run_numbers in numbers_of_runs]
   if None in medians:
     raise ValueError(f"{' / '.join(key)} is not finite in one of the files")
   notes = []
   if len(medians) > 1:
-    notes.append(f"{_number(min(medians))} to {_number(max(medians))}")
-  if target := numbers[0][key].get("target"):
+    limits = min(medians), max(medians)
+    notes.append(" to ".join(map(_format_number, limits)))
+  if target := numbers_of_runs[0][key].get("target"):
     notes.append(f"target {target}")
   note = f" ({'; '.join(notes)})" if notes else ""
-  return f"{key[-1]}: **{_number(float(np.median(medians)))}**{note}"
+  return f"{key[-1]}: **{_format_number(float(np.median(medians)))}**{note}"
 
 
 def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-  """Returns the numbers of several runs as a table of Markdown. A cell has the
-  median over runs, and the range over runs, of the runs' medians over turns.
+  """Returns the numbers of several runs as a table of Markdown.
+
+  Each run has a median over its turns, the repetitions of a measurement. A cell
+  shows the median of these medians, and their range over the runs.
 
   Args:
     runs: each the results of benchmarks, as `report.read` returns them.
@@ -79,7 +85,7 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   """
   description = _describe_runs(runs)
   # Numbers in the order of the first run; the others must have the same.
-  first, *other_runs = numbers = [_numbers(run) for run in runs]
+  first, *other_runs = numbers_of_runs = [_numbers(run) for run in runs]
   for other_run in other_runs:
     if missing := sorted(first.keys() ^ other_run.keys()):
       raise ValueError(
@@ -93,7 +99,7 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     # A heading, without a number.
     rows.append((f"**{benchmark}**: {title}", ""))
     for name, row_keys in itertools.groupby(keys, key=lambda key: key[2]):
-      cells = (_cell(key, numbers) for key in row_keys)
+      cells = (_format_cell(key, numbers_of_runs) for key in row_keys)
       rows.append((name, "; ".join(cells)))
   return f"{description}\n\n{format_markdown(_HEADER, rows)}\n"
 
