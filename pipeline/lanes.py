@@ -1,10 +1,9 @@
 """Lanes run the instructions of a program and exchange the tasks' results.
 
 Every device has a lane, which runs the device's instructions in their order and
-waits only for the inputs of a task. Lanes send each other activations,
-gradients, messages and tickets, each under a key: the "entries" of a state
-(`asgd.pipeline.state`). A lane has a box with its entries. Other lanes put
-entries into the box, copied to the device of its lane.
+waits only for the inputs of a task. The results that lanes exchange are the
+entries of a state (`asgd.pipeline.state`). A lane has a box with its entries;
+other lanes put entries into the box, copied to the device of its lane.
 `asgd.pipeline.lane_threads` has the threads.
 """
 
@@ -51,8 +50,8 @@ class PipelineError(RuntimeError):
 class ExecutorOptions(NamedTuple):
   """Options of an Executor, which runs the table of a schedule."""
 
-  # The version of the weights that tasks read, a name of `analyze.versions`.
-  # None: "latest" for a synchronous schedule, otherwise "stash".
+  # Which weights tasks read, by a name of `analyze.versions`; None: "latest" if
+  # the schedule is synchronous, otherwise "stash".
   weights: str | None = None
   # Whether to keep a stage's input instead of residuals, and run its forward
   # again in the backward: one bool for all stages, or one for each stage. With
@@ -91,8 +90,7 @@ class CompiledProgram(NamedTuple):
   elsewhere: Mapping[int, Any]  # lane of another process -> its queue
   extra: Callable[[int, int], Any]
   options: ExecutorOptions
-  # Whether a lane waits until its results are ready: if its device is the CPU,
-  # or if tasks are timed.
+  # Whether a lane waits for its results: on a CPU, or if tasks are timed.
   waits: bool
   # Lane -> memory, if its device is too small for the weights of its stages.
   memories: Mapping[int, LaneMemory]
@@ -457,8 +455,7 @@ class LaneRun:
     return server, ticket, message, np.float32(0)
 
   def _receive_together(self, lane, ops, arguments):
-    """Updates the stages of this lane with totals over the stages of all lanes.
-    For each total, the lanes exchange their summands."""
+    """Receives with totals over all stages: lanes exchange their summands."""
     totals = ()
     steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
     other_lanes = {lanes[0] for lanes in self._program.places} - {lane}

@@ -37,19 +37,15 @@ def _with_peers(
   workers: int,
   **options: Any,
 ) -> Recipe:
-  """Adds the exchange of messages between peers to a recipe.
-
-  `options` are those of `gossip.Gossip`. Raises ValueError if the topology does
-  not suit the rule.
-  """
+  """Adds an exchange between peers, with the options of `gossip.Gossip`, to a
+  recipe. Raises ValueError if the topology does not suit the rule."""
   peer_topology = topologies.build(topology, workers)
   # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
   # only, as its weights w correct the rows.
   topologies.check_sums(peer_topology, columns=rule.columns)
   exchange = gossip.Gossip(rule, peer_topology, **options)
-  # In pairs a peer averages with one random neighbour, so links must have both
-  # directions. In rounds a peer uses all weights of W, so the weights must lead
-  # the peers to one mean.
+  # In pairs, links must have both directions: two neighbours average. In rounds
+  # all weights of W are used, and must lead the peers to one mean.
   if exchange.order == gossip.PAIRS:
     check_pairs(peer_topology)
   else:
@@ -98,9 +94,8 @@ def d_psgd(
   checks.flag("adapt_first", adapt_first)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # A peer that puts its message before its job overlaps the transfer with the
-  # computation.
-  # That message is the old x_i: gradient and average use the same parameters,
-  # as in algorithm 1.
+  # computation. That message is the old x_i: gradient and average use the same
+  # parameters, as in algorithm 1.
   rule, put_first = rules.average(), not adapt_first
   recipe = Recipe(algorithm)
   return _with_peers(recipe, rule, topology, workers, put_first=put_first)
@@ -188,8 +183,7 @@ def gradient_tracking(
       along y_i.
     topology: the neighbours that a peer averages with; rows and columns of W
       sum to 1.
-    weight_decay: shared option; it is added to the step along y_i, and is no
-      part of y_i.
+    weight_decay: shared option; the decay is no part of y_i.
 
   Returns:
     A Recipe of peers, in rounds.

@@ -180,9 +180,8 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   _check_out(out)
   # [1] Read all folders.
   names = _folder_names(workdirs)
-  identities, results, evaluations = zip(
-    *map(_read_experiment, workdirs), strict=True
-  )
+  experiments = map(_read_experiment, workdirs)
+  identities, results, evaluations = zip(*experiments, strict=True)
   counts = collections.Counter(
     title
     for folder_results in results
@@ -203,9 +202,8 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   for workdir, identity, cells in zip(
     workdirs, identities, results, strict=True
   ):
-    cell_warnings += _missing_cell_warnings(
-      workdir, identity, len(cells), engines
-    )
+    count = len(cells)
+    cell_warnings += _missing_cell_warnings(workdir, identity, count, engines)
   data_hashes = {identity["dataset"]["sha256"] for identity in identities}
   if len(data_hashes) > 1:
     notes.insert(0, "the folders have different data")
