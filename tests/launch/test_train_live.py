@@ -213,10 +213,12 @@ def test_killed_and_interrupted_it_the_same_command_goes_on(
   kit.call("train", *arguments, status=0)
   assert_replays(out)
   actions = [entry.action for entry in entries(out)]
-  assert actions.count(base.JOIN) == 9  # three workers, three times
+  joined = [e.worker for e in entries(out) if e.action == base.JOIN]
+  # Once in each of three starts; once more if its job took too long.
+  assert min(map(joined.count, range(3))) >= 3
   assert actions.count(base.ROLLBACK) == 0
   # All had handed in what they did when it was interrupted, but not before.
-  assert 1 <= actions.count(base.LOST) <= 3
+  assert 1 <= actions.count(base.LOST) <= 3 + len(joined) - 9
   assert not held.exists()
   # What was copied before has no memory, and its checkpoint.
   again = kit.call("train", *arguments[:-1], f"--workdir={copy}", status=0)
