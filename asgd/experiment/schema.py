@@ -75,9 +75,9 @@ def _function_arguments(kind: str, caller_arguments: tuple[str, ...]) -> Any:
     name = section.get("name")
     if not isinstance(name, str) or not names.is_import(name):
       return []
-    arguments = inspect.signature(names.imported(kind, name)).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in arguments.values()):
-      arguments = dict.fromkeys([*section, *arguments])  # **options
+    parameters = inspect.signature(names.imported(kind, name)).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = dict.fromkeys([*(section if takes_any else ()), *parameters])
     return [key for key in arguments if key not in (*caller_arguments, "name")]
 
   return options
