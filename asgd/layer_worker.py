@@ -143,7 +143,8 @@ def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
 
 def _sizes(blocks: Mapping[Block, Any]) -> dict[Block, int]:
   """Returns the bytes of those blocks that have any."""
-  return {k: nbytes(tree) for k, tree in blocks.items() if nbytes(tree)}
+  sizes = {block: nbytes(tree) for block, tree in blocks.items()}
+  return {block: size for block, size in sizes.items() if size}
 
 
 def _cuts(weights: Any) -> list[int]:

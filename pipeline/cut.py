@@ -10,8 +10,7 @@ import numpy as np
 from asgd import algorithms, base, problems
 from asgd import worker as worker_lib
 from asgd.pipeline.stage import Part
-from asgd.problems.cuts import slice_of as slice_of
-from asgd.problems.cuts import stage_fn
+from asgd.problems.cuts import slice_of, stage_fn
 from asgd.problems.cuts import whole as whole
 
 

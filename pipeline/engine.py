@@ -39,6 +39,7 @@ from asgd.pipeline import state as state_lib
 from asgd.pipeline.lanes import PipelineError
 from asgd.pipeline.run_plan import PipelinePlan
 from asgd.pipeline.state import PipelineState
+from asgd.problems.cuts import slice_of
 
 # Options of the executor that a plan has.
 _OPTIONS = "weights", "recompute", "together", "room", "codec"
@@ -53,7 +54,7 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
   return {
     "schedule": plan.table,
     "parts": [
-      part._replace(params=cut.slice_of(params, first, last))
+      part._replace(params=slice_of(params, first, last))
       for part, (first, last) in stages
     ],
     "extra": _extras(plan, seed),

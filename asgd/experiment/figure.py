@@ -1,8 +1,8 @@
 """Draws an experiment's figure: curves of its runs, and sweeps over workers.
 
 The figure has the width of a journal's page, three panels in a row, and text of
-eight points. Lines differ in lightness, markers and dashes: in grey, too, they
-can be told apart.
+eight points. Lines differ in lightness, markers and dashes, so that a print in
+grey shows which is which.
 """
 
 import contextlib

@@ -24,8 +24,8 @@ from asgd import safe_files
 from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
-# Length, CRC-32 of the body, CRC-32 of these two. The latter tells a changed
-# length from the length of a body that was cut short.
+# Length, CRC-32 of the body, CRC-32 of these two. If the last one is wrong, the
+# length was changed; if it is right, a shorter body was cut short.
 _HEAD = struct.Struct("<III")
 
 

@@ -12,6 +12,7 @@ from asgd import algorithms, base, data, models, problems, simulator
 from asgd import worker as worker_lib
 from asgd.data import text
 from asgd.pipeline import cut, executor, schedules
+from asgd.problems.cuts import slice_of
 
 MICROBATCHES, RATE = 4, 0.1
 TOKENS = np.zeros((1, 5), np.int32)
@@ -145,7 +146,7 @@ def test_whole_is_the_inverse_of_slice_of():
   for problem, end in ((image_problem(), 4), (text_problem(), 3)):
     params = first_params(problem)
     both = (0, 2), (2, end)
-    pieces = [cut.slice_of(params, first, last) for first, last in both]
+    pieces = [slice_of(params, first, last) for first, last in both]
     close(cut.whole(pieces), jax.device_get(params), atol=0)
 
 
