@@ -59,8 +59,8 @@ def in_proportion(
     >>> in_proportion([1.0, 3.0], 64), in_proportion([1.0, 3.0], 64, most=40)
     ((16, 48), (24, 40))
   """
-  checks.whole("total", total)
-  checks.whole("unit", unit)
+  checks.integer("total", total)
+  checks.integer("unit", unit)
   for speed in speeds:
     checks.positive("speed", speed)
   checks.multiple(total, "total", unit, "units of {}")

@@ -196,7 +196,7 @@ def _check_every(options: RunOptions) -> int:
   divide those of the run."""
   messages, every = options.messages, options.every
   assert messages is not None
-  every = messages if every is None else checks.whole("every", every)
+  every = messages if every is None else checks.integer("every", every)
   if messages % every:
     raise ValueError(
       f"{messages} messages are not a multiple of every={every}, the messages"

@@ -52,7 +52,7 @@ def read_recipe(
       "the recipe does not give the number of workers: add workers="
     )
   if workers is not None:
-    checks.whole("workers", workers)
+    checks.integer("workers", workers)
     if recipe.workers not in (None, workers):
       raise ValueError(
         f"workers={workers}, but the recipe was built for {recipe.workers}:"
@@ -304,10 +304,10 @@ def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
       "the call does not say how long to train: add messages=400, or epochs=2"
     )
   if "messages" in lengths:
-    checks.whole("messages", options.messages, most=MOST_COUNT)
+    checks.integer("messages", options.messages, most=MOST_COUNT)
   elif lengths:
     checks.positive("epochs", options.epochs)
-  checks.whole("seed", options.seed, 0, 2**32 - 1)
+  checks.integer("seed", options.seed, 0, 2**32 - 1)
 
 
 def quantum_of(

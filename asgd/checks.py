@@ -1,7 +1,7 @@
 """Checks of arguments; their errors show the name and the value.
 
 `real` and the checks that call it accept values that JAX traces, so their
-callers can be wrapped by `optax.inject_hyperparams`. `whole` and `multiple`
+callers can be wrapped by `optax.inject_hyperparams`. `integer` and `multiple`
 need a concrete int. Functions import JAX when they are called, not at the top:
 a command can then report a wrong name without waiting for that import.
 """
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
   return shortened(text, _MAX_SHOWN)
 
 
-def whole(
+def integer(
   name: str, value: int, least: int = 1, most: int | None = None
 ) -> int:
   """Returns `value` as an int. Raises ValueError unless it is an integer (a

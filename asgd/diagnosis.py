@@ -36,7 +36,7 @@ def make_sharpness(
     params -> the Rayleigh quotient after the last product, which is at most the
     eigenvalue. Only weights are varied. Not finite if the loss is not.
   """
-  checks.whole("iterations", iterations)
+  checks.integer("iterations", iterations)
   key = jax.random.key(0)
 
   @jax.jit

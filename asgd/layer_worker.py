@@ -37,7 +37,7 @@ from asgd.device_memory import (
   nbytes,
 )
 from asgd.problems import Pieces
-from asgd.problems.cuts import slice_of, stage_fn, whole
+from asgd.problems.cuts import joined, slice_of, stage_fn
 from asgd.stages import Stage, compile_stage, floating
 from asgd.worker import WorkerState
 
@@ -254,7 +254,7 @@ def layer_worker(pieces: Pieces, room: int) -> base.Worker:
     >>> print(bias)  # each of two examples adds 1
     [2. 2. 2.]
   """
-  checks.whole("room", room)
+  checks.integer("room", room)
 
   @functools.lru_cache(maxsize=8)  # one for the shapes of each batch
   def plan_of(tree: Any, *shapes: tuple[Any, Any]) -> JobPlan:
@@ -276,7 +276,7 @@ def layer_worker(pieces: Pieces, room: int) -> base.Worker:
     if isinstance(params, base.Variables):
       weights = map(base.weights_of, gradients)
       parts = list(map(base.Variables, weights, stats))
-    return state, whole(parts), base.Metrics(np.asarray(loss))
+    return state, joined(parts), base.Metrics(np.asarray(loss))
 
   def init(params: base.Params) -> WorkerState:
     del params

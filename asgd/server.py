@@ -236,7 +236,7 @@ def make_server(
     8.0 0
     6.5 1
   """
-  checks.whole("every", every)
+  checks.integer("every", every)
   scale = optax.with_extra_args_support(at_server or optax.identity())
   accept = _make_accept(algorithm, every, scale)
 

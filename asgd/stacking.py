@@ -51,7 +51,7 @@ def job_batches(batches: Batches, steps: int) -> Batches:
     >>> batches(0, 3).tolist()
     [[6], [7]]
   """
-  checks.whole("steps", steps)
+  checks.integer("steps", steps)
   if steps == 1:
     return batches
   # Batches of `data.iterators` are read in order, so they stack themselves.

@@ -147,7 +147,7 @@ def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
     >>> print(message)  # 2 / 4 of the mean, 2
     1.0
   """
-  checks.whole("batch_size", batch_size)
+  checks.integer("batch_size", batch_size)
 
   def work(
     state: Any, ticket: base.Ticket, batch: base.Batch, key: jax.Array
@@ -364,13 +364,13 @@ def local_worker(
     >>> print(message, metrics.loss)  # 4 -> 2 -> 1; (8 + 2) / 2
     3.0 5.0
   """
-  checks.whole("steps", steps)
+  checks.integer("steps", steps)
   checks.one_of("message", message, MESSAGES)
   checks.one_of("optimizer_state", optimizer_state, STATES)
   averages = optimizer_state == AVERAGED
   tx = optax.with_extra_args_support(tx)
   sum_gradients = message == "gradients"
-  checks.whole("push_every", push_every)
+  checks.integer("push_every", push_every)
   if push_every > 1 and not sum_gradients:
     raise ValueError(
       f"push_every must be 1 for displacements, not {push_every}: only"
@@ -476,7 +476,7 @@ def elastic_worker(
     >>> print(state.local, message)  # x = 4, d = 0.25 (4 - 8); 4 - d, -d
     5.0 1.0
   """
-  checks.whole("steps", steps)
+  checks.integer("steps", steps)
   checks.portion("alpha", alpha, ": beyond 1 an exchange overshoots")
   tx = optax.with_extra_args_support(tx)
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=False)

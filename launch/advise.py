@@ -90,7 +90,7 @@ def _show(name: str, step_costs: Any, training: Any, advice: Any) -> None:
   for topic, text in lines.items():
     show(topic, text)
   rows = [
-    [way.name, f"{way.workers}", f"{way.speed:.3g}", f"{way.stale:.1f}"]
+    [way.name, f"{way.workers}", f"{way.speed:.3g}", f"{way.staleness:.1f}"]
     for way in advice.ways
   ]
   print("\n" + output.table(["way", "workers", "speed-up", "staleness"], rows))

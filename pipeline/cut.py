@@ -10,8 +10,8 @@ import numpy as np
 from asgd import algorithms, base, problems
 from asgd import worker as worker_lib
 from asgd.pipeline.stage import Part
+from asgd.problems.cuts import joined as joined
 from asgd.problems.cuts import slice_of, stage_fn
-from asgd.problems.cuts import whole as whole
 
 
 def cut(

@@ -48,8 +48,8 @@ def cures(
     >>> [cure.delay for cure in cures(3, every=2, updates=8)]
     [2.5, 1.5, 0.5]
   """
-  checks.whole("anneal", updates, most=2**31 - 1)
-  checks.whole("every", every)
+  checks.integer("anneal", updates, most=2**31 - 1)
+  checks.integer("every", every)
   if not 0 < decay < 1:
     raise ValueError(f"decay must be between 0 and 1, not {decay!r}")
   # Stages are numbered from 1 in the paper: P - i is the distance to the last.

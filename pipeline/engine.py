@@ -123,7 +123,7 @@ def check_machine(
   """Raises ValueError for flags that do not fit the plans."""
   del experiment
   count, gpus = machine.processes, machine.gpus_per_process
-  checks.whole("--processes", count, 0)
+  checks.integer("--processes", count, 0)
   checks.nonnegative("--gpus_per_process", gpus)
   swap_plans = [plan for plan in plans if plan.room is not None]
   if count and swap_plans:
@@ -293,7 +293,7 @@ class PipelineEngine(engines.Engine):
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters of all stages, on the host."""
     with self._as_engine_errors():
-      params = cut.whole(self._executor.params(self._state))
+      params = cut.joined(self._executor.params(self._state))
     clock = {"seconds": self._seconds}
     return engines.Snapshot(params, self.done, self._update(), clock)
 

@@ -221,7 +221,7 @@ def train(
     )
   run = run._replace(workers=1)
   calls.check_length(run)
-  checks.whole("stages", stages)
+  checks.integer("stages", stages)
   meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls("pipeline"):
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
@@ -258,7 +258,7 @@ def train(
     config_keys = *call_options.CONFIG_KEYS, "compress"
     config = {key: settings.pop(key) for key in config_keys if key in settings}
     section = {"schedule": schedule, "stages": stages, **settings}
-    section["microbatches"] = checks.whole("microbatches", microbatches)
+    section["microbatches"] = checks.integer("microbatches", microbatches)
     if run.every is not None:
       groups = "batches of {} microbatches (every)"
       checks.multiple(run.every, "messages", microbatches, groups)

@@ -46,7 +46,7 @@ class ScheduleError(ValueError):
 def check_positive(**numbers: int) -> None:
   """Raises ValueError, with the name, unless all are positive whole numbers."""
   for name, value in numbers.items():
-    checks.whole(name, value)
+    checks.integer(name, value)
 
 
 class Task(NamedTuple):

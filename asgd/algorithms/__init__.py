@@ -169,7 +169,7 @@ def _make(
   options: Mapping[str, Any],
 ) -> Recipe:
   """Calls a recipe's maker with checked arguments, and records them."""
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   rates.check("learning_rate", learning_rate)
   kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
   # A config names an optimizer; makers take functions only.

@@ -59,7 +59,7 @@ def ringmaster_asgd(
     1 False 6.0
   """
   threshold = workers if threshold is None else threshold
-  checks.whole("threshold", threshold)
+  checks.integer("threshold", threshold)
   checks.flag("stops", stops)
   recipe = Recipe(
     sgd(learning_rate, momentum, weight_decay, optimizer),
@@ -113,7 +113,7 @@ def rennala_sgd(
   every = workers if every is None else every
   return Recipe(
     sgd(learning_rate, momentum, weight_decay, optimizer),
-    every=checks.whole("every", every),
+    every=checks.integer("every", every),
     max_staleness=0,
   )
 

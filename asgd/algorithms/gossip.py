@@ -280,7 +280,7 @@ def sgp(
     >>> recipe.gossip.topology.matrices.sum(1).round(9).tolist()[0][:3]
     [1.0, 1.0, 1.0]
   """
-  checks.whole("overlap", overlap, 0)
+  checks.integer("overlap", overlap, 0)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # The rule keeps w_i. A peer has z_i, and not x_i = w_i z_i.
   return _with_peers(

@@ -53,7 +53,7 @@ def displacement_recipe(
 ) -> Recipe:
   """Returns a recipe with workers that send the start minus the end of a job:
   the change of the parameters, negated."""
-  checks.whole("steps", steps)
+  checks.integer("steps", steps)
   checks.one_of("optimizer_state", optimizer_state, worker_lib.STATES)
 
   def worker(loss):
@@ -132,9 +132,9 @@ def downpour(
     6.0 7.500
     8.0 7.100
   """
-  checks.whole("push_every", push_every)
+  checks.integer("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
-  checks.whole("fetch_every", fetch_every)
+  checks.integer("fetch_every", fetch_every)
   # Both intervals are whole numbers of jobs, so that fetches and pushes happen
   # only between jobs.
   steps = math.gcd(fetch_every, push_every)
@@ -349,7 +349,7 @@ def easgd(
     7.0 7.0
   """
   checks.portion("moving_rate", moving_rate)
-  checks.whole("steps", steps)
+  checks.integer("steps", steps)
   rate_options = learning_rate, momentum, weight_decay
   tx = local_optimizer(optimizer, *rate_options, nesterov=True)
   # The message is -d = alpha (x - x^i), and SGD with rate 1 subtracts it.
@@ -476,4 +476,4 @@ def fedbuff(
   recipe = displacement_recipe(sgd(outer_rate, outer_momentum), tx, steps)
   # Each displacement is weighted before the mean, by its own staleness.
   weigh = transforms.scale_by_discount(discount_of_staleness)
-  return recipe._replace(at_server=weigh, every=checks.whole("every", every))
+  return recipe._replace(at_server=weigh, every=checks.integer("every", every))

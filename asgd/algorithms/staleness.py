@@ -117,7 +117,7 @@ def delay_adaptive(
     2 3.0
   """
   threshold = workers if threshold is None else threshold
-  checks.whole("threshold", threshold)
+  checks.integer("threshold", threshold)
   checks.one_of("late", late, ("scale", "drop"))
   recipe = Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
   if late == "drop":

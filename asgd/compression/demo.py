@@ -76,8 +76,8 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
     >>> print(jnp.round(state.residual, 4) + 0.0)
     [ 0.   0.   0.5 -0.5]
   """
-  checks.whole("k", k)
-  checks.whole("chunk", chunk)
+  checks.integer("k", k)
+  checks.integer("chunk", chunk)
   checks.real("decay", decay, lambda x: 0 <= x <= 1, "in [0, 1]")
 
   def encode(state, tree, key):
@@ -157,7 +157,7 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   # Each chunk is a row of `flat`, and has its own threshold.
   magnitudes = selection.magnitudes(flat)
   count = min(k, flat.shape[1])
-  thresholds = jax.vmap(lambda row: selection.border(row, count))(magnitudes)
+  thresholds = jax.vmap(lambda row: selection.threshold(row, count))(magnitudes)
   is_sent = magnitudes >= thresholds[:, None]
   sent_values = jnp.where(is_sent, flat, 0.0).reshape(-1)
   bound = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])

@@ -81,7 +81,7 @@ def dgc(
 
   Source:
     Lin et al., "Deep gradient compression: reducing the communication bandwidth
-    for distributed training", ICLR 2018, arXiv:1712.01887. There the border
+    for distributed training", ICLR 2018, arXiv:1712.01887. There the threshold
     comes from a sample; here it is exact.
 
   Example:
@@ -102,7 +102,7 @@ def dgc(
   checks.fraction("momentum", momentum)
   checks.nonnegative("warm_up", warm_up)
   if workers is not None:
-    checks.whole("workers", workers)
+    checks.integer("workers", workers)
   if epoch is not None:
     checks.positive("epoch", epoch)
   if clip_norm is not None:

@@ -105,7 +105,7 @@ def int8(*, block: int = 256) -> Codec:
     >>> print(code.code.symbols, code.code.scales, codec.decode(code))
     [127  -1   2] [2.] [254.  -2.   4.]
   """
-  checks.whole("block", block)
+  checks.integer("block", block)
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key
@@ -150,7 +150,7 @@ def e3m0(*, block: int = 256) -> Codec:
     >>> print(code.code.symbols, codec.decode(code))
     [ 7  6 -6  0] [ 1.   0.5 -0.5  0. ]
   """
-  checks.whole("block", block)
+  checks.integer("block", block)
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key

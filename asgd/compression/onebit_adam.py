@@ -108,7 +108,7 @@ def onebit_adam(
     [ 0.75 -0.75]
   """
   if warm_up is not None:
-    checks.whole("warm_up", warm_up, most=MOST_STEPS)
+    checks.integer("warm_up", warm_up, most=MOST_STEPS)
   checks.fraction("b1", b1)
   checks.fraction("b2", b2)
   checks.positive("eps", eps)

@@ -69,7 +69,7 @@ def powersgd(rank: int = 2) -> Codec:
      [ 2.  0.  6.]
      [-1.  0. -3.]]
   """
-  checks.whole("rank", rank)
+  checks.integer("rank", rank)
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Any, Any]:
     del key
@@ -136,9 +136,9 @@ def powersgd_reducer(
     >>> print(jnp.round(mean[0, 0], 4), jnp.round(state.residual[1, 0], 4))
     [2. 2. 2.] [1. 1. 1.]
   """
-  checks.whole("rank", rank)
+  checks.integer("rank", rank)
   checks.positive("minimum_rate", minimum_rate)
-  checks.whole("start", start, 0, most=MOST_STEPS)
+  checks.integer("start", start, 0, most=MOST_STEPS)
 
   def init(like: base.Params) -> PowerSGDState:
     leaves.check(like)

@@ -65,8 +65,8 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     >>> print(code.code.symbols, codec.decode(code))
     [ 3 -4] [ 3. -4.]
   """
-  checks.whole("levels", levels, 1, _MOST_LEVELS)
-  checks.whole("bucket", bucket)
+  checks.integer("levels", levels, 1, _MOST_LEVELS)
+  checks.integer("bucket", bucket)
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     rows = leaves.blocks(leaves.float32(x), bucket)

@@ -36,12 +36,12 @@ class _Bracket(NamedTuple):
   passes: jax.Array  # counts made so far
 
 
-def border(numbers: jax.Array, k: Any) -> jax.Array:
+def threshold(numbers: jax.Array, k: Any) -> jax.Array:
   """Returns a number such that k of the given numbers are at least as large.
 
-    count(numbers >= border) = k
+    count(numbers >= threshold) = k
 
-  If smaller numbers equal the k-th largest, more than k are >= the border; it
+  If smaller numbers equal the k-th largest, more than k are >= threshold; it
   is then the k-th largest itself.
 
   Args:
@@ -55,9 +55,9 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     >>> import jax.numpy as jnp
     >>> from asgd.compression import selection
     >>> numbers = jnp.array([40, 10, 0, 30, 10])
-    >>> 10 < selection.border(numbers, 2) <= 30
+    >>> 10 < selection.threshold(numbers, 2) <= 30
     Array(True, dtype=bool)
-    >>> print(selection.border(numbers, 3))  # 10 twice: four reach it
+    >>> print(selection.threshold(numbers, 3))  # 10 twice: four reach it
     10
   """
   dtype, size = numbers.dtype, numbers.size

@@ -1,7 +1,7 @@
 """The largest elements of each leaf, or random ones.
 
 Codecs that send elements. They select the largest elements of each leaf, not of
-the message: a global border would leave out layers with small gradients.
+the message: a global threshold would leave out layers with small gradients.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ def largest(x: jax.Array, k: Any) -> jax.Array:
   """Returns bool[L], a mask of the k largest elements of float[L] by magnitude.
   Elements as large as the k-th are included, so there may be more than k."""
   magnitudes = selection.magnitudes(x)
-  return magnitudes >= selection.border(magnitudes, k)
+  return magnitudes >= selection.threshold(magnitudes, k)
 
 
 def masked(x: jax.Array, mask: jax.Array) -> Values:
@@ -63,7 +63,7 @@ def top_k(density: float = 0.001) -> Codec:
 
   Source:
     Aji, Heafield, "Sparse communication for distributed gradient descent",
-    EMNLP 2017, arXiv:1704.05021. The paper has one border for all leaves, or
+    EMNLP 2017, arXiv:1704.05021. The paper has one threshold for all leaves, or
     one for each.
 
   Example:
@@ -126,11 +126,11 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     flat, k = x.reshape(-1), count_of(density, x.size)
     # 31 random bits per element; the k largest are the sample.
     sample_keys = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
-    # `border` needs numbers below the largest of the type.
+    # `threshold` needs numbers below the largest of the type.
     sample_keys = jnp.minimum(
       sample_keys.astype(jnp.int32), np.iinfo(np.int32).max - 1
     )
-    values = masked(flat, sample_keys >= selection.border(sample_keys, k))
+    values = masked(flat, sample_keys >= selection.threshold(sample_keys, k))
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
       # Clip before scaling by L / k, so that it cannot overflow.

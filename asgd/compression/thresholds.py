@@ -157,7 +157,7 @@ def _check(tau: float, residual_clip: float | None, clip_every: int) -> None:
     checks.real(
       "residual_clip", residual_clip, lambda x: x >= 1, "at least 1", remedy
     )
-  checks.whole("clip_every", clip_every)
+  checks.integer("clip_every", clip_every)
 
 
 def _make(

@@ -100,9 +100,9 @@ def make_batches(
     >>> sorted(np.concatenate(epoch).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
   """
-  batch_size = checks.whole("batch_size", batch_size, 1)
-  seed = checks.whole("seed", seed, 0)
-  workers = checks.whole("workers", workers, 1)
+  batch_size = checks.integer("batch_size", batch_size, 1)
+  seed = checks.integer("seed", seed, 0)
+  workers = checks.integer("workers", workers, 1)
   images, labels = np.asarray(images), np.asarray(labels)
   are_integers = labels.dtype.kind in "biu"
   labels = labels.astype(np.int32 if are_integers else np.float32, copy=False)
@@ -177,7 +177,7 @@ def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
       "images must be normalised floats [B, H, W, C], got "
       f"{images.dtype}{images.shape}; augment (x - mean) / std"
     )
-  pad = checks.whole("pad", pad, 0)
+  pad = checks.integer("pad", pad, 0)
   count, *size = images.shape
   offset_key, flip_key = jax.random.split(key)
   # int[B, 2]: the corner of each crop in the padded image.

@@ -73,9 +73,9 @@ def generated(
   for key, value, least in (
     ("documents", documents, _EVERY), ("side", side, 2), ("length", length, 2)
   ):
-    checks.whole(key, value, least, most=10**7)
+    checks.integer(key, value, least, most=10**7)
   checks.positive("concentration", concentration)
-  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  rng = np.random.default_rng(checks.integer("seed", seed, 0))
   grid = np.arange(side * side).reshape(side, side)
   topics = np.zeros((2 * side, side * side))
   for i in range(side):
@@ -132,9 +132,9 @@ def load(
   )
   if documents is not None:
     return documents
-  checks.whole("least", least)
-  checks.whole("most", most)
-  checks.whole("longest", longest, 2)
+  checks.integer("least", least)
+  checks.integer("most", most)
+  checks.integer("longest", longest, 2)
   source, texts = _LOADERS[name](data_dir)
   return from_texts(
     texts, name, source, least=least, most=most, longest=longest

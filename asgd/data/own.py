@@ -180,7 +180,7 @@ def _classes(labels, classes):
   most = max(part.max() for part in labels)
   if classes is None:
     classes = int(most) + 1
-  classes = checks.whole("classes", classes)
+  classes = checks.integer("classes", classes)
   if least < 0 or most >= classes:
     raise ValueError(
       f"labels are {least} to {most}, but must be 0 to {classes - 1}: number"

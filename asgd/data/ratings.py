@@ -66,10 +66,10 @@ def generated(
     ((90, 2), (10,))
   """
   for key, value in (("users", users), ("items", items), ("rank", rank)):
-    checks.whole(key, value, most=10**7)
-  checks.whole("ratings", ratings, 10, most=users * items)
+    checks.integer(key, value, most=10**7)
+  checks.integer("ratings", ratings, 10, most=users * items)
   checks.nonnegative("noise", noise)
-  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  rng = np.random.default_rng(checks.integer("seed", seed, 0))
   scale = rank**-0.25  # the sum of `rank` products then has variance 1
   user_factors, item_factors = (
     rng.normal(0, scale, (count, rank)) for count in (users, items)

@@ -87,7 +87,7 @@ def load(
     (4, (2, 12))
   """
   loader = names.lookup("task of sentences", name, TASKS)
-  checks.whole("context", context, _LEAST)
+  checks.integer("context", context, _LEAST)
   source, classes, train, test = loader(name, data_dir)
   if tokenizer is None:
     vocabulary, encode = _word_vocabulary(train)

@@ -65,11 +65,11 @@ def generated(
     >>> drawn.train_keys.shape, drawn.features
     ((80, 6), 50)
   """
-  checks.whole("examples", examples, _EVERY, most=10**8)
-  checks.whole("features", features, 2, most=10**9)
-  checks.whole("nonzeros", nonzeros, most=features - 1)
-  checks.whole("relevant", relevant, most=features - 1)
-  rng = np.random.default_rng(checks.whole("seed", seed, 0))
+  checks.integer("examples", examples, _EVERY, most=10**8)
+  checks.integer("features", features, 2, most=10**9)
+  checks.integer("nonzeros", nonzeros, most=features - 1)
+  checks.integer("relevant", relevant, most=features - 1)
+  rng = np.random.default_rng(checks.integer("seed", seed, 0))
   # The features with the smallest exponential times are drawn without
   # replacement, in proportion to the rates.
   rates = 1 / np.arange(1, features)

@@ -146,7 +146,7 @@ def _by_function(name, characters):
       " return a list of ints"
     )
   least, most = int(tokens.min()), int(tokens.max())
-  size = checks.whole("size", getattr(encode, "size", most + 1))
+  size = checks.integer("size", getattr(encode, "size", most + 1))
   if least < 0 or most >= size:
     raise ValueError(
       f"tokenizer {name!r} returned ints from {least} to {most}; return 0 to"
@@ -197,8 +197,8 @@ def make_batches(
   Returns:
     (worker, job) -> int32[B, T + 1], a function of (seed, job) alone.
   """
-  checks.whole("batch_size", batch_size)
-  checks.whole("context", context)
+  checks.integer("batch_size", batch_size)
+  checks.integer("context", context)
   if len(tokens) <= context + 1:
     raise ValueError(
       f"a text of {len(tokens)} characters has no windows of {context + 1}; use"

@@ -68,8 +68,8 @@ def from_string(
   most: int = 20_000,
 ) -> Words:
   """Makes Words from a string; see `load`."""
-  checks.whole("least", least)
-  checks.whole("most", most, 2)
+  checks.integer("least", least)
+  checks.integer("most", most, 2)
   words = _WORD.findall(characters.lower())
   cut = len(words) - int(len(words) * _TEST)
   counts_of_words = collections.Counter(words[:cut])

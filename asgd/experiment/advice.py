@@ -103,8 +103,8 @@ def recipe_for(
     state *= nbytes / 4
     text = (
       f"The config has momentum {momentum:g}: at a staleness of"
-      f" {way.stale:.1f} one momentum for all workers diverges, and DANA has"
-      " one for each."
+      f" {way.staleness:.1f} one momentum for all workers diverges, and DANA"
+      " has one for each."
     )
     if state > cluster.memory:
       return "dana_slim", (
@@ -212,7 +212,7 @@ def memory_for(
     options = {}  # the codec has the momentum
   need = memory.recipe_bytes(recipe_name, way.workers, **options)
   at_worker = 2 * step_costs.dense + need.worker * step_costs.parameters
-  at_worker += step_costs.kept
+  at_worker += step_costs.residuals
   state = need.total * step_costs.parameters
   if way.name in (ONE_MACHINE, MESH):
     return at_worker + state, 0.0
@@ -231,13 +231,13 @@ def _distribution_reason(
   """Returns whether to distribute, and why."""
   text = (
     f"One machine trains all {step_costs.batches:,.0f} steps in"
-    f" {show_seconds(step_costs.alone)}."
+    f" {show_seconds(step_costs.one_machine)}."
   )
   if len(candidates) == 1:
     return f"No: there is one machine. {text}"
   fastest = max(candidates, key=lambda each: each.speed)
   if way.name != ONE_MACHINE:
-    seconds = cluster.start + step_costs.alone / way.speed
+    seconds = cluster.start + step_costs.one_machine / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
       f" need {show_seconds(seconds)}, of which {show_seconds(cluster.start)}"
@@ -249,7 +249,7 @@ def _distribution_reason(
       f" workers) is {fastest.speed:.3g} times as fast; below"
       f" {WORTHWHILE_SPEEDUP:g} it is not worth it."
     )
-  seconds = cluster.start + step_costs.alone / fastest.speed
+  seconds = cluster.start + step_costs.one_machine / fastest.speed
   return (
     f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
     f" workers) needs {show_seconds(seconds)}, of which"
@@ -353,8 +353,9 @@ def advise(
     reasons["way"] = _way_reason(candidates, way, step_costs, cluster)
     reasons["speed-up"] = (
       f"{way.speed:.2g} times the examples a second of one machine, by the"
-      f" event simulator. Staleness is {way.stale:.1f} on average, {way.oldest}"
-      " at most: the same number of examples may give a higher loss."
+      f" event simulator. Staleness is {way.staleness:.1f} on average,"
+      f" {way.most_stale} at most: the same number of examples may give"
+      " a higher loss."
     )
   reasons["recipe"] = f"{recipe_name}. {recipe_reason}"
   reasons["learning rate"] = rate_reason

@@ -44,7 +44,7 @@ from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import ARCHIVE, FILES, locked_cell, read_file
 from asgd.experiment.live_memory import RUNNING
-from asgd.experiment.signals import GO_ON
+from asgd.experiment.signals import RERUN
 
 VERSION = 3  # of the layout; folders of other versions are refused
 # Ends of errors, and words that several errors share.
@@ -458,7 +458,7 @@ def incomplete(workdir: Path, names: Sequence[str]) -> str:
     return (
       f"only {len(results)} of the {len(names)} requested cells are"
       f" finished, without {_join_names(p.name for p in unfinished)}"
-      f" ({fault(unfinished[0]) or 'it has no result'}); {GO_ON}"
+      f" ({fault(unfinished[0]) or 'it has no result'}); {RERUN}"
     )
   short_cells = [
     f"{folder.name} ({missed} of {result['messages'] + missed})"

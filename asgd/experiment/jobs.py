@@ -34,7 +34,7 @@ from asgd.experiment import cell_files, code, folder, loop, provenance, schema
 from asgd.experiment import cells as cells_lib
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import GO_ON, NoSignals, Stopped
+from asgd.experiment.signals import RERUN, NoSignals, Stopped
 from asgd.live import ray_waits
 from asgd.parallel import processes
 
@@ -161,7 +161,7 @@ def train_all(
     # On several hosts, a signal to any process stops all of them.
     signal_number = int(processes.gather([signals.received]).max())
     if signal_number and index + 1 < len(waiting):
-      raise Stopped(f"stopped after {cell.name}; {GO_ON}", signal_number)
+      raise Stopped(f"stopped after {cell.name}; {RERUN}", signal_number)
   # [4] Another command may still train a cell, or may have failed.
   cell_names = [cell.name for cell in cells]
   reason = processes.share(workdir and folder.incomplete(workdir, cell_names))
@@ -382,7 +382,7 @@ def _watch(
         exited.join()
         if exited.exitcode:
           reason = f"process {exited.pid} ended with status {exited.exitcode}"
-          end_events.append(("error", f"{reason}; {GO_ON}"))
+          end_events.append(("error", f"{reason}; {RERUN}"))
           crew.stop.set()
         continue
       # [3] Answer a process that is idle, or show the event.
@@ -441,7 +441,7 @@ def _train_on_ray(
       except ray.exceptions.RayError as error:
         last_line = " ".join(str(error).strip().splitlines()[-1:])[:200]
         reason = f"a task of Ray has died ({type(error).__name__}: {last_line})"
-        events = [("error", f"{reason}; {GO_ON}")]
+        events = [("error", f"{reason}; {RERUN}")]
       end_events += [event for event in events if _handle_event(event, bar)]
   # Nothing is lost: a cell resumes from its checkpoint in the results folder.
   for reference in references:
@@ -453,7 +453,7 @@ def _raise_worst(end_events: Sequence[Event], signals: Any) -> None:
   """Raises the worst error of the processes, or Stopped."""
   if not end_events:
     if signals.received:
-      raise Stopped(f"stopped; {GO_ON}", signals.received)
+      raise Stopped(f"stopped; {RERUN}", signals.received)
     return
   kind, text, *signal_numbers = min(
     end_events, key=lambda event: _END_EVENTS.index(event[0])
@@ -462,10 +462,10 @@ def _raise_worst(end_events: Sequence[Event], signals: Any) -> None:
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
     raise ValueError(text)
-  # All are "stopped in CELL at ...; GO_ON", of (kind, text, signal).
+  # All are "stopped in CELL at ...; RERUN", of (kind, text, signal).
   cells = (
-    text.removeprefix("stopped ").removesuffix(f"; {GO_ON}")
+    text.removeprefix("stopped ").removesuffix(f"; {RERUN}")
     for _, text, _ in end_events
   )
-  text = f"stopped {', '.join(cells)}; {GO_ON}"
+  text = f"stopped {', '.join(cells)}; {RERUN}"
   raise Stopped(text, signals.received or signal_numbers[0])

@@ -33,7 +33,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.evaluations import Evaluations, compile_evaluation
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import GO_ON, NoSignals, Stopped
+from asgd.experiment.signals import RERUN, NoSignals, Stopped
 from asgd.parallel import processes
 from asgd.problems import finite
 
@@ -179,9 +179,9 @@ def _remedy(attempt: "_Attempt", machine: Machine) -> str:
   if machine.faults:
     return (
       ". The faults of --fault repeat each time that the cell resumes from a"
-      f" message before them: leave them out and {GO_ON} {resume_point}"
+      f" message before them: leave them out and {RERUN} {resume_point}"
     )
-  return f"; {GO_ON} {resume_point}"
+  return f"; {RERUN} {resume_point}"
 
 
 class _Attempt(contextlib.ExitStack):
@@ -359,7 +359,7 @@ class _Attempt(contextlib.ExitStack):
         last_save = time.monotonic()
       if signal_number:
         state = f"{self._cell.name} at message {engine.done}{stop_note}"
-        raise Stopped(f"stopped in {state}; {GO_ON}", signal_number)
+        raise Stopped(f"stopped in {state}; {RERUN}", signal_number)
 
   def _stop_or_warn(self, progress: Progress) -> None:
     """Raises NonFiniteResult for messages that are not finite. If `on_nan`

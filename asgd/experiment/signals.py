@@ -15,7 +15,7 @@ from typing import Any
 
 from asgd.live import processes
 
-GO_ON = "run the same command again to resume"  # the remedy in errors and logs
+RERUN = "run the same command again to resume"  # the remedy in errors and logs
 _GRACE = 3.0  # seconds that the process has to end after a second signal
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -69,7 +69,7 @@ class Signals:
       if requests >= 2:
         timeout = 1000 * _GRACE
     if self._prints:
-      _print_line(f"ended at once, before all was saved; {GO_ON}")
+      _print_line(f"ended at once, before all was saved; {RERUN}")
     processes.kill_descendants()
     os._exit(128 + signal.SIGINT)
 

@@ -84,7 +84,7 @@ class StepCosts(NamedTuple):
   parameters: int
   dense: int  # bytes of a message, or of a ticket, without a codec
   coded: int  # bytes of a message with a codec
-  kept: int  # bytes that a step keeps for its backward
+  residuals: int  # bytes that a step keeps for its backward
   sharpness: float  # largest Hessian eigenvalue; NaN if it is not known
 
   @property
@@ -93,7 +93,7 @@ class StepCosts(NamedTuple):
     return statistics.fmean(self.seconds)
 
   @property
-  def alone(self) -> float:
+  def one_machine(self) -> float:
     """Seconds of the whole run on one machine."""
     return self.batches * self.mean
 
@@ -104,8 +104,8 @@ class Way(NamedTuple):
   name: str
   workers: int
   speed: float  # batches in the time of one batch on one machine
-  stale: float = 0.0  # mean staleness of a message
-  oldest: int = 0  # largest staleness
+  staleness: float = 0.0  # mean staleness of a message
+  most_stale: int = 0  # largest staleness
   steps: int = 1  # batches of a message
 
 
@@ -384,6 +384,7 @@ def choose(
   way = next(
     way for way in candidates if WORTHWHILE_SPEEDUP * way.speed >= max_speed
   )
-  if cluster.start + step_costs.alone / way.speed >= step_costs.alone:
+  one_machine = step_costs.one_machine
+  if cluster.start + one_machine / way.speed >= one_machine:
     return candidates[0]
   return way

@@ -105,9 +105,9 @@ def _begin_rounds(
 ) -> RoundEvents:
   """Returns the events of `rounds`, before the first one."""
   n = topology.workers
-  checks.whole("messages", messages)
+  checks.integer("messages", messages)
   checks.multiple(messages, "messages", n, "rounds of {} peers")
-  checks.whole("every", every)
+  checks.integer("every", every)
   queue = EventQueue(durations, n, links)
   jobs = RoundEvents(queue, topology, messages // n, put_first, every)
   for i in range(n):
@@ -177,7 +177,7 @@ def _begin_pairs(
   links: PeerNetwork | None = None,
 ) -> EventQueue:
   """Returns the events of `pairs`, before the first one."""
-  checks.whole("messages", messages)
+  checks.integer("messages", messages)
   check_pairs(topology)
   n = topology.workers
   queue = EventQueue(durations, n, links)
@@ -273,7 +273,7 @@ def _begin_arrivals(
   links: PeerNetwork | None = None,
 ) -> EventQueue:
   """Returns the events of `arrivals`, before the first one."""
-  checks.whole("messages", messages)
+  checks.integer("messages", messages)
   n = topology.workers
   queue = EventQueue(durations, n, links)
   received = 0

@@ -94,7 +94,7 @@ def torus(
         f"a torus of {workers} peers would have one row, as {workers} is a"
         " prime: use another number, or a ring"
       )
-  checks.whole("rows", rows)
+  checks.integer("rows", rows)
   checks.multiple(workers, "peers", rows, "rows of a torus, which are {}")
   grid = np.arange(workers).reshape(rows, -1)
   links = np.zeros((workers, workers), bool)
@@ -211,8 +211,8 @@ def random_regular(
     )
   if degree is None:
     degree = 2 if workers % 2 else 3
-  checks.whole("degree", degree, 2, workers - 1)
-  checks.whole("seed", seed, 0)
+  checks.integer("degree", degree, 2, workers - 1)
+  checks.integer("seed", seed, 0)
   if workers * degree % 2:
     raise ValueError(
       f"no graph of {workers} peers has {degree} neighbours each, as"
@@ -264,7 +264,7 @@ def erdos_renyi(
   if probability is None:
     probability = min(1.0, 2 * math.log(workers) / workers)
   checks.portion("probability", probability)
-  rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
+  rng = np.random.default_rng((checks.integer("seed", seed, 0), workers))
   for _ in range(100):
     # Each pair of peers is drawn once, above the diagonal.
     upper_half = np.triu(rng.random((workers, workers)) < probability, 1)
@@ -291,7 +291,7 @@ def hierarchical(
   Raises:
     ValueError: for an n that is no multiple of the group's size.
   """
-  checks.whole("group", group, 2)
+  checks.integer("group", group, 2)
   checks.multiple(workers, "peers", group, "groups of {}")
   group_of = np.arange(workers) // group
   links = group_of[:, None] == group_of[None]
@@ -318,8 +318,9 @@ def random_digraph(
   """
   max_degree = max(workers - 1, 1)
   degree = min(2, max_degree) if degree is None else degree
-  max_degree = checks.whole("degree", degree, 1, max_degree)
-  rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
+  max_degree = checks.integer("degree", degree, 1, max_degree)
+  checks.integer("seed", seed, 0)
+  rng = np.random.default_rng((int(seed), workers, degree))
   links = _circulant(workers, [1])  # a ring keeps the graph connected
   for sender in range(workers):
     receivers = np.setdiff1d(
@@ -372,8 +373,8 @@ def matcha(
     32
   """
   checks.portion("budget", budget)
-  checks.whole("rounds", rounds)
-  checks.whole("seed", seed, 0)
+  checks.integer("rounds", rounds)
+  checks.integer("seed", seed, 0)
   links = build(base, workers).union
   if (links != links.T).any():
     raise ValueError(
@@ -422,7 +423,7 @@ def build(
     >>> f"{topology.weight(0, receiver=0, sender=4):.2f}"
     '0.25'
   """
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   if workers < 2:
     raise ValueError(
       "gossip needs at least 2 peers, but there is 1 worker: use 2 or more, or"

@@ -40,7 +40,7 @@ def graph(
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:
-      checks.whole("a peer of edges", peer, 0, workers - 1)
+      checks.integer("a peer of edges", peer, 0, workers - 1)
     sender, receiver = pair
     if sender == receiver:
       raise ValueError(

@@ -14,7 +14,7 @@ from typing import Any
 from asgd import safe_files
 
 # Remedies, for error messages.
-GO_ON = "run the same command again to resume"
+RERUN = "run the same command again to resume"
 ANEW = "or start anew in another folder (--workdir)"
 PUT_BACK = f"Put the file back as the run wrote it, {ANEW}"
 
@@ -25,7 +25,7 @@ class FileGone(ValueError):
   def __init__(self, path: Path | str):
     super().__init__(
       f"{path} is gone: it was deleted while the run wrote it. Put it back from"
-      f" a copy and {GO_ON}, {ANEW}"
+      f" a copy and {RERUN}, {ANEW}"
     )
 
 
@@ -37,7 +37,7 @@ def writing(path: Path | str) -> Iterator[None]:
     yield
   except OSError as error:
     raise ValueError(
-      f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
+      f"cannot write {path} ({error.strerror}); make room and {RERUN}"
     ) from error
 
 
@@ -71,7 +71,7 @@ class AppendOnlyFile:
       raise ValueError(
         f"{self.name} has {status.st_size} bytes where this run wrote"
         f" {self._size}: another process changed it. Put it back as it was and"
-        f" {GO_ON}, {ANEW}"
+        f" {RERUN}, {ANEW}"
       )
     unwritten = memoryview(data)
     try:
@@ -102,5 +102,5 @@ class AppendOnlyFile:
     except OSError as error:
       raise ValueError(
         f"cannot write {self.name} ({error.strerror}); mend the disk and"
-        f" {GO_ON}"
+        f" {RERUN}"
       ) from error

@@ -26,7 +26,7 @@ import numpy as np
 
 from asgd import safe_files, wire
 from asgd.live import store
-from asgd.live.append_only import GO_ON
+from asgd.live.append_only import RERUN
 from asgd.live.slot_formats import Slot, slot_format
 
 PARAMS, MESSAGES, UPDATES = range(3)  # kinds of slots
@@ -44,7 +44,7 @@ class WrongSlot(ValueError):
     super().__init__(
       f"{_NAMES[kind]} slot {slot} in {memory} does not hold what"
       " was written there: the shared memory was removed or changed while the"
-      f" run used it; {GO_ON} from the last checkpoint"
+      f" run used it; {RERUN} from the last checkpoint"
     )
 
 
@@ -215,7 +215,7 @@ class SharedMemory:
           raise ValueError(
             f"{path} has {actual_size} bytes where {size} are needed: it was"
             f" made by a run with other settings. Remove {self._folder.parent}"
-            f" and {GO_ON} from the last checkpoint"
+            f" and {RERUN} from the last checkpoint"
           )
         if not actual_size:
           # Memory is reserved now: a mapped page that the kernel cannot supply
@@ -349,7 +349,7 @@ class SharedMemory:
     """Returns the error to raise for missing or replaced files."""
     return ValueError(
       f"the shared memory {self._folder} is missing: it was removed while the"
-      f" run used it; {GO_ON} from the last checkpoint"
+      f" run used it; {RERUN} from the last checkpoint"
     )
 
   def disown(self) -> None:

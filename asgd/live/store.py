@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asgd import safe_files
-from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
+from asgd.live.append_only import RERUN, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
 # Length, CRC-32 of the body, CRC-32 of these two. If the last one is wrong, the
@@ -35,7 +35,7 @@ class Changed(ValueError):
   def __init__(self, path: Path | str):
     super().__init__(
       f"{path} is not what the run wrote: it was removed or changed while the"
-      f" run used it; {GO_ON} from the last checkpoint"
+      f" run used it; {RERUN} from the last checkpoint"
     )
 
 

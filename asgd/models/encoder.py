@@ -164,14 +164,14 @@ def bert(
     dropout: rate in [0, 1), on embeddings, attention, the outputs that are
       added to the residual stream, and the classifier's input.
   """
-  checks.whole("classes", classes)
-  checks.whole("vocabulary", vocabulary, 2, MOST_FEATURES)
-  checks.whole("width", width, 2)
-  checks.whole("context", context, most=MOST_FEATURES)
-  checks.whole("kinds", kinds, 2, MOST_FEATURES)
+  checks.integer("classes", classes)
+  checks.integer("vocabulary", vocabulary, 2, MOST_FEATURES)
+  checks.integer("width", width, 2)
+  checks.integer("context", context, most=MOST_FEATURES)
+  checks.integer("kinds", kinds, 2, MOST_FEATURES)
   transformer.check_stream(depth, width, heads, dropout)
   hidden = 4 * width if hidden is None else hidden
-  checks.whole("hidden", hidden, most=4 * MOST_FEATURES)
+  checks.integer("hidden", hidden, most=4 * MOST_FEATURES)
   names.check("pooling", pooling, POOLINGS)
   checks.positive("epsilon", epsilon)
   return (

@@ -254,15 +254,15 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
       f"{name} must be a sequence of widths, as (64,), not"
       f" {checks.shown(widths)}"
     )
-  checks.whole(f"the length of {name}", len(widths), least, MOST_LAYERS)
+  checks.integer(f"the length of {name}", len(widths), least, MOST_LAYERS)
   for width in widths:
-    checks.whole(f"each width of {name}", width, most=MOST_FEATURES)
+    checks.integer(f"each width of {name}", width, most=MOST_FEATURES)
 
 
 def _check_norm(norm, groups, channels, *, residual=False) -> None:
   """Raises ValueError unless the norm fits the channels of all layers."""
   names.check("norm", norm, NORMS)
-  checks.whole("groups", groups, most=MOST_FEATURES)
+  checks.integer("groups", groups, most=MOST_FEATURES)
   # GroupNorm needs groups of equal size.
   for c in channels if norm == "group" else ():
     if c % groups:
@@ -281,7 +281,7 @@ def _check_norm(norm, groups, channels, *, residual=False) -> None:
 
 def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
   """A perceptron: Flatten, a Dense of each width in `hidden`, Classifier."""
-  checks.whole("classes", classes)
+  checks.integer("classes", classes)
   _check_widths("hidden", hidden, least=0)
   return (Flatten(), *map(Dense, hidden), Classifier(classes))
 
@@ -300,9 +300,9 @@ def cnn(
   the image; Flatten; a Dense of `hidden` features; Classifier. With a norm,
   "group" or "batch", a convolution has no bias.
   """
-  checks.whole("classes", classes)
+  checks.integer("classes", classes)
   _check_widths("features", features, least=1)
-  checks.whole("hidden", hidden, most=MOST_FEATURES)
+  checks.integer("hidden", hidden, most=MOST_FEATURES)
   _check_norm(norm, groups, features)
   convs = [ConvPool(c, norm, groups) for c in features]
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
@@ -332,12 +332,12 @@ def alexnet(
     stride: the stride of the first convolution: 4 for images of ImageNet; the
       kernel then has 11x11 pixels, not 5x5.
   """
-  checks.whole("classes", classes)
+  checks.integer("classes", classes)
   _check_widths("features", features, least=5)
-  checks.whole("the length of features", len(features), most=5)
-  checks.whole("hidden", hidden, most=MOST_FEATURES)
-  checks.whole("towers", towers, most=MOST_FEATURES)
-  checks.whole("stride", stride, most=MOST_FEATURES)
+  checks.integer("the length of features", len(features), most=5)
+  checks.integer("hidden", hidden, most=MOST_FEATURES)
+  checks.integer("towers", towers, most=MOST_FEATURES)
+  checks.integer("stride", stride, most=MOST_FEATURES)
   for width in features:
     checks.multiple(width, "features", towers, "{} towers")
   a, b, c, d, e = features
@@ -370,11 +370,11 @@ def resnet(
   width is 16 in the paper. The norm is "group", which needs no statistics, or
   "batch", as in the paper.
   """
-  checks.whole("classes", classes)
-  checks.whole("depth", depth, most=MOST_LAYERS)
+  checks.integer("classes", classes)
+  checks.integer("depth", depth, most=MOST_LAYERS)
   if depth < 8 or depth % 6 != 2:
     raise ValueError(f"depth must be 6 n + 2 (20, 32, 44, 56), not {depth}")
-  checks.whole("width", width, most=MOST_FEATURES // 4)
+  checks.integer("width", width, most=MOST_FEATURES // 4)
   _check_norm(norm, groups, (width, 2 * width, 4 * width), residual=True)
   blocks = _blocks(BasicBlock, width, (depth - 2) // 6, norm, groups)
   return (Stem(width, norm, groups), *blocks, Head(classes))
@@ -404,9 +404,9 @@ def wide_resnet(
   Like `resnet`, but with WideBlocks of k = `widen` times the channels, and
   6 n + 4 layers with weights.
   """
-  checks.whole("classes", classes)
-  checks.whole("depth", depth, most=MOST_LAYERS)
-  checks.whole("widen", widen, most=MOST_FEATURES)
+  checks.integer("classes", classes)
+  checks.integer("depth", depth, most=MOST_LAYERS)
+  checks.integer("widen", widen, most=MOST_FEATURES)
   if depth < 10 or depth % 6 != 4:
     raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
   # Norms act on 16, 16 k, 32 k and 64 k channels; a divisor of 16 k divides the

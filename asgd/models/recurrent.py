@@ -76,9 +76,9 @@ def lstm(
     width: features of the embedding and of each LSTM.
     dropout: rate in [0, 1), on the input of each LSTM.
   """
-  checks.whole("classes", classes, most=MOST_FEATURES)
-  checks.whole("depth", depth, most=MOST_LAYERS)
-  checks.whole("width", width, most=MOST_FEATURES)
+  checks.integer("classes", classes, most=MOST_FEATURES)
+  checks.integer("depth", depth, most=MOST_LAYERS)
+  checks.integer("width", width, most=MOST_FEATURES)
   checks.fraction("dropout", dropout)
   return (
     TokenEmbed(classes, width),

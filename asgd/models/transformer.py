@@ -103,9 +103,9 @@ class Unembed(nn.Module):
 
 def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
   """Raises ValueError unless these sizes fit a stack of attention blocks."""
-  checks.whole("depth", depth, most=MOST_LAYERS)
-  checks.whole("width", width, most=MOST_FEATURES)
-  checks.whole("heads", heads, most=MOST_FEATURES)
+  checks.integer("depth", depth, most=MOST_LAYERS)
+  checks.integer("width", width, most=MOST_FEATURES)
+  checks.integer("heads", heads, most=MOST_FEATURES)
   if width % heads:
     raise ValueError(
       f"heads must divide the width: {heads} does not divide {width}"
@@ -142,8 +142,8 @@ def gpt(
     dropout: rate in [0, 1), on attention and on the outputs that are
       added to the residual stream.
   """
-  checks.whole("classes", classes, most=MOST_FEATURES)
-  checks.whole("context", context, most=MOST_FEATURES)
+  checks.integer("classes", classes, most=MOST_FEATURES)
+  checks.integer("context", context, most=MOST_FEATURES)
   check_stream(depth, width, heads, dropout)
   return (
     Embed(classes, context, width, dropout),

@@ -114,7 +114,7 @@ def gamma(
   checks.positive("variation", variation)
   checks.nonnegative("machine_variation", machine_variation)
   checks.nonnegative("offset", offset)
-  checks.whole("seed", seed, 0)
+  checks.integer("seed", seed, 0)
 
   def stream(worker):
     rng, machine_mean = np.random.default_rng((seed, worker)), mean
@@ -213,7 +213,7 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
     True
   """
   checks.positive("mean", mean)
-  checks.whole("seed", seed, 0)
+  checks.integer("seed", seed, 0)
   above = "above 1, or there is no mean"
   checks.real("tail", tail, lambda value: value > 1, above)
 
@@ -366,7 +366,7 @@ def measured(
     [5.0, 5.0, 5.0]
     [1.0, 2.0, 1.0]
   """
-  checks.whole("seed", seed, 0)
+  checks.integer("seed", seed, 0)
   rows = [np.asarray(row, float) for row in samples]
   if not rows or any(row.ndim != 1 or not row.size for row in rows):
     raise ValueError(

@@ -191,8 +191,8 @@ def backup_workers(
 
 def _backup_rules(workers: int, backup: int) -> protocol.Rules:
   """Returns rounds of the first N - b messages; raises ValueError."""
-  checks.whole("workers", workers)
-  if checks.whole("backup", backup, 0) >= workers:
+  checks.integer("workers", workers)
+  if checks.integer("backup", backup, 0) >= workers:
     limit = f"at most {workers - 1}, of {workers} workers"
     raise ValueError(f"backup must be {limit}, not {backup!r}")
   return protocol.Rules(round=workers - backup, backup=backup)
@@ -245,8 +245,8 @@ def backup_tasks(
 
 
 def _check_rounds(workers: int, messages: int) -> None:
-  checks.whole("workers", workers)
-  checks.whole("messages", messages)
+  checks.integer("workers", workers)
+  checks.integer("messages", messages)
   checks.multiple(messages, "messages", workers, "rounds of {} workers")
 
 
@@ -309,8 +309,8 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
     >>> trace.worker[:3].tolist(), trace.time[-1].item()
     ([0, 1, 2], 5.0)
   """
-  workers = checks.whole("delay", delay, 0) + 1
-  checks.whole("messages", messages)
+  workers = checks.integer("delay", delay, 0) + 1
+  checks.integer("messages", messages)
   rows = [Event(0.0, worker, 0, worker, base.SEND) for worker in range(workers)]
   for job in range(messages):
     time, (seq, worker) = float(job + 1), divmod(job, workers)
@@ -357,7 +357,7 @@ def build(
     [0, 1, 2, 2]
   """
   maker = names.resolve("order", name, _PROTOCOLS)
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   common: dict[str, Any] = {"durations": durations, "workers": workers}
   if names.is_import(name):
     return own.make(maker, name, **common, messages=messages, **kwargs)
@@ -476,7 +476,7 @@ def start(
       " asynchronous, or leave the network out"
     )
   maker = names.lookup("order", name, _PROTOCOLS)
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   argument_names = "durations", "workers", "messages", *kwargs
   names.check_arguments("order", name, maker, argument_names)
   rules = _rules(name, workers, kwargs)

@@ -67,7 +67,7 @@ def check(network: Network) -> Network:
       "; leave it out where it is no limit",
       finite=False,
     )
-  checks.whole("shards", network.shards)
+  checks.integer("shards", network.shards)
   checks.one_of("incast", network.incast, INCAST)
   return network
 

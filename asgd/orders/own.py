@@ -53,7 +53,7 @@ def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
   for worker in range(workers):
     yield Event(0.0, worker, 0, worker, base.SEND)
   for count, worker in enumerate(order, 1):
-    worker = checks.whole("a worker of the order", worker, 0, workers - 1)
+    worker = checks.integer("a worker of the order", worker, 0, workers - 1)
     time = float(count)
     yield Event(time, worker, seqs[worker], jobs[worker], base.RECEIVE)
     # The first N jobs are sent at the start, so this is job N + count - 1.

@@ -64,7 +64,7 @@ def by_block(
     >>> orders.staleness(whole).tolist(), orders.staleness(later).tolist()
     ([0, 0, 2], [0, 0, 1])
   """
-  checks.whole("blocks", blocks)
+  checks.integer("blocks", blocks)
   checks.real("share", share, lambda x: 0 <= x <= 1, "from 0 to 1")
   if (np.asarray(trace.action) == base.ROLLBACK).any():
     raise ValueError(

@@ -263,7 +263,7 @@ def partitioned(
   """
   checks.positive("mean", mean)
   checks.nonnegative("variation", variation)
-  checks.whole("seed", seed, 0)
+  checks.integer("seed", seed, 0)
   shape = len(phases), check(phases, flops)
   one_machine_seconds = sum(sum(phase.flops) for phase in phases) / flops
   if not one_machine_seconds:

@@ -270,7 +270,7 @@ def begin(
 ) -> Play:
   """Returns a Play of N workers with drawn times; `options` are those of Play.
   """
-  workers = checks.whole("workers", workers)
+  workers = checks.integer("workers", workers)
   streams = [durations.stream(worker) for worker in range(workers)]
   return Play(rules, streams, **options)
 
@@ -280,8 +280,8 @@ def play_rules(
 ) -> base.Trace:
   """Returns the order of a protocol until `messages` messages are received.
   Messages that are received together with the last one are added."""
-  checks.whole("messages", messages)
-  checks.whole("workers", workers)
+  checks.integer("messages", messages)
+  checks.integer("workers", workers)
   protocol.check_rules(rules)
   trace = columns.make(rules, durations, workers, messages)
   if trace is not None:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base
-from asgd.checks import flag, real, whole
+from asgd.checks import flag, integer, real
 from asgd.orders import stages
 from asgd.orders.arrivals import Arrivals, RoundArrivals, StartedJob
 from asgd.orders.lost_jobs import LostJobs
@@ -76,11 +76,11 @@ def check_rules(rules: Rules) -> Rules:
     requirement = f"a number, {minimum} or more"
     is_allowed = functools.partial(operator.le, minimum)
     real(name, getattr(rules, name), is_allowed, requirement, finite=False)
-  whole("round", rules.round, 0)
-  whole("backup", rules.backup, 0)
-  whole("fetch_every", rules.fetch_every)
-  whole("warm_start", rules.warm_start, 0)
-  whole("depth", rules.depth, most=MOST_DEPTH)
+  integer("round", rules.round, 0)
+  integer("backup", rules.backup, 0)
+  integer("fetch_every", rules.fetch_every)
+  integer("warm_start", rules.warm_start, 0)
+  integer("depth", rules.depth, most=MOST_DEPTH)
   flag("cache", rules.cache)
   if rules.backup and not rules.round:
     raise ValueError("backup workers need rounds: set the messages of a round")

@@ -92,9 +92,9 @@ def out_of_step(
     >>> lead.time.tolist(), other.time.tolist()
     ([0.0, 4.0, 4.0, 8.0], [2.0, 5.0, 6.0, 9.0])
   """
-  checks.whole("workers", workers)
-  checks.whole("messages", messages)
-  checks.whole("shards", shards)
+  checks.integer("workers", workers)
+  checks.integer("messages", messages)
+  checks.integer("shards", shards)
   _check_rounds(rules)
   message_delays = _MessageDelays(delays, workers, shards)
   streams = [durations.stream(worker) for worker in range(workers)]
@@ -301,8 +301,8 @@ def over_network(
     >>> lead.time.tolist(), other.time.tolist()
     ([0.0, 3.0, 3.0, 6.0], [1.0, 3.0, 4.0, 6.0])
   """
-  checks.whole("workers", workers)
-  checks.whole("messages", messages)
+  checks.integer("workers", workers)
+  checks.integer("messages", messages)
   _check_rounds(rules)
   play = _OverNetwork(rules, durations, network, nbytes, workers, messages)
   play.grant(0.0)

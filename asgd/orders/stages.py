@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from asgd.checks import shown, whole
+from asgd.checks import integer, shown
 
 Stages = tuple[tuple[int, int], ...]  # (workers, messages), both increasing
 
@@ -33,7 +33,7 @@ def read(pairs: Any, round: int = 0, warm_start: int = 0) -> Stages:
         "stages must be pairs (workers, messages), as ((1, 100), (4, 300)), not"
         f" {shown(stage)}"
       )
-    workers, messages = (whole("a number of stages", value) for value in stage)
+    workers, messages = (integer("a number of stages", size) for size in stage)
     if stages and not (workers > stages[-1][0] and messages > stages[-1][1]):
       raise ValueError(
         "stages must have more workers and messages than those before, but"

@@ -71,10 +71,10 @@ def with_stops(
     2.0,1,1,4,send
     3.0,0,2,3,receive
   """
-  checks.whole("workers", workers)
-  checks.whole("messages", messages)
+  checks.integer("workers", workers)
+  checks.integer("messages", messages)
   if stop_after is not None:
-    checks.whole("stop_after", stop_after)
+    checks.integer("stop_after", stop_after)
   jobs = _Jobs(durations, budgets_of(budget, workers), stop_after)
   while jobs.received < messages:
     jobs.advance()

@@ -50,7 +50,7 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
     ValueError: for rounds that are not positive and whole; by the function, if
       fewer microbatches than stages go around several times.
   """
-  checks.whole("rounds", rounds)
+  checks.integer("rounds", rounds)
 
   def run(chunks, x, key):
     stages, stage = jax.lax.axis_size(_AXIS), jax.lax.axis_index(_AXIS)

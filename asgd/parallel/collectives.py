@@ -366,7 +366,7 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
     >>> buckets(params, 12)  # bytes, of 4 each
     ((2, 1), (0,))
   """
-  checks.whole("bucket_bytes", bucket_bytes)
+  checks.integer("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
   sizes = [bytes_of(leaf) for leaf in leaves]
   open_buckets: dict[Any, list[int]] = {}  # dtype -> a bucket that is not full

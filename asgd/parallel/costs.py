@@ -62,8 +62,8 @@ def add(*costs: Cost) -> Cost:
 
 
 def _check(size: float, devices: int, grain: int) -> None:
-  checks.whole("devices", devices)
-  checks.whole("grain", grain)
+  checks.integer("devices", devices)
+  checks.integer("grain", grain)
   checks.nonnegative("bytes", size)
 
 
@@ -161,7 +161,7 @@ def parameter_server(
   than N shards."""
   shards = devices if shards is None else shards
   _check(size, devices, grain)
-  checks.whole("shards", shards)
+  checks.integer("shards", shards)
   if shards > devices:
     raise ValueError(
       f"{shards} shards do not fit on {devices} workers: use fewer"

@@ -151,7 +151,7 @@ def make_step(
   meshes.size(mesh, _AXIS)
   chosen = StepOptions(**options)
   policy = precision.policy(chosen.policy)
-  checks.whole("accumulate", chosen.accumulate)
+  checks.integer("accumulate", chosen.accumulate)
   clip = optax.identity()
   if chosen.clip_norm is not None:
     checks.positive("clip_norm", chosen.clip_norm)
@@ -458,7 +458,7 @@ def _shard_map_step(program: _Program) -> Step:
   return Step(
     init,
     jax.jit(step, donate_argnums=0),
-    lambda state: meshes.whole(state.params, mesh),
+    lambda state: meshes.replicated(state.params, mesh),
     functools.partial(meshes.place_batch, mesh=mesh),
   )
 

@@ -220,10 +220,10 @@ def locally_connected(
   """
   if not features:
     raise ValueError("features needs a width for each layer, as (8, 16)")
-  checks.whole("classes", classes)
-  checks.whole("kernel", kernel)
+  checks.integer("classes", classes)
+  checks.integer("kernel", kernel)
   for width in features:
-    checks.whole("each of features", width)
+    checks.integer("each of features", width)
   first, *others = features
   halving = (Local(width, kernel, stride=2) for width in others)
   return (Local(first, kernel), *halving, models.Head(classes))

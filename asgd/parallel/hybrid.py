@@ -93,8 +93,8 @@ def language(
   if is_split:
     layers = tensor.parallel_layers(layers, mesh, sequence=sequence)
   if is_pipelined:
-    checks.whole("microbatches", microbatches)
-    checks.whole("rounds", rounds)
+    checks.integer("microbatches", microbatches)
+    checks.integer("rounds", rounds)
     turns = mesh.shape[meshes.PIPE] * rounds
     if depth % turns:
       raise ValueError(

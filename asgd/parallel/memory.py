@@ -111,7 +111,7 @@ def state(
     raise ValueError(f"zero must be one of {ZERO_STAGES}, not {zero!r}")
   counts = {"data": data, "tensor": tensor, "stages": stages}
   for name, count in {**counts, "versions": versions}.items():
-    checks.whole(name, count)
+    checks.integer(name, count)
   device_parameters = parameters / (tensor * stages)
 
   def share(bytes_, stage):
@@ -209,7 +209,7 @@ class Gpt(NamedTuple):
 def check_gpt(gpt: Gpt) -> Gpt:
   """Returns the sizes; raises ValueError for impossible sizes."""
   for name, value in gpt._asdict().items():
-    checks.whole(name, value)
+    checks.integer(name, value)
   if gpt.width % gpt.heads:
     raise ValueError(
       f"heads must divide the width: {gpt.heads} does not divide {gpt.width}"
@@ -415,9 +415,9 @@ def activations(
     2736.0
   """
   names.lookup("kind of activations", kind, ACTIVATIONS)
-  checks.whole("tensor", tensor)
-  checks.whole("sequences", sequences, 0)
-  checks.whole("itemsize", itemsize)
+  checks.integer("tensor", tensor)
+  checks.integer("sequences", sequences, 0)
+  checks.integer("itemsize", itemsize)
   _, width, heads, context, _ = check_gpt(gpt)
   stream = context * sequences * width
   if kind == "full":

@@ -86,7 +86,7 @@ def make(
     )
   for name, size in sizes.items():
     if size != -1:
-      checks.whole(f"the size of the mesh's axis {name!r}", size)
+      checks.integer(f"the size of the mesh's axis {name!r}", size)
   if unsized:
     # The product of the other axes: the unsized axis is -1.
     n_others = -math.prod(sizes.values())
@@ -216,7 +216,7 @@ def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
   return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
-def whole(tree: Any, mesh: Mesh) -> Any:
+def replicated(tree: Any, mesh: Mesh) -> Any:
   """Copies global arrays; every device gets the whole arrays."""
   return copy(tree, NamedSharding(mesh, PartitionSpec()))
 

@@ -75,7 +75,7 @@ def grid(machines: int) -> tuple[int, int]:
     >>> grid(8), grid(81)
     ((4, 2), (9, 9))
   """
-  checks.whole("machines", machines)
+  checks.integer("machines", machines)
   # The largest divisor up to the square root; with a prime number of machines
   # there is one column.
   columns = next(
@@ -249,8 +249,8 @@ def phases(
     [16, 16] [{1: 8}, {0: 8}]
     [12, 12] [{}, {}]
   """
-  checks.whole("machines", machines, most=MOST_MACHINES)
-  checks.whole("itemsize", itemsize)
+  checks.integer("machines", machines, most=MOST_MACHINES)
+  checks.integer("itemsize", itemsize)
   _check(layers)
   if len(example.shape) not in (2, 4):
     raise ValueError(

@@ -177,7 +177,7 @@ class _Planner(NamedTuple):
       sending += self._tensor_seconds(division, micro, count)
     if stages > 1:  # stages send activations and their gradients
       turns = count + stages - 2 if flush else count
-      stream = work.border * micro / tensor
+      stream = work.boundary_bytes * micro / tensor
       sending += 2 * turns * (far.latency + stream / far.bandwidth)
     times = compute, sending, wait_seconds
     return self.strategy(
@@ -211,9 +211,8 @@ class _Planner(NamedTuple):
     activations."""
     work, tensor = self.work, division.tensor
     assert work.gpt is not None  # only a GPT is split into tensors
-    reduce_seconds = costs.seconds(
-      costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
-    )
+    ring = costs.ring(work.boundary_bytes * micro, tensor)
+    reduce_seconds = costs.seconds(ring, self.hardware.link(tensor))
     # All-reduces of a block and microbatch: 2 in the forward, 2 in the
     # backward, and 2 in a forward that is computed again.
     times = 6 if self.options.activations == "full" else 4

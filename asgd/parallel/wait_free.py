@@ -254,7 +254,7 @@ def gradient(
   """
   checks.one_of("factors", factors, FACTORS)
   all_reduce = collectives.lookup(reduce)
-  checks.whole("bucket_bytes", bucket_bytes, 0)
+  checks.integer("bucket_bytes", bucket_bytes, 0)
 
   def call(params, batch, key):
     devices = jax.lax.axis_size(axis)

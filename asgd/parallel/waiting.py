@@ -32,7 +32,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
     >>> expected_slowest(1), round(expected_slowest(64), 2)
     (1.0, 1.25)
   """
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   if not 0 <= variation <= 3:
     raise ValueError(f"variation must be from 0 to 3, not {variation!r}")
   if workers == 1 or not variation:

@@ -29,7 +29,7 @@ class Workload(NamedTuple):
   recompute_flops: float  # operations for an example in a second forward
   # (examples, tensor) -> bytes of all activations
   activations: Callable[[int, int], float]
-  border: float  # bytes of an example between two layers, the largest
+  boundary_bytes: float  # bytes of an example between two layers, the largest
   gpt: memory.Gpt | None = None  # only a GPT can be tensor parallel
   dense: tuple[wait_free.DenseGradient, ...] = ()  # rows for one example
 
@@ -133,7 +133,7 @@ def of_gpt(
     flops=plain,
     recompute_flops=memory.gpt_flops(gpt, 1, recompute=True) - plain,
     activations=activations,
-    border=float(gpt.context * gpt.width * itemsize),
+    boundary_bytes=float(gpt.context * gpt.width * itemsize),
     gpt=gpt,
   )
 
@@ -194,7 +194,7 @@ def of_problem(
   shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, batch))
   flops = products(problem.loss, params, shapes, examples) / examples
   # [2] Bytes that JAX keeps for the backward, and bytes after each layer.
-  residuals, borders = _activations(pieces, params, batch, key)
+  residuals, boundaries = _activations(pieces, params, batch, key)
   # [3] Layers, and whether tensor parallel strategies apply.
   weights: Any = base.weights_of(params)
   sizes = [models.count(layer) for layer in weights]
@@ -204,7 +204,7 @@ def of_problem(
   dense = wait_free.choose(pieces, params, batch, 2)  # for two devices or more
   layers = sum(size > 0 for size in sizes)
   recomputes = options.activations == "full"
-  example_bytes = (sum(borders) if recomputes else residuals) / examples
+  example_bytes = (sum(boundaries) if recomputes else residuals) / examples
   gpt = find_gpt(step_checks.layers_of(pieces), tokens)
 
   def activations(examples: int, tensor: int) -> float:
@@ -225,7 +225,8 @@ def of_problem(
     recompute_flops=flops / 3,  # a forward is a third of forward and backward
     activations=activations,
     # The output of the last layer is not sent.
-    border=max(borders[: len(sizes) - 1], default=borders[-1]) / examples,
+    boundary_bytes=max(boundaries[: len(sizes) - 1], default=boundaries[-1])
+    / examples,
     gpt=gpt,
     dense=tuple(d._replace(rows=d.rows // examples) for d in dense),
   )
@@ -236,14 +237,14 @@ def _activations(
 ) -> tuple[int, list[int]]:
   """Returns (bytes kept for the backward of a batch, bytes of each layer's
   output)."""
-  borders: list[int] = []
+  boundaries: list[int] = []
 
   def forward(params, batch, key):
     weights: Any = base.weights_of(params)
     x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for i, layer in enumerate(step_checks.layers_of(pieces)):
       x, _ = wait_free.apply_layer(layer, weights[i], params, i, x, key)
-      borders.append(memory.bytes_of(x))
+      boundaries.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)
 
-  return memory.residual_bytes(forward, params, batch, key), borders
+  return memory.residual_bytes(forward, params, batch, key), boundaries

@@ -96,7 +96,7 @@ def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
     return leaf
 
   @jax.custom_vjp
-  def whole(part):
+  def gathered(part):
     return jax.lax.all_gather(part, _AXIS, axis=dim, tiled=True)
 
   # JAX's own derivative would reduce-scatter in the dtype of the weights.
@@ -104,8 +104,8 @@ def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
     total = scatter(precision.cast(cotangent, reduce), dim)
     return (total.astype(cotangent.dtype),)
 
-  whole.defvjp(lambda part: (whole(part), None), backward)
-  return whole(leaf)
+  gathered.defvjp(lambda part: (gathered(part), None), backward)
+  return gathered(leaf)
 
 
 def scatter(leaf: jax.Array, dim: int) -> jax.Array:

@@ -34,7 +34,7 @@ def quadratic(
     2.25
   """
   del batch_size
-  checks.whole("dimensions", dimensions)
+  checks.integer("dimensions", dimensions)
   checks.positive("least", least)
   checks.nonnegative("noise", noise)
   if least > 1:

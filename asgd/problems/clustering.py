@@ -73,7 +73,7 @@ def k_means(
     np.asarray(x, np.float32).reshape(len(x), -1)
     for x in (dataset_loaded.train_images, dataset_loaded.test_images)
   )
-  checks.whole("clusters", clusters, 2, most=len(train))
+  checks.integer("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
     is_nonfinite = ~np.isfinite(examples).all(1)
     if is_nonfinite.any():

@@ -21,7 +21,7 @@ def slice_of(params: Any, first: int, last: int) -> Any:
   return params[first:last]
 
 
-def whole(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any]) -> Any:
   """Returns the parameters of all layers, on the host."""
   # Stages are on different devices: join them on the host.
   parts = [jax.tree.map(np.asarray, part) for part in parts]

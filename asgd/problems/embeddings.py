@@ -80,7 +80,7 @@ def skip_gram(
   for key, value in (
     ("dimension", dimension), ("window", window), ("negatives", negatives)
   ):
-    checks.whole(key, value, most=10**6)
+    checks.integer(key, value, most=10**6)
   checks.nonnegative("power", power)
   data = words_lib.load(text, data_dir=data_dir, least=least, most=most)
   vocabulary_size = len(data.vocabulary)
@@ -100,7 +100,7 @@ def skip_gram(
     return Evaluation(float(loss), float(accuracy))
 
   def data_of(size):
-    checks.whole("batch_size", size, most=len(data.train))
+    checks.integer("batch_size", size, most=len(data.train))
 
     def batches(seed, workers):
       del workers

@@ -105,7 +105,7 @@ def matrix_factorisation(
     >>> {name: len(each) for name, each in keys.items()}
     {'users': 4, 'items': 4}
   """
-  checks.whole("rank", rank, most=10**5)
+  checks.integer("rank", rank, most=10**5)
   checks.nonnegative("l2", l2)
   checks.positive("scale", scale)
   data = _load(ratings, test_ratings, _hashable(generate or {}))

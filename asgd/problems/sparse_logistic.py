@@ -91,7 +91,7 @@ def sparse_logistic_regression(
   """
   checks.positive("l1", l1)
   data = sparse.load(examples, data_dir=data_dir, **(generate or {}))
-  checks.whole("blocks", blocks, most=data.features)
+  checks.integer("blocks", blocks, most=data.features)
 
   def init(key):
     del key
@@ -121,7 +121,7 @@ def _batches(data, blocks, size):
   weights, bool[B, Z] whether a feature is in the block). Rows behind the last
   example of a worker have weight 0; the mean weight over all batches is 1."""
   n = len(data.train_labels)
-  checks.whole("batch_size", size, most=n)
+  checks.integer("batch_size", size, most=n)
 
   def make_batch(rows, block, weight):
     # Programs need a fixed size: repeat rows, with weight 0.

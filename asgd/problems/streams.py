@@ -90,7 +90,7 @@ def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
     ((5, 3), 5, 2)
   """
   if batch_size is not None:
-    checks.whole("batch_size", batch_size)
+    checks.integer("batch_size", batch_size)
   if isinstance(user_data, Mapping):
     splits = [key for key, x in user_data.items() if data.columns.is_table(x)]
     if splits:

@@ -319,7 +319,7 @@ def language(
     context: T, characters predicted in a window.
     evaluation_windows: windows of the test part, evenly spaced; 1 or more.
   """
-  checks.whole("evaluation_windows", evaluation_windows)
+  checks.integer("evaluation_windows", evaluation_windows)
 
   example = jax.ShapeDtypeStruct((1, context), jnp.int32)
 

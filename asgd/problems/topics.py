@@ -84,7 +84,7 @@ def lda(
     >>> params["words"].shape, int(params["totals"].sum())
     ((25, 3), 2160)
   """
-  checks.whole("topics", topics, 2, most=10**5)
+  checks.integer("topics", topics, 2, most=10**5)
   checks.positive("alpha", alpha)
   checks.positive("beta", beta)
   data = documents_lib.load(documents, data_dir=data_dir, **(words or {}))
@@ -119,7 +119,7 @@ def _batches(data, batch_size):
   batch is (int32[B] documents, int32[B, L] words, int32[B] lengths), padded
   with documents of length 0."""
   n = len(data.train_lengths)
-  checks.whole("batch_size", batch_size, most=n)
+  checks.integer("batch_size", batch_size, most=n)
 
   def make_batch(rows):
     docs = np.resize(rows, batch_size).astype(np.int32)

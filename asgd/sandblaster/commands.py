@@ -74,7 +74,7 @@ class Command(NamedTuple):
 def check(command: Command) -> None:
   """Raises ValueError, which names the field, for an invalid command."""
   number, operation, target, source, factor = command
-  checks.whole("number", number, 0)
+  checks.integer("number", number, 0)
   names.check("operation", operation, OPERATIONS)
   needs_source = operation in _WITH_SOURCE
   if not target or bool(source) != needs_source:

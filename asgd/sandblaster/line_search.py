@@ -73,7 +73,7 @@ def options_of(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
   with checks.below("line_search", options):
     for name, value in options.items():
       if name == "max_linesearch_steps":
-        options[name] = checks.whole(name, value, most=1000)
+        options[name] = checks.integer(name, value, most=1000)
       elif value is not None or name not in _OPTIONAL:
         _check(name, value)
         options[name] = float(value)

@@ -132,9 +132,9 @@ def sandblaster_lbfgs(
   """
   if not callable(learning_rate):
     checks.positive("learning_rate", learning_rate)
-  count = checks.whole("workers", workers)
+  count = checks.integer("workers", workers)
   if portions is not None:
-    portions = checks.whole("portions", portions, most=_MOST_PORTIONS)
+    portions = checks.integer("portions", portions, most=_MOST_PORTIONS)
   for name, value in (
     *(("weight_decay", weight_decay), ("tolerance", tolerance)),
     *(("loading", loading), ("restart", restart)),
@@ -147,11 +147,11 @@ def sandblaster_lbfgs(
       f" 0)], not {checks.shown(failures)}"
     )
   return Settings(
-    checks.whole("history", history, most=1000),
+    checks.integer("history", history, most=1000),
     portions or 0,
-    checks.whole("push_every", push_every, most=_MOST_PORTIONS),
-    checks.whole("backup", backup, 0, most=1000),
-    checks.whole("shards", shards),
+    checks.integer("push_every", push_every, most=_MOST_PORTIONS),
+    checks.integer("backup", backup, 0, most=1000),
+    checks.integer("shards", shards),
     *map(float, (weight_decay, tolerance, loading)),
     prefetch,
     float(restart),
@@ -177,5 +177,5 @@ def _failure(failure: Sequence[Any], workers: int, shards: int) -> PlannedKill:
   checks.one_of("failures", kind, FAILURES)
   most = {WORKER: workers, SHARD: shards, COORDINATOR: 1}[kind] - 1
   return PlannedKill(
-    float(time), kind, checks.whole(f"failures: {kind}", index, 0, most)
+    float(time), kind, checks.integer(f"failures: {kind}", index, 0, most)
   )

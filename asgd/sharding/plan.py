@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from asgd import base
-from asgd.checks import whole
+from asgd.checks import integer
 
 SMALL = 64 * 1024  # bytes; leaves up to this size are split only if necessary
 
@@ -46,7 +46,7 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
     >>> make_plan(params, 2).cuts
     ((0, 6, 6), (0, 1, 4))
   """
-  whole("shards", shards)
+  integer("shards", shards)
   leaves = [shape_of(x) for x in jax.tree.leaves(params)]
   rows = [x.shape[0] if x.shape else 1 for x in leaves]
   sizes = [math.prod(x.shape) * x.dtype.itemsize for x in leaves]

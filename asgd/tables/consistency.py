@@ -183,7 +183,7 @@ def rules(
     checks.positive("threshold", threshold)
   return ConsistencyRules(
     consistency,
-    0 if bound is None else checks.whole("bound", bound, 0),
+    0 if bound is None else checks.integer("bound", bound, 0),
     math.inf if threshold is None else float(threshold),
-    0 if budget is None else checks.whole("budget", budget, 0),
+    0 if budget is None else checks.integer("budget", budget, 0),
   )

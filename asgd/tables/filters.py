@@ -141,7 +141,7 @@ def kkt(
   checks.positive("l1", l1)
   checks.nonnegative("slack", slack)
   if column is not None:
-    checks.whole("column", column, 0)
+    checks.integer("column", column, 0)
   if slack >= l1:
     raise ValueError(
       f"slack {slack} must be below l1, which is {l1}: no gradient would be"
@@ -199,7 +199,7 @@ def largest_change(nbytes: int) -> Filter:
     >>> keep(np.array([[8.0, 8.0], [1.0, 1.0]]), values, None).send.tolist()
     [False, True]
   """
-  checks.whole("nbytes", nbytes)
+  checks.integer("nbytes", nbytes)
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng

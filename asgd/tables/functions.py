@@ -162,7 +162,7 @@ def proximal(
   """
   checks.positive("learning_rate", learning_rate)
   checks.nonnegative("l1", l1)
-  checks.whole("messages", messages)
+  checks.integer("messages", messages)
 
   def apply(rows, state, values):
     xp = jnp if isinstance(rows, jax.Array) else np

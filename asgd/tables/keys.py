@@ -45,8 +45,8 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
         "a range of keys needs an end and no step; this one is"
         f" {checks.shown(keys)}"
       )
-    first = checks.whole("the start of a range", first, _INT64.min)
-    keys = range(first, checks.whole("the end of a range", last, _INT64.min))
+    first = checks.integer("the start of a range", first, _INT64.min)
+    keys = range(first, checks.integer("the end of a range", last, _INT64.min))
   if isinstance(keys, range):
     # Check the ends before making an array, which might be too large.
     for key in (*keys[:1], *keys[-1:]):

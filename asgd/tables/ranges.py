@@ -56,7 +56,7 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
     Ranges(cuts=(0, 1, 6))
   """
   load = np.asarray(load, np.float64)
-  checks.whole("shards", shards)
+  checks.integer("shards", shards)
   if shards > max(len(load), 1):
     raise ValueError(
       f"shards must be at most {len(load)}, the keys of the table, not {shards}"

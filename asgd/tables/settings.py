@@ -274,11 +274,11 @@ def table(
     >>> settings.rules.bound, settings.function.additive
     (10, True)
   """
-  checks.whole("workers", workers)
-  clock_every = checks.whole("clock_every", clock_every, most=10**6)
+  checks.integer("workers", workers)
+  clock_every = checks.integer("clock_every", clock_every, most=10**6)
   checks.flag("key_caching", key_caching)
   if push_every is not None:
-    checks.whole("push_every", push_every)
+    checks.integer("push_every", push_every)
     parts = "messages of {} jobs (push_every)"
     checks.multiple(clock_every, "jobs of a clock", push_every, parts)
   if bandwidth is not None:
@@ -313,8 +313,8 @@ def table(
     function,
     learning_rate,
     clock_every,
-    checks.whole("shards", shards),
-    checks.whole("rebalance_every", rebalance_every, 0),
+    checks.integer("shards", shards),
+    checks.integer("rebalance_every", rebalance_every, 0),
     tuple(map(filters_lib.named, filters)),
     _codec_options(codec),
     key_caching,

@@ -72,7 +72,7 @@ class Table:
       )
     if not isinstance(values, jax.Array):
       values = np.array(values)  # a copy, which pushes mutate
-    checks.whole("start", start, 0)
+    checks.integer("start", start, 0)
     count = len(values)
     load = np.ones(count) if load is None else np.asarray(load, np.float64)
     if np.shape(load) != (count,):

@@ -78,7 +78,7 @@ class Tasks:
       server", OSDI 2014, sections 3.4 and 3.5.
     """
     self._call = call
-    self._delay = delay if delay is None else checks.whole("delay", delay, 0)
+    self._delay = delay if delay is None else checks.integer("delay", delay, 0)
     # Not started: task -> (method, args, tasks that must finish before it).
     self._waiting: dict[int, tuple[str, tuple[Any, ...], set[int]]] = {}
     self._running: dict[int, Answer] = {}

@@ -334,7 +334,7 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     8.0 12.0
     4.0 12.0
   """
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   checks.fraction("momentum", decay)
 
   def init_fn(params):

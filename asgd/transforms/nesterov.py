@@ -57,7 +57,7 @@ def delayed_nesterov(
     2.5
   """
   checks.fraction("momentum", momentum)
-  checks.whole("every", every)
+  checks.integer("every", every)
   in_range = f"from 0 to 1 / every, {1 / every:g}"
   checks.real("share", share, lambda c: 0 <= c <= 1 / every, in_range)
 

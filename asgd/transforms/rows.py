@@ -147,7 +147,7 @@ def per_worker(
     1.5
     1.0
   """
-  checks.whole("workers", workers)
+  checks.integer("workers", workers)
   tx = optax.with_extra_args_support(tx)
 
   def init_fn(params):

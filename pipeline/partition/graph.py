@@ -196,7 +196,7 @@ def measure(
 ) -> float:
   """Returns the median time of `run`, which starts a computation and returns
   its results, in seconds of `clock`. One run before does not count."""
-  checks.whole("repeats", repeats)
+  checks.integer("repeats", repeats)
 
   def time_once():
     start = clock()

@@ -261,7 +261,7 @@ class _Search:
     # The recursion asks for the same range again and again.
     self.sums = functools.cache(self._sums)
     self.best = functools.cache(self._best)
-    self.border = [
+    self.boundary_bytes = [
       graph_lib.bytes_of(
         (edge.source, edge.bytes)
         for edge in graph.edges
@@ -320,11 +320,11 @@ class _Search:
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
       for last_machines in range(1, 2 if self.settings.straight else m):
-        border = self.transfer_time(k, s, j, last_machines)
-        if border >= best_so_far[0]:
+        transfer = self.transfer_time(k, s, j, last_machines)
+        if transfer >= best_so_far[0]:
           continue
         stage_time = self.stage_time(k, s, j, last_machines, m, downstream)
-        time = max(border, stage_time)
+        time = max(transfer, stage_time)
         if time >= best_so_far[0]:
           continue
         # The last stage is [s, j) on `last_machines`; the rest is solved
@@ -375,7 +375,7 @@ class _Paper(_Search):
 
   def transfer_time(self, k, s, j, m):
     del j, m
-    return 2 * self.border[s] / self.levels[k - 1].bandwidth
+    return 2 * self.boundary_bytes[s] / self.levels[k - 1].bandwidth
 
 
 class _Code(_Search):
@@ -398,6 +398,7 @@ class _Code(_Search):
   def transfer_time(self, k, s, j, m):
     if self.settings.compression is None:
       return 0.0
-    bytes_sent = max(self.border[s], self.border[j])  # after the last: nothing
+    # After the last layer nothing is sent.
+    bytes_sent = max(self.boundary_bytes[s], self.boundary_bytes[j])
     bandwidth = self.levels[k - 1].bandwidth
     return 2 * bytes_sent / (bandwidth * m * self.settings.compression)

@@ -11,7 +11,7 @@ from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 def _check_even(**numbers: int) -> None:
   """Raises ValueError unless all counts are positive and even."""
   for name, value in numbers.items():
-    checks.whole(name, value)
+    checks.integer(name, value)
     if value % 2:
       raise ValueError(
         f"{name} must be even, because half of them go each way, not {value};"
@@ -63,7 +63,7 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     (0.2, [3.0, 4.0, 4.0, 3.0])
   """
   _check_even(stages=stages)
-  checks.whole("microbatches", microbatches)
+  checks.integer("microbatches", microbatches)
   first_half_count = (microbatches + 1) // 2
   half = stages // 2
   orders = []
@@ -232,8 +232,8 @@ def dualpipe_v(
     >>> facts.peak_activations.tolist()
     [5.0, 5.0]
   """
-  checks.whole("devices", devices)
-  checks.whole("microbatches", microbatches)
+  checks.integer("devices", devices)
+  checks.integer("microbatches", microbatches)
   if microbatches < 2 * devices:
     raise ValueError(
       f"dualpipe_v needs {2 * devices} microbatches for {devices} devices, not"

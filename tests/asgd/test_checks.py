@@ -43,9 +43,9 @@ def test_a_traced_number_passes_and_a_concrete_one_is_checked(check):
 def test_a_size_that_is_traced_is_refused_with_the_remedy():
   remedy = "workers must be .*: name it in static_args"
   with pytest.raises(ValueError, match=remedy):
-    jax.eval_shape(functools.partial(checks.whole, "workers"), 2)
+    jax.eval_shape(functools.partial(checks.integer, "workers"), 2)
   with pytest.raises(ValueError, match=remedy):
-    checks.whole("workers", jnp.int32(2))
+    checks.integer("workers", jnp.int32(2))
 
 
 def test_a_jax_array_is_never_taken_for_a_number_left_at_zero():
@@ -54,9 +54,9 @@ def test_a_jax_array_is_never_taken_for_a_number_left_at_zero():
 
 
 def test_a_whole_number_may_have_a_largest():
-  assert checks.whole("depth", np.int32(9), most=9) == 9
+  assert checks.integer("depth", np.int32(9), most=9) == 9
   with pytest.raises(ValueError, match="^depth must be at most 9, not 10$"):
-    checks.whole("depth", 10, most=9)
+    checks.integer("depth", 10, most=9)
 
 
 @pytest.mark.parametrize("value", ["no", 1, 0, None, np.ones(2)], ids=repr)

@@ -274,7 +274,7 @@ def test_when_ray_itself_is_killed_one_line_says_so_and_nothing_is_left(
   assert process.returncode == 2, output
   *_, line = output.strip().splitlines()
   assert line.startswith("error: Ray's own process (")
-  assert line.endswith(signals.GO_ON)
+  assert line.endswith(signals.RERUN)
   assert "Raylet is terminated" not in output
   assert "Traceback" not in output
   end = time.monotonic() + kit.DEADLINE

@@ -86,7 +86,7 @@ def train_stages(problem, cuts, *, batches=2, **options):
     result = run.run(state)
     losses.update(result.losses)
     state = run.next_pass(result.state)
-  whole = cut.whole(run.params(state))
+  whole = cut.joined(run.params(state))
   return whole, [float(losses[i]) for i in sorted(losses)]
 
 
@@ -147,7 +147,7 @@ def test_whole_is_the_inverse_of_slice_of():
     params = first_params(problem)
     both = (0, 2), (2, end)
     pieces = [slice_of(params, first, last) for first, last in both]
-    close(cut.whole(pieces), jax.device_get(params), atol=0)
+    close(cut.joined(pieces), jax.device_get(params), atol=0)
 
 
 def test_each_stage_may_have_a_recipe_of_its_own():

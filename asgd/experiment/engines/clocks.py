@@ -224,9 +224,9 @@ def partitioned(
     ValueError: for a model that cannot be divided, or a value out of range.
   """
   checks.positive("bandwidth", bandwidth)
-  checks.whole("batch_size", batch_size)
+  checks.integer("batch_size", batch_size)
   for size in inputs:
-    checks.whole("inputs", size)
+    checks.integer("inputs", size)
   if "name" not in model:
     raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
   # The options are those of the section `model`.

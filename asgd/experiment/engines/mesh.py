@@ -106,7 +106,7 @@ class MeshEngine(engines.Engine):
     state = self._state
     if jax.process_count() > 1:
       # A process has only the parts of its devices.
-      state = meshes.whole(state, self._plan.mesh)
+      state = meshes.replicated(state, self._plan.mesh)
     return jax.device_get(state)
 
   def _step(self, update: int) -> Any:

@@ -173,7 +173,7 @@ class RayLink:
     if frame.kind == frames.PUSH:
       stamp = message_stamp(frame.worker, frame.seq)
       message = self.memories[shard].read(MESSAGES, frame.message, stamp)
-      # Only NumPy crosses the border of a process.
+      # Only NumPy crosses the boundary of a process.
       message = jax.tree.map(np.asarray, message)
     actor = self._actors[shard]
     if actor is None:

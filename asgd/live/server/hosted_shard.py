@@ -77,7 +77,7 @@ class HostedShard:
       else:
         answer.set_result((ended_call.result(),))
 
-    # Only NumPy crosses the border of a process.
+    # Only NumPy crosses the boundary of a process.
     server_call = self.server.submit(lambda shard: jax.device_get(call(shard)))
     server_call.add_done_callback(finish)
     return answer

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from asgd import base, safe_files
 from asgd.live import slots
-from asgd.live.append_only import ANEW, GO_ON, writing
+from asgd.live.append_only import ANEW, RERUN, writing
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 from asgd.live.shard import images
@@ -154,7 +154,7 @@ def _replay(
       f"{journal_name} cannot be replayed (after row {state.rows},"
       f" {type(error).__name__}: {error}): it, or the shared memory in"
       f" {memory.name}, was changed. Put them back as they were; or remove"
-      f" {memory.name} and {GO_ON} from the last checkpoint"
+      f" {memory.name} and {RERUN} from the last checkpoint"
     ) from error
   return start, ledger, lost_updates
 
@@ -249,7 +249,7 @@ def _choose_image(
   if not memory_intact and not resumed:  # workers still map the removed memory
     raise _MismatchedFiles(
       f"the shared memory {memory.name} is missing: it was removed while the"
-      f" run used it; {GO_ON} from the last checkpoint"
+      f" run used it; {RERUN} from the last checkpoint"
     )
   if memory_intact:
     try:
@@ -272,7 +272,7 @@ def _choose_image(
   if setup.consistent and setup.shards > 1 and not resumed:
     raise _MismatchedFiles(
       f"{reason or f'{memory.name} has lost its snapshot'}; a shard of a"
-      f" consistent run cannot roll back alone: {GO_ON} from the last"
+      f" consistent run cannot roll back alone: {RERUN} from the last"
       " checkpoint"
     )
   memory.forget()

@@ -1,4 +1,4 @@
-"""The border is where sorting puts it."""
+"""The threshold is where sorting puts it."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from asgd.compression import selection
 
 LENGTH = 12  # of all examples: one program
 
-find = jax.jit(selection.border)
+find = jax.jit(selection.threshold)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -22,9 +22,9 @@ find = jax.jit(selection.border)
 )
 def test_k_numbers_reach_the_border_or_the_kth_is_it(numbers, k):
   numbers = np.int32(numbers)
-  border = int(find(numbers, k))
+  threshold = int(find(numbers, k))
   kth = np.sort(numbers)[-k]
-  assert (numbers >= border).sum() == (numbers >= kth).sum()
+  assert (numbers >= threshold).sum() == (numbers >= kth).sum()
 
 
 @pytest.mark.parametrize("k", [1, 100, 69_000])

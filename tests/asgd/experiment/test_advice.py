@@ -307,5 +307,5 @@ def test_a_problem_is_measured():
   assert found.parameters == count and 4 * count <= found.dense
   assert 0 < found.coded < found.dense
   assert found.batches == 12.0 and min(found.seconds) > 0
-  assert found.kept > 0 and found.sharpness > 0
+  assert found.residuals > 0 and found.sharpness > 0
   assert math.isnan(ways.measure(problem, ADAM, 12.0).sharpness)

@@ -15,7 +15,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
-from asgd.experiment.signals import GO_ON, Stopped
+from asgd.experiment.signals import RERUN, Stopped
 from asgd.live import faults
 
 # When evaluations are.
@@ -194,7 +194,7 @@ def test_shares_are_whole_groups_and_together_everything():
 
 def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
   ends = [
-    ("stopped", f"stopped in {cell} at message 1; {GO_ON}", signal.SIGTERM)
+    ("stopped", f"stopped in {cell} at message 1; {RERUN}", signal.SIGTERM)
     for cell in "ab"
   ]
   monkeypatch.setattr(jobs, "_train_in_processes", lambda *_: ends)
@@ -202,7 +202,7 @@ def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
   with pytest.raises(Stopped) as stop:
     jobs.train_all(exp, tmp_path, bar=Silent(), machine=where, jobs=2)
   places = "in a at message 1, in b at message 1"
-  assert str(stop.value) == f"stopped {places}; {GO_ON}"
+  assert str(stop.value) == f"stopped {places}; {RERUN}"
   assert stop.value.signal_number == signal.SIGTERM
 
 

@@ -238,7 +238,7 @@ def test_a_task_that_dies_is_one_line_that_says_so(cluster):
   ((kind, line),) = jobs._train_on_ray(die, [[]], None, None, signals.NoSignals)
   assert kind == "error"
   assert line.startswith("a task of Ray has died (WorkerCrashedError")
-  assert line.endswith(signals.GO_ON)
+  assert line.endswith(signals.RERUN)
   assert len(line) < 400
 
 

@@ -54,4 +54,4 @@ def test_two_signals_end_what_hangs_and_the_processes_it_started(number):
     process.kill()
   assert process.returncode == 128 + signal.SIGINT
   *_, line = said.strip().splitlines()
-  assert line == f"ended at once, before all was saved; {signals.GO_ON}"
+  assert line == f"ended at once, before all was saved; {signals.RERUN}"

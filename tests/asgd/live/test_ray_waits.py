@@ -26,7 +26,7 @@ def test_it_is_told_with_the_remedy(monkeypatch, kind, name):
   has_died(monkeypatch, "log_monitor", kind)
   with pytest.raises(ray_waits.RayDied, match=rf"process \({name}\)") as told:
     ray_waits.wait([])
-  assert signals.GO_ON in str(told.value)
+  assert signals.RERUN in str(told.value)
   assert ray_waits.dead_processes() == [name]
 
 

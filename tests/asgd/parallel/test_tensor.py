@@ -47,7 +47,7 @@ def split(params, grid):
 
 
 def join(params, grid, vocabulary):
-  return tensor.unpad(meshes.whole(params, grid), vocabulary)
+  return tensor.unpad(meshes.replicated(params, grid), vocabulary)
 
 
 @jax.jit
