@@ -5,8 +5,8 @@
 
 `command_flags` has the flags of all commands as plain data. `command_line`
 prints --help and refuses wrong flags before JAX is imported. `flags` reads the
-values, and turns errors into one line and a status. A function that can be
-imported belongs to `asgd` or `pipeline`. Begin with `train.py`.
+values, and turns errors into one line and a status. Functions that users import
+are in `asgd` and `pipeline`. Read `train.py` first.
 """
 
 import gc

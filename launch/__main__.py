@@ -44,7 +44,7 @@ def main() -> None:
   if name == "--list":
     name, words = "train", ["--list", *words]
   name = name if name in COMMANDS else _exact_name(name)
-  # The first word of such a command is its config.
+  # The first word after a command of CONFIG_COMMANDS is its config.
   if name in CONFIG_COMMANDS and words and not words[0].startswith("-"):
     words[0] = f"--config={words[0]}"
   # Ends here for --help and for wrong flags, before JAX is imported.

@@ -6,16 +6,17 @@
     --config.durations.name=heterogeneous --json
 
 measures on this machine the time of a step, the bytes of a message, and the
-curvature of the loss. With these it plays ways of training on --machines that
-are like this one, in the proportions of config.durations: one machine, rounds
-on a mesh, asynchronous workers of a server, the same with a codec, and local
-steps. It prints the way to choose, with recipe, number of workers, learning
-rate, memory and speed-up, the number that each follows from, and the command.
-The config's run of one worker counts, or else its first; --config.only chooses
-another.
+curvature of the loss. From these it predicts ways of training on --machines
+like this one, with the relative speeds of config.durations: one machine, rounds
+on a mesh, asynchronous workers of a server, such workers with a codec, and
+local steps. It prints the recommended way with its recipe, number of workers,
+learning rate, memory and speed-up, the reason for each, and the command. The
+advice is for the config's run of one worker, or else for its first run;
+--config.only selects another.
 
-Nothing is written. Bandwidths are 10^9 bytes a second in each direction. Live
-runs take 1 to 2 ms for a message (--service), and start in 14 s (--start).
+Nothing is written. Bandwidths are 10^9 bytes per second in each direction. In
+live runs the server takes 1 to 2 ms for a message (--service), and workers
+start in 14 s (--start).
 """
 
 import os
@@ -35,11 +36,11 @@ from asgd.parallel.memory import GB
 from . import flags
 from .command_flags import ADVISE
 
-_MOST_MACHINES = 256
+_MAX_MACHINES = 256
 _DEFAULT_MACHINES = 8  # for a config of one worker
-_WIDEST = 100  # columns of the sentences
+_MAX_COLUMNS = 100  # of the printed sentences
 # Beyond these limits a number is a misprint.
-_SMALLEST, _LARGEST = 1e-9, 1e15
+_MIN_NUMBER, _MAX_NUMBER = 1e-9, 1e15
 
 
 def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
@@ -49,12 +50,12 @@ def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
     config_workers = max(config["workers"])
     machines = config_workers if config_workers > 1 else _DEFAULT_MACHINES
   else:
-    flags.in_range("machines", machines, 1, _MOST_MACHINES)
+    flags.in_range("machines", machines, 1, _MAX_MACHINES)
   for name in ("latency", "service", "start"):
-    flags.in_range(name, values[name], 0, _LARGEST)
+    flags.in_range(name, values[name], 0, _MAX_NUMBER)
   for name in ("bandwidth", "memory"):
     if values[name] is not None:
-      flags.in_range(name, values[name], _SMALLEST, _LARGEST)
+      flags.in_range(name, values[name], _MIN_NUMBER, _MAX_NUMBER)
   bandwidth = values["bandwidth"] * 1e9
   network = Network(
     latency=values["latency"] * 1e-6,
@@ -77,7 +78,7 @@ def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
 
 def _show(name: str, step_costs: Any, training: Any, advice: Any) -> None:
   """Prints measurements, ways and advice."""
-  columns = min(shutil.get_terminal_size().columns, _WIDEST)
+  columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
   print(f"measured on this machine, for {name}")
   lines = advice_lib.describe(step_costs, training)
   all_topics = {**lines, **advice.reasons}
@@ -144,8 +145,8 @@ def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
 
 
 if __name__ == "__main__":
-  _HOLDERS = flags.define("advise")
+  _FLAGS = flags.define("advise")
   flags.run(
-    lambda: main(**{name: each.value for name, each in _HOLDERS.items()}),
+    lambda: main(**{name: holder.value for name, holder in _FLAGS.items()}),
     "advise",
   )

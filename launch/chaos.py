@@ -54,16 +54,16 @@ from asgd.live.world import explore
 
 from . import flags
 
-_MOST_SEEDS, _MOST_JOBS = 10**9, 1024  # of --simulate
-_SEEDS_A_LINE = 500  # between two printed lines of --simulate
+_MAX_SEEDS, _MAX_JOBS = 10**9, 1024  # of --simulate
+_SEEDS_PER_LINE = 500  # seeds between two printed lines of --simulate
 
-_F = flags.define("chaos")
+_FLAGS = flags.define("chaos")
 
 
 def _check_flags() -> None:
   """Raises ValueError for a time out of its range, before anything starts."""
   for name in ("mtbf", "seconds", "patience"):
-    value = _F[name].value
+    value = _FLAGS[name].value
     if not 0 < value < math.inf:  # NaN fails, too
       raise ValueError(
         f"--{name}={value:g} must be positive and finite; it is a time in"
@@ -73,7 +73,7 @@ def _check_flags() -> None:
 
 def _check_kinds(engine: str) -> list[str]:
   """Returns --kinds; ValueError for kinds that the engine does not have."""
-  kinds, choose = _F["kinds"].value, f"choose of {','.join(chaos.KINDS)}"
+  kinds, choose = _FLAGS["kinds"].value, f"choose from {','.join(chaos.KINDS)}"
   if not any(kinds):
     raise ValueError(f"--kinds is empty; {choose}")
   if not all(kinds):
@@ -123,7 +123,7 @@ def _report(
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, run.failures)}\n")
   flags.publish(workdir=str(workdir), injected=len(run.failures))
-  data_dir, passed = _F["data_dir"].value, True
+  data_dir, passed = _FLAGS["data_dir"].value, True
   # [1] Each cell against the failures that were injected into it.
   for cell in exp.cells:
     plan, cell_folder = exp.plan(cell), workdir / "cells" / cell.name
@@ -146,25 +146,25 @@ def _report(
 
 
 def _print_finding(check: str, text: str, passed: bool) -> None:
-  """Prints the line of one check, and keeps it for --json."""
+  """Prints the line of one check, and adds it to the object of --json."""
   flags.append("checks", {"what": check, "result": text, "passed": passed})
   print(f"{'ok' if passed else 'FAILED':6}  {check}: {text}", flush=True)
 
 
 def _simulate() -> None:
   """Checks seeds in the simulated world, see `asgd.live.world`."""
-  n_seeds, first = _F["simulate"].value, _F["seed"].value
-  fault_indices, jobs = _F["faults"].value, _F["jobs"].value
+  n_seeds, first = _FLAGS["simulate"].value, _FLAGS["seed"].value
+  fault_indices, jobs = _FLAGS["faults"].value, _FLAGS["jobs"].value
   kept_faults = None  # all faults of a seed
-  flags.in_range("simulate", n_seeds, 1, _MOST_SEEDS)
-  flags.in_range("jobs", jobs, 1, _MOST_JOBS)
+  flags.in_range("simulate", n_seeds, 1, _MAX_SEEDS)
+  flags.in_range("jobs", jobs, 1, _MAX_JOBS)
   for name, is_given in (
     ("config", flags.has_config()),
-    ("workdir", _F["workdir"].value is not None),
+    ("workdir", _FLAGS["workdir"].value is not None),
   ):
     if is_given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
-  protocol = _F["protocol"].value
+  protocol = _FLAGS["protocol"].value
   # The seed draws the faults, too, so --faults can name them by index.
   scenario = explore.scenario_of(first, protocol)
   if fault_indices is not None:
@@ -192,7 +192,7 @@ def _simulate() -> None:
         )
         print(f"{scenario.describe(shown_faults)}\n")
       # No line at the end: the table follows.
-      if tally.runs % _SEEDS_A_LINE == 0 and tally.runs < n_seeds:
+      if tally.runs % _SEEDS_PER_LINE == 0 and tally.runs < n_seeds:
         failed = len(tally.failed_seeds)
         progress = f"{tally.runs:,} of {n_seeds:,} seeds"
         print(f"{progress}, {failed} failed", flush=True)
@@ -213,18 +213,18 @@ def _simulate() -> None:
 
 def main() -> None:
   """Trains with injected failures, and audits the results."""
-  if _F["simulate"].value:
+  if _FLAGS["simulate"].value:
     _simulate()
     return
-  if _F["faults"].value is not None:
+  if _FLAGS["faults"].value is not None:
     raise ValueError("--faults is for --simulate=1: add it")
   _check_flags()
-  engine = _F["engine"].value
+  engine = _FLAGS["engine"].value
   kinds = _check_kinds(engine)
   exp = build(
     flags.load_config("configs/digits.py", engine),
     engines=flags.ENGINES,
-    data_dir=_F["data_dir"].value,
+    data_dir=_FLAGS["data_dir"].value,
   )
   workdir, command = flags.training_command("chaos")
   protocols = {
@@ -234,9 +234,9 @@ def main() -> None:
   # The audit needs the plans of the cells. Building them first also finds wrong
   # flags before a process is started.
   run = chaos.InjectedRun(workdir, command, protocols)
-  times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
+  times = {name: _FLAGS[name].value for name in ("mtbf", "seconds", "patience")}
   try:
-    chaos.inject(run, kinds, random.Random(_F["seed"].value), **times)
+    chaos.inject(run, kinds, random.Random(_FLAGS["seed"].value), **times)
   except chaos.Hung as error:
     raise flags.Failed(f"chaos: {error}") from error
   finally:

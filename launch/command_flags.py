@@ -105,7 +105,7 @@ _CHAOS: dict[str, Flag] = {
   "seconds": (float, 60.0, "How long to inject, while messages arrive."),
   "kinds": (list, list(FAILURE_KINDS), "Kinds of failures to inject."),
   "seed": (int, 0, "Seed of the failures' times and victims."),
-  "patience": (float, 180.0, "Seconds without an event: the run has hung."),
+  "patience": (float, 180.0, "Seconds without an event: then a run has hung."),
   "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
   "protocol": (PROTOCOLS, "server", "Protocol of --simulate."),
   "faults": (list, None, "With --simulate=1, indices of the faults to keep."),
@@ -147,7 +147,7 @@ PLAN: dict[str, Flag] = {
   "data_dir": (str, None, "Folder or file of the config's data."),
   "devices": (int, None, "Number of devices."),
   "bandwidth": (float, None, "GB/s of a device's link, in each direction."),
-  "latency": (float, 5.0, "Microseconds of a message."),
+  "latency": (float, 5.0, "Latency of a message in microseconds."),
   "node": (int, 1, "Devices of a node, with links of --node_bandwidth."),
   "node_bandwidth": (float, None, "GB/s inside a node."),
   "memory": (float, 80.0, "GB of a device."),
@@ -185,8 +185,8 @@ ADVISE: dict[str, Flag] = {
     "Most workers to consider. Default: the most in the config, or 8.",
   ),
   "bandwidth": (float, 1.25, "GB/s of a machine's link, in each direction."),
-  "latency": (float, 50.0, "Microseconds of a message."),
-  "service": (float, 1.5, "Milliseconds of the server for a message."),
+  "latency": (float, 50.0, "Latency of a message in microseconds."),
+  "service": (float, 1.5, "Milliseconds that the server takes for a message."),
   "memory": (float, None, "GB of a machine. Default: that of this one."),
   "start": (float, 14.0, "Seconds until the workers of a live run train."),
   "json": _JSON,
@@ -217,8 +217,8 @@ TIMES = {
   "transfer_back": "Time of a transfer of gradients (as transfer).",
   "overlap": "Time of a forward and a backward that run together (their sum).",
 }
-# Options of schedules. Only the schedule's function knows which it takes. If
-# just one schedule takes the option, its name ends the text, in parentheses.
+# Options of schedules. The parameters of a schedule's function are its options.
+# If only one schedule takes an option, its name ends the text, in parentheses.
 SCHEDULE_OPTIONS = {
   "stages": "Stages, one on each device.",
   "devices": "Number of devices, or the device of each stage (0,1,1,0).",

@@ -1,8 +1,8 @@
 """A command line before any library is imported: --help, and wrong flags.
 
 `dispatch` needs a tenth of a second. It prints --help, and refuses a flag that
-the command does not have, with the nearest flag or key of a config as remedy.
-Every other command line is left to the command, which imports JAX.
+the command does not have; the error proposes the nearest flag or key of a
+config. With any other command line it returns, and the command imports JAX.
 """
 
 import ast
@@ -25,7 +25,7 @@ HELP_ALL = "--help=all", "--helpfull"
 HELP = "--help", "-h", "-help", "--helpshort", *HELP_ALL
 _FOLDER = Path(__file__).parent
 # Columns of --help: longer lines are hard to read on a wide terminal.
-_WIDEST = 100
+_MAX_COLUMNS = 100
 _MIN_SIMILARITY = 0.6  # least similarity of a name that an error proposes, of 1
 _MAX_DEFAULT_LENGTH = 60  # most characters of a printed default
 
@@ -75,7 +75,7 @@ def overview() -> str:
 
 def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
   """Yields the lines of (name, text) rows in two columns."""
-  columns = min(shutil.get_terminal_size().columns, _WIDEST)
+  columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
   rows = list(rows)
   # 32: one long name does not push all texts to the right.
   width = min(max((len(name) for name, _ in rows), default=0), 32) + 4
@@ -120,8 +120,8 @@ def _key_text(kind: str, default: Any) -> str:
 
 def help_text(name: str, *, everything: bool = True) -> str:
   """Returns the text of `asgd NAME --help=all`: usage, description, flags, and
-  the keys of a config if the command takes one. Without `everything` it is that
-  of --help, which of a long text has the first screen."""
+  the keys of a config if the command takes one. Without `everything` returns
+  the text of --help, which is shorter for commands with a first screen."""
   command = COMMANDS[name]
   first_screen = () if everything else command.first_screen
   head, _, rest = _docstring(name).partition("\n")

@@ -50,7 +50,7 @@ from asgd.experiment import (
 
 from . import flags
 
-_F = flags.define("compare")
+_FLAGS = flags.define("compare")
 
 
 def _draw(draw: Callable[..., None], *arguments: Any) -> None:
@@ -68,13 +68,13 @@ def _compare_cell(
 ) -> comparison.LiveComparison:
   """Compares a cell, prints the result and writes it, by default in its
   folder."""
-  out, times_folder = out or cell_folder, _F["durations_of"].value
+  out, times_folder = out or cell_folder, _FLAGS["durations_of"].value
   # [1] Measure, and train the simulations.
   result = comparison.compare(
     cell_folder,
     durations_of=Path(times_folder) if times_folder else None,
-    data_dir=_F["data_dir"].value,
-    trust=_F["trust"].value,
+    data_dir=_FLAGS["data_dir"].value,
+    trust=_FLAGS["trust"].value,
   )
   stem, rows = out / "compare", comparison.quantities(result)
   # [2] Write the numbers first; the picture needs Matplotlib.
@@ -90,7 +90,8 @@ def _compare_cell(
 
 
 def _compare_all(workdir: Path, out: Path | None) -> None:
-  """Compares all live cells of an experiment, and then with each other."""
+  """Compares each live cell of an experiment with its simulations, and then all
+  of them with each other."""
   results = folder.read_results(workdir)
   for fault in folder.faults(workdir):
     print(f"warning: {fault}; the cell is left out")
@@ -117,7 +118,7 @@ def _compare_all(workdir: Path, out: Path | None) -> None:
 
 def _check_live() -> None:
   """Raises ValueError for a config without a live run, before training it."""
-  engine = _F["engine"].value
+  engine = _FLAGS["engine"].value
   resolved = flags.load_config("configs/straggler_digits.py", engine)
   if not any(run.engine in flags.LIVE for run in resolved.runs.values()):
     raise ValueError(
@@ -137,7 +138,7 @@ def main(*folders: str) -> None:
       "no run is named: write asgd compare WORKDIR/cells/NAME, a folder that"
       " asgd train made, or --config=FILE to train one"
     )
-  out = Path(_F["out"].value) if _F["out"].value else None
+  out = Path(_FLAGS["out"].value) if _FLAGS["out"].value else None
   if out and any(path.is_file() for path in (out, *out.parents)):
     raise ValueError(f"--out={out} is a file, or is below one; choose a folder")
   # [1] Several folders: nothing is trained.

@@ -57,7 +57,7 @@ def _configs_folder() -> Path:
 
 
 def _choices(name: str) -> list[str]:
-  """Returns the words that a command may have."""
+  """Returns the words that may follow a command."""
   command = COMMANDS[name]
   words = [
     # A flag with a value ends in "=", after which no space is added.

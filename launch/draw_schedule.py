@@ -37,8 +37,8 @@ from . import flags
 from .command_flags import DRAW_SCHEDULE, SCHEDULE_OPTIONS, TIMES
 
 # Slots x devices of a drawing: a larger number is a misprint.
-_MOST_CELLS = 2_000_000
-_TERMINAL = 160  # columns, if the output is no terminal
+_MAX_CELLS = 2_000_000
+_DEFAULT_COLUMNS = 160  # columns, if the output is no terminal
 _WORDS_AS_VALUES = {"true": True, "false": False, "none": None}
 _FILES = (
   *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),
@@ -130,7 +130,7 @@ def _build(
     raise ValueError("costs are flags: --forward=1 --backward=2 and so on")
   # Check the size first, since building is slow. Most schedules have a backward
   # for each forward.
-  if (count := schedules.forwards(values)) >= _MOST_CELLS // 2:
+  if (count := schedules.forwards(values)) >= _MAX_CELLS // 2:
     raise ValueError(
       f"{name} of {count:,} forwards is too large to be drawn: check the"
       " numbers for a misprint"
@@ -234,7 +234,7 @@ def main(
     table = _build_or_read(
       given["schedule"], given["table"], options, cost_texts, action_times
     )
-    if table.slots * table.devices > _MOST_CELLS:
+    if table.slots * table.devices > _MAX_CELLS:
       raise ValueError(
         f"{table.name} has {table.slots} slots on {table.devices} devices, too"
         " many to be drawn: check the numbers for a misprint"
@@ -261,7 +261,7 @@ def main(
       print(grid, file=sys.stderr)
     raise ValueError(reason) from None
   # [4] Print, and write.
-  columns = shutil.get_terminal_size((_TERMINAL, 24)).columns
+  columns = shutil.get_terminal_size((_DEFAULT_COLUMNS, 24)).columns
   for line in table_lib.to_text(table).splitlines():
     print(line if len(line) <= columns else line[: columns - 4] + " ...")
   # The grid has a column for the devices' numbers.

@@ -174,7 +174,7 @@ def load_config(example: str, engine: str | None = None) -> schema.Resolved:
   error then names an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
-  # The config that the parser kept: the flag itself has placeholders only.
+  # The config that the parser stored: the flag itself has placeholders only.
   parser: Any = flags.FLAGS["config"].parser  # a `_ConfigParser`
   config = parser.config
   # The engine first: which keys are valid depends on it.
@@ -219,7 +219,7 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
 
 
 def next_free_folder(parent: Path, name: str) -> Path:
-  """Returns the first of ABOVE/NAME-001, -002, ... that does not exist."""
+  """Returns the first of PARENT/NAME-001, -002, ... that does not exist."""
   numbered = (parent / f"{name}-{n:03d}" for n in itertools.count(1))
   return next(folder for folder in numbered if not folder.exists())
 
@@ -346,8 +346,9 @@ def _prints_json() -> bool:
 
 @contextlib.contextmanager
 def _stdout() -> Iterator[None]:
-  """With --json, sends the block's output to stderr, and prints the published
-  results at its end, also after an error. With --quiet there is no output."""
+  """With --json, redirects the block's output to stderr, and prints the
+  published results at its end, also after an error. --quiet drops the
+  output."""
   as_json = _prints_json()
   if not as_json and not is_quiet():
     yield

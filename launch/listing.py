@@ -106,8 +106,9 @@ def keys(node: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
 
 
 def catalogue(engines: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what --list and --help print of `engines`, as plain data."""
-  # Sorted, so that a change of the code changes few lines of the file.
+  """Returns the lines of --list and the config keys of --help, as plain
+  data."""
+  # Sorted: a change of the code then changes few lines of the file.
   config_keys = keys(schema.sections(engines)).items()
   return {
     "list": text(engines).splitlines(),

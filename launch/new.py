@@ -14,8 +14,8 @@ from asgd import safe_files
 
 from . import command_line
 
-# The three files. `write` replaces {name} by the folder, and {path} by its name
-# as a shell reads it.
+# The three files. `write` replaces {name} by the folder's name, and {path} by
+# this name in the quotes that a shell needs.
 _CONFIG = '''"""Trains the model of model.py with several algorithms.
 
   asgd train --config={path}/config.py --workdir={path}/results
@@ -69,8 +69,8 @@ def make(classes, hidden=32):
 '''
 _README = """# {name}
 
-What it would train; the training, simulated, of some seconds; its results; and
-the same in real time:
+These commands print the planned runs, train them in simulated time (a few
+seconds), show the results, and train the same runs in real time:
 
     asgd train --config={path}/config.py --dry_run
     asgd train --config={path}/config.py --workdir={path}/results

@@ -33,8 +33,8 @@ from .command_flags import PLAN
 
 _PICTURES = (".png", ".svg", ".pdf")
 # Beyond these limits a number is a misprint, and would overflow the costs.
-_MOST_DEVICES, _MOST_BATCH, _MOST_SIZE = 1 << 20, 1 << 30, 10**15
-_SMALLEST, _LARGEST = 1e-9, 1e15  # range of positive flags
+_MAX_DEVICES, _MAX_BATCH, _MAX_SIZE = 1 << 20, 1 << 30, 10**15
+_MIN_NUMBER, _MAX_NUMBER = 1e-9, 1e15  # range of positive flags
 
 
 def _examples(resolved: schema.Resolved) -> int:
@@ -51,16 +51,16 @@ def _examples(resolved: schema.Resolved) -> int:
 def _positive(flag: str, value: Any, *, or_zero: bool = False) -> Any:
   """Returns the value of a flag with a unit; ValueError if it is out of its
   range."""
-  return flags.in_range(flag, value, _SMALLEST, _LARGEST, or_zero=or_zero)
+  return flags.in_range(flag, value, _MIN_NUMBER, _MAX_NUMBER, or_zero=or_zero)
 
 
 def _hardware(flag_values: Mapping[str, Any]) -> strategies.Hardware:
   """Returns the hardware that the flags describe."""
-  devices = flags.in_range("devices", flag_values["devices"], 1, _MOST_DEVICES)
+  devices = flags.in_range("devices", flag_values["devices"], 1, _MAX_DEVICES)
   bandwidth = _positive("bandwidth", flag_values["bandwidth"])
   # From microseconds to seconds.
   latency = _positive("latency", flag_values["latency"], or_zero=True) * 1e-6
-  node = flags.in_range("node", flag_values["node"], 1, _MOST_DEVICES)
+  node = flags.in_range("node", flag_values["node"], 1, _MAX_DEVICES)
   # Links inside a node may be faster than those between nodes.
   node_link = flag_values["node_bandwidth"]
   if node_link is not None:
@@ -88,7 +88,7 @@ def _options(
 ) -> workloads.TrainingOptions:
   """Returns the options of training; --batch replaces `batch` examples."""
   if flag_values["batch"] is not None:
-    batch = flags.in_range("batch", flag_values["batch"], 1, _MOST_BATCH)
+    batch = flags.in_range("batch", flag_values["batch"], 1, _MAX_BATCH)
   # Errors name the nearest valid name.
   names.lookup("optimizer", flag_values["optimizer"], memory.OPTIMIZERS)
   names.lookup("precision", flag_values["precision"], memory.PRECISIONS)
@@ -99,7 +99,7 @@ def _options(
     names.lookup("recipe", recipe, algorithms.RECIPES)
   microbatch, shards = flag_values["microbatch"], flag_values["shards"]
   if microbatch is not None and batch % flags.in_range(
-    "microbatch", microbatch, 1, _MOST_BATCH
+    "microbatch", microbatch, 1, _MAX_BATCH
   ):
     raise ValueError(
       f"--microbatch={microbatch} does not divide the batch of {batch} examples"
@@ -126,7 +126,7 @@ def _workload(
     if resolved is not None and value is not None:
       raise ValueError(f"--{name} is part of the config's model: drop the flag")
     if value is not None:
-      flags.in_range(name, value, 1, _MOST_SIZE)
+      flags.in_range(name, value, 1, _MAX_SIZE)
 
   # [1] A GPT of the given size.
   if resolved is None:
@@ -219,11 +219,11 @@ def main(*, config: schema.Resolved | None = None, **flag_values: Any) -> None:
 
 
 if __name__ == "__main__":
-  _HOLDERS = flags.define("plan")
+  _FLAGS = flags.define("plan")
 
   def _run() -> None:
     """Calls `main` with the values of the flags, and with the config."""
-    flag_values = {name: holder.value for name, holder in _HOLDERS.items()}
+    flag_values = {name: holder.value for name, holder in _FLAGS.items()}
     if flags.has_config():
       flag_values["config"] = flags.load_config("configs/pipeline_gpt.py")
     main(**flag_values)

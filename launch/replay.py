@@ -39,13 +39,13 @@ def main(
 
 
 if __name__ == "__main__":
-  _F = flags.define("replay")
+  _FLAGS = flags.define("replay")
   flags.run(
     lambda *words: main(
       *words,
-      data_dir=_F["data_dir"].value,
-      trust=_F["trust"].value,
-      restore=_F["restore"].value,
+      data_dir=_FLAGS["data_dir"].value,
+      trust=_FLAGS["trust"].value,
+      restore=_FLAGS["restore"].value,
     ),
     "replay",
   )

@@ -26,7 +26,7 @@ from . import flags
 
 # The figures of the installed configs; docs/ is that of the current folder.
 _FIGURES, _DOCS = shipped.FOLDER / "figures", Path("docs")
-_F = flags.define("reproduce")
+_FLAGS = flags.define("reproduce")
 
 
 def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
@@ -34,16 +34,16 @@ def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
   engines = flags.ENGINES
   figure_folder = reproduce.reproduce(
     *(task, engines),
-    workdir=_F["workdir"].value,
-    data_dir=_F["data_dir"].value,
-    machine=Machine(memory_dir=_F["memory_dir"].value),
+    workdir=_FLAGS["workdir"].value,
+    data_dir=_FLAGS["data_dir"].value,
+    machine=Machine(memory_dir=_FLAGS["memory_dir"].value),
     bar=lambda total: ProgressBar(
       total,
       describe=lambda name, row: engines[name].describe(row),
       quiet=flags.is_quiet(),
     ),
     signals=signals,
-    docs=_DOCS if _F["docs"].value else None,
+    docs=_DOCS if _FLAGS["docs"].value else None,
   )
   verdicts = figure_folder / f"{task.figure.name}.json"
   flags.append("figures", storage.read_json(verdicts))
@@ -51,14 +51,14 @@ def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
 
 def main(name: str | None = None) -> None:
   """Reproduces the named figure, or all figures."""
-  all_figures, quick = _F["all"].value, _F["quick"].value
-  if all_figures and _F["workdir"].value:
+  all_figures, quick = _FLAGS["all"].value, _FLAGS["quick"].value
+  if all_figures and _FLAGS["workdir"].value:
     raise ValueError("--workdir is the folder of one figure: drop it or --all")
-  if _F["list"].value:
+  if _FLAGS["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
   # --docs alone trains nothing.
-  if name or all_figures or not _F["docs"].value:
+  if name or all_figures or not _FLAGS["docs"].value:
     paths = reproduce.chosen(name, every=all_figures, figures_folder=_FIGURES)
     # All files are read before the first is trained: a mistake in the last one
     # is found at once.
@@ -66,7 +66,7 @@ def main(name: str | None = None) -> None:
     signals = Signals()
     for task in tasks:
       _reproduce(task, signals)
-  if _F["docs"].value:
+  if _FLAGS["docs"].value:
     # The page of all stored figures, not only of these.
     print(f"page      {gallery.write(_DOCS)}")
 

@@ -22,9 +22,9 @@ from asgd.pages import run_files
 
 from . import command_line
 
-_WIDEST = 120  # most characters of another error
-_MAX_ROWS = 8  # rows of results, and missing cells, that are shown
-# A finished cell has one of them: cells of old versions are not packed.
+_MAX_ERROR_LENGTH = 120  # characters of the error of a damaged file
+_MAX_SHOWN = 8  # rows of results, and missing cells, that are shown
+# A finished cell has one of these; old versions wrote result.json.
 _FINISHED = "cell.npz", "result.json"
 # Name of data and model in the config of a Python call, as
 # `asgd.problems.own.Objects` has it.
@@ -72,15 +72,15 @@ def _sort_key(row: Mapping[str, str]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def _note_damage(faults: list[str], path: Path, remedy: str) -> Iterator[None]:
-  """Adds a line with the remedy to `faults` for whatever a damaged file raises
-  in the block."""
+  """Catches an error that a damaged file raises in the block, and adds a line
+  with the remedy to `faults`."""
   try:
     yield
   except PermissionError:  # it names the file
     raise
   except Exception as error:  # it may hold any bytes, or any JSON
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    text = _printable(text[:_WIDEST])
+    text = _printable(text[:_MAX_ERROR_LENGTH])
     faults.append(f"{path} is damaged ({text}): {remedy}")
 
 
@@ -95,7 +95,7 @@ def _results(path: Path) -> str:
   if not headers:
     raise ValueError("it has no results")
   text_rows = []
-  for row in rows[:_MAX_ROWS]:
+  for row in rows[:_MAX_SHOWN]:
     text_row = []
     for key in headers:
       number = _number(row, key)
@@ -105,9 +105,9 @@ def _results(path: Path) -> str:
       text = _printable(text) if number is None else f"{scale * number:.4g}"
       text_row.append(text)
     text_rows.append(text_row)
-  remainder = f"{len(rows) - _MAX_ROWS} more rows are in {path}\n"
+  remainder = f"{len(rows) - _MAX_SHOWN} more rows are in {path}\n"
   table = output.table(list(headers.values()), text_rows)
-  return table + remainder * (len(rows) > _MAX_ROWS)
+  return table + remainder * (len(rows) > _MAX_SHOWN)
 
 
 def describe(folder: Path) -> tuple[str, list[str]]:
@@ -158,7 +158,7 @@ def _read_cells(cells: Path) -> tuple[set[str], list[str]]:
       continue
     remedy = "restore it from a copy"
     if paths[0].name == _FINISHED[0]:
-      remedy += ", or run the asgd train that made it: it trains it again"
+      remedy += ", or repeat its asgd train, which trains the cell again"
     faults.append(f"{paths[0]} is damaged, empty or cut short: {remedy}")
   return finished, faults
 
@@ -179,9 +179,9 @@ def _progress(
   n_cells = len(cell_names)
   yield f"cells     {n_cells - len(missing)} of {n_cells} finished"
   if missing:
-    n_more = len(missing) - _MAX_ROWS
+    n_more = len(missing) - _MAX_SHOWN
     remainder = f" and {n_more} more" * (n_more > 0)
-    yield f"to do     {', '.join(missing[:_MAX_ROWS])}{remainder}"
+    yield f"to do     {', '.join(missing[:_MAX_SHOWN])}{remainder}"
 
 
 def _printable(line: str) -> str:

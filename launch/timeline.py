@@ -57,7 +57,7 @@ def _jobs(
     )
     for name, start, end, seq, job in spans:
       # With tables, the jobs of a clock are pushed one after the other at the
-      # end of the clock, so each kind of span is a job of the timeline.
+      # end of the clock, so each kind of span is drawn as a separate job.
       span_kind = name if _has_tables(cell) else ""
       spans_by_job[seq, job, span_kind].append((name, start, end))
     for (_, job, _), job_spans in spans_by_job.items():
@@ -176,5 +176,5 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  _F = flags.define("timeline")
-  flags.run(lambda *words: main(*words, out=_F["out"].value), "timeline")
+  _FLAGS = flags.define("timeline")
+  flags.run(lambda *words: main(*words, out=_FLAGS["out"].value), "timeline")

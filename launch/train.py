@@ -62,14 +62,14 @@ from asgd.parallel import processes, supervisor
 
 from . import compiled, flags
 
-_F = flags.define("train")
+_FLAGS = flags.define("train")
 
 
 def _jobs() -> int | str:
   """Returns --jobs: "auto", "ray" or a number."""
-  text = _F["jobs"].value
+  text = _FLAGS["jobs"].value
   # A profile of this process would miss the work of the others.
-  if _F["profile"].value and text not in ("auto", "1"):
+  if _FLAGS["profile"].value and text not in ("auto", "1"):
     raise ValueError(
       f"--profile traces this process, but --jobs={text} trains in others: drop"
       " one of the two"
@@ -86,7 +86,7 @@ def _jobs() -> int | str:
 
 def _share_of_cells() -> tuple[int, int]:
   """Returns --cells=I/N as (I - 1, N)."""
-  text = _F["cells"].value
+  text = _FLAGS["cells"].value
   match = re.fullmatch(r"(\d+)/(\d+)", text)
   if match is None or not 1 <= int(match[1]) <= int(match[2]):
     raise ValueError(
@@ -131,8 +131,8 @@ def _keep_off_accelerators(runs: Mapping[str, schema.Run]) -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
-# flag -> the engines that use it. A flag that no run uses is an error: it would
-# be ignored in silence.
+# flag -> the engines that use it. A flag that no run uses is an error, because
+# it would be ignored in silence.
 _USED_BY = {
   "address": ("ray",),
   "fault": flags.LIVE,
@@ -146,11 +146,11 @@ _ON_RAY = " (--jobs=ray for simulations, --processes=N for pipelines)"
 def _check_used(runs: Mapping[str, schema.Run]) -> None:
   """Raises ValueError for flags that no engine of these runs uses."""
   engines = {run.engine for run in runs.values()}
-  stages = "pipeline" in engines and _F["processes"].value
-  on_ray = stages or _F["jobs"].value == "ray"  # both use Ray on any engine
+  stages = "pipeline" in engines and _FLAGS["processes"].value
+  on_ray = stages or _FLAGS["jobs"].value == "ray"  # both use Ray on any engine
   for name, users in _USED_BY.items():
     is_used = engines & set(users) or (name == "address" and on_ray)
-    if _F[name].value and not is_used:
+    if _FLAGS[name].value and not is_used:
       raise ValueError(
         f"--{name} is for engine {' or '.join(users)}, but no run here uses"
         f" it: add --engine={users[0]}{_ON_RAY if name == 'address' else ''},"
@@ -164,7 +164,7 @@ def _open_experiment(
   """Returns (experiment, its folder, machine). The folder is opened, but only
   by process 0; it is None in the others."""
   make = functools.partial(
-    build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
+    build, resolved, engines=flags.ENGINES, data_dir=_FLAGS["data_dir"].value
   )
   # [1] The experiment. All processes of a mesh build the same one.
   experiment = processes.fail_together(make)
@@ -175,9 +175,9 @@ def _open_experiment(
   processes.check_same("config", storage.digest(content))
   processes.check_same("dataset", experiment.dataset_identity["sha256"])
   # [2] The machine, with the fields that are flags of this command.
-  faults = [faults_lib.parse(text) for text in _F["fault"].value]
+  faults = [faults_lib.parse(text) for text in _FLAGS["fault"].value]
   fields = {field.name for field in dataclasses.fields(Machine)}
-  options = {name: _F[name].value for name in fields & _F.keys()}
+  options = {name: _FLAGS[name].value for name in fields & _FLAGS.keys()}
   machine = Machine(faults=faults, **options)
   machine.address = machine.address or os.environ.get("RAY_ADDRESS")
   # Workers on other nodes import the user's modules from this list.
@@ -185,7 +185,7 @@ def _open_experiment(
   experiment.check_machine(machine)
 
   # [3] The folder. One process opens it; an error there ends all of them.
-  requested, name = _F["workdir"].value, flags.config_name()
+  requested, name = _FLAGS["workdir"].value, flags.config_name()
   workdir = processes.fail_together(
     lambda: (
       folder.open_folder(requested, name, experiment)
@@ -203,18 +203,19 @@ def _open_experiment(
 
 
 def _announce(runs: Mapping[str, schema.Run]) -> None:
-  """Prints the cells and their folder, before data are read and compiled for.
-  `_open_experiment` prints the exact folder, which depends on the data."""
+  """Prints the cells and their folder, before data are read and programs
+  compiled. `_open_experiment` prints the exact folder, which depends on the
+  data."""
   n_cells = sum(
     len(flags.ENGINES[run.engine].workers(run)) * len(run.config["seeds"])
     for run in runs.values()
   )
   engines = ", ".join(dict.fromkeys(run.engine for run in runs.values()))
-  name, share = flags.config_name(), _F["cells"].value
+  name, share = flags.config_name(), _FLAGS["cells"].value
   share_text = (
     "" if share == "1/1" else f", of which this command trains {share},"
   )
-  folder_text = _F["workdir"].value or f"runs/{name}-NNN"
+  folder_text = _FLAGS["workdir"].value or f"runs/{name}-NNN"
   print(
     f"training {name}: {n_cells} cell{'s' * (n_cells != 1)} of {len(runs)}"
     f" run{'s' * (len(runs) != 1)} on {engines}{share_text} in {folder_text}"
@@ -225,7 +226,7 @@ def _train(
   resolved: schema.Resolved, crew: jobs.Crew | None = None
 ) -> None:
   """Trains this command's cells, and writes the report at the end."""
-  if _F["dry_run"].value:
+  if _FLAGS["dry_run"].value:
     _dry_run(resolved)
     return
   experiment, workdir, machine = _open_experiment(resolved)
@@ -257,7 +258,7 @@ def _train(
         jobs=cells_at_once,
         cells=own_cells,
         signals=signals,
-        data_dir=_F["data_dir"].value,
+        data_dir=_FLAGS["data_dir"].value,
         crew=crew,
       )
       if workdir is not None and len(finished) == len(own_cells):
@@ -289,7 +290,7 @@ def _publish(experiment: cells.Experiment, workdir: Path) -> None:
 def _dry_run(resolved: schema.Resolved) -> None:
   """Prints the cells, messages and time of this command."""
   experiment = build(
-    resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
+    resolved, engines=flags.ENGINES, data_dir=_FLAGS["data_dir"].value
   )
   own_cells = jobs.cells_of_command(experiment.cells, *_share_of_cells())
   cells_at_once = _jobs()
@@ -302,13 +303,14 @@ def _dry_run(resolved: schema.Resolved) -> None:
 
 
 def _start_crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
-  """Starts the processes that train cells at once. They inherit the imports of
-  this one; there are none if one cell is trained at a time."""
+  """Starts the processes that train cells at once; none if one cell is trained
+  at a time. They inherit the imports of this process."""
   cells_at_once = _jobs()
   if cells_at_once == "auto":
     cells_at_once = provenance.cores()
   # No crew: Ray has its own processes, and a profile is of this one.
-  if cells_at_once == "ray" or _F["profile"].value or _F["dry_run"].value:
+  is_alone = _FLAGS["profile"].value or _FLAGS["dry_run"].value
+  if cells_at_once == "ray" or is_alone:
     cells_at_once = 1
   return jobs.start_crew(runs.values(), flags.ENGINES, int(cells_at_once))
 
@@ -316,24 +318,24 @@ def _start_crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:
 def main() -> None:
   """Trains as the flags describe."""
   role_flags = "num_processes", "process_id", "coordinator", "start_seconds"
-  role = processes.role(*(_F[name].value for name in role_flags))
+  role = processes.role(*(_FLAGS[name].value for name in role_flags))
   # [1] Read the config, and check the flags against it.
-  resolved = flags.load_config("configs/digits.py", _F["engine"].value)
+  resolved = flags.load_config("configs/digits.py", _FLAGS["engine"].value)
   runs = resolved.runs
   # Programs for other devices need neither a role nor a folder.
-  if _F["compile"].value is not None:
+  if _FLAGS["compile"].value is not None:
     _start_float64(runs)
-    compiled.main(resolved, _F["compile"].value, _F["data_dir"].value)
+    compiled.main(resolved, _FLAGS["compile"].value, _FLAGS["data_dir"].value)
     return
   _check_mesh_only(runs, role)
   _check_used(runs)
-  boards.request_wandb(_F["wandb"].value)
+  boards.request_wandb(_FLAGS["wandb"].value)
   _jobs(), _share_of_cells()  # check these flags before anything is written
   # Before any array is made: JAX keeps the precision of its first arrays.
   _start_float64(runs)
   _keep_off_accelerators(runs)
   is_other_process = role.supervises or role.auto or role.process_id
-  if not _F["dry_run"].value and not is_other_process:
+  if not _FLAGS["dry_run"].value and not is_other_process:
     _announce(runs)
   # [2] Find the role of this process in a mesh.
   devices = None

@@ -4,9 +4,9 @@
 
 prints the address of the page: its cells, and for those in training the rate,
 the loss, histograms of staleness and gap, the workers' time, bytes, faults and
-recoveries. --port=N chooses the port (0: any that is free). Ctrl-C ends it, and
-the run continues. Only programs on this machine can open the page. A folder
-that does not exist yet is waited for, if the folder above it exists.
+recoveries. --port=N chooses the port (0: any that is free). Ctrl-C ends the
+page, and the run continues. Only programs on this machine can open the page.
+The command waits for a folder that does not exist yet, if its parent exists.
 
   asgd watch WORKDIR --cell=NAME --picture=FILE.svg
 
@@ -34,7 +34,7 @@ _REFRESH_SECONDS = 1.0  # seconds between two requests of the page
 # After so many seconds without a write a cell is silent; its process writes
 # progress.json once a second while messages arrive.
 _SILENT_SECONDS = 30.0
-_MOST_SHOWN = 4  # cells with panels
+_MAX_SHOWN = 4  # cells with panels
 # Only programs of this machine can reach it.
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.2  # seconds between two looks at a folder that is waited for
@@ -87,7 +87,7 @@ def _shown_cells(
   named = [cell for cell, _ in cells if cell.name == name]
   training = [cell for cell, _ in cells if cell.state == "training"]
   latest = [cell for cell, _ in sorted(cells, key=lambda pair: pair[1])[:1]]
-  return (named or training or latest)[:_MOST_SHOWN]
+  return (named or training or latest)[:_MAX_SHOWN]
 
 
 def render(workdir: Path, cell: str | None = None) -> str:

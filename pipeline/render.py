@@ -249,8 +249,8 @@ _WORDS = {
 _OTHER_COLOURS = ("#6a51a3", "#8c6d31", "#636363", "#17a2b8")
 _PALEST = 0.6  # how much white is in the colour of the last stage
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.95, 1.5, 0.75, 0.85  # around the axes
-_MOST_NUMBERED = 6000  # number of tasks above which no numbers are written
-_MOST_VECTORS = 20000  # tasks; a picture with more has pixels in an SVG, too
+_MAX_NUMBERED = 6000  # number of tasks above which no numbers are written
+_MAX_VECTORS = 20000  # tasks; a picture with more has pixels in an SVG, too
 _DIGIT_WIDTH = 0.62  # width of a digit, as a share of its font size
 
 
@@ -351,7 +351,7 @@ def _draw(axes, run, bars, colours, stages, room):
   fill = _paler([colours[action] for action in run.action.tolist()], share)
   left, right, top, bottom = bars.T
   corners = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
-  is_dense = len(bars) > _MOST_VECTORS
+  is_dense = len(bars) > _MAX_VECTORS
   axes.add_collection(
     PolyCollection(
       corners,
@@ -361,7 +361,7 @@ def _draw(axes, run, bars, colours, stages, room):
       rasterized=is_dense,
     )
   )
-  if len(bars) > _MOST_NUMBERED:
+  if len(bars) > _MAX_NUMBERED:
     return
   # Luminance (Rec. 601) decides between white and black digits.
   is_dark = fill @ [0.299, 0.587, 0.114] < 0.6

@@ -41,8 +41,8 @@ from asgd.pipeline.partition import graph, mixed_pipe, pipedream, placement
 from asgd.pipeline.stage import Part
 from asgd.pipeline.table import Schedule
 
-_MOST_STAGES = 256
-_MOST_MICROBATCHES = 10**6
+_MAX_STAGES = 256
+_MAX_MICROBATCHES = 10**6
 _START = 0.1  # the first learning rate of a warm-up, as a share of the peak
 _LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
@@ -100,15 +100,15 @@ SECTIONS: dict[str, Any] = {
     {
       # A name of `schedules`, or a table: FILE.txt, .csv or .json.
       "schedule": Setting("pipedream", checks.text),
-      "stages": Setting(2, checks.whole_number(1, _MOST_STAGES)),
+      "stages": Setting(2, checks.whole_number(1, _MAX_STAGES)),
       # Stages balance "parameters" or "time"; or a list of first layers.
       "cuts": Setting("parameters", _CUTS),
       # Microbatches of one update of a synchronous schedule.
-      "microbatches": Setting(8, checks.whole_number(1, _MOST_MICROBATCHES)),
+      "microbatches": Setting(8, checks.whole_number(1, _MAX_MICROBATCHES)),
       # Microbatches of one update. None: `microbatches` if the schedule is
       # synchronous, 1 if it is asynchronous.
       "every": Setting(
-        None, checks.optional(checks.whole_number(1, _MOST_MICROBATCHES))
+        None, checks.optional(checks.whole_number(1, _MAX_MICROBATCHES))
       ),
       # The weights that a backward reads; None: the schedule's default.
       "weights": Setting(
@@ -305,10 +305,10 @@ def _count_microbatches(run: Run, problem: problems.Problem) -> int:
   per_update = run.config["pipeline"]["microbatches"]
   count = learning_rates.budget_batches(run, problem)
   total = max(int(round(count)) // per_update, 1) * per_update
-  if total > _MOST_MICROBATCHES:
+  if total > _MAX_MICROBATCHES:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {total:,} microbatches of"
-      f" {run.config['batch_size']}; use at most {_MOST_MICROBATCHES:,}"
+      f" {run.config['batch_size']}; use at most {_MAX_MICROBATCHES:,}"
     )
   return total
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, Schedule, read_as
 
-_MOST_SPANS = 200_000  # largest number of spans in a SpanLog
-_MOST_NUMBER = 1e15  # largest time, and largest number, in a file
+_MAX_SPANS = 200_000  # largest number of spans in a SpanLog
+_MAX_NUMBER = 1e15  # largest time, and largest number, in a file
 
 
 class TaskSpan(NamedTuple):
@@ -149,7 +149,7 @@ class SpanLog:
 
   def __init__(self, schedule: Schedule):
     self.spans: collections.deque[TaskSpan] = collections.deque(
-      maxlen=_MOST_SPANS
+      maxlen=_MAX_SPANS
     )
     self._schedule, self._end = schedule, 0.0
     # Once: a table may have 100,000 tasks, and a call makes some hundred.
@@ -229,6 +229,6 @@ def _is_span(device, stage, microbatch, action, start, end):
     and {type(start), type(end)} <= {int, float}
     # NaN is for `measured` to name.
     and not any(
-      abs(number) > _MOST_NUMBER for number in (*integers, start, end)
+      abs(number) > _MAX_NUMBER for number in (*integers, start, end)
     )
   )

@@ -19,7 +19,7 @@ from asgd.pipeline.table import (
 )
 
 _AROUND = 12  # slots that an error shows on either side of a mark
-_MOST_DEVICES = 16  # that an error shows
+_MAX_DEVICES = 16  # that an error shows
 
 
 class TableRows(NamedTuple):
@@ -123,12 +123,12 @@ def _window(schedule, marked):
     first_slot = last_slot - 4 * _AROUND
   is_shown = (schedule.time >= first_slot) & (schedule.time <= last_slot)
   lowest = 0
-  if schedule.devices > _MOST_DEVICES:
+  if schedule.devices > _MAX_DEVICES:
     devices = schedule.device[marked]
-    lowest = max(int(devices.min()) - _MOST_DEVICES // 2, 0)
+    lowest = max(int(devices.min()) - _MAX_DEVICES // 2, 0)
     is_shown &= schedule.device >= lowest
     is_shown &= schedule.device <= max(
-      int(devices.max()), lowest + _MOST_DEVICES
+      int(devices.max()), lowest + _MAX_DEVICES
     )
   fields = table_lib.Task._fields
   columns = {name: getattr(schedule, name)[is_shown] for name in fields}

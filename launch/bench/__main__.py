@@ -39,11 +39,11 @@ BENCHMARKS = (
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
   *("network", "orders", "hogwild"),
 )
-_F = flags.define("bench")
+_FLAGS = flags.define("bench")
 _PASSED_FLAGS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"
 _BUSY = 0.1  # share of the cores that other programs may use without a warning
 _TIME_LIMIT = 240  # seconds of one benchmark, on two free cores
-_MOST_MEGABYTES = 1e5  # MB
+_MAX_MEGABYTES = 1e5  # MB
 
 
 def _runner(name: str) -> Any:
@@ -54,7 +54,7 @@ def _runner(name: str) -> Any:
 def _given_options(name: str) -> dict[str, Any]:
   """Returns the flags that the user gives and the benchmark takes."""
   parameters = inspect.signature(_runner(name)).parameters
-  values = {key: _F[key].value for key in _PASSED_FLAGS}
+  values = {key: _FLAGS[key].value for key in _PASSED_FLAGS}
   options = {key: value for key, value in values.items() if value is not None}
   if "sizes" in options:
     options["sizes"] = list(map(float, options["sizes"]))  # MB
@@ -74,7 +74,7 @@ def _measure_busy_share(when: str) -> float:
 
 
 def _measure(name: str) -> dict[str, Any]:
-  """Runs a benchmark; returns its results as JSON has them."""
+  """Runs a benchmark; returns its results as the object that --json prints."""
   options, cores = _given_options(name), provenance.cores()
   rows = report.BenchReport()
   start_time = time.monotonic()
@@ -86,7 +86,7 @@ def _measure(name: str) -> dict[str, Any]:
   if seconds > _TIME_LIMIT:
     print(f"warning: it took over {_TIME_LIMIT} s", file=sys.stderr)
   words = ["asgd", "bench", name]
-  # The path says nothing about the numbers, and may name a user.
+  # Without the folder, which may contain a user's name.
   if "peer" in options:
     options["peer"] = Path(options["peer"]).name
   words += [f"--{key}={_text(value)}" for key, value in options.items()]
@@ -106,13 +106,13 @@ def _measure(name: str) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-  """Returns the value of a flag as a command line has it."""
+  """Returns the value of a flag as text of a command line."""
   return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _measure_all() -> list[dict[str, Any]]:
-  """Runs each benchmark in a process; returns the results of those that end,
-  and of the others the exit status."""
+  """Runs each benchmark in a process; returns their results. The result of one
+  that failed has its exit status instead of rows."""
   results = []
   with tempfile.TemporaryDirectory() as folder:
     # A process for each: some set JAX's number of devices, once and for all.
@@ -138,37 +138,37 @@ def _list() -> None:
 
 def _check() -> None:
   """Raises ValueError for flags out of range, before anything is printed."""
-  flag_values = {k: _F[k].value for k in ("rounds", "block", "seconds")}
+  flag_values = {k: _FLAGS[k].value for k in ("rounds", "block", "seconds")}
   if not all(value is None or value > 0 for value in flag_values.values()):
     raise ValueError("--rounds, --block and --seconds must be positive")
   # `which` also accepts a path.
-  peer = _F["peer"].value
+  peer = _FLAGS["peer"].value
   if peer is not None and shutil.which(peer) is None:
     raise ValueError(f"--peer={peer}: there is no such program")
   try:
-    sizes = list(map(float, _F["sizes"].value or []))
+    sizes = list(map(float, _FLAGS["sizes"].value or []))
   except ValueError as error:
     raise ValueError(f"--sizes must be numbers of MB: {error}") from error
-  if wrong_sizes := [size for size in sizes if not 0 < size <= _MOST_MEGABYTES]:
+  if wrong_sizes := [size for size in sizes if not 0 < size <= _MAX_MEGABYTES]:
     raise ValueError(
-      f"--sizes must be above 0 to {_MOST_MEGABYTES:g} MB, not {wrong_sizes[0]}"
+      f"--sizes must be above 0 to {_MAX_MEGABYTES:g} MB, not {wrong_sizes[0]}"
     )
 
 
 def main(name: str = "", *files: str) -> None:
   """Runs one benchmark or all, lists them, or joins their results."""
   _check()
-  if _F["table"].value:
+  if _FLAGS["table"].value:
     paths = [Path(file) for file in (name, *files) if file]
-    summary.show(paths, _F["page"].value)
+    summary.show(paths, _FLAGS["page"].value)
     return
-  if name or not _F["all"].value:
+  if name or not _FLAGS["all"].value:
     if not name:
       _list()
       return
     names.check("benchmark", name, BENCHMARKS)
   # --json alone prints the object, so all other output moves to stderr.
-  json_target = _F["json"].value
+  json_target = _FLAGS["json"].value
   output_stream = sys.stderr if json_target == WITHOUT_TEXT else sys.stdout
   with contextlib.redirect_stdout(output_stream):
     results = [_measure(name)] if name else _measure_all()

@@ -1,7 +1,7 @@
-"""The cost of codecs and the packed wire, in turns with a memory copy.
+"""The cost of codecs and packed messages beside a memory copy.
 
-It also measures how many messages a second a server receives from a worker on
-another node of Ray.
+The benchmark also measures how many messages per second a server receives from
+a worker on another node of Ray.
 """
 
 import os
@@ -27,10 +27,11 @@ from .turns import Contestant
 
 # The learning rate of an update: small, so that no parameter overflows.
 _RATE = 0.01
-_WARM_UP_MESSAGES = 10  # in them programs are compiled
+_WARM_UP_MESSAGES = 10  # sent while programs compile
 FAR = "far"  # resource of the worker's node
 _NEAR = "node:__internal_head__"  # resource that Ray gives to the first node
-# label -> options. Messages are standard normal numbers: |x| > 3.29 for 0.1 %.
+# label -> options. Messages are standard normal numbers; 0.1 % are above 3.29
+# in absolute value.
 _CODECS: dict[str, Mapping[str, Any]] = {
   "threshold, 0.1 %": dict(name="threshold", tau=3.29),
   "top_k, 0.1 %": dict(name="top_k", density=0.001),
@@ -59,8 +60,8 @@ Options = Mapping[str, Any]  # of `compression.named`, with the name
 def take_core(number: int) -> set[int]:
   """Keeps this thread, and those it starts, on one of its cores.
 
-  Call it before JAX starts its threads. Returns the cores that the thread had;
-  the empty set on a system that cannot bind threads.
+  Call it before JAX starts its threads. Returns the cores that the thread could
+  use before; the empty set on a system that cannot bind threads.
   """
   if not hasattr(os, "sched_setaffinity"):
     return set()
@@ -70,8 +71,9 @@ def take_core(number: int) -> set[int]:
 
 
 def message(megabytes: float, leaves: int = 4) -> dict[str, npt.NDArray[Any]]:
-  """Returns matrices of normal numbers, `megabytes` together."""
-  rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)  # 4 bytes an element
+  """Returns a message of matrices of normal numbers, `megabytes` in total."""
+  # An element has 4 bytes.
+  rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)
   rng = np.random.default_rng(0)
   return {
     f"layer{i}": rng.standard_normal((rows, 256), np.float32)
@@ -105,16 +107,16 @@ class MessageStages:
     self._unpacked = packing.unpack(self.layout, self.pack())
 
   def begin(self) -> None:
-    """Starts to make a code; its first use waits for it."""
+    """Starts the encoding; the first use of the code waits for its end."""
     self.code, self._state = self._step(self._state, self._message)
 
   def encode(self) -> None:
-    """Makes a code, and waits for it."""
+    """Encodes the message, and waits for the code."""
     self.begin()
     jax.block_until_ready((self.code, self._state))
 
   def pack(self) -> npt.NDArray[np.uint8]:
-    """Returns the packed code, uint8[bytes], until the next call."""
+    """Returns the packed code, uint8[bytes]; the next call overwrites it."""
     length = packing.pack(self.layout, self.code, self._buffer)
     return self._buffer[:length]
 
@@ -123,7 +125,7 @@ class MessageStages:
     self._unpacked = packing.unpack(self.layout, data)
 
   def decode(self) -> None:
-    """Decodes what was unpacked, and waits for it."""
+    """Decodes the unpacked code, and waits for the message."""
     jax.block_until_ready(self._decode(self._unpacked))
 
   def contestants(self) -> dict[str, Contestant]:
@@ -139,7 +141,7 @@ class MessageStages:
 
 
 def copy(like: Any) -> Contestant:
-  """Returns a copy of all elements, from memory to memory."""
+  """Returns a contestant that copies all elements in memory."""
   pairs = [(x.copy(), x) for x in jax.tree.leaves(like)]
 
   def copy_all() -> None:
@@ -150,8 +152,8 @@ def copy(like: Any) -> Contestant:
 
 
 def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
-  """Returns (encoding and decoding of positions, bits of a position). `count`
-  positions are drawn with a density."""
+  """Returns (contestants that encode and decode positions, bits per position).
+  The `count` positions are drawn at random with the density."""
   # Gaps between positions that are drawn independently are geometric.
   steps = np.random.default_rng(0).geometric(density, count)
   positions = np.cumsum(steps) - 1
@@ -171,11 +173,11 @@ class Rate(NamedTuple):
   """The rate of messages from a worker to a server."""
 
   per_second: float
-  cpu: float  # seconds of both processes for a message
+  cpu: float  # CPU seconds of both processes per message
 
 
 def _identity(tree: Any) -> Any:
-  """Returns a message of the dense wire, which is its own code."""
+  """Decodes a message that was sent without a codec."""
   return tree
 
 
@@ -229,7 +231,7 @@ class _Worker:
       if stages is None:
         reply = server.receive.remote(jax.tree.map(np.asarray, dense))
       else:
-        # The next code is made while the server handles this one.
+        # The worker encodes the next message while the server handles this one.
         reply = server.receive.remote(stages.pack())
         stages.begin()
       ray.get(reply)
@@ -253,18 +255,18 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
   """Returns how fast a server receives messages from a worker.
 
   Each message is a call of Ray between two nodes on this machine that share no
-  memory. It passes sockets, as between machines, but at the speed of this
-  machine's memory. The worker has the message on its device, and the server
-  makes an update from it. Without a codec the elements are sent. With one the
-  worker encodes and packs; the server unpacks, and decodes in the update. The
-  worker makes the next code while a message is in flight, as a worker with two
-  tickets does.
+  memory. It travels through sockets, as between machines, but at the speed of
+  this machine's memory. The worker has the message on its device, and the
+  server makes an update from it. Without a codec the elements are sent. With a
+  codec the worker encodes and packs; the server unpacks, and decodes in the
+  update. The worker encodes the next message while one is in flight, as a
+  worker with two tickets does. Ray must run, with a node that has the resource
+  FAR.
 
   Args:
     like: the message, a tree of float32 arrays of NumPy.
-    options: the codec; None: dense.
-    seconds: the duration. Ray must be started, with a node that has the
-      resource FAR.
+    options: the codec; None: the message is sent without a codec.
+    seconds: how long to send.
   """
   import ray
 
@@ -285,7 +287,7 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
 def _stages(
   report: BenchReport, like: dict[str, npt.NDArray[Any]], rounds: int
 ) -> None:
-  """Prints the speeds of each codec's stages over the speed of a copy."""
+  """Prints the speeds of each codec's stages, relative to that of a copy."""
   copy_call = copy(like)
   size = sum(x.nbytes for x in like.values())
   table = report.table(
@@ -300,7 +302,7 @@ def _stages(
   for label, options in _CODECS.items():
     stages = MessageStages(options, like)
     contestants = {"copy": copy_call, **stages.contestants()}
-    # CPU time: other programs change the time of the wall.
+    # CPU time, because other programs change the elapsed time.
     times = turns.take_turns(contestants, rounds, 3, time.process_time)
     copy_seconds, *stage_seconds = times.values()
     stage_speeds = [
@@ -313,11 +315,11 @@ def _stages(
     ratios = [Measured(copy_seconds / s) for s in direction_seconds]
     table.row(label, length, size / length, *stage_speeds, *speeds, *ratios)
   speed = size / 1e6 / np.median(copy_seconds)
-  print(f"\nof a copy, that is {speed:.0f} MB/s")
+  print(f"\nspeed of a copy: {speed:.0f} MB/s")
 
 
 def _coder(report: BenchReport, rounds: int) -> None:
-  """Prints positions per second, and the bits of a position."""
+  """Prints positions per second, and the bits per position."""
   table = report.table(
     "the coder of positions, by density",
     "density",
@@ -337,13 +339,13 @@ def _coder(report: BenchReport, rounds: int) -> None:
 
 
 def _messages(report: BenchReport, like: Any, seconds: float) -> None:
-  """Prints messages per second, of codecs and of the dense wire."""
+  """Prints messages per second, with codecs and without."""
   options_of: dict[str, Options | None] = {"dense": None}
   options_of |= {label: _CODECS[label] for label in _SENT_CODECS}
   rates: dict[str, list[tuple[float, float]]] = {
     label: [] for label in options_of
   }
-  # Turns: a slow phase of the machine meets all codecs alike.
+  # In turns: a slow phase of the machine then slows all codecs alike.
   for _ in range(_RATE_TURNS):
     for label, options in options_of.items():
       turn_rate = rate(like, options, seconds / _RATE_TURNS)

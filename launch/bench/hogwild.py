@@ -38,8 +38,8 @@ class Example(NamedTuple):
 
 
 def examples_of(data: sparse.Sparse) -> list[Example]:
-  """Returns the training examples, without the values of 0 that fill rows: a
-  key that occurs twice in a row would lose an addition in one process, too."""
+  """Returns the training examples, without the values of 0 that fill rows. The
+  filling repeats a key, and NumPy adds only one of the changes to it."""
   rows = zip(data.train_keys, data.train_values, data.train_labels, strict=True)
   return [
     Example(keys[values != 0], values[values != 0].astype(float), float(label))
@@ -57,9 +57,9 @@ def train(
 
   Args:
     weights: float64[K], changed in place.
-    examples: of which the order has indices.
-    order: int64[U].
-    lock: entered for each update; a null context for none.
+    examples: the training examples.
+    order: int64[U], indices of `examples`.
+    lock: a context that each update enters, such as a lock.
   """
   for index in order:
     keys, values, label = examples[index]
@@ -72,9 +72,9 @@ def _process(
   memory: Any, data: sparse.Sparse, part: slice, updates: int, lock: Any,
   barrier: Any,
 ) -> None:
-  """Trains in a process, between two barriers of all processes, with a part of
-  an order of `updates` examples, which is the same for any number of
-  processes."""
+  """Trains in a process on its part of an order of `updates` examples, which is
+  the same for any number of processes. All processes wait at the barrier before
+  and after the training."""
   examples = examples_of(data)
   rng = np.random.default_rng(0)
   order = rng.integers(len(examples), size=updates)[part]
@@ -96,7 +96,7 @@ def loss_of(
 def measure(
   data: sparse.Sparse, processes: int, updates: int, *, has_lock: bool
 ) -> tuple[float, float]:
-  """Returns (updates a second, loss) of processes that divide the updates."""
+  """Returns (updates per second, loss) of processes that share the updates."""
   context = multiprocessing.get_context("spawn")  # JAX has threads: no fork
   memory = context.RawArray("d", data.features)
   lock = context.Lock() if has_lock else None
@@ -123,7 +123,8 @@ def measure(
 
 
 def run(report: BenchReport, rounds: int = 3) -> None:
-  """Prints updates/s and the loss after equal updates, by processes."""
+  """Prints updates/s, and the loss after equally many updates, for each number
+  of processes."""
   data = sparse.generated(_EXAMPLES, _FEATURES, nonzeros=20, relevant=200)
   cores = os.cpu_count() or 1
   contestants = {
@@ -140,7 +141,7 @@ def run(report: BenchReport, rounds: int = 3) -> None:
     {"speed / one process": ".2f", "loss / one process": ".4f"},
     width=10,
   )
-  turns = [
+  measurements = [
     [
       measure(data, processes, _UPDATES, has_lock=has_lock)
       for processes, has_lock in contestants.values()
@@ -148,7 +149,7 @@ def run(report: BenchReport, rounds: int = 3) -> None:
     for _ in range(rounds)
   ]
   # By contestant: the rates and the losses of the rounds.
-  results = np.transpose(turns, (1, 2, 0))
+  results = np.transpose(measurements, (1, 2, 0))
   base_rates, base_losses = results[0]
   for name, (rates, final_losses) in zip(contestants, results, strict=True):
     ratios = (

@@ -1,9 +1,9 @@
-"""Another machine on this one: two network namespaces of Linux, and a wire.
+"""Two network namespaces of Linux and a wire, in place of two machines.
 
 Traffic between the namespaces passes a pair of virtual Ethernet devices, in
 packets of TCP. `tc` limits the bandwidth each way (a token bucket, tc-tbf(8)).
 So the effect of a network on a run can be measured on one machine. The process
-must already be in a new namespace, where it cannot change the network of the
+must already be in a new namespace, in which it cannot change the network of the
 machine:
 
   unshare --net asgd bench network --links=tc
@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 from asgd.live import ray_internals
 
 NEAR, FAR = "10.211.0.1", "10.211.0.2"  # addresses of the two ends
-# A burst of 2 ms of the bandwidth passes the token bucket at once.
-_BURST = 0.002
-_LEAST_BURST = 4096  # bytes of a burst: a packet and some
-_QUEUE = "50ms"  # packets that would wait longer are dropped
+# The token bucket passes at once the bytes of so many seconds.
+_BURST_SECONDS = 0.002
+_MIN_BURST_BYTES = 4096  # more than a packet
+_MAX_QUEUE_DELAY = "50ms"  # packets that would wait longer are dropped
 _HINT = (
   "it needs Linux with iproute2, and a new network namespace, which root can"
   " make: unshare --net COMMAND"
@@ -75,7 +75,7 @@ class VirtualWire:
     _run(*prefix, "ip", "route", "add", "default", "dev", name)
 
   def limit(self, bandwidth: float | None) -> None:
-    """Limits the wire to bytes a second, each way; None: no limit."""
+    """Limits the bytes per second in each direction; None: no limit."""
     for prefix, name in (([], "near"), (self.prefix, "far")):
       words = [*prefix, "tc", "qdisc"]
       current = _run(*words, "show", "dev", name)
@@ -83,10 +83,10 @@ class VirtualWire:
       if "tbf" in current:
         _run(*words, "del", "dev", name, "root")
       if bandwidth is not None:
-        burst = max(round(bandwidth * _BURST), _LEAST_BURST)
+        burst = max(round(bandwidth * _BURST_SECONDS), _MIN_BURST_BYTES)
         # tc counts bits, not bytes.
         limit = ["rate", f"{round(8 * bandwidth)}bit", "burst", str(burst)]
-        limit += ["latency", _QUEUE]
+        limit += ["latency", _MAX_QUEUE_DELAY]
         _run(*words, "add", "dev", name, "root", "tbf", *limit)
 
 
@@ -126,7 +126,7 @@ def _wait_for_line(process: subprocess.Popen[bytes]) -> bool:
 def _end(process: subprocess.Popen[bytes]) -> None:
   """Ends a process that runs until its input ends."""
   assert process.stdin is not None and process.stdout is not None  # pipes
-  # Closing its input ends the process; a signal would leave Ray's behind.
+  # Closing its input ends the process. A signal would leave processes of Ray.
   process.stdin.close()
   process.stdout.close()
   process.wait()
@@ -136,7 +136,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   """Adds a node at the other end of a wire to this process's cluster of Ray.
 
-  Only this node has the resource, 1 of it. Its object store has `memory` bytes.
+  Only this node has the resource, with amount 1. Its object store has `memory`
+  bytes.
   """
   code = (
     "import sys; from asgd.live import ray_internals;"

@@ -1,11 +1,11 @@
-"""Messages a second over slow links: live, and simulated from one worker.
+"""Messages per second over slow links: live, and simulated from one worker.
 
-A worker's job waits for a drawn time and takes a gradient that costs almost
+A worker's job waits for a drawn time and computes a gradient that costs almost
 nothing. So any number of workers run on a few cores. The benchmark
 
 1. measures the jobs of one live worker over links that take no time;
 2. simulates N workers over a slow network with these times;
-3. runs N live workers over links that are as slow.
+3. runs N live workers over links of the same speed.
 """
 
 import contextlib
@@ -47,13 +47,13 @@ _RATE = 0.01  # learning rate; the loss does not matter
 FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # resource that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
-_WANTED_RATIO = "0.85 to 1.15"  # wanted of simulated by live
-_JOBS = 40  # of a worker that waits for no other, in a live run
+_TARGET = "0.85 to 1.15"  # of simulated / live
+_JOBS = 40  # jobs in a live run of a worker that waits for no other
+# Least jobs of a worker that waits for others; its first does not count.
+_MIN_JOBS = 12
 # A measurement is repeated if jobs took 5 % longer than their waits.
 _LATE_LIMIT, _TRIES = 0.05, 2
 _T = TypeVar("_T")
-# Jobs of a worker that waits for others. The first job of each does not count.
-_LEAST_JOBS = 12
 
 
 class LinkSpeeds(NamedTuple):
@@ -63,7 +63,7 @@ class LinkSpeeds(NamedTuple):
   latency: float = 0.005  # one way
   port: float = 20 * 409_600  # bandwidth of a shard's port, each way
   nbytes: int = 409_600  # of a message, and of a ticket
-  incast: str = "queue"  # as `asgd.orders.network.Network` has it
+  incast: str = "queue"  # of `asgd.orders.network.Network`
 
   def section(self) -> dict[str, Any]:
     """Returns the section `network` of a config."""
@@ -77,10 +77,10 @@ class LinkSpeeds(NamedTuple):
     return self._replace(job=job, latency=latency, port=self.port / factor)
 
   def bound(self, workers: int, shards: int, job: float | None = None) -> float:
-    """Returns the smaller of N / c and S B / b, a bound of the messages a
-    second. N / c is the rate of N workers that never wait for each other; c is
-    the time from ticket to ticket, with jobs of the mean time `job`. S B / b is
-    the rate that the ports of S shards allow.
+    """Returns an upper bound of the messages per second: the smaller of N / c
+    and S B / b. N / c is the rate of N workers that never wait for each other;
+    c is the time from ticket to ticket, with jobs of the mean time `job`. S B /
+    b is the rate that the ports of S shards allow.
 
     Example:
       >>> from .network import LinkSpeeds
@@ -88,16 +88,16 @@ class LinkSpeeds(NamedTuple):
       >>> links.bound(2, 1), links.bound(2, 2), links.bound(16, 2)
       (0.3333333333333333, 0.5, 1.0)
     """
-    # Seconds of a message at a shard's port, which has 1 / S of it.
-    job, port = job or self.job, self.nbytes / shards / self.port
-    # A cycle: the job, the ticket and the message. 1 / port: all ports are
-    # busy.
-    return min(workers / (job + 2 * (self.latency + port)), 1 / port)
+    # Seconds of a message at a shard's port: each shard gets 1 / S of it.
+    job, port_seconds = job or self.job, self.nbytes / shards / self.port
+    # A cycle: the job, the ticket and the message.
+    cycle = job + 2 * (self.latency + port_seconds)
+    return min(workers / cycle, 1 / port_seconds)
 
 
 def _draw_wait(seconds: float, seed: int, worker: int, job: int) -> float:
   """Returns how long a job waits, `seconds` in the mean."""
-  # The same wait in a live run and in a repetition of it.
+  # `_mean_lateness` draws the same wait again.
   rng = np.random.default_rng((seed, worker, job))
   return seconds * rng.uniform(1 - _SPREAD, 1 + _SPREAD)
 
@@ -107,8 +107,9 @@ def waiting(
 ) -> problems.Problem:
   """Returns a problem with jobs that wait, `seconds` in the mean.
 
-  The wait is drawn uniformly from 0.5 to 1.5 times the mean; worker and job are
-  the key. The parameters have `nbytes` bytes; the loss is half their square.
+  The wait is drawn uniformly from 0.5 to 1.5 times the mean, with worker and
+  job as the seed. The parameters have `nbytes` bytes; the loss is half the sum
+  of their squares.
   """
   rows = max(round(nbytes / 4 / _LEAVES / _WIDTH), 1)
   empty_batch = np.zeros((batch_size, 1), np.float32)
@@ -176,7 +177,7 @@ def _train(
     engines=_ENGINES,
   )
   (cell,) = experiment.cells
-  end_results: list[Any] = []  # what the loop passes at its end
+  end_results: list[Any] = []  # the arguments that the loop passes to `on_end`
   with tempfile.TemporaryDirectory() as folder:
     machine = Machine()
     try:
@@ -196,8 +197,8 @@ def _train(
 
 def _mean_lateness(files: live_files.LiveFiles, seconds: float) -> float:
   """Returns the mean time by which jobs of a live run took longer than their
-  waits, over the mean wait `seconds`. It is large if other programs had the
-  cores."""
+  waits, relative to the mean wait `seconds`. It is large if other programs used
+  the cores."""
   lateness = [
     # A wait is drawn from worker and job, so that it can be drawn again here.
     span.end - span.start - _draw_wait(seconds, 0, worker, span.job)
@@ -209,19 +210,18 @@ def _mean_lateness(files: live_files.LiveFiles, seconds: float) -> float:
 
 
 def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
-  """Repeats a measurement that other programs disturb, at most `_TRIES` times.
+  """Makes a measurement, up to `_TRIES` times while other programs disturb it.
 
-  Returns (result, disturbance) of the least disturbed try.
+  Returns (result, lateness of jobs) of the least disturbed try.
   """
   tries: list[tuple[_T, float]] = []
-  # Repeat only a try that was disturbed.
   while len(tries) < _TRIES and (not tries or tries[-1][1] > _LATE_LIMIT):
     tries.append(call())
-  return min(tries, key=lambda result: result[1])
+  return min(tries, key=lambda result_and_lateness: result_and_lateness[1])
 
 
 def _rate(records: base.Records, workers: int) -> float:
-  """Returns messages a second, after each worker has sent one."""
+  """Returns messages per second, after each worker has sent one."""
   # From here on all workers are at work: the start is left out.
   n_first = predict.count_until_all_sent(records.worker, workers)
   return predict.rate(predict.Outcome(0.0, records, float("nan")), n_first)
@@ -235,15 +235,15 @@ def simulated(
   times: Sequence[float],
   seed: int = 0,
 ) -> float:
-  """Returns the messages a second of N simulated workers over the network.
+  """Returns the messages per second of N simulated workers over the network.
 
   Args:
-    links: their latency, bandwidth, and bytes of a message.
+    links: the latency, the bandwidth, and the bytes of a message.
     workers: N.
-    shards: S, which keep one order.
+    shards: S; all shards apply the messages in one order.
     messages: the number of messages of the run. The rate leaves out the first
       messages, until each worker has sent one.
-    times: seconds of jobs, from which the times of each worker are drawn.
+    times: measured seconds of jobs; each worker's times are drawn from them.
     seed: the seed of the draws.
   """
   rows = [{"worker": 0, "seconds": seconds} for seconds in times]
@@ -278,17 +278,17 @@ class Threads:
     self.links = self._links.slower(seconds / _JOBS / cycle)
 
   def _slow_links(self) -> dict[str, Any]:
-    """Makes links slow; returns the keys of a config that do."""
+    """Makes links slow; returns the config keys for slow links."""
     return {"network": self.links.section()}
 
   def _fast_links(self) -> dict[str, Any]:
-    """Makes links take no time; returns the keys of a config that do."""
+    """Makes links fast; returns the config keys for fast links."""
     return {}
 
   def _run_live(
     self, workers: int, shards: int, messages: int, **config: Any
   ) -> tuple[base.Records, Any, float]:
-    """Returns records and files of a live run, and how late its jobs were."""
+    """Returns (records, files, mean lateness of jobs) of a live run."""
     live = {"spans": True, **config.pop("live", {})}
     read, links = live_files.read, self.links
     records, files = _train(
@@ -299,8 +299,8 @@ class Threads:
     return records, files, _mean_lateness(files, links.job)
 
   def measured(self, messages: int) -> tuple[list[float], float]:
-    """Returns the seconds that the jobs of one worker take, over links that are
-    as fast as they can be, and how late they were."""
+    """Returns (seconds of each job of one worker, mean lateness of the jobs),
+    over fast links."""
     _, files, late = self._run_live(1, 1, messages, **self._fast_links())
     # From the end of a job to the next one, without the first.
     jobs = predict.measure_jobs(files.journals[0], files.spans)
@@ -309,8 +309,8 @@ class Threads:
   def rate(
     self, workers: int, shards: int, messages: int
   ) -> tuple[float, float]:
-    """Returns the messages a second of N workers over slow links, and how late
-    their jobs were."""
+    """Returns (messages per second, mean lateness of jobs) of N workers over
+    slow links."""
     records, _, late = self._run_live(
       workers, shards, messages, **self._slow_links()
     )
@@ -318,12 +318,12 @@ class Threads:
 
 
 class SeparateMachines(Threads):
-  """A live server, and workers beyond a wire.
+  """A live server, and workers at the other end of a wire.
 
-  They are processes of Ray in two network namespaces. `tc` limits the wire
-  between them to the bandwidth of a port. TCP divides it among simultaneous
-  messages, and the latency is the wire's. All shards would be on one machine,
-  and so at one port: there is one shard.
+  Server and workers are processes of Ray in two network namespaces. `tc` limits
+  the wire between them to the bandwidth of a port. TCP divides this bandwidth
+  among simultaneous messages, and the latency is the wire's. There is one
+  shard, because several would share one machine and its port.
   """
 
   runs = tuple((n, 1) for n in (1, 2, 4, 8))
@@ -333,7 +333,7 @@ class SeparateMachines(Threads):
   _engine = "ray"
 
   def __init__(self, seconds: float, wire: namespaces.VirtualWire):
-    """Ray has been started, with workers' resource FAR beyond the wire."""
+    """Ray must run, with a node at the far end that has the resource FAR."""
     super().__init__(seconds)
     self._wire = wire
 
@@ -354,8 +354,8 @@ def machines(seconds: float) -> Iterator[SeparateMachines]:
     ValueError: where no network namespace can be made, with the reason.
   """
   with namespaces.wire() as wire:
-    # No other machine reaches it: only the other end of the wire does.
-    # Ray starts helpers, which would take time of the two cores.
+    # Ray listens on all interfaces, which here lead to the wire's other end
+    # only. Ray's helper processes would take time of the two cores.
     with ray_internals.without_unused_processes():
       ray_runtime.start(None, allow_network=True, memory=_MEMORY)
     try:
@@ -373,7 +373,7 @@ RUNTIMES: dict[str, Callable[[float], Any]] = {
 
 
 class Turn(NamedTuple):
-  """The rates of a live run and of its prediction, in messages a second."""
+  """The rates of a live run and of its prediction, in messages per second."""
 
   bound: float  # the most that workers and ports allow
   live: float
@@ -397,7 +397,7 @@ def turn(
   bound = links.bound(workers, shards, float(np.mean(times)))
   # The rate of a worker over that of one alone: it waits for busy ports.
   rate_share = links.bound(workers, shards) / links.bound(1, 1) / workers
-  jobs = max(round(_JOBS * rate_share), _LEAST_JOBS)
+  jobs = max(round(_JOBS * rate_share), _MIN_JOBS)
   size = workers, shards, workers * jobs
   # Predict first: the prediction must not know the live run.
   predicted = simulated(links, *size, times, seed)
@@ -411,10 +411,10 @@ def run(
   seconds: float = 3.0,
   rounds: int = 3,
 ) -> None:
-  """Prints messages a second for several counts of workers and shards.
+  """Prints messages per second for several counts of workers and shards.
 
-  A row has the most that the links allow, the rate of live runs of `seconds`
-  each, and the simulated rate, in turns.
+  A row has the bound that the links set, the rate of live runs of `seconds`
+  each, and the simulated rate.
   """
   with RUNTIMES[links](seconds) as runtime:
     speeds = runtime.links
@@ -427,8 +427,7 @@ def run(
       {"simulated / live": ".2f"},
       width=20,
     )
-    # One worker is measured once a round. A round predicts from its
-    # measurement.
+    # Each round measures one worker, and predicts from this measurement.
     job_measurements = [
       undisturbed(lambda: runtime.measured(_JOBS)) for _ in range(rounds)
     ]
@@ -439,6 +438,6 @@ def run(
       ]
       bound, live, simulated, late = np.transpose(measured_turns)
       rates = [float(np.median(x)) for x in (bound, live, simulated)]
-      ratio = Measured(simulated / live, _WANTED_RATIO)
+      ratio = Measured(simulated / live, _TARGET)
       name = f"workers {workers}, shards {shards}"
       table.row(name, *rates, 100 * late.max(), ratio)

@@ -1,8 +1,9 @@
 """Microseconds to make, check and summarise a row of an order.
 
-Orders of a fixed set of workers, over a network that takes no time, are made in
-columns. Beside them is the same order, played event by event by the dispatcher
-of live runs. Growth is the time of a row with 8,192 workers over that with 8.
+Orders of a fixed set of workers, over a network that takes no time, are
+computed as whole columns. For comparison the dispatcher of live runs computes
+the same orders event by event. Growth is the time of a row with 8,192 workers
+over that with 8.
 """
 
 import multiprocessing
@@ -18,7 +19,7 @@ from asgd.orders.protocol import Rules
 
 from .report import BenchReport, Measured, peak_bytes
 
-_WORKERS = (8, 64, 512, 8192)  # the last by the first is the growth
+_WORKERS = (8, 64, 512, 8192)  # growth compares the last with the first
 _MESSAGES, _PLAYED_MESSAGES = 200_000, 10_000  # of a turn; playing is slower
 _LARGE = {10_000: 5_000_000, 100_000: 500_000}  # workers -> messages
 
@@ -71,7 +72,7 @@ def _by_workers(
   measure: Callable[[Rules, int], float],
   rounds: int,
 ) -> None:
-  """Prints the times of a row; workers take turns."""
+  """Prints the time of a row for each number of workers, measured in turns."""
   table = report.table(
     title,
     "protocol",
@@ -92,7 +93,7 @@ def _by_workers(
 def _measure_in_process(
   name: str, workers: int, messages: int, results: Any
 ) -> None:
-  """Puts (rows, seconds, peak in GB) of a process that makes one order."""
+  """Makes one order; puts (rows, seconds, peak memory in GB) into `results`."""
   start_time = time.perf_counter()
   rows = _make(_protocols(workers, messages)[name], workers, messages)
   seconds = time.perf_counter() - start_time

@@ -13,14 +13,14 @@ cost of dividing it.
   Here 1.00 is the best possible: the same cores compute and add gradients up,
   so no time can be hidden. XLA's CPU backend also combines small all-reduces
   into one at the end;
-- collectives written out, on two and on eight devices, against `jax.lax.psum`:
+- explicit collectives, on two and on eight devices, against `jax.lax.psum`:
   with the sum in new memory, and in place (the argument is donated; XLA copies
   it for `psum`). Two processes measure them:
-    - one with the default settings, the ring alone. It gives the memory of
-      large arrays back to the system after each call, and the next call waits
-      for new pages, which takes longer than to add the numbers up;
-    - one that keeps freed memory, by variables that glibc reads
-      (MALLOC_MMAP_MAX_ and others). Here times are those of messages. Beside
+    - one measures only the ring, with default settings. glibc then returns the
+      memory of large arrays to the system after each call, and the next call
+      waits for new pages, which takes longer than the addition;
+    - one measures all, and keeps freed memory by variables that glibc reads
+      (MALLOC_MMAP_MAX_ and others). Its times are those of messages. Beside
       them are the times by `asgd.parallel.costs`, for a link fitted to the
       ring's times in place at the smallest and the largest size.
 """
@@ -69,7 +69,7 @@ def _problem(batch_size: int) -> problems.Problem:
 
 
 def data_steps() -> dict[str, Contestant]:
-  """Returns the step of one device, and those of two at all stages of ZeRO."""
+  """Returns the step on one device, and on two at each stage of ZeRO."""
   problem = _problem(_BATCH)
   tx = optax.adam(1e-3)
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
@@ -117,7 +117,7 @@ class _Mlp(nn.Module):
 def tensor_steps(
   width: int = _WIDTH, rows: int = _ROWS
 ) -> dict[str, Contestant]:
-  """Returns forward and backward of an MLP, on one device and on two."""
+  """Returns forward and backward passes of an MLP, on one device and on two."""
   mesh = meshes.make({meshes.TENSOR: _DEVICES})
   x = jax.random.normal(jax.random.key(0), (rows, width))
   params = _Mlp(width, False).init(jax.random.key(1), x)
@@ -175,9 +175,10 @@ def reductions() -> dict[str, Contestant]:
 
 
 def shapes(devices: int) -> dict[str, dict[str, int]]:
-  """Returns the mesh of each collective that fits so many devices."""
+  """Returns collective -> mesh (axis -> size), for those that run on so many
+  devices."""
   meshes_of = dict.fromkeys(collectives.COLLECTIVES, {"all": devices})
-  # It needs two axes: nodes of two devices.
+  # `hierarchical` needs two axes: nodes of two devices.
   del meshes_of["hierarchical"]
   if devices % 2 == 0 and devices > 2:
     meshes_of["hierarchical"] = {"inside": 2, "between": devices // 2}
@@ -187,7 +188,8 @@ def shapes(devices: int) -> dict[str, dict[str, int]]:
 def _make_sums(
   name: str, devices: int, size: float
 ) -> tuple[Contestant, Contestant]:
-  """Returns a collective of `size` MB a device: in new memory, and in place."""
+  """Returns contestants that run a collective of `size` MB per device: with the
+  sum in new memory, and in place."""
   mesh, reduce = meshes.make(shapes(devices)[name]), collectives.lookup(name)
   spec = P(tuple(mesh.axis_names))
   axis = mesh.axis_names if len(mesh.axis_names) > 1 else mesh.axis_names[0]
@@ -221,13 +223,13 @@ def cost(name: str, size: float, devices: int) -> costs.Cost:
 def fit(
   small: tuple[costs.Cost, float], large: tuple[costs.Cost, float]
 ) -> costs.LinkSpeed:
-  """Returns the link on which two costs take these seconds. If that link has a
-  negative latency or bandwidth, the latency is 0, and the link fits the larger
-  cost alone."""
+  """Returns the link on which two costs take their seconds; each argument is
+  (cost, seconds). If that link has a negative latency or bandwidth, the latency
+  is 0, and the link fits the larger cost alone."""
   # steps x latency + bytes x (1 / bandwidth) = seconds, for both.
-  rounds = [[c.steps, c.bytes] for c, _ in (small, large)]
+  coefficients = [[c.steps, c.bytes] for c, _ in (small, large)]
   latency, seconds_per_byte = np.linalg.solve(
-    rounds, [t for _, t in (small, large)]
+    coefficients, [t for _, t in (small, large)]
   )
   if latency < 0 or seconds_per_byte <= 0:
     latency, seconds_per_byte = 0.0, large[1] / large[0].bytes
@@ -237,7 +239,7 @@ def fit(
 def measure(
   name: str, devices: int, size: float, rounds: int
 ) -> npt.NDArray[np.float64]:
-  """Measures a collective of `size` MB a device, taking turns with psum.
+  """Measures a collective of `size` MB per device, in turns with psum.
 
   Returns:
     float64[2, 2, rounds]: seconds of the collective and of psum, each with the
@@ -261,18 +263,18 @@ def cells(
   times: npt.NDArray[np.float64],
   link: costs.LinkSpeed | None = None,
 ) -> list[float | None | Measured]:
-  """Returns the numbers of a row, from the times of `measure`.
+  """Returns the cells of a row, from the times of `measure`.
 
-  They are milliseconds in new memory and in place; with a link also the model's
-  and their fraction of the measured ones; then the ratios to psum.
+  The cells are the milliseconds in new memory and in place; with a link, those
+  of the model and their ratio to the measured ones; and the ratios to psum.
   """
   milliseconds = [
     1e3 * float(np.median(one_form_times)) for one_form_times in times[0]
   ]
-  if name == "psum":  # the measure of the others
+  if name == "psum":  # the baseline of the others
     # Its ratios to itself are left empty.
     return [*milliseconds, *[None] * (2 if link is None else 4)]
-  # Only large rings have targets: of small ones the latency decides.
+  # Only large rings have targets: latency dominates the time of small ones.
   targets = _TARGETS if (name, size) == ("ring", _LARGE_MB) else ("", "")
   ratios = map(Measured, times[0] / times[1], targets)
   if link is None:
@@ -357,6 +359,6 @@ def run(report: BenchReport, rounds: int = 3) -> None:
 if __name__ == "__main__":  # the process that measures collectives
   jax.config.update("jax_num_cpu_devices", 8)
   child = BenchReport()
-  keeps = _KEEP_MEMORY.items() <= os.environ.items()
-  _measure_collectives(child, int(sys.argv[1]), keeps)
+  keeps_memory = _KEEP_MEMORY.items() <= os.environ.items()
+  _measure_collectives(child, int(sys.argv[1]), keeps_memory)
   child.save(sys.argv[2])

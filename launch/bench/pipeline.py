@@ -4,18 +4,20 @@ A stack of transformer blocks on two stages and two cores, against the same
 stack and the same microbatches on one device and one core:
 
 - GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S, with stages
-  as threads, and as processes that have a core each (these need Ray);
+  as threads, and as processes that have a core each (these need Ray). T is the
+  time of the one device, S the stages, M the microbatches;
 - PipeDream against T / S;
 - GPipe and 1F1B of torch.distributed.pipelining over Gloo, if torch is
-  installed, against their own bound (`--peer` names a Python that has it);
+  installed, against the bound by torch's time of one core (`--peer` names a
+  Python that has torch);
 - a table of 256 stages and 4,096 microbatches made, checked and analysed;
 - the cost of a task beyond its compiled program, on a stage that does nothing:
   one thread calls the same programs one after the other, in turns with it;
 - memory of activations, counted and by the table.
 
-The one device is another process, which has one core when JAX starts: XLA sizes
-its threads by the cores that it may use. As threads, the stages share XLA's two
-threads, so one stage may use the time in which the other is idle.
+The one device is in another process, which has one core when JAX starts: XLA
+sizes its threads by the cores that it may use. Stages as threads share XLA's
+two threads, so one stage may use the time in which the other is idle.
 """
 
 import concurrent.futures
@@ -58,7 +60,7 @@ from .report import BenchReport, Measured
 _STAGES, _MICROBATCHES = 2, 8  # a stage for each core
 # Blocks, features, heads, tokens of a sequence, sequences of a microbatch.
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
-_ASYNCHRONOUS = 48  # microbatches of a PipeDream run
+_PIPEDREAM_MICROBATCHES = 48  # microbatches of a PipeDream run
 # The large table, which is not run.
 _MANY_STAGES, _MANY_MICROBATCHES = 256, 4096
 _FLUSHING = "GPipe", "1F1B"
@@ -82,7 +84,7 @@ def _stack() -> tuple[Any, Any, jax.Array]:
 
 @functools.cache
 def _stage_fn(layers: Any, first: int, last: int) -> Callable[..., Any]:
-  """Returns the function of a stage: layers `first` to `last`, without it."""
+  """Returns the function of a stage of layers `first` to `last` - 1."""
 
   def fn(params: Any, x: Any, extra: Any) -> tuple[jax.Array, tuple[()]]:
     # The first stage reads the microbatch; the last computes the loss.
@@ -104,7 +106,7 @@ def _one_device() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
 
 
 def _work(microbatches: int) -> None:
-  """Makes the gradients of so many microbatches in this process."""
+  """Computes the gradients of so many microbatches in this process."""
   gradient, add, params = _one_device()
   total = gradient(params)
   for _ in range(microbatches - 1):
@@ -121,7 +123,8 @@ def _take_core() -> None:
 def _arguments(
   table: Schedule, layers: Any, params: Any, x: jax.Array, cuts: Sequence[int]
 ) -> dict[str, Any]:
-  """Returns the arguments of a table's executor, cut before layers `cuts`."""
+  """Returns the arguments of a table's executor, for layers that are cut at the
+  boundaries `cuts`."""
   # A tiny rate: the parameters hardly change over all repetitions.
   server = algorithms.build("asgd", 1e-6, 1).server()
   parts = [
@@ -144,7 +147,7 @@ def _stack_arguments(table: Schedule) -> dict[str, Any]:
 
 
 def _repeat_runs(engine: Any) -> turns.Contestant:
-  """Returns a run of the whole table, from the state that the last one left."""
+  """Returns a contestant that runs the whole table, from its last state."""
   return turns.repeated(
     lambda state: engine.next_pass(engine.run(state).state), engine.start()
   )
@@ -165,19 +168,19 @@ def _processes(table: Schedule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
-  """Prints rows of tables against the bubble bound."""
+  """Prints the time of each schedule beside its bubble bound."""
   s, m = _STAGES, _MICROBATCHES
   # (M + S - 1) / M: slots over those with work. / S: the work of a stage.
   flushing = (m + s - 1) / m / s
-  tables = {  # name -> (table, bound by the time on one core)
+  tables = {  # name -> (table, its bound over the time on one core)
     "GPipe": (schedules.gpipe(s, m), flushing),
     "1F1B": (schedules.one_f_one_b(s, m), flushing),
-    "PipeDream": (schedules.pipedream(s, _ASYNCHRONOUS), 1 / s),
+    "PipeDream": (schedules.pipedream(s, _PIPEDREAM_MICROBATCHES), 1 / s),
   }
   result_table = report.table(
     f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_LENGTH} tokens a"
     f" microbatch, {s} stages, {m} microbatches (PipeDream:"
-    f" {_ASYNCHRONOUS}, with its fill and drain)",
+    f" {_PIPEDREAM_MICROBATCHES}, with its fill and drain)",
     "schedule, stages",
     {"one core ms": ".0f", "bound ms": ".0f", "ms": ".0f"},
     {"speed / bound": ".2f"},
@@ -222,8 +225,8 @@ def _cells(
   seconds: npt.NDArray[Any],
   target: str = "",
 ) -> list[Any]:
-  """Returns a row. A turn's ratio is taken of times that followed each other:
-  what slows the machine slows both."""
+  """Returns the cells of a row. The times of a ratio were measured one after
+  the other: what slows the machine slows both."""
   milliseconds = [
     1e3 * float(np.median(x))
     for x in (base_seconds, bound * base_seconds, seconds)
@@ -277,10 +280,8 @@ def _table(report: BenchReport) -> None:
 
 
 def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
-  """Calls the compiled programs of two stages for `count` microbatches.
-
-  One program is called after the other, without the updates.
-  """
+  """Returns a contestant that calls the compiled programs of two stages, one
+  after the other, for `count` microbatches and without the updates."""
   # Compiled, so every part has its stage.
   stages: list[Any] = [part.stage for part in engine.compiled_program.parts]
   devices, state = engine.devices, engine.start()
@@ -288,7 +289,7 @@ def _programs(engine: executor.Executor, count: int) -> turns.Contestant:
     jax.device_put(server.params, devices[i])
     for i, server in enumerate(state.servers)
   ]
-  # Zeros of the shape that passes between the stages; only it is compiled for.
+  # Zeros with the shape of the arrays that pass between the stages.
   small = np.zeros(stages[0].y.shape, stages[0].y.dtype)
   copiers = [lanes.copier_of(devices[i], small) for i in range(2)]
   x = engine.compiled_program.extra(0, 0)
@@ -341,7 +342,7 @@ def _overhead(report: BenchReport, rounds: int) -> None:
 
 
 def _memory(report: BenchReport) -> None:
-  """Prints the memory of activations, counted and as the table says."""
+  """Prints the memory of activations, counted and computed from the table."""
   result_table = report.table(
     "most activations held, between slots, and as the table says",
     "schedule, device",
@@ -371,7 +372,7 @@ def _memory(report: BenchReport) -> None:
 
 
 def run(report: BenchReport, rounds: int = 3, peer: str | None = None) -> None:
-  """Runs all of it; `peer` is a Python that has torch, None this one."""
+  """Runs all measurements; `peer` is a Python with torch, None this one."""
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(report, rounds, peer)
   _table(report)

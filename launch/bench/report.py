@@ -1,7 +1,7 @@
 """The tables that a benchmark prints, and the same numbers as JSON.
 
 A benchmark gets a `BenchReport`, asks it for tables, and adds rows to them.
-Each row is printed at once, and the report keeps it. JSON of benchmarks is a
+Each row is printed at once, and stored in the report. JSON of benchmarks is a
 list of objects:
 
   name, command   such as "simulator", and its command line
@@ -44,7 +44,7 @@ class Measured(NamedTuple):
   target: str = ""  # such as ">= 2.5", or none
 
   def summary(self) -> dict[str, Any]:
-    """Returns median, range [least, most] and target, as JSON has them."""
+    """Returns median, range [least, most] and target, for JSON."""
     turns = np.atleast_1d(self.turns)
     limits = [_rounded(turns.min()), _rounded(turns.max())]
     row = {"median": _rounded(np.median(turns)), "range": limits}
@@ -76,7 +76,8 @@ class BenchTable:
     columns: tuple[Mapping[str, str], Mapping[str, str]],
     width: int,
   ):
-    """Prints title and header. See `BenchReport.table`; `rows` gets rows."""
+    """Prints title and header, see `BenchReport.table`. `row` appends to
+    `rows`."""
     self._rows, self.title = rows, title
     self._values, self._measured = columns
     header = [first, *self._values, *self._measured]
@@ -88,7 +89,7 @@ class BenchTable:
     print(f"\n{title}\n\n{line}\n{'-' * len(line)}", flush=True)
 
   def row(self, name: str, *cells: Number | Measured) -> None:
-    """Prints and keeps a row: a number for each value, and a Measured for each
+    """Prints and stores a row: a number for each value, and a Measured for each
     measured column; None leaves a cell empty."""
     # The first cells are values, all later ones are measured.
     values: dict[str, Any] = dict(zip(self._values, cells, strict=False))
@@ -150,11 +151,11 @@ class BenchReport:
   def add_from(
     self, command: Sequence[str], environment: Mapping[str, str]
   ) -> None:
-    """Adds the rows of a process, which prints them, and saves them to the path
-    after the command."""
+    """Runs a process and adds its rows. It prints them, and saves them to the
+    path that is appended to the command."""
     with tempfile.TemporaryDirectory() as folder:
       path = Path(folder) / "rows.json"
-      # Where output is redirected, the process's goes there too.
+      # The process's output is redirected like that of this process.
       subprocess.run(
         [*command, str(path)], env=environment, check=True, stdout=sys.stdout
       )
@@ -216,7 +217,7 @@ def to_json(results: Sequence[Mapping[str, Any]]) -> str:
   """Returns results of benchmarks as JSON, a row on each line."""
   objects = []
   for result in results:
-    # By hand: one row on each line shows changes of a file line by line.
+    # Not by `json` alone: with a row on each line, a diff shows changed rows.
     head = json.dumps({k: v for k, v in result.items() if k != "rows"})
     rows = ",\n".join(map(json.dumps, result["rows"]))
     objects.append(f'{head[:-1]}, "rows": [\n{rows}]}}')

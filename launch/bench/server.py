@@ -1,8 +1,8 @@
-"""How fast a live parameter server is, beside the one of Ray's documentation
-and memory copies. Workers run in separate processes, and a gradient costs them
-one pass over the parameters. So they train as fast as the server can reply. All
-records are on. The peer is the asynchronous parameter-server loop that Ray's
-documentation shows.
+"""Speed of a live parameter server beside Ray's example and memory copies.
+
+Workers run in separate processes, and a gradient costs them one pass over the
+parameters. So they train as fast as the server can reply. All records are on.
+Ray's example is the asynchronous parameter-server loop in its documentation.
 """
 
 import contextlib
@@ -73,11 +73,11 @@ def _make_spec(params: Any) -> WorkerSpec:
 
 
 class Speed(NamedTuple):
-  """A run of the Ray runtime, and what an update costs its processes."""
+  """The speed of a run on Ray, and the cost of an update for its processes."""
 
   updates: float  # per second
-  shard: float  # us of CPU time an update
-  workers: float  # us of CPU time an update, of all workers
+  shard: float  # us of CPU time per update
+  workers: float  # us of CPU time per update, of all workers
   wakes: float  # how often a thread was woken, per update
 
 
@@ -85,10 +85,10 @@ def _resource_usage(
   pids: Mapping[str, Mapping[int, int]],
 ) -> npt.NDArray[np.float64]:
   """Returns float64[3]: CPU seconds of shards and of workers so far, and how
-  often a thread of theirs has waited."""
+  often their threads have waited. `pids` is kind -> index -> process id."""
   seconds, wakes = {"shard": 0.0, "worker": 0.0}, 0
-  for kind, parties in pids.items():
-    for pid in parties.values():
+  for kind, pid_by_index in pids.items():
+    for pid in pid_by_index.values():
       process = Path(f"/proc/{pid}")
       # Fields after the program's name, which may have spaces and brackets.
       fields = (process / "stat").read_text().rpartition(")")[2].split()
@@ -102,7 +102,7 @@ def _resource_usage(
 
 
 def ours(params: Any, seconds: float, log: int) -> Speed:
-  """Returns the speed of the Ray runtime."""
+  """Returns the speed of our server on Ray; `log` is that of `Setup`."""
   # 10**7 jobs: more than can be done.
   setup = Setup(orders.protocol.Rules(), WORKERS, 10**7, log=log)
   run_folder = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
@@ -152,7 +152,7 @@ class CanonicalServer:
     self._weights = {name: w.copy() for name, w in weights.items()}
 
   def apply_gradients(self, gradients: Any) -> Any:
-    """Makes an update of them, and returns the weights."""
+    """Makes an update of the gradients, and returns the weights."""
     for name, gradient in gradients.items():
       self._weights[name] -= _LEARNING_RATE * gradient
     return self._weights
@@ -163,7 +163,7 @@ class CanonicalServer:
 
 
 class _CanonicalWorker:
-  """The worker of that example."""
+  """The worker of Ray's parameter-server example, in NumPy."""
 
   def compute_gradients(
     self, weights: Mapping[str, npt.NDArray[Any]]
@@ -184,7 +184,7 @@ def canonical(params: Any, seconds: float) -> float:
   running = {w.compute_gradients.remote(weights): w for w in workers}
   updates, start = -20, None  # negative: a warm-up of 20
   while True:
-    # Whichever worker is ready; the server's actor queues the calls.
+    # The first worker that is ready; the server's actor queues the calls.
     (ready,), _ = ray.wait(list(running), num_returns=1)
     worker = running.pop(ready)
     weights = server.apply_gradients.remote(ready)
@@ -202,9 +202,9 @@ def canonical(params: Any, seconds: float) -> float:
 
 
 def unavoidable(params: Any) -> turns.Contestant:
-  """Returns the work of an update that no server can do without, in one thread:
-  a message is copied to where the server finds it, the parameters are changed,
-  and copied to where the workers find them."""
+  """Returns a contestant that does the least work of an update, in one thread:
+  it copies a message for the server, changes the parameters, and copies them
+  for the workers."""
   source, slot, weights, published, scratch = (
     {name: x.copy() for name, x in params.items()} for _ in range(5)
   )
@@ -222,7 +222,7 @@ def unavoidable(params: Any) -> turns.Contestant:
 
 
 def receive(params: Any) -> turns.Contestant:
-  """Returns the compiled receive and send of a shard, in this process."""
+  """Returns a contestant that calls a shard's compiled receive and send."""
   server = _make_server()
   steps = simulator.compile_steps(server, None, keeps_messages=True)
   state, worker = simulator.start(server, params), jnp.int32(0)
@@ -238,9 +238,9 @@ def receive(params: Any) -> turns.Contestant:
 
 
 def send_frames() -> turns.Contestant:
-  """Returns the sending of an update's frames, PUSH, ACK and TICKET. One thread
-  packs them, sends them through a socket and unpacks them, so no thread is
-  woken."""
+  """Returns a contestant that sends an update's frames, PUSH, ACK and TICKET.
+  One thread packs them, sends them through a socket and unpacks them, so no
+  thread is woken."""
   ends = socket.socketpair()
   kinds = frames.PUSH, frames.ACK, frames.TICKET
 
@@ -253,8 +253,8 @@ def send_frames() -> turns.Contestant:
 
 
 def record(params: Any, folder: Path) -> turns.Contestant:
-  """Returns the writing of an update's rows: two rows of the journal, and a
-  record. A shard writes many records at once, here 100."""
+  """Returns a contestant that writes an update's rows: two rows of the journal,
+  and a record. A shard writes many records at once, here 100."""
   journal = FileJournal(folder / "trace-0.csv")
   sink = FileSink(folder / "records-0.bin")
   received: Any = receive(params)()
@@ -274,7 +274,7 @@ def record(params: Any, folder: Path) -> turns.Contestant:
 
 
 def rate(contestant: turns.Contestant, seconds: float) -> float:
-  """Returns how often in a second a contestant does its work."""
+  """Returns how often per second a contestant does its work."""
   count, start = 0, time.perf_counter()
   while (elapsed := time.perf_counter() - start) < seconds:
     contestant()
@@ -287,7 +287,7 @@ def run(
 ) -> None:
   """Prints updates/s, MB/s and ratios for each size of the parameters, in MB.
   Each contestant runs for `seconds` at each size."""
-  # The minimum in words: the table has only its name.
+  # The table has only the name of the minimum.
   print(
     f"{WORKERS} workers, {os.cpu_count()} cores; minimum: message"
     " in, update and parameters out in one thread of NumPy\n",
@@ -339,7 +339,7 @@ def _print_parts(
       for contestant in parts:
         contestant()  # which compiles
       costs = [1e6 / rate(contestant, seconds / 8) for contestant in parts]
-    _, *medians = np.median(runs, axis=0)  # without the updates a second
+    _, *medians = np.median(runs, axis=0)  # without the updates per second
     # The cost of the rows by the time of an update.
     share = np.array([costs[-1] * speed.updates / 1e6 for speed in runs])
     table.row(f"{size:g} MB", *medians, *costs, Measured(share, "<= 0.05"))
@@ -348,10 +348,10 @@ def _print_parts(
 def _cells(
   params: dict[str, np.ndarray], seconds: float
 ) -> tuple[list[float | Measured], list[Speed]]:
-  """Has the contestants take turns; returns the numbers of a row, and the
-  speeds of the runs with a log."""
+  """Runs the contestants in turns; returns the cells of a row, and the speeds
+  of our runs with a log."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
-  # A log of so many messages, so that it has about as many bytes at any size.
+  # Messages of the log, which then has about as many bytes at any size.
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
   target, minimum_once = (
     {k: x.copy() for k, x in params.items()},

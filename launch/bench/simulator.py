@@ -1,10 +1,10 @@
 """Updates per second of the simulator beside a plain jitted optax loop.
 
-These contestants take turns: the simulator's engine on a trace made before, a
+These contestants take turns: the simulator's engine on a given trace, a
 complete call of `asgd.simulate`, and a loop over one jitted optax step on the
 same model and batches with one worker. With torch there is also the loop that a
 researcher would write in PyTorch, on the same order of workers
-(`launch/bench/torch_loop.py`). Data are drawn.
+(`launch/bench/torch_loop.py`). The data are random.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from .report import BenchReport, Measured, peak_bytes
 
 _RATE = 0.001  # learning rate at which no recipe diverges
 _EXAMPLES = 2048
-_MOST_WORKERS = 4096
+_MAX_WORKERS = 4096
 _STARTUP_CALLS = 3  # calls that measure the start-up
 _CONTESTANTS = "plain", "engine", "simulate", "torch"
 # PyTorch is slower: it makes 1 / _TORCH_SHARE of the updates of a turn.
@@ -49,7 +49,7 @@ class BenchModel(NamedTuple):
   widths: tuple[int, ...]  # of its layers but the last
   shape: tuple[int, ...]  # of an example
   batch: int  # examples
-  messages: int  # of all turns of a contestant, at least
+  messages: int  # least messages of a contestant, in all turns
   workers: tuple[int, ...]
   targets: Mapping[str, str]  # recipe -> times the plain loop
 
@@ -81,14 +81,14 @@ class BenchModel(NamedTuple):
     return objects.problem()
 
   def updates_of(self, workers: int, count: int) -> int:
-    """Returns the updates of one of `count` turns, which are a whole number of
-    messages of each worker together.
+    """Returns the updates of one of `count` turns. In all turns together, each
+    worker sends equally many messages.
 
     Example:
       >>> MODELS[0].updates_of(8, 6), MODELS[-1].updates_of(64, 6)
       (2048, 32)
     """
-    # The least common multiple: all workers send equally often.
+    # The turns' total is then a multiple of the workers.
     least_messages = workers // math.gcd(workers, count)
     return math.ceil(self.messages / count / least_messages) * least_messages
 
@@ -102,7 +102,7 @@ MODELS = (
   BenchModel(
     # name, kind, widths, shape, batch; messages, workers, targets.
     *("digits MLP", "mlp", (64,), (64,), 16, 12_288),
-    *((8, 64, 512, _MOST_WORKERS), _DIGITS_TARGETS),
+    *((8, 64, 512, _MAX_WORKERS), _DIGITS_TARGETS),
   ),
   BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 3072, (64,), _LARGE_TARGETS),
   BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 3072, (64,), _LARGE_TARGETS),
@@ -121,7 +121,7 @@ MODELS = (
 
 
 def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
-  """Trains with one worker and no simulator."""
+  """Returns a contestant that trains with one worker and no simulator."""
   tx = optax.sgd(_RATE)
   step = turns.plain_step(problem, tx)
   batch, key = problem.batches(0, 1), jax.random.key(0)
@@ -133,7 +133,7 @@ def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
     for job in itertools.islice(jobs, updates):
       *state, loss = step(*state, batch(0, job), key)
       losses.append(loss)
-    # Losses are read once a turn, as the simulator does.
+    # Losses are read once per turn, as the simulator does.
     jax.device_get(losses)
     return state
 
@@ -182,10 +182,10 @@ def _with_simulate(
   messages: int,
   others: turns.Contestants,
 ) -> dict[str, npt.NDArray[np.float64]]:
-  """Returns seconds of each turn, of `call`, an `asgd.simulate`, and of others.
+  """Returns contestant -> seconds of each turn. `call` calls `asgd.simulate`.
 
-  The call evaluates after each turn; meanwhile the others have theirs. The
-  first turns, in which programs are compiled, are not counted.
+  The call evaluates after each of its turns; in this evaluation each other
+  contestant has a turn. The first turns, which compile, are not counted.
   """
   seconds: dict[str, list[float]] = {"simulate": [], **{k: [] for k in others}}
   start_time = time.perf_counter()
@@ -211,7 +211,7 @@ class TorchProcess:
   """PyTorch's loop, in a process of another Python."""
 
   def __init__(self, python: str):
-    """Starts it."""
+    """Starts the process."""
     script = str(Path(__file__).with_name("torch_loop.py"))
     self._command = [python, script]
     self._process = subprocess.Popen(
@@ -272,8 +272,8 @@ def _rates(
   rounds: int,
   torch: TorchProcess | None,
 ) -> tuple[str, list[npt.NDArray[np.float64] | None]]:
-  """Returns the engine's name, and updates a second in each turn: plain,
-  engine, simulate, and torch, or None if there is none of this recipe."""
+  """Returns (name of the engine, updates per second of each turn for each of
+  _CONTESTANTS). For torch they are None if it does not run this recipe."""
   # One turn more than those that count: the first turn compiles.
   updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
@@ -355,27 +355,27 @@ def _simulate_digits(workers: int, messages: int) -> None:
 
 
 def _whole_calls(report: BenchReport) -> None:
-  """Prints how long a second call takes, and what workers add to memory. Call
-  it before the other measurements, as the peak of memory never falls."""
+  """Prints how long a second call takes, and how much memory a worker adds.
+  Call it before the other measurements: the peak of memory never falls."""
   few_workers, title = (
     MODELS[0].workers[0],
     f"calls of asgd.simulate, {MODELS[0].name}",
   )
   columns = {"seconds": ".2f", "copies of the parameters": ".2f"}
   table = report.table(title, "", {}, columns, width=42)
-  for messages in (few_workers, _MOST_WORKERS):
+  for messages in (few_workers, _MAX_WORKERS):
     call = functools.partial(_simulate_digits, few_workers, messages)
     # The call before the first round compiles; the others find the programs.
     (seconds,) = turns.take_turns({"": call}, _STARTUP_CALLS).values()
     name = f"second call, with {messages:,} messages"
     table.row(name, Measured(seconds, "<= 1"), None)
   # As many messages as below, so that only the workers differ.
-  _simulate_digits(few_workers, 2 * _MOST_WORKERS)
+  _simulate_digits(few_workers, 2 * _MAX_WORKERS)
   peak_before = peak_bytes()
-  _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
+  _simulate_digits(_MAX_WORKERS, 2 * _MAX_WORKERS)
   problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
-  copies = (peak_bytes() - peak_before) / (_MOST_WORKERS - few_workers) / nbytes
+  copies = (peak_bytes() - peak_before) / (_MAX_WORKERS - few_workers) / nbytes
   table.row("memory of each further worker", None, Measured(copies))
 
 

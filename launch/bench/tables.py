@@ -2,8 +2,8 @@
 
 A worker pulls rows of a table from a shard in another process, and pushes
 updates to it, one job after the other, with all records on. The baseline is the
-parameter server of Ray's documentation: an actor that has all weights, and
-gives them out through the object store.
+parameter server of Ray's documentation: an actor that holds all weights, and
+returns all of them through the object store.
 """
 
 import contextlib
@@ -42,12 +42,12 @@ from .report import BenchReport, Measured
 from .server import CanonicalServer
 from .turns import Contestant
 
-# 256 kB of parameters a message, and as much of updates.
+# A message has 256 kB of parameters, or of updates.
 ROWS, WIDTH = 1000, 64  # of a message
 _TABLE_ROWS = 100_000  # rows of the table
 _RATE = 0.01  # learning rate of an update
-_KEY_LISTS = 50  # lists of keys
-_JOBS = 10  # that a contestant does in a turn
+_KEY_LISTS = 50  # lists of keys, which jobs use in turn
+_JOBS = 10  # of a contestant in a turn
 _NO_LIMIT = 10**6  # jobs: more than any turn does
 
 
@@ -77,7 +77,7 @@ def _worker(
   rows: int, folder: Path, host: Any, keys: Sequence[Any], clock: Any
 ) -> WorkerHost:
   """Returns a worker of this process. Its job costs one pass over rows."""
-  # The keys of a job; the batch, which is its keys; and (loss, updates).
+  # The batch of a job is its list of keys; the updates are the rows, scaled.
   work = tables.Work(
     lambda worker, job: keys[job % len(keys)],
     lambda batch: {"w": batch},
@@ -111,8 +111,8 @@ def _ours(
   stack: contextlib.ExitStack,
   folder: Path,
 ) -> Contestant:
-  """Returns the jobs of a live worker of this process, on a shard of another
-  process; `stack` ends it."""
+  """Returns a contestant that does jobs of a live worker in this process, on a
+  shard in another process. `stack` ends that process."""
   folder.mkdir()
   memory = Path(
     stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))
@@ -142,8 +142,8 @@ def _ours(
 def _canonical(
   rows: int, keys: Sequence[Any], stack: contextlib.ExitStack
 ) -> Contestant:
-  """Returns the jobs of Ray's example: a gradient has all weights, and its
-  reply, too."""
+  """Returns a contestant that does jobs of Ray's example: a gradient has all
+  rows, and so has its reply."""
   import ray
 
   actor_class: Any = ray.remote(CanonicalServer).options(num_cpus=0)
@@ -258,7 +258,7 @@ def run(report: BenchReport, rounds: int = 5) -> None:
       ratio = Measured(seconds / seconds_by_name["sparse"])
       # Milliseconds of one of ten jobs.
       table.row(name, 100 * float(np.median(seconds)), ratio)
-    # [2] Ratings by number of workers, three times each in turns.
+    # Ratings by number of workers, three times each in turns.
     table = report.table(
       "matrix factorisation by SSP, on two shards",
       "workers",

@@ -1,16 +1,16 @@
 """Asynchronous SGD as a PyTorch loop: a peer for `asgd bench simulator`.
 
 The loop that a researcher writes: one process of one or two threads, whichever
-are faster at the model, and a list with a state dict of the sent parameters for
-each worker. An event loads the worker's snapshot into the model, computes a
+are faster at the model, and for each worker a snapshot, a state dict of the
+sent parameters. An event loads the worker's snapshot into the model, computes a
 gradient, changes the server's parameters, and replaces the snapshot by a copy
-of them. It needs only torch, which may belong to another Python:
+of them. The loop needs only torch, which may belong to another Python:
 
   python launch/bench/torch_loop.py
 
-reads JSON objects, one a line. {"kind": "mlp" or "cnn", "widths", "shape",
+reads JSON objects, one per line. {"kind": "mlp" or "cnn", "widths", "shape",
 "batch", "rate", "workers", "order": worker of each message} starts a loop;
-{"updates": n} makes so many of its updates, which {"seconds": s} answers.
+{"updates": n} makes n of its updates, and prints {"seconds": s}.
 """
 
 import json
@@ -29,7 +29,7 @@ _TRIAL_UPDATES = 8  # updates with each number of threads
 
 
 def _mlp(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
-  """As `asgd.models.mlp`: hidden layers of these widths."""
+  """Returns hidden layers of these widths, as `asgd.models.mlp` does."""
   sizes, layers = [math.prod(shape), *widths], [nn.Flatten()]
   for inputs, outputs in zip(sizes, sizes[1:], strict=False):
     layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -37,8 +37,8 @@ def _mlp(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
 
 
 def _cnn(widths: list[int], shape: Sequence[int]) -> nn.Sequential:
-  """As `asgd.models.cnn`: convolutions of all widths but the last, which is of
-  the hidden layer; images are channels first, as PyTorch has them."""
+  """Returns convolutions of all widths but the last, and a hidden layer of the
+  last, as `asgd.models.cnn` does. Images are channels first, as in PyTorch."""
   (height, width, channels), layers = shape, []
   for features in widths[:-1]:
     layers += [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
@@ -72,7 +72,7 @@ class SnapshotLoop:
     return {name: value.clone() for name, value in params.items()}
 
   def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-    """The next examples of an epoch in random order."""
+    """Returns the next (images, labels) of an epoch in random order."""
     start = self.n_done * self.batch_size % _EXAMPLES
     if start == 0:
       self.shuffled = torch.randperm(_EXAMPLES)
@@ -80,7 +80,7 @@ class SnapshotLoop:
     return self.images[index], self.labels[index]
 
   def run(self, updates: int) -> float:
-    """Receives so many messages; returns the seconds."""
+    """Makes so many updates; returns the seconds."""
     start_time = time.perf_counter()
     for _ in range(updates):
       worker = self.order[self.n_done % len(self.order)]
@@ -111,7 +111,7 @@ class SnapshotLoop:
 
 
 def main() -> None:
-  """Executes the commands of standard input, one a line, until it ends."""
+  """Executes the commands of standard input, one per line, until it ends."""
   loop: Any = None  # a SnapshotLoop, after the first line
   for line in sys.stdin:
     command = json.loads(line)

@@ -1,13 +1,13 @@
 """The same pipeline in PyTorch: a peer for `asgd bench pipeline`.
 
-Two stages of torch.distributed.pipelining over Gloo, in a process each with one
+Two stages of torch.distributed.pipelining over Gloo, each in a process with one
 core and one thread, and the same microbatches in one process with one core. It
-needs nothing but torch (2.5 or newer), which may be of another Python:
+needs nothing but torch (2.5 or newer), which may belong to another Python:
 
   python launch/bench/torch_peer.py '{"rounds": 5, "depth": 4, "width": 256,
     "heads": 4, "length": 64, "batch": 8, "microbatches": 8}'
 
-prints a JSON object: seconds of `one_core`, `GPipe` and `1F1B`, a list each.
+prints a JSON object: a list of seconds for each of `one_core`, `GPipe`, `1F1B`.
 """
 
 import json
@@ -28,7 +28,7 @@ STAGES = 2
 
 
 class TorchBlock(nn.Module):  # type: ignore[misc]
-  """As `asgd.models.transformer.Block`: [B, T, C] -> the same."""
+  """The block of `asgd.models.transformer.Block`: [B, T, C] -> the same."""
 
   def __init__(self, width: int, heads: int) -> None:
     """Makes the layers of a block, with normalisation before each part."""
@@ -79,7 +79,7 @@ def _take_core(rank: int) -> None:
 
 
 def _times(once: Callable[[], None], rounds: int) -> list[float]:
-  """Seconds of each round; the first is not counted."""
+  """Returns the seconds of each round; an earlier one is not counted."""
   times = []
   for _ in range(rounds + 1):
     start = time.perf_counter()
@@ -89,7 +89,7 @@ def _times(once: Callable[[], None], rounds: int) -> list[float]:
 
 
 def _one_core(sizes: types.SimpleNamespace) -> list[float]:
-  """Gradients of the microbatches, one after the other."""
+  """Returns the seconds of a batch in one process, by microbatches."""
   _take_core(0)
   model = _blocks(sizes, sizes.depth)
   x = torch.randn(sizes.batch, sizes.length, sizes.width)
@@ -103,7 +103,7 @@ def _one_core(sizes: types.SimpleNamespace) -> list[float]:
 
 
 def _stage(sizes: types.SimpleNamespace) -> dict[str, list[float]]:
-  """One of the two processes; the first one prints."""
+  """Runs one of the two stages; returns schedule -> seconds of each round."""
   _take_core(sizes.rank)
   os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(sizes.port)}
   torch.distributed.init_process_group(
@@ -145,7 +145,7 @@ def _free_port() -> int:
 
 
 def main() -> None:
-  """Runs both, or is one of the processes."""
+  """Measures one core and two stages; with "rank", runs that stage."""
   arguments = json.loads(sys.argv[1])
   sizes = types.SimpleNamespace(**arguments)
   if "rank" in arguments:

@@ -19,13 +19,13 @@ Contestants = Mapping[str, Contestant]  # by name
 
 
 def alone(step: Callable[..., Any], *args: Any) -> Contestant:
-  """Returns a contestant that makes the same step each time."""
+  """Returns a contestant that calls `step` with the same arguments."""
   # JAX returns before the work is done; a time would miss it.
   return lambda: jax.block_until_ready(step(*args))
 
 
 def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
-  """Returns a contestant that makes a step from the state that it left."""
+  """Returns a contestant that calls `step` on the state of its last call."""
 
   def make_step() -> None:
     nonlocal state
@@ -70,10 +70,10 @@ def against(
   rounds: int,
   calls: int = 1,
 ) -> Iterator[tuple[str, npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
-  """Has each contestant take turns with the baseline: what slows the machine
+  """Runs each contestant in turns with the baseline: what slows the machine
   down slows both. A contestant is made when its turns begin, and dropped before
   the next is made. Yields (name, seconds of the baseline, seconds of the
-  contestant), as `take_turns` returns them."""
+  contestant); seconds are those of `take_turns`."""
   for name, make_contestant in contestants.items():
     pair = {"baseline": baseline, "contestant": make_contestant()}
     base_seconds, seconds = take_turns(pair, rounds, calls).values()

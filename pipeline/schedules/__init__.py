@@ -56,7 +56,7 @@ from asgd.pipeline.schedules.zero_bubbles import (
 )
 from asgd.pipeline.table import KNOWN, Schedule, check_positive
 
-_MOST_FORWARDS = 10**7  # of a table that `build` makes
+_MAX_FORWARDS = 10**7  # of a table that `build` makes
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
   maker.__name__: maker
@@ -98,10 +98,10 @@ def build(name: str, **options: Any) -> Schedule:
   """
   maker = _maker(name)
   count = forwards(options)
-  if count > _MOST_FORWARDS:
+  if count > _MAX_FORWARDS:
     raise ValueError(
       f"{name} would have {count:,} forwards (stages x microbatches x batches),"
-      f" and {_MOST_FORWARDS:,} are the most: lower one of these"
+      f" and {_MAX_FORWARDS:,} are the most: lower one of these"
     )
   return names.call("schedule", name, maker, options)
 

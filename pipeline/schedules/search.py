@@ -36,7 +36,7 @@ _SMALL = 1_000  # tasks; of a larger table one order is shortened
 _WORK = 2_000  # largest number of tasks, summed over the limits that are tried
 # Parts of a W that must fit before the next known step, to start it.
 _PATIENCES = (1.0, 0.5, 0.0)
-_MOST_SHORTENED = 3  # largest number of a small table's orders to shorten
+_MAX_SHORTENED = 3  # largest number of a small table's orders to shorten
 _ROUNDS = 4  # largest number of rounds that shorten an order
 
 
@@ -414,7 +414,7 @@ class _Search:
     scores = [(gaps.score(orders), i) for i, orders in enumerate(candidates)]
     # Keep the first of the orders with equal scores.
     scores = dict(sorted(scores, reverse=True))
-    n_shortened = _MOST_SHORTENED if self.tasks <= _SMALL else 1
+    n_shortened = _MAX_SHORTENED if self.tasks <= _SMALL else 1
     best_first = sorted(scores.items())[:n_shortened]
     if is_large:
       return best_first[0][0], candidates[best_first[0][1]]

@@ -96,7 +96,7 @@ WRONG_FLAGS = [
   ("mtbf", "nan", "--mtbf=nan must be positive and finite"),
   ("mtbf", "inf", "--mtbf=inf must be positive and finite"),
   ("kinds", "driver,,worker", "=driver,,worker has an empty name between"),
-  ("kinds", "", "--kinds is empty; choose of worker,shard"),
+  ("kinds", "", "--kinds is empty; choose from worker,shard"),
 ]
 
 

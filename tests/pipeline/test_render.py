@@ -366,8 +366,8 @@ def test_all_kinds_are_drawn(tmp_path, made):
 
 
 def test_large_tables_are_drawn_as_pixels(tmp_path, monkeypatch):
-  monkeypatch.setattr(render, "_MOST_VECTORS", 10)
-  monkeypatch.setattr(render, "_MOST_NUMBERED", 10)
+  monkeypatch.setattr(render, "_MAX_VECTORS", 10)
+  monkeypatch.setattr(render, "_MAX_NUMBERED", 10)
   render.gantt(TABLE, TIMING, tmp_path / "a.svg")
   drawn = (tmp_path / "a.svg").read_text()
   assert "<image" in drawn and "<!-- 3 -->" not in drawn
