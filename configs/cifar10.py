@@ -1,12 +1,12 @@
 """The settings of the DANA paper: ResNet-20 on CIFAR-10 (Hakimi et al. 2019).
 
-Batch 128 a worker, learning rate 0.1 for any number of workers, momentum 0.9,
-weight decay 1e-4, 160 epochs over all workers together. After 5 epochs of
+Batch size 128 per worker, learning rate 0.1 for any number of workers, momentum
+0.9, weight decay 1e-4, 160 epochs over all workers together. After 5 epochs of
 warm-up from 0.1 / N the rate is 0.1; epochs 80 and 120 divide it by 10. Gamma
 durations, five seeds. The model has GroupNorm; the paper's has BatchNorm, with
 statistics that its simulator shares between all workers.
-`--config.model.norm=batch` gives BatchNorm with statistics that the server
-averages from the messages.
+`--config.model.norm=batch` gives BatchNorm; workers send its statistics, and
+the server averages them.
 
   python -m launch.train --config=configs/cifar10.py
 
@@ -25,13 +25,13 @@ def get_config(arg=None):
   config.model = dict(name="resnet20", norm="group")
   decay = dict(weight_decay=1e-4)
   config.runs = dict(
-    # One worker has no staleness: the baseline of every number of workers.
+    # The baseline without staleness, for every number of workers.
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,), **decay),
     ssgd=dict(recipe="ssgd", title="SSGD", momentum=0.9, **decay),
     asgd=dict(recipe="asgd", title="ASGD", **decay),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD", **decay),
     multi_asgd=dict(recipe="multi_asgd", title="Multi-ASGD", **decay),
-    # As in that paper: with momentum, and a constant lambda of 2.
+    # As in the DANA paper: with momentum, and a constant lambda of 2.
     dc_asgd=dict(
       recipe="dc_asgd_c", title="DC-ASGD", momentum=0.9, strength=2.0, **decay
     ),
@@ -42,7 +42,7 @@ def get_config(arg=None):
   )
   config.workers = (4, 8, 12, 16, 20, 24, 32)
   config.seeds = (0, 1, 2, 3, 4)
-  config.batch_size = 128  # of a worker, as in the paper
+  config.batch_size = 128  # per worker, as in the paper
   config.epochs = 160.0  # over all workers together
   config.learning_rate = 0.1  # of one worker; warm-up begins at 0.1 / N
   config.learning_rate_schedule = dict(

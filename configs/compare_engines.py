@@ -3,14 +3,14 @@
 Handwritten digits and an MLP of four layers. Each run gets the same 7,680
 examples: sequential SGD, asynchronous SGD with four workers (simulated, in
 threads, and in processes of Ray), a PipeDream pipeline of four stages, and
-eight devices in step. All have momentum 0.9, and the same learning
+a mesh of eight devices. All have momentum 0.9, and the same learning
 rate for a gradient of 16 examples.
 
   python -m launch.train --config=configs/compare_engines.py
 
 Test accuracy in percent, one seed, in 2 min 20 s on two cores: SGD 96.7, ASGD
-simulated 94.2, DANA simulated 94.7, in threads 95.8 and in Ray 96.4 (real time
-decides these two), PipeDream 96.1, eight devices 96.9.
+simulated 94.2, DANA simulated 94.7, in threads 95.8 and in Ray 96.4 (these
+two vary with the machine's speed), PipeDream 96.1, eight devices 96.9.
 """
 
 import ml_collections
@@ -35,12 +35,12 @@ def get_config(arg=None):
     pipeline=dict(asgd, title="PipeDream, 4 stages", **stages),
     mesh=dict(devices, optimizer=optimizer, title="8 devices in step"),
   )
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # in order
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # this order
   config.workers = (4,)
   config.batch_size = 16
   config.examples = 7680  # 480 gradients
   config.learning_rate = 0.01
-  config.learning_rate_schedule = dict(warmup_examples=768)  # a tenth
+  config.learning_rate_schedule = dict(warmup_examples=768)  # 10 % of the run
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":

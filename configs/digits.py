@@ -1,4 +1,4 @@
-"""The main job: what staleness costs, and which algorithms reduce the cost.
+"""Handwritten digits: what staleness costs, and what algorithms do about it.
 
 Sequential SGD, synchronous SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on
 handwritten digits (UCI, 1,437 images). Durations follow the homogeneous gamma
@@ -34,7 +34,7 @@ def get_config(arg=None):
     dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.02),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),
-    # The baseline that waits. Of 0.02, 0.04, 0.08 and 0.16 this rate is the
+    # The synchronous baseline. Of 0.02, 0.04, 0.08 and 0.16 this rate is the
     # best on seeds 100 and 101, at each number of workers.
     ssgd=dict(recipe="ssgd", title="SSGD", momentum=0.9, learning_rate=0.16),
   )
@@ -43,7 +43,7 @@ def get_config(arg=None):
   config.batch_size = 16
   config.epochs = 20.0
   config.learning_rate = 0.005
-  # 1,437 images in batches of 16 make 90 gradients an epoch.
+  # 1,437 images in batches of 16 make 90 gradients per epoch.
   config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(14.0,))
   config.evaluations = 15
   config.checkpoint_seconds = 10.0

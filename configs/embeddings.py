@@ -1,9 +1,9 @@
-"""Word embeddings on a parameter server, which sends only the rows of a batch.
+"""Word embeddings on a parameter server; workers pull the rows of a batch.
 
 Skip-gram with negative sampling on words of Python's manual. 4 simulated
 workers pull the rows of their pairs and negatives, by SSP and ESSP; one worker
 uses plain SGD. All end at a test loss of 2.68 to 2.69. The variant `file`
-trains on another text, --data_dir.
+trains on the text in the file --data_dir.
 
   python -m launch.train --config=configs/embeddings.py
   python -m launch.train --config=configs/embeddings.py:file --data_dir=FILE
@@ -37,9 +37,9 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2)
   config.batch_size = 256
   config.epochs = 5.0
-  # The loss is a mean over 256 pairs, in which a word is rare.
+  # Large: the loss is a mean over 256 pairs, and few of them contain a word.
   config.learning_rate = 8.0
-  # At the full rate to the end, late updates make the loss jump.
+  # Without this decay, late updates make the loss jump.
   config.learning_rate_schedule = dict(
     decay_epochs=(2.0, 3.5), decay_factor=0.35
   )

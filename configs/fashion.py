@@ -1,8 +1,8 @@
 """The cost of staleness for a small CNN on Fashion-MNIST.
 
-The comparison of `digits` on a larger set of real images, 60,000 for training.
-The data are searched in --data_dir and in Debian's package
-dataset-fashion-mnist, and downloaded otherwise.
+The comparison of configs/digits.py on 60,000 larger images. The data are read
+from --data_dir or from Debian's package dataset-fashion-mnist, and downloaded
+if neither has them.
 
   python -m launch.train --config=configs/fashion.py
 

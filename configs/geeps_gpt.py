@@ -1,23 +1,23 @@
 """A GPT with weights that do not fit into its device's memory.
 
-One device runs all eight stages. Weights, momentum and gradient sums (3.8 MB)
-are in the host's memory, except for 2 MB or 1 MB (Cui et al., "GeePS: scalable
-deep learning on distributed GPUs with a GPU-specialized parameter server",
-EuroSys 2016). Parameters are bit-equal; the moved bytes are in the results.
+One device runs all eight stages. Of weights, momentum and gradient sums (3.8
+MB) the device holds 2 MB or 1 MB, and the host's memory the rest (Cui et al.,
+"GeePS: scalable deep learning on distributed GPUs with a GPU-specialized
+parameter server", EuroSys 2016).
 
   python -m launch.train --config=configs/geeps_gpt.py
 
-40 updates of 8 microbatches. Columns, in MB: used by instructions, fetched from
-the host's memory, written back to it, and the peak on the device:
+40 updates of 8 microbatches. Columns, in MB: bytes that instructions use, bytes
+fetched from the host's memory and written back to it, and the device's peak:
 
                       needed  fetched  written  held
   all on the device                             3.8
   2 MB                 1,268      103      101  2.0
   1 MB                 1,268      126      101  1.0
 
-With the schedule breadth first, a batch fetches the weights of a stage once or
-twice, however many microbatches it has. All runs end with bit-equal parameters,
-after 16 to 17 s of training.
+With the schedule `breadth_first`, a batch fetches the weights of a stage once
+or twice, however many microbatches it has. All runs end with bit-equal
+parameters, after 16 to 17 s of training.
 """
 
 import ml_collections
@@ -36,8 +36,8 @@ def get_config(arg=None):
     one=dict(run, title="1 MB", device_megabytes=1.0),
   )
   config.pipeline = dict(
-    # Eight stages on one device, by 8 chunks; each takes all microbatches in
-    # turn.
+    # 8 chunks: eight stages on one device. A stage runs all microbatches before
+    # the next stage starts.
     schedule="breadth_first", stages=8, chunks=8, microbatches=8
   )
   config.batch_size = 4
@@ -49,7 +49,7 @@ def get_config(arg=None):
     config.data.context, config.evaluation_examples = 8, 4
     config.model = dict(name="gpt", depth=2, width=8, heads=2)
     config.pipeline.update(stages=4, chunks=4, microbatches=2)
-    # Less than the tiny model's weights, as in the full size.
+    # Less than the tiny model needs, as in the full size.
     config.runs.two.device_megabytes = 0.03
     config.runs.one.device_megabytes = 0.02
     config.batch_size, config.examples, config.evaluations = 2, 8, 1

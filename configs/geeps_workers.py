@@ -3,15 +3,15 @@
 A GPT on Python's reference, asynchronous SGD with two workers (Cui et al.,
 "GeePS: scalable deep learning on distributed GPUs with a GPU-specialized
 parameter server", EuroSys 2016). The parameters are 4.9 MB. A job that evicts
-nothing holds 13.2 MB: parameters, gradients, and values that the backward
-needs. Two runs hold 8 MB and 3 MB, and the host has the rest.
+nothing needs 13.2 MB on the device: parameters, gradients, and values for the
+backward. In two runs the device holds 8 MB or 3 MB, and the host the rest.
 
   python -m launch.train --config=configs/geeps_workers.py
   python -m launch.train --config=configs/geeps_workers.py \
       --config.engine=threads
 
-In simulated time all runs end with the same loss, up to rounding. 320 jobs;
-transfers from and to the host, and the most that a device held, in MB:
+In simulated time all runs end with the same loss, up to rounding. Columns, in
+MB for 320 jobs: fetched from and written to the host, and a device's peak:
 
             fetched  written  held
   8 MB        3,540    2,760   7.7

@@ -1,14 +1,14 @@
 """Training without a server: peers on a graph, against all-reduce.
 
-Handwritten digits, 8 workers. All-reduce SGD waits for all workers, D-PSGD (on
-a ring and on the exponential graph) for neighbours, AD-PSGD for none. SGP sends
-to one peer in a round. Three runs send less: local SGD, CHOCO-SGD with 1 % of
-the elements, and sharing of updates above a threshold.
+Handwritten digits, 8 peers. All-reduce SGD waits for all peers, D-PSGD (on a
+ring and on the exponential graph) for neighbours, AD-PSGD for no peer. SGP
+sends to one peer per round. Three runs send less: local SGD, CHOCO-SGD with 1 %
+of the elements, and threshold sharing of updates.
 
   python -m launch.train --config=configs/gossip_digits.py
 
-Test accuracy of the mean model in percent, mean and standard deviation of three
-seeds; simulated time; MB over a link. In 75 seconds on two cores:
+Columns: test accuracy of the mean model in percent (mean and standard deviation
+of three seeds), simulated time, MB per link. It takes 75 seconds on two cores:
 
                        accuracy      time   MB/link
   all-reduce           95.7 ± 0.4    254
@@ -45,7 +45,7 @@ def get_config(arg=None):
     sharing=dict(
       recipe="threshold_sharing",
       title="threshold sharing",
-      # tau of an update: its elements have the learning rate as a factor.
+      # tau applies to updates, which are gradients times the learning rate.
       codec=dict(name="threshold", tau=0.003),
     ),
     # Four gradients between two exchanges.

@@ -3,7 +3,7 @@
 Handwritten digits, 4 peers, each an actor of Ray. In the run `dense` a peer
 sends each update in full to all peers. In the run `threshold` it sends about
 one element in a thousand, as tau or -tau, and the others in later messages. The
-second command kills peer 1 after 200 jobs; a new actor continues for it:
+second command kills peer 1 after 200 jobs; a new actor replaces it:
 
   python -m launch.train --config=configs/gossip_live.py --config.only=dense
   python -m launch.train --config=configs/gossip_live.py \

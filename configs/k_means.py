@@ -2,8 +2,8 @@
 
 The table has a row for each cluster of handwritten digits: the sum and the
 number of its examples. 4 simulated workers add to the rows, and read centres
-that are up to 3 clocks old. The result is that of one worker, and of
-scikit-learn's MiniBatchKMeans from the same centres.
+that are up to 3 clocks old. The result equals that of one worker, and that of
+scikit-learn's MiniBatchKMeans with the same initial centres.
 
   python -m launch.train --config=configs/k_means.py
 """
@@ -22,7 +22,6 @@ def get_config(arg=None):
       title="one worker",
       workers=(1,),
     ),
-    # A worker may be 3 clocks ahead of the slowest one.
     ssp=dict(recipe="table", consistency="ssp", bound=3, title="SSP 3"),
     essp=dict(recipe="table", consistency="essp", bound=3, title="ESSP 3"),
   )

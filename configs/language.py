@@ -1,4 +1,4 @@
-"""The comparison of the main job on text: a small GPT, character by character.
+"""The comparison of configs/digits.py on text: a small GPT on characters.
 
 Sequential SGD, synchronous SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on
 the Python language reference, which is part of Python: 23,000 parameters, 32
@@ -8,7 +8,7 @@ homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
   python -m launch.train --config=configs/language.py
 
 Test loss in nats (4.6 at first), mean and standard deviation of three seeds. It
-takes three minutes on two cores; a half of that compiles programs:
+takes three minutes on two cores, half of them for compilation:
 
                4 workers     8 workers     16 workers
   SSGD         2.22 ± 0.01   2.32 ± 0.01   2.57 ± 0.03
@@ -19,8 +19,8 @@ takes three minutes on two cores; a half of that compiles programs:
   NAG-ASGD     2.51 ± 0.01   2.59 ± 0.00   2.73 ± 0.01
   one worker   2.19 ± 0.00
 
-All have as many gradients, 1,280. These are few for a GPT: at 16 workers,
-staleness or larger batches cost more than a shorter time gains. The text, and
+All runs have 1,280 gradients, which are few for a GPT: with 16 workers,
+staleness or larger batches cost more than the shorter time gains. The text, and
 so the numbers, change a little with Python's version.
 """
 
@@ -31,8 +31,8 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="pydoc", context=32)
   config.model = dict(name="gpt", depth=1, width=32, heads=2)
-  # The rate of each run is the best for 16 workers on seed 100, of three or
-  # four that differ by factors of two.
+  # The rate of each run is the best of three or four (in factors of two) with
+  # 16 workers on seed 100.
   config.runs = dict(
     sgd=dict(
       recipe="nag_asgd", title="SGD (1 worker)", workers=(1,),

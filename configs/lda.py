@@ -1,11 +1,11 @@
 """Topics of documents on a parameter server: LDA by Gibbs sampling.
 
-The table has how often each word has each topic. 4 simulated workers sample
-topics with counts that are up to 3 clocks old. Documents are generated from ten
-known topics, the rows and columns of a grid of words; all runs find them. The
-variant `pydoc` uses pages of Python's manual, and `newsgroups` uses 20
-newsgroups, if scikit-learn has it on disk. Both need scikit-learn
-(asgd[sklearn]).
+The table counts how often each word is assigned to each topic. 4 simulated
+workers sample topics with counts that are up to 3 clocks old. Documents are
+generated from ten known topics, the rows and columns of a grid of words; all
+runs find these topics. The variant `pydoc` uses pages of Python's manual, and
+`newsgroups` the 20 newsgroups, if scikit-learn has them on disk. Both need
+scikit-learn (asgd[sklearn]).
 
   python -m launch.train --config=configs/lda.py
   python -m launch.train --config=configs/lda.py:pydoc

@@ -9,15 +9,15 @@ the homogeneous gamma model of the DANA paper (Hakimi et al. 2019).
   asgd plan --config=lstm --devices=8 --bandwidth=1
 
 Test accuracy of the next character in percent, mean and standard deviation of
-three seeds; DANA-Zero of two. It takes a minute and a half on two cores:
+three seeds (DANA-Zero: two). It takes 1.5 minutes on two cores:
 
   SGD, one worker     51.1 ± 0.9
   DANA-Zero, 8        48.9 ± 0.4
   ASGD, 8             47.2 ± 0.8
   SSGD, 8             40.6 ± 0.6
 
-All have as many gradients, 640, of which SSGD makes 80 updates. Its rate is
-that of the others, not tuned for larger batches.
+All runs have 640 gradients; SSGD makes 80 updates of them. Its rate is that of
+SGD and ASGD, not tuned for larger batches.
 """
 
 import ml_collections

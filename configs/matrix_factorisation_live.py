@@ -2,14 +2,15 @@
 
 Matrix factorisation by SSP and ESSP, on generated ratings. Workers pull the
 rows of their batches from the shards that own them, and push to them. The
-second command kills worker 1 at its job 100:
+second command kills worker 1 at its 100th job:
 
   python -m launch.train --config=configs/matrix_factorisation_live.py
   python -m launch.train --config=configs/matrix_factorisation_live.py \
     --config.only=ssp --fault=kill:1:100
 
-A shard may be killed, too (kill -9, or asgd chaos): it recovers to the same
-bits. The runs end at the R^2 of matrix_factorisation.py (98.6 to 98.8 %).
+A shard may be killed, too (kill -9, or asgd chaos): its successor recovers the
+same state to the bit. The runs end at the R^2 of matrix_factorisation.py (98.6
+to 98.8 %).
 """
 
 import ml_collections
@@ -20,7 +21,7 @@ def get_config(arg=None):
   config.problem = dict(
     name="asgd.problems.factorisation:matrix_factorisation", rank=4
   )
-  # As the simulated runs, on two shards.
+  # The settings of matrix_factorisation.py, on two shards.
   tables = dict(recipe="table", clock_every=2, shards=2)
   runs = dict(
     ssp=dict(tables, consistency="ssp", bound=3, title="SSP 3"),

@@ -2,10 +2,10 @@
 
   python -m launch.train --config=configs/mesh_resnet.py
 
-ResNet-20 with GroupNorm on 8 x 8 digits, 160 updates of 64 by SGD with
+ResNet-20 with GroupNorm on 8 x 8 digits, 160 updates of 64 images by SGD with
 momentum, on eight devices: four replicas of two devices, each with half of
-every image. Images of 8 rows cannot be divided further: the last layers have 2
-rows. CIFAR-10 (--config.data.name=cifar10 --config.data.augment=True) allows 8.
+every image's rows. No more than two: the last layers have 2 rows. CIFAR-10
+(--config.data.name=cifar10 --config.data.augment=True) can be divided over 8.
 
                                          train loss  test loss  accuracy %
   float32  data:4,rows:2 (the default)   0.0057      0.0776     97.5

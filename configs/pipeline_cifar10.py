@@ -12,12 +12,12 @@ Each run has 640 microbatches of 16 images. Test loss and accuracy in percent on
   PipeDream, Gap-Aware   1.882  30.7  3 2 1 0  39
   PipeDream, predicted   1.844  33.6  3 2 1 0  39
 
-One seed, a fifth of an epoch, 5 minutes on two cores: it shows only that the
-runs work and learn. 1F1B makes 80 updates, PipeDream 640. In 80 updates
-1F1B does not learn at rates of 0.1 and more. "FTPipe, stale" keeps its
-activations; FTPipe itself recomputes them with the newest weights. Another
-machine measures other layer times and cuts elsewhere, so its asynchronous runs
-have other numbers.
+One seed, a fifth of an epoch, 5 minutes on two cores: the table shows only that
+the runs work and learn. 1F1B makes 80 updates, PipeDream 640. In 80 updates
+1F1B does not learn at rates of 0.1 and more. "FTPipe, stale" stores its
+activations; FTPipe itself recomputes them with the newest weights. Other
+machines measure other layer times, cut the model elsewhere, and so have other
+numbers in asynchronous runs.
 """
 
 import ml_collections
@@ -28,17 +28,17 @@ def get_config(arg=None):
   config.data = dict(name="cifar10", augment=True)
   config.model = dict(name="resnet20", norm="group")
   config.engine = "pipeline"
-  # Equal measured times, not layers.
+  # Stages of equal measured time.
   config.pipeline = dict(stages=4, cuts="time", microbatches=8)
-  config.batch_size = 16  # of a microbatch
+  config.batch_size = 16  # per microbatch
   config.examples = 10240  # 80 updates of 8 microbatches
-  config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate = 0.05  # per microbatch
   rates = dict(warmup_examples=1024, decay_examples=(8192,))
   config.learning_rate_schedule = rates
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
-  # 1F1B multiplies it by its 8 microbatches, to 0.02.
+  # 1F1B multiplies the rate by its 8 microbatches, to 0.02.
   slow = dict(sgd, learning_rate=0.0025)
   runs = dict(
     one_f_one_b=dict(slow, schedule="one_f_one_b", title="1F1B"),

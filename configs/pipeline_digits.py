@@ -14,9 +14,9 @@ synchronous schedules agree in all printed digits):
   PipeDream, Gap-Aware     0.210  92.9      3 2 1 0
   PipeDream, predicted     0.122  96.1      3 2 1 0
 
-All 27 cells took 77 seconds of CPU time, or 108 seconds on two busy cores. The
-tasks of so small a model take no longer than starting them, so seconds do not
-compare schedules.
+All 27 cells took 77 seconds of CPU time, or 108 seconds on two busy cores.
+Starting a task of so small a model takes as long as the task, so the runs'
+seconds do not show which schedule is faster.
 """
 
 import ml_collections
@@ -27,18 +27,18 @@ def get_config(arg=None):
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64, 64))
   config.engine = "pipeline"
-  # Equal numbers of parameters.
+  # Stages with equal numbers of parameters.
   config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
-  config.batch_size = 8  # of a microbatch
+  config.batch_size = 8  # per microbatch
   config.examples = 3840  # 60 updates of 8 microbatches
   config.seeds = (0, 1, 2)
-  config.learning_rate = 0.0125  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate = 0.0125  # per microbatch; GPipe's update has 8 x that
   config.learning_rate_schedule = dict(warmup_examples=320)
   # Every asynchronous schedule applies a gradient of one microbatch.
   sgd = dict(recipe="asgd", momentum=0.9)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
-  # An update of 4 microbatches.
+  # An update has 4 microbatches.
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4, learning_rate=0.005)
   runs = dict(
     gpipe=dict(sgd, schedule="gpipe", title="GPipe"),

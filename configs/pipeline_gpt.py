@@ -23,11 +23,11 @@ predicted from measured durations:
   PipeDream, predicted         2.426  38.5  3 2 1 0  4         16.6  26
 
 One seed, 5 minutes (2 of them training) on two cores that other programs used,
-too. PipeDream makes eight updates for each one of GPipe. Two cores do the work
-of four devices, so seconds do not compare schedules, and measured bubbles are
-larger than predicted ones. A synchronous schedule clips by the norm over all
-stages, so all synchronous schedules are the same training. Each asynchronous
-stage clips by its own norm.
+too. PipeDream makes eight updates per update of GPipe. Two cores do the work of
+four devices, so the runs' seconds do not show which schedule is faster, and
+measured bubbles are larger than predicted ones. Synchronous schedules clip by
+the norm over all stages, so they all train alike. An asynchronous stage clips
+by the norm of the gradient of that stage.
 """
 
 import ml_collections
@@ -39,8 +39,8 @@ def _runs():
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4)
   ftpipe = dict(sgd, schedule="ftpipe")
-  # With momentum 0.9, 2BW diverges at these rates unless the weights are
-  # predicted: one of its updates is older than elsewhere a few microbatches.
+  # With momentum 0.9, 2BW diverges at these rates unless it predicts weights:
+  # its delay of one update of 4 microbatches is longer than PipeDream's.
   slow = dict(momentum=0.5, learning_rate=0.05)
   predicted = dict(predict=True, learning_rate=0.025)
   return dict(
@@ -68,9 +68,9 @@ def get_config(arg=None):
   config.model = dict(name="gpt", depth=6, width=64, heads=4)
   config.engine = "pipeline"
   config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
-  config.batch_size = 4  # of a microbatch
+  config.batch_size = 4  # per microbatch
   config.examples = 2560  # 80 updates of 8 microbatches
-  config.learning_rate = 0.05  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate = 0.05  # per microbatch; GPipe's update has 8 x that
   config.clip_norm = 1.0
   rates = dict(warmup_examples=256, decay_examples=(2048,))
   config.learning_rate_schedule = rates
@@ -82,7 +82,7 @@ def get_config(arg=None):
     config.data.context, config.evaluation_examples = 8, 4
     config.model = dict(name="gpt", depth=2, width=8, heads=2)
     config.pipeline = dict(stages=2, cuts="parameters", microbatches=4)
-    config.runs.interleaved.stages = 4  # of the layers that are left
+    config.runs.interleaved.stages = 4  # the tiny model has few layers
     config.batch_size, config.examples, config.evaluations = 2, 16, 1
     config.learning_rate_schedule = dict()
   elif arg:

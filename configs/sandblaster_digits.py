@@ -14,8 +14,8 @@ in batches of a fast worker:
   ASGD         97.0 ± 0.3   0.086         728   5,340 updates
   SSGD         97.3 ± 0.2   0.082        2001   667 updates
 
-SSGD waits for the slow worker at every update. Sandblaster sends portions to
-idle workers, and copies of the last portions as well. But an iteration takes a
+SSGD waits for the slow worker at every update. Sandblaster sends portions, and
+backup copies of the last portions, to idle workers. But an iteration takes a
 pass over the data; in that time ASGD makes a hundred updates.
 """
 
@@ -27,8 +27,8 @@ def get_config(arg=None):
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
   config.runs = dict(
-    # 89 portions of 16 images. A job has 2 of them: a fast worker does about
-    # six jobs in a pass.
+    # A pass has 89 portions of 16 images, and a job 2 portions: a fast worker
+    # computes about six jobs per pass.
     lbfgs=dict(
       recipe="sandblaster",
       title="Sandblaster L-BFGS",

@@ -1,9 +1,9 @@
 """Sandblaster L-BFGS live: 4 workers and 2 shards, each a process of Ray.
 
-The same training twice, on handwritten digits (UCI): the run `whole` has no
-failures; in the run `killed`, a worker and a shard are killed. The losses of
-each iteration (iterates.csv of a cell) are equal to the bit in both runs, and
-on the engine `simulate`:
+Two runs of the same training, on handwritten digits (UCI): `whole` has no
+failures; in `killed`, a worker and a shard are killed. Both runs, and the
+engine `simulate`, have the same losses to the bit in each iteration
+(iterates.csv of a cell):
 
   python -m launch.train --config=configs/sandblaster_live.py
   python -m launch.train --config=configs/sandblaster_live.py \
@@ -24,8 +24,8 @@ def get_config(arg=None):
     whole=dict(title="Sandblaster L-BFGS", **batch),
     killed=dict(
       title="with a worker and a shard killed",
-      # (seconds after the start, kind, index)
-      # The times are the driver's, so each run is killed at another message.
+      # (seconds after the start, kind, index). A time falls on a different
+      # message each time that the command runs.
       failures=((1.0, "worker", 1), (2.0, "shard", 1)),
       **batch,
     ),

@@ -1,15 +1,15 @@
-"""Sparse logistic regression with L1 on a parameter server, for several delays.
+"""Sparse logistic regression with L1 on a parameter server, with bounded delay.
 
 4 simulated workers compute gradients of blocks of features on their examples,
-and the server takes proximal steps. A worker may be tau steps ahead of the
-server, no more. All runs end at the objective of scikit-learn's solver, with
+and the server takes proximal steps. A worker may be at most tau steps ahead of
+the server. All runs end at the objective of scikit-learn's solver, with
 the same weights at 0. Examples are generated (1,600 with 20 of 1,000 features).
-The variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]) in bins
-and pairs of bins (3,121 features); `sst2` uses words of SST-2 in --data_dir.
+The variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]), as 3,121
+binary features: each value's bin, and pairs of bins. `sst2` uses the words of
+SST-2 in --data_dir.
 
-Final objectives of scikit-learn, BSP and delay 2: 0.3823, 0.383, 0.384. For
-breast cancer, with its similar features: 0.2413, 0.2417, 0.2425, after 1,200
-clocks.
+The objectives of scikit-learn, BSP and delay 2 are 0.3823, 0.383 and 0.384 at
+the end; for breast cancer 0.2413, 0.2417 and 0.2425, after 1,200 clocks.
 
   python -m launch.train --config=configs/sparse_logistic.py
   python -m launch.train --config=configs/sparse_logistic.py:breast_cancer
@@ -39,7 +39,7 @@ def get_config(arg=None):
   # Two shards: each has a half of the features.
   delayed = dict(recipe="table", consistency="delay_bounded", shards=2)
   config.runs = dict(
-    # Without a delay twice the rate is stable (configs/figures/bounded_delay).
+    # Twice the rate of delay 2, see configs/figures/bounded_delay.py.
     bsp=dict(
       recipe="table",
       consistency="bulk_synchronous",
@@ -50,7 +50,7 @@ def get_config(arg=None):
     kkt=dict(
       delayed,
       bound=2,
-      # Sends no zero gradient of a weight that stays 0.
+      # Workers send no gradient that leaves a weight at 0.
       filters=(dict(name="kkt", slack=0.001),),
       title="delay 2, KKT filter",
     ),

@@ -5,9 +5,9 @@ so large that computing is nearly all of the work.
 
   python -m launch.compare --config=configs/straggler_digits.py
 
-trains both with real workers (threads, or with --engine=ray processes of Ray)
-and measures them. It prints when each reached a loss, next to simulations with
-the measured durations.
+The command trains both with real workers (threads, or Ray processes with
+--engine=ray) and measures them. It prints when each reached a loss, next to
+simulations with the measured durations.
 """
 
 import ml_collections
@@ -19,7 +19,7 @@ def get_config(arg=None):
   config.model = dict(name="mlp", hidden=(512, 512))
   config.runs = dict(
     asgd=dict(recipe="asgd", title="asynchronous"),
-    # An update is the mean of four messages, so at four times the rate.
+    # An update is the mean of four messages, so its rate is 4 x 0.005.
     ssgd=dict(recipe="ssgd", title="bulk synchronous", learning_rate=0.02),
   )
   config.engine = "threads"
@@ -28,8 +28,8 @@ def get_config(arg=None):
   config.epochs = 250.0
   config.learning_rate = 0.005
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
-  # Long deadlines, or the slow worker would count as dead.
-  # `spans`: the simulations need the measured time of each job.
+  # late_seconds: otherwise the slow worker would count as failed. spans: the
+  # simulations need the measured time of each job.
   config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
   config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0

@@ -1,14 +1,14 @@
 """One worker of two takes three times as long: it gets a third of the work.
 
-Bulk synchronous SGD on handwritten digits, with batches of the same size for
-both workers, and with batch sizes by the speed that is measured at the start of
-a run. A round has the same examples in both runs. So both have the same loss
-after the same number of rounds, and the table shows their times.
+Bulk synchronous SGD on handwritten digits: in the run `equal` both workers have
+the same batch size, in the run `speed` a batch size by their speed, which is
+measured at the start. A round has the same examples in both runs, so both have
+the same loss after the same number of rounds. The table shows their times.
 
   python -m launch.train --config=configs/uneven_digits.py
 
-trains with threads. --config.engine=ray uses processes of Ray, and
---config.engine=simulate uses durations of 1 and 3 units.
+The command trains with threads. --config.engine=ray uses Ray processes, and
+--config.engine=simulate durations of 1 and 3 units.
 """
 
 import ml_collections
@@ -35,7 +35,7 @@ def get_config(arg=None):
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
   # For --config.engine=simulate.
   config.durations = dict(name="constant", slowdown=(1, 3))
-  # Long deadlines, or the slow worker would count as dead.
+  # late_seconds: otherwise the slow worker would count as failed.
   config.live = dict(slowdown=(1, 3), late_seconds=20.0)
   config.curvature_checks = 0
   if arg == "tiny":

@@ -1,6 +1,6 @@
-"""ASGD beside one worker: epochs to the same loss, and the staleness behind it.
+"""ASGD against one worker: epochs to the same loss, and staleness.
 
-Asynchronous SGD with 1 to 64 workers takes over the rate and the batch of one
+Asynchronous SGD with 1 to 64 workers uses the rate and the batch size of one
 worker, without momentum and with 0.9, on a cluster of equal machines (gamma
 model, V = 0.1) and one of unequal ones (V_mach = 0.6). Staleness, its
 distribution and the fraction of slow batches are compared with closed forms
@@ -21,8 +21,8 @@ CLUSTERS = {"equal": "homogeneous", "unequal": "heterogeneous"}
 RATES = {0.0: 0.05, 0.9: 0.005}  # momentum -> learning rate; one effective rate
 # Every number of workers is measured by the epochs to this loss.
 LOSS = 0.42  # test loss that one worker reaches after a sixth of the epochs
-# Coefficients of variation of the clusters: of a machine's batches, and of the
-# machines' means. They are those of the paper, and of `asgd.orders.durations`.
+# Coefficients of variation: of a machine's batch times, and of the machines'
+# means. Both are those of the paper and of `asgd.orders.durations`.
 V, V_MACHINE = 0.1, 0.6
 PI, E = 3.141592653589793, 2.718281828459045  # the config imports no math
 EPOCHS = 6.0
@@ -44,8 +44,7 @@ def get_config(arg=None):
       runs[label(momentum, cluster)] = dict(
         recipe="asgd",
         momentum=momentum,
-        learning_rate=rate,
-        # One for both clusters: the rates are tuned on one worker.
+        learning_rate=rate,  # tuned on one worker, so both clusters use it
         durations=dict(name=durations),
         title=title,
       )
@@ -54,7 +53,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = EPOCHS
-  # Eight an epoch, so that "epochs to" has steps of 1/8.
+  # Eight per epoch: "epochs to" is a multiple of 1/8.
   config.evaluations = 48
   config.evaluation_examples = 2000
   config.curvature_checks = 0
@@ -71,21 +70,21 @@ def get_config(arg=None):
 def deviation_equal(count):
   """Returns the standard deviation of staleness on `count` equal machines.
 
-  In a batch of duration T each other worker sends 0, 1 or 2 messages. A
-  stationary renewal process of periods D sends none with probability
-  E max(D - T, 0) and two with E max(T - D, 0), so that a worker's variance,
-  given T, is E|D - T| - V^2. E|D - T| is 2 V / sqrt(pi); T is common to all.
+  While a worker computes a batch of duration T, every other worker sends 0, 1
+  or 2 messages: a stationary renewal process with periods D sends none with
+  probability E max(D - T, 0), two with E max(T - D, 0). So, given T, their
+  number has variance E|D - T| - V^2, where E|D - T| = 2 V / sqrt(pi).
   """
   others = count - 1
-  # Given T the workers are independent, so variances add up. T itself is the
-  # same for all, so its deviations add up.
-  given = others * (2 * V / PI**0.5 - V**2)
-  return (given + (others * V) ** 2) ** 0.5
+  # Given T the workers are independent, so their variances add up. T is the
+  # same for all of them, so the deviations that it causes add up.
+  variance_given_t = others * (2 * V / PI**0.5 - V**2)
+  return (variance_given_t + (others * V) ** 2) ** 0.5
 
 
-# The density of staleness on unequal machines, which have means p ~ Gamma(a,
-# 1 / a), a = 1 / V_mach^2. A message has staleness N p E[1 / p]. Fast machines
-# send more messages, so that over messages p is Gamma(a - 1, 1 / a). Then
+# The density of staleness on unequal machines. A machine's mean batch time p is
+# Gamma(a, 1 / a), a = 1 / V_mach^2; its messages have staleness N p E[1 / p].
+# Fast machines send more messages: over messages p is Gamma(a - 1, 1 / a). Then
 # staleness / N is Gamma(a - 1, 1 / b) with b = a - 1: its mean is 1 and its
 # variance 1 / b.
 SHAPE = 1 / V_MACHINE**2 - 1
@@ -93,15 +92,15 @@ GAMMA_OF_SHAPE = 0.9256731453766787  # the gamma function at SHAPE
 
 
 def density_equal(x):
-  """The density of staleness of 64 equal machines, as a normal one."""
+  """Returns a normal density with mean and deviation of equal machines."""
   deviation = deviation_equal(MOST)
   z = (x - (MOST - 1)) / deviation  # distance from the mean, in deviations
   return E ** (-z * z / 2) / (deviation * (2 * PI) ** 0.5)
 
 
 def density_unequal(x):
-  """The density of staleness of 64 unequal machines."""
-  # Staleness / N is Gamma(a - 1, 1 / b); the density is scaled by N.
+  """Returns the density of staleness on 64 unequal machines."""
+  # Staleness / N is Gamma(a - 1, 1 / b), so the density is divided by N.
   scaled = x * SHAPE / MOST
   return (
     scaled ** (SHAPE - 1) * E**-scaled * SHAPE / MOST / GAMMA_OF_SHAPE
@@ -124,7 +123,7 @@ def claims_of_loss():
         column=TO_LOSS,
         runs=cells(momentum, cluster, (1, 8, MOST)),
       )
-  # Where one worker's rate still works, and from where on it does not.
+  # few, never: workers with which one worker's rate works, or never trains.
   for momentum, few, never in ((0.0, 4, 32), (0.9, 2, 32)):
     for cluster in CLUSTERS:
       where = f"momentum {momentum:g}, {cluster} machines"
@@ -140,7 +139,7 @@ def claims_of_loss():
       )
       yield dict(
         name=f"never, {where}",
-        says=f"from {never} workers on, or from fewer, it never arrives",
+        says=f"{never} workers, or already fewer, never reach the loss",
         kind="bound",
         statistic="sign",
         column="never from",
@@ -191,7 +190,7 @@ def claims_of_staleness():
     above=0.75 * spread,
     below=1.25 * spread,
   )
-  # P(T > 1.25) for gamma times of mean 1, of equal and of unequal machines.
+  # expected: P(T > 1.25) for gamma times with mean 1.
   for cluster, expected, margin in (
     ("equal", 0.0094, 0.002),
     ("unequal", 0.279, 0.05),
@@ -209,7 +208,7 @@ def claims_of_staleness():
 
 
 def closed_forms():
-  """Returns the densities of the staleness on both clusters."""
+  """Returns the curves of the density of staleness, one for each cluster."""
   return [
     dict(
       title="closed form",
@@ -235,27 +234,27 @@ def panels():
     for momentum in RATES
     for cluster in CLUSTERS
   }
-  # All panels of numbers of workers share their x axis.
-  along = dict(xlabel="workers", xlog=True, series=series)
+  # Panels against the number of workers share their x axis.
+  by_workers = dict(xlabel="workers", xlog=True, series=series)
   plain = {
     cluster: series[f"momentum 0, {cluster}"] for cluster in CLUSTERS
   }
   return [
     dict(
-      along,
+      by_workers,
       title=f"epochs to a test loss of {LOSS}",
       column=TO_LOSS,
       ylabel="epochs",
     ),
     dict(
-      along,
+      by_workers,
       title="test loss at the end",
       column="test_loss",
       ylabel="nats",
       yscale="log",
     ),
     dict(
-      along,
+      by_workers,
       series=plain,
       title="mean staleness",
       column="staleness_mean",
@@ -292,8 +291,8 @@ def get_figure():
       " Asynchronous Environment, arXiv 1907.11612: clusters, slow batches"
     ),
     finding=(
-      "ASGD needs more epochs the more workers it has, and with momentum never"
-      " arrives with 32; how few cost nothing is open."
+      "ASGD needs more epochs the more workers it has; with momentum, 32"
+      " workers never reach the loss; how many workers cost nothing is open."
     ),
     about=(
       "Epochs of all workers together until the test loss is that of one worker"
@@ -301,13 +300,12 @@ def get_figure():
     ),
     columns={
       TO_LOSS: dict(
-        # The first evaluation below the loss; a run that never arrives is
-        # infinite.
+        # The first evaluation below the loss; infinite if a run has none.
         kind="until", column="test_loss", below=LOSS, along="epoch"
       ),
       "never from": dict(kind="first", column=TO_LOSS, above=EPOCHS),
       "deviation": dict(kind="deviation", column="staleness", since=0.5),
-      # Mean batch times.
+      # Durations are in mean batch times.
       "slow batches": dict(kind="share", column="duration", above=1.25),
     },
     claims=[*claims_of_loss(), *claims_of_staleness()],

@@ -1,8 +1,8 @@
 """Parameter averaging: how rarely workers may average, and their momentum.
 
 Eight workers take H = 1 to 100 steps of SGD with momentum between two averages
-of their parameters. The momentum is kept by its worker, or reset, or averaged
-with the parameters, or the averages themselves have one (SlowMo). After Stich,
+of their parameters. At an average a worker keeps its momentum, resets it, or
+averages it, too; with SlowMo the averages have a momentum. After Stich,
 "Local SGD converges fast and communicates little", ICLR 2019, arXiv 1805.09767,
 and Wang, Tantia, Ballas and Rabbat, "SlowMo", ICLR 2020, arXiv 1910.00643.
 
@@ -16,7 +16,7 @@ import ml_collections
 
 WORKERS = 8
 PERIODS = 1, 5, 10, 20, 50, 100  # H, steps between two averages
-STATES = "kept", "reset", "averaged"  # the momentum of a worker, at an average
+STATES = "kept", "reset", "averaged"  # a worker's momentum after an average
 FLAT = 10, 20  # periods that are claimed to cost nothing
 SLOW = 10, 20, 50, 100  # periods of SlowMo
 RATE, MOMENTUM = 0.02, 0.9  # tuned below; the same for all periods
@@ -53,7 +53,6 @@ def get_config(arg=None):
         momentum=MOMENTUM,
         title=f"H = {period}, momentum {state}",
       )
-    # Its last average uses the slow momentum of the earlier ones.
     if period in SLOW:
       runs[label("slowmo", period)] = dict(
         recipe="slowmo",
@@ -65,7 +64,7 @@ def get_config(arg=None):
   config.workers = (WORKERS,)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 32
-  # Four epochs are 937 steps of a worker: 9 rounds at H = 100.
+  # Four epochs are 937 steps per worker: 9 rounds at H = 100.
   config.epochs = 4.0
   config.learning_rate = RATE
   config.evaluations = 8
@@ -125,7 +124,7 @@ def claims():
     )
     yield compared(
       f"SlowMo helps, H = {period}",
-      "with a slow momentum it is lower than without, both with reset momentum",
+      "SlowMo, which resets the momentum, has a lower loss than reset alone",
       [label("slowmo", period)],
       [label("reset", period)],
       below=1.0,
@@ -136,7 +135,7 @@ def claims():
       says=f"it is 1 / {period} of that of H = 1, within 2 %",
       kind="ratio",
       column="bytes_up",
-      # Every average sends the parameters once, whatever H is.
+      # Each average sends the parameters once, for every H.
       of=[label("kept", period)],
       to=[label("kept", least)],
       above=0.98 / period,
@@ -149,7 +148,7 @@ def claims():
     column="bytes_up",
     of=[label("averaged", 10)],
     to=[label("kept", 10)],
-    # 2 of parameters and momentum, apart from headers.
+    # Twice: parameters and momentum; headers are not doubled.
     above=1.95,
     below=2.05,
   )
@@ -162,18 +161,18 @@ def panels():
   }
   # SlowMo at H = 1 would be another algorithm, so it begins at 10.
   series["SlowMo"] = [(p, label("slowmo", p)) for p in SLOW]
-  along = dict(xlabel="H, steps between averages", xlog=True, series=series)
+  by_period = dict(xlabel="H, steps between averages", xlog=True, series=series)
   return [
-    dict(along, title="test loss", column="test_loss", ylabel="nats"),
+    dict(by_period, title="test loss", column="test_loss", ylabel="nats"),
     dict(
-      along,
+      by_period,
       title="test accuracy",
       column="test_accuracy",
       ylabel="accuracy (%)",
       scale=100.0,
     ),
     dict(
-      along,
+      by_period,
       title="traffic up",
       column="bytes_up",
       ylabel="MB",
@@ -181,7 +180,7 @@ def panels():
       yscale="log",
     ),
     dict(
-      along,
+      by_period,
       title="accuracy by traffic up",
       column="test_accuracy",
       ylabel="accuracy (%)",

@@ -1,13 +1,13 @@
 """How far the batch of synchronous SGD can grow: epochs to an accuracy.
 
-1 to 128 workers with batches of 32, so that an update takes 32 to 4,096
-examples, with a rate that is constant, or grows with the square root of the
-batch, or linearly, or linearly after a warm-up of one epoch; beside it the
-gradient noise scale. After Goyal et al., "Accurate, large minibatch SGD:
-training ImageNet in 1 hour", arXiv 1706.02677 (linear rate, warm-up from that
-of one worker), Krizhevsky, "One weird trick", arXiv 1404.5997 (square root),
-and McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch
-training", arXiv 1812.06162 (noise scale).
+1 to 128 workers have batches of 32: an update has 32 to 4,096 examples. The
+rate is constant, or grows with the square root of the batch, or linearly, or
+linearly after a warm-up of one epoch. The figure also has the gradient noise
+scale. After Goyal et al., "Accurate, large minibatch SGD: training ImageNet in
+1 hour", arXiv 1706.02677 (linear rate; warm-up from the rate of one worker),
+Krizhevsky, "One weird trick", arXiv 1404.5997 (square root), and McCandlish,
+Kaplan, Amodei et al., "An empirical model of large-batch training", arXiv
+1812.06162 (noise scale).
 
   asgd reproduce batch_limit
   python -m launch.train --config=configs/figures/batch_limit.py
@@ -17,7 +17,7 @@ training", arXiv 1812.06162 (noise scale).
 
 import ml_collections
 
-BATCH = 32  # of a worker
+BATCH = 32  # examples per worker
 WORKERS = 1, 4, 16, 64, 128
 LEAST, MOST = WORKERS[0], WORKERS[-1]
 RATE = 0.01  # of one worker
@@ -29,12 +29,12 @@ RULES = {  # label -> title, power of the batch
 }
 ACCURACY = 0.85
 TO_ACCURACY = f"epochs to {ACCURACY:.0%}"
-FLAT, EDGE = 16, 64  # workers: still as good as one; where warm-up is to help
+FLAT, EDGE = 16, 64  # workers: as good as one; where a warm-up should help
 NOISE = "noise scale"
 
 
 def label(rule, count):
-  """Returns the label of a run; all rules share one worker."""
+  """Returns the label of a run; all rules share the run of one worker."""
   return "one" if count == LEAST else f"{rule}-{count}"
 
 
@@ -54,8 +54,7 @@ def get_config(arg=None):
         title=f"batch {BATCH * count:,}, {title}",
       )
       if rule == "warm":
-        # It starts at the rate of one worker, the peak over the workers.
-        # Warm-up matters only where the linear rate is large at first.
+        # From the rate of one worker, which is the peak divided by `count`.
         entry["learning_rate_schedule"] = dict(warmup_epochs=1.0)
       runs[label(rule, count)] = entry
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -63,7 +62,7 @@ def get_config(arg=None):
   config.batch_size = BATCH
   config.learning_rate = RATE
   config.epochs = 8.0
-  config.evaluations = 64  # eight an epoch
+  config.evaluations = 64  # eight per epoch
   config.evaluation_examples = 2000
   config.curvature_checks = 0
   config.on_nan = "record"
@@ -86,7 +85,7 @@ def ratio(name, says, of, to, **bounds):
     name=name,
     says=says,
     kind="ratio",
-    statistic="sign",  # medians: an accuracy that is never reached is infinite
+    statistic="sign",  # medians: infinite if the accuracy is never reached
     column=TO_ACCURACY,
     of=of,
     to=to,
@@ -106,10 +105,10 @@ def claims():
   )
   yield ratio(
     "then rising",
-    f"at {most:,} examples it takes over twice as many, or never arrives",
+    f"at {most:,} examples it takes over twice as many, or never gets there",
     cells("linear", (MOST,)),
     ["one"],
-    above=2.0,  # "over twice", also if it is infinite
+    above=2.0,
   )
   yield ratio(
     "constant rate",
@@ -162,20 +161,20 @@ def panels():
     title: [(BATCH * count, label(rule, count)) for count in WORKERS]
     for rule, (title, _) in RULES.items()
   }
-  along = dict(xlabel="examples in an update", xlog=True, series=series)
+  by_batch = dict(xlabel="examples in an update", xlog=True, series=series)
   source = (
     "Goyal et al. 2017: no loss of accuracy up to 8,192 images, 32 times the"
     " smallest batch, with the linear rate and a warm-up"
   )
   return [
     dict(
-      along,
+      by_batch,
       title=f"epochs to an accuracy of {ACCURACY:.0%}",
       column=TO_ACCURACY,
       ylabel="epochs",
     ),
     dict(
-      along,
+      by_batch,
       title="accuracy less that of a batch of 32",
       column="test_accuracy",
       ylabel="points (%)",
@@ -222,8 +221,8 @@ def get_figure():
     ),
     about=(
       "Synchronous SGD without momentum; each worker has a batch of 32, and the"
-      " batch grows with the workers. Epochs are those of the first of eight"
-      " evaluations an epoch that has the accuracy."
+      " batch grows with the workers. There are eight evaluations per epoch;"
+      " epochs are counted to the first that has the accuracy."
     ),
     columns={
       TO_ACCURACY: dict(

@@ -1,8 +1,8 @@
-"""Sparse logistic regression: time gained by a bounded delay, and its cost.
+"""Sparse logistic regression: time that a bounded delay saves, and its cost.
 
 Four workers compute delayed block proximal steps on generated examples (1,600
-with 20 of 1,000 features). A worker may be up to tau clocks ahead of a step
-that is not complete. Durations vary by half (gamma), in simulated time.
+with 20 of 1,000 features). A worker may be up to tau clocks ahead of the first
+incomplete step. Simulated durations have a coefficient of variation of 0.5.
 
   asgd reproduce bounded_delay
   python -m launch.train --config=configs/figures/bounded_delay.py
@@ -12,7 +12,7 @@ that is not complete. Durations vary by half (gamma), in simulated time.
 
 import ml_collections
 
-DELAYS = 0, 1, 2, 4, 8, 16  # tau, clocks that a worker may be ahead
+DELAYS = 0, 1, 2, 4, 8, 16  # tau in clocks
 # At 1.5 all delays train; at 3.0 only short ones do (`tuned` below).
 RATES = {"stable": 1.5, "edge": 3.0}
 OBJECTIVE = 0.4  # to reach; scikit-learn's solver ends at 0.382
@@ -41,12 +41,11 @@ def get_config(arg=None):
   )
   config.workers = (4,)
   config.seeds = (0, 1, 2, 3, 4)
-  # A quarter of the examples: one batch of each worker is a pass.
+  # A quarter of the examples: the four workers' batches are one pass.
   config.batch_size = 400
   config.epochs = 200.0  # 200 clocks of four workers
-  # "vary by half": the coefficient of variation.
   config.durations = dict(name="gamma", variation=0.5)
-  config.evaluations = 100  # one for two clocks
+  config.evaluations = 100  # every second clock
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
@@ -70,7 +69,7 @@ def claims():
     ),
     dict(
       name="about 8 is enough",
-      says="twice that wins less than another twentieth",
+      says="tau = 16 saves less than another twentieth",
       kind="ratio",
       column=TIME,
       of="tau8-stable",
@@ -79,7 +78,7 @@ def claims():
     ),
     dict(
       name="no worse",
-      says="after as many steps the objective is that without a delay",
+      says="after as many steps the objective is the same as without a delay",
       kind="difference",
       column=END,
       of=["tau8-stable", "tau16-stable"],
@@ -120,8 +119,8 @@ def get_figure():
     ),
     about=(
       "Simulated time until the objective is 0.4, and the objective after 200"
-      " epochs. A block of features is in every fourth job, so that a short"
-      " delay is of other blocks."
+      " epochs. A block of features is updated by every fourth job: with a"
+      " short delay the missing updates concern other blocks."
     ),
     columns={
       TIME: dict(kind="until", column="objective", below=OBJECTIVE),
@@ -147,7 +146,7 @@ def get_figure():
       "only": [f"tau{tau}-{side}" for side in RATES for tau in (0, 2, 8, 16)]
     },
     tuned=(
-      "both rates on seed 100: of 0.4 to 8 one at which all delays train, and"
-      " one at which long ones do not"
+      "both rates on seed 100, from 0.4 to 8: one at which all delays train,"
+      " and one at which long delays do not"
     ),
   )

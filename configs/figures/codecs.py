@@ -1,9 +1,9 @@
-"""Bytes against accuracy, of all codecs, in both directions.
+"""Bytes against accuracy for all codecs, in both directions.
 
 A small CNN on Fashion-MNIST. Up: four asynchronous workers send gradients
-through each codec. Down: synchronous rounds of four workers, in
-which the server also sends its updates through a codec with a residual. Bytes
-are those of packed messages and updates.
+through each codec. Down: four synchronous workers; the server, too, sends its
+updates through a codec with a residual. Bytes are those of packed messages and
+updates.
 
   asgd reproduce codecs
   python -m launch.train --config=configs/figures/codecs.py
@@ -13,7 +13,7 @@ are those of packed messages and updates.
 
 import ml_collections
 
-# Each codec at one setting: those of its paper, or a density of 1 %.
+# Each codec has one setting: that of its paper, or a density of 1 %.
 CODECS = {  # label -> title, codec
   "threshold": ("threshold", dict(name="threshold", tau=0.02)),
   "adaptive": (
@@ -25,7 +25,7 @@ CODECS = {  # label -> title, codec
   "dgc": ("DGC, 1 %", dict(name="dgc", density=0.01, warm_up=0)),
   "random_k": (
     "random 10 %",
-    # The elements as they are, not 10 times as large.
+    # Sent elements are not multiplied by 1 / density.
     dict(name="random_k", density=0.1, scaled=False),
   ),
   "onebit": ("1 bit", dict(name="onebit")),
@@ -41,8 +41,8 @@ CODECS = {  # label -> title, codec
 }
 # Codecs for updates. Threshold codecs are left out: their tau fits gradients.
 DOWN = "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
-SPARSE = "threshold", "top_k", "dgc"  # codes of positions and values
-# Codecs that are claimed to lose under two points.
+SPARSE = "threshold", "top_k", "dgc"  # they send positions and values
+# The claim: these codecs lose under two points.
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
 TUNED = (
   "Rates are those of configs/fashion.py and configs/digits.py; codecs have the"
@@ -60,7 +60,7 @@ def get_config(arg=None):
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
   momentum_sgd = dict(recipe="asgd", momentum=0.9)
-  # Four times the asynchronous rate: a mean of four messages.
+  # An update is the mean of four messages, so its rate is 4 x 0.004.
   ssgd = dict(recipe="ssgd", momentum=0.9, learning_rate=0.016)
   runs = dict(dense=dict(momentum_sgd, title="dense"))
   for label, (title, codec) in CODECS.items():
@@ -70,7 +70,7 @@ def get_config(arg=None):
   runs["rounds"] = dict(ssgd, title="rounds, dense")
   for label in DOWN:
     title, codec = CODECS[label]
-    # A residual at the server, since its updates are biased, too.
+    # The server needs a residual: the codec makes its updates biased, too.
     codec = dict(codec, error_feedback=True)
     runs[f"both-{label}"] = dict(
       ssgd,
@@ -107,7 +107,8 @@ def claims():
       column="bytes_up",
       statistic="t",
       order="falls",
-      # Codecs of one size are a group; members of a group are not compared.
+      # A list in `runs` is a group of similar sizes; the claim does not compare
+      # its members.
       runs=["dense", ["bf16", "fp16"], "int8", "onebit", list(SPARSE)],
     ),
     dict(
@@ -129,7 +130,7 @@ def claims():
       kind="bound",
       column="compression_down",
       of=["both-onebit", "both-sign"],
-      above=10.0,  # one bit of 32, and scales
+      above=10.0,  # 1 bit instead of 32, and scales
     ),
     dict(
       name="both directions, as good",
@@ -158,8 +159,8 @@ def get_figure():
       " bytes, but lose 5 points in an epoch of 234 rounds."
     ),
     about=(
-      "Each codec at one setting, with error feedback where it is biased; bytes"
-      " are counted on what is packed."
+      "Each codec has one setting, with error feedback if it is biased. Bytes"
+      " are those of packed messages."
     ),
     claims=claims(),
     panels=[

@@ -9,8 +9,8 @@ Asynchronous Environment", arXiv 1907.11612.
   python -m launch.train --config=configs/figures/dana.py
   python -m launch.train --config=configs/figures/dana.py:fashion
 
-The last measures gaps with another model on other data, of which no claim is
-judged: notes have its numbers.
+The last command measures gaps with another model and other data. No claim uses
+these runs; `NOTES` has their numbers.
 
 405 cells, about 20 minutes on two cores; --quick in a minute or two.
 """
@@ -33,7 +33,7 @@ ALGORITHMS = {  # label -> title, entry
   "danadc": ("DANA-DC", dict(recipe="dana_dc")),
 }
 UNEQUAL = dict(name="heterogeneous")  # V_mach = 0.6
-# The runs of the second problem: their gaps decide between causes.
+# Runs of the variant `fashion`: their gaps decide between causes.
 SECOND = "asgd", "nag", "dc", "dana"
 
 
@@ -52,7 +52,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 16
   config.epochs = 10.0
-  config.learning_rate = 0.005  # of one worker; tuned below
+  config.learning_rate = 0.005  # see `TUNED`
   # Epochs of all workers together: 10 are 898 messages.
   config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(7.0,))
   config.evaluations = 2
@@ -80,52 +80,53 @@ def get_config(arg=None):
 NOTES = {
   "gap of NAG-ASGD, equal": (
     "DC-ASGD has one momentum of 0.9 for all workers here, too, and so the gap"
-    " of NAG-ASGD. Of Multi-ASGD the claim holds, 2.9 times. DC-ASGD-a, without"
-    " momentum at a rate 16 times as large, has a larger gap (0.010 beside"
-    " 0.007). So the claim is false of DC-ASGD as it is set up here, in either"
-    " form. A second problem agrees (`dana.py:fashion`, a CNN on Fashion-MNIST,"
-    " 300 gradients, three seeds): with 8 workers the gap of DC-ASGD is 1.3"
-    " times NAG-ASGD's (1.1 to 1.5), and with 16 all its seeds diverge. So the"
-    " cause is the shared momentum, not the problem."
+    " of NAG-ASGD. The claim holds for Multi-ASGD, 2.9 times. DC-ASGD-a,"
+    " without momentum at a rate 16 times as large, has a larger gap (0.010"
+    " against 0.007). So the claim is false for both forms of DC-ASGD with"
+    " these settings. A second problem agrees (`dana.py:fashion`, a CNN on"
+    " Fashion-MNIST, 300 gradients, three seeds): with 8 workers the gap of"
+    " DC-ASGD is 1.3 times NAG-ASGD's (1.1 to 1.5), and with 16 all its seeds"
+    " diverge. So the cause is the shared momentum, not the problem."
   ),
   "gap of NAG-ASGD, unequal": (
-    "DC-ASGD has the gap of NAG-ASGD, as on equal machines. That of NAG-ASGD is"
-    " 2 times Multi-ASGD's. On Fashion-MNIST it is 1.1 times NAG-ASGD's with 8"
-    " workers (0.9 to 1.2), and 1.3 times with 16 (1.0 to 2.0)."
+    "DC-ASGD has the gap of NAG-ASGD, as on equal machines. NAG-ASGD's gap is 2"
+    " times Multi-ASGD's. On Fashion-MNIST the gap of DC-ASGD is 1.1 times"
+    " NAG-ASGD's with 8 workers (0.9 to 1.2), and 1.3 times with 16 (1.0 to"
+    " 2.0)."
   ),
   "gap of DANA, unequal": (
     "The look-ahead adds the momentum of each worker once, but the gradient of"
     " a fast one returns before most others have sent: the gap is 2.3 times"
     " that of ASGD. A second problem agrees (`dana.py:fashion`, a CNN on"
     " Fashion-MNIST, 300 gradients, three seeds): 3.0 times with 16 workers"
-    " (2.3 to 3.8) and 1.4 with 8, beside 1.25 and 0.9 on equal machines. Of"
-    " gradients that are under 8 messages old it is 9 times, of older ones 2 to"
-    " 3 times. So the rule itself fits equal machines only; the size is not the"
-    " cause."
+    " (2.3 to 3.8) and 1.4 with 8, against 1.25 and 0.9 on equal machines. For"
+    " gradients that are under 8 messages old it is 9 times, for older ones 2"
+    " to 3 times. So the rule itself suits equal machines only; the small"
+    " problem is not the cause."
   ),
   "fails first, equal": (
-    "NAG-ASGD and DC-ASGD fall below 50 % together, at 32 workers, and of"
-    " DC-ASGD-a two seeds of five do. All others train at every number, so"
-    " that 'infinite' is how much later they fail."
+    "NAG-ASGD and DC-ASGD both fall below 50 % at 32 workers, as do two of five"
+    " seeds of DC-ASGD-a. All others train at every number of workers, so the"
+    " number at which they fail counts as infinite."
   ),
   "fails first, unequal": (
-    "Nothing fails on unequal machines up to 32 workers, so that it is not"
-    " known who would first. NAG-ASGD is at 73.6 to 96.7 % there."
+    "No algorithm fails on unequal machines with up to 32 workers, so the first"
+    " to fail is unknown. NAG-ASGD has 73.6 to 96.7 % with 32."
   ),
   "most workers, unequal": (
-    "Only ASGD and Gap-Aware, which are slow at this rate, are clearly below."
-    " NAG- and DC-ASGD lose to it in most seeds, not in all."
+    "Only ASGD and Gap-Aware, which are slow at this rate, are clearly below"
+    " DANA-Zero. NAG- and DC-ASGD are below it in most seeds, not in all."
   ),
-  "near one worker, equal": "It loses 5 points, give or take 3.",
-  "near one worker, unequal": "It loses 1.8 points, give or take 1.8.",
+  "near one worker, equal": "It loses 5 ± 3 points.",
+  "near one worker, unequal": "It loses 1.8 ± 1.8 points.",
   "speed, equal": (
-    "1.20: a run of 28 rounds begins with all workers at once, which costs the"
-    " asynchronous one half a batch."
+    "1.20: all workers of a run start at once, which costs the asynchronous run"
+    " half a batch of its 28 rounds."
   ),
 }
 
 
-# suffix: "" for equal machines, "-het" for unequal ones.
+# suffix of labels: "" for equal machines, "-het" for unequal ones.
 def gap_claims(suffix, where):
   def at(workers, *labels):
     return [f"{label}{suffix}@{workers}" for label in labels]
@@ -143,7 +144,7 @@ def gap_claims(suffix, where):
     ),
     dict(
       name=f"gap of Multi- and DC-ASGD, {where}",
-      says="theirs is above that of DANA and of ASGD without momentum",
+      says="their gap is above that of DANA and of ASGD without momentum",
       kind="ordering",
       order="falls",
       column="gap_mean",
@@ -187,7 +188,7 @@ def accuracy_claims(suffix, where):
       kind="ordering",
       order="rises",
       column="fails at",
-      # others[2:] begins behind NAG-ASGD, which is the first to fail.
+      # others[2:]: all behind "asgd" and "nag".
       runs=[whole("nag"), whole("asgd", *others[2:], "dana", "slim", "danadc")],
     ),
     dict(
@@ -215,7 +216,7 @@ def speed_claims():
     dict(
       name="speed, equal",
       says=(
-        # The speed of SSGD is that of the slowest of 32 gamma times.
+        # A round of SSGD takes as long as the slowest of 32 workers.
         "at 32 workers asynchronous training is 1.22 times as fast as"
         " synchronous (the mean of the largest of 32 gamma times), within 0.05"
       ),
@@ -228,7 +229,7 @@ def speed_claims():
     ),
     dict(
       name="speed, unequal",
-      says="at the most workers it is over twice as fast on unequal ones",
+      says="on unequal machines, at the most workers, it is over twice as fast",
       kind="ratio",
       column="speed",
       of="asgd-het@most",
@@ -269,7 +270,7 @@ def published():
     dict(
       title=f"{ALGORITHMS[label][0]}, published",
       source=source,
-      # Points to one worker.
+      # Accuracy less that of one worker.
       points=[(n, accuracy - 91.63) for n, accuracy in row.items()],
       of=ALGORITHMS[label][0],
       line=":",
@@ -279,7 +280,7 @@ def published():
 
 
 def expected(suffix):
-  # N / E[max]: the speed of rounds, with 4, 8, 16 and 32 workers.
+  # N / E[max]: gradients of synchronous rounds per mean batch time.
   rows = {
     "": ("SSGD", (3.62, 6.98, 13.5, 26.3)),
     "-het": ("SSGD, unequal", (2.75, 4.37, 7.24, 12.5)),
@@ -317,10 +318,10 @@ def speed_panel(suffix, where):
 ABOUT = (
   "Ten algorithms on handwritten digits (an MLP; the paper has ResNets on"
   " CIFAR and ImageNet), with one learning rate for all that have momentum"
-  " and for ASGD. The gap is the root mean square over parameters between"
-  " what a gradient is applied to and what it was computed at, the mean"
-  " over all messages of a run. DANA-Slim's is measured in its own"
-  " parameters, where it is about twice DANA-Zero's on the same path."
+  " and for ASGD. The gap is the root mean square over parameters of the"
+  " distance between the parameters that a gradient is applied to and those"
+  " that it was computed on, as a mean over the messages of a run. DANA-Slim's"
+  " is measured in transformed parameters: about twice DANA-Zero's."
 )
 TUNED = (
   "the rate 0.005 on seeds 100 and 101: of 0.005, 0.01 and 0.02 the best of"
@@ -346,7 +347,7 @@ def get_figure():
     xlog=True,
     yscale="log",
   )
-  loss = dict(
+  accuracy_loss = dict(
     column="test_accuracy",
     xlabel="workers",
     ylabel="accuracy, points to one worker",
@@ -361,7 +362,7 @@ def get_figure():
     finding=FINDING,
     about=ABOUT,
     columns={
-      # The accuracy falls below it first.
+      # The fewest workers with which the accuracy is below 0.5.
       "fails at": dict(kind="first", column="test_accuracy", below=0.5),
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
     },
@@ -374,14 +375,20 @@ def get_figure():
     panels=[
       dict(gap, title="gap, equal machines", series=series("", tuned)),
       dict(gap, title="gap, unequal machines", series=series("-het", tuned)),
-      dict(loss, title="accuracy, equal machines", series=series("", tuned)),
       dict(
-        loss, title="accuracy, unequal machines", series=series("-het", tuned)
+        accuracy_loss,
+        title="accuracy, equal machines",
+        series=series("", tuned),
+      ),
+      dict(
+        accuracy_loss,
+        title="accuracy, unequal machines",
+        series=series("-het", tuned),
       ),
       speed_panel("", "equal"),
       speed_panel("-het", "unequal"),
       dict(
-        loss,
+        accuracy_loss,
         title="published: ResNet-20, CIFAR-10",
         series={},
         published=published(),

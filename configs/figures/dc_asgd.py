@@ -18,7 +18,7 @@ WORKERS = 4, 8
 RATE = 0.05  # the best of ASGD with 8 workers
 LOSS = 0.6  # the training loss to reach
 RUNS = {  # label -> title, entry
-  # A mean of messages: a larger rate.
+  # An update is a mean of messages, so the best rate is larger.
   "ssgd": ("SSGD", dict(recipe="ssgd", learning_rate=0.2)),
   "asgd": ("ASGD", dict(recipe="asgd")),
   # Lambda of the paper, untuned.
@@ -81,7 +81,7 @@ def accuracy_claims(workers):
   return [
     difference(
       "DC-a and DC-c",
-      "the adaptive form loses under half a point to the constant one",
+      "the adaptive form is less than half a point below the constant one",
       *("dca", "dcc", -0.005),
     ),
     difference(
@@ -117,7 +117,7 @@ def time_claims():
     ),
     dict(
       name="speed, unequal machines",
-      says="in gradients a time asynchronous training is over twice as fast",
+      says="in the same time ASGD computes over twice as many gradients",
       kind="ratio",
       column="speed",
       of=f"asgd-het@{most}",
@@ -143,7 +143,7 @@ def published():
     dict(
       title=f"{RUNS[label][0]}, published",
       source=source,
-      # Points to SGD, which has an error of 8.65 %.
+      # Accuracy less that of SGD, which has an error of 8.65 %.
       points=[(4, 8.65 - error)],
       of=RUNS[label][0],
       line="",
@@ -201,12 +201,12 @@ NOTES = {
     " lambda of 0.04, and a staleness of 3, compensation changes next to"
     " nothing in one epoch."
   ),
-  "DC-a and ASGD, 8 workers": "It is 0.4 points above, give or take 1.4.",
+  "DC-a and ASGD, 8 workers": "It is 0.4 ± 1.4 points above.",
   "time, unequal machines": (
-    "2.7 times in the geometric mean; the speeds of eight machines are drawn"
-    " once a seed, so that five clusters differ by more than the claim allows."
+    "2.7 times in the geometric mean. Each seed draws the speeds of eight"
+    " machines, and five such clusters differ by more than the claim allows."
   ),
-  "speed, unequal machines": "2.8 times; five clusters differ, as for time.",
+  "speed, unequal machines": "2.8 times; the five clusters differ here, too.",
 }
 
 
@@ -215,18 +215,18 @@ def get_figure():
     title="DC-ASGD: accuracy, and time on unequal machines",
     paper=PAPER,
     finding=(
-      "In one epoch delay compensation moves the accuracy by under half a"
-      " point, so that most of its order is open; on unequal machines ASGD is"
-      " 2.7 times sooner than SSGD, but five clusters differ too much to"
-      " decide."
+      "In one epoch delay compensation changes the accuracy by under half a"
+      " point, too little to decide most claims. On unequal machines ASGD"
+      " reaches the loss 2.7 times sooner than SSGD, but five clusters differ"
+      " too much to decide."
     ),
     about=(
       "A small CNN on Fashion-MNIST, one epoch, without momentum; the paper has"
       " ResNet-20 on CIFAR-10, 160 epochs. All but SSGD have one rate; lambda"
-      " is the paper's, 0.04 of the constant form, 2 of the adaptive one."
+      " is the paper's: 0.04 (constant form) and 2 (adaptive form)."
     ),
     columns={
-      # A smoothed training loss, see `columns`.
+      # By the smoothed training loss, see `asgd.figures.columns`.
       "time to loss": dict(kind="reach", loss=LOSS),
       "speed": dict(kind="quotient", of="messages", by="simulated_time"),
     },
@@ -243,9 +243,9 @@ def get_figure():
       "learning_rate_schedule.decay_epochs": (0.16,),
     },
     tuned=(
-      "rates on seed 100: 0.05 is the best of ASGD with 8 workers, of 0.05, 0.1"
-      " and 0.2 (one worker would take 0.1: 87.8 against 87.0 %), and all but"
-      " SSGD take it over; SSGD 0.2, the best with 8 workers of 0.1, 0.2, 0.4"
-      " and 0.8; lambda is the paper's, untuned"
+      "rates on seed 100 with 8 workers: for ASGD 0.05 is the best of 0.05, 0.1"
+      " and 0.2 (for one worker 0.1: 87.8 against 87.0 %), and all but SSGD use"
+      " it; for SSGD 0.2 is the best of 0.1, 0.2, 0.4 and 0.8; lambda is the"
+      " paper's, untuned"
     ),
   )

@@ -1,12 +1,12 @@
 """DC-ASGD with a small ResNet: accuracy of delay compensation.
 
-The algorithms and claims of `dc_asgd` with the kind of model and data of the
-paper, much smaller: ResNet-8 with 8, 16 and 32 channels, on a part of CIFAR-10.
-The data may be those of `cifar10_jpeg.tar.xz`, which are lossy.
+The algorithms and claims of `dc_asgd` with a model and data like the paper's,
+but much smaller: ResNet-8 with 8, 16 and 32 channels, on a part of CIFAR-10.
+The archive `cifar10_jpeg.tar.xz`, which has lossy images, is enough.
 
   asgd reproduce dc_asgd_resnet --data_dir=FOLDER
 
-45 cells of 480 gradients, 18 minutes of a core; --quick has 80.
+45 cells of 480 gradients, 18 minutes on one core; --quick has 80 gradients.
 """
 
 import dc_asgd
@@ -19,7 +19,7 @@ def get_config(arg=None):
   config = dc_asgd.get_config(arg)
   with config.unlocked():
     config.model = dict(name="asgd.models:resnet", depth=8, width=8)
-    # The claims on time are those of `dc_asgd`.
+    # `dc_asgd` judges the claims about time, so their runs are not repeated.
     for label in dc_asgd.TIMED:
       del config.runs[f"{label}-het"]
     if arg is None:
@@ -39,8 +39,8 @@ def get_figure():
     about=(
       "ResNet-8 with 8, 16 and 32 channels and GroupNorm, on CIFAR-10 as lossy"
       " JPEGs, without momentum; the paper has ResNet-20, 160 epochs. All but"
-      " SSGD have one rate; lambda is the paper's, 0.04 of the constant form, 2"
-      " of the adaptive one."
+      " SSGD have one rate; lambda is the paper's: 0.04 (constant form) and 2"
+      " (adaptive form)."
     ),
     claims=[
       claim for n in dc_asgd.WORKERS for claim in dc_asgd.accuracy_claims(n)

@@ -1,10 +1,11 @@
 """The largest stable rate of SGD with a fixed delay: 2 sin(pi / (4 tau + 2)).
 
-f(w) = sum_i c_i w_i^2 / 2 with the largest curvature 1, and every gradient tau
-updates old: w_{t+1} = w_t - eta grad f(w_{t - tau}). It converges for eta below
-the edge and diverges above (Yang et al., "PipeMare: Asynchronous Pipeline
-Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the lemma on a fixed
-delay). With heavy-ball momentum 0.9 the edge is ten times lower.
+The loss is f(w) = sum_i c_i w_i^2 / 2 with largest curvature 1; every gradient
+is tau updates old: w_{t+1} = w_t - eta grad f(w_{t - tau}). The iteration
+converges for eta below the edge and diverges above (Yang et al., "PipeMare:
+Asynchronous Pipeline Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the
+lemma on a fixed delay). With heavy-ball momentum 0.9 the edge is ten times
+lower.
 
   asgd reproduce delayed_edge
   python -m launch.train --config=configs/figures/delayed_edge.py
@@ -15,10 +16,10 @@ delay). With heavy-ball momentum 0.9 the edge is ten times lower.
 import ml_collections
 
 DELAYS = 1, 2, 4, 8, 16, 32  # tau, updates
-SIDES = {"below": 0.98, "above": 1.02}  # factors of the edge: 2 % to both sides
+SIDES = {"below": 0.98, "above": 1.02}  # rate / edge
 # Edges with heavy-ball momentum 0.9, from the roots of its polynomial.
 MOMENTUM = {1: 0.1, 8: 0.01394, 32: 0.00406}
-# Its edges are computed less exactly, so the distance is 3 %.
+# Edges with momentum are computed less exactly, so the distance is 3 %.
 MOMENTUM_SIDES = {"below": 0.97, "above": 1.03}
 PAPER = (
   "Yang, Zhang, Li, Re, Aberger, De Sa: PipeMare: Asynchronous Pipeline"
@@ -42,7 +43,7 @@ def get_config(arg=None):
       runs[f"t{delay}-{side}"] = dict(
         recipe="asgd",
         title=f"tau {delay}, 2 % {side}",
-        # A fixed delay of tau is an order of tau + 1 workers that take turns.
+        # tau + 1 workers that take turns have a fixed delay of tau.
         workers=(delay + 1,),
         learning_rate=factor * edge(delay),
       )
@@ -72,26 +73,26 @@ def get_config(arg=None):
   return config.lock()
 
 
-def of(prefix, delays, side):
+def labels(prefix, delays, side):
   return [f"{prefix}{delay}-{side}" for delay in delays]
 
 
 def bounds(prefix, delays, *, falls, grows, name=""):
-  """Claims that the loss falls below the edge, and grows above it."""
+  """Returns claims: the loss falls below the edge, and grows above it."""
   # Medians: above the edge the growth may be infinite.
   common = dict(kind="bound", column="growth", statistic="sign")
   return [
     dict(
       name=f"{name}converges below",
       says=falls,
-      of=of(prefix, delays, "below"),
+      of=labels(prefix, delays, "below"),
       below=0.0,
       **common,
     ),
     dict(
       name=f"{name}diverges above",
       says=grows,
-      of=of(prefix, delays, "above"),
+      of=labels(prefix, delays, "above"),
       above=0.0,
       **common,
     ),
@@ -109,7 +110,7 @@ def claims():
     dict(
       name=f"edge at delay {delay}",
       says=(
-        "the rate without growth is within 0.5 % of 2 sin(pi /"
+        "the rate at which the loss stays equal is within 0.5 % of 2 sin(pi /"
         f" {4 * delay + 2})"
       ),
       kind="threshold",
@@ -189,16 +190,17 @@ def get_figure():
     about=(
       "Gradient descent on a quadratic whose gradients are a fixed number of"
       " updates old is stable up to a rate of 2 sin(pi / (4 tau + 2)) over the"
-      " largest curvature. Rates just below and just above it, from random"
-      " starting points: what a seed changes is the start alone."
+      " largest curvature. The runs have rates just below and just above this"
+      " edge; the seeds differ in the random starting point only."
     ),
-    # Ln of losses, over the second half.
+    # ln(last loss / loss half-way)
     columns=dict(growth=dict(kind="change", column="train_loss", since=0.5)),
     claims=claims(),
     panels=panels(),
     quick=dict(
-      # Enough for the short delays.
-      only=of("t", (1, 4), "below") + of("t", (1, 4), "above"), examples=400
+      # 400 updates are enough for the short delays.
+      only=labels("t", (1, 4), "below") + labels("t", (1, 4), "above"),
+      examples=400,
     ),
     tuned="nothing",
   )

@@ -1,7 +1,7 @@
 """Figure 4 of DistBelief: the simulated time to a test loss.
 
-Stochastic gradients of one worker; Downpour with 20 workers and a fixed rate,
-and with Adagrad; Sandblaster L-BFGS; and Downpour with Adagrad and 200 workers
+SGD with one worker; Downpour with 20 workers, at a fixed rate or with Adagrad;
+Sandblaster L-BFGS; and Downpour with Adagrad and 200 workers
 (Dean et al., "Large scale distributed deep networks", NIPS 2012). Trained on
 handwritten digits instead of speech.
 
@@ -28,13 +28,13 @@ RUNS = {  # label -> title, workers, entry; slow to fast in the paper's order
   ),
   "sandblaster": (
     "Sandblaster L-BFGS, 100",
-    100,  # few replicas: digits have only 90 portions
+    100,  # the paper has 2,000, but the digits make only 90 portions
     dict(recipe="sandblaster", shards=2, weight_decay=1e-4),
   ),
   "adagrad-200": (
     "Downpour with Adagrad, 200",
     200,
-    # A tenth and less: 200 messages are on their way.
+    # A small rate, because gradients are up to 200 updates old.
     dict(recipe="downpour", learning_rate=0.002),
   ),
 }
@@ -55,7 +55,7 @@ def get_config(arg=None):
   config.batch_size = 16
   config.epochs = 80.0  # 7,185 messages of 16 images
   config.durations = dict(name="gamma", variation=0.2)
-  # Four an epoch, so that "time to loss" is exact to 22 messages.
+  # Four per epoch: "time to loss" is exact to 22 messages.
   config.evaluations = 320
   config.curvature_checks = 0
   config.on_nan = "record"
@@ -82,15 +82,15 @@ def faster(name, says, slow, fast):
 
 def claims():
   return [
+    # The order of the paper's figure 4, pair by pair.
     faster(
-      # The order of the paper's figure 4, pair by pair.
       "Downpour",
       "Downpour with 20 workers is ahead of SGD",
       *("sgd", "downpour"),
     ),
     faster(
       "Adagrad",
-      "with Adagrad it is ahead of itself with a fixed rate",
+      "Downpour with Adagrad is ahead of Downpour with a fixed rate",
       *("downpour", "adagrad"),
     ),
     faster(
@@ -126,8 +126,8 @@ def get_figure():
     ),
     about=(
       "The simulated time to a test loss of 0.3, in batches of one worker;"
-      " messages and the coordinator's commands take none. 1,437 images are 90"
-      " portions for Sandblaster's workers, so that more of them would be idle."
+      " messages and the coordinator's commands take no time. 1,437 images make"
+      " 90 portions, so more than 90 workers of Sandblaster would be idle."
     ),
     columns={
       "time to loss": dict(kind="until", column="test_loss", below=LOSS)
@@ -151,7 +151,7 @@ def get_figure():
     ],
     quick={"epochs": 40.0, "evaluations": 160},
     tuned=(
-      "rates on seed 100: of 0.02 to 0.2 for SGD, 0.005 to 0.02 for Downpour,"
-      " 0.002 to 0.01 with 200 workers"
+      "rates on seed 100: from 0.02 to 0.2 for SGD, from 0.005 to 0.02 for"
+      " Downpour, from 0.002 to 0.01 with 200 workers"
     ),
   )

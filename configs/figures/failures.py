@@ -1,10 +1,10 @@
 """Workers that fail and are replaced: what each protocol loses.
 
 Eight workers on handwritten digits, in simulated time. A worker fails after 20
-to 1,000 batches on average, and 10 batch times later a replacement computes the
-lost batch again (`durations` failing). ASGD loses the time of the failed
-workers. SSGD, SSP and model averaging wait for the replacement, after a batch,
-three batches and ten. Computed values stand beside the measured ones.
+to 1,000 batches on average; 10 batch times later a replacement computes the
+lost batch again (durations `failing`). ASGD loses the time of the failed
+workers only. The others wait for the replacement: SSGD after one batch, SSP
+after three, model averaging after ten. Claims compare with computed values.
 
   asgd reproduce failures
   python -m launch.train --config=configs/figures/failures.py
@@ -16,15 +16,15 @@ import ml_collections
 
 N = 8  # workers
 BATCH, ROUNDS = 16, 800  # rounds of all workers
-MTBFS = 20, 50, 200, 1000  # mean batches of a worker between two failures
+MTBFS = 20, 50, 200, 1000  # mean batches between two failures of a worker
 MTTR = 10.0  # time to replace a worker, in mean batch times
 NEVER = 10**7  # an mtbf without failures: a cell has thousands of batches
 RARE = 200  # an mtbf at which two failures in a round are rare
-OFTEN = MTBFS[1]  # an mtbf of claims about the loss and about all protocols
+OFTEN = MTBFS[1]  # the mtbf of claims about the loss and about all protocols
 STEPS = 10  # batches of a worker between two averages
 BOUND = 3  # of SSP, clocks
 GATE = 4 * N  # updates; without failures no message is that old
-RATE = 0.2  # of an update by the mean of all workers, as in peers_or_server
+RATE = 0.2  # for the mean gradient of all workers, as in peers_or_server
 LOSS = 0.5  # the training loss to reach, also by the quick size
 E = 2.718281828459045  # the config imports no math
 RUNS = {  # label -> title, entry
@@ -80,7 +80,7 @@ def get_config(arg=None):
     sort_keys=False,
   )
   config.workers = (N,)
-  # Ten: when workers fail differs much between seeds.
+  # Ten, because the times of failures differ much between seeds.
   config.seeds = tuple(range(10))
   config.batch_size = BATCH
   config.examples = ROUNDS * N * BATCH
@@ -101,24 +101,24 @@ def get_config(arg=None):
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "rare failures cost SSGD more": (
-    "It has 0.72 of its throughput in the geometric mean, and 0.71 by the"
-    " closed form. There are so few failures in 800 rounds that seeds differ by"
-    " a tenth."
+    "SSGD keeps 0.72 of its throughput in the geometric mean, and 0.71 by the"
+    " closed form. 800 rounds have so few failures that seeds differ by a"
+    " tenth."
   ),
 }
 
 
-# Computed values. A batch takes 1, an mtbf is M and the replacement R.
+# Computed values. A batch takes time 1, M is the MTBF and R the MTTR.
 
 
 def availability(mtbf):
-  """Returns the part of the time in which a worker is at work: M / (M + R)."""
+  """Returns the fraction of time in which a worker works: M / (M + R)."""
   return mtbf / (mtbf + MTTR)
 
 
-def asynchronous(mtbf):
+def asynchronous_throughput(mtbf):
   """Returns the throughput of a worker that never waits: the inverse of the
-  mean time of a batch that is begun again at each failure."""
+  mean time of a batch that starts again at each failure."""
   return 1 / ((mtbf + MTTR) * (E ** (1 / mtbf) - 1))
 
 
@@ -148,18 +148,18 @@ def throughput_claims():
       above=0.95 * availability(mtbf),
       below=1.05 * availability(mtbf),
     )
-  # At an MTBF of 20 the batches that are begun again are 2.5 %.
+  # At an MTBF of 20 repeated batches cost 2.5 %.
   for run, mtbf in pairs[:2]:
     yield dict(
       common,
       name=f"survivors and lost batches, MTBF {mtbf}",
       says=(
-        "with the batches that are begun again it is"
-        f" {asynchronous(mtbf):.3f}, within 2 %"
+        "if repeated batches count, too, it is"
+        f" {asynchronous_throughput(mtbf):.3f}, within 2 %"
       ),
       of=run,
-      above=0.98 * asynchronous(mtbf),
-      below=1.02 * asynchronous(mtbf),
+      above=0.98 * asynchronous_throughput(mtbf),
+      below=1.02 * asynchronous_throughput(mtbf),
     )
 
 
@@ -201,7 +201,7 @@ def order_claims():
   )
   yield faster(
     "and ASGD little",
-    "where ASGD loses less than a tenth (computed:"
+    "at that MTBF ASGD loses less than a tenth (computed:"
     f" {1 - availability(RARE):.3f})",
     *(f"asgd-{RARE}", "asgd-never"),
     above=0.9,
@@ -290,7 +290,7 @@ def claims():
 
 
 def panels():
-  along = dict(
+  by_mtbf = dict(
     xlabel="MTBF (batches)",
     xlog=True,
     series={
@@ -298,10 +298,10 @@ def panels():
       for label in RUNS
     },
   )
-  computed = dict(line=":", marker="")
+  computed_style = dict(line=":", marker="")
   return [
     dict(
-      along,
+      by_mtbf,
       title="goodput",
       column="speed",
       ylabel="of the work of 8 workers (%)",
@@ -309,14 +309,14 @@ def panels():
       scale=100.0 / (BATCH * N),
       published=[
         dict(
-          computed,
+          computed_style,
           title="MTBF / (MTBF + MTTR)",
           source="computed: the availability of a worker",
           points=[(mtbf, 100 * availability(mtbf)) for mtbf in MTBFS],
           of=TITLES["asgd"],
         ),
         dict(
-          computed,
+          computed_style,
           title="rounds of SSGD",
           source=(
             "computed: 1 / (1 + (MTTR + 1/2) sum over k of 1 - (1 - p^k)^N), p"
@@ -328,17 +328,17 @@ def panels():
       ],
     ),
     dict(
-      along, title="final test loss", column="test_loss", ylabel="nats"
+      by_mtbf, title="final test loss", column="test_loss", ylabel="nats"
     ),
     dict(
-      along,
+      by_mtbf,
       title="time",
       column="time to loss",
       ylabel=f"time to loss {LOSS}",
       yscale="log",
     ),
     dict(
-      along,
+      by_mtbf,
       title="largest staleness",
       column="staleness_max",
       ylabel="updates",
@@ -383,7 +383,7 @@ def get_figure():
       ],
     },
     tuned=(
-      "nothing: the rates are those of peers_or_server, an update by the mean"
-      " of all workers and an eighth of it for one message"
+      "nothing: the rates are those of peers_or_server, for the mean gradient"
+      " of all workers, and an eighth of it for a single message"
     ),
   )

@@ -1,13 +1,13 @@
 """Filters of a parameter server: saved bytes, and the objective.
 
 Four workers compute delayed block proximal steps of sparse logistic regression
-(1,600 generated examples with 20 of 1,000 features), with the server's pushes
-of ESSP. A worker's message has keys of 8 bytes, and a gradient and a curvature
-of 4 bytes each. The runs send keys always or once (key caching), drop gradients
-that cannot change a weight of 0 (KKT), hold back rows at random or until they
-have changed enough (significantly modified), send int8, or several of these. On
-the way down the server sends all changed rows or, managed, those that changed
-most.
+(1,600 generated examples with 20 of 1,000 features) under ESSP: the server
+pushes rows. A row of a worker's message has a key of 8 bytes, and a gradient
+and a curvature of 4 bytes each. Workers send keys always or once (key caching),
+drop gradients that cannot change a weight of 0 (KKT), hold back rows at random
+or until they have changed enough (significantly modified), send int8, or
+combine these. The server sends all changed rows or, with managed communication,
+those that changed most.
 
   asgd reproduce filters
   python -m launch.train --config=configs/figures/filters.py
@@ -19,9 +19,9 @@ import ml_collections
 
 WORKERS = 4
 L1 = 0.002  # of an objective of 0.38 at the minimum
-BUDGETS = 100, 400  # rows to a worker in a clock, of 1,000 features
+BUDGETS = 100, 400  # rows that a worker is sent per clock; a row is a feature
 MARGIN = 0.002  # of the objective
-SLACK = 0.001  # gradients that are within it of L1 are sent
+SLACK = 0.001  # gradients above L1 - SLACK are sent
 KKT = dict(name="kkt", slack=SLACK)
 RUNS = {  # label -> title, options
   "keys": ("keys always", dict(key_caching=False)),
@@ -55,12 +55,13 @@ UP, END = "bytes_up", "objective in the end"
 NOTES = {
   "all together": (
     "int8 rounds gradients and curvatures with one scale, and the weights"
-    " diverge (see its objective): few stay 0, where the filter drops."
+    " diverge (see its objective): few weights stay 0, and the filter drops"
+    " only gradients of those."
   ),
   "random skip and key caching": (
-    "Blocks of features take turns, so that a row has a new gradient after four"
-    " clocks. A row that is held back is sent before: skipping delays rows, and"
-    " saves nearly none."
+    "Blocks of features take turns, so a row has a new gradient every four"
+    " clocks. A row that is held back is sent before the next gradient:"
+    " skipping delays rows, and saves nearly none."
   ),
   "managed communication, 100 rows": (
     "The server also sends the keys of changed rows that are not sent, and"
@@ -71,14 +72,15 @@ NOTES = {
     "A clock changes fewer rows than the budget."
   ),
   "objective, random skip": (
-    "A step has the gradients of the workers whose rows arrive in its clock,"
-    " but the penalty of all."
+    "A step has the gradients of only those workers whose rows arrive in its"
+    " clock, but the full penalty."
   ),
   "objective, int8": (
     "Small curvatures are rounded to 0 or to one unit of the scale of the"
-    " gradients beside them: steps, which they divide, are far too long."
+    " gradients in the same message. Steps are divided by curvatures, so they"
+    " become far too long."
   ),
-  "objective, KKT and int8": "As of int8 alone.",
+  "objective, KKT and int8": "The same as for int8 alone.",
 }
 
 
@@ -99,7 +101,7 @@ def get_config(arg=None):
   )
   config.workers = (WORKERS,)
   config.seeds = (0, 1, 2, 3, 4)
-  # A quarter of the examples: one batch of each worker is a pass.
+  # A quarter of the examples: the four workers' batches are one pass.
   config.batch_size = 400
   config.epochs = 300.0  # 300 clocks of four workers
   config.learning_rate = 1.5  # at which delays of 2 train (bounded_delay)
@@ -124,8 +126,8 @@ def up_claims():
   return [
     ratio(
       "key caching halves the messages",
-      "keys have as many bytes as values here: without them half of the bytes"
-      " go up, within a tenth",
+      "keys have as many bytes as values here: messages without keys send half"
+      " of the bytes, within a tenth",
       *("cached", "keys"),
       above=0.45,
       below=0.55,
@@ -138,15 +140,14 @@ def up_claims():
     ),
     ratio(
       "the KKT filter beside key caching",
-      "and over a tenth of those without, though each filtered list of keys"
-      " is new",
+      "it saves over a tenth of the bytes beside key caching, though each"
+      " filtered list of keys is new and must be sent",
       *("kkt", "cached"),
       below=0.9,
     ),
     ratio(
       "compression",
-      "with values of a byte over half of the bytes are saved beside key"
-      " caching",
+      "beside key caching, values of one byte save over half of the bytes",
       *("int8", "cached"),
       below=0.5,
     ),
@@ -186,7 +187,7 @@ def down_claims():
     *(
       ratio(
         f"managed communication, {budget} rows",
-        "with this budget of a clock fewer bytes go down than with ESSP",
+        "with this budget per clock fewer bytes go down than with ESSP",
         *(f"managed-{budget}", "cached"),
         column="bytes_down",
         below=0.9,
@@ -203,7 +204,7 @@ def objective_claims():
     yield dict(
       name=f"objective, {TITLES[label]}",
       says=(
-        f"after as many clocks it is within {MARGIN} of that without filters"
+        f"after as many clocks it is within {MARGIN} of the run without filters"
       ),
       kind="difference",
       column=END,
@@ -269,13 +270,12 @@ def get_figure():
     finding=(
       "Key caching and the KKT filter save half of the bytes each; int8"
       " diverges here, random skip only delays rows, and managed communication"
-      " pulls what it leaves out."
+      " must pull the rows that it does not send."
     ),
     about=(
-      "Four workers with full batches under ESSP with s = 2, so that messages"
-      " up are pushes alone. The publications' sizes are of other data, and"
-      " their compression is of bytes: the figure compares the kinds of"
-      " savings."
+      "Four workers with full batches under ESSP with s = 2: all messages up"
+      " are pushes. The papers have other data and compress bytes, so the"
+      " figure compares the kinds of savings only."
     ),
     columns={END: dict(kind="last", column="objective")},
     claims=[*up_claims(), *down_claims(), *objective_claims()],

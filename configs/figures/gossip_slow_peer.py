@@ -1,10 +1,10 @@
 """One slow peer of eight: which algorithms wait for it.
 
 All-reduce SGD waits for all peers. D-PSGD on a ring waits for neighbours, which
-wait for theirs, so finally for the slowest peer. AD-PSGD waits for none. One of
-eight peers is up to ten times slower, in simulated time (constant durations),
-on handwritten digits. A run is 20 epochs over all peers, whichever computed
-them.
+wait for theirs: in the end all wait for the slowest peer. AD-PSGD waits for no
+peer. One of eight peers is up to ten times slower, in simulated time (constant
+durations), on handwritten digits. A run ends after 20 epochs, counted over all
+peers.
 
   python -m launch.reproduce gossip_slow_peer
   python -m launch.train --config=configs/figures/gossip_slow_peer.py
@@ -15,7 +15,7 @@ them.
 import ml_collections
 
 SLOWDOWNS = 1, 3, 10  # of one peer; 1: none is slow
-LOSS = 0.2  # the training loss to reach, smoothed as `reach` does
+LOSS = 0.2  # the training loss to reach; columns of kind `reach` smooth it
 MESSAGES = 1437 // 16 * 20 // 8 * 8  # in 20 epochs, a multiple of eight
 RECIPES = {
   "allreduce": dict(recipe="ssgd"),
@@ -118,7 +118,7 @@ def claims():
     ),
     dict(
       name="staleness",
-      says="what a slow peer computes is staler, the slower it is",
+      says="the slower the slow peer, the larger the largest staleness",
       kind="monotone",
       order="rises",
       column="staleness_max",  # in mixes
@@ -162,8 +162,8 @@ def get_figure():
       " peer's slowdown, on digits, is ours"
     ),
     finding=(
-      "A peer ten times slower makes rounds ten times slower, but pairs of"
-      " AD-PSGD 1.13 times."
+      "A peer ten times slower makes rounds ten times slower, but AD-PSGD only"
+      " 1.13 times."
     ),
     about=(
       "Eight workers, one of them up to ten times slower, in simulated time"

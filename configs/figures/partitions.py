@@ -1,9 +1,9 @@
 """Figure 3 of DistBelief, in simulated time: a model divided among machines.
 
-One replica of Downpour, with the step time of a large model that is divided
-over machines: the fully connected one for speech and locally connected ones for
-images (Dean et al., "Large scale distributed deep networks", NIPS 2012). The
-models' shapes determine the work and the messages of a machine
+One replica of Downpour has the step time of a large model that is divided
+among machines: the fully connected model for speech and locally connected
+models for images (Dean et al., "Large scale distributed deep networks", NIPS
+2012). The models' shapes determine each machine's operations and messages
 (`asgd.parallel.partitions`); messages queue at links and ports
 (`asgd.orders.phases`). The large models are not trained: a cell trains a
 quadratic function with their step times.
@@ -16,28 +16,29 @@ quadratic function with their step times.
 
 import ml_collections
 
-# A machine. Link and round trip are from Dean, "Designs, lessons and advice
-# from building large distributed systems", LADIS 2009: 1 MB in 10 ms, and a
-# round trip of 0.5 ms. Its speed and the cost of a message are assumed, as
-# powers of ten: 16 cores of 2012, and 0.1 ms of software.
-# Operations a second, bytes a second, seconds one way, seconds of a message.
+# One machine: operations per second, bytes per second, seconds one way, and
+# seconds of software per message. Bandwidth and latency are from Dean,
+# "Designs, lessons and advice from building large distributed systems", LADIS
+# 2009: 1 MB in 10 ms, and a round trip of 0.5 ms. The other two are assumed, as
+# powers of ten: 16 cores of 2012, and 0.1 ms.
 MACHINE = dict(flops=1e11, bandwidth=1e8, latency=2.5e-4, service=1e-4)
-BATCH = 100  # examples of a step, assumed
-STEPS = 2  # of a cell: each draws the times of its parts
-DENSE = 1, 2, 4, 8, 16, 32, 64  # machines of the fully connected model
-# Machines of the locally connected models: 9 x 9 tiles of an image at most.
+BATCH = 100  # examples per step, assumed
+STEPS = 2  # per cell: each draws the times of its parts
+# Numbers of machines for the fully connected model.
+DENSE = 1, 2, 4, 8, 16, 32, 64
+# Numbers for the locally connected models: at most 9 x 9 tiles of an image.
 TILES = 1, 2, 4, 8, 16, 32, 81
 # 440 inputs are 11 frames of 40 features; 8,192 states are the classes.
 SPEECH = dict(
   model=dict(name="mlp", hidden=(2560,) * 4), inputs=(440,), classes=8192
 )
-# label -> title, maps of three layers; a unit is connected to 10 x 10 pixels.
+# label -> title, feature maps in each of three layers.
 IMAGES = {
   "images-8": ("images, 44 M", 8),
   "images-36": ("images, 514 M", 36),
   "images-70": ("images, 1.7 G", 70),
 }
-# label -> title, differences from speech.
+# label -> title, changed durations of the speech model.
 VARIANTS = {
   "speech": ("speech, 42 M, fully connected", {}),
   "small": ("speech, 10 examples", dict(batch_size=10)),
@@ -51,20 +52,19 @@ TITLES = {k: title for k, (title, _) in (VARIANTS | IMAGES).items()}
 
 def images(maps):
   model = dict(
-    # On either side of the unit, in pixels.
     name="asgd.parallel.halo:locally_connected",
     features=(maps,) * 3,
-    kernel=10,
+    kernel=10,  # a unit is connected to 10 x 10 pixels
   )
-  # Classes of ImageNet with 21,000 categories.
+  # The classes are those of ImageNet with 21,000 categories.
   return dict(model=model, inputs=(100, 100, 3), classes=21_000)
 
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
-  # Any cheap problem: the time comes from `durations`.
+  # A cheap problem: the figure measures time, which `durations` sets.
   config.problem = dict(name="asgd.problems.analytic:quadratic", dimensions=2)
-  clocks = {
+  costs = {
     **{k: (DENSE, SPEECH | change) for k, (_, change) in VARIANTS.items()},
     **{k: (TILES, images(maps)) for k, (_, maps) in IMAGES.items()},
   }
@@ -73,9 +73,9 @@ def get_config(arg=None):
     cell(label, count): dict(
       recipe="downpour",
       title=f"{TITLES[label]}, {count}",
-      durations=shared | clock | dict(machines=count),
+      durations=shared | cost | dict(machines=count),
     )
-    for label, (counts, clock) in clocks.items()
+    for label, (counts, cost) in costs.items()
     for count in counts
   }
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -83,7 +83,7 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 1
   config.examples = STEPS
-  config.learning_rate = 0.1  # any: the loss is not a result
+  config.learning_rate = 0.1  # arbitrary: the loss is not a result
   config.evaluations = 1
   config.curvature_checks = 0
   if arg == "tiny":
@@ -119,7 +119,7 @@ def dense_claims():
     ),
     claim(
       "speech stops improving",
-      "8 times as many machines as 8 make it no more than a quarter faster",
+      "on 64 machines it is at most a quarter faster than on 8",
       *("ratio",),
       of=cells("speech", 64),
       to=cells("speech", 8),
@@ -132,10 +132,11 @@ def dense_claims():
       order="falls",
       runs=cells("speech", 8, 16, 32),
       note=(
-        "Each machine receives all activations and their gradients: 72 ms of a"
-        " step's 110 on 8 machines, and 82 on any number, so that it stops"
-        " improving. What a message costs, 0.1 ms, is hidden behind the bytes"
-        " of the one before it up to 100 machines, and with it the fall."
+        "Each machine receives all activations and their gradients: this takes"
+        " 72 of a step's 110 ms on 8 machines and at most 82 ms on any number,"
+        " so the speed stops improving. With up to 100 machines the cost of a"
+        " message, 0.1 ms, overlaps with the transfer of the message before it,"
+        " so the speed does not fall."
       ),
     ),
     claim(
@@ -152,14 +153,14 @@ def dense_claims():
       order="falls",
       runs=cells("small", 8, 16, 32),
       note=(
-        "The bytes of a message take a tenth of the time then, and its cost"
+        "The bytes of a message then take a tenth of the time, so its cost"
         " counts from 11 machines on."
       ),
     ),
     claim(
       "what makes it slower",
-      "where a message takes latency and bandwidth alone, it is faster on 32"
-      " and on 64 machines than on 8",
+      "if a message costs only latency and bandwidth, it is faster on 32 and on"
+      " 64 machines than on 8",
       *("ratio",),
       of=cells("free", 32, 64),
       to=cells("free", 8),
@@ -198,7 +199,7 @@ def image_claims():
     *(
       claim(
         TITLES[label],
-        "each further step up to 81 machines makes it faster",
+        "each larger number of machines, up to 81, makes it faster",
         *("ordering",),
         order="rises",
         runs=cells(label, *TILES),
@@ -253,13 +254,13 @@ def get_figure():
     ),
     finding=(
       "Speech stops improving at 8 machines, and images gain up to 81, as"
-      " published; speech is not slower on 16, where bytes hide what a message"
-      " costs."
+      " published; but speech is not slower on 16, as the transfer of bytes"
+      " hides the cost of messages."
     ),
     about=(
-      "How many times as fast a step of one replica is as on one machine, in"
-      " simulated time, by the operations and messages that the models' shapes"
-      " ask for. The large models are not trained. A machine computes 100"
+      "The speed of one replica's steps relative to one machine, in simulated"
+      " time, by the operations and messages that the models' shapes need. The"
+      " large models are not trained. A machine computes 100"
       " GFLOP/s (assumed), has a link of 100 MB/s each way and 0.25 ms of"
       " latency (Dean, LADIS 2009) and takes a message in 0.1 ms (assumed); a"
       " step has 100 examples (assumed). None of these is the paper's."
@@ -276,7 +277,7 @@ def get_figure():
     ],
     quick={"examples": 1},
     tuned=(
-      "nothing; steps of 10 examples, and messages for nothing, were"
-      " added after those of 100 examples were seen to get hardly slower"
+      "nothing; steps of 10 examples, and messages without cost, were added"
+      " after steps of 100 examples turned out to get hardly slower"
     ),
   )

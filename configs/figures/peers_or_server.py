@@ -2,8 +2,8 @@
 
 Eight workers on handwritten digits, in simulated time. A batch takes 1 on
 average (gamma, V = 0.1). All links, and the port of the server, have the same
-bandwidth, on which a message takes 0.01 to 0.8; each way has a latency of 0 to
-0.5. The server is synchronous with one or four shards, or asynchronous; peers
+bandwidth: a message takes 0.01 to 0.8. Each way has a latency of 0 to 0.5. The
+server is synchronous with one or four shards, or asynchronous; peers
 are all-reduce SGD, D-PSGD on a ring with messages that travel during the jobs,
 and AD-PSGD.
 
@@ -17,16 +17,16 @@ import ml_collections
 
 N = 8  # workers, or peers
 BATCH, ROUNDS = 16, 80  # rounds of all workers
-NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
-TRANSFERS = 0.01, 0.05, 0.2, 0.8  # of a message on a link, in mean batch times
+NBYTES = 9664  # per message: 64 x 32 and 32 x 10 weights, and biases
+TRANSFERS = 0.01, 0.05, 0.2, 0.8  # mean batch times per message on a link
 LATENCIES = 0.0, 0.1, 0.5
 LOSS = 0.8  # the training loss to reach, also by the quick size
-RATE = 0.2  # of an update by the mean of all workers, and of a peer
+RATE = 0.2  # for the mean gradient of all workers, and for a peer
 SYNC = dict(recipe="ssgd", learning_rate=RATE)
 RUNS = {  # label -> title, entry
   "server": ("server", SYNC),
   "shards": ("server of 4 shards", SYNC),
-  # An update of one message instead of the mean of N.
+  # An update has one message, not the mean of N.
   "async": (
     "asynchronous server", dict(recipe="asgd", learning_rate=RATE / N)
   ),
@@ -44,39 +44,41 @@ HIGHEST = len(LATENCIES) - 1
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "shards": (
-    "The shards divide the port's work, but not that of the workers' links,"
-    " each of which still carries whole messages: it is 2.03 times. The ports"
-    " are busy for 40 % of the time, instead of 77 %."
+    "The shards divide the port's work, but each worker's link still carries"
+    " whole messages: it is 2.03 times as fast. The ports are busy for 40 % of"
+    " the time, instead of 77 %."
   ),
   "bytes in total": (
-    "Each gradient costs two messages in both, one for each neighbour, or one"
-    " to and one from the server; on the ring those of the last round arrive"
-    " after the end: it is 1.97 times."
+    "Each gradient costs two messages in both: one to each neighbour, or one to"
+    " and one from the server. On the ring the messages of the last round"
+    " arrive after the end: it is 1.97 times."
   ),
 }
 
 
 def all_reduce_time(transfer, latency):
-  """Returns the time of a ring all-reduce: 2 (N - 1) steps of 1 / N."""
-  # A step sends a part of 1 / N to the next peer of the ring.
+  """Returns the time of a ring all-reduce: 2 (N - 1) steps.
+
+  In each step a worker sends 1 / N of the gradient to its successor.
+  """
   return 2 * (N - 1) * (latency + transfer / N)
 
 
-def over(label, transfer, latency):
+def network_settings(label, transfer, latency):
   """Returns the settings of a run on a network."""
-  clock = dict(name="gamma", variation=0.1)
+  durations = dict(name="gamma", variation=0.1)
   if label == "reduce":
-    # No links: all workers wait for each other, so that the time is an offset.
+    # All workers wait for each other, so the exchange adds the same time to
+    # each batch.
     return dict(
-      durations=dict(clock, offset=all_reduce_time(transfer, latency))
+      durations=dict(durations, offset=all_reduce_time(transfer, latency))
     )
-  # A message of NBYTES takes `transfer` on it.
   bandwidth = NBYTES / transfer
   links = dict(latency=latency, up=bandwidth, down=bandwidth)
   # Only a server has a port, which all its messages pass.
   if label in ("server", "shards", "async"):
     links["port"] = bandwidth
-  settings = dict(durations=clock, network=links)
+  settings = dict(durations=durations, network=links)
   if label == "shards":
     settings["server"] = dict(shards=4, consistent=True)
   return settings
@@ -90,7 +92,7 @@ def get_config(arg=None):
     f"{label}-{i}-{j}": dict(
       entry,
       title=f"{title}, {transfer:g}, {latency:g}",
-      **over(label, transfer, latency),
+      **network_settings(label, transfer, latency),
     )
     for label, (title, entry) in RUNS.items()
     for i, transfer in enumerate(TRANSFERS)
@@ -130,21 +132,21 @@ def bandwidth_claims():
     ),
     ratio(
       "the port first: server",
-      "at 0.2 a message the synchronous server has lost over half its speed",
+      "at 0.2 per message the synchronous server loses over half its speed",
       "server-2-0",
       "server-0-0",
       below=0.5,
     ),
     ratio(
       "the port first: ring",
-      "and the ring under a tenth",
+      "the ring loses under a tenth",
       "ring-2-0",
       "ring-0-0",
       above=0.9,
     ),
     ratio(
       "the port first: all-reduce",
-      "all-reduce under a third",
+      "all-reduce loses under a third",
       "reduce-2-0",
       "reduce-0-0",
       above=2 / 3,
@@ -166,7 +168,7 @@ def bandwidth_claims():
     ),
     ratio(
       "asynchronous server",
-      "without barriers the port is no wider: under 1.5 times as fast there",
+      "on the slowest, asynchrony makes it under 1.5 times as fast",
       "async-3-0",
       "server-3-0",
       below=1.5,
@@ -185,7 +187,7 @@ def latency_claims():
     ),
     ratio(
       "latency: all-reduce",
-      "and all-reduce, whose 14 steps follow each other, over three quarters",
+      "it costs all-reduce, which has 14 steps in turn, over three quarters",
       "reduce-0-2",
       "reduce-0-0",
       # 14 steps of 0.5 each are seven batch times.
@@ -193,7 +195,7 @@ def latency_claims():
     ),
     ratio(
       "latency: AD-PSGD",
-      "AD-PSGD waits for both ways: it has half of its speed, within 5 %",
+      "AD-PSGD waits for two latencies: it has half of its speed, within 5 %",
       "pairs-0-2",
       "pairs-0-0",
       # 1 / 2: a batch, and 0.5 each way.
@@ -207,8 +209,8 @@ def other_claims():
   return [
     ratio(
       "bytes in total",
-      "peers of a ring move more bytes than workers to and from a server,"
-      " which are twice the bytes down",
+      "peers of a ring send more bytes than workers and server together, which"
+      " send twice the bytes down",
       "ring-0-0",
       "async-0-0",
       column="bytes_down",
@@ -243,7 +245,6 @@ def panel(
     column=column,
     xlabel=f"time of {at} (batches)",
     ylabel=ylabel,
-    # The x of a point is the transfer time, or the latency.
     series={TITLES[label]: points_of(label) for label in RUNS},
     **options,
   )

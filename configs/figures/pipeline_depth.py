@@ -1,12 +1,12 @@
-"""Pipelines without a flush: what depth costs, and which optimizer bears it.
+"""Pipelines without a flush: what depth costs, and which optimizers bear it.
 
 A GPT on Python's language reference in 2, 4, 8 and 16 stages. PipeDream stashes
-weights, or reads the latest in the backward, or predicts them; PipeDream-2BW is
+weights, or uses the latest in the backward, or predicts them; PipeDream-2BW is
 one update late at every depth. SGD, AdamW and Muon are compared with and
-without that delay. After Narayanan et al., "Memory-efficient pipeline-parallel
-DNN training" (2BW), ICML 2021, arXiv 2006.09503, and Zmushko et al., "One-step
-gradient delay is not a barrier for large-scale asynchronous pipeline parallel
-LLM pretraining", ICML 2026, arXiv 2606.30634.
+without a delay of one update. After Narayanan et al., "Memory-efficient
+pipeline-parallel DNN training" (2BW), ICML 2021, arXiv 2006.09503, and Zmushko
+et al., "One-step gradient delay is not a barrier for large-scale asynchronous
+pipeline parallel LLM pretraining", ICML 2026, arXiv 2606.30634.
 
   asgd reproduce pipeline_depth
   python -m launch.train --config=configs/figures/pipeline_depth.py
@@ -17,16 +17,16 @@ LLM pretraining", ICML 2026, arXiv 2606.30634.
 import ml_collections
 
 DEPTHS = 2, 4, 8, 16
-MICROBATCHES = 16  # of an update of GPipe and 2BW
-DELAYED = 4  # stages of the runs that compare optimizers
+MICROBATCHES = 16  # per update of GPipe and 2BW
+MIDDLE_DEPTH = 4  # stages of the runs that compare optimizers
 KINDS = {  # label -> title, keys
   "stash": ("stash", dict(schedule="pipedream")),
   "latest": ("latest weights", dict(schedule="pipedream", weights="latest")),
   "predicted": ("predicted", dict(schedule="pipedream", predict=True)),
   "2bw": ("2BW", dict(schedule="pipedream_2bw", every=MICROBATCHES)),
 }
-# label -> title, keys. Rates are those of a microbatch; GPipe and 2BW multiply
-# them by 16.
+# label -> title, keys. Rates are per microbatch; GPipe and 2BW multiply them by
+# 16.
 OPTIMIZERS = {
   "sgd": ("SGD", dict(momentum=0.9, learning_rate=0.1 / MICROBATCHES)),
   "adamw": (
@@ -41,14 +41,14 @@ def label(kind, depth):
 
 
 def depths_of(kind):
-  """Returns the depths of a kind; two of the cures have the ends alone."""
+  """Returns the depths of a kind: all, or the smallest and the largest."""
   return DEPTHS if kind in ("stash", "2bw") else (DEPTHS[0], DEPTHS[-1])
 
 
 def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="pydoc", context=32)
-  # 14 blocks, embedding and head: 16 stages of one layer.
+  # 14 blocks, embedding and head are 16 layers, for up to 16 stages.
   config.model = dict(name="gpt", depth=14, width=32, heads=2)
   config.engine = "pipeline"
   config.pipeline = dict(
@@ -71,17 +71,16 @@ def get_config(arg=None):
     for kind in ("gpipe", "2bw"):
       schedule = dict(schedule="gpipe") if kind == "gpipe" else KINDS[kind][1]
       runs[f"{kind}-{name}"] = dict(
-        schedule, recipe="asgd", stages=DELAYED, title=f"{kind}, {title}"
+        schedule, recipe="asgd", stages=MIDDLE_DEPTH, title=f"{kind}, {title}"
       ) | dict(keys)
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
   config.seeds = (0, 1, 2, 3, 4)
-  # An update of 32 windows.
-  config.batch_size = 2  # of a microbatch
+  config.batch_size = 2  # per microbatch: an update has 32 windows
   config.examples = 1536  # 48 updates of 16 microbatches
   config.learning_rate_schedule = dict(warmup_examples=256)
   config.clip_norm = 1.0
   config.curvature_checks = 0
-  config.evaluations = 4  # four quarters
+  config.evaluations = 4
   config.evaluation_examples = 64
   config.on_nan = "record"
   if arg == "tiny":
@@ -98,8 +97,7 @@ def get_config(arg=None):
 
 
 def bubble(depth):
-  """Returns GPipe's part of idle time: (p - 1) / (m + p - 1)."""
-  # p stages, m microbatches: p - 1 slots to fill and to drain.
+  """Returns GPipe's bubble: (p - 1) / (m + p - 1), p stages, m microbatches."""
   return (depth - 1) / (MICROBATCHES + depth - 1)
 
 
@@ -136,8 +134,7 @@ def claims():
     ("adamw", dict(above=0.02), "over 0.02 nats above that without"),
     ("muon", dict(below=0.02), "less than 0.02 nats above that without"),
   ):
-    # AdamW's loss suffers from one update of delay, Muon's does not (Zmushko
-    # et al.).
+    # By Zmushko et al., one update of delay raises AdamW's loss, not Muon's.
     yield dict(
       name=f"one step of delay, {OPTIMIZERS[name][0]}",
       says=f"with a delay of one update the test loss is {says}",
@@ -151,7 +148,7 @@ def claims():
     yield dict(
       name=f"bubble of GPipe, {depth} stages",
       says=(
-        "from measured durations of tasks it is (p - 1) / (m + p - 1) ="
+        "predicted from measured durations, it is (p - 1) / (m + p - 1) ="
         f" {bubble(depth):.3f}, within 0.05"
       ),
       kind="bound",
@@ -163,10 +160,10 @@ def claims():
 
 
 def panels():
-  along = dict(xlabel="stages", xlog=True)
+  by_depth = dict(xlabel="stages", xlog=True)
   return [
     dict(
-      along,
+      by_depth,
       title="test loss",
       column="test_loss",
       ylabel="nats",
@@ -176,21 +173,21 @@ def panels():
       },
     ),
     dict(
-      title=f"delay of one update, {DELAYED} stages",
+      title=f"delay of one update, {MIDDLE_DEPTH} stages",
       column="test_loss",
       xlabel="updates of delay",
       ylabel="nats",
       series={
         title: [(0, gpipe), (1, late)]  # GPipe has no delay
         for title, gpipe, late in (
-          ("SGD", label("gpipe", DELAYED), label("2bw", DELAYED)),
+          ("SGD", *(label(kind, MIDDLE_DEPTH) for kind in ("gpipe", "2bw"))),
           ("AdamW", "gpipe-adamw", "2bw-adamw"),
           ("Muon", "gpipe-muon", "2bw-muon"),
         )
       },
     ),
     dict(
-      along,
+      by_depth,
       title=f"bubble of GPipe, {MICROBATCHES} microbatches",
       column="bubble_predicted",
       ylabel="idle time (%)",
@@ -210,10 +207,10 @@ def panels():
 
 
 def notes():
-  """Returns why claims fail, by name."""
+  """Returns {name of a claim: why it fails}."""
   unequal = (
-    "The formula is that of equal stages. These are cut by parameters, and a"
-    " slowest stage prolongs every microbatch"
+    "The formula assumes equal stages. Here equal parameters decide the cuts,"
+    " and the slowest stage delays every microbatch"
   )
   return {
     f"one step of delay, {OPTIMIZERS['muon'][0]}": (
@@ -223,7 +220,7 @@ def notes():
     ),
     **{
       f"bubble of GPipe, {depth} stages": (
-        f"{unequal}: of 2 stages one takes 1.3 times as long as the other."
+        f"{unequal}: with 2 stages one takes 1.3 times as long as the other."
       )
       for depth in DEPTHS[:3]
     },
@@ -239,18 +236,19 @@ def get_figure():
       " a barrier, ICML 2026, arXiv 2606.30634"
     ),
     about=(
-      "Stash, latest and predicted weights make an update after each"
-      " microbatch, 2BW and GPipe after 16. Stage s of p is p - 1 - s updates"
-      " late, with 2BW one."
+      "With stashed, latest and predicted weights each microbatch is an update,"
+      " with 2BW and GPipe 16 microbatches. Stage s of p is p - 1 - s updates"
+      " late, with 2BW one update."
     ),
     columns={},
     claims=list(claims()),
     panels=panels(),
     notes=notes(),
     finding=(
-      "From 2 to 16 stages PipeDream's loss rises by 0.4 nats, stashed or"
-      " latest; one update of delay costs AdamW more than Muon, but Muon too;"
-      " that prediction helps, and 2BW loses nothing, is open."
+      "From 2 to 16 stages PipeDream's loss rises by 0.4 nats, with stashed or"
+      " latest weights. One update of delay costs AdamW more than Muon, but not"
+      " nothing. Whether prediction helps, and whether 2BW loses nothing, is"
+      " open."
     ),
     quick={
       "examples": 256,  # 8 updates
@@ -267,8 +265,8 @@ def get_figure():
       ],
     },
     tuned=(
-      "rates of the update on seed 100 without delay (one worker, batch 32): of"
-      " SGD 0.1 among 0.05, 0.1 and 0.2, of AdamW 0.003 among 0.001, 0.003 and"
-      " 0.01, of Muon 0.01 among 0.003, 0.01 and 0.03"
+      "rates per update on seed 100 without delay (one worker, batch 32): for"
+      " SGD 0.1 of 0.05, 0.1 and 0.2, for AdamW 0.003 of 0.001, 0.003 and 0.01,"
+      " for Muon 0.01 of 0.003, 0.01 and 0.03"
     ),
   )

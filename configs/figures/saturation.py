@@ -5,9 +5,10 @@ Asynchronous SGD on handwritten digits, in simulated time, over a network
 and the port of a shard transfers a complete message in 0.1. Messages that reach
 a port at the same time wait in a queue.
 
-Without queues a worker's cycle is c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the
-busiest shard, B its bandwidth). At most B / b messages pass in a unit of time.
-So the throughput of N workers is N / c up to N = c B / b, and B / b above.
+Without queues a worker's cycle takes c = 1 + 2 x 0.05 + 2 x b / B (b: bytes of
+a message at the busiest shard; B: its bandwidth). At most B / b messages pass
+per unit of time. So the throughput of N workers is N / c up to N = c B / b, the
+"knee", and B / b above.
 
   asgd reproduce saturation
   python -m launch.train --config=configs/figures/saturation.py
@@ -18,10 +19,10 @@ So the throughput of N workers is N / c up to N = c B / b, and B / b above.
 import ml_collections
 
 WORKERS = 1, 4, 8, 16, 32, 64
-MESSAGES = 1280  # of a cell, with any number of workers
+MESSAGES = 1280  # per cell, for every number of workers
 BATCH = 8
-NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
-# Bytes of the shard with the most: rows are not divided equally.
+NBYTES = 9664  # per message: 64 x 32 and 32 x 10 weights, and biases
+# shards -> bytes of a message at the busiest shard; rows divide unequally.
 BUSIEST = {1: 9664, 2: 4864, 4: 2496}
 PORT = 10 * NBYTES  # bytes per unit of time: ten messages
 LATENCY = 0.05  # one way, mean batch times
@@ -80,17 +81,17 @@ def ratio(name, says, of, to, above, below):
   )
 
 
-def of_shards(shards, least):
+def knee_claims(shards, least):
   """Returns the claims on both sides of the knee; `least` workers are below
   it."""
-  label, name, bend = SHARDS[shards], TITLES[shards], knee(shards)
+  label, name, knee_workers = SHARDS[shards], TITLES[shards], knee(shards)
   one = f"{label}@1"
   says_flat = (
-    f"{least} workers have over 0.93 times the throughput of one, each"
+    f"{least} workers each have over 0.93 times the throughput of one worker"
   )
   says_knee = (
-    f"64 workers have the throughput of {bend:.1f} times one, where bytes and"
-    " bandwidth put the knee, less 5 % for a run's beginning"
+    f"64 workers have {knee_workers:.1f} times the throughput of one, as"
+    " computed from bytes and bandwidth, less 5 % for the beginning of a run"
   )
   bounds = 0.93 * least, 1.02 * least
   return [
@@ -98,7 +99,8 @@ def of_shards(shards, least):
       f"below the knee, {name}", says_flat, f"{label}@{least}", one, *bounds
     ),
     ratio(
-      f"knee, {name}", says_knee, f"{label}@64", one, 0.95 * bend, 1.02 * bend
+      *(f"knee, {name}", says_knee, f"{label}@64", one),
+      *(0.95 * knee_workers, 1.02 * knee_workers),
     ),
   ]
 
@@ -107,17 +109,19 @@ def at_one_shard():
   """Returns the claims about the port of one shard, with 64 workers."""
   # Little's law: 64 workers at 10 messages a unit of time have a cycle of 6.4.
   wait = 6.4 - cycle(1)
-  says = (
+  says_wait = (
     "by Little's law the messages of 64 workers at one shard wait"
     f" 64 / 10 - {cycle(1):.1f} = {wait:.1f}, less 8 % for the beginning"
   )
-  busy = "the port of one shard is busy for over 97 % of the time then"
-  of = dict(kind="bound", of="one@64")
+  says_busy = "with 64 workers a single port is busy for over 97 % of the time"
+  bound = dict(kind="bound", of="one@64")
   return [
-    dict(name="queues", says=says, column="queue_wait", **of)
+    dict(bound, name="queues", says=says_wait, column="queue_wait")
     # 8 %: at the beginning the queue is empty.
     | dict(above=0.92 * wait, below=1.02 * wait),
-    dict(name="the port is busy", says=busy, column="link_utilisation", **of)
+    dict(
+      bound, name="the port is busy", says=says_busy, column="link_utilisation"
+    )
     | dict(above=0.97),
   ]
 
@@ -125,14 +129,13 @@ def at_one_shard():
 def claims():
   beyond = "with one shard, 64 workers have no more throughput than 32"
   two = (
-    "of 64 workers two shards take 1.9 to 2.1 times as many messages as one"
+    "with 64 workers two shards have 1.9 to 2.1 times the throughput of one"
   )
-  four = "and four 3.6 to 4.1 times as many"
+  four = "four shards have 3.6 to 4.1 times the throughput of one"
   return [
-    *of_shards(1, 8),
-    *of_shards(2, 16),
-    *of_shards(4, 32),
-    # No more than 2 % either way.
+    *knee_claims(1, 8),
+    *knee_claims(2, 16),
+    *knee_claims(4, 32),
     ratio("beyond the knee", beyond, "one@64", "one@32", 0.98, 1.02),
     ratio("two shards", two, "two@64", "one@64", 1.9, 2.1),
     ratio("four shards", four, "four@64", "one@64", 3.6, 4.1),
@@ -160,7 +163,6 @@ def computed():
     dict(
       title=f"computed, {TITLES[shards]}",
       source="computed: the smaller of N / c and B / b",
-      # Below and above the knee.
       points=[(n, min(n / cycle(shards), capacity(shards))) for n in WORKERS],
       of=TITLES[shards],
       line="--",
@@ -179,13 +181,13 @@ def get_figure():
       " simulated time, is ours"
     ),
     finding=(
-      "A server saturates at the number of workers that bytes and bandwidth"
-      " give, and shards raise it in proportion."
+      "A server saturates at the number of workers that is computed from bytes"
+      " and bandwidth; this number grows in proportion to the shards."
     ),
     about=(
-      "Messages in a unit of time (a mean batch), how long the busiest port was"
-      " busy, and how long a message and its ticket waited there, against the"
-      " number of workers, with one, two and four shards."
+      "Messages per mean batch time, the fraction of time in which the busiest"
+      " port is busy, and how long a message and its ticket wait there, against"
+      " the number of workers, with one, two and four shards."
     ),
     columns={},
     claims=claims(),

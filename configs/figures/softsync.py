@@ -1,11 +1,11 @@
-"""n-softsync: staleness, and what division by it saves.
+"""n-softsync: staleness, and whether dividing gradients by it helps.
 
-30 workers with small batches, so that all of them together have the batch of
-one worker. The server updates on every floor(30 / n) gradients, for n = 1, 2,
-5, 15 and 30. A gradient is divided by its own staleness (Zhang, Gupta, Lian and
-Liu, "Staleness-aware Async-SGD for distributed deep learning", IJCAI 2016,
-arXiv 1511.05950), by the mean staleness n (Gupta, Zhang and Wang, "Rudra", ICDM
-2016, arXiv 1509.04210), or not.
+30 workers have small batches, together as large as the batch of the one worker
+that they are compared with. The server updates after every floor(30 / n)
+gradients, for n = 1, 2, 5, 15 and 30. A gradient is divided by its own
+staleness (Zhang, Gupta, Lian and Liu, "Staleness-aware Async-SGD for
+distributed deep learning", IJCAI 2016, arXiv 1511.05950), by the mean staleness
+n (Gupta, Zhang and Wang, "Rudra", ICDM 2016, arXiv 1509.04210), or not divided.
 
   asgd reproduce softsync
   python -m launch.train --config=configs/figures/softsync.py
@@ -23,8 +23,8 @@ DIVISORS = {
   "own": "by own staleness",
   "mean": "by mean staleness",
 }
-RATE, MOMENTUM = 0.02, 0.9  # of one worker with a batch of 120
-BATCH = 4  # of a worker; 30 of them have about 128 together, as in the paper
+RATE, MOMENTUM = 0.02, 0.9  # for one worker with a batch of 120
+BATCH = 4  # per worker; 30 workers have 120 together, about the paper's 128
 TRAINED = 0.5  # an accuracy; the paper's runs that fail are at 10 %
 
 
@@ -51,7 +51,7 @@ def get_config(arg=None):
         recipe="staleness_aware",
         momentum=MOMENTUM,
         splits=splits,  # n: an update takes floor(30 / n) gradients
-        divisor=divisor,  # of a gradient: a key of DIVISORS
+        divisor=divisor,
         title=f"{splits}-softsync, {title}",
       )
   config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
@@ -77,7 +77,7 @@ def claims():
   for splits in (15, 30):
     yield dict(
       name=f"undivided {splits}-softsync fails",
-      says=f"its accuracy is below {TRAINED:.0%}; the paper's has 90 % error",
+      says=f"its accuracy is below {TRAINED:.0%}; the paper has 90 % error",
       kind="bound",
       column="test_accuracy",
       of=[label("none", splits)],
@@ -87,7 +87,7 @@ def claims():
   for divisor in ("own", "mean"):
     yield dict(
       name=f"near the baseline, {DIVISORS[divisor]}",
-      says="at every n it is within 3 points of one worker",
+      says="at every n the accuracy is at most 3 points below one worker's",
       kind="difference",
       column="test_accuracy",
       of=[label(divisor, splits) for splits in SPLITS],
@@ -115,8 +115,8 @@ def claims():
   yield dict(
     name="both together",
     says=(
-      "5-softsync, divided, is above 5-softsync undivided, and above division"
-      " of every single gradient (n = 30)"
+      "divided gradients with n = 5 are above undivided ones with n = 5, and"
+      " above divided ones with n = 30, where every gradient is an update"
     ),
     kind="ordering",
     order="falls",
@@ -152,12 +152,12 @@ def panels():
     title: [(splits, label(divisor, splits)) for splits in SPLITS]
     for divisor, title in DIVISORS.items()
   }
-  # 0 is added to a value of the histogram.
+  # The 0 is an offset of the histogram's values.
   by_splits = {f"n = {n}": [(0, label("own", n))] for n in SPLITS}
-  along = dict(xlabel="n of n-softsync", xlog=True, series=series)
+  by_n = dict(xlabel="n of n-softsync", xlog=True, series=series)
   return [
     dict(
-      along,
+      by_n,
       title="accuracy less that of one worker",
       column="test_accuracy",
       ylabel="points (%)",
@@ -166,7 +166,7 @@ def panels():
       published=published(),
     ),
     dict(
-      along,
+      by_n,
       title="mean staleness",
       column="staleness_mean",
       ylabel="updates",
@@ -209,12 +209,12 @@ def get_figure():
       " 2016, arXiv 1509.04210"
     ),
     finding=(
-      "Staleness is n, and undivided gradients fail from n = 15 on; those"
-      " divided by the mean staleness stay within 3 points of one worker."
+      "The mean staleness is n, and undivided gradients fail at n = 15 and 30;"
+      " gradients divided by the mean staleness lose at most 3 points."
     ),
     about=(
-      "30 workers with batches of 4 and the rate of one worker with a batch of"
-      " 120; momentum is the server's and takes in the mean of an update."
+      "30 workers with batches of 4 have the rate of one worker with a batch of"
+      " 120. The server applies momentum to the mean gradient of an update."
     ),
     columns={
       f"older than {2 * n}": dict(
@@ -232,7 +232,7 @@ def get_figure():
     },
     tuned=(
       "the rate of one worker on seeds 100 and 101: of 0.005, 0.01, 0.02 and"
-      " 0.04 the best accuracy after two epochs; all runs take it over, as in"
-      " the paper"
+      " 0.04 the best accuracy after two epochs; all runs use it, as in the"
+      " paper"
     ),
   )

@@ -1,7 +1,7 @@
 """Matrix factorisation under SSP and ESSP: when staleness costs accuracy.
 
-8 workers on generated ratings (16,000 of 400 x 200, rank 4, noise 0.1), at a
-rate at which all models train and at one at the edge of stability. After Dai,
+8 workers train on generated ratings (16,000 of 400 x 200, rank 4, noise 0.1),
+at a rate at which all runs train and at the edge of stability. After Dai,
 Kumar, Wei, Ho, Gibson and Xing, "High-Performance Distributed ML at Scale
 through Parameter Server Consistency Models", AAAI 2015, arXiv 1410.8043.
 
@@ -50,7 +50,7 @@ def get_config(arg=None):
   config.batch_size = 200
   config.epochs = 16.0  # 1,280 batches of 200 ratings
   config.durations = dict(name="gamma", variation=0.1)
-  config.evaluations = 4  # the last one has the loss of the last quarter
+  config.evaluations = 4  # so "train_loss" is the mean over the last quarter
   config.curvature_checks = 0
   # A run that diverges is a result here, not an error.
   config.on_nan = "record"
@@ -107,7 +107,7 @@ def stable_claims():
   return [
     dict(
       name="stable rate",
-      says="at the stable rate all train: to under 0.7, of 1.04 at the mean",
+      says="at the stable rate all train to a square loss under 0.7",
       kind="bound",
       column="train_loss",
       # 1.04 is the square loss of the mean rating.
@@ -116,7 +116,7 @@ def stable_claims():
     ),
     dict(
       name="SSP worsens with s, stable",
-      says="at the stable rate it rises from s = 0 to 3 to 10",
+      says="at the stable rate the loss rises from s = 0 to 3 to 10",
       kind="ordering",
       order="rises",
       column="train_loss",
@@ -140,7 +140,7 @@ def clock_claims():
     ),
     dict(
       name="staleness of SSP",
-      says="rows are older with s: s / 2 clocks and more at s = 10",
+      says="at s = 10 the oldest row lacks at least 4 clocks on average",
       kind="bound",
       column="staleness_mean",
       of=labels("ssp", "stable", (10,)),
@@ -152,7 +152,7 @@ def clock_claims():
       kind="bound",
       column="differential_least",
       of=labels("ssp", "stable", (10,)),
-      # -11: s + 1 clocks behind the reader.
+      # -11: the row is s + 1 clocks behind the worker that reads it.
       above=-11.5,
       below=-10.5,
     ),
@@ -242,9 +242,10 @@ def get_figure():
     ),
     about=(
       "Square loss of the last quarter of a run, on generated ratings (the"
-      " paper has Netflix). SSP reads a copy again when it is older than s"
-      " allows, ESSP is sent it whenever the slowest worker's clock advances;"
-      " messages take no time, so what that costs on a network is not shown."
+      " paper has Netflix). With SSP a worker pulls a row again when its copy"
+      " is older than s allows; with ESSP the server pushes rows whenever the"
+      " slowest worker's clock advances. Messages take no time, so the figure"
+      " does not show what pushes cost on a network."
     ),
     columns={},
     claims=claims(),
@@ -260,7 +261,7 @@ def get_figure():
       ],
     },
     tuned=(
-      "both rates on seed 100: of 1.5, 3, 4, 5, 6 and 8 one at which all train,"
-      " and one at which SSP 10 alone does not"
+      "both rates on seed 100, from 1.5, 3, 4, 5, 6 and 8: one at which all"
+      " train, and one at which only SSP 10 does not"
     ),
   )

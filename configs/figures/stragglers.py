@@ -9,8 +9,8 @@ digits, in simulated time (constant durations) and live (threads, real time).
   python -m launch.train --config=configs/figures/stragglers.py
 
 80 cells, about 15 minutes on two cores; --quick in three. Live runs of one seed
-alternate, synchronous and asynchronous, and every second seed in the opposite
-order. So other load on the machine affects both alike.
+alternate between synchronous and asynchronous, every second seed in the
+opposite order, so other load on the machine affects both equally.
 """
 
 import ml_collections
@@ -18,7 +18,7 @@ import ml_collections
 SLOWDOWNS = 1, 2, 3, 5, 10
 LIVE = 1, 3, 10  # slowdowns of live runs, which take real time
 LOSS = 0.2  # the training loss to reach
-RATE = 0.01  # of one gradient; a synchronous update is the mean of four
+RATE = 0.01  # per gradient; a synchronous update is the mean of four
 RECIPES = {"async": ("asgd", RATE), "sync": ("ssgd", 4 * RATE)}
 TITLES = {"async": "asynchronous", "sync": "synchronous"}
 
@@ -44,14 +44,14 @@ def get_config(arg=None):
         recipe=recipe,
         title=f"{TITLES[label]}, live, {slow}",
         learning_rate=rate,
-        slowdown=(1, 1, 1, slow),  # of the live workers, which sleep
+        slowdown=(1, 1, 1, slow),  # live workers sleep to be slow
       )
-  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # their turns
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)  # this order
   config.workers = (4,)
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 256  # large, so that a live job is mostly computing
   config.examples = 256 * 320  # 320 gradients
-  # Long deadlines, or the slow worker would count as dead.
+  # Otherwise the slow worker would count as failed.
   config.live = dict(late_seconds=20.0)
   config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0
@@ -72,32 +72,32 @@ def cells(label, slowdowns):
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "not waiting, simulated": (
-    "1.31, as the workers' rates have it: 4 / 3.1 = 1.29."
+    "1.31; the workers' rates give 4 / 3.1 = 1.29."
   ),
   "ten times slower, simulated": (
-    "7.6; for as many gradients it is 10 x 3.1 / 4 = 7.75."
+    "7.6; the workers' rates give 10 x 3.1 / 4 = 7.75."
   ),
   "equal workers, simulated": (
-    "With constant durations the gradients of all four come at one time, and"
-    " both reach the loss in the same round."
+    "With constant durations the gradients of all four arrive at the same time,"
+    " and both algorithms reach the loss in the same round."
   ),
   "not waiting, live": (
-    "0.75: a slow worker sleeps for the time by which it is slowed, and leaves"
-    " the two cores to the other three."
+    "0.75: a slow worker sleeps for most of the time, and leaves the two cores"
+    " to the other three."
   ),
   "ten times slower, live": (
-    "4.3, less than simulated, as four workers share two cores; other programs"
-    " used these as well, and the interval of five seeds is wide."
+    "4.3, less than simulated, because four workers share two cores with other"
+    " programs; the interval over five seeds is wide."
   ),
   "equal workers, live": (
-    "Nothing speaks for a difference; the interval is as wide as other programs"
-    " made it."
+    "No difference is visible; the interval is wide because other programs used"
+    " the cores."
   ),
 }
 
 
-def times(where, prefix, slowdowns):
-  # Labels of both kinds of runs; "live-" marks those with real workers.
+def time_claims(where, prefix, slowdowns):
+  # prefix of labels: "live-" for live runs, "" for simulated ones.
   sync, asynchronous = cells(f"{prefix}sync", slowdowns), f"{prefix}async"
   return [
     dict(
@@ -111,8 +111,8 @@ def times(where, prefix, slowdowns):
     dict(
       name=f"not waiting, {where}",
       says=(
-        "a worker ten times slower costs asynchronous SGD less than half as"
-        " much time again"
+        "with a worker ten times slower asynchronous SGD takes less than half"
+        " as long again"
       ),
       kind="ratio",
       column="time to loss",
@@ -131,7 +131,7 @@ def times(where, prefix, slowdowns):
     ),
     dict(
       name=f"equal workers, {where}",
-      says="without a slow worker neither takes a quarter more time",
+      says="without a slow worker their times differ by less than a quarter",
       kind="ratio",
       column="time to loss",
       of=f"{prefix}sync-1",
@@ -159,11 +159,10 @@ def panel(title, column, ylabel, prefix, slowdowns, published=()):
   )
 
 
-# Gradients in the time of a fast worker's job.
+# Gradients per time of a fast worker's job.
 def expected():
   source = "computed: three workers of rate 1 and one of rate 1 / s"
   rates = {
-    # Three fast workers and a slow one; or four that all wait for it.
     "async": ("asynchronous: 3 + 1 / s", [(s, 3 + 1 / s) for s in SLOWDOWNS]),
     "sync": ("synchronous: 4 / s", [(s, 4 / s) for s in SLOWDOWNS]),
   }
@@ -189,14 +188,15 @@ def get_figure():
       " the sweep over one worker's slowdown is ours"
     ),
     finding=(
-      "A worker ten times slower makes SSGD over 7 times later than ASGD,"
-      " simulated; live, five seeds on shared cores leave it open."
+      "With a worker ten times slower SSGD takes over 7 times as long as ASGD"
+      " in simulated time; live, five seeds on shared cores leave the claim"
+      " open."
     ),
     about=(
       "Time until the training loss is 0.2 with four workers, one of them up to"
-      " ten times slower: simulated, in durations of a job of a fast worker,"
-      " and live, in seconds, with threads on two cores that other programs"
-      " used as well, where synchronous and asynchronous runs took turns."
+      " ten times slower: simulated, in job times of a fast worker, and live,"
+      " in seconds, with threads on two cores that other programs used, too."
+      " Live synchronous and asynchronous runs took turns."
     ),
     columns={
       "time to loss": dict(kind="reach", loss=LOSS),
@@ -204,8 +204,8 @@ def get_figure():
       "live rate": dict(kind="quotient", of="messages", by="seconds"),
     },
     claims=[
-      *times("simulated", "", SLOWDOWNS),
-      *times("live", "live-", LIVE),
+      *time_claims("simulated", "", SLOWDOWNS),
+      *time_claims("live", "live-", LIVE),
     ],
     notes=NOTES,
     panels=[
@@ -232,10 +232,10 @@ def get_figure():
       "examples": 64 * 320,
     },
     tuned=(
-      "rate and loss on seeds 100 and 101, simulated at slowdown 10: 0.01 of"
-      " 0.01, 0.02 and 0.04, with which a loss of 0.2 takes two thirds of the"
-      " run; a synchronous update, the mean of four gradients, has four times"
-      " the rate, untuned"
+      "rate and loss on seeds 100 and 101, simulated at slowdown 10: of 0.01,"
+      " 0.02 and 0.04 the rate 0.01, which reaches a loss of 0.2 after two"
+      " thirds of the run; a synchronous update, the mean of four gradients,"
+      " has four times the rate, untuned"
     ),
-    turns=True,  # live cells are timed, see `figure_file`
+    turns=True,  # live runs alternate, see `asgd.figures.figure_file`
   )

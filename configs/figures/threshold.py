@@ -1,11 +1,11 @@
 """Threshold compression: accuracy at a hundredth of the traffic.
 
-Every worker sends plus or minus tau for the elements with a residual above
-tau, and keeps the rest (Strom, "Scalable distributed DNN training using
-commodity GPU cloud computing", Interspeech 2015). A small CNN on Fashion-MNIST,
-4 and 8 asynchronous workers, several tau, with and without the residual. One
-run sends positions as words instead of an entropy code. Bytes are those of
-packed messages.
+Every worker adds gradients to a residual, sends plus or minus tau for elements
+with a residual above tau, and keeps the rest (Strom, "Scalable distributed
+DNN training using commodity GPU cloud computing", Interspeech 2015). A small
+CNN on Fashion-MNIST, 4 and 8 asynchronous workers, several tau, with and
+without the residual. One run sends positions as words instead of an entropy
+code. Bytes are those of packed messages.
 
   asgd reproduce threshold
   python -m launch.train --config=configs/figures/threshold.py
@@ -16,12 +16,12 @@ packed messages.
 import ml_collections
 
 WORKERS = 4, 8
-TAUS = 0.005, 0.02, 0.08, 0.2  # sizes of a sent element
+TAUS = 0.005, 0.02, 0.08, 0.2  # magnitudes of sent elements
 MIDDLE, LARGE = 0.08, 0.2  # of TAUS: one with little loss, and the largest
 TUNED = (
   "Rates are those of configs/fashion.py and configs/digits.py; tau was chosen"
-  " on handwritten digits with seeds 0 to 2, which --quick has too, and looked"
-  " at on Fashion-MNIST with seed 100, which no claim uses"
+  " on handwritten digits with seeds 0 to 2, which --quick has too, and checked"
+  " on Fashion-MNIST with seed 100, which no claim uses"
 )
 PAPER = (
   "Strom: Scalable distributed DNN training using commodity GPU cloud"
@@ -41,7 +41,7 @@ def get_config(arg=None):
   momentum_sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(dense=dict(momentum_sgd, title="dense"))
   for tau in TAUS:
-    # Without the residual only the larger ones lose something.
+    # Without the residual only the larger tau lose accuracy.
     for residual in (True, False) if tau >= MIDDLE else (True,):
       codec = dict(name="threshold", tau=tau)
       if not residual:
@@ -113,7 +113,6 @@ def traffic_at(count):
       column="bytes_up",
       statistic="t",
       order="falls",
-      # Traffic falls along this list.
       runs=[dense, *by_tau],
     ),
     dict(
@@ -157,7 +156,7 @@ def beginnings_at(count):
   return [
     dict(
       name=f"slower at first, {count} workers",
-      says="the largest tau takes longer to the first falling of the loss",
+      says="with the largest tau the loss begins to fall later",
       kind="ratio",
       # The time to a loss of 1.2, about half of the initial ln 10.
       column="begins",
@@ -177,11 +176,13 @@ def beginnings_at(count):
   ]
 
 
-def along(workers):
-  """Returns the points of a panel. A column is their x; these give the
-  order."""
+def series(workers):
+  """Returns the points of a panel.
+
+  `xcolumn`, measured traffic, gives the x of a point. The x here only orders
+  the points, and replaces traffic that a cell lacks.
+  """
   return {
-    # Their x is measured traffic; this x is used only if a cell lacks it.
     "with residual": [(t, f"{label(t)}@{workers}") for t in TAUS],
     "without residual": [
       (t, f"{label(t, residual=False)}@{workers}") for t in (MIDDLE, LARGE)
@@ -211,8 +212,8 @@ def get_figure():
     title="Threshold compression: traffic and accuracy",
     paper=PAPER,
     finding=(
-      "A threshold sends a thousandth of the bytes, if the rest is kept for"
-      " later messages; what 8 workers lose at a smaller one is open."
+      "With a threshold and a residual workers send a thousandth of the bytes;"
+      " how much accuracy 8 workers lose at a smaller threshold is open."
     ),
     about=(
       "Messages of asynchronous workers go through Strom's threshold, with and"
@@ -222,11 +223,11 @@ def get_figure():
     claims=[claim for count in WORKERS for claim in claims_at(count)],
     panels=[
       *(
-        dict(panel, title=f"accuracy, {count} workers", series=along(count))
+        dict(panel, title=f"accuracy, {count} workers", series=series(count))
         for count in WORKERS
       ),
       *(
-        dict(begins, title=f"beginning, {count} workers", series=along(count))
+        dict(begins, title=f"beginning, {count} workers", series=series(count))
         for count in WORKERS
       ),
     ],

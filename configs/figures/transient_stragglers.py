@@ -1,7 +1,7 @@
-"""Transient stragglers: bursts of slow batches, and which cures hold.
+"""Transient stragglers: bursts of slow batches, and which remedies help.
 
 Each of 16 workers computes about one batch in 100 up to 100 times more slowly,
-two in a row on average (`durations` bursts). No worker is slow for long, so the
+two in a row on average (durations `bursts`). No worker is slow for long, so the
 mean staleness hardly changes, but the gradient of a slow batch is hundreds of
 updates old. The figure has ASGD with and without momentum, SSP, a gate on the
 staleness, DANA-Zero, softsync and Gap-Aware, on handwritten digits.
@@ -19,7 +19,7 @@ SLOWDOWNS = 1, 10, 30, 100
 BOUND, GATE = 3, 64  # of SSP, clocks; of the gate, updates
 # Between a ticket and its message each other worker sends at most 2 s + 1.
 MOST_STALE = (2 * BOUND + 1) * (WORKERS - 1)  # of SSP
-LOSS = 0.3  # the training loss to reach, smoothed as `reach` does
+LOSS = 0.3  # the training loss to reach; columns of kind `reach` smooth it
 ORDER = dict(name="stale_synchronous", bound=BOUND)
 RUNS = {  # label -> title, entry
   "asgd": ("ASGD", dict(recipe="asgd", learning_rate=0.04)),
@@ -55,7 +55,7 @@ def get_config(arg=None):
       entry,
       title=f"{title}, {slow}",
       durations=dict(
-        # A burst of two batches in 200 is one batch in 100.
+        # A burst of 2 batches about every 200: one slow batch in 100.
         name="bursts", slowdown=float(slow), every=200.0, length=2.0
       ),
     )
@@ -63,7 +63,7 @@ def get_config(arg=None):
     for slow in SLOWDOWNS
   }
   config.workers = (WORKERS,)
-  # Ten: where bursts fall differs much between seeds.
+  # Ten, because the times of bursts differ much between seeds.
   config.seeds = tuple(range(10))
   config.batch_size = 16
   config.epochs = 40.0
@@ -84,21 +84,21 @@ def get_config(arg=None):
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of DANA": (
-    "12.9 times in the geometric mean; where the slow batches of a seed fall"
-    " decides between 7 and 24."
+    "12.9 times in the geometric mean, 7 to 24 over seeds, depending on when"
+    " the slow batches happen."
   ),
   "gap under SSP": (
     "1.1 times in the geometric mean, 0.8 to 1.8 over seeds; without SSP the"
     " largest gap doubles."
   ),
   "ASGD holds": (
-    "One message in 100 is so stale, and at these rates none of them moves the"
-    " parameters far. At a rate near the limit bursts even help: while some"
-    " workers are slow, fewer are at work, and the others are less stale."
+    "Only one message in 100 is very stale, and at these rates no message moves"
+    " the parameters far. At a rate near the limit bursts even help: while some"
+    " workers are slow, the messages of the others are less stale."
   ),
   "SSP waits": (
-    "So at this size bursts need no cure, and SSP pays for one: 7.4 times the"
-    " time."
+    "At this size bursts need no remedy, and SSP is a costly one: it takes 7.4"
+    " times as long."
   ),
 }
 
@@ -108,8 +108,8 @@ def staleness_claims():
     dict(
       name="extreme staleness",
       says=(
-        "bursts of 30 times give some gradient a staleness above 15 times the"
-        " mean"
+        "with batches 30 times slower the largest staleness is above 15 times"
+        " the mean"
       ),
       kind="bound",
       column="staleness_max",
@@ -127,7 +127,7 @@ def staleness_claims():
     ),
     dict(
       name="mean staleness",
-      says="the mean staleness does not show it: it falls by less than 1",
+      says="the mean staleness hardly changes: it falls by less than 1",
       kind="difference",
       column="staleness_mean",
       of=["asgd-30", "asgd-100"],
@@ -138,8 +138,8 @@ def staleness_claims():
     dict(
       name="SSP bounds the staleness",
       says=(
-        f"with s = {BOUND} it is at most (2 s + 1) (N - 1) = {MOST_STALE},"
-        " however slow the slow batches"
+        f"with s = {BOUND} staleness is at most (2 s + 1) (N - 1) ="
+        f" {MOST_STALE}, however slow the slow batches"
       ),
       kind="bound",
       column="staleness_max",
@@ -152,7 +152,6 @@ def staleness_claims():
       kind="bound",
       column="accepted",
       of=["gate-30", "gate-100"],
-      # Some, but under 2 %.
       above=0.98,
       below=0.9999,
     ),
@@ -173,10 +172,10 @@ def gap_claims():
 
   return [
     gap("gap of ASGD", "the largest gap grows 1.5 times", "asgd", above=1.5),
-    gap("gap with momentum", "and with momentum too", "nag", above=1.5),
+    gap("gap with momentum", "with momentum, too", "nag", above=1.5),
     gap(
       "gap of DANA",
-      "that of DANA grows over 10 times",
+      "DANA's largest gap grows over 10 times",
       "dana",
       above=10.0,
     ),
@@ -187,16 +186,16 @@ def gap_claims():
       column="gap_mean",
       above=1.5,
     ),
-    gap("gap under SSP", "SSP's largest does not grow", "ssp", below=1.1),
+    gap("gap under SSP", "SSP's largest gap does not grow", "ssp", below=1.1),
   ]
 
 
 def accuracy_claims():
-  """Returns a claim for each algorithm: it holds under bursts."""
+  """Returns a claim for each algorithm: bursts cost it little accuracy."""
   return [
     dict(
       name=f"{title} holds",
-      says="bursts of 100 times cost less than a point of accuracy",
+      says="batches 100 times slower cost less than a point of accuracy",
       kind="difference",
       column="test_accuracy",
       of=f"{label}-100",
@@ -209,16 +208,16 @@ def accuracy_claims():
 
 def time_claims():
   def slower(name, says, of, to, column="simulated_time", **bounds):
-    of_whom = dict(kind="ratio", column=column, of=of, to=to)
-    return dict(name=name, says=says, **of_whom, **bounds)
+    ratio = dict(kind="ratio", column=column, of=of, to=to)
+    return dict(name=name, says=says, **ratio, **bounds)
 
   return [
     slower(
       "SSP waits",
-      "with bursts of 100 times SSP takes over 5 times as long",
+      "with batches 100 times slower SSP takes over 5 times as long",
       "ssp-100",
       "nag-100",
-      above=5.0,  # over the run without waiting
+      above=5.0,
     ),
     slower(
       "SSP is free when calm",
@@ -302,10 +301,11 @@ def get_figure():
       "only": [f"{label}-{slow}" for label in RUNS for slow in (1, 100)],
     },
     tuned=(
-      "rates on seeds 100 and 101 without bursts, the lowest test loss of"
-      " 0.005, 0.01, 0.02 and 0.04, of ASGD of 0.04 to 0.32; with momentum and"
-      " for ASGD it is the smallest, for softsync and Gap-Aware the largest."
-      " SSP and the gate take over the rate of momentum. Bounds of claims about"
-      " gaps and times were set after a look at the same seeds with bursts"
+      "rates on seeds 100 and 101 without bursts, by the lowest test loss: from"
+      " 0.005, 0.01, 0.02 and 0.04, for ASGD from 0.04 to 0.32. With momentum"
+      " and for ASGD the smallest is the best, for softsync and Gap-Aware the"
+      " largest. SSP and the gate have the rate of ASGD with momentum. Bounds"
+      " of claims about gaps and times were set after a look at the same seeds"
+      " with bursts"
     ),
   )
