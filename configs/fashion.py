@@ -1,8 +1,8 @@
 """The cost of staleness for a small CNN on Fashion-MNIST.
 
-The comparison of configs/digits.py on 60,000 larger images. The data are read
-from --data_dir or from Debian's package dataset-fashion-mnist, and downloaded
-if neither has them.
+The comparison of configs/digits.py on 60,000 larger images. --data_dir or
+Debian's package dataset-fashion-mnist provides the data; without them they are
+downloaded.
 
   python -m launch.train --config=configs/fashion.py
 
