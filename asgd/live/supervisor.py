@@ -269,7 +269,7 @@ class Supervisor:
       if open_calls and elapsed > _SHOW_AFTER and not is_shown:
         is_shown = True
         names = ", ".join(f"{kind} {index}" for kind, index in open_calls)
-        show(f"waiting for {names}, which has not answered for {elapsed:.0f} s")
+        show(f"waiting {elapsed:.0f} s for an answer of {names}")
       if elapsed > limit:
         break
     return list(open_calls)

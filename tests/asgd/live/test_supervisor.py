@@ -86,7 +86,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   supervisor.await_made([*supervisor.parties["shard"].values()])
   silent = supervisor.parties["shard"][1]
   assert not supervisor.ask(silent.kind, "wait", 600.0, among=[silent.index])
-  assert lines == ["waiting for shard 1, which has not answered for 0 s"]
+  assert lines == ["waiting 0 s for an answer of shard 1"]
   assert hosts.exited() == [("shard", 1)]
   hosts.close()
 
