@@ -10,6 +10,7 @@ clause with `whose` becomes a phrase with "with" or "of", or a sentence.
 """
 
 import ast
+import functools
 import io
 import pathlib
 import re
@@ -72,12 +73,15 @@ def of_module(text: str) -> Iterator[tuple[int, str, re.Pattern]]:
       yield token.start[0], token.string.lstrip("# "), RELATIVE
 
 
-def prose(path: pathlib.Path) -> Iterator[tuple[int, str, re.Pattern]]:
-  """Yields (line number, prose without its code, pattern of unnamed actors) of
-  a page or a module."""
+@functools.cache
+def prose(path: pathlib.Path) -> list[tuple[int, str, re.Pattern]]:
+  """Returns (line number, prose without its code, pattern of unnamed actors)
+  of the lines of a page or a module."""
   read = of_page if path.suffix == ".md" else of_module
-  for number, line, unnamed in read(path.read_text(encoding="utf-8")):
-    yield number, re.sub(r"`[^`]*`|https?:\S+", "CODE", line), unnamed
+  return [
+    (number, re.sub(r"`[^`]*`|https?:\S+", "CODE", line), unnamed)
+    for number, line, unnamed in read(path.read_text(encoding="utf-8"))
+  ]
 
 
 def files(paths: list[pathlib.Path]) -> Iterator[pathlib.Path]:
