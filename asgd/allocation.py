@@ -39,8 +39,7 @@ class Allocation(NamedTuple):
 def in_proportion(
   speeds: Sequence[float], total: int, *, unit: int = 1, most: int | None = None
 ) -> tuple[int, ...]:
-  """Divides `total` into one part for each speed, so that all take equally
-  long.
+  """Divides `total` into one part per worker, in proportion to their speeds.
 
   Proportional parts are rounded down to units. Each unit that is left goes to
   the worker that would then finish first. So the part that takes longest is as
@@ -49,7 +48,7 @@ def in_proportion(
   Args:
     speeds: the speeds of N workers, positive; only their ratios count.
     total: the amount to divide, at least one unit for each worker.
-    unit: each part is a multiple of it, as is `total`.
+    unit: all parts, and `total`, are multiples of it.
     most: the largest allowed part; None is `total`.
 
   Raises:
@@ -71,7 +70,7 @@ def in_proportion(
       f"{total} cannot be divided among {workers} workers with {unit} to"
       f" {limit * unit} each"
     )
-  fastest = max(speeds)  # divide by it first: the sum could be infinite
+  fastest = max(speeds)  # divided by first: the sum of speeds could overflow
   parts = [speed / fastest for speed in speeds]
   scale = units / math.fsum(parts)
   # [1] Round proportional parts down, but to at least one unit.
@@ -79,11 +78,11 @@ def in_proportion(
   # Raising parts to one unit may exceed the total: take units back, each from
   # the worker that takes longest.
   while sum(parts) > units:
-    seconds_of_worker = [
+    durations = [
       (parts[i] / speeds[i], i) for i in range(workers) if parts[i] > 1
     ]
-    parts[max(seconds_of_worker)[1]] -= 1
-  # [2] Give the remaining units, each to the worker that would finish it first.
+    parts[max(durations)[1]] -= 1
+  # [2] Give the remaining units, each to the worker that would finish first.
   heap = [((parts[i] + 1) / speeds[i], i) for i in range(workers)]
   heapq.heapify(heap)
   for _ in range(units - sum(parts)):
@@ -98,18 +97,17 @@ def in_proportion(
 def job_batches(
   batches: Batches, given: Allocation, *, stacked: bool
 ) -> Batches:
-  """Makes the jobs of an allocation out of jobs of one batch, each of the
-  largest batch size.
+  """Returns the jobs of an allocation, cut from batches of the largest size.
 
-  A worker's batch is the first examples of the large batch. Its job is the
-  first batches of a job with the largest number of steps. So (worker, job)
+  A worker's batch is the first examples of a large batch. Its job is the first
+  batches of a job with the largest number of steps. So (worker, job)
   decides which examples are drawn, whatever the allocation, and no example is
   in two jobs of an epoch.
 
   Args:
     batches: (worker, job) -> NumPy arrays [max(batch_sizes), ...].
     given: the job of each worker.
-    stacked: whether jobs are of several batches, [H, B, ...], wrapped in
+    stacked: whether jobs have several batches, [H, B, ...], wrapped in
       `asgd.worker.Uneven`; False requires one step for each worker.
 
   Raises ValueError, when called, for an array with another leading axis.

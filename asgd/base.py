@@ -101,8 +101,8 @@ class Ticket(NamedTuple):
   worker: jax.Array  # int32[]; in a pipeline the gradient stream, not the stage
   version: jax.Array  # int32[], parameter changes before the server sent it
   params: Params  # the parameters sent (predicted ones, for DANA)
-  # bool[], False if the worker already did a job on this ticket. With
-  # `Server.alone`, `version` then also counts the updates by these jobs.
+  # bool[], False if the worker already did a job on this ticket. Then, with
+  # `Server.alone`, `version` also counts the updates by its earlier jobs.
   fresh: Any = np.True_
 
 
@@ -174,7 +174,7 @@ class Report(NamedTuple):
 
 
 class Server(NamedTuple):
-  """Three pure functions. No other part of the library measures staleness.
+  """The pure functions of a server; only they measure staleness.
 
   `sends_current` says that a ticket's parameters are the server's own, so a
   runtime may hand out a reference instead of calling a compiled `send`.
@@ -299,13 +299,13 @@ class Records(NamedTuple):
   bytes_up: npt.NDArray[np.int64]  # [U], of the message as it was sent
   # [U], of the parameters sent for the message; 0 if the worker kept a ticket
   bytes_down: npt.NDArray[np.int64]
-  # [U], RMS of what the worker's codec has left out of its messages so far; 0
+  # [U], RMS of the worker's residual: what its messages have left out so far; 0
   # without a codec
   residual_norm: npt.NDArray[np.float32]
 
   @classmethod
   def of(cls, rows: Sequence[tuple[Any, ...]]) -> "Records":
-    """Returns Records of rows; a row has its values in the fields' order."""
+    """Builds Records from rows, each with its values in the fields' order."""
     columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD_DTYPES)
     return cls(*map(np.array, columns, _RECORD_DTYPES))
 

@@ -89,7 +89,7 @@ def _config(
   every: int,
   options: RunOptions,
 ) -> dict[str, Any]:
-  """Returns the config of an experiment with one run, of given objects."""
+  """Returns the config of an experiment with one run of the given objects."""
   recipe = given.recipe
   named_recipe = getattr(recipe, "made", None)
   # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
@@ -130,8 +130,7 @@ def train(
     engine: (name, kind).
     config: further keys of a config.
     options: the options of the call.
-    quantum: (number of messages that must be counted together, a text for such
-      a group, as "rounds of {} workers").
+    quantum: (n, format text for a group of n messages), see `calls.quantum_of`.
   """
   name, kind = engine
   folder_path = options.folder
@@ -178,17 +177,17 @@ def train(
     )
     # [4] Collect its results.
     if workdir is not None and options.folder is not None:
-      _report(workdir, experiment, bar)
+      _write_report(workdir, experiment, bar)
     if not results and cell_folder is not None:
       _check_evaluation(cell_folder, given)
       bar.line(f"{cell_folder} had finished already: its results are read")
-      results += _read(cell_folder, experiment, cell)
+      results += _read_finished(cell_folder, experiment, cell)
     records, params, rows = results
     trace = _trace(plan, cell, cell_folder, kind)
   params = given.outward(params)
-  rows = [_row(row) for row in rows]
+  evaluations = [_evaluation(row) for row in rows]
   results_folder = None if options.folder is None else Path(options.folder)
-  return Result(params, records, trace, rows, results_folder)
+  return Result(params, records, trace, evaluations, results_folder)
 
 
 def _check_every(options: RunOptions) -> int:
@@ -210,9 +209,9 @@ def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
   cell: the call would return the evaluations of that cell."""
   evaluate_now = given.notes.get("evaluate")
   evaluate_before = folder.read_cell(cell_folder).get("evaluate")
-  evaluations = map(_row, folder.read_rows(cell_folder))
+  evaluations = map(_evaluation, folder.read_rows(cell_folder))
   was_evaluated = any(row.keys() - own.RESULT_COLUMNS for row in evaluations)
-  # Earlier releases evaluated, and did not note the function.
+  # Earlier releases evaluated, but did not record the function.
   if evaluate_now in (None, evaluate_before) or (
     evaluate_before is None and was_evaluated
   ):
@@ -224,7 +223,7 @@ def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
   )
 
 
-def _report(
+def _write_report(
   workdir: Path,
   experiment: cells.Experiment,
   bar: progress.ProgressBar | progress.Silent,
@@ -261,8 +260,8 @@ def _machine() -> Machine:
   return Machine(memory_dir=memory)
 
 
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns an evaluation with the keys that the caller knows."""
+def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the evaluation of a row, with the keys that the caller knows."""
   columns = {key: row[key] for key in own.RESULT_COLUMNS if key in row}
   columns |= {
     key.removeprefix("test_"): value
@@ -276,7 +275,7 @@ def _row(row: Mapping[str, Any]) -> dict[str, Any]:
   }
 
 
-def _read(
+def _read_finished(
   cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
   """Returns records, parameters and evaluations of a finished cell."""

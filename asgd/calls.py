@@ -20,10 +20,10 @@ from asgd.experiment.engines import server_orders
 from asgd.orders.protocol import Rules
 from asgd.problems import descriptions, own, streams
 
-# Modules that have, nearly, the name of a recipe -> the recipe.
+# Modules that a caller may have taken for a recipe -> the recipe.
 _RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
 # Orders in which each round has a message of every worker. Rounds of
-# "backup_workers" have fewer, and late messages are between them.
+# "backup_workers" have fewer, and late messages arrive between rounds.
 _IN_ROUNDS = "bulk_synchronous", "backup_tasks"
 
 
@@ -118,14 +118,14 @@ def read_config(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Returns (config, objects) of a call.
 
-  Objects are codecs, an order and durations. The config has the mark
-  `schema.GIVEN_MARK` in place of each. Other forms of an order and of durations
-  become plain data.
+  `objects` has the codecs, the order and the durations that the caller gave as
+  objects; the config has the mark `schema.GIVEN_MARK` in their places. Other
+  forms of orders and durations become plain data in the config.
 
   Args:
     config: keyword arguments of the call.
     workers: N.
-    live: whether workers take real time, which no durations decide.
+    live: whether workers run in real time, which `durations` cannot decide.
   """
   config = dict(config)
   objects = {
@@ -149,7 +149,7 @@ def read_config(
     config["order"] = trace
   if "order" in config:
     order = config["order"]
-    # Rows, and workers in their order, have times already.
+    # Rows of a trace, or the workers of messages in order, define the times.
     has_times = isinstance(order, Iterable) and not callable(order)
     has_times = has_times and not isinstance(order, str | Mapping | Rules)
     if has_times and "durations" in config:
@@ -176,7 +176,7 @@ def read_config(
 
 def _read_order(order: Any, workers: int, *, live: bool) -> Any:
   """Returns an order as a section of a config; {"name": GIVEN_MARK} for an
-  object that is used as it is."""
+  object that is used unchanged."""
   if isinstance(order, str):
     return {"name": order}
   if isinstance(order, Mapping):
@@ -206,7 +206,7 @@ def _read_order(order: Any, workers: int, *, live: bool) -> Any:
 
 
 def _is_object(value: Any) -> bool:
-  """Whether durations are used as they are."""
+  """Whether durations are an object or a function, which is used unchanged."""
   return isinstance(value, orders.durations.Durations) or callable(value)
 
 
@@ -277,8 +277,8 @@ def _read_slowdown(config: dict[str, Any], workers: int) -> None:
 
 
 def check_keys(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> None:
-  """Raises ValueError for a keyword argument that is none of `allowed_keys`: it
-  would be ignored."""
+  """Raises ValueError for a keyword argument that is not in `allowed_keys`; the
+  call would ignore it."""
   allowed_keys = [*allowed_keys, *CONFIG_KEYS]
   for key in config:
     if key not in allowed_keys:
@@ -313,9 +313,8 @@ def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
 def quantum_of(
   recipe: Any, config: Mapping[str, Any], workers: int
 ) -> tuple[int, str]:
-  """Returns how many messages a run counts together, and a text for such a
-  group. These are the messages of a round, or 1 where workers do not wait for
-  each other."""
+  """Returns (n, format text for a group of n messages); `messages` of the run
+  must be a multiple of n. In rounds n is the number of workers, otherwise 1."""
   order = config.get("order") or {"name": "asynchronous"}
   is_in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
   if not server_orders.replaces_rounds(order, recipe):
@@ -328,15 +327,15 @@ def quantum_of(
 def count_messages(
   options: RunOptions, given: own.Objects, quantum: tuple[int, str]
 ) -> int:
-  """Returns the messages of a run: those of its call, of its epochs, or of its
-  trace. ValueError if they are no multiple of the quantum."""
+  """Returns the number of messages of a run, from `messages`, `epochs` or the
+  trace. Raises ValueError if `messages` is no multiple of the quantum."""
   trace, messages = given.objects.get("order"), options.messages
-  size, groups = quantum
+  size, group_text = quantum
   check_length(options, has_trace=isinstance(trace, base.Trace))
   if messages is None and options.epochs is None:
     return int((trace.action == base.RECEIVE).sum())
   if messages is not None:
-    checks.multiple(messages, "messages", size, groups)
+    checks.multiple(messages, "messages", size, group_text)
     return int(messages)
   if given.per_epoch is None:
     raise ValueError(
@@ -353,8 +352,8 @@ def count_messages(
 
 
 def read_rows(given: own.Objects, workers: int, messages: int) -> None:
-  """Replaces an order that a call gave as rows, or as workers, by its Trace. A
-  generator can be read once only."""
+  """Replaces an order that a call gave as rows, or as workers, by its Trace: a
+  generator can be read only once."""
   order = given.objects.get("order")
   if order is not None and not callable(order):
     given.objects["order"] = orders.own.read(
@@ -363,8 +362,8 @@ def read_rows(given: own.Objects, workers: int, messages: int) -> None:
 
 
 def check_sequential(given: own.Objects, engine: str) -> None:
-  """Raises ValueError for data from iterators if the run does not ask for each
-  worker's batches in the order of its jobs."""
+  """Raises ValueError for data from iterators if the engine may request a
+  worker's batches in another order than that of its jobs."""
   recipe_protocol = protocol.PROTOCOLS[given.recipe.protocol]
   keeps_order = recipe_protocol.iterators and engine in recipe_protocol.runners
   if given.sequential and not keeps_order:

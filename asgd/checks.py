@@ -20,7 +20,7 @@ _MAX_SHOWN = 120  # characters of a value in an error
 
 
 def shortened(text: str, most: int) -> str:
-  """Returns a text of at most `most` characters; its middle is left out."""
+  """Returns `text`, without its middle if it exceeds `most` characters."""
   mark = " [...] "
   if len(text) <= most:
     return text
@@ -179,7 +179,7 @@ def real(
   """Raises ValueError unless a value is a number for which `holds` is true.
 
   `kind` names that condition in the error. With `finite` an infinity is an
-  error, too. A traced value passes."""
+  error, too. A value that JAX traces is not checked."""
   import jax
 
   if isinstance(value, jax.core.Tracer):

@@ -15,7 +15,7 @@ options. Docstrings refer to these as the shared options:
   counts the peer's updates;
 - `workers`: N, or the number of peers, from 2;
 - `momentum`: gamma, in [0, 1): v <- gamma v + g; params <- params - eta v, so
-  v does not contain the learning rate. It belongs to the steps with that rate;
+  v does not contain the learning rate. The steps that use eta have it;
 - `weight_decay`: 0 or more: weight_decay * params is added to a gradient. The
   server adds its own parameters, after any compensation and before the
   momentum; workers and peers add theirs;
@@ -141,8 +141,8 @@ def build(
     name: a name of ALL, or MODULE:FUNCTION of a function (learning_rate,
       workers, **options) -> Recipe.
     learning_rate, workers: shared options.
-    **kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
-      may be given as `optimizers.named` takes it.
+    **kwargs: options of the recipe; `optimizer` and `outer_optimizer` may also
+      be a name or a dict (see `optimizers.named`).
 
   Returns:
     The Recipe; its `made` holds these arguments.
@@ -198,9 +198,9 @@ def rebuild(
 ) -> Recipe:
   """Returns a recipe for another learning rate and number of workers.
 
-  A recipe that fits is returned itself, otherwise another one is built of the
-  same options. Raises ValueError for a recipe that was made or changed by hand
-  and does not fit.
+  A recipe that fits already is returned unchanged. Otherwise `build` is called
+  again with the recipe's options. Raises ValueError if the recipe does not fit
+  and was made or changed by hand.
 
   Example:
     >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)

@@ -24,7 +24,7 @@ def worker_optimizer(
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-      Weight decay is of the parameters at the worker.
+      Weight decay is computed from the worker's parameters.
     steps: H, batches in an update.
 
   Returns:
@@ -57,7 +57,7 @@ def worker_optimizer(
     6.0
     4.0
   """
-  del workers  # the server adds updates of any
+  del workers  # the server adds updates of any number of workers
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
   # A displacement is the start minus the end: SGD with rate 1 subtracts it.
   return displacement_recipe(sgd(1.0), tx, steps)

@@ -1,8 +1,8 @@
 """Recipes with a server that uses fresh gradients alone, and drops the others.
 
-A message may be dropped when it arrives: that works on every engine. Or a
-computation is stopped as soon as its message would be dropped. That is an order
-(`asgd.orders.with_stops`), which only a simulation can keep.
+On every engine the server can drop a stale message when it arrives. A
+simulation can also stop a computation as soon as its message would be dropped:
+the order `asgd.orders.with_stops`.
 """
 
 from collections.abc import Sequence
@@ -129,18 +129,18 @@ def mindflayer_sgd(
     params <- params - eta (1 / B) sum_b g_b,   all g_b computed at params
 
   A computation of worker i that takes longer than t_i is stopped, and the
-  worker begins another one at the present parameters. It helps against times
-  with a heavy tail, such as `durations.pareto`. An update waits for B gradients
-  here; the paper's waits until worker i has made B_i trials, whatever their
-  number of gradients, and divides by the expected number.
+  worker begins another one at the present parameters. This helps if durations
+  have a heavy tail, as in `durations.pareto`. Here an update waits for B
+  gradients. In the paper it waits until each worker i has made B_i trials, and
+  divides by the expected number of gradients.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options;
       the paper has no momentum.
     every: B, the messages of an update; None is N.
     budget: t_i, in the unit of the order's durations, a number for all workers
-      or one for each; None is no budget, `rennala_sgd`. With a budget it is for
-      simulations only: a live computation runs to its end.
+      or one for each; None is no budget, as in `rennala_sgd`. Only simulations
+      take a budget: a live computation runs to its end.
 
   Returns:
     A Recipe for the order `with_stops`, or without a budget the asynchronous

@@ -175,8 +175,8 @@ def gradient_tracking(
     x_i <- sum_j W_ij (x_j - eta y_j)
 
   y_i estimates the mean gradient of all peers, so that peers with different
-  data have the same stationary points as all-reduce SGD. A message has
-  parameters and y.
+  data have the same stationary points as all-reduce SGD. A message contains
+  x_i and y_i.
 
   Args:
     learning_rate, workers, momentum, optimizer: shared options, of the step
@@ -255,7 +255,7 @@ def sgp(
   Columns of W sum to 1. With overlap tau it is overlap SGP:
 
   - In rounds 0, tau, 2 tau, ... a peer sends (x_i, w_i) before its job, and
-    keeps W_ii of both.
+    keeps the share W_ii of both.
   - At the end of rounds tau - 1, 2 tau - 1, ... it mixes its neighbours'
     messages, before it sends the next one.
   - Message m uses matrix m of the topology.
@@ -265,7 +265,7 @@ def sgp(
     topology: which peer sends to which.
     overlap: tau, 0 or more: the jobs that a peer does while a message travels.
       With 0 it sends after its job, and waits.
-    weight_decay: shared option; the decay is of z_i, not of x_i.
+    weight_decay: shared option; it decays z_i, not x_i.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -282,7 +282,7 @@ def sgp(
   """
   checks.integer("overlap", overlap, 0)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  # The rule keeps w_i. A peer has z_i, and not x_i = w_i z_i.
+  # The rule stores w_i. The peer's parameters are z_i, not x_i = w_i z_i.
   return _with_peers(
     Recipe(algorithm),
     *(rules.push_sum(), topology, workers),
@@ -304,7 +304,7 @@ def choco_sgd(
     x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
 
   x^_i is the copy of peer i's parameters that its neighbours keep. A message
-  has the compressed difference between the parameters and this copy. With the
+  is the compressed difference between the parameters and this copy. With the
   identity codec and gamma = 1 it is `d_psgd` with adapt_first.
 
   Args:
@@ -495,6 +495,6 @@ def local_d_psgd(
     4
   """
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
-  # SGD with rate 1 on its own displacement puts a peer at the end of its job.
+  # SGD with rate 1 on its displacement moves a peer to the end of its job.
   recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)

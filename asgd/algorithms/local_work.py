@@ -31,8 +31,8 @@ def local_optimizer(
   momentum: float = 0.0, weight_decay: float = 0.0,
   *first: optax.GradientTransformation, **options: Any
 ) -> optax.GradientTransformation:
-  """Returns a worker's optimizer: `optimizer`, or SGD, behind the transforms
-  `first`."""
+  """Returns a worker's optimizer: the transforms `first`, then `optimizer` or
+  SGD."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -92,13 +92,13 @@ def downpour(
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
-      parameter by it, whatever the gradient.
+      parameter by eta, whatever the gradient.
     workers: N.
     weight_decay: 0 or more; the server adds weight_decay * params to a push,
       once for each of its gradients.
-    fetch_every: n_fetch, in batches; None is n_push, unless the order
-      has a fetch_every, in jobs. With a value here, an order with a
-      fetch_every or a cache is refused.
+    fetch_every: n_fetch, in batches; None is n_push, or the order's fetch_every
+      (in jobs) if it has one. With a value here, an order with a fetch_every or
+      a cache is refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       otherwise a tenth of it, because Adagrad's is too large.
@@ -194,8 +194,8 @@ def model_averaging(
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     steps: H, batches between averages.
     optimizer_state: a worker's momentum, or other state, at the start of a job:
-      "kept" from its last job, "reset", or "averaged" over the workers. The
-      latter travels with the parameters, both ways.
+      "kept" from its last job, "reset", or "averaged" over the workers. An
+      averaged state travels with the parameters, both ways.
 
   Returns:
     A Recipe for the bulk synchronous order, with jobs of H batches.
@@ -253,7 +253,7 @@ def slowmo(
     steps: H, batches between averages.
     slow_rate: alpha, positive.
     slow_momentum: beta, in [0, 1).
-    optimizer_state: as of `model_averaging`.
+    optimizer_state: see `model_averaging`.
 
   Returns:
     A Recipe for the bulk synchronous order, with jobs of H batches.
@@ -286,14 +286,14 @@ def slowmo(
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
 
   def inverse_rate(count):
-    """Returns 1 / eta, or 0 where eta is 0: those workers did not move."""
+    """Returns 1 / eta, or 0 if eta is 0: then no worker has moved."""
     rate = rates.at(learning_rate, count)
     return jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1.0), 0.0)
 
   # u is in units of eta, so that a schedule does not rescale the slow momentum.
   slow_update = optax.chain(
     optax.scale_by_schedule(inverse_rate),  # [1] (params - mean x^i) / eta
-    velocity(slow_momentum),  # [2] u <- beta u + that
+    velocity(slow_momentum),  # [2] u <- beta u + [1]
     optax.scale(slow_rate),  # [3] alpha u
     optax.scale_by_learning_rate(learning_rate),  # [4] -alpha eta u
   )
@@ -376,8 +376,8 @@ def fedasync(
 
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
-  x_new are a worker's parameters after `steps` steps of SGD from the ones that
-  the server sent.
+  x_new are a worker's parameters after `steps` steps of SGD from the sent
+  parameters.
 
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options.
@@ -416,7 +416,7 @@ def fedasync(
   # The pull is towards the ticket's parameters, before weight decay.
   pull = transforms.add_proximal_pull(proximal)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
-  # A displacement is x_sent - x_new; `mix_models` takes x_new out of it with
+  # A displacement is x_sent - x_new; `mix_models` computes x_new from it and
   # the ticket's parameters, so no two jobs may share a ticket.
   algorithm = base.as_algorithm(
     transforms.mix_models(mixing, discount_of_staleness)
@@ -450,7 +450,7 @@ def fedbuff(
 
   Source:
     Nguyen et al., "Federated learning with buffered asynchronous aggregation",
-    AISTATS 2022, arXiv:2106.06639, without its privacy.
+    AISTATS 2022, arXiv:2106.06639, without differential privacy.
 
   Example:
     Workers 0 and 1 send 4 each, and fill a buffer of two: 8 - (4 + 4) / 2. Then

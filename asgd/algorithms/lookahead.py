@@ -38,8 +38,8 @@ def _velocity_recipe(
   ahead: Callable[[Any, jax.Array], optax.Updates],
   weight_decay: float,
 ) -> Recipe:
-  """Returns a recipe of weight decay, then momentum, that sends params - eta
-  ahead(state of the momentum, receiver)."""
+  """Returns a recipe that applies weight decay, then `momentum`, and sends
+  params - eta ahead(state of `momentum`, receiving worker)."""
   algorithm = transforms.velocity_lookahead(momentum, learning_rate, ahead)
   # The server adds weight decay at its own parameters, not at the look-ahead,
   # so v contains it.
@@ -52,8 +52,8 @@ def _zero_gradient_recipe(
   workers: int | None,
   senders: Callable[[jax.Array], Any],
 ) -> Recipe:
-  """Returns a recipe that sends the parameters after `optimizer` has been
-  stepped on zero gradients of the workers `senders(receiver)`.
+  """Returns a recipe that sends the parameters after updates on zero gradients:
+  one update with the optimizer state of each worker in `senders(receiver)`.
 
   The optimizer has a state for each of `workers`, or one for all (None).
   """
@@ -62,7 +62,7 @@ def _zero_gradient_recipe(
   tx = optimizers.at_version(optimizer, learning_rate)
   if workers is not None:
     tx = transforms.per_worker(tx, workers)
-  # The server sends without a `version`, so the state counts the updates.
+  # `send` gets no version, so the optimizer's state counts the updates.
   if callable(learning_rate):
     tx = optimizers.counting(tx)
   return Recipe(transforms.lookahead(tx, senders))
@@ -129,7 +129,7 @@ def multi_asgd(
 
   Args:
     learning_rate, momentum, weight_decay: shared options.
-    workers: N, velocities that the server keeps.
+    workers: N, the number of velocities at the server.
     look_ahead: False sends the current parameters.
     optimizer: has a state for each worker; its look-ahead is an update on a
       zero gradient.
@@ -209,9 +209,9 @@ def dana_zero(
 
   Args:
     learning_rate, momentum, weight_decay: shared options.
-    workers: N, velocities that the server keeps.
+    workers: N, the number of velocities at the server.
     optimizer: has a state for each worker. Its look-ahead is an update of each
-      state on a zero gradient: N updates for a ticket.
+      state on a zero gradient: N updates per ticket.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -251,7 +251,7 @@ def dana_slim(
 
   Args:
     learning_rate, workers, momentum: shared options.
-    weight_decay: added by a worker, with the parameters that it was sent.
+    weight_decay: added by a worker, computed from the sent parameters.
     optimizer: kept by each worker (`asgd.transforms.slim`). Messages already
       contain its learning rate.
 
@@ -262,8 +262,8 @@ def dana_slim(
     Hakimi et al. 2019, DANA-Slim.
 
   Example:
-    With the gradients of `dana_zero`'s example, the server holds the parameters
-    that the server there sends.
+    The gradients are those of `dana_zero`'s example. This server's parameters
+    equal the ones that DANA-Zero's server sends.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -307,7 +307,7 @@ def dana_dc(
 
     g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
 
-  Compensation is before the update of `dana_zero`. The server sends
+  Compensation precedes the update of `dana_zero`. The server sends
   look-aheads, so even a gradient without staleness is compensated.
 
   Args:

@@ -29,7 +29,7 @@ def diloco(
       server's updates.
     workers: N, the messages of an outer step.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
-    steps: H, batches in an outer step.
+    steps: H, batches of a worker per outer step.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
     optimizer: the optimizer of the workers, instead of AdamW.
@@ -44,7 +44,7 @@ def diloco(
     language models", 2023, arXiv:2311.08105.
 
   Example:
-    With SGD inside, which steps from 8 to 6 and to 4: D = (2 + 4) / 2 = v.
+    Two workers use SGD, from 8 to 6 and from 8 to 4: D = (2 + 4) / 2 = v.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -77,13 +77,13 @@ def diloco(
       velocity(outer_momentum, nesterov=True),
       optax.scale_by_learning_rate(outer_rate),
     )
-  inner = _at_workers(learning_rate, weight_decay, optimizer)
+  inner = _inner_optimizer(learning_rate, weight_decay, optimizer)
   # "kept": a worker's moments of AdamW persist between rounds.
   recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
 
-def _at_workers(
+def _inner_optimizer(
   learning_rate: optax.ScalarOrSchedule, weight_decay: float,
   optimizer: OptimizerLike
 ) -> optax.GradientTransformation:
@@ -114,17 +114,16 @@ def async_diloco(
             the others:   params <- params - eta_outer (c mu v + D / M)
 
   with a = 1 - c M + c (`asgd.transforms.delayed_nesterov`). No worker waits for
-  another. Messages of the same parameters make, M together, one outer step of
-  `diloco` on M workers. For the paper's dynamic local updates, in which a
-  worker's steps follow its speed, set `allocation.steps` of a config to
-  "speed".
+  another. M messages computed on the same parameters make together one outer
+  step of `diloco` with M workers. The paper's dynamic local updates give faster
+  workers more steps: set `allocation.steps` of a config to "speed".
 
   Args:
     learning_rate: the learning rate of AdamW, positive, or a schedule over the
       server's updates.
     workers: N.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
-    steps: H, batches in a message.
+    steps: H, batches per message.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
     momentum_every: M, messages between two changes of v; None is N.
@@ -164,5 +163,5 @@ def async_diloco(
     ),
     optax.scale_by_learning_rate(outer_rate),
   )
-  inner = _at_workers(learning_rate, weight_decay, optimizer)
+  inner = _inner_optimizer(learning_rate, weight_decay, optimizer)
   return displacement_recipe(base.as_algorithm(outer), inner, steps)

@@ -116,9 +116,9 @@ class Recipe(NamedTuple):
         " put the transform into the worker"
       )
     worker = self.worker(loss)
-    # To mix in a model, the server computes it from the ticket's parameters and
-    # the change that was sent. A later job on the same ticket would have
-    # started at other parameters.
+    # To mix in a worker's model, the server computes it from the ticket's
+    # parameters and the displacement. A second job on the same ticket would not
+    # have started at these parameters.
     return worker._replace(kept=base.NEVER) if self.mixes else worker
 
   def server(
@@ -127,8 +127,8 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds the server, which also owns the statistics of BatchNorm. For a
-    recipe of peers, it is the part of a peer that needs no neighbours.
+    """Builds the server, which also owns the statistics of BatchNorm. If the
+    recipe has peers, this is the part of a peer that needs no neighbours.
 
     Args:
       gate: decides which messages count, beside `max_staleness`.
@@ -176,6 +176,6 @@ class Recipe(NamedTuple):
         " asgd.PEER_RECIPES"
       )
     local_server = self.server(gate=gate, statistics_decay=statistics_decay)
-    # Slots are the messages that one mix can take, so they fix its shapes.
+    # The most messages in one mix. The number fixes the shapes of its arrays.
     slots = self.gossip.topology.slots
     return gossip_lib.make_peer(local_server, self.gossip.rule, slots)

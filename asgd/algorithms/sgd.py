@@ -47,7 +47,7 @@ def sgd_chain(
   *first: optax.GradientTransformation,
   nesterov: bool = False,
 ) -> optax.GradientTransformation:
-  """SGD behind other transforms: `first`, weight decay, momentum, then `scale`,
+  """SGD after other transforms: `first`, weight decay, momentum, then `scale`,
   which multiplies by minus the learning rate.
 
   Example:
@@ -74,7 +74,7 @@ def at_server(
 ) -> optax.GradientTransformation:
   """Returns the complete update of a server: SGD, or `optimizer`."""
   if optimizer is not None:
-    # A schedule counts the optimizer's updates; the server makes one a version.
+    # A schedule counts the optimizer's updates: one for each server version.
     tx: optax.GradientTransformation = optimizer(learning_rate)
     return tx
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -104,7 +104,7 @@ def asgd(
 
     v <- gamma v + g;   params <- params - eta v
 
-  There is one velocity v for all workers. With many, momentum is unstable.
+  All workers share one velocity v. With many workers, momentum is unstable.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -133,7 +133,7 @@ def asgd(
     >>> print(report.staleness, report.gap)  # one update, |6 - 8|
     1 2.0
   """
-  del workers  # there is no state of a worker at the server
+  del workers  # the server has no state per worker
   return Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
 
 
@@ -173,5 +173,5 @@ def ssgd(
     'bulk_synchronous'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  # `every=workers`: the server averages N messages, then v takes in the mean.
+  # The server averages N messages, then updates v with the mean.
   return Recipe(algorithm).in_rounds(workers)

@@ -18,7 +18,7 @@ def staleness_aware(
     params <- params - (1 / c) sum_l (eta / d_l) g_l,   d_l = max(tau_l, 1)
 
   The sum is over the c messages of an update, from any workers, with staleness
-  tau_l. A velocity takes in the mean. Weight decay is not divided. With an
+  tau_l. With momentum, the mean updates v. Weight decay is not divided. With an
   optimizer that divides by the size of gradients, such as Adam, staleness only
   weights gradients relative to each other; it does not shorten the step.
 
@@ -55,8 +55,8 @@ def staleness_aware(
     2
   """
   every = 1 if splits is None else _messages_per_update(splits, workers)
-  # A divisor acts on a message before the server's average; the velocity takes
-  # in the mean. d_l = tau_l is the rule of the IJCAI paper, d_l = n that of
+  # A divisor acts on a message before the server's average; the mean updates
+  # the velocity. d_l = tau_l is the rule of the IJCAI paper, d_l = n that of
   # Rudra.
   divisors = {
     "own": transforms.scale_by_staleness(),
@@ -83,9 +83,9 @@ def delay_adaptive(
   T is the concurrency, the number of gradients that are computed at a time. At
   the largest rate of the theory, eta = 1 / (4 L T) for a loss of smoothness L,
   eta_t is min(eta, 1 / (4 L tau_t)). With late = "drop", eta_t is 0 instead of
-  eta T / tau_t, and the message is no update. A velocity takes in the scaled
-  gradient; weight decay is not scaled. With Adam, too, only gradients are
-  scaled, relative to each other.
+  eta T / tau_t, and the message is no update. With momentum, the scaled
+  gradient updates v; weight decay is not scaled. With Adam, the scale only
+  weights gradients relative to each other.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -179,8 +179,8 @@ def adadelay(
 
 
 def _messages_per_update(splits: int, workers: int) -> int:
-  """Returns c = floor(N / n), the messages of an update of n-softsync, from any
-  workers: two may be of one worker. ValueError for another n."""
+  """Returns c = floor(N / n), the messages per update of n-softsync; two may
+  come from the same worker. Raises ValueError unless 1 <= n <= N."""
   if type(splits) is not int or not 1 <= splits <= workers:
     raise ValueError(
       f"splits must be from 1 to the {workers} workers, not {splits!r}"
@@ -203,13 +203,13 @@ def gap_aware(
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    average: C is an average of "gradients" as received, or of "updates" with
-      their penalties. None is the published rule: "gradients" for SGD without
-      momentum, "updates" for all others.
+    average: C is an average of "gradients" as received, or of "updates", which
+      are computed from divided gradients. None is the published rule:
+      "gradients" for SGD without momentum, "updates" for all others.
     splits: n of n-softsync, 1 to N: an update is the mean of floor(N / n)
       messages, each divided by the gap to its own ticket, in units of a typical
-      step (`asgd.transforms.divide_by_gap`); weight decay is not divided. None
-      is one message, and the rule above.
+      step (`asgd.transforms.divide_by_gap`); weight decay is not divided. None:
+      each message is an update, by the rule above.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -239,8 +239,8 @@ def gap_aware(
     every = _messages_per_update(splits, workers)
     if average is not None:
       raise ValueError(
-        f"average {average!r} is for updates of one message, and splits"
-        f" {splits} makes C of the steps of the parameters: drop one of the two"
+        f"average {average!r} is for updates of one message; with splits"
+        f" {splits}, C averages the parameters' steps: drop one of the two"
       )
     return Recipe(
       base.as_algorithm(
@@ -249,14 +249,14 @@ def gap_aware(
       at_server=transforms.divide_by_gap(),
       every=every,
     )
-  # The transform decides for SGD, by whether it has a velocity. Other
-  # optimizers use "updates": -u / eta is no gradient, even without a state.
+  # With None the transform decides, by whether SGD has a velocity. Other
+  # optimizers use "updates": -u / eta of their update u is no gradient.
   is_sgd = optimizer is None or optimizers.momentum_of(optimizer) is not None
   tx = transforms.gap_aware(
     at_server(learning_rate, momentum, optimizer=optimizer),
     learning_rate,
     average=average or (None if is_sgd else "updates"),
-    # Here and not in the optimizer, so that the gap divides it, too.
+    # Not in the optimizer: the gap must divide the decay, too.
     weight_decay=weight_decay,
   )
   return Recipe(base.as_algorithm(tx))

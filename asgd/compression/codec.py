@@ -85,8 +85,8 @@ class Codec(NamedTuple):
 
 def check_complete(codec: Codec, why: str) -> None:
   """Raises ValueError for a codec that leaves a part of a message for later
-  ones, or with a known bound of its error above its input; `why` begins the
-  error."""
+  ones, or with errors that may be larger than its input. `why` begins the error
+  text."""
   is_coarse = codec.delta is not None and codec.delta <= 0
   if is_coarse or codec.feedback != OPTIONAL:
     raise ValueError(
@@ -117,7 +117,7 @@ def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
 
 
 def composed(codec: Codec, compose: Callable[[Codec], Any]) -> Any:
-  """Returns the `for_run` of a codec that wraps another one."""
+  """Returns the `for_run` of compose(codec)."""
   if codec.for_run is None:
     return None
   return lambda *size: compose(fitted(codec, *size))
@@ -163,8 +163,8 @@ def error_feedback(codec: Codec) -> Codec:
     sent = codec(message + residual)
     residual <- message + residual - sent
 
-  The residual is of gradients before the learning rate, so the rate may change
-  meanwhile.
+  The residual does not contain the learning rate, so the rate may change
+  between messages.
 
   Args:
     codec: any that does not keep a residual itself.
@@ -251,7 +251,7 @@ def clip(codec: Codec, norm: float) -> Codec:
 
   for_run = composed(codec, lambda codec: clip(codec, norm))
   # Clipping shortens messages: their mean is not x, and the codec's delta does
-  # not count this error.
+  # not include this error.
   other_fields = {"unbiased": False, "delta": None, "for_run": for_run}
   return codec._replace(encode=encode, **other_fields)
 
@@ -329,8 +329,8 @@ def power_below(x: jax.Array) -> jax.Array:
 
 
 def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
-  """Returns a tree of finite floats, scaled down to a global L2 norm (above 0)
-  if it exceeds it. Squares that would overflow are handled."""
+  """Scales a tree of finite floats down to the global L2 norm `norm` (above 0)
+  if its own is larger. Squares that would overflow are handled."""
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return tree

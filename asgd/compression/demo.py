@@ -36,8 +36,9 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
   A matrix is cut into chunks of `chunk` x `chunk` elements, a vector into
   chunks of `chunk`. If a dimension is no multiple of `chunk`, its largest
-  divisor below `chunk` is used. A leaf of more dimensions is taken as a matrix;
-  its columns are the last dimension. The transform is the orthonormal DCT-II.
+  divisor below `chunk` is used. A leaf of more dimensions is reshaped to a
+  matrix, with the last dimension as columns. The transform is the orthonormal
+  DCT-II.
 
   The server takes the sign of the sum (or of the mean) of messages:
 
@@ -104,7 +105,7 @@ def _init(like: base.Params) -> DeMoState:
 def _chunk_shape(
   shape: tuple[int, ...], chunk: int
 ) -> tuple[int, int, int, int]:
-  """Returns rows and columns of a leaf as a matrix, and those of a chunk."""
+  """Returns (rows, columns) of a leaf as a matrix, then those of a chunk."""
   columns = shape[-1] if shape else 1
   rows = int(np.prod(shape[:-1], dtype=np.int64))
   # The largest divisor up to `chunk`: no chunk is padded.

@@ -18,8 +18,8 @@ from asgd.compression.codec import OWN, Code, Codec, Values, clipped, zeros
 from asgd.compression.sparse import check_density, count_of, largest, masked
 
 _STAGES = 4  # number of stages of a warm-up
-_RATIO = 0.25  # density of a stage / density of the stage before
-_MOST = 2**31 - 1  # the message count is an int32
+_DENSITY_RATIO = 0.25  # density of a stage / density of the stage before
+_MAX_COUNT = 2**31 - 1  # the message count is an int32
 
 
 class DGCState(NamedTuple):
@@ -60,14 +60,14 @@ def dgc(
   run (`fitted`). In other code pass both as arguments.
 
   Args:
-    density: in (0, 1], of the elements of each leaf.
+    density: the share of each leaf's elements that is sent, in (0, 1].
     momentum: gamma, in [0, 1); with 0 it is top-k with error feedback.
     nesterov: whether the momentum is Nesterov's.
     warm_up: epochs until the final density; 0: none. To give it in messages,
       set warm_up=1 and epoch=MESSAGES.
     clip_norm: largest norm of the gradient of a global batch. Each worker's
-      gradient is clipped to N^-1/2 of it, as for independent gradients. None:
-      no limit.
+      gradient is clipped to clip_norm / sqrt(N), which assumes independent
+      gradients. None: no limit.
     workers: N, the number of gradients in a mean; None: the run's workers.
     epoch: messages of one worker in a pass over the data; None: those of the
       run.
@@ -162,7 +162,7 @@ def _missing_arguments(
   workers: int | None,
   epoch: float | None,
 ) -> str:
-  """Returns a text of the arguments that are needed and missing, or ""."""
+  """Returns a text that lists the missing arguments; "" if none is missing."""
   words = []
   if clip_norm is not None and workers is None:
     words.append("workers=, the number of averaged gradients, for clip_norm")
@@ -180,9 +180,9 @@ def _stages(density: float, messages: float) -> tuple[list[float], list[int]]:
   densities[i + 1] begins."""
   if not messages:
     return [density], []
-  densities = [max(_RATIO ** (i + 1), density) for i in range(_STAGES)]
+  densities = [max(_DENSITY_RATIO ** (i + 1), density) for i in range(_STAGES)]
   starts = [math.ceil(messages * (i + 1) / _STAGES) for i in range(_STAGES)]
-  return [*densities, density], [min(start, _MOST) for start in starts]
+  return [*densities, density], [min(start, _MAX_COUNT) for start in starts]
 
 
 def _init(like: base.Params) -> DGCState:
@@ -192,7 +192,7 @@ def _init(like: base.Params) -> DGCState:
 
 
 def _decode(code: Code) -> optax.Updates:
-  """Returns the message: of Values, and of leaves that were sent in full."""
+  """Returns the message of a code; some of its leaves were sent in full."""
 
   def decode_leaf(leaf: leaves.Leaf) -> jax.Array:
     is_full = not isinstance(leaf.code, Values)

@@ -10,14 +10,14 @@ from asgd import checks
 from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Codec, Symbols
 
-_INT8 = 127  # number of levels on either side of 0
-_E3M0 = 7  # number of magnitudes other than 0
-_MANTISSA = 23  # stored bits of a float32
+_INT8_LEVELS = 127  # number of levels on either side of 0
+_E3M0_LEVELS = 7  # number of magnitudes other than 0
+_MANTISSA_BITS = 23  # stored bits of a float32
 
 
 def _cast(dtype: Any) -> Codec:
-  """Makes a codec that sends numbers in another dtype, and larger numbers as
-  its largest."""
+  """Makes a codec that sends numbers in another dtype; numbers out of its range
+  become its largest."""
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
     del key
@@ -110,11 +110,12 @@ def int8(*, block: int = 256) -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key
     rows = leaves.blocks(leaves.float32(x), block)
-    scales = leaves.exact_scale(jnp.abs(rows).max(axis=1) / _INT8, _INT8)
+    largest = jnp.abs(rows).max(axis=1)
+    scales = leaves.exact_scale(largest / _INT8_LEVELS, _INT8_LEVELS)
     symbols = jnp.round(leaves.divide(rows, scales[:, None]))
-    # exact_scale limits scales, so the largest elements may exceed 127 of them.
-    symbols = jnp.clip(symbols, -_INT8, _INT8)
-    return leaves.symbols_of(symbols, x.size, scales, _INT8), state
+    # exact_scale limits scales, so the largest elements may be over 127 scales.
+    symbols = jnp.clip(symbols, -_INT8_LEVELS, _INT8_LEVELS)
+    return leaves.symbols_of(symbols, x.size, scales, _INT8_LEVELS), state
 
   decode = functools.partial(leaves.products, size=block)
   return leaves.make_codec(encode, decode)
@@ -157,19 +158,18 @@ def e3m0(*, block: int = 256) -> Codec:
     rows = leaves.blocks(leaves.float32(x), block)
     # Symbol s stands for 2^(s - 1) units, so a unit is 2^-6 of the scale.
     largest_power = _nearest_power(jnp.abs(rows).max(axis=1))
-    units = leaves.exact_scale(
-      largest_power / 2 ** (_E3M0 - 1), 2 ** (_E3M0 - 1)
-    )
+    units_per_scale = 2 ** (_E3M0_LEVELS - 1)
+    units = leaves.exact_scale(largest_power / units_per_scale, units_per_scale)
     ratio = leaves.divide(jnp.abs(rows), units[:, None])
     bits = jax.lax.bitcast_convert_type(ratio, jnp.int32)
     # Adding half a mantissa moves 1.5 and more to the next power of 2. A
     # float32 has the exponent e as the bits e + 127.
-    exponent = (bits + (1 << _MANTISSA - 1) >> _MANTISSA) - 127
-    level = jnp.clip(exponent + 1, 1, _E3M0)
+    exponent = (bits + (1 << _MANTISSA_BITS - 1) >> _MANTISSA_BITS) - 127
+    level = jnp.clip(exponent + 1, 1, _E3M0_LEVELS)
     # Below half a unit, 0 is the nearest.
     level = jnp.where(ratio >= 0.5, level, 0)
     symbols = jnp.where(rows < 0, -level, level)
-    return leaves.symbols_of(symbols, x.size, units, _E3M0), state
+    return leaves.symbols_of(symbols, x.size, units, _E3M0_LEVELS), state
 
   def decode(leaf: leaves.Leaf) -> jax.Array:
     symbols = leaves.blocks(leaf.code.symbols, block).astype(jnp.int32)
@@ -185,6 +185,6 @@ def _nearest_power(x: jax.Array) -> jax.Array:
   """Returns the power of 2 that is nearest to a float32; 0 for 0."""
   bits = jax.lax.bitcast_convert_type(x, jnp.int32)
   # Round the mantissa away; a carry raises the exponent.
-  bits = bits + (1 << _MANTISSA - 1) & ~((1 << _MANTISSA) - 1)
-  bits = jnp.minimum(bits, 254 << _MANTISSA)  # 255 would be infinity
+  bits = bits + (1 << _MANTISSA_BITS - 1) & ~((1 << _MANTISSA_BITS) - 1)
+  bits = jnp.minimum(bits, 254 << _MANTISSA_BITS)  # 255 would be infinity
   return jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -150,7 +150,7 @@ def float32(x: jax.Array) -> jax.Array:
 
 
 def clip_to_float32(x: jax.Array) -> jax.Array:
-  """Returns float32 with infinities, made by rounding, set to its largest."""
+  """Returns float32 numbers; infinities from rounding become its largest."""
   return jnp.clip(x, -_LARGEST, _LARGEST)
 
 
@@ -196,7 +196,7 @@ def wide(x: jax.Array) -> jax.Array:
 def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """Returns scales, float32[...]; a product of a scale and a symbol is exact.
 
-  They are rounded up to so few bits that the product with any integer up to
+  Scales are rounded up to so few bits that the product with any integer up to
   `levels` is a float32. No scale is above 2^126, because its inverse must be a
   normal number. No product is above the largest float32.
 
@@ -217,7 +217,7 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   single_precision = float32(x)
   bits = jax.lax.bitcast_convert_type(single_precision, jnp.int32)
   bits += single_precision.astype(x.dtype) < x  # undo rounding a float64 down
-  # Round the bits up, to a multiple of 2^drop.
+  # Round the bits up, to a multiple of 2^n_dropped_bits.
   bits = (bits + mask) & ~mask
   bound = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
   bound &= ~np.int32(mask)  # the bound has as few bits as a scale

@@ -1,8 +1,8 @@
 """Messages as codes: the worker that encodes, and the server that decodes.
 
-The worker applies the codec as the last step of a message, and the server
-decodes as the first: algorithms, gates and norms get decoded messages. With
-several shards, each gets a code of its part of the message.
+The worker encodes in the last step of a job, and the server decodes before
+anything else: algorithms, gates and norms get decoded messages. Each of several
+shards gets a code of its part of the message.
 
 Index letters used in shape comments:
   S  shards of a server
@@ -28,8 +28,8 @@ _CODEC = 0x636F6465  # folded into the key of a job, for the codec's draws
 class Coded(NamedTuple):
   """A message, or a shard's part of one, in the form that is sent."""
 
-  code: Code  # the codec's
-  stats: Any  # statistics of BatchNorm, not encoded; None without
+  code: Code  # of the weights
+  stats: Any  # statistics of BatchNorm, not encoded; None: the model has none
   residual: Any  # float32[], RMS of the sender's residual; 0 without one
 
 
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
 class CompressedState(NamedTuple):
   """State of `compressed`."""
 
-  inner: Any  # of the worker
+  inner: Any  # state of the wrapped worker
   codecs: tuple[Any, ...]  # S states of the codec; one without a plan
 
 
@@ -59,8 +59,7 @@ def compressed(
   Args:
     worker: any.
     codec: any; the worker has its state, such as the residual.
-    plan: the plan of a server in shards, each of which gets a code; None: one
-      code.
+    plan: the shards of the server, each of which gets a code; None: one code.
 
   Returns:
     A Worker. Its message is a `Coded`, or `Parts` with a plan. Its server must
@@ -209,8 +208,8 @@ def _code_shapes(
 
 
 def blank(codec: Codec | None, params: base.Params) -> Any:
-  """Returns a message of zeros, of NumPy arrays, to compile with. Without a
-  codec it is like the parameters."""
+  """Returns a message of zeros (NumPy arrays), an example to compile with. If
+  there is no codec, it is like the parameters."""
   like = params if codec is None else shapes(codec, params)
   return jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype), like)
 

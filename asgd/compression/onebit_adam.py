@@ -18,7 +18,7 @@ from asgd.compression.reducers import MOST_STEPS, Reducer
 from asgd.compression.signs import scale_of
 
 _STEADY_RATIO = 0.96  # v counts as steady when its norm ratio reaches this
-_MOST_NORMS = 10**6  # largest number of norms in a state
+_MAX_NORMS = 10**6  # largest number of norms in a state
 
 
 class OnebitAdamState(NamedTuple):
@@ -32,7 +32,7 @@ class OnebitAdamState(NamedTuple):
   mu: optax.Updates  # m, the same on all devices
   nu: optax.Updates  # v, the same on all devices; frozen after the warm-up
   residual: optax.Updates  # the part that this device's signs left out
-  server: optax.Updates  # the part that the mean's signs left out; same on all
+  server: optax.Updates  # part that the mean's signs left out, the same on all
 
 
 def onebit_adam(
@@ -62,8 +62,8 @@ def onebit_adam(
   step D + 1 already, because v is still growing from 0. The rule does not look
   at the learning rate. If the rate has a warm-up, it must end before T.
 
-  The reducer returns, instead of a gradient, Adam's update before the learning
-  rate. So the optimizer after it must be SGD without a momentum. An element
+  The reducer returns Adam's update without the learning rate, not a gradient.
+  So the optimizer after it must be SGD without a momentum. An element
   with v = 0 after the warm-up does not move: its sign would be divided by eps
   alone. (The paper leaves out the bias corrections; without them a short
   warm-up would freeze a v that is much too small.)
@@ -113,10 +113,10 @@ def onebit_adam(
   checks.fraction("b2", b2)
   checks.positive("eps", eps)
   window = 0 if warm_up else round(1 / (1 - b2))
-  if window > _MOST_NORMS:
+  if window > _MAX_NORMS:
     raise ValueError(
       f"b2 {b2} needs the norms of v over {window} steps, more than"
-      f" {_MOST_NORMS}: give warm_up, a number of steps"
+      f" {_MAX_NORMS}: give warm_up, a number of steps"
     )
 
   def init(params_like: base.Params) -> OnebitAdamState:
@@ -170,7 +170,7 @@ def _update(
   state: OnebitAdamState, b1: float, b2: float, eps: float
 ) -> optax.Updates:
   """Returns Adam's update, with 0 for elements with v = 0."""
-  # m has taken in t gradients, v only those of the warm-up, min(t, T).
+  # m averages t gradients, v only the min(t, T) gradients of the warm-up.
   m_hat = optax.tree.bias_correction(state.mu, b1, state.count)
   v_hat = optax.tree.bias_correction(state.nu, b2, state.warm)
 
@@ -189,9 +189,9 @@ def _end_warm_up(state: OnebitAdamState, b2: float) -> OnebitAdamState:
   window = state.norms.size
   # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
-  norms_before = state.norms[position]
-  has_ended = (state.count > window) & (norms_before > 0)
-  has_ended &= norm >= _STEADY_RATIO * norms_before
+  norm_before = state.norms[position]
+  has_ended = (state.count > window) & (norm_before > 0)
+  has_ended &= norm >= _STEADY_RATIO * norm_before
   norms = state.norms.at[position].set(norm)
   return state._replace(frozen=has_ended, norms=norms)
 

@@ -23,7 +23,7 @@ from asgd.compression.reducers import MOST_STEPS, Reducer
 
 # Accelerators multiply float32 in fewer bits by default.
 _HIGHEST = jax.lax.Precision.HIGHEST
-_KEY = 0x504F5752  # key of the first Q, the same at all workers
+_SEED = 0x504F5752  # of the first Q, the same at all workers
 
 
 def powersgd(rank: int = 2) -> Codec:
@@ -87,7 +87,7 @@ class PowerSGDState(NamedTuple):
   """State of `powersgd_reducer`, of one device."""
 
   count: jax.Array  # type: ignore[assignment] # int32[], steps
-  residual: Any  # e, like a gradient: this device's part missing in the mean
+  residual: Any  # e, like a gradient: the part of M_w that g left out
   inner: tuple[Any, ...]  # Q of each leaf, [n, r]; () if its mean is exact
 
 
@@ -101,13 +101,13 @@ def powersgd_reducer(
     Q <- mean_w M_w^T P;   g <- P Q^T;   e_w <- M_w - g
 
   All devices have the same P and Q, and the same gradient g, of rank r for a
-  matrix. The optimizer runs after it. As in the paper, it has the momentum,
-  and weight decay is not compressed.
+  matrix. The optimizer runs after the reducer. As in the paper, the optimizer
+  has the momentum, and weight decay is not compressed.
 
   Args:
     rank: r. The mean of a leaf with r (m + n) >= m n is exact.
     minimum_rate: the mean of a leaf with m n / (r (m + n)) below it is exact,
-      too. Above 0; the authors' code and PyTorch's hook have 2.
+      too. Above 0; the authors' code and PyTorch's hook use 2.
     start: steps at the beginning with exact means; they do not change Q.
 
   Returns:
@@ -196,7 +196,7 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
 def _first_factor(like: Any, index: int, rank: int) -> jax.Array:
   """Returns Q of the first message, [n, r]: the same at each worker."""
   inputs = math.prod(like.shape[:-1])
-  key = jax.random.fold_in(jax.random.key(_KEY), index)
+  key = jax.random.fold_in(jax.random.key(_SEED), index)
   dtype = jnp.promote_types(like.dtype, jnp.float32)
   return jax.random.normal(key, (inputs, rank), dtype)
 
@@ -238,7 +238,7 @@ def _product(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _decode(leaf: leaves.Leaf) -> jax.Array:
-  # A leaf that was sent in full has one array, another one (P, Q).
+  # The code of a leaf is one array (sent in full), or (P, Q).
   if not isinstance(leaf.code, tuple):
     return leaf.code
   return _product(*leaf.code)

@@ -24,7 +24,7 @@ class Reducer(NamedTuple):
   reduce: Callable[
     [Any, optax.Updates, jax.Array, str], tuple[optax.Updates, Any]
   ]
-  # As in `Codec`; here workers are devices, and messages are steps.
+  # See `Codec`; workers are devices here, and messages are steps.
   for_run: Callable[[int, float | None], "Reducer"] | None = None
 
 
@@ -34,8 +34,7 @@ def average(codec: Codec) -> Reducer:
     g <- mean_w decode(encode_w(g_w))
 
   Each device decodes its own code, and the decoded numbers are averaged. The
-  result is that of devices that send codes; the bytes sent between devices are
-  not fewer.
+  mean is as if devices exchanged codes, but they do not send fewer bytes.
 
   Args:
     codec: any; each device has a separate state.

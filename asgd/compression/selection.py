@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 _SAMPLE = 4096  # numbers in the sample
-_FEW = 1 << 16  # up to this many numbers, no sample is sorted
+_MAX_UNSAMPLED = 1 << 16  # up to this many numbers, no sample is sorted
 _DEVIATIONS = 3.0  # of the sample's count: the margin on each side of the k-th
-_NEAR = 1 << 23  # bit patterns over which a float32 doubles
+_PATTERNS_PER_DOUBLING = 1 << 23  # bit patterns from a float32 to its double
 _WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
@@ -31,8 +31,8 @@ class _Bracket(NamedTuple):
 
   low: jax.Array
   high: jax.Array
-  at_low: jax.Array  # count of numbers >= `low`
-  at_high: jax.Array  # count of numbers >= `high`
+  count_at_low: jax.Array  # count of numbers >= `low`
+  count_at_high: jax.Array  # count of numbers >= `high`
   passes: jax.Array  # counts made so far
 
 
@@ -41,8 +41,8 @@ def threshold(numbers: jax.Array, k: Any) -> jax.Array:
 
     count(numbers >= threshold) = k
 
-  If smaller numbers equal the k-th largest, more than k are >= threshold; it
-  is then the k-th largest itself.
+  If the k-th and the next largest number are equal, the threshold is that
+  number, and more than k numbers are >= threshold.
 
   Args:
     numbers: int32 or int64 [L], 0 or more, below the largest of the type.
@@ -62,20 +62,21 @@ def threshold(numbers: jax.Array, k: Any) -> jax.Array:
   """
   dtype, size = numbers.dtype, numbers.size
   k = jnp.asarray(k, jnp.int32)
-  guesses = _guesses(numbers, k) if size > _FEW else ()
+  guesses = _guesses(numbers, k) if size > _MAX_UNSAMPLED else ()
 
   def probe(bracket: _Bracket) -> jax.Array:
     """Returns the next number to count at, strictly inside the bracket."""
     low, high = bracket.low, bracket.high
     # Bisection always ends; interpolation is faster near the end.
     middle = low + (high - low) // 2
-    inside = jnp.maximum(bracket.at_low - bracket.at_high, 1)
-    fraction = (bracket.at_low - k) / inside
+    inside = jnp.maximum(bracket.count_at_low - bracket.count_at_high, 1)
+    fraction = (bracket.count_at_low - k) / inside
     between = low + ((high - low) * fraction).astype(dtype)
     # Alternate, and interpolate only in a bracket where patterns are about
     # linear in the numbers.
-    uses_guess = (bracket.passes % 2 == 1) & (high - low < _NEAR)
-    candidate = jnp.where(uses_guess, between, middle)
+    is_near = high - low < _PATTERNS_PER_DOUBLING
+    uses_between = (bracket.passes % 2 == 1) & is_near
+    candidate = jnp.where(uses_between, between, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
     candidate = jnp.where(low == 0, jnp.ones_like(low), candidate)
     # The first two passes use the sample's guesses, if they are inside.
@@ -93,18 +94,18 @@ def threshold(numbers: jax.Array, k: Any) -> jax.Array:
     return _Bracket(
       jnp.where(enough, candidate, bracket.low),
       jnp.where(enough, bracket.high, candidate),
-      jnp.where(enough, count, bracket.at_low),
-      jnp.where(enough, bracket.at_high, count),
+      jnp.where(enough, count, bracket.count_at_low),
+      jnp.where(enough, bracket.count_at_high, count),
       bracket.passes + 1,
     )
 
   def is_wide(bracket: _Bracket) -> jax.Array:
-    # It ends when k numbers are >= low, or low is the k-th largest itself.
-    return (bracket.high - bracket.low > 1) & (bracket.at_low != k)
+    # The loop ends when k numbers are >= low, or low is the k-th largest.
+    return (bracket.high - bracket.low > 1) & (bracket.count_at_low != k)
 
   # All L numbers are >= 0; none is >= the largest + 1.
-  zero, none = jnp.zeros([], dtype), jnp.int32(0)
-  first = _Bracket(zero, numbers.max() + 1, jnp.int32(size), none, none)
+  low, zero = jnp.zeros([], dtype), jnp.int32(0)
+  first = _Bracket(low, numbers.max() + 1, jnp.int32(size), zero, zero)
   return jax.lax.while_loop(is_wide, narrow, first).low
 
 

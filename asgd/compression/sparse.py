@@ -1,7 +1,7 @@
-"""The largest elements of each leaf, or random ones.
+"""Codecs that send the largest elements of each leaf, or random ones.
 
-Codecs that send elements. They select the largest elements of each leaf, not of
-the message: a global threshold would leave out layers with small gradients.
+The largest are selected in each leaf, not in the message: a global threshold
+would leave out layers with small gradients.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ def check_density(density: float) -> None:
 
 
 def count_of(density: float, size: int) -> int:
-  """Returns the number of `size` elements to send at a density, at least 1."""
+  """Returns how many of `size` elements to send at a density, at least 1."""
   return min(max(round(density * size), 1), size)
 
 
@@ -39,7 +39,7 @@ def masked(x: jax.Array, mask: jax.Array) -> Values:
 
 
 def decode(leaf: leaves.Leaf) -> jax.Array:
-  """Returns the Values of a leaf."""
+  """Returns the elements of a leaf, float[L]."""
   return leaf.code.values
 
 
@@ -53,7 +53,7 @@ def top_k(density: float = 0.001) -> Codec:
   their order.
 
   Args:
-    density: in (0, 1], of the elements of each leaf.
+    density: the share of each leaf's elements that is sent, in (0, 1].
 
   Returns:
     A Codec, by leaf. It needs error feedback.
@@ -95,7 +95,7 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
   Its mean is the message; E ||sent - x||^2 = (L / k - 1) ||x||^2.
 
   Args:
-    density: in (0, 1], of the elements of each leaf.
+    density: the share of each leaf's elements that is sent, in (0, 1].
     scaled: whether values are multiplied by L / k. Unscaled values need error
       feedback.
 

@@ -18,8 +18,8 @@ from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Code, Codec, Symbols
 
-_DENSE = 1 / 16  # above this density Deeplearning4j sends a bitmap
-_LEAST, _MOST = float(np.finfo(np.float32).tiny), 1e37  # bounds of a tau
+_BITMAP_DENSITY = 1 / 16  # above this density Deeplearning4j sends a bitmap
+_MIN_TAU, _MAX_TAU = float(np.finfo(np.float32).tiny), 1e37  # bounds of a tau
 
 _Adapt = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -69,8 +69,8 @@ def threshold(
     >>> print(code.code.symbols, codec.decode(code))
     [ 1 -1  0] [ 0.5 -0.5  0. ]
   """
-  _check(tau, residual_clip, clip_every)
-  return _make(tau, None, residual_clip, clip_every)
+  _check_arguments(tau, residual_clip, clip_every)
+  return _make_codec(tau, None, residual_clip, clip_every)
 
 
 def adaptive_threshold(
@@ -92,9 +92,9 @@ def adaptive_threshold(
 
   d is at most 1/16 because Deeplearning4j sends denser messages as bitmaps,
   and does not count the elements of a bitmap. Here all messages have their
-  smallest packed form. Deeplearning4j encodes the
-  updates of an updater (Adam, say), and averages tau over workers after each
-  epoch; here each worker keeps a separate tau.
+  smallest packed form. Deeplearning4j encodes the updates of an updater (Adam,
+  say), and averages tau over workers after each epoch; here each worker keeps a
+  separate tau.
 
   Args:
     tau: the threshold of the first message, above 0, in the unit of a message.
@@ -127,7 +127,7 @@ def adaptive_threshold(
     >>> print(codec.decode(code))  # 1 / 0.5
     [2. 0.]
   """
-  _check(tau, residual_clip, clip_every)
+  _check_arguments(tau, residual_clip, clip_every)
   for name, value in (("least", least), ("most", most)):
     checks.portion(name, value, ": a density")
   if least > most:
@@ -138,20 +138,21 @@ def adaptive_threshold(
   def adapt(tau: jax.Array, density: jax.Array) -> jax.Array:
     # Deeplearning4j's class comment has the two directions exchanged; this
     # follows its code: too few elements, so tau falls.
-    density = jnp.where(density > _DENSE, _DENSE, density)
-    lower_tau = jnp.where(density < least, tau * decay, tau)
-    return jnp.clip(
-      jnp.where(density > most, tau / decay, lower_tau), _LEAST, _MOST
-    )
+    density = jnp.where(density > _BITMAP_DENSITY, _BITMAP_DENSITY, density)
+    next_tau = jnp.where(density < least, tau * decay, tau)
+    next_tau = jnp.where(density > most, tau / decay, next_tau)
+    return jnp.clip(next_tau, _MIN_TAU, _MAX_TAU)
 
-  return _make(tau, adapt, residual_clip, clip_every)
+  return _make_codec(tau, adapt, residual_clip, clip_every)
 
 
-def _check(tau: float, residual_clip: float | None, clip_every: int) -> None:
+def _check_arguments(
+  tau: float, residual_clip: float | None, clip_every: int
+) -> None:
   """Raises ValueError for a value out of its range."""
   checks.positive("tau", tau)
-  kind = f"from {_LEAST:.2g} to {_MOST:.2g}, because it is sent in float32"
-  checks.real("tau", tau, lambda x: _LEAST <= x <= _MOST, kind)
+  kind = f"from {_MIN_TAU:.2g} to {_MAX_TAU:.2g}, because it is sent in float32"
+  checks.real("tau", tau, lambda x: _MIN_TAU <= x <= _MAX_TAU, kind)
   if residual_clip is not None:
     remedy = ": it is in units of tau"
     checks.real(
@@ -160,14 +161,14 @@ def _check(tau: float, residual_clip: float | None, clip_every: int) -> None:
   checks.integer("clip_every", clip_every)
 
 
-def _make(
+def _make_codec(
   first_tau: float,
   adapt: _Adapt | None,
   residual_clip: float | None,
   clip_every: int,
 ) -> Codec:
-  """Makes the codec. `adapt` turns tau and density of the last message into
-  tau; without it tau is constant, and no density is counted."""
+  """Makes the codec. `adapt` returns the next tau for tau and density of the
+  last message; None: tau is constant, and densities are not counted."""
 
   def init(like: base.Params) -> ThresholdState:
     leaves.check(like)
@@ -216,7 +217,7 @@ def _make(
 
 
 def _density(code: Code, tree: optax.Updates) -> jax.Array:
-  """Returns the part of a message's elements that is sent, float32[]."""
+  """Returns the share of a message's elements that is sent, float32[]."""
   n_sent = jnp.float32(0)
   for leaf in leaves.leaves_of(code):
     n_sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)

@@ -1,7 +1,7 @@
 """The server's updates as codes, from which workers rebuild its parameters.
 
 The server applies decoded updates; an update that its codec cannot encode is
-applied as it is. With `error_feedback` the server adds the part that the codec
+applied unchanged. With `error_feedback` the server adds the part that the codec
 left out of an update to the next one. Workers do the same with messages, so
 both directions are compressed.
 """
@@ -90,19 +90,19 @@ def compressed_updates(
   def update(message, state, params, **extra):
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     weights = base.weights_of(updates)
-    finite = all_finite(weights)
+    is_finite = all_finite(weights)
     # Codecs need finite numbers, even for a code that is not used.
-    safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
+    safe = jax.tree.map(lambda x: jnp.where(is_finite, x, 0), weights)
     # The draws follow from the count, so a restored server repeats them.
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
     code, codec_state = codec.encode(state.codec, safe, key)
-    finite &= all_finite(code)
+    is_finite &= all_finite(code)
     # NaN marks an update that workers cannot rebuild.
-    residual_rms = jnp.where(finite, residual_norm(codec_state), jnp.nan)
+    residual_rms = jnp.where(is_finite, residual_norm(codec_state), jnp.nan)
     coded = Coded(code, None, residual_rms)
     # Apply the decoded update, if there is one: workers rebuild exactly this.
-    weights = optax.tree.where(finite, _decoded(codec, code), weights)
-    codec_state = optax.tree.where(finite, codec_state, state.codec)
+    weights = optax.tree.where(is_finite, _decoded(codec, code), weights)
+    codec_state = optax.tree.where(is_finite, codec_state, state.codec)
     state = CompressedUpdates(inner, codec_state, coded, state.count + 1)
     return base.with_weights(updates, weights), state
 
@@ -110,7 +110,7 @@ def compressed_updates(
 
 
 def _decoded(codec: Codec, code: Any) -> optax.Updates:
-  """Decodes behind a barrier: server and workers then round alike."""
+  """Decodes behind a barrier, so that server and workers round alike."""
   return jax.lax.optimization_barrier(codec.decode(code))
 
 

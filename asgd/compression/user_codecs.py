@@ -27,7 +27,7 @@ def _naming(
   )
 
 
-def _text(struct: Any) -> str:
+def _shape_text(struct: Any) -> str:
   return f"{struct.dtype}{[*struct.shape]}"
 
 
@@ -43,7 +43,7 @@ def _check_like(
   """Raises ValueError, naming the first leaf that differs, unless two trees
   have the same structure, shapes and dtypes. `result` and `like` name them."""
   # Texts instead of arrays, so that leaves can be compared and shown.
-  texts = [jax.tree.map(_text, tree) for tree in (actual, expected)]
+  texts = [jax.tree.map(_shape_text, tree) for tree in (actual, expected)]
   actual_leaves, expected_leaves = map(_leaves, texts)
   # A leaf that only one of the trees has differs, too.
   paths = (*expected_leaves, *actual_leaves)
@@ -73,12 +73,12 @@ def checked(codec: Codec, name: str) -> Codec:
   """Makes a codec raise errors that name it, when it is traced.
 
   Args:
-    codec: the codec of a caller, with any functions.
+    codec: a user's codec.
     name: the codec's name in errors.
 
   Returns:
-    A Codec that computes the same. It raises ValueError, of one line, if a
-    function of the codec fails, if `encode` returns a state of another kind
+    A Codec that computes the same. It raises a ValueError of one line if a
+    function of the codec fails, if `encode` returns a state of other shapes
     than it got, or if `decode` does not return a tree like the message.
 
   Example:
@@ -101,17 +101,18 @@ be float32[3]
 
   def encode(state, tree, key):
     with _naming(name, "encode"):
-      code, after = codec.encode(state, tree, key)
+      code, next_state = codec.encode(state, tree, key)
       # Shapes alone: the checks run while JAX traces.
-      structs = jax.tree.map(sharding.shape_of, (code, after, state, tree))
+      structs = jax.tree.map(sharding.shape_of, (code, next_state, state, tree))
+    code_struct, next_struct, state_struct, tree_struct = structs
     with _naming(name, "decode"):
-      decoded = jax.eval_shape(codec.decode, structs[0])
+      decoded = jax.eval_shape(codec.decode, code_struct)
     result = "what decode returns"
-    _check_like(name, result, decoded, "the message", structs[3])
-    # A state of other shapes would compile again at each message.
+    _check_like(name, result, decoded, "the message", tree_struct)
+    # With another state, each message would compile again.
     result = "the state of encode"
-    _check_like(name, result, structs[1], "that of init", structs[2])
-    return code, after
+    _check_like(name, result, next_struct, "that of init", state_struct)
+    return code, next_state
 
   for_run = composed(codec, lambda codec: checked(codec, name))
   return codec._replace(init=init, encode=encode, for_run=for_run)

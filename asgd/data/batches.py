@@ -21,7 +21,7 @@ import numpy as np
 from asgd import checks
 from asgd.data import partitions
 
-_CACHED_BYTES = 2**24  # of memory for the permutations of one data set
+_CACHED_BYTES = 2**24  # memory for the permutations of one data set
 
 
 class ExampleBatches(NamedTuple):
@@ -35,7 +35,7 @@ class ExampleBatches(NamedTuple):
     return self.take(self.rows(worker, job))
 
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> Any:
-    """Returns the batches of C jobs, their leaves [C, B, ...]."""
+    """Returns the batches of J jobs, their leaves [J, B, ...]."""
     pairs = zip(workers, jobs, strict=True)
     return self.take(np.stack([self.rows(*pair) for pair in pairs]))
 
@@ -68,11 +68,11 @@ def make_batches(
 
   "shared": workers take turns on one stream, as in the DANA papers. The job is
   a global counter. An epoch is n // batch_size jobs and visits the examples in
-  a new random order, so jobs of one epoch share no example. The examples at its
-  end that do not fill a batch are dropped. The worker is ignored. With
-  N workers, the N jobs r*N..r*N+N-1 together have the examples of job r of
-  batches of N * batch_size, as in a synchronous run, if the number of jobs of
-  an epoch is a multiple of N.
+  a new random order, so jobs of one epoch share no example. Examples at the end
+  of an epoch that do not fill a batch are dropped. The worker is ignored. If
+  the number of jobs of an epoch is a multiple of N workers, the jobs r*N to
+  r*N+N-1 together have the examples of one batch of N * batch_size: round r of
+  a synchronous run.
 
   Other partitions give each worker its own examples (`asgd.data.partitions`).
   Each of its jobs draws a batch from them without replacement.
@@ -132,7 +132,7 @@ def make_batches(
 
   permutation = _permutations(n)
   # The examples of each worker, int64[n // N] or one more.
-  shards_of_worker = (
+  rows_of_workers: list[np.ndarray] = (
     [] if is_shared else partitions.shards(partition, labels, workers, seed)
   )
 
@@ -148,7 +148,7 @@ def make_batches(
     if 0 <= worker < workers:
       # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
-      rows = shards_of_worker[worker]
+      rows = rows_of_workers[worker]
       return rows[rng.choice(len(rows), batch_size, replace=False)]
     raise ValueError(f"worker must be in 0..{workers - 1}, not {worker}")
 

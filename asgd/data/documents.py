@@ -19,9 +19,9 @@ from asgd import checks
 from asgd.data import sources, text
 from asgd.data.download import DataError
 
-_EVERY = 10  # the test part is every 10th document
+_EVERY = 10  # every 10th document is in the test part
 _WORD = re.compile(r"[a-z]{3,}")
-_COMMON = 0.5  # a word in a larger part of the documents is too common
+_MAX_SHARE = 0.5  # a word in a larger share of the documents is too common
 
 
 class Documents(NamedTuple):
@@ -106,13 +106,13 @@ def load(
     generated   documents of known topics; see `generated`
     pydoc       pages of the Python language reference, which is part of Python:
                 about 450 pieces of pages (they vary with Python's version)
-    newsgroups  20 newsgroups, if scikit-learn has it on disk, in `data_dir` or
-                its own folder
-    file        the file `data_dir`, UTF-8, a document a line
+    newsgroups  20 newsgroups, if scikit-learn has stored them on disk, in
+                `data_dir` or its default folder
+    file        the file `data_dir`, UTF-8, one document per line
 
   Words have three letters or more, in lower case, without the stop words of
   scikit-learn. A document without a word of the vocabulary is left out;
-  `source` has their number.
+  `source` says how many are.
 
   Args:
     name: one of these names.
@@ -191,8 +191,8 @@ def from_texts(
 def _vocabulary(pieces, source, least, most):
   """Returns the words that are neither rare nor too common, sorted."""
   counts = collections.Counter(w for words in pieces for w in set(words))
-  # In few documents the upper limit must not fall below `least`.
-  limit = max(_COMMON * len(pieces), least)
+  # With few documents, the upper limit must not fall below `least`.
+  limit = max(_MAX_SHARE * len(pieces), least)
   frequent_words = [w for w, n in counts.most_common() if least <= n <= limit]
   if not frequent_words:
     raise ValueError(
@@ -238,11 +238,10 @@ def _load_pydoc(data_dir):
   """Returns (source, pieces of the pages of Python's language reference)."""
   source, characters = text.read("pydoc", data_dir=data_dir)
   paragraphs = re.split(r"\n\s*\n", characters)
-  # A page has several paragraphs; each document is a piece of 8 paragraphs.
-  pages = [" ".join(paragraphs[i : i + 8]) for i in range(
-    0, len(paragraphs), 8
-  )]
-  return source, [page for page in pages if _WORD.search(page.lower())]
+  # A document is a piece of 8 paragraphs of a page.
+  starts = range(0, len(paragraphs), 8)
+  pieces = [" ".join(paragraphs[start : start + 8]) for start in starts]
+  return source, [piece for piece in pieces if _WORD.search(piece.lower())]
 
 
 def _load_newsgroups(data_dir):

@@ -1,4 +1,4 @@
-"""Downloads of published files, trusted only after their checksum."""
+"""Downloads published files, and uses only those with the right checksum."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 def fetch(
   url: str, path: Path, md5: str, *, remedy: str, download: bool = True
 ) -> Path:
-  """Returns `path` once it holds the file published at `url` with an md5 sum.
+  """Returns `path` once it holds the file of `url`, whose md5 sum is `md5`.
 
   A cached file with another checksum is downloaded again. Readers never see a
   partial file: the download has a temporary name until its checksum is right.

@@ -28,7 +28,7 @@ from asgd.data.download import DataError, damaged, written_whole
 
 _log = logging.getLogger(__name__)
 
-_PACKED = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
+_READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, tarfile.TarError)
 
 IDX_FILES = (
   "train-images-idx3-ubyte",
@@ -55,7 +55,7 @@ class Arrays(NamedTuple):
 @contextlib.contextmanager
 def reading(
   path: Path,
-  errors: type[Exception] | tuple[type[Exception], ...] = _PACKED,
+  errors: type[Exception] | tuple[type[Exception], ...] = _READ_ERRORS,
   remedy: str = "replace it by a complete copy",
 ) -> Iterator[None]:
   """Turns `errors` of reading a file into a DataError with the remedy."""
@@ -102,7 +102,7 @@ def find_idx(folder: Path) -> tuple[Path, ...] | None:
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
-  """Returns the bytes of an IDX file of `dims` axes, raw or gzipped, read-only.
+  """Reads an IDX file, raw or gzipped: uint8 with `dims` axes, read-only.
 
   The format: a big-endian magic number 0x0800 + dims (08 means unsigned
   byte), `dims` sizes of four bytes, then the values in row-major order.
@@ -154,7 +154,7 @@ def read_digits_csv(
     uint8[n, H, W, 1] images and int32[n] labels.
   """
   columns = side * side + 1
-  with reading(path, (*_PACKED, ValueError), f"install {package} again"):
+  with reading(path, (*_READ_ERRORS, ValueError), f"install {package} again"):
     rows = np.loadtxt(path, np.uint8, delimiter=",", ndmin=2)
     if rows.shape[1] != columns:
       raise ValueError(f"expected {columns} columns, found {rows.shape[1]}")
@@ -183,13 +183,13 @@ def _read_cifar(location: Path, suffix: str, parse) -> Arrays:
   names = [name + suffix for name in _CIFAR_BATCHES]
   if location.is_dir():
     paths = {name: location / name for name in names}
-    content = {n: p.read_bytes() for n, p in paths.items() if p.is_file()}
+    contents = {n: p.read_bytes() for n, p in paths.items() if p.is_file()}
   else:
     files = ((PurePosixPath(n).name, data) for n, data in tar_files(location))
-    content = {n: data for n, data in files if n in names}
-  if missing := [n for n in names if n not in content]:
+    contents = {n: data for n, data in files if n in names}
+  if missing := [n for n in names if n not in contents]:
     raise damaged(f"{location} lacks {', '.join(missing)}")
-  batches = [parse(f"{location}/{name}", content.pop(name)) for name in names]
+  batches = [parse(f"{location}/{name}", contents.pop(name)) for name in names]
   images, labels = zip(*batches, strict=True)
 
   arrays = []
@@ -272,11 +272,11 @@ def _unpickle_batch(where: str, content: bytes):
 # Pictures, one file each.
 
 
-def _decode(
+def _decode_pictures(
   files: Iterable[tuple[str, bytes]], where: Path
 ) -> tuple[Arrays, bool]:
-  """Decodes files named split/class/name. Also returns whether any is a
-  JPEG."""
+  """Decodes (name, content) of files named split/class/name; skips others.
+  Returns (arrays, whether any picture is a JPEG)."""
   try:
     from PIL import Image
   except ImportError as error:
@@ -305,10 +305,10 @@ def _decode(
       raise damaged(f"{where}/{name} cannot be decoded ({error})") from error
     split, label, _ = path.parts
     examples[split].append((label, path.name, pixels))
-  names = sorted({label for label, *_ in examples["train"]})
+  class_names = sorted({label for label, *_ in examples["train"]})
   arrays = []
   for split, rows in examples.items():
-    unknown_classes = {label for label, *_ in rows}.difference(names)
+    unknown_classes = {label for label, *_ in rows}.difference(class_names)
     if unknown_classes or not rows:
       raise DataError(
         f"{where}: {split}/ holds {len(rows)} pictures, classes unknown to "
@@ -319,8 +319,9 @@ def _decode(
     # Shuffle, or each prefix of the data would have only a few classes.
     order = np.random.default_rng(0).permutation(len(rows))
     arrays.append(np.stack([rows[i][2] for i in order]))
-    arrays.append(np.array([names.index(rows[i][0]) for i in order], np.int32))
-  return check(Arrays(*arrays), where, len(names)), has_jpeg
+    labels = [class_names.index(rows[i][0]) for i in order]
+    arrays.append(np.array(labels, np.int32))
+  return check(Arrays(*arrays), where, len(class_names)), has_jpeg
 
 
 def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
@@ -335,15 +336,15 @@ def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
     for path in sorted(folder.glob("*/*/*"))
     if path.is_file()
   )
-  return _decode(files, folder)
+  return _decode_pictures(files, folder)
 
 
 def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
   """Reads a folder of pictures in a .tar.xz, and caches the decoded arrays.
 
   Decoding tens of thousands of pictures takes many seconds. So the result is
-  stored in `cache_dir` under the archive's SHA-256: another archive has another
-  entry, and an incomplete entry is decoded again.
+  stored in `cache_dir` under the archive's SHA-256. If an entry is damaged, the
+  archive is decoded again.
   """
   with open(archive, "rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -360,7 +361,7 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
       _log.warning("%s is damaged (%s): decoding again", cache_path, error)
       with contextlib.suppress(OSError):
         cache_path.unlink()
-  arrays, _ = _decode(tar_files(archive), archive)
+  arrays, _ = _decode_pictures(tar_files(archive), archive)
   try:
     with written_whole(cache_path) as file_to_write:
       np.savez(file_to_write, **arrays._asdict())

@@ -27,8 +27,8 @@ class Dataset(NamedTuple):
   is (x - mean) / std. Labels are classes, or numbers to predict
   (regression)."""
 
-  name: str  # of the data; lossy pictures have another: "cifar10_jpeg"
-  source: str  # where they were found, for a log or a caption
+  name: str  # of the data; "cifar10_jpeg" for lossy pictures of CIFAR-10
+  source: str  # where the data were found, for a log or a caption
   train_images: np.ndarray  # uint8[n, H, W, C]; or any other [n, ...]
   train_labels: np.ndarray  # int32[n]; float32[n] of a regression
   test_images: np.ndarray  # uint8[m, H, W, C]
@@ -121,8 +121,9 @@ def load(
     diabetes 342 / 100 of 10 numbers, a regression, embedded in scikit-learn,
              which must be installed: numbers and labels in standard deviations
              of the training part
-    folder   pictures of your own in `data_dir`, all of one size, as
-             split/class/name with the splits train and test; named after it
+    folder   your own pictures in `data_dir`, all of one size, as
+             split/class/name with the splits train and test; the dataset is
+             named after the folder
 
   Pictures may be JPEGs, which are lossy. Accuracies on them are not those of
   CIFAR-10, so such a dataset is named "cifar10_jpeg".
@@ -303,11 +304,11 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
   if _has_pictures(data_dir):
     arrays, has_jpeg = formats.read_image_folder(data_dir)
     name = "cifar10_jpeg" if has_jpeg else "cifar10"
-    return _pictures(name, data_dir, arrays)
+    return _picture_dataset(name, data_dir, arrays)
   archive = data_dir / _CIFAR10_ARCHIVE
   if archive.is_file():
     arrays = formats.read_image_archive(archive, cache_dir)
-    return _pictures("cifar10_jpeg", archive, arrays)
+    return _picture_dataset("cifar10_jpeg", archive, arrays)
   raise ValueError(
     f"data_dir {data_dir} does not hold cifar10; expected in it one of "
     f"{', '.join(name for name, _ in _CIFAR10_FORMS)}, pictures as train/"
@@ -323,14 +324,14 @@ def _load_folder(data_dir, *_) -> Dataset:
       f" train/CLASS/NAME.png and test/CLASS/NAME.png, not {data_dir}"
     )
   arrays = formats.read_image_folder(data_dir)[0]
-  return _pictures(data_dir.resolve().name, data_dir, arrays)
+  return _picture_dataset(data_dir.resolve().name, data_dir, arrays)
 
 
 def _has_pictures(folder):
   return all((folder / split).is_dir() for split in ("train", "test"))
 
 
-def _pictures(name, location, arrays) -> Dataset:
+def _picture_dataset(name, location, arrays) -> Dataset:
   # Classes are the folders with training pictures, so none is empty.
   classes = int(arrays.train_labels.max()) + 1
   return _dataset(name, f"file {location}", arrays, classes)

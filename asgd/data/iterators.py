@@ -20,14 +20,14 @@ import numpy as np
 
 from asgd import base, checks, safe_files
 
-_RESUMABLE = (
+_RESUMABLE_REMEDY = (
   "give iterators with get_state() and set_state(state) (grain.IterDataset), or"
   " iterables with state_dict() and load_state_dict(state), or a function"
   " (worker, job) -> batch"
 )
 
 
-def _has(value: Any, *methods: str) -> bool:
+def _has_methods(value: Any, *methods: str) -> bool:
   return all(callable(getattr(value, name, None)) for name in methods)
 
 
@@ -83,7 +83,7 @@ class Form(NamedTuple):
     return cls(structure, tuple((x.shape, x.dtype) for x in leaves))
 
   def __str__(self) -> str:
-    """Returns the shapes as a short text."""
+    """Returns dtypes and shapes as a short text."""
     texts = [f"{dtype}{list(shape)}" for shape, dtype in self.leaves]
     tree = jax.tree.unflatten(self.structure, texts)
     return checks.shown(tree).replace("'", "")
@@ -111,10 +111,10 @@ class WorkerIterator:
     self._source, self._worker = source, worker
     with checks.user_code(f"data({worker}) fails"):
       self.iterable = source.make(worker)
-    is_indexed = isinstance(self.iterable, Iterable) and _has(
+    is_indexed = isinstance(self.iterable, Iterable) and _has_methods(
       self.iterable, "__getitem__", "__len__"
     )
-    is_iterator = _has(self.iterable, "__next__")
+    is_iterator = _has_methods(self.iterable, "__next__")
     if is_indexed or not (is_iterator or isinstance(self.iterable, Iterable)):
       remedy = "return an iterator of batches, such as iter(loader)"
       if is_indexed:
@@ -123,14 +123,14 @@ class WorkerIterator:
         f"data({worker}) returned {checks.shown(self.iterable)}, which is no"
         f" iterator: {remedy}"
       )
-    # Batches taken, passes completed, and whether the position was restored.
+    # Batches drawn, passes completed, and whether the position was restored.
     self.drawn, self._epoch, self._restored = 0, 0, False
     self._start()
 
   def _start(self) -> None:
-    """Starts a pass over an iterable; an iterator is its own single pass."""
+    """Starts a pass over an iterable; an iterator has only one pass."""
     with checks.user_code(f"the iterator of worker {self._worker} fails"):
-      is_single_pass = _has(self.iterable, "__next__")
+      is_single_pass = _has_methods(self.iterable, "__next__")
       # An Iterator, which may have get_state and set_state.
       self._iterator: Any = (
         self.iterable if is_single_pass else iter(self.iterable)
@@ -139,12 +139,12 @@ class WorkerIterator:
   @property
   def keeps_position(self) -> bool:
     """Whether the iterable, not its iterator, has the position."""
-    return _has(self.iterable, "state_dict", "load_state_dict")
+    return _has_methods(self.iterable, "state_dict", "load_state_dict")
 
   @property
   def resumable(self) -> bool:
     """Whether the position can be saved and restored."""
-    iterator_has_state = _has(self._iterator, "get_state", "set_state")
+    iterator_has_state = _has_methods(self._iterator, "get_state", "set_state")
     return iterator_has_state or self.keeps_position
 
   def take(self) -> base.Batch:
@@ -184,7 +184,7 @@ class WorkerIterator:
     position: dict[str, Any] = {"drawn": self.drawn, "epoch": self._epoch}
     remedy = ": change it, or return an iterator without it, (x for x in ...)"
     with checks.user_code("the state of an iterator cannot be saved", remedy):
-      if _has(self._iterator, "get_state", "set_state"):
+      if _has_methods(self._iterator, "get_state", "set_state"):
         position["iterator"] = _encode_state(self._iterator.get_state())
       elif self.resumable:
         position["iterable"] = _encode_state(self.iterable.state_dict())
@@ -198,7 +198,7 @@ class WorkerIterator:
       raise ValueError(
         f"worker {self._worker} has drawn {position['drawn']} batches from an"
         " iterator whose position cannot be restored, so the run cannot"
-        f" continue: start anew in another folder, and {_RESUMABLE}"
+        f" continue: start anew in another folder, and {_RESUMABLE_REMEDY}"
       )
     with checks.user_code(
       f"the iterator of worker {self._worker} cannot be restored"
@@ -226,7 +226,7 @@ class IteratorBatches:
     self._last: dict[int, tuple[int, base.Batch]] = {}  # (job, batch)
 
   def of_steps(self, steps: int) -> "IteratorBatches":
-    """Returns jobs of so many batches each."""
+    """Returns the same batches, for jobs of `steps` batches each."""
     return IteratorBatches(self.source, steps)
 
   def _stack(self, batches: list[base.Batch]) -> base.Batch:

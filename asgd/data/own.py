@@ -16,7 +16,7 @@ from asgd.data.sentences import Sentences
 from asgd.data.text import Text
 
 _ARRAYS = "train_x", "train_y", "test_x", "test_y"
-_OTHERS = "classes", "mean", "std", "name", "source"
+_OPTIONS = "classes", "mean", "std", "name", "source"
 _FORMS = (
   f"arrays ({', '.join(_ARRAYS)}), a dict of them, or an"
   " asgd.data.Dataset, Text or Sentences"
@@ -26,8 +26,8 @@ _FORMS = (
 def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
   """Returns the result of a user's function as a data set.
 
-  Arrays are those of `from_arrays`; a dict may hold its other arguments, too.
-  Raises ValueError, with the remedy, for anything else.
+  Arrays are the positional arguments of `from_arrays`; a dict may have its
+  other arguments, too. Raises ValueError, with the remedy, for anything else.
 
   Example:
     >>> x, y = np.zeros((6, 3)), [0, 1, 2, 0, 1, 2]
@@ -38,7 +38,8 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
     return value
   options: dict[str, Any] = {}
   if isinstance(value, Mapping):
-    unknown_keys = [key for key in value if key not in (*_ARRAYS, *_OTHERS)]
+    known_keys = *_ARRAYS, *_OPTIONS
+    unknown_keys = [key for key in value if key not in known_keys]
     missing_keys = [key for key in _ARRAYS if key not in value]
     if unknown_keys or missing_keys:
       fault = f"has {unknown_keys[0]!r}" if unknown_keys else (
@@ -46,9 +47,9 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
       )
       raise ValueError(
         f"the dict that it returned {fault}; its keys are"
-        f" {', '.join(_ARRAYS)} and, optionally, {', '.join(_OTHERS)}"
+        f" {', '.join(_ARRAYS)} and, optionally, {', '.join(_OPTIONS)}"
       )
-    options = {key: value[key] for key in _OTHERS if key in value}
+    options = {key: value[key] for key in _OPTIONS if key in value}
     value = [value[key] for key in _ARRAYS]
   if isinstance(value, list | tuple) and list(map(_length, value)) == [2, 2]:
     value = [*value[0], *value[1]]  # ((train_x, train_y), (test_x, test_y))
@@ -114,7 +115,7 @@ def from_arrays(
         f" {classes!r} are given; give class labels as integers"
       )
   else:
-    classes = _classes(labels, classes)
+    classes = _count_classes(labels, classes)
   # Bytes are pixels, which need a scale; floats come as the user scaled them.
   if mean is None and std is None and x.dtype == np.uint8:
     mean, std = statistics(x)
@@ -174,8 +175,8 @@ def _array(key: str, value: Any) -> np.ndarray:
   return array.astype(np.int32, copy=False).view()
 
 
-def _classes(labels, classes):
-  """Returns how many classes there are; ValueError for labels outside."""
+def _count_classes(labels, classes):
+  """Returns the number of classes; ValueError for a label that is no class."""
   least = min(part.min() for part in labels)
   most = max(part.max() for part in labels)
   if classes is None:

@@ -17,9 +17,9 @@ from asgd import checks
 SHARED, SHARDED, DIRICHLET = NAMES = "shared", "sharded", "dirichlet"
 Partition = str | Mapping[str, Any]
 
-_MOST_CONCENTRATION = 1e9  # of the Dirichlet distribution; then all are alike
-_BINS = 10  # of labels that are numbers, not classes
-_SKEW = 2**32  # no job has this number: keys of jobs are (seed, worker, job)
+_MAX_CONCENTRATION = 1e9  # with it, all shards have about the same labels
+_BINS = 10  # for labels that are numbers, not classes
+_SKEW_KEY = 2**32  # no job number: the keys of jobs are (seed, worker, job)
 
 
 def _read(partition: Partition) -> tuple[str, float]:
@@ -35,8 +35,8 @@ def _read(partition: Partition) -> tuple[str, float]:
     checks.real(
       "partition.concentration",
       concentration,
-      lambda value: value <= _MOST_CONCENTRATION,
-      f"at most {_MOST_CONCENTRATION:.0e}",
+      lambda value: value <= _MAX_CONCENTRATION,
+      f"at most {_MAX_CONCENTRATION:.0e}",
       ": for labels that are alike use partition 'sharded'",
     )
   for key in options:
@@ -62,7 +62,7 @@ def shards(
   Args:
     partition: "sharded" or "dirichlet", or a dict of the name and options.
     labels: [n], of the examples; "dirichlet" takes classes, or floats, which it
-      puts in ten bins of equally many.
+      divides into ten bins of equal size.
     workers: N.
     seed: the seed of "dirichlet"; each seed has other shards.
 
@@ -109,18 +109,18 @@ def _label_skew(
 ) -> list[np.ndarray]:
   """Draws the shards of a label skew.
 
-    q_i ~ Dirichlet(alpha p),   p_c the fraction of class c in the rest
+    q_i ~ Dirichlet(alpha p),   p_c the fraction of class c in the examples left
 
-  One after the other, worker i draws the classes of its examples from q_i,
-  without replacement. If it has used up a class, it draws a new q_i for the
-  rest. So the last workers have what others left. Small alpha: a worker has few
-  classes.
+  The workers draw one after the other, without replacement: worker i draws the
+  classes of its examples from q_i. If a class is used up, the worker draws a
+  new q_i for its other examples. So the last workers get what others left. If
+  alpha is small, a worker has few classes.
 
   Source:
     Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution
     for federated visual classification", 2019, arXiv:1909.06335.
   """
-  rng = np.random.default_rng((seed, workers, _SKEW))
+  rng = np.random.default_rng((seed, workers, _SKEW_KEY))
   # Two seeds, or two numbers of workers, have unrelated shards.
   order = rng.permutation(len(classes))
   # The examples of each class, in random order.
@@ -144,15 +144,13 @@ def _draw_classes(
   size: int,
   concentration: float,
 ) -> np.ndarray:
-  """Returns how many examples of each class a worker takes, int64[classes].
-
-  They are `size` in all, and of each class at most those `remaining`.
-  """
+  """Returns how many examples of each class a worker takes, int64[classes]:
+  `size` in all, and at most the `remaining` ones of each class."""
   counts = np.zeros_like(remaining)
   while missing_count := size - counts.sum():
     available = np.flatnonzero(remaining - counts)
     stock = (remaining - counts)[available]
-    # Drawn anew if its classes are used up: it then gets few others.
+    # A new q_i after a class was used up: it favours few of the other classes.
     chances = rng.dirichlet(concentration * stock / stock.sum())
     counts[available] += np.minimum(
       rng.multinomial(missing_count, chances), stock

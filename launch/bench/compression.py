@@ -163,7 +163,7 @@ def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
   directions: dict[str, Contestant] = {
     "encode": lambda: gaps.encode(gaps.measure(positions)),
     "decode": lambda: gaps.decode(
-      data, count, gap_code.k, gap_code.unary, length
+      data, count, gap_code.k, gap_code.unary_nbytes, length
     ),
   }
   return directions, 8 * data.size / count

@@ -14,7 +14,7 @@ class BadCode(ValueError):
   """Bytes that are no valid packed code of a layout."""
 
 
-def _parts(width: int) -> list[int]:
+def _part_widths(width: int) -> list[int]:
   """Returns the bits of each plane of numbers of `width` bits, lowest first."""
   return [8] * (width // 8) + [part for part in (4, 2, 1) if width & part]
 
@@ -22,14 +22,14 @@ def _parts(width: int) -> list[int]:
 def nbytes(count: int, width: int) -> int:
   """Returns the bytes of `count` numbers of `width` bits; each plane takes full
   bytes."""
-  return sum(-(-count * part // 8) for part in _parts(width))
+  return sum(-(-count * part // 8) for part in _part_widths(width))
 
 
 def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   """Returns the planes, each uint8[m], of unsigned numbers [n] below
   2**width."""
   planes, shift = [], 0  # shift: bits below the current part
-  for part in _parts(width):
+  for part in _part_widths(width):
     plane = numbers >> numbers.dtype.type(shift) if shift else numbers
     plane = plane.astype(np.uint8, copy=False)
     # Mask the bits above this part; the last part has none above it.
@@ -57,11 +57,11 @@ def _fold(plane: np.ndarray, part: int) -> np.ndarray:
 def unpack(
   data: np.ndarray, count: int, width: int, dtype: np.dtype
 ) -> np.ndarray:
-  """Returns dtype[count], an unsigned dtype, of `width` bits each, from
+  """Returns the numbers, dtype[count] (unsigned), from the planes in
   uint8[nbytes(count, width)]. Raises BadCode if unused bits are set."""
   # Numbers of 0 bits have no plane: all are 0.
   numbers, shift = np.zeros(0 if width else count, dtype), 0
-  for part in _parts(width):
+  for part in _part_widths(width):
     size = -(-count * part // 8)
     plane, data = _unfold(data[:size], count, part), data[size:]
     plane = plane.astype(dtype, copy=False)
@@ -79,7 +79,7 @@ def _unfold(plane: np.ndarray, count: int, part: int) -> np.ndarray:
     numbers = np.unpackbits(plane, bitorder="little")
     _check_unused(bool(numbers[count:].any()))
     return numbers[:count]
-  sizes = [count]  # of folds, the largest first
+  sizes = [count]  # of the plane before each fold
   while part << len(sizes) <= 8:
     sizes.append(-(-sizes[-1] // 2))
   # Undo the last fold first. Its bytes have two numbers of `width` bits each.

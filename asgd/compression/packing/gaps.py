@@ -25,12 +25,12 @@ class CodedGaps(NamedTuple):
   positions: np.ndarray  # int64[N]
   gaps: np.ndarray  # int64[N], 0 or more
   k: int  # low bits of a gap that are written unchanged
-  unary: int  # bytes of the unary stream
+  unary_nbytes: int  # bytes of the unary stream
 
   @property
   def nbytes(self) -> int:
     """Bytes of both streams."""
-    return self.unary + bits.nbytes(self.gaps.size, self.k)
+    return self.unary_nbytes + bits.nbytes(self.gaps.size, self.k)
 
 
 def measure(positions: np.ndarray) -> CodedGaps:
@@ -46,8 +46,8 @@ def measure(positions: np.ndarray) -> CodedGaps:
 
   def coded(k):
     # A unary number n has n zeros and a 1.
-    unary = int((gaps >> k).sum()) + count
-    return CodedGaps(positions, gaps, k, -(-unary // 8))
+    n_bits = int((gaps >> k).sum()) + count
+    return CodedGaps(positions, gaps, k, -(-n_bits // 8))
 
   # For a geometric distribution the best 2**k is near ln 2 times the mean gap
   # (Golomb 1966); the search starts there.
@@ -68,27 +68,27 @@ def measure(positions: np.ndarray) -> CodedGaps:
 
 
 def least_nbytes(count: int, last: int) -> int:
-  """Returns a lower bound of the size of `measure`, for `count` positions with
-  a known last one."""
+  """Returns a lower bound of the bytes that `measure` finds for `count`
+  positions, of which only the last is known."""
   gap_sum = last + 1 - count  # sum of the gaps
   # A larger k only takes more bytes.
   largest_k = (gap_sum // count).bit_length() + 1
   # sum(gap >> k) is least if all gaps end in k ones.
-  unary = (
+  zeros = (
     max(gap_sum - count * ((1 << k) - 1), 0) >> k for k in range(largest_k + 1)
   )
-  return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
+  return min(count * (k + 1) + zero for k, zero in enumerate(zeros)) // 8
 
 
 def encode(coded: CodedGaps) -> list[np.ndarray]:
   """Returns the unary stream and the planes of the low bits, uint8 each."""
-  positions, gaps, k, unary = coded
+  positions, gaps, k, unary_nbytes = coded
   if k:
     ends = np.cumsum(gaps >> k)  # position of the 1 that ends each unary number
     ends += np.arange(gaps.size)
   else:
     ends = positions  # with k = 0 the stream is the mask of the positions
-  stream = np.zeros(8 * unary, np.uint8)
+  stream = np.zeros(8 * unary_nbytes, np.uint8)
   stream[ends] = 1
   low = (gaps & ((1 << k) - 1)).astype(_unsigned(k))
   return [np.packbits(stream, bitorder="little"), *bits.pack(low, k)]
@@ -102,13 +102,14 @@ def _unsigned(k: int) -> np.dtype:
 
 
 def decode(
-  data: np.ndarray, count: int, k: int, unary: int, length: int
+  data: np.ndarray, count: int, k: int, unary_nbytes: int, length: int
 ) -> np.ndarray:
-  """Returns the int64[count] positions, from untrusted uint8[unary + low bits].
-  Raises BadCode for positions outside a leaf of `length` elements."""
-  # [1] Each 1 of the unary stream ends a number. A byte behind the last 1 would
+  """Returns the int64[count] positions from untrusted uint8[n]: the unary
+  stream, then the low bits. Raises BadCode for positions outside a leaf of
+  `length` elements."""
+  # [1] Each 1 of the unary stream ends a number. A byte after the last 1 would
   # be a second form of the same code.
-  stream = np.unpackbits(data[:unary], bitorder="little")
+  stream = np.unpackbits(data[:unary_nbytes], bitorder="little")
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):
     raise BadCode(f"{ends.size} positions are coded, but {count} are claimed")
@@ -123,8 +124,8 @@ def decode(
     positions <<= k
     # [3] Add the sums of the low bits. A gap counts the elements between: the
     # step to the next position is 1 more.
-    low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
-    low += 1
+    low = bits.unpack(data[unary_nbytes:], count, k, _unsigned(k))
+    low = low.astype(np.int64) + 1
     positions += np.cumsum(low)
     positions -= 1  # the first position is its gap, not 1 more
   if count and positions[-1] >= length:

@@ -45,7 +45,7 @@ class PackedStream(NamedTuple):
   levels: int
   coded: bool
   fields: tuple[int, ...]  # indices of CodeLayout.fields
-  count: int  # type: ignore[assignment] # elements of all
+  count: int  # type: ignore[assignment] # elements of all fields
 
   @property
   def width(self) -> int:
@@ -68,7 +68,7 @@ class CodeLayout(NamedTuple):
   structure: jax.tree_util.PyTreeDef
   fields: tuple[CodeField, ...]  # in jax.tree.leaves order
   streams: tuple[PackedStream, ...]  # in the order in which they are packed
-  checksum: int  # of the fields; the header has it, to name the layout
+  checksum: int  # of the fields; it identifies the layout in the header
   most: int  # largest size of a packed code, in bytes
 
 
@@ -98,8 +98,8 @@ def layout(code: Any) -> CodeLayout:
       packing = SYMBOLS, leaf.levels, leaf.coded
     elif isinstance(leaf, Values):
       packing = VALUES, 0, leaf.coded
-    for rest, x in jax.tree.leaves_with_path(leaf):
-      name = jax.tree_util.keystr(path + rest)
+    for subpath, x in jax.tree.leaves_with_path(leaf):
+      name = jax.tree_util.keystr(path + subpath)
       fields.append(_field(name, x, *packing))
       packing = (RAW,)  # the first array is packed; scales are sent unchanged
   # The checksum must not depend on the process, as hash() does.

@@ -23,7 +23,7 @@ from asgd.compression.packing.layouts import HEADER_NBYTES, CodeLayout
 
 # "=": no padding between the numbers.
 _FORMAT = struct.Struct("=4sHHIQ")
-_CRC = struct.Struct("=I")  # of the bytes before and behind it
+_CRC = struct.Struct("=I")  # of the bytes before and after it
 _MAGIC, _VERSION = b"asgc", 1
 
 
@@ -95,7 +95,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
 
 
 def _arrays(layout: CodeLayout, code: Any) -> list[np.ndarray]:
-  """Returns a code's arrays, of NumPy; ValueError for another layout."""
+  """Returns a code's arrays as NumPy arrays; ValueError for another layout."""
   arrays, structure = jax.tree.flatten(code)
   if structure != layout.structure:
     raise ValueError(
@@ -115,10 +115,10 @@ def _names(layout: CodeLayout, stream: Any) -> str:
 
 
 def unpack(layout: CodeLayout, data: Any) -> Any:
-  """Returns the packed code, bit-equal, in newly allocated NumPy arrays. `data`
-  is the result of `pack`: bytes, or an object with a buffer of them. Raises
-  BadCode for anything else. No count in the bytes can make it allocate more
-  than the leaves of the layout."""
+  """Returns the packed code, equal to the bit, in new NumPy arrays. `data` is
+  the result of `pack`: bytes, or an object with a buffer of them. Raises
+  BadCode for anything else. Invalid counts in the bytes never make `unpack`
+  allocate more than the leaves of the layout."""
   try:
     view = memoryview(data)
   except (TypeError, ValueError, BufferError):
@@ -206,7 +206,7 @@ def _check_header(layout: CodeLayout, data: np.ndarray) -> None:
       f" {data.size - HEADER_NBYTES}"
     )
   (crc,) = _CRC.unpack_from(data.data, _FORMAT.size)
-  body = zlib.crc32(data[: _FORMAT.size].data)
-  body = zlib.crc32(data[HEADER_NBYTES:].data, body)
-  if crc != body:
+  actual_crc = zlib.crc32(data[: _FORMAT.size].data)
+  actual_crc = zlib.crc32(data[HEADER_NBYTES:].data, actual_crc)
+  if crc != actual_crc:
     raise BadCode("a packed code is damaged: its CRC-32 differs")

@@ -22,10 +22,10 @@ from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
 _MOST_WORDS = 2**32  # most elements of a stream with positions in words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-# Values of 5 ternary digits by their position.
-_THIRDS = np.array([1, 3, 9, 27, 81], np.uint8)
+_POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 # int8[5, 256]: digit i of each byte, as a symbol. 3^5 = 243 bytes are valid.
-_DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
+_DIGITS = np.arange(256)[None] // _POWERS_OF_3[:, None] % 3 - 1
+_DIGITS = _DIGITS.astype(np.int8)
 
 
 def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
@@ -38,7 +38,7 @@ def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
   return _pack_symbols(stream, numbers)
 
 
-def _form(number: int, *counts: int) -> np.ndarray:
+def _prefix(number: int, *counts: int) -> np.ndarray:
   """Returns the first bytes of a stream: its form and its counts."""
   data = bytes([number]) + b"".join(map(_varint, counts))
   return np.frombuffer(data, np.uint8)
@@ -50,7 +50,7 @@ def _pack_values(stream: PackedStream, values: np.ndarray) -> list[np.ndarray]:
   width = 8 * stream.dtype.itemsize
   sparse = _sparse(stream, words, stream.dense_nbytes, width)
   if sparse is None:
-    return [_form(_DENSE), words]
+    return [_prefix(_DENSE), words]
   parts, positions = sparse
   return [*parts, words[positions]]
 
@@ -68,12 +68,13 @@ def _pack_symbols(
   if sparse is None:
     _check_levels(stream, symbols)
     if only_signs:
-      return [_form(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
+      return [_prefix(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
     if levels == 1:
-      return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
-    # From 0 to 2 levels: without a sign.
+      small = symbols.astype(np.int8, copy=False)
+      return [_prefix(_DENSE), _pack_ternary(small)]
+    # Shifted to numbers from 0 to 2 levels, which need no sign.
     digits = (symbols + symbols.dtype.type(levels)).view(words.dtype)
-    return [_form(_DENSE), *bits.pack(digits, stream.width)]
+    return [_prefix(_DENSE), *bits.pack(digits, stream.width)]
   parts, positions = sparse
   numbers = symbols[positions]
   _check_levels(stream, numbers)
@@ -103,16 +104,18 @@ def _check_levels(stream: PackedStream, symbols: np.ndarray) -> None:
 def _sparse(
   stream: PackedStream, words: np.ndarray, dense: int, width: int
 ) -> tuple[list[np.ndarray], np.ndarray] | None:
-  """Returns (arrays with the positions, positions), or None if `dense` bytes
-  are not more. Each nonzero element takes `width` bits besides."""
+  """Returns (arrays that encode the positions, positions), or None unless the
+  sparse form is smaller than `dense` bytes. Each nonzero element takes `width`
+  bits in it, besides its position."""
   # [1] Positions as words of 4 bytes, if the codec wants no entropy code.
   if not stream.coded and stream.count <= _MOST_WORDS:
     positions = _positions(words)
-    form = _form(_WORDS, positions.size)
-    nbytes = form.size + 4 * positions.size + bits.nbytes(positions.size, width)
+    count = positions.size
+    prefix = _prefix(_WORDS, count)
+    nbytes = prefix.size + 4 * count + bits.nbytes(count, width)
     if nbytes >= 1 + dense:
       return None
-    return [form, positions.astype(np.uint32)], positions
+    return [prefix, positions.astype(np.uint32)], positions
   count = int(np.count_nonzero(words))
   # [2] With many elements, try lower bounds that are fast to compute first.
   if 16 * count > words.size:
@@ -123,11 +126,11 @@ def _sparse(
       return None
   # [3] The exact size, without encoding yet.
   coded = gaps.measure(_positions(words))
-  form = _form(_SPARSE + coded.k, count, coded.unary)
-  nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
+  prefix = _prefix(_SPARSE + coded.k, count, coded.unary_nbytes)
+  nbytes = prefix.size + coded.nbytes + bits.nbytes(count, width)
   if nbytes >= 1 + dense:
     return None
-  return [form, *gaps.encode(coded)], coded.positions
+  return [prefix, *gaps.encode(coded)], coded.positions
 
 
 def _last(words: np.ndarray) -> int:
@@ -141,9 +144,9 @@ def _last(words: np.ndarray) -> int:
 
 
 def _positions(words: np.ndarray) -> np.ndarray:
-  """Returns int64 positions of nonzero elements. Most elements are 0, so it
-  compares 8 bytes at once."""
-  per_word = 8 // words.itemsize  # elements of 8 bytes
+  """Returns int64 positions of nonzero elements. Most elements are 0, so 8
+  bytes are compared at once."""
+  per_word = 8 // words.itemsize  # elements in 8 bytes
   aligned = words.size // per_word * per_word
   pieces = words[:aligned].view(np.uint64)
   # NumPy searches bools several times faster than numbers.
@@ -161,15 +164,15 @@ def _positions(words: np.ndarray) -> np.ndarray:
   return np.concatenate([positions, tail + aligned]) if tail.size else positions
 
 
-def _ternary(symbols: np.ndarray) -> np.ndarray:
+def _pack_ternary(symbols: np.ndarray) -> np.ndarray:
   """Packs 5 symbols into a byte; digit i is from the i-th fifth of the
   array."""
   size = -(-symbols.size // 5)
   digits = np.zeros(5 * size, np.uint8)
   np.add(symbols, 1, out=digits[: symbols.size].view(np.int8))
   coded, *others = digits.reshape(5, size)
-  for digit, times in zip(others, _THIRDS[1:], strict=True):
-    coded += digit * times
+  for digit, power in zip(others, _POWERS_OF_3[1:], strict=True):
+    coded += digit * power
   return coded
 
 
@@ -243,7 +246,7 @@ def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
   if form == _SIGNS:
     data = reader.take(bits.nbytes(count, 1))
     signs = bits.unpack(data, count, 1, np.dtype(np.uint8))
-    return _of_signs(signs.view(np.int8)).astype(dtype, copy=False)
+    return _to_signs(signs.view(np.int8)).astype(dtype, copy=False)
   data = reader.take(stream.dense_nbytes)
   if stream.levels == 1:
     return _unpack_ternary(data, count, dtype)
@@ -260,8 +263,8 @@ def _check_digits(stream: PackedStream, digits: np.ndarray, most: int) -> None:
     raise BadCode(f"a symbol is beyond the {stream.levels} levels")
 
 
-def _of_signs(negative: np.ndarray) -> np.ndarray:
-  """Changes the array itself: 0 to 1, and 1 to -1."""
+def _to_signs(negative: np.ndarray) -> np.ndarray:
+  """Replaces 0 by 1, and 1 by -1, in place."""
   negative *= -2
   negative += 1
   return negative
@@ -270,7 +273,7 @@ def _of_signs(negative: np.ndarray) -> np.ndarray:
 def _unpack_ternary(
   data: np.ndarray, count: int, dtype: np.dtype
 ) -> np.ndarray:
-  """Returns symbols of which 5 are in each byte."""
+  """Unpacks the 5 symbols of each byte."""
   symbols = np.empty((5, data.size), np.int8)
   for digits, row in zip(_DIGITS, symbols, strict=True):
     row[:] = digits[data]
@@ -326,7 +329,7 @@ def _unpack_rest(
     magnitudes = digits >> unsigned.type(1)
     magnitudes += unsigned.type(1)
     digits &= unsigned.type(1)
-    magnitudes.view(stream.dtype)[:] *= _of_signs(digits.view(stream.dtype))
+    magnitudes.view(stream.dtype)[:] *= _to_signs(digits.view(stream.dtype))
     numbers = magnitudes
   words = np.zeros(stream.count, unsigned)
   words[positions] = numbers
