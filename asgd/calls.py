@@ -119,8 +119,8 @@ def read_config(
   """Returns (config, objects) of a call.
 
   `objects` has the codecs, the order and the durations that the caller gave as
-  objects; the config has the mark `schema.GIVEN_MARK` in their places. Other
-  forms of orders and durations become plain data in the config.
+  objects; the config has the mark `schema.GIVEN_MARK` instead. Other forms of
+  orders and durations become plain data in the config.
 
   Args:
     config: keyword arguments of the call.

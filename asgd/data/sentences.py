@@ -1,4 +1,4 @@
-"""Tasks of sentences, and pairs of sentences, as arrays of words.
+"""Tasks: sentences, or pairs of sentences, and their classes as arrays.
 
 Index letters used in shape comments:
   n, m  examples
@@ -87,7 +87,7 @@ def load(
     (4, (2, 12))
   """
   loader = names.lookup("task of sentences", name, TASKS)
-  checks.integer("context", context, _LEAST)
+  checks.integer("context", context, _MIN_CONTEXT)
   source, classes, train, test = loader(name, data_dir)
   if tokenizer is None:
     vocabulary, encode = _word_vocabulary(train)
@@ -104,8 +104,8 @@ def load(
 
 # From sentences to numbers.
 
-_LEAST = 5  # fewest positions: [CLS] word [SEP] word [SEP]
-_RARE = 2  # words that are rarer in the training part share one number
+_MIN_CONTEXT = 5  # fewest positions: [CLS] word [SEP] word [SEP]
+_MIN_COUNT = 2  # rarer words of the training part share one number
 _MOST_WORDS = 30_000
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 _UNKNOWN, _START, _END = 1, 2, 3
@@ -122,7 +122,7 @@ def _word_vocabulary(train: Examples):
   counts: collections.Counter[str] = collections.Counter()
   for column in zip(*train.sentences, strict=True):
     counts.update(word for sentence in column for word in split(sentence))
-  common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
+  common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _MIN_COUNT]
   number_of = {w: i for i, w in enumerate((*_SPECIAL, *common))}
 
   def numbers(sentence):
@@ -137,11 +137,11 @@ def _word_vocabulary(train: Examples):
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
-      words, kinds = [_START], [0]
-      for kind, part in enumerate(parts):
+      words, types = [_START], [0]
+      for index, part in enumerate(parts):
         words += [*part, _END]
-        kinds += [kind] * (len(part) + 1)
-      tokens[row, :, : len(words)] = words, kinds
+        types += [index] * (len(part) + 1)
+      tokens[row, :, : len(words)] = words, types
     return tokens.astype(np.int32)
 
   return len(number_of), encode
@@ -171,17 +171,17 @@ def _pretrained_tokenizer(folder: Path):
 
 _TOPICS = 4
 _EVERY = 5  # the test part is every 5th sentence of a topic
-_SHORTEST = 5  # sentences have more words than this
+_SHORTEST = 5  # sentences with at most so many words are left out
 _PARAGRAPH = re.compile(r"\n\s*\n")
-_BETWEEN = re.compile(r"(?<=[.!?]) (?=[A-Z])")
+_SENTENCE_BREAK = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
 def _load_topics(name, data_dir):
   """Returns the largest topics of Python's manual.
 
-  Topics repeat sentences of others. So the size of a topic is the number of its
-  sentences that are in no topic selected before, and a sentence in two of the
-  selected topics is left out.
+  Topics share sentences. So the size of a topic is the number of its sentences
+  that are in no topic selected before, and a sentence in two of the selected
+  topics is left out.
   """
   if data_dir is not None:
     raise ValueError(f"{name} is part of Python: leave data_dir out")
@@ -212,7 +212,7 @@ def _prose(manual: str) -> list[str]:
   complete_sentences = (
     sentence
     for paragraph in paragraphs
-    for sentence in _BETWEEN.split(paragraph)
+    for sentence in _SENTENCE_BREAK.split(paragraph)
     if sentence[:1].isupper() and sentence[-1] in ".!?"
   )
   return list(
@@ -234,10 +234,10 @@ class _Form(NamedTuple):
 
   folder: str
   columns: int
-  label: int  # column
-  sentences: tuple[int, ...]  # columns
+  label: int  # column of the label
+  sentences: tuple[int, ...]  # columns of the sentences
   header: bool = True
-  labels: tuple[str, ...] = ("0", "1")  # by number
+  labels: tuple[str, ...] = ("0", "1")  # text of each class
   measure: str | None = None
 
 

@@ -70,8 +70,8 @@ def generated(
   checks.integer("nonzeros", nonzeros, most=features - 1)
   checks.integer("relevant", relevant, most=features - 1)
   rng = np.random.default_rng(checks.integer("seed", seed, 0))
-  # The features with the smallest exponential times are drawn without
-  # replacement, in proportion to the rates.
+  # Selecting the features with the smallest exponential times draws them
+  # without replacement, in proportion to the rates.
   rates = 1 / np.arange(1, features)
   times = rng.exponential(size=(examples, features - 1)) / rates
   # Key 0 is the bias.
@@ -98,9 +98,9 @@ def load(
   """Loads examples; every fifth is in the test part (sst2 has its own).
 
     generated      see `generated`
-    breast_cancer  569 examples, embedded in scikit-learn. A feature is the
-                   eighth of a number (of 30), or of a pair of the 10 means;
-                   3,121 features
+    breast_cancer  569 examples, embedded in scikit-learn; 3,121 features: the
+                   bias, 8 bins for each of 30 numbers, and 64 pairs of bins for
+                   each two of the 10 means
     sst2           the different words of sentences of SST-2, in `data_dir`, see
                    `data.sentences.load`
     file           the file `data_dir`, lines of a label and KEY:VALUE pairs
@@ -145,8 +145,8 @@ def from_rows(
 
   Raises:
     ValueError: for a key out of range or twice in an example, a value that is
-      not finite, and a label that is neither 0 nor 1. It gives the number of
-      the example, from 1.
+      not finite, and a label that is neither 0 nor 1. The error counts examples
+      from 1.
 
   Example:
     >>> from asgd.data import sparse
@@ -169,11 +169,12 @@ def from_rows(
     if fault:
       raise ValueError(f"example {number} of {source} {fault}")
   width = 1 + max((len(k) for k, _ in rows), default=0)
-  arrays = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width))
-  arrays[1][:, 0] = 1
+  all_keys = np.zeros((len(rows), width), np.int32)
+  all_values = np.zeros((len(rows), width), np.float32)
+  all_values[:, 0] = 1
   for i, (keys, values) in enumerate(rows):
-    arrays[0][i, 1 : 1 + len(keys)] = keys
-    arrays[1][i, 1 : 1 + len(keys)] = values
+    all_keys[i, 1 : 1 + len(keys)] = keys
+    all_values[i, 1 : 1 + len(keys)] = values
   if test is None:
     test = np.arange(len(rows)) % _EVERY == _EVERY - 1
   if not test.any():
@@ -184,11 +185,10 @@ def from_rows(
     raise ValueError(
       f"the training part of {source} has only one class: give examples of both"
     )
-  keys, values = arrays[0], arrays[1].astype(np.float32)
 
   def part(is_chosen: np.ndarray) -> Any:
-    keys, values = arrays[0][is_chosen], arrays[1][is_chosen].astype(np.float32)
-    return keys, values, labels[is_chosen].astype(np.int32)
+    part_labels = labels[is_chosen].astype(np.int32)
+    return all_keys[is_chosen], all_values[is_chosen], part_labels
 
   train_part, test_part = part(~test), part(test)
   sources.freeze([*train_part, *test_part])
@@ -222,10 +222,10 @@ def _load_breast_cancer(data_dir):
   datasets = sources.scikit_learn("datasets", "the data 'breast_cancer'")
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
   is_training = np.arange(len(labels)) % _EVERY != _EVERY - 1
-  inner = np.arange(1, _BINS) / _BINS
+  inner_edges = np.arange(1, _BINS) / _BINS  # as fractions of the examples
   bins = np.stack(
     [
-      np.searchsorted(np.quantile(number[is_training], inner), number)
+      np.searchsorted(np.quantile(number[is_training], inner_edges), number)
       for number in numbers.T
     ],
     1,

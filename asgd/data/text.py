@@ -14,11 +14,11 @@ from asgd.data import sources
 from asgd.data.download import DataError
 from asgd.stacking import Batches
 
-_TEST = 0.1  # the last part of a text, for tests
-_RARE = 10  # rarer characters share one number, "unknown"
+_TEST_SHARE = 0.1  # the end of a text is the test part
+_MIN_COUNT = 10  # rarer characters share one number, "unknown"
 _UNKNOWN = "\ufffd"
 CHARACTERS, BYTES = "characters", "bytes"
-_LEAST = 1000  # fewest characters of a text
+_MIN_CHARACTERS = 1000  # of a text
 
 
 class Text(NamedTuple):
@@ -90,10 +90,10 @@ def from_string(
     tokenizer: "characters": those that occur less than 10 times share one
       number; "bytes": of UTF-8; a file of the package tokenizers, which ends in
       .json; or MODULE:FUNCTION of a function string -> list of ints from 0. The
-      function may have an attribute `size`, the number of tokens; without it,
-      that is the largest int in this text + 1.
+      function may have an attribute `size`, the number of different tokens;
+      without it, `size` is the largest int in this text + 1.
   """
-  if len(characters) < _LEAST:
+  if len(characters) < _MIN_CHARACTERS:
     raise DataError(
       f"{source} has {len(characters)} characters; give a text of 1,000 or more"
     )
@@ -109,15 +109,15 @@ def from_string(
   else:
     tokenizers = CHARACTERS, BYTES, "FILE.json", "MODULE:FUNCTION"
     checks.one_of("tokenizer", tokenizer, tokenizers)
-  # The test part is the end of the text: its windows overlap no training one.
-  cut = len(tokens) - int(len(tokens) * _TEST)
+  # The test part is the end of the text: no window is in both parts.
+  cut = len(tokens) - int(len(tokens) * _TEST_SHARE)
   return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
 
 
 def _by_character(characters):
   """Returns (tokens, vocabulary) with a number for each common character."""
   characters_sorted, counts = np.unique(list(characters), return_counts=True)
-  frequent = characters_sorted[counts >= _RARE]
+  frequent = characters_sorted[counts >= _MIN_COUNT]
   vocabulary = "".join(frequent) + _UNKNOWN
   # A table from code point to number; rare characters share the last number.
   codes = np.full(
@@ -191,7 +191,7 @@ def make_batches(
   Args:
     tokens: int32[n].
     batch_size: B, windows of a batch.
-    context: T, characters that are predicted in each window.
+    context: T, tokens that are predicted in each window.
     seed: at least 0.
 
   Returns:

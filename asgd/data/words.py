@@ -14,7 +14,7 @@ import numpy as np
 from asgd import checks
 from asgd.data import sources, text
 
-_TEST = 0.1  # the last part of a text, for tests
+_TEST_SHARE = 0.1  # the end of a text is the test part
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 
 
@@ -71,16 +71,14 @@ def from_string(
   checks.integer("least", least)
   checks.integer("most", most, 2)
   words = _WORD.findall(characters.lower())
-  cut = len(words) - int(len(words) * _TEST)
-  counts_of_words = collections.Counter(words[:cut])
-  ordered = sorted(
-    counts_of_words.items(), key=lambda pair: (-pair[1], pair[0])
-  )
+  cut = len(words) - int(len(words) * _TEST_SHARE)
+  word_counts = collections.Counter(words[:cut])
+  ordered = sorted(word_counts.items(), key=lambda pair: (-pair[1], pair[0]))
   frequent_words = [word for word, count in ordered if count >= least][:most]
   if len(frequent_words) < 2:
     raise ValueError(
       f"the vocabulary of {source} has {len(frequent_words) or 'no'} word: of"
-      f" {len(counts_of_words)} different words only these occur {least}"
+      f" {len(word_counts)} different words only these occur {least}"
       " times or more; lower least, or give a longer text"
     )
   index_of = {word: i for i, word in enumerate(frequent_words)}

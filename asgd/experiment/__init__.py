@@ -1,8 +1,8 @@
 """Experiments: one config, cells, one run loop, one folder, one report.
 
 This is the only room of asgd with files and clocks. A config names runs on a
-problem, and an engine (`asgd.experiment.engines`) makes a run. Engines of other
-packages are arguments: `{**ENGINES, "pipeline": PIPELINE}`.
+problem, and an engine (`asgd.experiment.engines`) executes a run. Engines of
+other packages are passed as arguments: `{**ENGINES, "pipeline": PIPELINE}`.
 """
 
 from asgd.experiment.cells import Cell, Experiment, build

@@ -1,9 +1,9 @@
 """Advice: whether to distribute a config, and how, each with its number.
 
-`asgd.experiment.ways` measures and plays the ways of training. `advise` adds
-recipe, learning rate and memory by the rules of docs/howto/choosing.md: the
-first question there that a config answers with yes gives its recipe. The
-stability limit is that of `asgd.diagnosis.curvature_limit`, the memory that of
+`asgd.experiment.ways` measures a step, and simulates the ways of training.
+`advise` adds recipe, learning rate and memory. Recipes follow the questions of
+docs/howto/choosing.md: the first one that a config answers with yes decides.
+The stability limit is from `asgd.diagnosis.curvature_limit`, the memory from
 `asgd.parallel.memory.recipe_bytes`.
 """
 
@@ -141,7 +141,7 @@ def stability_limit(
   if is_unknown or not math.isfinite(step_costs.sharpness):
     return math.nan
   if way.name == CODED and training.momentum:
-    # One momentum for each worker, as the codec has it.
+    # The codec has one momentum per worker, as multi_asgd has.
     recipe_name = "multi_asgd"
   recipe = ways_lib.build_recipe(recipe_name, training, way.workers)
   trace = orders.build(
@@ -160,19 +160,20 @@ def rate_for(
 
   A mesh of N machines takes N batches at once: the rate is N times that of one
   batch for SGD (Goyal et al. 2017), and root N times for other optimizers
-  (Malladi et al. 2022). Updates on single messages keep it. If rate times
-  curvature is above `limit`, the rate has to begin below it (a warm-up from
-  peak / N), and the peak is lowered until it does.
+  (Malladi et al. 2022). Updates on single messages do not change the rate. If
+  rate times curvature is above `limit`, a warm-up from a lower rate is needed;
+  the peak is lowered if the warm-up would begin above `limit`, too.
   """
   rate, workers = training.rate, way.workers
   text = f"{rate:g}, as in the config."
   if way.name == MESH:
     power = 1.0 if training.optimizer is None else 0.5
     rate *= workers**power
-    factor = f"{workers}" if power == 1 else f"the root of {workers}"
+    factor_text = f"{workers}" if power == 1 else f"the root of {workers}"
     text = (
       f"{rate:.3g}: an update is on {workers} batches, so the rate of the"
-      f" config, {training.rate:g}, is multiplied by {factor}, and warmed up."
+      f" config, {training.rate:g}, is multiplied by {factor_text}, and warmed"
+      " up."
     )
   if not math.isfinite(limit):
     return rate, way.name == MESH, f"{text} Its stability limit is not known."
@@ -186,20 +187,20 @@ def rate_for(
       way.name == MESH,
       f"{text} {comparison}: stable from the start.",
     )
-  start = _MESH_WARM_UP_FACTOR if way.name == MESH else workers
-  if product / start <= limit:
+  factor = _MESH_WARM_UP_FACTOR if way.name == MESH else workers
+  if product / factor <= limit:
     return (
       rate,
       True,
       (
         f"{text} {comparison}: begin lower, with a warm-up from"
-        f" {rate / start:.2g}; training then lowers the sharpness."
+        f" {rate / factor:.2g}; training then lowers the sharpness."
       ),
     )
-  lowered = float(f"{start * limit / sharpness:.2g}")
-  return lowered, start > 1, (
+  lowered = float(f"{factor * limit / sharpness:.2g}")
+  return lowered, factor > 1, (
     f"{lowered:g} instead of {rate:g}. {comparison}, and even a warm-up from"
-    f" {rate / start:.2g} would begin above it."
+    f" {rate / factor:.2g} would begin above it."
   )
 
 
@@ -315,8 +316,8 @@ def _flags(
   if way.name == CODED:
     codec = ways_lib.message_codec(training)
     codecs = ("compress", codec), ("compress_down", {"name": "top_k"})
-    for key, options in codecs:
-      overrides |= {f"{key}.{option}": x for option, x in options.items()}
+    for key, section in codecs:
+      overrides |= {f"{key}.{option}": x for option, x in section.items()}
   schedule = config["learning_rate_schedule"]
   if warm_up and not (schedule["warmup_epochs"] or schedule["warmup_examples"]):
     overrides["learning_rate_schedule.warmup_epochs"] = 1.0
@@ -373,7 +374,7 @@ def advise(
 
 
 def describe(step_costs: StepCosts, training: StepRule) -> dict[str, str]:
-  """Returns topic -> sentence on each measurement."""
+  """Returns topic -> sentence about a measurement."""
   times = sorted(step_costs.seconds)
   median = statistics.median(times)
   percentile_90 = times[math.ceil(0.9 * len(times)) - 1]

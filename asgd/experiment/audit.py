@@ -32,7 +32,7 @@ def _replay(
   recorded_digest = result["params_sha256"]
   digests = f"parameters {replayed.digest[:12]}, live {recorded_digest[:12]}"
   yield Finding("replay", digests, replayed.digest == recorded_digest)
-  # [2] Of a run with rollbacks the audit gives no records: `records` is None.
+  # [2] For a run with rollbacks the audit returns None instead of records.
   if records is not None:
     # A recorded loss may be NaN, which here counts as equal to NaN.
     columns: Iterable[tuple[np.ndarray, np.ndarray]]
@@ -68,7 +68,8 @@ def findings(
   Args:
     plan: the plan of the cell.
     folder: the folder of the cell.
-    failures: injected by `asgd chaos`, which explain deaths in the trace.
+    failures: those that `asgd chaos` injected; they explain deaths in the
+      trace.
     data_dir: folder of the data set; None: the default.
   """
   result = storage.read_json(folder / "result.json")

@@ -20,10 +20,10 @@ from asgd.experiment import boards, figure, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.figure import Rows
 
-_NO_CURVES = ("workers", "seed", "message", "diverged")  # the cell, and a step
+_NO_CURVES = ("workers", "seed", "message", "diverged")  # keys without a curve
 _GROUPS = ("test", "train", "staleness", "gap")  # of curves on a board
 _METRICS = ("test/accuracy", "test/loss", "train/loss")
-_FILES = "events.out.tfevents.*"  # live runs have more files in subfolders
+_EVENTS = "events.out.tfevents.*"  # live runs have more files in subfolders
 # A joined board is written here: TensorBoard watches the folder of the boards.
 _DRAFT = ".tensorboard"
 
@@ -154,11 +154,11 @@ def _join_seeds(
   boards_folder = workdir / "tensorboard"
   joined_board = boards_folder / f"{cell.label}-n{cell.workers}"
   seed_boards = [boards_folder / row["cell"] for row in group]
-  # Nothing is removed through a link.
+  # Leave links out: nothing is removed through a link.
   seed_boards = [board for board in seed_boards if not board.is_symlink()]
   safe_files.make_folder(joined_board)
-  old_files = list(joined_board.glob(_FILES))
-  seed_files = [path for board in seed_boards for path in board.glob(_FILES)]
+  old_files = list(joined_board.glob(_EVENTS))
+  seed_files = [path for board in seed_boards for path in board.glob(_EVENTS)]
   if old_files and not seed_files:
     return  # an earlier call has joined these seeds
   # [1] Write the means of all seeds, including those of an earlier board.
@@ -168,7 +168,7 @@ def _join_seeds(
   cells = [folder.read_rows(workdir / "cells" / row["cell"]) for row in group]
   draft = workdir / _DRAFT
   shutil.rmtree(draft, ignore_errors=True)  # a kill may have left one
-  # TensorBoard then drops all points from step 0 on of an older board.
+  # With purge_step=0 TensorBoard drops all points of older files.
   board = boards.open_board(draft, purge_step=0)
   try:
     board.add_settings(settings, _METRICS)
@@ -194,9 +194,9 @@ def _join_seeds(
 def mean_curves(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
   """Returns the mean curves of several seeds: [(message, {tag: value})].
 
-  There is a point for each evaluation that all seeds have made. It has the
-  means of the values that are finite in all seeds. For tests it also has the
-  sample deviation, as NAME_std.
+  There is a point for each evaluation that all seeds have made, with the means
+  of the values that are finite in all seeds. Test curves also have their sample
+  deviation, as NAME_std.
 
   Example:
     >>> rows = [{"message": 8, "test_loss": loss} for loss in (0.5, 1.5)]

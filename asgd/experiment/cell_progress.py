@@ -236,7 +236,7 @@ class _Losses(NamedTuple):
 
 
 def _halved(points: list[_Point]) -> list[_Point]:
-  """Returns one point for two, with the means over both."""
+  """Merges each two neighbouring points into one, with their means."""
   merged_points: list[_Point] = []
   previous_message = 0.0
   for first, second in zip(points[::2], points[1::2], strict=False):
@@ -304,17 +304,17 @@ class ProgressFile:
     self._clock_start = time.monotonic() - seconds
     # Not by the cell's clock, which `advance` sets back after the start-up.
     self._next_write = time.monotonic() + _FIRST_WRITE
-    # By the engine's clock, at the last message; None: it has no clock. A
-    # resumed cell may have no message left, and ends at the last point.
+    # Time on the engine's clock at the last message; None: it has no clock. A
+    # resumed cell without further messages ends at the last point.
     self._engine_seconds = seconds if engine.done else None
     self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
       self._log.append([seconds, f"resumed at message {engine.done}"])
     self._unwritten_rows: list[Any] = []  # rows of records since the last point
-    # An engine without workers has one lane, with its calls.
-    calls: list[Segment] = []
-    self._calls = collections.deque(calls, maxlen=_MAX_CALLS)
+    # An engine that reports no work has one lane, with the calls of `advance`.
+    self._calls: collections.deque[Segment]
+    self._calls = collections.deque(maxlen=_MAX_CALLS)
 
   def advance(self, until: int) -> engines.Progress:
     """Advances the engine, and counts its progress. Returns it without the
@@ -343,14 +343,14 @@ class ProgressFile:
     if seconds is None:
       seconds = time.monotonic() - self._clock_start
     self._add_point(seconds)
-    # While it trains, an engine may report losses alone. The records are
-    # complete only now, so all totals are counted again.
+    # During training an engine may report losses alone. Records are complete
+    # only now, so all totals are counted again.
     self._totals = _Totals()
     self._totals.add(self._engine.records())
     self._write(seconds)
 
   def _add_point(self, seconds: float) -> None:
-    """Adds the point of the rows since the last one, if there are some."""
+    """Adds a point for the rows since the last point, if there are any."""
     rows, self._unwritten_rows = self._unwritten_rows, []
     if not rows:
       return

@@ -158,10 +158,10 @@ def build(
     engines: the engines, by their names.
     data_dir: the folder of the dataset's files, or the file of a text; None
       searches the usual folders.
-    dataset: a loaded dataset, used as it is; or a caller's data, model and
-      recipe, for all runs.
-    measurements: those of an earlier build, on which plans depend; None
-      measures.
+    dataset: a loaded dataset, used unchanged; or a caller's data, model and
+      recipe (`own.Objects`), for all runs.
+    measurements: the measurements of an earlier build, on which plans depend;
+      None: measure.
 
   Raises:
     ValueError: for anything wrong, naming the key, the value and the remedy.
@@ -239,7 +239,7 @@ def _load(
   measurements: dict[str, Any] | None = None,
   **options: Any,
 ) -> Experiment:
-  """Loads data and model; nothing is planned yet. `options` are of
+  """Loads data and model, without plans. `options` are those of
   `problem.load`."""
   resolved, runs = config
   options |= {"data_dir": data_dir, "dataset": dataset}
@@ -248,8 +248,9 @@ def _load(
     # `updates` replaces the gradient; only some protocols can apply it.
     if shared_problem.updates is not None and not protocol.of(run).updates:
       raise ValueError(
-        f"config.problem: its workers compute no gradient, for the recipe"
-        f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
+        "config.problem: its workers compute updates, not gradients; the recipe"
+        f" {run.recipe!r} of config.runs.{run.label} cannot apply them: use"
+        " recipe='table'"
       )
   return Experiment(
     resolved, engines, runs, dataset, shared_problem, measurements
@@ -301,6 +302,6 @@ def single_cell_config(run: Run, cell: Cell) -> dict[str, Any]:
 
 
 def groups(cells: Sequence[Cell]) -> list[list[Cell]]:
-  """Returns cells in their order, those that share a plan together."""
+  """Groups consecutive cells that share a plan, in their order."""
   by_plan = itertools.groupby(cells, lambda cell: (cell.label, cell.workers))
   return [list(group) for _, group in by_plan]

@@ -27,7 +27,7 @@ _END_SECONDS = 20.0  # to wait for the end of processes
 
 
 class Hung(Exception):
-  """No row was written for longer than the patience."""
+  """No row was written for `patience` seconds."""
 
 
 def _exit_on_sigterm(*_: object) -> None:
@@ -155,8 +155,8 @@ class InjectedRun:
       )
 
   def inject_failure(self, kind: str, rng: random.Random) -> bool:
-    """Injects a failure of a kind. Returns False if no process that it applies
-    to runs now."""
+    """Injects a failure of a kind. Returns False if no process runs now that
+    could have this failure."""
     current = self._current_cell()
     if current is None:
       return False
@@ -185,8 +185,8 @@ class InjectedRun:
     index = rng.choice(sorted(running))
     os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
     log_line(f"{kind}: {party} {index} of {cell}")
-    # [3] Record the worker's incarnation that the audit must find a LEAVE row
-    # for; if the worker has not joined, its next incarnation, which may join.
+    # [3] Record the incarnation for which the audit must find a LEAVE row. If
+    # the worker has not joined, record its next incarnation, which may join.
     events_after = self._events(cell)
     incarnations: tuple[tuple[int, int], ...] = ()
     possible_incarnation: tuple[int, int] | None = None
@@ -220,7 +220,7 @@ class InjectedRun:
     self.process.wait()
     log_line(f"driver: the driver of {cell}")
     self._start_command()
-    # Until these processes end they may still append rows.
+    # These processes may append rows until they end.
     orphans = {pid for by_index in pids.values() for pid in by_index.values()}
     wait_for_end([p for p in self.processes if p[0] in orphans])
     events_after = self._events(cell)

@@ -85,7 +85,8 @@ def _digest(arrays: Iterable[np.ndarray], text: str) -> str:
 
 class _PatientLoop(asyncio.SelectorEventLoop):
   """An event loop that waits for its tasks before it closes. Orbax closes its
-  loop at the first failed write, and every other write then has a traceback."""
+  loop at the first failed write; each unfinished write then prints a
+  traceback."""
 
   def close(self) -> None:
     if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
@@ -188,7 +189,7 @@ class Checkpoints:
       return None
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
-        # `rebuild` is inside, as it finds that shapes differ from the model's.
+        # `rebuild` raises, too, if shapes differ from the model's.
         return rebuild(self._read(step))
       except Exception as error:  # for a damaged file orbax may raise any type
         damaged_path = self._folder.parent / f"damaged-{step}"
@@ -217,7 +218,7 @@ class Checkpoints:
     # The reverse of `save`: names, and shapes of small arrays, are in the JSON.
     text, arrays, start = saved["meta"]["text"], {}, 0
     meta = json.loads(text)
-    # Before arrays were packed, only those without elements were in the JSON.
+    # Earlier releases had only arrays without elements in the JSON, as "empty".
     packed = meta[_PACKED] if _PACKED in meta else meta["empty"]
     packed_bytes = np.asarray(
       saved["arrays"].get(_PACKED, np.empty(0, np.uint8))

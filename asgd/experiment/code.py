@@ -33,7 +33,7 @@ def _imported_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def _owners(cell_folder: Path) -> set[int]:
-  """Returns the owners (uid) of a cell's folders and describing files."""
+  """Returns the owners (uid) of a cell's folders and of its config's files."""
   folder = Path(os.path.abspath(cell_folder))
   paths = [folder, *(folder / name for name in ("cell.json", "cell.npz"))]
   # The owner of a folder may replace the files in it.
@@ -78,7 +78,7 @@ def check_trusted(
 
 
 def _module_file(module: str) -> Path | None:
-  """Returns where a module would be imported from."""
+  """Returns the file that a module would be imported from; None without one."""
   # For A.B this imports A. Callers ask only about code that may be run.
   try:
     spec = importlib.util.find_spec(module)
@@ -114,7 +114,7 @@ def files_to_send(described: Mapping[str, Any]) -> list[str]:
 
 def add_folder(folder: str | Path) -> None:
   """Appends a folder to the import path; earlier folders take precedence."""
-  # So no module of the folder hides one of the library or of a package.
+  # No module of the folder then hides a module of the library or a package.
   folder = str(Path(folder).resolve())
   if folder not in sys.path:
     sys.path.append(folder)

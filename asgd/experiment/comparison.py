@@ -49,7 +49,7 @@ class LiveComparison(NamedTuple):
 
   name: str
   runs: dict[str, predict.Outcome]  # by kind, the live one first
-  first_messages: int  # number of messages before times start, 1 or more
+  first_messages: int  # messages before the compared part, 1 or more
   # `predict.where_time_goes` of the live run; None: it was not measured
   parts: dict[str, float] | None
   # Rows (worker, seconds) of its jobs, for `durations` of a config.
@@ -104,9 +104,9 @@ def _streams(
     raise ValueError(f"{timed_folder} has no message: {predict.TOO_SHORT}")
   timed_workers = 1 + max(job.worker for job in jobs)
   settled_rows = predict.settled_durations(jobs, timed_workers)
-  # [2] Endless streams. IN_ORDER has the jobs of the simulated cell once, those
-  # of its start too, and then the settled jobs again and again. With another
-  # cell's durations it has the settled jobs only. RESAMPLED draws from these.
+  # [2] Endless streams. IN_ORDER has all jobs of the simulated cell, those of
+  # its start too, and then repeats the settled jobs. With another cell's
+  # durations it has the settled jobs only. RESAMPLED draws from settled jobs.
   repeated = durations.measured(
     predict.shifted_durations(settled_rows, cell.workers)
   )
@@ -154,9 +154,9 @@ def compare(
   timed_live = protocol.of_cell(cell_folder, timed_files.description).live
   if durations_of and not (live.simulation and timed_live.simulation):
     raise ValueError(
-      f"--durations_of={durations_of} needs two cells with a server that"
-      f" decides the order of jobs: one of it and {folder} has no such server."
-      " Drop it, or name two cells that have one"
+      f"--durations_of={durations_of}: in this cell or in {folder} no server"
+      " decides the order of jobs. Drop the flag, or name two cells with such a"
+      " server"
     )
   if live.simulation is None:
     return _with_replay(cell_folder, files, data_dir, trust=trust)

@@ -25,7 +25,7 @@ from asgd.experiment.comparison import (
 _BINS = 40  # time bins, in which messages are counted
 _POINTS = 2000  # largest number of points of a curve
 # Width of a bar: three kinds of runs share the space of one staleness.
-_WIDTH = 0.27
+_BAR_WIDTH = 0.27
 _HATCHES = {LIVE: "", IN_ORDER: "///", RESAMPLED: "...", REPLAYED: "///"}
 _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
@@ -100,9 +100,10 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
   for panel, kind, x, values in _series(comparison):
     run, look = comparison.runs[kind], looks[kind]
     if panel == "staleness":
-      lefts = x + _WIDTH * (kinds.index(kind) - 1)  # the bars side by side
+      width = _BAR_WIDTH
+      centres = x + width * (kinds.index(kind) - 1)  # bars side by side
       face = {"color": look["color"], "hatch": _HATCHES[kind], "label": kind}
-      staleness_axis.bar(lefts, 100 * values, _WIDTH, ec="white", lw=0, **face)
+      staleness_axis.bar(centres, 100 * values, width, ec="white", lw=0, **face)
       most_frequent = x[np.cumsum(values) < 0.99]
       staleness_limit = max(staleness_limit, most_frequent.max(initial=0) + 1)
     elif panel == "throughput":

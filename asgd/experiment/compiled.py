@@ -17,9 +17,9 @@ from asgd import safe_files
 
 _FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _MIN_SECONDS_VARIABLE = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
-_MAX_BYTES = 2**29  # bytes that are kept
-# The warning of JAX for half a program, which a process leaves that is killed
-# while it writes. JAX then compiles the program again.
+_MAX_BYTES = 2**29  # of all stored programs
+# JAX's warning about an incomplete program: a process was killed while it wrote
+# the file. JAX then compiles the program again.
 _HALF_WARNING = "Error reading persistent compilation cache entry"
 
 
@@ -49,7 +49,7 @@ def keep_programs() -> None:
     safe_files.make_private(cache)
     _trim(cache)
   except (OSError, RuntimeError, ValueError):
-    return  # programs are compiled, and not kept
+    return  # programs are compiled, but not stored
   # Variables for the processes that this one starts; `update` for this process,
   # in which JAX has read its variables already.
   os.environ[_FOLDER_VARIABLE] = str(cache)

@@ -1,8 +1,8 @@
 """Lists the cells that a command would train, and estimates their time.
 
 Nothing is written. A simulated cell of each run and number of workers trains
-for about a second, which gives its messages per second. Live runs, pipelines
-and meshes are counted, and not estimated: their seconds are a result.
+for about a second, which gives its messages per second. The time of live runs,
+pipelines and meshes is not estimated: it is a result of training them.
 """
 
 import time
@@ -15,7 +15,7 @@ from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context
 from asgd.experiment.machine import Machine
 
-_MEASURED_SECONDS = 1.0  # of training that a rate is measured over
+_MEASURED_SECONDS = 1.0  # seconds of training from which a rate is computed
 _HEADER = ["run", "engine", "workers", "cells", "messages", "minutes"]
 
 
@@ -65,10 +65,10 @@ def rows(
   for group in cells_lib.groups(cells):
     first_cell = group[0]
     messages = len(group) * experiment.plan(first_cell).messages
-    minutes = None  # its seconds are a result, which no estimate replaces
+    minutes = None  # the time is a result of the run, and is not estimated
     if not experiment.engine_kind(first_cell).timed:
       minutes = messages / _rate(experiment, first_cell, machine) / 60
-      # NaN: a cell takes less than a second.
+      # NaN: the first call of `advance` has finished the cell.
       minutes = round(minutes, 6) if minutes == minutes else 0.0
     engine = experiment.runs[first_cell.label].engine
     values = (

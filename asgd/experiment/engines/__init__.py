@@ -32,7 +32,7 @@ class ProcessExited(RuntimeError):
 
 
 class Progress(NamedTuple):
-  """The messages that one call of `Engine.advance` trained on."""
+  """The messages that one call of `Engine.advance` received, and the news."""
 
   loss: np.ndarray  # float[k], of the k new messages
   # Means over the new messages; None: the engine has no staleness, or no gap.
@@ -116,7 +116,7 @@ class Engine(abc.ABC):
   def stop(self) -> str:
     """Stops training, at a message where the engine can save if possible.
 
-    Returns words that the line to the user ends with.
+    Returns the end of the line that the user sees.
     """
     return ""
 
@@ -171,18 +171,18 @@ def _nothing(*_: Any) -> tuple[str, ...]:
 
 
 class EngineKind(NamedTuple):
-  """An engine, as an experiment knows it. `check`, `plan` and `check_machine`
-  raise ValueError, naming the key or the flag, its value and the remedy."""
+  """The description of an engine. `check`, `plan` and `check_machine` raise
+  ValueError, naming the key or the flag, its value and the remedy."""
 
   sections: Mapping[str, Any]  # of the config, as in schema.SHARED_KEYS
   settings: str | None  # the section that a run may set directly
-  workers: Callable[[Any], Sequence[int]]  # of the cells of a Run
-  check: Callable[[Any], None]  # of a Run, before there are data or devices
-  devices: Callable[[Any], int]  # CPU devices that a Run needs
+  workers: Callable[[Any], Sequence[int]]  # (Run) -> workers of each cell
+  check: Callable[[Any], None]  # (Run): before data or devices are loaded
+  devices: Callable[[Any], int]  # (Run) -> CPU devices that it needs
   plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
   start: Callable[[Context], Engine]
-  columns: Sequence[Column]  # of the table, beside those that all have
-  describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
+  columns: Sequence[Column]  # of the table, beside the columns of all engines
+  describe: Callable[[Mapping[str, Any]], str]  # (result) -> a few words
   # (entry of a run) -> further keys that it may give: those of its selections
   options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
   # (section or entry, key, value) -> keys that follow from the old value
@@ -247,8 +247,9 @@ class Pace:
 
 def test_loss_text(result: Mapping[str, Any]) -> str:
   """Returns the test loss as text with a comma, for a line that begins with an
-  accuracy or a measure. It is "" without them, as the line then begins with the
-  loss (`asgd.experiment.report.quality_text`), and if no loss is known.
+  accuracy or a measure. Returns "" if no loss is known, or if the result has
+  neither accuracy nor measure: the line then begins with the loss
+  (`asgd.experiment.report.quality_text`).
 
   Example:
     >>> test_loss_text({"test_accuracy": 0.5, "test_loss": 0.25})

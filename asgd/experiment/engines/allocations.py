@@ -56,7 +56,7 @@ SECTION: dict[str, Any] = {
   # Batches in a job of workers 0, 1, ..., for recipes with local steps; their
   # mean is the recipe's steps.
   "steps": Setting(EQUAL, _shares),
-  "jobs": Setting(4, checks.whole_number(1, 1000)),  # timed, of each worker
+  "jobs": Setting(4, checks.whole_number(1, 1000)),  # timed jobs per worker
 }
 
 
@@ -141,20 +141,20 @@ def configured_allocation(
   """Returns the allocation of a config; None if all workers have equal shares,
   or shares follow from speeds. Raises ValueError if a value does not fit, also
   for shares that will follow from speeds."""
-  by_speed = _key_by_speed(run)
+  speed_key = _key_by_speed(run)
   sizes = _worker_values(
     run, recipe, workers, "batch_size", run.config["batch_size"]
   )
   steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
-  if by_speed:
-    _total_and_unit(run, recipe, workers, by_speed)
+  if speed_key:
+    _total_and_unit(run, recipe, workers, speed_key)
   # Check that the problem makes batches of these sizes, and that the loss takes
   # them.
   if changes_batches(run):
     with checks.prefix_errors("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
       # Any size may follow from speeds, so one other size is tried.
-      if by_speed == "batch_size":  # try any other size
+      if speed_key == "batch_size":
         max_size = _max_examples(run, problem, workers)
         sizes_tried = {min(2 * run.config["batch_size"], max_size)}
       else:
@@ -164,7 +164,7 @@ def configured_allocation(
   result = Allocation(sizes, steps)
   # No allocation is needed if all workers have equal shares.
   is_even = not result.by_steps and len(set(sizes)) == 1
-  return None if by_speed or is_even else result
+  return None if speed_key or is_even else result
 
 
 def _max_examples(run: Run, problem: problems.Problem, workers: int) -> int:
@@ -208,7 +208,7 @@ def with_shares_by_speed(plan: Any, seconds: Sequence[float]) -> Any:
   max_share = None
   if key == "batch_size":
     max_share = _max_examples(run, plan.problem, workers)
-  # Speed is jobs a second; all workers did equal jobs.
+  # Speed is jobs per second; all workers did equal jobs.
   speeds = [1 / time for time in seconds]
   proportional_shares = in_proportion(speeds, total, unit=unit, most=max_share)
   sizes = _worker_values(
@@ -242,15 +242,15 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
       f"{path}, the allocation of the run, is missing or was changed: restore"
       " it as the run wrote it, or start in another folder (--workdir)"
     )
-  evens = plan.run.config["batch_size"], plan.recipe.steps
+  even_shares = plan.run.config["batch_size"], plan.recipe.steps
   keys = "batch_size", "steps"
   shares_by_field = []
   for key, even_share, field in zip(
-    keys, evens, Allocation._fields, strict=True
+    keys, even_shares, Allocation._fields, strict=True
   ):
     arguments = plan.run, plan.recipe, plan.workers, key
     try:
-      # The numbers in the file are checked as those of a config are.
+      # The numbers in the file get the same checks as those of a config.
       value = _shares(fields.get(field), f"allocation.{key}")
       is_even = value == [even_share] * plan.workers
       shares_by_field.append(

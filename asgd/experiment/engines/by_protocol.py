@@ -1,4 +1,4 @@
-"""Engines for runs of several protocols: each protocol has a Runner for one."""
+"""Engines for several protocols: each protocol has a Runner for each engine."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,12 +11,12 @@ from asgd.experiment.schema import Run
 def engine_kind(
   name: str, *, sections: Mapping[str, Any], **fields: Any
 ) -> EngineKind:
-  """Returns an engine that leaves its runs to the runners of their protocols.
+  """Returns an engine that delegates each run to the Runner of its protocol.
 
   Args:
-    name: the name of the engine, by which protocols have their runners.
-    sections: its own sections of a config.
-    fields: further ones of the EngineKind.
+    name: the name of the engine, the key of its Runner in `Protocol.runners`.
+    sections: the engine's sections of a config.
+    fields: further fields of the EngineKind.
   """
 
   # A protocol has one Runner for each engine that can execute it.

@@ -1,5 +1,5 @@
-"""The section `durations` of a config: drawn times, those of a file, those of a
-model that is divided among machines, or a user's own."""
+"""The section `durations` of a config: times that are drawn, read from a file,
+computed for a model that is divided among machines, or given by a user."""
 
 import csv
 import inspect
@@ -26,10 +26,10 @@ HEADER = ["worker", "seconds"]  # of a file of times
 
 
 def build(name: str, **options: Any) -> durations.Durations:
-  """Returns durations by name: `recorded`, `partitioned`, MODULE:FUNCTION, or
-  as `asgd.orders.durations.build` has it, and its errors.
+  """Builds durations by name: `recorded`, `partitioned`, MODULE:FUNCTION, or a
+  name of `asgd.orders.durations.build`, whose errors it raises.
 
-  A user's function has the options as arguments, and a `seed` if it takes one.
+  A user's function gets the options as arguments, and `seed` if it takes one.
   It returns times in a form of `as_durations`.
   """
   local_makers = {maker.__name__: maker for maker in (recorded, partitioned)}
@@ -55,7 +55,8 @@ def build(name: str, **options: Any) -> durations.Durations:
 
 def as_durations(value: Any) -> durations.Durations:
   """Reads durations that a user gives: Durations, a function (worker) -> times,
-  or as `durations.of_each`. Raises ValueError for another form."""
+  or numbers that `durations.of_each` takes. Raises ValueError for another form.
+  """
   if isinstance(value, durations.Durations):
     return value
   if callable(value):
@@ -90,7 +91,7 @@ def job_durations(
     allocation: the workers' shares; None: all are equal.
   """
   times = run_durations(run, seed)
-  # The time of a job is that of its one batch.
+  # The time of a job is the time of its one batch.
   if steps == 1 and allocation is None:
     return times
 
@@ -134,7 +135,7 @@ def recorded(
   Args:
     path: the path of a CSV file with the columns worker and seconds, and a row
       for each job, in the order of a worker's jobs. Worker i uses the times of
-      the i-th worker in the file, modulo their number, and repeats them.
+      worker i mod n of the n workers in the file, and repeats them.
     resample: whether times are drawn from these at random, with replacement.
     seed: the seed of the draws.
 
@@ -202,20 +203,20 @@ def partitioned(
 ) -> durations.Durations:
   """Returns the times of a replica that divides its model among machines.
 
-  They are those of `asgd.orders.phases.partitioned` for the shapes of a model,
-  in units of the mean time on one machine. Only shapes are used, so the model
-  may be larger than the trained one and than this machine's memory.
+  `asgd.orders.phases.partitioned` computes them from the shapes of a model, in
+  units of the mean time on one machine. Only shapes are used, so the model may
+  be larger than the trained one and than this machine's memory.
 
   Args:
     model: name and options, as in the section `model`.
     inputs: shape of an example, as (440,) or (100, 100, 3).
-    classes: logits.
-    machines: of each replica, at most 256.
-    flops: the floating-point operations of a machine, a second.
-    bandwidth: the bandwidth of a machine's link, bytes a second each way.
+    classes: number of classes, and so of logits.
+    machines: machines per replica, at most 256.
+    flops: floating-point operations per second of a machine.
+    bandwidth: bytes per second of a machine's link, each way.
     batch_size: examples of a step.
     latency: seconds of a message, one way.
-    service: seconds in which a machine takes a message, one after the other.
+    service: seconds for which each received message occupies a machine.
     mean: the mean time of a step on one machine, in any unit of time.
     variation: V of the time of a machine in a phase.
     seed: the seed of the draws.

@@ -198,7 +198,7 @@ class CoordinatedEngine(SimulatedEngine):
     """Returns the last iterate, and the time."""
     simulation = self._simulation
     clock = {self._clock_column: simulation.now}
-    # -1 before the first evaluation.
+    # `iteration` is -1 before the first evaluation.
     update = max(simulation.state.iteration, 0)
     return engines.Snapshot(simulation.params(), self.done, update, clock)
 
@@ -249,7 +249,7 @@ class CoordinatedEngine(SimulatedEngine):
     }
 
   def _load_of_network(self) -> dict[str, float]:
-    """Returns the columns of the network; {} without one."""
+    """Returns the columns of the network; {} if the run has none."""
     if self._plan.call_network is None:
       return {}
     now = self._simulation.now
@@ -283,7 +283,7 @@ def _unpack(
   return sandblaster.Saved(0, restored.tree(template), restored.notes)
 
 
-# Columns of tables in which a cell has a coordinator; updates are iterations.
+# Columns of tables with a cell that has a coordinator; updates are iterations.
 COLUMNS = (
   engines.Column("updates", "updates", 1, "{:.0f}"),
   engines.Column("batch evaluations", "evaluations_of_batch", 1, "{:.0f}"),

@@ -1,5 +1,5 @@
-"""The section `memory` of a config: workers with room on their devices for a
-part of the model (`asgd.layer_worker`)."""
+"""The section `memory` of a config: workers whose devices hold only a part of
+the model at a time (`asgd.layer_worker`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ SECTION: dict[str, Any] = {
 }
 KEY = "memory.device_megabytes"
 
-# Columns of tables in which a cell has such workers.
+# Columns of tables with a cell that has such workers.
 COLUMNS = (
   Column("MB fetched", "worker_fetched_bytes", 1e-6),
   Column("written", "worker_written_bytes", 1e-6),
@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def of_run(run: Run) -> int | None:
-  """Returns the bytes that the device of a worker holds; None: no limit."""
+  """Returns the bytes that a worker's device may hold; None: no limit."""
   megabytes = run.config["memory"]["device_megabytes"]
   return None if megabytes is None else max(round(megabytes * 1e6), 1)
 
@@ -34,8 +34,8 @@ def of_run(run: Run) -> int | None:
 def worker_of(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem
 ) -> base.Worker | None:
-  """Returns the worker of a run with room for a part of the model on its
-  device; None if there is no limit.
+  """Returns the worker of a run with a limit of device memory; None if there is
+  no limit.
 
   Raises:
     ValueError: for a model that cannot be cut, and for settings that need all

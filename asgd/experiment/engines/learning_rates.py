@@ -36,7 +36,7 @@ def schedule(
   recipe = run.given_recipe
   given_rate = recipe and recipe.made and recipe.made.learning_rate
   if callable(given_rate):
-    # A caller's schedule is used as it is, scaled if `peak` is not its peak.
+    # A caller's schedule is only scaled, if `peak` is not its peak.
     factor = peak / float(run.config["learning_rate"])
     return (
       given_rate if factor == 1 else lambda update: factor * given_rate(update)
@@ -44,7 +44,7 @@ def schedule(
   config_keys = "learning_rate_schedule", "batch_size", "epochs", "examples"
   values = [run.config[key] for key in config_keys]
   return _schedules.get(
-    lambda: _schedule(run, problem, peak, batches, start, steps),
+    lambda: _build_schedule(run, problem, peak, batches, start, steps),
     *([*values, peak, batches, start, steps], problem.batches_per_epoch),
   )
 
@@ -52,7 +52,7 @@ def schedule(
 _schedules = build_cache.BuildCache()
 
 
-def _schedule(
+def _build_schedule(
   run: Run,
   problem: problems.Problem,
   peak: float,
@@ -62,7 +62,7 @@ def _schedule(
 ) -> Any:
   """Builds the rate that `schedule` caches."""
   section = run.config["learning_rate_schedule"]
-  # Updates in an epoch, and updates for an example.
+  # Updates per epoch, and updates per example.
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
   with checks.prefix_errors("learning_rate_schedule"):

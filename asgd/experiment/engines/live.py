@@ -135,7 +135,7 @@ def rebuild_plan(
   config: Mapping[str, Any], dataset: Any, cell: cells.Cell
 ) -> Any:
   """Rebuilds the plan of a cell in a process of Ray."""
-  # `dataset` as Ray stored it: it is not loaded again.
+  # `dataset` is from Ray's object store: it is not loaded again.
   experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
   return experiment.plan(cell)
 
@@ -169,7 +169,7 @@ def runners(
       **fields,
     )
 
-  # The function is a module's, so a process of Ray imports it by name.
+  # A process of Ray can import `rebuild_plan`, as it is a module's function.
   ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild_plan)
   return {"threads": runner(live_hosts.thread_hosts), "ray": runner(ray_hosts)}
 

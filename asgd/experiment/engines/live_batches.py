@@ -64,7 +64,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   # A live run has no simulated time: evaluations and result have seconds.
   _clock_column = _end_column = "seconds"
-  unit = "s"  # of the times of `work`; a simulation has mean batches
+  unit = "s"  # of the times of `work`; in simulations the mean time of a batch
   # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
   records = coordinated.CoordinatedEngine.records
@@ -178,7 +178,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     return self._run_log.records(self._received)
 
   def _snapshot_at(self, until):
-    # The coordinator has the iterate, so there is nothing to fetch.
+    # The driver has the iterate, so there is nothing to fetch.
     self.done = self._received
 
   def advance(self, until: int) -> engines.Progress:

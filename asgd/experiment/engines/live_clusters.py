@@ -55,7 +55,7 @@ def needs_totals(plan: ServerPlan) -> bool:
   server, rules = plan.run.config["server"], plan.rules()
   run, label = plan.run, plan.run.label
   if server_orders.out_of_step(run) and run.config["clip_norm"] is not None:
-    _name_clip_norm(plan)
+    _warn_of_clip_norm(plan)
     # Each shard clips its own part, so only the rest of the recipe is checked.
     run = run._replace(config={**run.config, "clip_norm": None})
   # Without the codec of updates: each shard encodes the updates of its part.
@@ -72,12 +72,12 @@ def needs_totals(plan: ServerPlan) -> bool:
     sharding.make_plan(params, server["shards"])
   # A transform of single messages may also read other workers' rows.
   algorithm = transforms.own_statistics(recipe.one_message())
-  # [1] Each shard alone gives the parameters of one server.
+  # [1] Check that shards without totals give the parameters of one server.
   try:
     sharding.probe.check(algorithm, params)
     return False
   except ValueError as error_without_totals:
-    # [2] The same, if the shards exchange totals, such as norms.
+    # [2] Check the same for shards that exchange totals, such as norms.
     try:
       sharding.probe.check(algorithm, params, totals=True)
     except ValueError:
@@ -99,9 +99,9 @@ def needs_totals(plan: ServerPlan) -> bool:
   return True
 
 
-def _name_clip_norm(plan: ServerPlan) -> None:
-  """Warns that shards out of step clip by a norm for each shard. ValueError if
-  workers would have to repeat that."""
+def _warn_of_clip_norm(plan: ServerPlan) -> None:
+  """Warns that each shard out of step clips by the norm of its part. Raises
+  ValueError if workers keep tickets: they would clip by another norm."""
   clip_norm = plan.run.config["clip_norm"]
   if plan.keeps:
     raise ValueError(
@@ -142,7 +142,7 @@ def prepare(
     keep_params_at=tuple(evaluated_messages),
     together=settings["together"],
   )
-  # `init` has the first key, and the workers' jobs have the second.
+  # `init` uses the first key, and the workers' jobs use the second.
   key, _ = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
   run = LiveRun(plan, seed, setup, params)
@@ -212,8 +212,8 @@ def combine(
   split: sharding.ShardPlan | None,
   params: Any,
 ) -> base.Records:
-  """Returns the records of the lead. Where every shard has received a message,
-  its row has the report, bytes and residual norm of all shards together."""
+  """Returns the records of the lead. If every shard has received a message, its
+  row has the report, bytes and residual norm of all shards together."""
   lead = shard_records[0]
   if split is None or not len(lead.loss):
     return lead
@@ -242,7 +242,7 @@ def combine(
   reports = [base.Report(*columns) for columns in fields]
   sizes = sharding.trained_sizes(split, params)
   combined = sharding.combine(reports, sizes)._asdict()
-  # Copies: the records of the lead are kept as they are read.
+  # Copy the columns: the records of the lead must not change.
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
     columns[name][complete] = combined[name]
@@ -328,7 +328,7 @@ def make_cluster(
     run: inputs of shards and workers.
     live: inputs of hosts.
     hosts: the hosts of shards and workers.
-    machine: with the faults that are injected.
+    machine: the machine, with the faults to inject.
     images: the image of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """

@@ -35,7 +35,7 @@ class LiveEngine(engines.Engine):
   """Watches a cell until all its jobs are received."""
 
   cluster: Any  # a Cluster of the protocol
-  _participants = "workers"  # participants, in a line on a stop
+  _participants = "workers"  # their name in the text of `stop`
   _measures_gap = True  # whether records have gaps
   _bytes_share = 1.0  # share of all bytes that records count
   _files: WorkerFiles  # of the writers; unused if a subclass overrides `_read`
@@ -52,7 +52,7 @@ class LiveEngine(engines.Engine):
     self._snapshot: engines.Snapshot | None = None
     # Whether all participants paused in time; None: they were not stopped.
     self._all_paused: bool | None = None
-    # First, as a new cell must not take the memory of an old one.
+    # Look at the files first: a new cell must not use the memory of an old one.
     begun = self._prepare()
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
@@ -117,7 +117,7 @@ class LiveEngine(engines.Engine):
       plan.workers, context.board, self._bytes_share
     )
     stack.callback(self._figures.close)
-    # An error of the start may already be one of a worker's first job.
+    # During the start, a worker's first job may fail already.
     with self._errors():
       start()
 
@@ -141,7 +141,7 @@ class LiveEngine(engines.Engine):
     return None
 
   def _restore(self) -> Any:
-    """Returns the last checkpoint of a cell that has begun; None if none."""
+    """Returns the last checkpoint of a cell that has begun, if there is one."""
     return self._context.restore(self._unpack)
 
   @abc.abstractmethod
@@ -218,7 +218,7 @@ class LiveEngine(engines.Engine):
       )
       self._read_counts[index] += len(new_records.loss)
       records_of_writers.append(new_records)
-    # Writers are independent; rows are put in the order of their times.
+    # Writers are independent, so rows are sorted by time.
     records = by_time(records_of_writers)
     self._record_parts.append(records)
     return records
@@ -273,7 +273,8 @@ class LiveEngine(engines.Engine):
     """Checks the cluster once, and reads its new records."""
     with self._errors():
       self._check_cluster(until)
-    # [1] The cluster. Replacements survive a kill of the driver.
+    # [1] Store the counts of replacements: they must survive a kill of the
+    # driver.
     self._memory.write_running(self._replaced())
     self._check_files()
     # [2] The new records.

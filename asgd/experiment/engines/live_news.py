@@ -1,4 +1,4 @@
-"""Lines of the run log on the shards of a live run."""
+"""Lines of the run log about the shards of a live run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ class ShardNews:
       resumed: whether the journals have rows.
     """
     self._message = message
-    self._rollbacks: list[Any] = [None] * setup.shards  # that have a line
+    self._rollbacks: list[Any] = [None] * setup.shards  # last reported ones
     # If messages were received before, the start of the workers is over.
     self._resumed = resumed
     self._expected_workers = 0 if message else setup.first_job_workers
@@ -40,7 +40,7 @@ class ShardNews:
       news += shard["news"]
     for index, shard in enumerate(status):
       rollback = shard["rollback"]
-      if rollback in (None, self._rollbacks[index]):  # none, or it has a line
+      if rollback in (None, self._rollbacks[index]):  # none, or reported
         continue
       self._rollbacks[index] = rollback
       subject = f"shard {index} " if len(status) > 1 else ""
@@ -61,7 +61,7 @@ class ShardNews:
     return news
 
   def _resume_line(self, status: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the line on the state from which a run resumes."""
+    """Returns the line about the state from which a run resumes."""
     opening = f"resuming at message {self._message}, from"
     rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
     if not rollbacks:

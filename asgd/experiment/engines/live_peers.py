@@ -114,6 +114,7 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   @property
   def _counts_jobs(self):
+    """Whether progress is counted in jobs, not in rounds."""
     return self._plan.gossip.order != gossip.ROUNDS
 
   def _network(self):
@@ -199,10 +200,10 @@ class LivePeerEngine(live_engine.LiveEngine):
     self._news[-1] += copies_text
 
   def _copy_files_aside(self) -> str:
-    """Copies the peers' files beside a damaged checkpoint; returns a text that
-    names the folder, "" if no checkpoint is damaged."""
+    """Copies the peers' files to the folder of the last damaged checkpoint.
+    Returns a text that names it, "" if there is none or it has the files."""
     damaged = sorted(self._folder.glob("damaged-*"))
-    # Copied by an earlier resume.
+    # An earlier resume may have copied the files.
     if not damaged or journal_path(damaged[-1], 0).exists():
       return ""
     for peer in self._writers:
@@ -214,7 +215,8 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   def _snapshot_at(self, until: int) -> None:
     """Takes a snapshot at message `until`, if peers keep views of it."""
-    # [1] Ask the peers for their views, if the message was received.
+    # [1] Ask the peers for their views (parameters, weight, version), if the
+    # message was received.
     rounds, views = None, {}
     if until == self.total:
       if self.cluster.finished:
@@ -351,5 +353,5 @@ def describe(result: Mapping[str, Any]) -> str:
   if missed := result["missed"]:
     words += f", {missed} messages missed because peers exited"
   if lost := result.get("residual_lost"):
-    words += f", RMS {lost:.2g} that codecs had kept back lost with peers"
+    words += f", residuals of RMS {lost:.2g} lost with peers that exited"
   return words

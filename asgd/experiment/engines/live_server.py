@@ -183,8 +183,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     is_last = until == self.total
     # A shard that lags may still lack message `until`.
     all_received = all(shard["received"] >= until for shard in status)
-    # Shards that are not consistent may receive a job twice or, at the end, not
-    # at all, so their counts may differ when the cluster has finished.
+    # Shards that are not consistent may receive a job twice or, at the end,
+    # never. So their counts may differ when the cluster has finished.
     if not self.cluster.finished and (is_last or not all_received):
       # `until` counts as done only after its snapshot.
       self.done = min(self._received, until - 1)
@@ -205,7 +205,7 @@ class LiveServerEngine(live_engine.LiveEngine):
   ) -> engines.Snapshot:
     """Fetches the parameters kept at message `kept_at`, or the present ones."""
     params = self.cluster.params(kept_at)
-    # A message that has no record yet uses the last record.
+    # If the message has no record yet, use the last record.
     row = min(message, self._count_records()) - 1
     record = self._read_rows(row, row + 1)
     records_of_shards = [
@@ -227,7 +227,6 @@ class LiveServerEngine(live_engine.LiveEngine):
   def records(self) -> base.Records:
     """Returns the lead's record of each message. If all shards have received
     the message, its norms and bytes are those of all shards together."""
-
     records_of_shards = [
       records.read_records(path) for path in self._record_paths
     ]

@@ -103,7 +103,7 @@ class TableMakers(NamedTuple):
   ) -> ShardHost:
     """Makes a shard in its host."""
     plan = self.plan()
-    # Every shard computes all tables from the seed, and keeps its rows.
+    # Every shard computes all tables from the seed, and stores only its rows.
     start_tables = first_tables(plan, self.seed)
 
     def make() -> TableShard:
@@ -183,7 +183,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     return begun
 
   def _journals(self):
-    """The journals of shards and workers."""
+    """Returns the paths of the journals of shards and workers."""
     return [*self._orders, *super()._journals()]
 
   def _network(self):
@@ -309,7 +309,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     return server_results.summary(self._records_between(start, end))
 
   def profile(self) -> dict[int, int]:
-    """Returns rows read at each clock differential."""
+    """Returns clock differential -> number of rows that were read at it."""
     counts = self._joined_records().reads.sum(0).tolist()
     # Row i of `reads` counts reads at clock differential -1 - i.
     return {-1 - i: n for i, n in enumerate(counts) if n}

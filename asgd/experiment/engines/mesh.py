@@ -7,8 +7,8 @@ examples in the same order with the same losses, but for round-off and draws
 
 An update is one message: the gradient of a batch, of staleness 0, for an optax
 optimizer or the run's recipe. If the workers of the recipe take local steps,
-the replicas are islands (`asgd.parallel.islands`), and an update is of their
-mean message, after the batches of a job.
+the replicas are islands (`asgd.parallel.islands`). Then an update applies the
+mean of their messages, once per job.
 """
 
 from collections.abc import Mapping
@@ -47,8 +47,8 @@ class MeshEngine(engines.Engine):
       mesh_plan.job_batches(problem, self._plan.batches, seed)
     )
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
-    # NaN marks rows that were not made; all finite, unless the scale skips
-    # them.
+    # NaN marks updates that were not made yet. `finite` is True for an update
+    # that the loss scale does not skip.
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
     self._has_loss_scale = (
@@ -102,7 +102,7 @@ class MeshEngine(engines.Engine):
       self._set_state(arrays)
 
   def _whole_state(self) -> Any:
-    """The state as NumPy arrays, on every process."""
+    """Returns the state as NumPy arrays, on every process."""
     state = self._state
     if jax.process_count() > 1:
       # A process has only the parts of its devices.
@@ -128,11 +128,11 @@ class MeshEngine(engines.Engine):
       metrics = self._step(self.done)
       for column, value in zip(self._records, metrics, strict=True):
         column[self.done] = value
-      # A loss scale skips updates that are not finite, and goes lower.
-      finite = np.isfinite(metrics.loss) and (
+      # A loss scale skips updates that are not finite, and is then lowered.
+      is_valid = np.isfinite(metrics.loss) and (
         metrics.finite or self._has_loss_scale
       )
-      if not finite and error_text is None:
+      if not is_valid and error_text is None:
         error_text = (
           f"{self._name}: the loss of update {self.done} is"
           f" {self._records.loss[self.done]} and the norm of its gradient"
@@ -140,7 +140,7 @@ class MeshEngine(engines.Engine):
           " --config.learning_rate, a longer warm-up or --config.clip_norm"
         )
       self.done += 1
-    # Compiling is over, so seconds are those of training.
+    # `_warm_up` has compiled all programs, so this is training time.
     self._seconds += self._pace.end()
     rows = MeshRecords(*(column[start : self.done] for column in self._records))
     return engines.Progress(loss=rows.loss, broken=error_text, rows=rows)
@@ -167,8 +167,7 @@ class MeshEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns speed, memory and counts of the cell."""
     config = self._plan.run.config
-    # The name of the reducer, as a column.
-    codec = config["compress"] and {"reducer": config["compress"]["name"]}
+    reducer = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first_params)
     examples = self.done * self._plan.batches * config["batch_size"]
@@ -185,7 +184,7 @@ class MeshEngine(engines.Engine):
       # Parameters and the optimizer's state, on one device.
       "state_bytes": meshes.bytes_here(self._state),
       "skipped": self.summary(0, self.done)["skipped"],
-      **(codec or {}),
+      **(reducer or {}),
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:

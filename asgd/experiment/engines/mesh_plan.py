@@ -33,7 +33,7 @@ from asgd.parallel import (
   step_checks,
 )
 
-DOUBLE = "float64"  # a precision for comparisons: all of it
+DOUBLE = "float64"  # a precision for comparisons: all numbers are float64
 # Outermost first.
 _AXES: tuple[str, ...] = (meshes.DATA, meshes.ISLAND, meshes.PIPE)
 _AXES += meshes.ROWS, meshes.COLUMNS, meshes.TENSOR
@@ -105,14 +105,15 @@ SECTIONS: dict[str, Any] = {
     "devices": Setting(
       None, checks.optional(checks.whole_number(1, _MOST_DEVICES))
     ),
-    "accumulate": Setting(1, checks.whole_number(1, 10**6)),  # pieces
+    "accumulate": Setting(1, checks.whole_number(1, 10**6)),  # pieces per batch
     "zero": Setting(0, checks.whole_number(0, 3)),  # ZeRO stage
     "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
-    "microbatches": Setting(None, _COUNT),  # axis pipe; None: one a stage
-    "rounds": Setting(None, _COUNT),  # axis pipe: how often around; None: once
-    "recompute": Setting(False, checks.flag),  # axis pipe: blocks, backward
+    "microbatches": Setting(None, _COUNT),  # axis pipe; None: one per stage
+    "rounds": Setting(None, _COUNT),  # axis pipe: passes around; None: one
+    # Axis pipe: compute blocks again in the backward pass.
+    "recompute": Setting(False, checks.flag),
     "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
   },
   # A codec for the gradients that devices send, or a reducer.
@@ -173,8 +174,8 @@ def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
   replicas *= shape.get(meshes.ISLAND, 1)
-  # A replica's examples, in pieces of `accumulate`, in microbatches of a
-  # pipeline.
+  # The examples of a replica are cut into `accumulate` pieces, and each piece
+  # into the microbatches of a pipeline.
   pieces = replicas * accumulate
   microbatches = count_microbatches(section, shape)
   axes = "data x island" if meshes.ISLAND in shape else meshes.DATA
@@ -215,8 +216,9 @@ def _local_recipe(
   run: Run, mesh: jax.sharding.Mesh, rate: Any
 ) -> algorithms.Recipe | None:
   """Returns the recipe of islands, replicas that take local steps; None if the
-  run's workers send gradients. ValueError if it is not in rounds of all."""
-  # A recipe that was made by hand is of one worker here, and cannot be rebuilt.
+  run's workers send gradients. ValueError unless it has rounds of all islands.
+  """
+  # Built for one worker: a recipe that was made by hand cannot be rebuilt.
   if run.make_recipe(rate, 1, searches=True).worker is None:
     if meshes.ISLAND in mesh.shape:
       raise ValueError(
@@ -253,12 +255,12 @@ def job_batches(
   return stacking.job_batches(problem.batches(seed, 1), steps)
 
 
-def _transform(run: Run, rate: Any) -> base.Algorithm:
+def _algorithm(run: Run, rate: Any) -> base.Algorithm:
   """Returns the algorithm of the run's recipe, with its optimizer."""
   # The step clips the gradient after its sum over the devices.
   run = run._replace(config={**run.config, "clip_norm": None})
   recipe = run.make_recipe(rate, 1, searches=True)
-  # At a worker: its transforms precede those of the server.
+  # The transforms of a worker precede those of the server.
   if recipe.at_worker is None:
     return recipe.one_message()
   return transforms.precede(recipe.one_message(), recipe.at_worker)
@@ -266,7 +268,7 @@ def _transform(run: Run, rate: Any) -> base.Algorithm:
 
 def _warn_of_delay(run: Run, problem: problems.Problem, rate: Any) -> None:
   """Warns if the recipe's update reads the delay: on a mesh it is always 0."""
-  if not _reads_delay(_transform(run, rate), problem):
+  if not _reads_delay(_algorithm(run, rate), problem):
     return
   is_given = run.given_recipe is not None
   name = "the recipe" if is_given else f"recipe {run.recipe!r}"
@@ -305,7 +307,7 @@ def _reads_delay(
 def _reducer(
   run: Run, mesh: jax.sharding.Mesh, codec_size: traffic.CodecSize
 ) -> compression.Reducer | None:
-  """Averages the gradients of devices; None: exactly."""
+  """Returns the reducer of the devices' gradients; None: the exact mean."""
   section = run.config["compress"]
   if section is None:
     return None
@@ -328,7 +330,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   del workers
   mesh = _make_mesh(run, jax.devices())
   problem, step, peak, rate, steps = build_step(experiment, run, mesh)
-  # The workers of islands start at the parameters that the server has.
+  # Workers of islands start at the server's parameters: nothing is stale.
   is_local = _local_recipe(run, mesh, peak) is not None
   if not is_local and not optimizers.searches(run.config["optimizer"]):
     _warn_of_delay(run, problem, rate)
@@ -408,10 +410,10 @@ def _make_step(
   with checks.prefix_errors("mesh.form"):
     return hybrid.make_step(
       _model(run, problem, mesh),
-      _transform(run, rate),
+      _algorithm(run, rate),
       mesh,
       accumulate=section["accumulate"],
-      clip_norm=clip and float(clip),  # JAX has no whole number that large
+      clip_norm=clip and float(clip),  # an int may be too large for JAX
       zero=section["zero"],
       policy=policy,
       loss_scale=scale and precision.Dynamic(**scale),
@@ -438,8 +440,8 @@ def _make_mesh(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
 
 
 def mesh_on(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
-  """Returns the mesh of a run on all of some devices; ValueError if it has
-  another number of them."""
+  """Returns the mesh of a run on `devices`; ValueError unless it uses all of
+  them."""
   mesh = _make_mesh(run, devices)
   if mesh.size != len(devices):
     raise ValueError(

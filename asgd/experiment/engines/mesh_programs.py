@@ -1,6 +1,6 @@
 """The programs of runs on a mesh, to compile for devices that are not here.
 
-They are those that train: the step of one model on all axes, and the rounds of
+The same programs train: the step of one model on all axes, and the rounds of
 peers, with and without messages (local SGD, if peers average every few rounds).
 """
 
@@ -30,12 +30,12 @@ from asgd.parallel.targets import Target
 
 
 def _shapes(tree: Any) -> Any:
-  """The shapes of arrays, in the dtypes that JAX gives them."""
+  """Returns the shapes of arrays, in the dtypes that JAX gives them."""
   return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
 
 
 def _key_shape() -> jax.ShapeDtypeStruct:
-  """The shape of a key of `jax.random`."""
+  """Returns the shape of a key of `jax.random`."""
   return jax.eval_shape(lambda: jax.random.key(0))
 
 
@@ -53,20 +53,20 @@ def model_steps(
   mesh = mesh_plan.mesh_on(run, target.devices)
   # Everything below is shapes: nothing is allocated on the target's devices.
   problem, step, _, _, steps = mesh_plan.build_step(experiment, run, mesh)
-  # Placed, so that its sharding is known to the compiler.
+  # Placed, so that the compiler knows the key's sharding.
   key = meshes.place(_key_shape(), mesh)
   params = jax.eval_shape(problem.init, key)
   state = step.init(params)
   batch = step.place(_shapes(mesh_plan.job_batches(problem, steps, 0)(0, 0)))
   if isinstance(state, data_parallel.StepState):
-    program_plan = _plan(run, problem, mesh, params, state, batch)
+    program_plan = _step_plan(run, problem, mesh, params, state, batch)
   else:  # islands: no formula gives their traffic
     program_plan = ahead.ProgramPlan(None)
   arguments = state, batch, key
   yield ahead.Compilation(run.label, step.step, arguments, mesh, program_plan)
 
 
-def _plan(
+def _step_plan(
   run: Run,
   problem: problems.Problem,
   mesh: jax.sharding.Mesh,
@@ -88,7 +88,7 @@ def _plan(
     for dtype in (policy_dtypes.compute, policy_dtypes.reduce)
   )
   replicas = transfers.Replicas(section["zero"], section["accumulate"], *sizes)
-  # Their bytes have no formula, so nothing is compared.
+  # Bytes of compressed gradients or image tiles have no formula: no comparison.
   if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
     return ahead.ProgramPlan(None)
   # [2] A GPT has formulas; another model's products are counted.
@@ -156,7 +156,7 @@ def peer_rounds(
   run = run._replace(config={**defaults, **run.config})
   if workers != len(target.devices):
     raise ValueError(
-      f"config.workers {workers} on engine mesh are as many devices, and"
+      f"config.workers {workers} on engine mesh need a device each, and"
       f" {target.name} has {len(target.devices)}: use as many workers"
     )
   plan = parameter_server.plan(experiment, run, workers, PeerPlan)

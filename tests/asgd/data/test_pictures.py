@@ -124,7 +124,7 @@ def forbid_decoding(monkeypatch):
   def refuse(*args):
     raise AssertionError("decoded again")
 
-  monkeypatch.setattr(formats, "_decode", refuse)
+  monkeypatch.setattr(formats, "_decode_pictures", refuse)
 
 
 def test_an_archive_is_decoded_once(picture_archive, tmp_path, monkeypatch):

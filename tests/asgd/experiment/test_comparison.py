@@ -45,7 +45,7 @@ def test_a_live_cell_is_compared_whatever_its_protocol(protocol, tmp_path):
   said = comparison.first_difference(live, live._replace(loss=loss))
   where = f"loss of worker {live.worker[5]}, job {live.job[5]} is"
   assert said == f"{where} {live.loss[5]}, replayed -1.0"
-  message = "has no such server. Drop it, or name two cells"
+  message = "no server decides the order of jobs. Drop the flag, or name two"
   with pytest.raises(ValueError, match=message):
     comparison.compare(place, durations_of=place)
 

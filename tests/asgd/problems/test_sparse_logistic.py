@@ -114,7 +114,7 @@ def test_a_step_is_taken_once_all_workers_have_sent():
 
 test_runs_that_do_not_fit_are_refused = kit.refuses(
   [
-    ({"recipe": "asgd"}, "compute no gradient, for the recipe 'asgd'"),
+    ({"recipe": "asgd"}, "not gradients; the recipe 'asgd' of"),
     ({"ftrl": {"l1": 0.1}}, "ftrl and proximal are both the function"),
     ({"proximal": {"l1": 0.1}}, "proximal.l1 follows from config.problem"),
   ],
