@@ -63,7 +63,7 @@ class Result(NamedTuple):
     return "\n".join(lines)
 
 
-_MOST_SHAPES = 6  # arrays of the parameters that a Result shows
+_MAX_SHAPES = 6  # arrays of the parameters that a Result shows
 
 
 def _shapes(params: Any) -> str:
@@ -76,39 +76,39 @@ def _shapes(params: Any) -> str:
   leaves = jax.tree_util.tree_leaves_with_path(params)
   texts = [
     f"{jax.tree_util.keystr(path)} {getattr(leaf, 'shape', ())}".strip()
-    for path, leaf in leaves[:_MOST_SHAPES]
+    for path, leaf in leaves[:_MAX_SHAPES]
   ]
-  more = len(leaves) - len(texts)
-  return ", ".join(texts) + f" and {more} more" * (more > 0)
+  n_hidden = len(leaves) - len(texts)
+  return ", ".join(texts) + f" and {n_hidden} more" * (n_hidden > 0)
 
 
 def _config(
-  given: own.Objects,
+  caller: own.Objects,
   name: str,
   messages: int,
   every: int,
   options: RunOptions,
 ) -> dict[str, Any]:
-  """Returns the config of an experiment with one run of the given objects."""
-  recipe = given.recipe
+  """Returns the config of an experiment with one run of a caller's objects."""
+  recipe = caller.recipe
   named_recipe = getattr(recipe, "made", None)
   # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
   # only a record then.
-  is_label = named_recipe and named_recipe.name.isidentifier()
-  label = named_recipe.name if is_label else "run"
+  has_name = named_recipe and named_recipe.name.isidentifier()
+  label = named_recipe.name if has_name else "run"
   rate = named_recipe.learning_rate if named_recipe else 1.0
   if callable(rate):  # a schedule: the config records its peak
     points = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
     rate = max(float(rate(update)) for update in points)
   return {
-    "data": {"name": given.name},
-    "model": {"name": given.name},
+    "data": {"name": caller.name},
+    "model": {"name": caller.name},
     "runs": {label: {"recipe": schema.GIVEN_MARK}},
     "engine": name,
     "workers": [options.workers or recipe.workers],
     "seeds": [options.seed],
-    "batch_size": given.size,
-    "examples": messages * recipe.steps * given.size,
+    "batch_size": caller.size,
+    "examples": messages * recipe.steps * caller.size,
     "learning_rate": float(rate),
     "evaluations": messages // every,
     "curvature_checks": 0,
@@ -116,7 +116,7 @@ def _config(
 
 
 def train(
-  given: own.Objects,
+  caller: own.Objects,
   engine: tuple[str, EngineKind],
   config: Mapping[str, Any],
   options: RunOptions,
@@ -126,7 +126,7 @@ def train(
   """Trains the objects that a caller gave on an engine.
 
   Args:
-    given: the caller's objects.
+    caller: the caller's objects.
     engine: (name, kind).
     config: further keys of a config.
     options: the options of the call.
@@ -134,19 +134,19 @@ def train(
   """
   name, kind = engine
   folder_path = options.folder
-  messages = calls.count_messages(options, given, quantum)
+  messages = calls.count_messages(options, caller, quantum)
   options = options._replace(messages=messages)
-  calls.read_rows(given, options.workers or given.recipe.workers, messages)
+  calls.read_rows(caller, options.workers or caller.recipe.workers, messages)
   every = _check_every(options)
-  calls.check_sequential(given, name)
+  calls.check_sequential(caller, name)
   # [1] Make an experiment with one cell.
-  full_config = _config(given, name, messages, every, options) | dict(config)
-  experiment = cells.build(full_config, engines={name: kind}, dataset=given)
+  full_config = _config(caller, name, messages, every, options) | dict(config)
+  experiment = cells.build(full_config, engines={name: kind}, dataset=caller)
   (cell,), machine = experiment.cells, options.machine or _machine()
   plan = experiment.plan(cell)
   experiment.check_machine(machine)
   if name == "ray" or machine.processes:
-    calls.check_travels(given)
+    calls.check_travels(caller)
   results: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
@@ -179,20 +179,20 @@ def train(
     if workdir is not None and options.folder is not None:
       _write_report(workdir, experiment, bar)
     if not results and cell_folder is not None:
-      _check_evaluation(cell_folder, given)
+      _check_evaluation(cell_folder, caller)
       bar.line(f"{cell_folder} had finished already: its results are read")
       results += _read_finished(cell_folder, experiment, cell)
     records, params, rows = results
     trace = _trace(plan, cell, cell_folder, kind)
-  params = given.outward(params)
+  params = caller.outward(params)
   evaluations = [_evaluation(row) for row in rows]
   results_folder = None if options.folder is None else Path(options.folder)
   return Result(params, records, trace, evaluations, results_folder)
 
 
 def _check_every(options: RunOptions) -> int:
-  """Returns the messages between two evaluations; ValueError if they do not
-  divide those of the run."""
+  """Returns the number of messages between two evaluations; ValueError if it
+  does not divide that of the run."""
   messages, every = options.messages, options.every
   assert messages is not None
   every = messages if every is None else checks.integer("every", every)
@@ -204,10 +204,10 @@ def _check_every(options: RunOptions) -> int:
   return every
 
 
-def _check_evaluation(cell_folder: Path, given: own.Objects) -> None:
-  """Raises ValueError if `evaluate` is another function than that of a finished
-  cell: the call would return the evaluations of that cell."""
-  evaluate_now = given.notes.get("evaluate")
+def _check_evaluation(cell_folder: Path, caller: own.Objects) -> None:
+  """Raises ValueError if a finished cell was trained with another `evaluate`:
+  the call would return that function's results."""
+  evaluate_now = caller.notes.get("evaluate")
   evaluate_before = folder.read_cell(cell_folder).get("evaluate")
   evaluations = map(_evaluation, folder.read_rows(cell_folder))
   was_evaluated = any(row.keys() - own.RESULT_COLUMNS for row in evaluations)
@@ -288,7 +288,7 @@ def _read_finished(
   # The file holds arrays alone; the initial parameters give their structure.
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
-  like = jax.device_get(problem.init(key))
+  template = jax.device_get(problem.init(key))
   content = cell_files.read_file(cell_folder, "params.msgpack")
-  params = storage.params_from_bytes(content, like)
+  params = storage.params_from_bytes(content, template)
   return records, params, folder.read_rows(cell_folder)

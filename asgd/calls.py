@@ -24,7 +24,7 @@ from asgd.problems import descriptions, own, streams
 _RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
 # Orders in which each round has a message of every worker. Rounds of
 # "backup_workers" have fewer, and late messages arrive between rounds.
-_IN_ROUNDS = "bulk_synchronous", "backup_tasks"
+_ORDERS_IN_ROUNDS = "bulk_synchronous", "backup_tasks"
 
 
 def read_recipe(
@@ -69,11 +69,12 @@ def _recipe_error(value: Any, workers: int | None) -> str:
   name = name.rpartition(".")[2]
   name, count = _RECIPE_OF.get(name, name), workers or 8
   if name in recipe_names:
-    kind = "a name" if isinstance(value, str) else "not called"
-    kind = "a module" if isinstance(value, types.ModuleType) else kind
+    fault = "a name" if isinstance(value, str) else "not called"
+    fault = "a module" if isinstance(value, types.ModuleType) else fault
+    text = checks.shown(getattr(value, "__name__", value))
     return (
-      f"the recipe {checks.shown(getattr(value, '__name__', value))} is {kind}:"
-      f" give it a learning rate, as asgd.{name}(0.01, workers={count})"
+      f"the recipe {text} is {fault}: give it a learning rate, as"
+      f" asgd.{name}(0.01, workers={count})"
     )
   if isinstance(value, str):
     hint = names.nearest(name, recipe_names)
@@ -316,7 +317,7 @@ def quantum_of(
   """Returns (n, format text for a group of n messages); `messages` of the run
   must be a multiple of n. In rounds n is the number of workers, otherwise 1."""
   order = config.get("order") or {"name": "asynchronous"}
-  is_in_rounds = order["name"] in _IN_ROUNDS or order.get("bound") == 0
+  is_in_rounds = order["name"] in _ORDERS_IN_ROUNDS or order.get("bound") == 0
   if not server_orders.replaces_rounds(order, recipe):
     is_in_rounds |= recipe.rounds
   if is_in_rounds and order["name"] != schema.GIVEN_MARK:
@@ -325,11 +326,11 @@ def quantum_of(
 
 
 def count_messages(
-  options: RunOptions, given: own.Objects, quantum: tuple[int, str]
+  options: RunOptions, caller: own.Objects, quantum: tuple[int, str]
 ) -> int:
   """Returns the number of messages of a run, from `messages`, `epochs` or the
   trace. Raises ValueError if `messages` is no multiple of the quantum."""
-  trace, messages = given.objects.get("order"), options.messages
+  trace, messages = caller.objects.get("order"), options.messages
   size, group_text = quantum
   check_length(options, has_trace=isinstance(trace, base.Trace))
   if messages is None and options.epochs is None:
@@ -337,36 +338,36 @@ def count_messages(
   if messages is not None:
     checks.multiple(messages, "messages", size, group_text)
     return int(messages)
-  if given.per_epoch is None:
+  if caller.per_epoch is None:
     raise ValueError(
       f"epochs={options.epochs}, but data has no end, and so no epochs: give"
       " messages="
     )
-  count = round(options.epochs * given.per_epoch / given.recipe.steps)
+  count = round(options.epochs * caller.per_epoch / caller.recipe.steps)
   if count > MOST_COUNT:
     raise ValueError(
-      f"epochs={options.epochs:g} of {given.per_epoch} batches are {count:.3g}"
+      f"epochs={options.epochs:g} of {caller.per_epoch} batches are {count:.3g}"
       f" messages; at most {MOST_COUNT:.0e} are counted: use fewer epochs"
     )
   return max(count // size, 1) * size
 
 
-def read_rows(given: own.Objects, workers: int, messages: int) -> None:
+def read_rows(caller: own.Objects, workers: int, messages: int) -> None:
   """Replaces an order that a call gave as rows, or as workers, by its Trace: a
   generator can be read only once."""
-  order = given.objects.get("order")
+  order = caller.objects.get("order")
   if order is not None and not callable(order):
-    given.objects["order"] = orders.own.read(
+    caller.objects["order"] = orders.own.read(
       order, workers=workers, messages=messages
     )
 
 
-def check_sequential(given: own.Objects, engine: str) -> None:
+def check_sequential(caller: own.Objects, engine: str) -> None:
   """Raises ValueError for data from iterators if the engine may request a
   worker's batches in another order than that of its jobs."""
-  recipe_protocol = protocol.PROTOCOLS[given.recipe.protocol]
+  recipe_protocol = protocol.PROTOCOLS[caller.recipe.protocol]
   keeps_order = recipe_protocol.iterators and engine in recipe_protocol.runners
-  if given.sequential and not keeps_order:
+  if caller.sequential and not keeps_order:
     subject = (
       f"engine {engine!r}" if recipe_protocol.iterators else "this recipe"
     )
@@ -377,12 +378,12 @@ def check_sequential(given: own.Objects, engine: str) -> None:
     )
 
 
-def check_travels(given: own.Objects) -> None:
+def check_travels(caller: own.Objects) -> None:
   """Raises ValueError for an object that cannot be sent to other processes."""
   from ray import cloudpickle
 
   # Pickle the parts one by one, to name the one that fails.
-  state = given.__getstate__()
+  state = caller.__getstate__()
   parts = {
     "the loss": [state["_loss"], state["_pieces"]],
     "params": state["_init"],
@@ -414,7 +415,7 @@ def in_words_of_calls(engine: str = "") -> Iterator[None]:
     yield
   except ValueError as error:
     text = str(error)
-    for old, new in _WORDS:
+    for old, new in _REPLACEMENTS:
       text = re.sub(old.format(engine), new, text)
     # A subclass with other arguments cannot be rebuilt from a text.
     takes_text = type(error).__init__ is ValueError.__init__
@@ -426,7 +427,7 @@ def in_words_of_calls(engine: str = "") -> Iterator[None]:
 _NO_PATH = r"(?<![\w./-])"  # before a word that is no part of a path
 # Regular expressions, in which {} is an engine, and their replacements. A
 # longer text is before its parts.
-_WORDS = (
+_REPLACEMENTS = (
   ("choose another folder with --workdir", "choose another folder"),
   (r" \(--workdir\)", ""),
   ("--workdir=", "folder="),

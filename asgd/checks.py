@@ -170,15 +170,15 @@ def flag(name: str, value: bool | None, *, none: str | None = None) -> None:
 def real(
   name: str,
   value: Any,
-  holds: Callable[[Any], bool],
+  condition: Callable[[Any], bool],
   kind: str,
   remedy: str = "",
   *,
   finite: bool = True,
 ) -> None:
-  """Raises ValueError unless a value is a number for which `holds` is true.
+  """Raises ValueError unless a value is a number for which `condition` is true.
 
-  `kind` names that condition in the error. With `finite` an infinity is an
+  `kind` names the condition in the error. With `finite` an infinity is an
   error, too. A value that JAX traces is not checked."""
   import jax
 
@@ -186,7 +186,7 @@ def real(
     return
   try:
     is_number = np.asarray(value).dtype.kind not in "bc"  # no bool, no complex
-    is_valid = is_number and bool(holds(value))
+    is_valid = is_number and bool(condition(value))
     is_valid = is_valid and (not finite or math.isfinite(float(value)))
   except (TypeError, ValueError, OverflowError):  # no number, or too large
     is_valid = False

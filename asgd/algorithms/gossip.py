@@ -365,17 +365,17 @@ def choco_sgd(
 
 def _missing_gamma_error(topology: gossip.Topology, delta: float | None) -> str:
   """Returns the error for a missing gamma, with the proved value if any."""
-  proved = "nothing is proved for this codec and topology"
+  proof = "nothing is proved for this codec and topology"
   if delta is not None and topology.symmetric:
-    value = rules.proved_gamma(topology, delta)
+    gamma = rules.proved_gamma(topology, delta)
     spectral_gap = 1 - topologies.second_eigenvalue(topology)
-    proved = (
-      f"{value:.2g} is proved to converge (delta {delta:.3g} of the codec,"
+    proof = (
+      f"{gamma:.2g} is proved to converge (delta {delta:.3g} of the codec,"
       f" spectral gap {spectral_gap:.3g}), but is far below the best value"
     )
   return (
     "choco_sgd with a codec needs gamma, the consensus step in (0, 1]: 1"
-    f" diverges with coarse codecs; {proved}; tune it, beginning with gamma=0.1"
+    f" diverges with coarse codecs; {proof}; tune it, beginning with gamma=0.1"
   )
 
 

@@ -183,8 +183,8 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
   structs = jax.tree.map(sharding.shape_of, params)
   # Leaves and structure can be hashed, for the cache; the tree cannot.
   leaves, structure = jax.tree.flatten(base.weights_of(structs))
-  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-  code = _code_shapes(codec, tuple(leaves), structure, wide)
+  has_x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
+  code = _code_shapes(codec, tuple(leaves), structure, has_x64)
   stats = structs.stats if isinstance(structs, base.Variables) else None
   return Coded(code, stats, jax.ShapeDtypeStruct((), np.float32))
 
@@ -194,11 +194,11 @@ def _code_shapes(
   codec: Codec,
   leaves: tuple[jax.ShapeDtypeStruct, ...],
   structure: Any,
-  wide: bool,
+  has_x64: bool,
 ) -> Code:
-  """Traces a codec once for weights of some shapes. `wide`, whether 64-bit
+  """Traces a codec once for weights of some shapes. `has_x64`, whether 64-bit
   types are enabled, is only part of the cache's key."""
-  del wide
+  del has_x64
 
   def encode(weights):
     key = jax.random.key(0)

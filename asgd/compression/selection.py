@@ -15,13 +15,13 @@ _SAMPLE = 4096  # numbers in the sample
 _MAX_UNSAMPLED = 1 << 16  # up to this many numbers, no sample is sorted
 _DEVIATIONS = 3.0  # of the sample's count: the margin on each side of the k-th
 _PATTERNS_PER_DOUBLING = 1 << 23  # bit patterns from a float32 to its double
-_WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
+_INTEGER_DTYPES = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
   """Returns the bit patterns of |x|, integers in the same order: int32[L] for
   float[L] of 16 or 32 bits, int64[L] for float64."""
-  words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
+  words = jax.lax.bitcast_convert_type(x, _INTEGER_DTYPES[x.dtype.itemsize])
   patterns = words & jnp.iinfo(words.dtype).max  # without the sign bit
   return patterns.astype(jnp.promote_types(words.dtype, jnp.int32))
 
@@ -71,12 +71,12 @@ def threshold(numbers: jax.Array, k: Any) -> jax.Array:
     middle = low + (high - low) // 2
     inside = jnp.maximum(bracket.count_at_low - bracket.count_at_high, 1)
     fraction = (bracket.count_at_low - k) / inside
-    between = low + ((high - low) * fraction).astype(dtype)
+    interpolated = low + ((high - low) * fraction).astype(dtype)
     # Alternate, and interpolate only in a bracket where patterns are about
     # linear in the numbers.
     is_near = high - low < _PATTERNS_PER_DOUBLING
-    uses_between = (bracket.passes % 2 == 1) & is_near
-    candidate = jnp.where(uses_between, between, middle)
+    interpolates = (bracket.passes % 2 == 1) & is_near
+    candidate = jnp.where(interpolates, interpolated, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
     candidate = jnp.where(low == 0, jnp.ones_like(low), candidate)
     # The first two passes use the sample's guesses, if they are inside.

@@ -92,10 +92,10 @@ def compressed_updates(
     weights = base.weights_of(updates)
     is_finite = all_finite(weights)
     # Codecs need finite numbers, even for a code that is not used.
-    safe = jax.tree.map(lambda x: jnp.where(is_finite, x, 0), weights)
+    finite = jax.tree.map(lambda x: jnp.where(is_finite, x, 0), weights)
     # The draws follow from the count, so a restored server repeats them.
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
-    code, codec_state = codec.encode(state.codec, safe, key)
+    code, codec_state = codec.encode(state.codec, finite, key)
     is_finite &= all_finite(code)
     # NaN marks an update that workers cannot rebuild.
     residual_rms = jnp.where(is_finite, residual_norm(codec_state), jnp.nan)

@@ -32,14 +32,14 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
   """Opens a file that becomes `path` at the end, or is removed on an error."""
   path.parent.mkdir(parents=True, exist_ok=True)
   # A unique name: several processes may download the same file.
-  part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+  temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
   try:
-    with open(part, "xb") as file:
+    with open(temporary, "xb") as file:
       yield file
     # Atomic: readers see the old file or the new one.
-    os.replace(part, path)
+    os.replace(temporary, path)
   finally:
-    part.unlink(missing_ok=True)
+    temporary.unlink(missing_ok=True)
 
 
 def fetch(

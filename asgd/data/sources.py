@@ -57,12 +57,12 @@ def draw_generated(
   return names.call(kind, name, loader, options)
 
 
-def scikit_learn(module: str, what: str) -> ModuleType:
+def scikit_learn(module: str, needed_by: str) -> ModuleType:
   """Imports a module of scikit-learn, which is an extra.
 
   Args:
     module: as in `sklearn.MODULE`.
-    what: the thing that needs it, for the error.
+    needed_by: the data or the file that needs it, for the error.
 
   Raises:
     DataError: if scikit-learn is not installed.
@@ -71,7 +71,7 @@ def scikit_learn(module: str, what: str) -> ModuleType:
     return importlib.import_module(f"sklearn.{module}")
   except ImportError as error:
     raise DataError(
-      f"{what} needs scikit-learn ({error}); pip install 'asgd[sklearn]'"
+      f"{needed_by} needs scikit-learn ({error}); pip install 'asgd[sklearn]'"
     ) from None
 
 

@@ -23,7 +23,7 @@ from asgd.experiment.findings import Failure as Failure
 from asgd.experiment.findings import Finding as Finding
 
 
-def _replay(
+def _replay_findings(
   folder: Path, result: Any, records: Any, data_dir: str | None
 ) -> Iterator[Finding]:
   """Replays a cell; yields comparisons with its result and records."""
@@ -85,6 +85,6 @@ def findings(
     yield Finding("files", str(error), False)
     return
   try:
-    yield from _replay(folder, result, records, data_dir)
+    yield from _replay_findings(folder, result, records, data_dir)
   except ValueError as error:
     yield Finding("replay", str(error), False)

@@ -78,7 +78,7 @@ class InjectedRun:
     self.processes: set[tuple[int, str]] = set()  # (process id, start time)
     # For `check_progress`: (count of journals, their bytes), and when they last
     # changed.
-    self._journals = 0, 0
+    self._journal_sizes = 0, 0
     self._last_change = time.monotonic()
     # For `is_working`: (driver's id, cell); the number of the cell's rows at
     # the first call for these two; whether a message was received since.
@@ -137,9 +137,9 @@ class InjectedRun:
     """Raises Hung if no journal has changed for `patience` seconds."""
     paths = list(self._workdir.glob("cells/*/trace-*.csv"))
     # A driver that resumes may drop rows, so any change is a sign of life.
-    journals = len(paths), sum(path.stat().st_size for path in paths)
-    if journals != self._journals:
-      self._journals, self._last_change = journals, time.monotonic()
+    sizes = len(paths), sum(path.stat().st_size for path in paths)
+    if sizes != self._journal_sizes:
+      self._journal_sizes, self._last_change = sizes, time.monotonic()
     if time.monotonic() - self._last_change > patience:
       cell = self._current_cell()
       if cell is None:
@@ -200,10 +200,10 @@ class InjectedRun:
         incarnations = ((index, incarnation),)
       else:
         possible_incarnation = index, incarnation + 1
-    rows = len(events_before), len(events_after)
+    row_counts = len(events_before), len(events_after)
     self.failures.append(
       audit.Failure(
-        kind, cell, index, incarnations, *rows, possible_incarnation
+        kind, cell, index, incarnations, *row_counts, possible_incarnation
       )
     )
     return True
@@ -226,8 +226,10 @@ class InjectedRun:
     events_after = self._events(cell)
     # All incarnations end with their driver.
     incarnations = tuple(sorted(follow(events_after).incarnations.items()))
-    rows = len(events_before), len(events_after)
-    self.failures.append(audit.Failure("driver", cell, 0, incarnations, *rows))
+    row_counts = len(events_before), len(events_after)
+    self.failures.append(
+      audit.Failure("driver", cell, 0, incarnations, *row_counts)
+    )
 
   def end(self) -> None:
     """Ends the run: asks it to stop, then kills its processes."""

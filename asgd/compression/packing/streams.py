@@ -60,7 +60,7 @@ def _pack_symbols(
 ) -> list[np.ndarray]:
   """Returns the arrays of a stream of Symbols."""
   levels, words = stream.levels, symbols.view(_UNSIGNED[symbols.itemsize])
-  width = _width(levels)
+  width = _sparse_width(levels)
   # Without zeros, a sign is one bit.
   only_signs = levels == 1 and np.count_nonzero(words) == words.size
   dense = bits.nbytes(words.size, 1) if only_signs else stream.dense_nbytes
@@ -85,7 +85,7 @@ def _pack_symbols(
   return [*parts, *bits.pack(digits, width)]
 
 
-def _width(levels: int) -> int:
+def _sparse_width(levels: int) -> int:
   """Returns the bits for sign and size of a symbol that is not 0."""
   return 1 + (levels - 1).bit_length()
 
@@ -109,7 +109,7 @@ def _sparse(
   bits in it, besides its position."""
   # [1] Positions as words of 4 bytes, if the codec wants no entropy code.
   if not stream.coded and stream.count <= _MOST_WORDS:
-    positions = _positions(words)
+    positions = _nonzero_positions(words)
     count = positions.size
     prefix = _prefix(_WORDS, count)
     nbytes = prefix.size + 4 * count + bits.nbytes(count, width)
@@ -122,10 +122,10 @@ def _sparse(
     values = bits.nbytes(count, width)
     if values + count // 8 >= dense:
       return None
-    if values + gaps.least_nbytes(count, _last(words)) >= dense:
+    if values + gaps.least_nbytes(count, _last_nonzero(words)) >= dense:
       return None
   # [3] The exact size, without encoding yet.
-  coded = gaps.measure(_positions(words))
+  coded = gaps.measure(_nonzero_positions(words))
   prefix = _prefix(_SPARSE + coded.k, count, coded.unary_nbytes)
   nbytes = prefix.size + coded.nbytes + bits.nbytes(count, width)
   if nbytes >= 1 + dense:
@@ -133,7 +133,7 @@ def _sparse(
   return [prefix, *gaps.encode(coded)], coded.positions
 
 
-def _last(words: np.ndarray) -> int:
+def _last_nonzero(words: np.ndarray) -> int:
   """Returns the position of the last nonzero element; there must be one."""
   # Windows that double, from the end: the last element is usually near it.
   size, stop = 4096, words.size
@@ -143,7 +143,7 @@ def _last(words: np.ndarray) -> int:
   return start + int(np.flatnonzero(words[start:stop])[-1])
 
 
-def _positions(words: np.ndarray) -> np.ndarray:
+def _nonzero_positions(words: np.ndarray) -> np.ndarray:
   """Returns int64 positions of nonzero elements. Most elements are 0, so 8
   bytes are compared at once."""
   per_word = 8 // words.itemsize  # elements in 8 bytes
@@ -236,10 +236,10 @@ def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
     return x
   # [3] Positions, and the elements there.
   if form == _WORDS and not stream.coded:
-    return _unpack_rest(stream, _unpack_words(stream, reader), reader)
+    return _unpack_elements(stream, _unpack_words(stream, reader), reader)
   if form >= _SPARSE:
     positions = _unpack_gaps(stream, form - _SPARSE, reader)
-    return _unpack_rest(stream, positions, reader)
+    return _unpack_elements(stream, positions, reader)
   if stream.kind == VALUES or form > _SIGNS or form and stream.levels > 1:
     raise BadCode(f"{form} is no form of a stream of {stream.kind}")
   # [4] Symbols in a few bits each.
@@ -310,7 +310,7 @@ def _unpack_gaps(stream: PackedStream, k: int, reader: Reader) -> np.ndarray:
   return gaps.decode(data, count, k, unary, stream.count)
 
 
-def _unpack_rest(
+def _unpack_elements(
   stream: PackedStream, positions: np.ndarray, reader: Reader
 ) -> np.ndarray:
   """Returns all elements, from the ones at `positions`; the others are 0."""
@@ -321,7 +321,7 @@ def _unpack_rest(
     if not numbers.all():
       raise BadCode("a sparse value is 0")
   else:
-    width = _width(stream.levels)
+    width = _sparse_width(stream.levels)
     data = reader.take(bits.nbytes(count, width))
     digits = bits.unpack(data, count, width, unsigned)
     _check_digits(stream, digits, 2 * stream.levels - 1)

@@ -32,7 +32,7 @@ _FILE = "allocation.json"  # in the folder of a live cell
     {"type": "array", "minItems": 1, "items": checks.schema_of(_SHARE_CHECK)},
   ]
 )
-def _shares(value: Any, key: str) -> str | list[int]:
+def _read_shares(value: Any, key: str) -> str | list[int]:
   """Checks "equal", "speed" or a number for each worker."""
   if value in (EQUAL, SPEED):
     return value
@@ -52,10 +52,10 @@ def _shares(value: Any, key: str) -> str | list[int]:
 
 SECTION: dict[str, Any] = {
   # Examples in a batch of workers 0, 1, ...; their mean is config.batch_size.
-  "batch_size": Setting(EQUAL, _shares),
+  "batch_size": Setting(EQUAL, _read_shares),
   # Batches in a job of workers 0, 1, ..., for recipes with local steps; their
   # mean is the recipe's steps.
-  "steps": Setting(EQUAL, _shares),
+  "steps": Setting(EQUAL, _read_shares),
   "jobs": Setting(4, checks.whole_number(1, 1000)),  # timed jobs per worker
 }
 
@@ -251,7 +251,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
     arguments = plan.run, plan.recipe, plan.workers, key
     try:
       # The numbers in the file get the same checks as those of a config.
-      value = _shares(fields.get(field), f"allocation.{key}")
+      value = _read_shares(fields.get(field), f"allocation.{key}")
       is_even = value == [even_share] * plan.workers
       shares_by_field.append(
         tuple(value) if is_even else _check_values(*arguments, value)

@@ -38,16 +38,16 @@ def engine_kind(
     experiment: Any, run: Run, workers: int, target: Any
   ) -> Iterator[Any]:
     """Returns the programs of a run; ValueError if its runner has none."""
-    make = runner(run).programs
-    if make is None:
+    make_programs = runner(run).programs
+    if make_programs is None:
       runners = protocol.of(run).runners.items()
-      able = [f"engine={key}" for key, value in runners if value.programs]
-      remedy = f"use {' or '.join(able)}" if able else "use another recipe"
+      names = [f"engine={key}" for key, value in runners if value.programs]
+      remedy = f"use {' or '.join(names)}" if names else "use another recipe"
       raise ValueError(
         f"config.runs.{run.label}: engine {name!r} has no program that could"
         f" be compiled ahead: {remedy}"
       )
-    return make(experiment, run, workers, target)
+    return make_programs(experiment, run, workers, target)
 
   # A row of results has no Run: its recipe or a column names the protocol.
   def describe(result: Mapping[str, Any]) -> str:

@@ -43,13 +43,13 @@ def schedule(
     )
   config_keys = "learning_rate_schedule", "batch_size", "epochs", "examples"
   values = [run.config[key] for key in config_keys]
-  return _schedules.get(
+  return _schedule_cache.get(
     lambda: _build_schedule(run, problem, peak, batches, start, steps),
     *([*values, peak, batches, start, steps], problem.batches_per_epoch),
   )
 
 
-_schedules = build_cache.BuildCache()
+_schedule_cache = build_cache.BuildCache()
 
 
 def _build_schedule(

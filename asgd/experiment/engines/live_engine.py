@@ -48,7 +48,7 @@ class LiveEngine(engines.Engine):
     self._context, self._plan = context, context.plan
     self.total, self.done, self._received = context.plan.messages, 0, 0
     self._news: list[str] = []
-    self._existing: set[Path] = set()  # files that existed at the last look
+    self._existing_files: set[Path] = set()  # at the last look
     self._snapshot: engines.Snapshot | None = None
     # Whether all participants paused in time; None: they were not stopped.
     self._all_paused: bool | None = None
@@ -204,9 +204,9 @@ class LiveEngine(engines.Engine):
     """Raises FileGone if a file was removed since the last look."""
     paths = [records_path(self._folder, index) for index in self._writers]
     existing = {path for path in self._journals() + paths if path.exists()}
-    for path in sorted(self._existing - existing):
+    for path in sorted(self._existing_files - existing):
       raise FileGone(path)
-    self._existing = existing
+    self._existing_files = existing
 
   def _read(self) -> Any:
     """Reads the new records, stores and returns them."""
@@ -266,7 +266,7 @@ class LiveEngine(engines.Engine):
     """Waits until the next look, then checks the cluster."""
     del until
     # The first look comes at once.
-    self._wait(LOOK_SECONDS if self._existing else 0.0)
+    self._wait(LOOK_SECONDS if self._existing_files else 0.0)
     self._news += self.cluster.check(self._received)
 
   def advance(self, until: int) -> engines.Progress:

@@ -188,7 +188,8 @@ class LivePeerEngine(live_engine.LiveEngine):
     }
     trees = saved.tree(template)
     images = {
-      int(k): (trees[k], peer_notes) for k, peer_notes in notes["peers"].items()
+      int(peer): (trees[peer], peer_notes)
+      for peer, peer_notes in notes["peers"].items()
     }
     return images, notes
 

@@ -366,7 +366,10 @@ class LiveTableEngine(live_engine.LiveEngine):
     as_array = functools.partial(np.frombuffer, dtype=np.uint8)
     tree = {
       "shards": [as_array(data) for _, data in images.shards],
-      "workers": {str(w): as_array(x[2]) for w, x in images.workers.items()},
+      "workers": {
+        str(worker): as_array(data)
+        for worker, (_, _, data) in images.workers.items()
+      },
     }
     notes: dict[str, Any] = {
       "shards": [rows for rows, _ in images.shards],

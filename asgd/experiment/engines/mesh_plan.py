@@ -42,7 +42,7 @@ _WARM_UP_SHARE = 0.1  # a warm-up begins at this share of the peak
 
 
 @checks.with_schema(type=["object", "string"])
-def _axes(value: Any, key: str) -> dict[str, int]:
+def _read_axes(value: Any, key: str) -> dict[str, int]:
   """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
   axes, pairs = value, []
   if isinstance(value, str):
@@ -75,7 +75,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
 
 
 @checks.with_schema(type=["object", "null"])
-def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
+def _scale_fields(value: Any, key: str) -> dict[str, Any] | None:
   """Checks the fields of a dynamic loss scale."""
   if value is None:
     return None
@@ -100,7 +100,7 @@ _PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 SECTIONS: dict[str, Any] = {
   "mesh": {
     # Axis -> devices. One may be -1: all other devices. {}: all on "data".
-    "axes": Setting({}, _axes),
+    "axes": Setting({}, _read_axes),
     # CPU devices to make; None: the number that the mesh has.
     "devices": Setting(
       None, checks.optional(checks.whole_number(1, _MOST_DEVICES))
@@ -108,7 +108,7 @@ SECTIONS: dict[str, Any] = {
     "accumulate": Setting(1, checks.whole_number(1, 10**6)),  # pieces per batch
     "zero": Setting(0, checks.whole_number(0, 3)),  # ZeRO stage
     "precision": Setting("unchanged", _PRECISION),
-    "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
+    "loss_scale": Setting(None, _scale_fields),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
     "microbatches": Setting(None, _COUNT),  # axis pipe; None: one per stage
     "rounds": Setting(None, _COUNT),  # axis pipe: passes around; None: one
@@ -372,14 +372,14 @@ def build_step(
     codec_size,
     [run.config[key] for key in config_keys],
   ]
-  step = _steps.get(
+  step = _step_cache.get(
     lambda: _make_step(run, problem, mesh, rate, codec_size),
     *(values, rate, mesh, problem.loss, run.given_recipe),
   )
   return problem, step, peak, rate, steps
 
 
-_steps = build_cache.BuildCache()
+_step_cache = build_cache.BuildCache()
 
 
 def _make_step(
@@ -409,7 +409,7 @@ def _make_step(
   reducer = _reducer(run, mesh, codec_size)
   with checks.prefix_errors("mesh.form"):
     return hybrid.make_step(
-      _model(run, problem, mesh),
+      _mesh_model(run, problem, mesh),
       _algorithm(run, rate),
       mesh,
       accumulate=section["accumulate"],
@@ -452,7 +452,9 @@ def mesh_on(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
   return mesh
 
 
-def _model(run: Run, problem: problems.Problem, mesh: jax.sharding.Mesh) -> Any:
+def _mesh_model(
+  run: Run, problem: problems.Problem, mesh: jax.sharding.Mesh
+) -> Any:
   """Returns the problem's model, divided for the axes of the mesh."""
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}

@@ -82,9 +82,9 @@ def _step_plan(
   # [1] The bytes of a number in the computation and in the reduction.
   policy = section["precision"]
   policy_dtypes = precision.POLICIES.get(policy, precision.Policy())
-  width = 8 if policy == mesh_plan.DOUBLE else 4
+  default_nbytes = 8 if policy == mesh_plan.DOUBLE else 4
   sizes = (
-    jnp.dtype(dtype).itemsize if dtype else width
+    jnp.dtype(dtype).itemsize if dtype else default_nbytes
     for dtype in (policy_dtypes.compute, policy_dtypes.reduce)
   )
   replicas = transfers.Replicas(section["zero"], section["accumulate"], *sizes)
@@ -175,8 +175,8 @@ def peer_rounds(
   message_shape = peers.message_shapes(plan.peer, params)
   # Rounds repeat after this period, and equal phases share a program.
   exchange, compiled_phases = plan.gossip, set()
-  for k in range(exchange.every * exchange.topology.period):
-    phases = rounds.phases(k)
+  for index in range(exchange.every * exchange.topology.period):
+    phases = rounds.phases(index)
     if phases in compiled_phases:
       continue
     compiled_phases.add(phases)
@@ -185,7 +185,8 @@ def peer_rounds(
     )
     # Phases: (put, take, messages).
     program_plan = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
-    name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
+    kind = "messages" if phases[2] else "local"
+    name = f"{run.label}, round {index} ({kind})"
     yield ahead.Compilation(
       *(name, rounds.program, arguments, mesh, program_plan, (phases,))
     )
