@@ -11,7 +11,7 @@ recomputes a live run. Recipes, such as `dana_zero`, are functions of a learning
 rate and a number of workers. `table` (keyed rows) and `sandblaster_lbfgs` are
 recipes, too. The transforms inside recipes, such as `delay_compensation`, can
 be used in your own optax chains. All of them are in `asgd.transforms`, and most
-also in `asgd`. A name that a recipe and a transform share is the recipe here:
+also in `asgd`. If a recipe and a transform share a name, `asgd` has the recipe:
 `asgd.gap_aware` is the recipe, `asgd.transforms.gap_aware` its transform.
 
     order -> ticket -> message -> delay -> update -> record
@@ -114,7 +114,7 @@ if TYPE_CHECKING:
   __version__: str
 
 _RECIPES_MODULE = "algorithms"  # each of its recipes is a function of `asgd`
-# Module -> those of its names that are also names of `asgd`.
+# Module -> the names that `asgd` exports from it.
 _NAMES_BY_MODULE = {
   _RECIPES_MODULE: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
   "base": (

@@ -64,17 +64,17 @@ def in_proportion(
     checks.positive("speed", speed)
   checks.multiple(total, "total", unit, "units of {}")
   units, workers = total // unit, len(speeds)
-  limit = units if most is None else min(most // unit, units)
-  if not workers <= units <= limit * workers:
+  max_units = units if most is None else min(most // unit, units)
+  if not workers <= units <= max_units * workers:
     raise ValueError(
       f"{total} cannot be divided among {workers} workers with {unit} to"
-      f" {limit * unit} each"
+      f" {max_units * unit} each"
     )
   fastest = max(speeds)  # divided by first: the sum of speeds could overflow
   parts = [speed / fastest for speed in speeds]
   scale = units / math.fsum(parts)
   # [1] Round proportional parts down, but to at least one unit.
-  parts = [min(max(int(part * scale), 1), limit) for part in parts]
+  parts = [min(max(int(part * scale), 1), max_units) for part in parts]
   # Raising parts to one unit may exceed the total: take units back, each from
   # the worker that takes longest.
   while sum(parts) > units:
@@ -86,7 +86,7 @@ def in_proportion(
   heap = [((parts[i] + 1) / speeds[i], i) for i in range(workers)]
   heapq.heapify(heap)
   for _ in range(units - sum(parts)):
-    while parts[heap[0][1]] == limit:
+    while parts[heap[0][1]] == max_units:
       heapq.heappop(heap)
     _, i = heap[0]
     parts[i] += 1
@@ -95,7 +95,7 @@ def in_proportion(
 
 
 def job_batches(
-  batches: Batches, given: Allocation, *, stacked: bool
+  batches: Batches, allocation: Allocation, *, stacked: bool
 ) -> Batches:
   """Returns the jobs of an allocation, cut from batches of the largest size.
 
@@ -106,22 +106,22 @@ def job_batches(
 
   Args:
     batches: (worker, job) -> NumPy arrays [max(batch_sizes), ...].
-    given: the job of each worker.
+    allocation: the batch size and the steps of each worker.
     stacked: whether jobs have several batches, [H, B, ...], wrapped in
       `asgd.worker.Uneven`; False requires one step for each worker.
 
   Raises ValueError, when called, for an array with another leading axis.
   """
-  largest, longest = max(given.batch_sizes), max(given.steps)
+  max_size, max_steps = max(allocation.batch_sizes), max(allocation.steps)
 
   def cut_batch(worker, job):
-    size = given.batch_sizes[worker]
+    size = allocation.batch_sizes[worker]
 
     def cut_leaf(leaf):
-      if leaf.shape[:1] != (largest,):
+      if leaf.shape[:1] != (max_size,):
         raise ValueError(
           f"a batch has an array of shape {leaf.shape}, whose first axis is not"
-          f" its {largest} examples: it cannot be cut to a smaller batch"
+          f" its {max_size} examples: it cannot be cut to a smaller batch"
         )
       return leaf[:size]
 
@@ -130,9 +130,7 @@ def job_batches(
   def batch(worker, job):
     if not stacked:
       return cut_batch(worker, job)
-    parts = [
-      cut_batch(worker, job * longest + h) for h in range(given.steps[worker])
-    ]
-    return Uneven(stack(parts))
+    first, steps = job * max_steps, allocation.steps[worker]
+    return Uneven(stack([cut_batch(worker, first + h) for h in range(steps)]))
 
   return batch

@@ -81,7 +81,7 @@ def without_state(params: Params) -> Params:
 
 
 def weights_of(params: Params) -> Params:
-  """Returns the trained part of `params`; gap and norms are taken over it."""
+  """Returns the trained part of `params`, used for gap and norms."""
   return params.weights if isinstance(params, Variables) else params
 
 
@@ -136,7 +136,7 @@ class Algorithm(NamedTuple):
   """
 
   init: optax.TransformInitFn
-  update: Callable[..., tuple[Any, Any]]  # as of an optax transform
+  update: Callable[..., tuple[Any, Any]]  # see optax.TransformUpdateExtraArgsFn
   send: SendFn = send_current
 
 

@@ -228,8 +228,8 @@ def _write_report(
   experiment: cells.Experiment,
   bar: progress.ProgressBar | progress.Silent,
 ) -> None:
-  """Writes the report; a full disk is a warning, as the caller gets the
-  result."""
+  """Writes the report. A full disk only causes a warning: the caller still gets
+  the result."""
   try:
     report.write(workdir, experiment, bar.notes)
     bar.line(f"report: {workdir / 'report.html'}")

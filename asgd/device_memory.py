@@ -169,12 +169,12 @@ _NOTHING: Mapping[Block, int] = types.MappingProxyType({})
 
 
 class DeviceMemory:
-  """A device, and the host's memory behind it; starts empty."""
+  """A device, and the host's memory from which it fetches blocks."""
 
   def __init__(
     self, uses: Sequence[Sequence[Block]], room: int, copies: HostCopies
   ):
-    """Prepares for instructions that need blocks, as `BlockMemory` does."""
+    """Starts empty; see `BlockMemory` for `uses` and `room`."""
     self._memory, self._copies = BlockMemory(uses, room), copies
     self._host: dict[Block, Any] = {}  # None: the device has a newer value
     self._device: dict[Block, Any] = {}

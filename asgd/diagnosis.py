@@ -70,7 +70,7 @@ def make_sharpness(
   return sharpness
 
 
-_MAX_DRAWN = 2**20  # largest number of numbers that one program draws
+_MAX_DRAWN = 2**20  # most numbers that one program draws
 
 
 def _random_direction(key: jax.Array, weights: optax.Params) -> optax.Params:

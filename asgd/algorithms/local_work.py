@@ -29,19 +29,20 @@ from asgd.optimizers import OptimizerLike
 def local_optimizer(
   optimizer: Any, learning_rate: optax.ScalarOrSchedule,
   momentum: float = 0.0, weight_decay: float = 0.0,
-  *first: optax.GradientTransformation, **options: Any
+  *preceding: optax.GradientTransformation, **options: Any
 ) -> optax.GradientTransformation:
-  """Returns a worker's optimizer: the transforms `first`, then `optimizer` or
-  SGD."""
+  """Returns a worker's optimizer: the transforms `preceding`, then `optimizer`
+  or SGD."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
   # A worker does not count the server's updates: the rate is that of the
   # ticket's version, for all steps of a job.
   if optimizer is not None:
-    return optax.chain(*first, optimizers.at_version(optimizer, learning_rate))
+    tx = optimizers.at_version(optimizer, learning_rate)
+    return optax.chain(*preceding, tx)
   scale = transforms.scale_by_sent_rate(learning_rate)
-  return sgd_chain(scale, momentum, weight_decay, *first, **options)
+  return sgd_chain(scale, momentum, weight_decay, *preceding, **options)
 
 
 def displacement_recipe(

@@ -312,7 +312,7 @@ def dana_dc(
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: see `dana_zero`.
-    strength: lambda, 0 or more, per unit of loss, as that of `dc_asgd_c`.
+    strength: lambda, 0 or more, per unit of loss; see `dc_asgd_c`.
 
   Returns:
     A Recipe for the asynchronous order.

@@ -44,10 +44,10 @@ def sgd_chain(
   scale: optax.GradientTransformation,
   momentum: float = 0.0,
   weight_decay: float = 0.0,
-  *first: optax.GradientTransformation,
+  *preceding: optax.GradientTransformation,
   nesterov: bool = False,
 ) -> optax.GradientTransformation:
-  """SGD after other transforms: `first`, weight decay, momentum, then `scale`,
+  """SGD after the `preceding` transforms: weight decay, momentum, then `scale`,
   which multiplies by minus the learning rate.
 
   Example:
@@ -57,7 +57,7 @@ def sgd_chain(
   """
   is_plain = checks.is_zero(momentum)
   return optax.chain(
-    *first,
+    *preceding,
     decay_weights(weight_decay),
     # Without momentum there is no velocity to store.
     optax.identity() if is_plain else velocity(momentum, nesterov=nesterov),

@@ -327,8 +327,8 @@ def dc_asgd_a(
       the paper has no momentum.
     strength: lambda_0, 0 or more.
     decay: m, in [0, 1).
-    scope: "server" keeps one mean square, as the paper's text; "worker" keeps
-      one for each worker, as the authors' code.
+    scope: "server" keeps one mean square, as in the paper's text; "worker"
+      keeps one for each worker, as in the authors' code.
 
   Returns:
     A Recipe for the asynchronous order.

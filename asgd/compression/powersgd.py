@@ -184,7 +184,7 @@ def powersgd_reducer(
 
 
 def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
-  """Whether a leaf becomes smaller, by `minimum_rate` at least, as factors."""
+  """Whether factors are smaller than a leaf, `minimum_rate` times at least."""
   size = math.prod(like.shape)
   if len(like.shape) < 2 or not size:
     return False

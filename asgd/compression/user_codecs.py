@@ -8,7 +8,7 @@ import jax
 from asgd import base, checks, sharding
 from asgd.compression.codec import Codec, composed
 
-# The duty of each function, for the error of one that fails.
+# The contract of each function, for the error if it fails.
 _CONTRACT = {
   "init": "takes the parameters' shapes and returns a state",
   "encode": "takes (state, message, key) and returns (code, state)",
@@ -19,8 +19,8 @@ _CONTRACT = {
 def _naming(
   codec_name: str, function: str
 ) -> contextlib.AbstractContextManager[Any]:
-  """Returns a context in which errors name the codec and its function's
-  duty."""
+  """Returns a context in which errors name the codec, and the contract of its
+  function."""
   return checks.user_code(
     f"codec {codec_name}: {function} fails",
     f"; {function} {_CONTRACT[function]}",

@@ -1,4 +1,4 @@
-"""Image sets, and one table, by name, as four arrays.
+"""Loads image sets, and one table of numbers, by name: four arrays each.
 
 `load` searches `data_dir`, then an installed package, then downloads;
 `Dataset.source` names the source of the data. If `data_dir` is given, it must

@@ -4,9 +4,9 @@ An iterator has a position, so its batch is no function of (worker, job). Each
 new job of a worker takes the next batch of its iterator. A run can resume, and
 a worker can be replaced, only if the position can be saved:
 
-- the iterator has `get_state()` and `set_state(state)`, as those of grain;
-- or the iterable that makes it has `state_dict()` and `load_state_dict(state)`,
-  as `datasets.IterableDataset` and torchdata's `StatefulDataLoader`.
+- the iterator has `get_state()` and `set_state(state)` (grain's iterators);
+- or the iterable that makes it has `state_dict()` and `load_state_dict(state)`
+  (`datasets.IterableDataset`, torchdata's `StatefulDataLoader`).
 """
 
 import base64

@@ -54,7 +54,7 @@ def load(
   data_dir: str | os.PathLike[str] | None = None,
   tokenizer: str | os.PathLike[str] | None = None,
 ) -> Sentences:
-  """Loads a task; the test part is the one that its authors call dev.
+  """Loads a task; the test part is its authors' dev part.
 
     topics  the topic (of four) of a sentence of Python's manual, which is part
             of Python: about 780 / 190 sentences (they vary with Python's

@@ -95,7 +95,7 @@ def load(
   data_dir: str | os.PathLike[str] | None = None,
   **options: Any,
 ) -> Sparse:
-  """Loads examples; every fifth is in the test part (sst2 has its own).
+  """Loads examples; every fifth is in the test part, except for sst2.
 
     generated      see `generated`
     breast_cancer  569 examples, embedded in scikit-learn; 3,121 features: the

@@ -29,7 +29,7 @@ _DRAFT = ".tensorboard"
 
 
 def tag_of(key: str) -> str:
-  """Returns the tag of a column of evaluations, as boards group them.
+  """Returns the tag of an evaluation's column, by which boards group curves.
 
   Example:
     >>> tag_of("test_loss"), tag_of("learning_rate")

@@ -279,7 +279,7 @@ class LiveWalkEngine(live_engine.LiveEngine):
         faults.script_of, self._context.machine.faults, live.folder
       )
       return functools.partial(
-        WalkWorker, hosts.plan, live.cell.seed, worker, script
+        WalkWorker, hosts.make_plan, live.cell.seed, worker, script
       )
 
     counts = {WORKER: self._plan.workers}

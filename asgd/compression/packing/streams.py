@@ -313,7 +313,7 @@ def _unpack_gaps(stream: PackedStream, k: int, reader: Reader) -> np.ndarray:
 def _unpack_elements(
   stream: PackedStream, positions: np.ndarray, reader: Reader
 ) -> np.ndarray:
-  """Returns all elements, from the ones at `positions`; the others are 0."""
+  """Reads the elements at `positions`. Returns all elements; others are 0."""
   count, unsigned = positions.size, _UNSIGNED[stream.dtype.itemsize]
   if stream.kind == VALUES:
     numbers = reader.array(count, unsigned)

@@ -183,9 +183,9 @@ class EngineKind(NamedTuple):
   start: Callable[[Context], Engine]
   columns: Sequence[Column]  # of the table, beside the columns of all engines
   describe: Callable[[Mapping[str, Any]], str]  # (result) -> a few words
-  # (entry of a run) -> further keys that it may give: those of its selections
+  # (entry of a run) -> further keys that it may have, such as its schedule's
   options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
-  # (section or entry, key, value) -> keys that follow from the old value
+  # (section or entry, key, new value) -> keys that belong to the old value
   dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = (
     _nothing
   )

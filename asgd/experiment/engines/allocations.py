@@ -100,7 +100,7 @@ def _worker_values(
 ) -> tuple[int, ...]:
   """Returns the workers' values of a key; by default each has `even_share`."""
   value = run.config["allocation"][key]
-  # By speed, the values are not known yet; the even ones stand for them.
+  # Values that follow from speed are not known yet: use the even share.
   if value in (EQUAL, SPEED):
     return (even_share,) * workers
   return _check_values(run, recipe, workers, key, value)

@@ -188,7 +188,7 @@ class CoordinatedEngine(SimulatedEngine):
   def _progress(self, part: Any) -> engines.Progress:
     """Returns the progress, with the news of the run log."""
     run_log = self._simulation.run_log
-    # The news are taken out, so that each line is shown once.
+    # Clear the news of the log, so that each line is shown once.
     news, run_log.news = run_log.news, []
     progress = super()._progress(part)
     # Gradients of a coordinator are never stale, so the gap is 0.

@@ -137,7 +137,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
       return functools.partial(
         worker.LiveWorker,
         index=index,
-        make_task=functools.partial(make_task, hosts.plan, live.cell.seed),
+        make_task=functools.partial(make_task, hosts.make_plan, live.cell.seed),
         # The faults that are injected into this worker.
         faults=[f for f in machine.faults if f.worker == index],
         record=functools.partial(faults_lib.append_fault, live.folder),

@@ -36,16 +36,18 @@ class LiveRun(NamedTuple):
   params: Any  # NumPy arrays, before the first message
 
   @property
-  def split(self) -> sharding.ShardPlan | None:
-    """The split of the parameters into shards; None: there is one shard."""
+  def shard_plan(self) -> sharding.ShardPlan | None:
+    """The division of the parameters into shards; None: there is one shard."""
     shards = self.setup.shards
     return sharding.make_plan(self.params, shards) if shards > 1 else None
 
   @property
   def shard_params(self) -> list[Any]:
     """The parameters of each shard, before the first message."""
-    split = self.split
-    return sharding.split(split, self.params) if split else [self.params]
+    shard_plan = self.shard_plan
+    if shard_plan is None:
+      return [self.params]
+    return sharding.split(shard_plan, self.params)
 
 
 @functools.lru_cache(maxsize=256)
@@ -160,13 +162,13 @@ def prepare(
 def make_spec(run: LiveRun) -> WorkerSpec:
   """Returns the work of a cell's workers."""
   plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
-  worker = plan.coded_worker(run.split)
+  worker = plan.coded_worker(run.shard_plan)
   # `prepare` has used the first half of the same split.
   _, root = jax.random.split(jax.random.key(run.seed))
   return WorkerSpec(
     simulator.compile_work(worker, plan.devices),
     *(worker.init, plan.job_batches(run.seed), root),
-    *(run.params, run.split),
+    *(run.params, run.shard_plan),
     consistent=setup.consistent,
     depth=setup.rules.depth,
     slowdown=tuple(settings["slowdown"]),
@@ -198,24 +200,22 @@ def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
 def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns the parameters that the shards would send to a worker now."""
   # The parameters that worker 0 would receive, in parts.
-  send, split = jax.jit(run.plan.server.send), run.split
+  send, shard_plan = jax.jit(run.plan.server.send), run.shard_plan
   params_of_shards = [send(state, np.int32(0)).params for state, _ in images]
-  return (
-    sharding.join(split, jax.device_get(params_of_shards))
-    if split
-    else params_of_shards[0]
-  )
+  if shard_plan is None:
+    return params_of_shards[0]
+  return sharding.join(shard_plan, jax.device_get(params_of_shards))
 
 
 def combine(
   shard_records: Sequence[base.Records],
-  split: sharding.ShardPlan | None,
+  shard_plan: sharding.ShardPlan | None,
   params: Any,
 ) -> base.Records:
   """Returns the records of the lead. If every shard has received a message, its
   row has the report, bytes and residual norm of all shards together."""
   lead = shard_records[0]
-  if split is None or not len(lead.loss):
+  if shard_plan is None or not len(lead.loss):
     return lead
   rows_by_shard = []  # of each shard: (worker, job) -> row
   for records in shard_records:
@@ -240,7 +240,7 @@ def combine(
 
   fields = zip(*map(columns_of_shards, base.Report._fields), strict=True)
   reports = [base.Report(*columns) for columns in fields]
-  sizes = sharding.trained_sizes(split, params)
+  sizes = sharding.trained_sizes(shard_plan, params)
   combined = sharding.combine(reports, sizes)._asdict()
   # Copy the columns: the records of the lead must not change.
   columns = {name: column.copy() for name, column in lead._asdict().items()}
@@ -293,7 +293,7 @@ def _parts_for_processes(
   run: LiveRun, live: LiveCell, hosts: CellHosts
 ) -> tuple[Site, dict[str, Any], _SpecMaker]:
   """Returns the values of `_parts_for_threads` for hosts that are processes."""
-  arguments = hosts.plan, run.seed, run.setup, run.params
+  arguments = hosts.make_plan, run.seed, run.setup, run.params
   # partial(partial, f, *parts)(allocation) is partial(f, *parts, allocation),
   # which can be pickled.
   spec_maker = functools.partial(functools.partial, _spec_in_host, *arguments)
@@ -337,7 +337,7 @@ def make_cluster(
     _parts_for_processes if hosts.are_processes else _parts_for_threads
   )
   site, options, spec_maker = make_parts(run, live, hosts)
-  make_server = functools.partial(_server_in_host, hosts.plan)
+  make_server = functools.partial(_server_in_host, hosts.make_plan)
   makers = ServerMakers(
     *(site, make_server, run.shard_params),
     faults=tuple(machine.faults),
@@ -345,7 +345,7 @@ def make_cluster(
     **options,
   )
   cluster = ServerCluster(
-    *(run.setup, run.split, hosts.hosts, makers),
+    *(run.setup, run.shard_plan, hosts.hosts, makers),
     spec_maker(run.plan.allocation),
     refill=live.settings["refill"],
     resumed=resumed,

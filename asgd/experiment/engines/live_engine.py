@@ -112,7 +112,7 @@ class LiveEngine(engines.Engine):
     stack.callback(self.cluster.close)
     # Participants that were replaced before a resume count, too.
     self._memory.write_running(self._replaced())
-    assert context.board is not None  # the driver writes it, as the folder
+    assert context.board is not None  # the driver of a live cell writes it
     self._figures = live_figures.Watch(
       plan.workers, context.board, self._bytes_share
     )

@@ -56,7 +56,7 @@ class CellHosts(NamedTuple):
   """The hosts in which the participants of a live cell run."""
 
   hosts: Hosts
-  plan: Callable[[], Any]  # returns the plan of the cell, in any host
+  make_plan: Callable[[], Any]  # returns the plan of the cell, in any host
   are_processes: bool  # each host then compiles its functions itself
   leave_seconds: float = 2.0  # for participants to write files at the end
 
@@ -114,12 +114,13 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   }
   hosts = ActorHosts(ray_site, resources=resources)
   hosts.show = machine.show
-  plan = functools.partial(
-    make_plan, rebuild, config, dataset_reference, live.cell
-  )
+  arguments = rebuild, config, dataset_reference, live.cell
+  plan_maker = functools.partial(make_plan, *arguments)
   # Seconds that a process has to write its files: a profile takes longest.
   leave_seconds = 60.0 if ray_site.profile else 10.0 if ray_site.spans else 2.0
-  return CellHosts(hosts, plan, are_processes=True, leave_seconds=leave_seconds)
+  return CellHosts(
+    hosts, plan_maker, are_processes=True, leave_seconds=leave_seconds
+  )
 
 
 def make_plan(

@@ -59,7 +59,7 @@ def make_spec(
   params = jax.device_get(plan.problem.init(key))
   wire = array_wire(copies=copies)
   if plan.gossip.compressed:
-    # Codes of a codec go packed over the wire, as between machines.
+    # Codes are sent as packed bytes, even between threads.
     wire = packed_wire(plan.peer, params)
   return PeerSpec(
     *(plan.gossip, plan.peer, plan.worker, params),
@@ -155,7 +155,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     )
     if hosts.are_processes:
       arguments = plan.allocation, seed, evaluated_messages
-      return functools.partial(_spec_in_host, hosts.plan, *arguments)
+      return functools.partial(_spec_in_host, hosts.make_plan, *arguments)
     spec = make_spec(plan, seed, evaluated_messages, copies=False)
     # Compiled once, for all threads of this process.
     spec.warm_up_all()
@@ -227,8 +227,8 @@ class LivePeerEngine(live_engine.LiveEngine):
       if self._received >= until or self.cluster.finished:
         views = self.cluster.views()
     elif self.cluster.rounds * self.quantum >= until:
-      # Peers keep views of the evaluated rounds. A replaced peer may have
-      # lost its view, so the present ones are taken instead.
+      # Peers keep views of the evaluated rounds. If a replaced peer has lost
+      # its view, use the present views.
       rounds = until // self.quantum
       views = self.cluster.views(rounds) or self.cluster.views()
     # [2] Without views, only report how far the cell is.
@@ -311,8 +311,8 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
-    """Messages and bytes that were taken over each link, read at the end of the
-    cell. Rows are receivers, columns senders."""
+    """Messages and bytes that were received over each link, read at the end of
+    the cell. Rows are receivers, columns senders."""
     n = len(self._writers)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._writers:

@@ -231,7 +231,7 @@ class LiveServerEngine(live_engine.LiveEngine):
       records.read_records(path) for path in self._record_paths
     ]
     return live_clusters.combine(
-      records_of_shards, self._run.split, self._run.params
+      records_of_shards, self._run.shard_plan, self._run.params
     )
 
   def summary(self, start: int, end: int) -> dict[str, Any]:

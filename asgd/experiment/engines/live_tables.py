@@ -194,7 +194,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   ) -> tuple[cluster_lib.TableCluster, Callable[[], None]]:
     """Returns the cluster of shards and workers, and its start."""
     makers = TableMakers(
-      *(hosts.plan, live.cell.seed, live.folder, live.memory),
+      *(hosts.make_plan, live.cell.seed, live.folder, live.memory),
       *(tuple(self._context.machine.faults), live.write_span),
     )
     cluster = cluster_lib.TableCluster(

@@ -16,6 +16,6 @@ def bare_machine(monkeypatch, tmp_path):
     raise AssertionError(f"a test asked the network for {url}")
 
   monkeypatch.setattr(urllib.request, "urlopen", refuse)
-  monkeypatch.setattr(images, "_PREFIXES", ())
+  monkeypatch.setattr(images, "_INSTALL_PREFIXES", ())
   monkeypatch.setitem(sys.modules, "mlxtend", None)
   monkeypatch.setenv("ASGD_CACHE", str(tmp_path / "cache"))
