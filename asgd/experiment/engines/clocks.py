@@ -27,7 +27,7 @@ HEADER = ["worker", "seconds"]  # of a file of times
 
 def build(name: str, **options: Any) -> durations.Durations:
   """Builds durations by name: `recorded`, `partitioned`, MODULE:FUNCTION, or a
-  name of `asgd.orders.durations.build`, whose errors it raises.
+  name of `asgd.orders.durations.build`. Raises the errors of that function.
 
   A user's function gets the options as arguments, and `seed` if it takes one.
   It returns times in a form of `as_durations`.

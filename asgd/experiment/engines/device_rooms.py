@@ -1,5 +1,5 @@
-"""The section `memory` of a config: workers whose devices hold only a part of
-the model at a time (`asgd.layer_worker`)."""
+"""The section `memory` of a config: devices of workers hold only a part of the
+model at a time (`asgd.layer_worker`)."""
 
 from collections.abc import Mapping
 from typing import Any
