@@ -70,7 +70,8 @@ def in_proportion(
       f"{total} cannot be divided among {workers} workers with {unit} to"
       f" {max_units * unit} each"
     )
-  fastest = max(speeds)  # divided by first: the sum of speeds could overflow
+  # Divide by the fastest first: the sum of the speeds could overflow.
+  fastest = max(speeds)
   parts = [speed / fastest for speed in speeds]
   scale = units / math.fsum(parts)
   # [1] Round proportional parts down, but to at least one unit.

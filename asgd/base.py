@@ -299,7 +299,7 @@ class Records(NamedTuple):
   bytes_up: npt.NDArray[np.int64]  # [U], of the message as it was sent
   # [U], of the parameters sent for the message; 0 if the worker kept a ticket
   bytes_down: npt.NDArray[np.int64]
-  # [U], RMS of the worker's residual: what its messages have left out so far; 0
+  # [U], RMS of the worker's residual, which its messages left out so far; 0
   # without a codec
   residual_norm: npt.NDArray[np.float32]
 

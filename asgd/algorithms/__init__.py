@@ -15,7 +15,8 @@ options. Docstrings refer to these as the shared options:
   counts the peer's updates;
 - `workers`: N, or the number of peers, from 2;
 - `momentum`: gamma, in [0, 1): v <- gamma v + g; params <- params - eta v, so
-  v does not contain the learning rate. The steps that use eta have it;
+  v does not contain the learning rate. The steps with rate eta have the
+  momentum;
 - `weight_decay`: 0 or more: weight_decay * params is added to a gradient. The
   server adds its own parameters, after any compensation and before the
   momentum; workers and peers add theirs;
