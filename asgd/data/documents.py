@@ -238,7 +238,7 @@ def _load_pydoc(data_dir):
   """Returns (source, pieces of the pages of Python's language reference)."""
   source, characters = text.read("pydoc", data_dir=data_dir)
   paragraphs = re.split(r"\n\s*\n", characters)
-  # A document is a piece of 8 paragraphs of a page.
+  # A document is a piece of 8 paragraphs.
   starts = range(0, len(paragraphs), 8)
   pieces = [" ".join(paragraphs[start : start + 8]) for start in starts]
   return source, [piece for piece in pieces if _WORD.search(piece.lower())]
