@@ -107,7 +107,7 @@ def _pack(
   result_text = storage.to_json(result, indent=2) + "\n"
   members["result.json"] = result_text.encode()
   # The archive is written atomically, by a rename. A kill before the rename
-  # leaves the cell unfinished; one after it leaves files that
+  # leaves the cell unfinished; a kill after it leaves files that
   # `remove_leftovers` removes.
   storage.write_archive(cell_folder / ARCHIVE, members)
   _remove_packed(cell_folder)
@@ -133,7 +133,7 @@ def remove_leftovers(cell_folder: Path) -> None:
   leftovers = [".lock", half_written]
   if packed:
     leftovers += ["checkpoints", *_REPLACED]
-  # Most cells have none, and then no lock is taken.
+  # Most cells have no leftovers, and need no lock.
   if not any((cell_folder / name).exists() for name in leftovers):
     return
   with contextlib.suppress(CellInUse), locked_cell(cell_folder):

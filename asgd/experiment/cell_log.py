@@ -132,8 +132,8 @@ class CellLog:
 
 
 def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
-  """Replaces the boards of finished seeds in WORKDIR/tensorboard by one for
-  each run and number of workers, unless none is new; needs tensorboardX."""
+  """Replaces the boards of finished seeds in WORKDIR/tensorboard by one board
+  for each run and number of workers. Without tensorboardX it does nothing."""
   if not boards.is_available():
     return
   # Another command with the same folder may end at the same time.

@@ -38,14 +38,14 @@ _MAX_SEGMENTS = 400  # segments of work
 _MAX_LANES = 32  # workers, or devices, that the file shows
 _MAX_CALLS = 100  # calls of `advance` that the file shows
 
-MAX_ROWS = 800  # last rows of a trace that the segments of work are read from
+MAX_ROWS = 800  # last rows of a trace, from which segments of work are read
 
 
 class Segment(NamedTuple):
-  """A time in which a worker works. Between two segments the worker waits."""
+  """A period in which a worker works. Between two segments the worker waits."""
 
   lane: int  # index of the worker, or of the device
-  kind: str  # compute, wire, or job, which is compute and wire
+  kind: str  # compute, wire (transfers), or job (both)
   start: float  # seconds, or simulated time
   end: float
 
@@ -55,7 +55,7 @@ def segments(
   computed: Callable[[int, int], Sequence[float]] = lambda *_: (),
   kind: str = "compute",
 ) -> list[Segment]:
-  """Returns the jobs in the last rows of a trace.
+  """Returns the segments of the jobs in the last rows of a trace.
 
   Args:
     rows: the rows of the trace; a job that starts before them is left out.
@@ -299,10 +299,10 @@ class ProgressFile:
     self._lines = [] if lines is None else lines
     self._about = {**about, "total": engine.total, "unit": engine.unit}
     self._points, self._log = _read_earlier_attempt(self._path, engine.done)
-    # The clock continues at the last point, so the stop between has no length.
+    # The clock continues at the last point: time between attempts is excluded.
     seconds = self._points[-1].seconds if self._points else 0.0
     self._clock_start = time.monotonic() - seconds
-    # Not by the cell's clock, which `advance` sets back after the start-up.
+    # In real time, as `advance` sets the cell's clock back after the start-up.
     self._next_write = time.monotonic() + _FIRST_WRITE
     # Time on the engine's clock at the last message; None: it has no clock. A
     # resumed cell without further messages ends at the last point.
@@ -322,7 +322,7 @@ class ProgressFile:
     start = time.monotonic() - self._clock_start
     progress: engines.Progress = self._engine.advance(until)
     if progress.seconds is not None:
-      # Records of several writers are not read in the order of their times.
+      # Records of several writers are not read in order of time: never go back.
       seconds = max(progress.seconds, self._engine_seconds or 0.0)
       self._engine_seconds = seconds
       # The start-up of the workers does not count: the clock continues here.
@@ -385,7 +385,7 @@ class ProgressFile:
     }
     with contextlib.suppress(OSError):  # the run does not need this file
       safe_files.write(self._path, json.dumps(content, allow_nan=False))
-    # [3] The next write is due when this one is 1 % of the time.
+    # [3] Pause so long that writes take at most 1 % of the time.
     write_ended = time.monotonic()
     write_seconds = write_ended - write_began
     pause = max(_INTERVAL, _PAUSE_FACTOR * write_seconds)

@@ -1,8 +1,7 @@
 """From a config to the cells of an experiment.
 
 A cell is one training run: a run of the config, a number of workers and a seed.
-Everything that can be wrong with a config is found here, before anything is
-written or trained.
+All mistakes in a config are found here, before anything is written or trained.
 """
 
 import collections
@@ -26,7 +25,7 @@ class Cell(NamedTuple):
   """One training run of an experiment."""
 
   label: str  # of the run, in the config
-  title: str  # of the run, for people
+  title: str  # of the run, in output
   workers: int
   seed: int
 
@@ -193,8 +192,8 @@ def programs(
   """Yields the programs of a config's runs, for devices that need not exist.
 
   Raises:
-    ValueError: as `build`, for an engine without programs, and for a mesh that
-      does not fit the devices of `target`.
+    ValueError: see `build`; also for an engine without programs, and for a mesh
+      that does not fit the devices of `target`.
   """
   config = _checked_config(config, engines)
   for run in config.runs.values():

@@ -50,7 +50,7 @@ def wait_for_end(live_processes: Iterable[tuple[int, str]]) -> list[int]:
     for pid, start_time in live_processes:
       with contextlib.suppress(OSError):  # the process has ended
         state, actual_start_time = processes.process_stat(pid)
-        # Z and X: it has ended, and its parent has not yet asked for its status
+        # States Z and X: it has ended, and its parent has not read its status.
         if actual_start_time == start_time and state not in "ZX":
           pids.append(pid)
     if not pids or time.monotonic() > deadline:
@@ -260,7 +260,7 @@ def inject(
     kinds: the kinds of failures; each comes once before any comes again.
     rng: draws the order of the kinds, and the times.
     mtbf: mean seconds of work between two failures.
-    seconds: of work, after which no failure is injected.
+    seconds: seconds of work after which no failure is injected.
     patience: seconds without a new row, after which the run has hung.
 
   Raises:
@@ -269,7 +269,7 @@ def inject(
   rate = 1 / mtbf
   # Both are in seconds of the run's work.
   worked_seconds, next_failure = 0.0, rng.expovariate(rate)
-  next_kinds: list[str] = []  # kinds that come before any comes again
+  next_kinds: list[str] = []  # the kinds that must still come once
   last_time = time.monotonic()
   while run.process.poll() is None:
     time.sleep(_POLL_SECONDS)

@@ -129,7 +129,7 @@ def make_importable(described: Mapping[str, Any]) -> None:
 def changed_modules(
   described: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Sequence[str]:
-  """Returns the modules that have another file content than `described`."""
+  """Returns the modules with another file content than in `described`."""
   current = describe(config)
   return [
     module

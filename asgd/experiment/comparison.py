@@ -9,7 +9,7 @@ If the links of a run took time (config.network), the measured jobs exclude that
 time. The simulations send tickets and messages of the recorded sizes through
 the same network.
 
-A replay must have the same records; the first that differs is named.
+A replay must have the same records; the first record that differs is named.
 
 `compare` makes a `LiveComparison`; `quantities`, `race` and `describe` turn it
 into rows and text, and `comparison_figure` draws it.
@@ -90,7 +90,7 @@ def _streams(
   timed_files: live_files.LiveFiles,
   timed_folder: Path,
 ) -> dict[str, list[Iterator[float]]]:
-  """Returns streams of job durations for each worker, by simulation.
+  """Returns kind of simulation -> a stream of job durations for each worker.
 
   Args:
     cell: the simulated cell.
@@ -98,7 +98,7 @@ def _streams(
     timed_files: files of the cell with the durations, which may be another.
     timed_folder: the folder of `timed_files`, for errors.
   """
-  # [1] The durations of the timed cell, of jobs after its start.
+  # [1] The jobs of the timed cell, and durations after its start ("settled").
   jobs = _measured_jobs(timed_files)
   if not jobs:
     raise ValueError(f"{timed_folder} has no message: {predict.TOO_SHORT}")
@@ -142,7 +142,8 @@ def compare(
 
   Raises:
     ValueError: the cell is too short, was changed since it ended, or names code
-      that is not trusted; or one of two cells has no simulation.
+      that is not trusted; or `durations_of` is given and no server decides the
+      order of one of the two cells.
   """
   # [1] The files of the cell, and of the cell with the durations.
   cell_folder = live_files.only_cell(folder)
@@ -246,8 +247,8 @@ def _with_replay(
 
 
 def first_difference(records: base.Records, replayed: Any) -> str:
-  """Returns the first record, by worker and job, in which a run and its replay
-  differ: its column and both values; "" if none differs."""
+  """Describes the first record (by worker and job) in which a run and its
+  replay differ, with its column and both values; "" if none differs."""
   if len(records.loss) != len(replayed.loss):
     return f"{len(records.loss)} records, replayed {len(replayed.loss)}"
   # Rows by worker and job: the files of several workers have no common order.
@@ -393,7 +394,8 @@ def describe(
 
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
-  """Returns a loss that all runs reach: 90 % of the smallest decrease."""
+  """Returns a loss that all runs reach: 90 % of the way from the lowest first
+  loss to the highest minimum."""
   # The curves start at the first ticket, because a race includes the start.
   curves = [curve for cell in cells for curve in loss_curves(cell, 0).values()]
   start = min(curve.loss[0] for curve in curves)
@@ -410,9 +412,9 @@ def _common_kinds(cells: Sequence[LiveComparison]) -> list[str]:
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
-  """Returns a row for each cell, over the kinds of runs that all cells have:
-  messages per second, seconds from the first ticket to a loss, and how many
-  times faster that is than the slowest cell."""
+  """Returns a row for each cell. For each kind of run that all cells have, it
+  has the messages per second, the seconds from the first ticket to a loss, and
+  how many times faster that is than in the slowest cell."""
   rows, kinds = [], _common_kinds(cells)
   for cell in cells:
     row: dict[str, Any] = {"cell": cell.name}

@@ -2,8 +2,8 @@
 
 Compilation takes half of the time of a sweep of small models. The processes of
 a command, and a command that is repeated, compile the same programs. JAX can
-keep programs in a folder: a command calls `keep_programs`, which sets one. A
-call from a script uses a folder only if JAX_COMPILATION_CACHE_DIR names one.
+store programs in a folder, which `keep_programs` sets for commands. A call from
+a script uses a folder only if JAX_COMPILATION_CACHE_DIR names one.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def uses_default_folder() -> bool:
 
 
 def keep_programs() -> None:
-  """Keeps programs that this process, and those that it starts, compile. Does
+  """Stores programs that this process and its child processes compile. Does
   nothing if JAX_COMPILATION_CACHE_DIR is set, even to "", or if the folder
   cannot be made, belongs to another user, or is a link."""
   if _FOLDER_VARIABLE in os.environ:
@@ -50,8 +50,8 @@ def keep_programs() -> None:
     _trim(cache)
   except (OSError, RuntimeError, ValueError):
     return  # programs are compiled, but not stored
-  # Variables for the processes that this one starts; `update` for this process,
-  # in which JAX has read its variables already.
+  # The variables are for child processes; `update` is for this process, in
+  # which JAX has read the variables already.
   os.environ[_FOLDER_VARIABLE] = str(cache)
   jax.config.update(_FOLDER_VARIABLE.lower(), str(cache))
   if _MIN_SECONDS_VARIABLE not in os.environ:

@@ -97,7 +97,7 @@ def describe(table_rows: Sequence[dict[str, Any]], jobs: int) -> str:
     f"{output.table(header, text_rows)}\n{cells} cells, {messages:,} messages"
   )
   if minutes:
-    # A process trains whole groups of cells: more processes than groups idle.
+    # A process trains whole groups of cells, so there are at most that many.
     at_once = min(jobs, len(minutes))
     time_of_all = _format_minutes(sum(minutes) / at_once)
     summary += f", an estimated {time_of_all} on {at_once} cores"

@@ -40,7 +40,7 @@ class Progress(NamedTuple):
   gap: float | None = None
   news: Sequence[str] = ()  # lines to show to the user
   figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
-  broken: str | None = None  # which message was not finite, and why not
+  broken: str | None = None  # the error, if a message was not finite
   rows: Any = None  # records of the new messages, a NamedTuple of columns
   # Seconds of training by the engine's clock; None: it has none, or no news.
   seconds: float | None = None
@@ -57,7 +57,7 @@ class Snapshot(NamedTuple):
   params: optax.Params
   message: int  # messages received by then
   update: int  # parameter changes by then
-  # {"time": simulated} or {"seconds": of training}, {"megabytes": sent}
+  # "time" (simulated) or "seconds" (of training), and "megabytes" (sent)
   clock: dict[str, float]
 
 
@@ -114,7 +114,7 @@ class Engine(abc.ABC):
     """
 
   def stop(self) -> str:
-    """Stops training, at a message where the engine can save if possible.
+    """Stops training, if possible at a message where the engine can save.
 
     Returns the end of the line that the user sees.
     """
@@ -149,7 +149,7 @@ class Context(NamedTuple):
   experiment: Any  # asgd.experiment.cells.Experiment
   cell: Any  # asgd.experiment.cells.Cell
   plan: Any  # a Plan of the engine
-  folder: Path | None  # of the cell; None where another process writes
+  folder: Path | None  # of the cell; None: another process writes it
   board: Path | None  # for TensorBoard
   restore: Callable[[Callable[[Any], Any]], Any]  # see Checkpoints.restore
   rows: Sequence[Mapping[str, Any]]  # evaluations that the log has

@@ -48,7 +48,7 @@ def build(name: str, **options: Any) -> durations.Durations:
   if name not in local_makers:
     return durations.build(name, **options)
   return names.call(
-    # A seed in `options` replaces it.
+    # `options` may have another seed.
     "durations", name, local_makers[name], {"seed": 0, **options}
   )
 

@@ -35,8 +35,8 @@ _job_key = jax.jit(worker_lib.job_key)
 
 
 class CoordinatedPlan(outcomes.OutcomePlan):
-  """The parts that the cells of a run share. The learning rate is the first
-  step that a line search tries."""
+  """The plan that the cells of a run share. The learning rate is the first step
+  that a line search tries."""
 
   @property
   def batches(self) -> int:

@@ -11,7 +11,7 @@ from asgd.experiment.schema import Run
 
 
 def budget_batches(run: Run, problem: problems.Problem) -> float:
-  """Returns the batches of the whole budget of a cell."""
+  """Returns the budget of a cell, in batches."""
   examples = run.config["examples"]
   if examples is not None:
     return examples / run.config["batch_size"]
@@ -88,7 +88,7 @@ def _build_schedule(
           f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
         )
       units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
-      # The named schedule has the updates that remain after the warm-up.
+      # The named schedule covers the updates after the warm-up.
       updates = max(round(budget_batches(run, problem) / batches) - warmup, 1)
       rate = rates.named(
         *(section["name"], peak),

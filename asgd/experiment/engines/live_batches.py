@@ -45,7 +45,7 @@ def make_task(
   plan = make_plan()
   params, root = _initial_state(plan, seed)
   settings = plan.settings
-  # A worker gets about the same portions in each evaluation, so it keeps the
+  # A worker gets about the same portions in each evaluation, so it caches the
   # batches of twice its share.
   portions_per_worker = -(-settings.portions // plan.workers)  # rounded up
   return worker.PortionTask(
