@@ -68,8 +68,8 @@ class EventFile:
     self.close = self._file.close
     self._write(file_version="brain.Event:2")  # must be the first record
     if purge_step is not None:
-      # At a START record, readers drop earlier points from its step on, which an
-      # attempt that was killed has written.
+      # At a START record, readers drop earlier points from its step on: an
+      # attempt that was killed wrote them.
       log = self._SessionLog(status=self._SessionLog.START)
       self._write(step=purge_step, session_log=log)
 

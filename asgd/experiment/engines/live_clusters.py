@@ -124,7 +124,7 @@ def _warn_of_clip_norm(plan: ServerPlan) -> None:
 def prepare(
   plan: ServerPlan, seed: int, evaluated_messages: Sequence[int]
 ) -> LiveRun:
-  """Returns the inputs of a live cell. Shards keep parameters at
+  """Returns the inputs of a live cell. Shards store their parameters at
   `evaluated_messages`, for the driver's evaluations."""
   config = plan.run.config
   server, settings = config["server"], config["live"]

@@ -212,7 +212,7 @@ class LiveEngine(engines.Engine):
     """Reads the new records, stores and returns them."""
     records_of_writers = []
     for index in self._writers:
-      # From the record after the last one that was read.
+      # Start at the first record that was not read yet.
       new_records = self._files.read(
         self._folder, index, self._read_counts[index]
       )

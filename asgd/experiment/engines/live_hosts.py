@@ -23,7 +23,7 @@ from asgd.orders import protocol
 from asgd.orders.network import Network
 
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
-_PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
+_PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # Ray's strategies
 
 
 class LiveCell(NamedTuple):
@@ -80,7 +80,7 @@ def default_setup(plan: Any) -> Setup:
 
 
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
-  """Returns the dtype of sent numbers; None: they are sent as they are."""
+  """Returns the dtype of sent numbers; None: they are sent unchanged."""
   wire = config["server"]["wire"]
   return None if wire == "float32" else wire
 
@@ -101,7 +101,7 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   # One cell: Ray's processes need no others.
   config = cells.single_cell_config(live.plan.run, live.cell)
   dataset_reference = machine.ray_reference(live.dataset)  # which starts Ray
-  # Only now: the module imports Ray.
+  # Imported here, because the module imports Ray.
   from asgd.live.hosts.actors import ActorHosts
 
   ray_site, settings = site(live, machine.profile), live.settings

@@ -18,7 +18,7 @@ class ShardNews:
     Args:
       setup: the setup of the cell.
       memory: folder of the cell's memory.
-      message: count of messages received before.
+      message: count of messages received before this start.
       resumed: whether the journals have rows.
     """
     self._message = message

@@ -38,7 +38,6 @@ from asgd.orders.trace import TAKES
 def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   """Raises ValueError if journals or records of a finished cell were changed.
   The last message of a peer that failed may have no record."""
-  # A message that was received but not recorded does not count as missing.
   workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
   files.FILES.check(folder, workers, files.count_incarnations)

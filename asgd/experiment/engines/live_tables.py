@@ -78,7 +78,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   files.read_orders(folder, shards, workers)
   files.read_trace(folder, workers)
   files.FILES.check(
-    # Less one: the first incarnation of a worker is no replacement.
+    # Minus one: the first incarnation of a worker is no replacement.
     folder, workers, lambda events: files.count_incarnations(events) - 1, "jobs"
   )
 
@@ -283,7 +283,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def _take_snapshot(self, message: int) -> None:
     """Fetches the present rows, for the evaluation at a message."""
-    # Rows of all shards, at slightly different clocks.
+    # The rows of the shards are at slightly different clocks.
     rows_of_shards = self.cluster.rows()
     self._shard_progress = self.cluster.progress()
     params = self._plan.join(make_division(self._plan).join(rows_of_shards))

@@ -23,7 +23,7 @@ from asgd.experiment.engines import Column, by_protocol, mesh_plan
 from asgd.experiment.schema import Run
 from asgd.parallel import meshes, processes
 
-_CALL_SECONDS = 1.0  # of training, between two looks at clocks and signals
+_CALL_SECONDS = 1.0  # seconds of training per call of `advance`
 
 
 class MeshRecords(NamedTuple):
@@ -188,7 +188,8 @@ class MeshEngine(engines.Engine):
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns whole arrays, whatever the mesh."""
+    """Returns a checkpoint of whole arrays, which does not depend on the mesh.
+    """
     tree = {"state": self._whole_state(), "records": self._records}
     notes = {"update": self.done, "seconds": self._seconds}
     if self._batches.iterators is not None:

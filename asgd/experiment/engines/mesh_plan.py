@@ -297,7 +297,7 @@ def _reads_delay(
   weights = base.weights_of(shapes)
   staleness_shape = jax.ShapeDtypeStruct((), np.int32)
   jaxpr = jax.make_jaxpr(update)(weights, staleness_shape, weights).jaxpr
-  # The inputs behind the weights: staleness and the sent parameters.
+  # The inputs after the weights: staleness and the sent parameters.
   delay = jaxpr.invars[len(jax.tree.leaves(weights)) :]
   used_variables = (x for equation in jaxpr.eqns for x in equation.invars)
   # By identity, which is how a jaxpr distinguishes its variables.
@@ -472,7 +472,6 @@ def _name_mesh_in_errors(run: Run, mesh: jax.sharding.Mesh) -> Iterator[None]:
   try:
     yield
   except (TypeError, ValueError) as error:
-    # One line, not a page of shapes.
     message = " ".join(str(error).split())[:300]
     raise ValueError(
       f"config.mesh.axes {meshes.text(mesh.shape)} and config.model"
