@@ -287,7 +287,7 @@ def check_keys(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> None:
       raise ValueError(f"unknown argument {key!r}; {hint}")
 
 
-# Lengths.
+# The length of a run.
 
 
 def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
@@ -425,8 +425,8 @@ def in_words_of_calls(engine: str = "") -> Iterator[None]:
 
 
 _NO_PATH = r"(?<![\w./-])"  # before a word that is no part of a path
-# Regular expressions, in which {} is an engine, and their replacements. A
-# longer text is before its parts.
+# Regular expressions, in which {} is an engine, and their replacements. Longer
+# texts precede texts that they contain.
 _REPLACEMENTS = (
   ("choose another folder with --workdir", "choose another folder"),
   (r" \(--workdir\)", ""),

@@ -54,8 +54,8 @@ class Values:
 
 # How a codec relates to `error_feedback`.
 OPTIONAL = "optional"  # the codec works with and without it
-NEEDED = "needed"  # the codec is biased: the rest must be sent later
-OWN = "own"  # the codec keeps the rest itself, in a state field `residual`
+NEEDED = "needed"  # the codec is biased: later messages must send its errors
+OWN = "own"  # the codec keeps its errors itself, in a state field `residual`
 
 
 class Codec(NamedTuple):

@@ -153,7 +153,7 @@ def _residuals(state: Any) -> list[Any]:
 
 
 def decode(codec: Codec, message: Coded) -> optax.Updates:
-  """Returns the message (or the part of one) of a `Coded`."""
+  """Decodes a `Coded`: a message, or a shard's part of it."""
   weights = codec.decode(message.code)
   if message.stats is None:
     return weights

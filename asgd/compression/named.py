@@ -24,7 +24,7 @@ _OTHERS = powersgd, demo, bf16, fp16, int8, e3m0, identity
 CODECS: dict[str, Callable[..., Codec]] = {
   maker.__name__: maker for maker in (*_SPARSE, *_FEW_LEVELS, *_OTHERS)
 }
-# Methods for devices in step that are not the mean over devices' codecs.
+# Means over devices in step, other than the average over devices' codecs.
 REDUCERS: dict[str, Callable[..., Reducer]] = {
   "powersgd": powersgd_reducer,
   "onebit_adam": onebit_adam,
@@ -110,7 +110,7 @@ def named(
 
 
 def as_codec(codec: Any, **options: Any) -> Codec:
-  """Returns the codec that a value in any form stands for.
+  """Returns a value in any of the accepted forms as a Codec.
 
   Args:
     codec: a Codec; a name or a dict of a name and options, see `named`; or

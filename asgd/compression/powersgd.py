@@ -217,7 +217,7 @@ def _factors(
     largest = jax.lax.pmax(largest, axis)
   unit = power_below(largest)  # no product overflows
   transposed = transposed / unit
-  # [1] P <- mean of M Q: r columns travel instead of the matrix.
+  # [1] P <- mean of M Q: r columns are sent instead of the matrix.
   p = mean(jnp.matmul(transposed.T, q, precision=_HIGHEST))
   # [2] P <- an orthonormal basis of its columns.
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0

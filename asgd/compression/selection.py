@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 _SAMPLE = 4096  # numbers in the sample
 _MAX_UNSAMPLED = 1 << 16  # up to this many numbers, no sample is sorted
-_DEVIATIONS = 3.0  # of the sample's count: the margin on each side of the k-th
+_DEVIATIONS = 3.0  # margin around the k-th, in deviations of its sample rank
 _PATTERNS_PER_DOUBLING = 1 << 23  # bit patterns from a float32 to its double
 _INTEGER_DTYPES = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 

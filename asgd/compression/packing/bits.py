@@ -95,6 +95,6 @@ def _unfold(plane: np.ndarray, count: int, part: int) -> np.ndarray:
 
 
 def _check_unused(is_set: bool) -> None:
-  """Raises BadCode if bits behind the last number are set."""
+  """Raises BadCode if bits after the last number are set."""
   if is_set:
     raise BadCode("bits that belong to no number are set")

@@ -132,7 +132,7 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
       f"a packed code has {HEADER_NBYTES} bytes or more, not {view.nbytes}"
     )
   data = np.frombuffer(view, np.uint8)
-  # Check the CRC before any count is believed.
+  # Check the CRC before any count is used.
   _check_header(layout, data)
   reader = streams.Reader(data[HEADER_NBYTES:])
   arrays: list[Any] = [None] * len(layout.fields)
@@ -174,7 +174,7 @@ def first_length(data: Any) -> int:
       f"a packed code has {HEADER_NBYTES} bytes or more, not {available}"
     )
   *_, size = _FORMAT.unpack_from(memoryview(data))
-  # A count that was received may be anything.
+  # A received count may have any value.
   if size > available - HEADER_NBYTES:
     raise BadCode(
       f"a packed code claims {size} bytes after its header, but there are"

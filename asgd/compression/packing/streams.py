@@ -4,7 +4,7 @@
   values   dense: the elements
            sparse: positions and values of elements that are not 0
   symbols  dense: a few bits each, or 5 to a byte if they are -1, 0 and 1
-           signs: a bit each, if all are -1 or 1
+           signs: one bit each, if all are -1 or 1
            sparse: positions, signs and sizes of elements that are not 0
 
 A stream of values or symbols starts with a byte for its form. For a sparse
