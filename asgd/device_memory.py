@@ -7,8 +7,8 @@ fetches the next instruction's blocks while the present one computes (Cui et
 al., "GeePS: scalable deep learning on distributed GPUs with a GPU-specialized
 parameter server", EuroSys 2016).
 
-`asgd.layer_worker` computes a gradient so, and `asgd.pipeline.residence` trains
-the stages of a pipeline.
+In this way `asgd.layer_worker` computes a gradient, and
+`asgd.pipeline.residence` trains the stages of a pipeline.
 """
 
 import bisect
@@ -199,7 +199,7 @@ class DeviceMemory:
   def begin(self, op_index: int, made: Mapping[Block, int] = _NOTHING) -> None:
     """Fetches the blocks of an instruction, and starts to prefetch the blocks
     of a later one. `made` has the bytes of the blocks that the instruction will
-    make; it reserves room for them. They must be in the instruction's uses."""
+    make: room is reserved for them. They must be in the instruction's uses."""
     self._op_index = op_index
     for block in self._memory.uses[op_index]:
       if block in self._sizes:  # the sum of an update starts without a block
@@ -226,7 +226,7 @@ class DeviceMemory:
     return tree
 
   def keep(self, block: Block, tree: Any) -> None:
-    """Holds the new value that the present instruction has computed for a
+    """Stores the new value that the present instruction has computed for a
     block. The value is written to the host when the block is evicted, or by
     `host`."""
     self._memory.held.pop(block, None)

@@ -6,7 +6,8 @@
 `make_batches` divides any arrays of examples into batches. `columns` reads a
 Hugging Face data set, `iterators` the batches of a user's iterators. Characters
 are in `asgd.data.text`, sentences in `asgd.data.sentences`; `ratings`,
-`documents`, `words` and `sparse` are for tables. Begin with `batches.py`.
+`documents`, `words` and `sparse` are for problems on tables. Begin with
+`batches.py`.
 """
 
 from asgd.data import columns

@@ -83,7 +83,7 @@ def make_batches(
     batch_size: B, examples of a batch.
     seed: at least 0; two seeds give unrelated streams.
     partition: "shared", or another one of `asgd.data.partitions`.
-    workers: number of shards; ignored when shared.
+    workers: number of shards; ignored if shared.
 
   Returns:
     A pure function (worker, job) -> (uint8[B, H, W, C], int32[B]), or
@@ -141,7 +141,6 @@ def make_batches(
     if job < 0:
       raise ValueError(f"job must be at least 0, not {job}")
     if is_shared:
-      # The examples at the end of an epoch that fill no batch are dropped.
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
       return permutation(seed, epoch)[start : start + batch_size]

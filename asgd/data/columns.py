@@ -68,7 +68,7 @@ def _array(name: str, column: Any, selected: Sequence[str]) -> np.ndarray:
     array = np.asarray(column)
   except ValueError:  # rows of several shapes
     array = np.asarray(None)
-  # An empty column has no shape of an example.
+  # Without examples, the shape of an example is unknown.
   if array.ndim and not array.size:
     raise ValueError(
       f"column {name!r} has the shape {array.shape}, without a number: give a"

@@ -1,4 +1,4 @@
-"""Documents as words: generated from known topics, of a package, or a file.
+"""Documents as words: drawn from known topics, or read (a package or a file).
 
 Index letters used in shape comments:
   n, m  documents of the training and the test part
@@ -25,7 +25,7 @@ _MAX_SHARE = 0.5  # a word in a larger share of the documents is too common
 
 
 class Documents(NamedTuple):
-  """Documents of words 0 to V - 1; positions behind a document's length are 0.
+  """Documents of words 0 to V - 1; positions after a document's length are 0.
   Each has at least one word, in the test part at least two."""
 
   name: str

@@ -285,7 +285,7 @@ def _decode_pictures(
       "pip install 'asgd[images]'"
     ) from error
   unreadable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-  # split -> (class, pixels) of each picture
+  # split -> (class, file name, pixels) of each picture
   examples: dict[str, list[Any]] = {"train": [], "test": []}
   has_jpeg, size = False, None
   for name, content in files:

@@ -1,7 +1,7 @@
 """Partitions: which training examples each worker draws from.
 
   shared     all workers draw from all examples
-  sharded    worker i has the examples i, i + N, i + 2 N, ...: alike in labels
+  sharded    worker i has the examples i, i + N, i + 2 N, ...: similar labels
   dirichlet  the labels of a worker's examples are skewed
 
 A partition is given by name, or as a dict of a name and options.

@@ -86,8 +86,8 @@ def generated(
 
 
 def _divide(name, source, pairs, values, users, items):
-  """Moves a tenth of the ratings to the test part, always the same. The only
-  rating of a user or an item stays in the training part."""
+  """Moves a tenth of the ratings to the test part. The only rating of a user or
+  an item stays in the training part."""
   pairs = pairs.astype(np.int32)
   # A fixed seed: all runs have the same test part.
   order = np.random.default_rng(0).permutation(len(values))

@@ -54,7 +54,7 @@ def load(
   data_dir: str | os.PathLike[str] | None = None,
   tokenizer: str | os.PathLike[str] | None = None,
 ) -> Sentences:
-  """Loads a task; the test part is its authors' dev part.
+  """Loads a task; the test part of GLUE's tasks is the authors' dev part.
 
     topics  the topic (of four) of a sentence of Python's manual, which is part
             of Python: about 780 / 190 sentences (they vary with Python's
@@ -221,7 +221,7 @@ def _prose(manual: str) -> list[str]:
 
 
 def _examples(rows: Sequence[tuple[Any, ...]]) -> Examples:
-  """(sentence, label) or (sentence, sentence, label) -> Examples."""
+  """Makes Examples of rows (sentence, label) or (sentence, sentence, label)."""
   labels = np.array([row[-1] for row in rows], np.int32)
   return Examples([row[:-1] for row in rows], labels)
 
@@ -339,7 +339,6 @@ def _matthews(labels: np.ndarray, predicted: np.ndarray) -> float:
     np.bincount(x, minlength=classes) for x in (labels, predicted)
   )
   covariance = n * np.sum(labels == predicted) - n_labels @ n_predicted
-  # 0 if all labels, or all predictions, are of one class.
   variances = (n * n - n_labels @ n_labels) * (
     n * n - n_predicted @ n_predicted
   )
