@@ -193,7 +193,8 @@ def test_idx_files_may_be_in_a_folder_of_the_set(tmp_path):
 def test_the_debian_package_is_found(tmp_path, monkeypatch):
   arrays, contents = idx_set()
   write_idx(tmp_path / "share/datasets/fashion-mnist", contents, (0, 1, 2, 3))
-  monkeypatch.setattr(images_lib, "_INSTALL_PREFIXES", (tmp_path / "none", tmp_path))
+  prefixes = tmp_path / "none", tmp_path
+  monkeypatch.setattr(images_lib, "_INSTALL_PREFIXES", prefixes)
   dataset = data.load("fashion")
   assert dataset.source.startswith("Debian's dataset-fashion-mnist (")
   assert_is_idx_set(dataset, arrays)
@@ -203,7 +204,8 @@ def test_the_debian_package_is_found(tmp_path, monkeypatch):
 def test_a_data_dir_without_the_files_is_an_error(tmp_path, monkeypatch, name):
   arrays, contents = idx_set()
   write_idx(tmp_path / "installed/share/datasets/fashion-mnist", contents)
-  monkeypatch.setattr(images_lib, "_INSTALL_PREFIXES", (tmp_path / "installed",))
+  prefixes = (tmp_path / "installed",)
+  monkeypatch.setattr(images_lib, "_INSTALL_PREFIXES", prefixes)
   write_idx(tmp_path / "data", contents)
   (tmp_path / "data" / "t10k-labels-idx1-ubyte").unlink()
   with pytest.raises(ValueError, match="t10k-labels-idx1-ubyte") as error:
