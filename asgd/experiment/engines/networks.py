@@ -1,4 +1,4 @@
-"""The section `network` of a config, and the load of a cell's network."""
+"""The section `network` of a config, and result columns about a network."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from asgd.orders.play import Sizes, fixed
 _BANDWIDTHS = "up", "down", "port"
 _BANDWIDTH = checks.optional(checks.positive)  # None: no limit
 
-# Times are in the unit of the durations; for live threads in seconds. See
-# `asgd.orders.network`.
+# Times are in the unit of the durations (live threads: seconds), bandwidths in
+# bytes per this unit. See `asgd.orders.network`.
 SECTIONS = {
   "network": {
     "latency": Setting(0.0, checks.number()),  # one way
-    "up": Setting(None, _BANDWIDTH),  # of a worker's link, in bytes a unit
+    "up": Setting(None, _BANDWIDTH),  # of a worker's link
     "down": Setting(None, _BANDWIDTH),
     "port": Setting(None, _BANDWIDTH),  # of a shard, each way
     "service": Setting(0.0, checks.number()),  # a shard's time for a message
@@ -37,9 +37,9 @@ def run_network(run: Run) -> Network | None:
 
 
 def make_network(section: Mapping[str, Any], shards: int) -> Network | None:
-  """Returns the network of a section with a number of shards; None if its
-  messages take no time."""
-  # None in a config is no limit.
+  """Returns the network that a section describes, for `shards` shards; None if
+  its messages take no time."""
+  # None in a config means no limit.
   section = dict(section)
   for key in _BANDWIDTHS:
     section[key] = math.inf if section[key] is None else float(section[key])
@@ -60,22 +60,22 @@ def check(run: Run) -> None:
       f"config.server.{first_key} and config.network both say when messages"
       " arrive: leave one of the two out"
     )
-  # The order is made before the values, but the sizes of codes may depend on
-  # the values. Consistent shards have one order, which is made with the values.
-  if codec := next(
-    (first_key for first_key in codecs if run.config[first_key]), None
-  ):
+  # The orders of such shards are computed before the values, but the sizes of
+  # codes may depend on the values. Consistent shards have one order, which is
+  # computed along with the values.
+  if codec := next((key for key in codecs if run.config[key]), None):
     raise ValueError(
       f"config.{codec} makes sizes depend on the values, and over a network the"
-      f" order of {server['shards']} shards that are out of step is made before"
-      " them: set config.server.consistent=True, or leave one of the two out"
+      f" orders of {server['shards']} shards that are out of step are computed"
+      " before the values: set config.server.consistent=True, or leave one of"
+      " the two out"
     )
 
 
 def shard_bytes(plan: Any, shards: int) -> list[int]:
-  """Returns the bytes of the parameters at each of S shards, as they travel.
-  Raises ValueError, naming the key, if they cannot be split."""
-  # Shapes alone; the parameters are not made.
+  """Returns the bytes of each shard's parameters in a packet. Raises
+  ValueError, naming server.shards, if the parameters cannot be split."""
+  # Shapes only: no parameters are computed.
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   with checks.prefix_errors("server", ("shards",)):
     split = sharding.make_plan(params, shards)
@@ -84,7 +84,7 @@ def shard_bytes(plan: Any, shards: int) -> list[int]:
 
 def dense_sizes(plan: Any) -> Sizes:
   """Returns the sizes of messages and tickets without codecs."""
-  # A dense message has the bytes of the parameters, as a ticket does.
+  # A dense message is as large as the parameters, and so is a ticket.
   nbytes = shard_bytes(plan, plan.network.shards)
   return fixed(nbytes, nbytes)
 
@@ -96,15 +96,15 @@ def has_coded_sizes(plan: Any) -> bool:
 
 
 def divide_bytes(nbytes: float, proportions: Sequence[float]) -> list[float]:
-  """Divides the bytes of a packet in the proportions of `proportions`."""
+  """Returns the parts of a packet's bytes in the given proportions."""
   total = sum(proportions)
   return [nbytes * proportion / total for proportion in proportions]
 
 
 def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:
-  """Returns the columns of a result on its network."""
+  """Returns the columns of a result that describe its network."""
   return {
-    "throughput": messages / time,  # a unit of simulated time
+    "throughput": messages / time,  # per unit of simulated time
     "link_utilisation": use.utilisation,
     "service_utilisation": use.service,
     "queue_wait": use.waited,
@@ -116,9 +116,9 @@ def describe(result: Mapping[str, Any]) -> str:
   if "link_utilisation" not in result:
     return ""
   return (
-    f", {result['throughput']:.3g} messages a unit of time, the busiest port"
-    f" busy {100 * result['link_utilisation']:.0f} % of it, a message queued"
-    f" for {result['queue_wait']:.2g}"
+    f", {result['throughput']:.3g} messages per unit of time, the busiest port"
+    f" busy {100 * result['link_utilisation']:.0f} % of the time, a message"
+    f" queued for {result['queue_wait']:.2g}"
   )
 
 

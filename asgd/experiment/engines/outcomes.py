@@ -35,7 +35,7 @@ class OutcomePlan:
     """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
     once for all plans of a problem."""
     problem, devices = self.problem, worker_devices.of_run(self.run)
-    return _gradient(problem.loss, problem.updates, devices)
+    return _compile_gradient(problem.loss, problem.updates, devices)
 
   def of_seed(self, seed: int) -> Any:
     """Returns the plan of a cell, which is the same for all seeds."""
@@ -48,11 +48,11 @@ class OutcomePlan:
 
 
 @functools.lru_cache(maxsize=32)
-def _gradient(
+def _compile_gradient(
   loss: Any, updates: Any, devices: simulator.WorkerDevices
 ) -> Any:
-  """Returns the function, compiled for the devices of a worker; an equal loss
-  is compiled once."""
+  """Compiles `OutcomePlan.gradient` for the devices of a worker. Plans with
+  equal arguments share the result."""
   # A problem with its own updates, such as counts, has no gradient.
   if updates is None:
     updates = jax.value_and_grad(losses.as_loss(loss), has_aux=True)

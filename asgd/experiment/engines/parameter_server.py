@@ -1,7 +1,7 @@
 """The parts that simulated and live runs of a server share.
 
-These are sections of a config, and the plan of a run with a number of workers:
-recipe, server, worker, order and count of messages.
+These are sections of a config, and the plan of a run for one number of workers:
+recipe, server, worker, order and number of messages.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class ServerPlan:
   problem: problems.Problem
   recipe: algorithms.Recipe  # with its schedule
   server: base.Server  # with the codec of its messages
-  worker: base.Worker  # without
+  worker: base.Worker  # without the codec; see `coded_worker`
   order: dict[str, Any]  # name and options of the protocol
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
@@ -89,7 +89,7 @@ class ServerPlan:
   @property
   def devices(self) -> simulator.WorkerDevices:
     """The devices of each worker."""
-    # In a job with several batches, axis 0 is that of the batches.
+    # Axis 0 of a job with several batches counts the batches.
     axis = int(self.recipe.steps > 1)
     return worker_devices.of_run(self.run, axis=axis)
 
@@ -103,8 +103,8 @@ class ServerPlan:
   def with_codec(
     cls, recipe: algorithms.Recipe, codec: compression.Codec | None
   ) -> tuple[algorithms.Recipe, compression.Codec | None]:
-    """Returns the recipe with the codec of its messages, and the codec of a
-    server's messages."""
+    """Returns (recipe, codec of the messages to a server). In a `PeerPlan` the
+    peers of the recipe use the codec instead."""
     return recipe, codec
 
   def check(self) -> None:
@@ -134,8 +134,9 @@ class ServerPlan:
   def coded_worker(
     self, split: sharding.ShardPlan | None = None
   ) -> base.Worker:
-    """Returns the worker with the server's codec. If it keeps tickets, it reads
-    its own writes. `split` divides its messages for shards."""
+    """Returns the worker, which encodes messages with the server's codec. If it
+    keeps tickets, it reads its own writes. `split`: the division of messages
+    over shards, if each part is encoded separately."""
     worker, server = self.worker, self.server
     if server.codec is not None:
       worker = traffic.compressed_worker(worker, server.codec, split)
@@ -148,7 +149,7 @@ class ServerPlan:
     """Whether jobs may share a ticket."""
     if server_orders.own_order(self.run) is None:
       return server_orders.keeps(self.order)
-    # An own order shows only in its trace; all seeds have the same kind.
+    # A user's order shows it only in a trace; all seeds agree on it.
     trace = self.trace(self.run.config["seeds"][0])
     return bool((trace.action == base.KEEP).any())
 
@@ -156,7 +157,7 @@ class ServerPlan:
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
-    # Sizes of codes decide the order of such a run, so no trace is known.
+    # If sizes of codes decide the order, no trace is known before the run.
     is_known = self.network is None or not networks.has_coded_sizes(self)
     has_own_order = server_orders.own_order(self.run) is not None
     if self.run.given_recipe is not None or has_own_order or not is_known:
@@ -170,10 +171,10 @@ class ServerPlan:
     order = {
       key: v for key, v in self.order.items() if key not in warm_start_keys
     }
-    all_at_work = dataclasses.replace(self, order=order)
+    without_warm_start = dataclasses.replace(self, order=order)
     rate = self.learning_rate
     # 40 messages of each worker: by then the staleness has settled.
-    order_trace = all_at_work.trace(0, 40 * self.workers)
+    order_trace = without_warm_start.trace(0, 40 * self.workers)
     if (order_trace.action == base.KEEP).any():
       return math.nan
     optimizer = self.run.config["optimizer"]
@@ -191,8 +192,8 @@ class ServerPlan:
     )
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, which follows from config and seed, for so
-    many messages (None: all). On a network they have their dense sizes."""
+    """Returns the order of a cell, which follows from config and seed, for
+    `messages` messages (None: all). Over a network they have dense sizes."""
     n_messages = self.messages if messages is None else messages
     own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
@@ -210,8 +211,8 @@ class ServerPlan:
     )
 
   def _own_trace(self, seed: int, messages: int) -> base.Trace | None:
-    """Returns the run's own order with so many `messages`; None if it has none.
-    """
+    """Returns the user's order with `messages` messages; None if the user gave
+    none."""
     return server_orders.own_trace(
       *(self.run, self._durations(seed)),
       workers=self.workers,
@@ -237,8 +238,8 @@ class ServerPlan:
   def traces(
     self, seed: int
   ) -> tuple[list[base.Trace], network_lib.LinkUse | None]:
-    """Returns the order of each shard, for shards that are out of step, and the
-    use of the network; None without one."""
+    """Returns (the order of each shard, the use of the network), for shards
+    that are out of step. The use is None without a network."""
     server = self.run.config["server"]
     if server["reads"]:  # only the reads are out of step
       return orders.partial_reads.by_block(
@@ -264,12 +265,11 @@ class ServerPlan:
     )
 
   def of_seed(self, seed: int) -> Self:
-    """Returns the plan of a simulated cell. Shares by speed follow from the
-    speeds that are drawn with the seed."""
+    """Returns the plan of a simulated cell. An allocation by speed uses the
+    durations that are drawn with the seed."""
     if not allocations.awaits_speeds(self):
       return self
-    # The speed of a worker: the mean over the jobs that a live cell would
-    # time.
+    # A worker's mean time, over as many jobs as a live cell would time.
     times, jobs = self._durations(seed), self.run.config["allocation"]["jobs"]
     seconds = [
       math.fsum(itertools.islice(times.stream(worker), jobs)) / jobs
@@ -359,7 +359,8 @@ _weighted_worker = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 def _worker(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem
 ) -> base.Worker:
-  """Returns the worker of a recipe. It weighs batches of different sizes."""
+  """Returns the worker of a recipe. If the workers' batches differ in size, it
+  weights its gradients by them."""
   loss, in_parts = problem.loss, device_rooms.worker_of(run, recipe, problem)
   if in_parts is not None:
     return in_parts
@@ -381,18 +382,17 @@ def plan(
   """Builds and checks the plan of a run with a number of workers, an object of
   `plan_class`."""
   problem = experiment.problem_of(run)
-  # [1] The recipe at its peak rate gives the batches of an update, from which
-  # the schedule in updates follows; then the recipe is built with it.
+  # [1] The schedule counts updates, so it needs the batches of one update from
+  # the recipe. So the recipe is built twice: with the peak, then the schedule.
   run = server_orders.with_protocol(run, workers)
   peak = float(run.config["learning_rate"])
   peak_recipe = run.given_recipe or build_recipe(run, workers, peak)
-  # The warm-up begins at the rate of one of N workers.
   batches = plan_class.batches_of_update(peak_recipe, workers)
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=batches,
-    start=peak / workers,
+    start=peak / workers,  # of the warm-up
     steps=peak_recipe.steps,
   )
   if run.given_recipe is not None and run.given_recipe.made is None:
@@ -407,7 +407,7 @@ def plan(
   order = server_orders.plan_order(run, problem, recipe)
   batches_of_cell = learning_rates.budget_batches(run, problem)
   messages = round(batches_of_cell / recipe.steps)
-  if run.given_recipe is None:  # a call has counted its messages already
+  if run.given_recipe is None:  # else a call has given the number of messages
     # All workers send equally many messages.
     messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)
@@ -442,15 +442,15 @@ def _try_seeds(plan: ServerPlan) -> None:
   with checks.prefix_errors("order", tuple(plan.run.config["order"])):
     for seed in plan.run.config["seeds"]:
       plan.problem.batches(seed, plan.workers)
-      # The first message of each worker is enough to find them.
+      # The first message of each worker is enough to find such errors.
       trace = plan.of_seed(seed).trace
       trace(seed, messages=min(plan.workers, plan.messages))
 
 
 def _check_sequential(plan: ServerPlan) -> None:
-  """Raises ValueError for runs that ask for batches in another order than that
-  of the jobs, so iterators cannot follow."""
-  # An iterator gives its batches once, in the order in which it is asked.
+  """Raises ValueError for a run that does not ask for batches in the order of
+  the jobs, if iterators yield them."""
+  # An iterator yields each batch once, in a fixed order.
   reasons = {
     "config.allocation, which cuts batches": allocations.changes_batches(
       plan.run

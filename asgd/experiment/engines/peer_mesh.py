@@ -1,4 +1,4 @@
-"""Peers on a mesh: each device of the axis "data" is a peer, all in step.
+"""Peers on a mesh: each device of the axis "data" is a peer; all run in step.
 
 The engine `mesh` uses this module for recipes of peers. A round of n peers has
 n messages. Each device has a batch of `batch_size` examples.
@@ -18,7 +18,7 @@ from asgd.experiment.schema import Run
 from asgd.parallel import meshes
 from asgd.parallel import peers as program_lib
 
-_CALL_SECONDS = 1.0  # of training, between two looks at clocks and signals
+_CALL_SECONDS = 1.0  # of a call; the loop checks clocks and signals in between
 # Settings for one model on all devices, which peers do not have.
 ONE_MODEL_KEYS = [
   key for key in mesh_plan.SECTIONS["mesh"] if key not in ("axes", "devices")
@@ -28,7 +28,7 @@ ONE_MODEL_KEYS = [
 def check(run: Run) -> None:
   """Raises ValueError for a mesh that does not fit the workers."""
   mesh_axes = run.config["mesh"]["axes"]
-  if not mesh_axes:  # the number of workers decides
+  if not mesh_axes:  # then there is one device per worker
     return
   for workers in run.config["workers"]:
     if mesh_axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
@@ -85,15 +85,15 @@ class _LinkMeter:
   def count(
     self, k: int, codes: Any, mix_norm: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts the messages of round k. Returns, for each peer's record, bytes
-    put, bytes taken, and the RMS of the change by mixing, since its last
-    record."""
+    """Counts the messages of round k. Returns (bytes put, bytes taken, RMS of
+    the change by mixing) for the records of round k: arrays [n], each value
+    since the peer's previous record."""
     exchange, n = self._gossip, len(self._sent_bytes)
-    # A message is put in the first round of `every`, and taken in the last.
-    # `every` rounds make one exchange.
-    message, step = divmod(k, exchange.every)
+    # `every` rounds make one exchange. Peers put a message in its first round,
+    # and take messages in its last round.
+    exchange_index, round_in_exchange = divmod(k, exchange.every)
     put_bytes = np.zeros(n, np.int64)
-    if not step:
+    if not round_in_exchange:
       put_bytes += self._bytes
       if exchange.compressed:
         peer_codes = (
@@ -105,13 +105,14 @@ class _LinkMeter:
         )
       self._sent_bytes = put_bytes
     taken_bytes = np.zeros((n, n), np.int64)
-    if step == exchange.every - 1:
+    if round_in_exchange == exchange.every - 1:
       # links[receiver, sender] is 1 if the receiver takes the sender's
       # message.
-      links = exchange.topology.links[message % exchange.topology.period]
+      links = exchange.topology.links[exchange_index % exchange.topology.period]
       taken_bytes = links * self._sent_bytes
       self.links += np.stack([links, taken_bytes])
-    # A record has the mixing of the last round, as it precedes the gradient.
+    # The record of round k has the mixing of round k - 1, after which the peer
+    # computes its gradient.
     bytes_up, bytes_down, mix_change = self._last_round
     self._last_round = put_bytes, taken_bytes.sum(1), mix_norm
     return put_bytes if exchange.put_first else bytes_up, bytes_down, mix_change
@@ -157,7 +158,7 @@ class PeerMeshEngine(peers.PeerEngine):
     self._meter = _LinkMeter(plan.gossip, nbytes)
     self._state = self._rounds.init(params)
     self._record_parts = [simulator.join_records([])]
-    self._cached: tuple[int, Any] | None = None  # rounds made, states
+    self._cached_states: tuple[int, Any] | None = None  # (messages, states)
     restore(self._unpack)
     # The records show how far a restored cell is.
     done = len(self._record_parts[0].loss)
@@ -175,7 +176,7 @@ class PeerMeshEngine(peers.PeerEngine):
 
   def _warm_up(self, start: int) -> None:
     """Compiles the programs of all later rounds, and discards their results."""
-    # Phases repeat after this period, so one period has all programs.
+    # The rounds of one period run all programs.
     exchange, rounds = self._plan.gossip, self.total // self.quantum
     arrays = jax.device_get(self._state)
     for k in range(
@@ -207,7 +208,7 @@ class PeerMeshEngine(peers.PeerEngine):
   def _round_records(self, k: int, metrics: Any) -> simulator.PeerRecords:
     """Returns the n records of round k, one for each peer."""
     n = self.quantum
-    # The program returns integers and floats as two arrays, a row a peer.
+    # The program returns integers and floats as two arrays, one row per peer.
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
     bytes_up, bytes_down, mix_change = self._meter.count(
@@ -223,19 +224,19 @@ class PeerMeshEngine(peers.PeerEngine):
     )
 
   def work(self) -> list[Any]:
-    """Returns nothing: all peers work in step."""
+    """Returns no segments, because all peers work in step."""
     return []
 
   def _states(self) -> list[gossip.PeerState]:
     """Returns the states of all peers, as NumPy arrays."""
     # Evaluations ask several times for the states of one round.
-    if self._cached is None or self._cached[0] != self.done:
+    if self._cached_states is None or self._cached_states[0] != self.done:
       stacked = jax.device_get(self._state.peers)
       states = [
         jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(self.quantum)
       ]
-      self._cached = self.done, states
-    return self._cached[1]
+      self._cached_states = self.done, states
+    return self._cached_states[1]
 
   def _present(self):
     states = self._states()

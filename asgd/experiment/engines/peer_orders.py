@@ -1,9 +1,9 @@
-"""The order of a simulated cell of peers, made before the simulation or during
-it.
+"""The order of a simulated cell of peers, computed before the simulation or
+during it.
 
 Over a network an order depends on the bytes of messages. A codec makes the
-bytes depend on the values. Such an order is made event by event while the peers
-compute: a message has its size when it is sent.
+bytes depend on the values. Such an order is computed event by event while the
+peers compute, so the size of each message is known when it is sent.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from asgd import base, simulator
 from asgd.orders.network import LinkUse
 
 
-class MadeOrder:
+class FixedPeerOrder:
   """An order that is known before the first message.
 
   Attributes:
@@ -38,7 +38,7 @@ class MadeOrder:
     return self.peers.run(int(self._end_rows[messages - 1]))
 
   def use(self) -> LinkUse | None:
-    """Returns the use of the links by the end; None without a network."""
+    """Returns the use of the links until the end; None without a network."""
     return self._links and self._links.use(float(self._trace.time.max()))
 
   def save(self) -> None:
@@ -49,7 +49,7 @@ class MadeOrder:
 
 
 class GrownPeerOrder:
-  """An order over a network that is made while it is simulated.
+  """An order over a network that is computed during the simulation.
 
   Attributes:
     peers: the peers of the cell.
@@ -61,12 +61,12 @@ class GrownPeerOrder:
     self._links = plan.links(self._size)
     self._queue = plan.begin(seed, self._links)
     self.peers: simulator.Peers = plan.peers(seed, self._queue.rows)
-    self._parts: list[simulator.PeerRecords] = []  # of the present `until`
+    self._parts: list[simulator.PeerRecords] = []  # of this call of `until`
     self._received = 0
-    # Sizes in the order in which they were asked for, and the number of sizes
-    # that were asked for again after a checkpoint.
+    # Sizes in the order of the calls of `_size`, and how many of them this
+    # object has used. After a resume the first ones are from the checkpoint.
     self._sizes: list[float] = []
-    self._n_asked = 0
+    self._n_used = 0
     self._size_of: dict[tuple[int, int], float] = {}  # by (sender, seq)
 
   def until(self, messages: int) -> simulator.PeerRecords:
@@ -78,8 +78,8 @@ class GrownPeerOrder:
       if end == len(rows):
         self._queue.advance()
         continue
-      # An event makes one RECEIVE row at most, and no event follows before its
-      # rows are simulated.
+      # An event of the queue makes at most one RECEIVE row. All its rows are
+      # simulated before the next event.
       while end < len(rows) and (
         self._received < messages or rows[end].action != base.RECEIVE
       ):
@@ -105,21 +105,21 @@ class GrownPeerOrder:
 
   def _size(self, sender: int, seq: int | None) -> float:
     """Returns the bytes of the message that a peer sends now."""
-    # A message has a copy for each receiver.
+    # Each receiver gets a copy of a message, with the same size.
     if seq is not None and (sender, seq) in self._size_of:
       return self._size_of[sender, seq]
-    if self._n_asked == len(self._sizes):
+    if self._n_used == len(self._sizes):
       # The message must exist before it has a size.
       self._run_rows(len(self._queue.rows))
       self._sizes.append(self.peers.nbytes(sender, seq))
-    nbytes = self._sizes[self._n_asked]
-    self._n_asked += 1
+    nbytes = self._sizes[self._n_used]
+    self._n_used += 1
     if seq is not None:
       self._size_of[sender, seq] = nbytes
     return nbytes
 
   def use(self) -> LinkUse:
-    """Returns the use of the links by the last row."""
+    """Returns the use of the links until the last row."""
     return self._links.use(self._queue.rows[self.peers.event - 1].time)
 
   def save(self) -> list[float]:
@@ -127,19 +127,19 @@ class GrownPeerOrder:
     return self._sizes
 
   def rebuild(self, rows: int, saved: list[float] | None) -> None:
-    """Makes the first `rows` rows again, from saved sizes."""
+    """Computes the first `rows` rows again, from saved sizes."""
     self._sizes = list(saved or ())
     while len(self._queue.rows) < rows:
       self._queue.advance()
-    made = self._queue.rows[:rows]
-    self._received = sum(row.action == base.RECEIVE for row in made)
+    past_rows = self._queue.rows[:rows]
+    self._received = sum(row.action == base.RECEIVE for row in past_rows)
 
 
-Order = MadeOrder | GrownPeerOrder
+Order = FixedPeerOrder | GrownPeerOrder
 
 
 def order_of(plan: Any, seed: int) -> Order:
   """Returns the order of a cell."""
   is_coded = plan.gossip.compressed and plan.call_network is not None
   grows = is_coded and not plan.has_own_order()
-  return (GrownPeerOrder if grows else MadeOrder)(plan, seed)
+  return (GrownPeerOrder if grows else FixedPeerOrder)(plan, seed)

@@ -2,7 +2,7 @@
 
 The engine `simulate` uses this module for such recipes. The order is a trace of
 `asgd.gossip.orders`, with rows that a run of a server does not have. The
-engine evaluates the mean of the peers' parameters, and up to 16 single peers.
+engine evaluates the mean of the peers' parameters, and up to 16 of the peers.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from asgd.orders import protocol
 from asgd.orders.network import Network
 from asgd.orders.trace import Event
 
-_MOST_PEERS = 16  # single peers that are evaluated, at most
+_MAX_EVALUATED = 16  # peers that are evaluated one by one
 
 
 _make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
@@ -74,7 +74,7 @@ class PeerPlan(ServerPlan):
 
   @property
   def quantum(self) -> int:
-    """The count of messages that are received together: all N messages of a
+    """The number of messages that are received together: all N messages of a
     round; 1 without rounds."""
     return self.workers if self.gossip.order == gossip.ROUNDS else 1
 
@@ -85,8 +85,9 @@ class PeerPlan(ServerPlan):
     *,
     links: PeerNetwork | None = None,
   ) -> base.Trace:
-    """Returns the order of a cell, which follows from config and seed. Over a
-    network messages have their dense size. `links` are idle ones to use."""
+    """Returns the order of a cell, which follows from config and seed. A
+    network sends messages of dense sizes over `links`, which are idle (None:
+    over new ones)."""
     n_messages = self.messages if messages is None else messages
     own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
@@ -99,7 +100,7 @@ class PeerPlan(ServerPlan):
     )
 
   def begin(self, seed: int, links: PeerNetwork) -> EventQueue:
-    """Returns the events of a cell's order over its network."""
+    """Returns the queue that computes a cell's order over its network."""
     clock = self._durations(seed)
     return self.gossip.begin(
       clock, messages=self.messages, seed=seed, links=links
@@ -108,7 +109,7 @@ class PeerPlan(ServerPlan):
   def links(self, nbytes: Size | None = None) -> PeerNetwork | None:
     """Returns idle links for a cell; None if messages take no time.
 
-    `nbytes` are those of a message; None: of a dense message."""
+    `nbytes`: a message's size, or a function of it; None: the dense size."""
     network = self.call_network
     if network is None:
       return None
@@ -141,15 +142,15 @@ class PeerPlan(ServerPlan):
 
   @classmethod
   def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
-    """Returns the count of batches, over all peers, when each peer has made one
-    update."""
+    """Returns the number of batches, over all peers, in which each peer makes
+    one update."""
     return workers * recipe.steps
 
   @classmethod
   def with_codec(
     cls, recipe: algorithms.Recipe, codec: compression.Codec | None
   ) -> tuple[algorithms.Recipe, None]:
-    """Returns the recipe with peers that encode their messages; there is no
+    """Returns (recipe with peers that encode their messages, None): there is no
     server."""
     if codec is None:
       return recipe, None
@@ -335,8 +336,7 @@ def peer_quality(
   """Returns losses and accuracies of the worst and the best peer, as columns.
   With more than 16 peers the function evaluates 16 of them, at evenly spread
   indices."""
-  # The first and the last peer, and others at equal distances.
-  indices = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
+  indices = np.linspace(0, len(params) - 1, min(len(params), _MAX_EVALUATED))
   evaluations = [problem.evaluate(params[round(i)]) for i in indices]
   losses, accuracies = zip(
     *((evaluation.loss, evaluation.accuracy) for evaluation in evaluations),
@@ -396,7 +396,7 @@ def describe(result: Mapping[str, Any]) -> str:
   )
   if worst == worst:  # not NaN, so the task has accuracies
     text += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"
-  text += f", {result['bytes_per_link'] / 1e6:.3g} MB a link"
+  text += f", {result['bytes_per_link'] / 1e6:.3g} MB per link"
   if "simulated_time" in result:
     text += f", time {result['simulated_time']:.4g}"
   if result.get("staleness_max"):

@@ -1,8 +1,9 @@
-"""The order of a run with a server: its protocol, and whether it fits.
+"""The order of a run with a server: its protocol, and checks of both.
 
-The protocol is that of `config.order`, unless the recipe has its own.
-`asgd.orders` draws an order; a live run follows the rules. A user's own order
-(`asgd.orders.own`) is a function that the config names, or an object of a call.
+The protocol is that of `config.order`, unless the recipe has its own. For a
+simulation `asgd.orders` draws an order; a live run follows the rules of the
+protocol. A user's own order (`asgd.orders.own`) is a function that the config
+names, or an object that a call passes.
 """
 
 import math
@@ -21,7 +22,7 @@ from asgd.orders import durations, makers, own, protocol
 
 @checks.name_or_options
 def _delays(value: Any, key: str) -> dict[str, Any] | None:
-  """Reads durations: a name, or a dict of it and its options."""
+  """Reads durations: a name, or a dict of a name and options."""
   if value is None:
     return None
   value = {"name": value} if isinstance(value, str) else value
@@ -40,17 +41,17 @@ SECTIONS: dict[str, Any] = {
   "server": {
     "shards": Setting(1, checks.whole_number(1, 256)),
     "consistent": Setting(False, checks.flag),  # one order for all shards
-    # Time until a simulated shard that is out of step receives a ticket or a
-    # message, as `durations`; None is no time.
+    # Delays of requests and messages to simulated shards that are out of step,
+    # as `durations`; None: no delay.
     "delays": Setting(None, _delays),
-    # Share of a job in which a simulated worker reads the shards one by one.
+    # Share of a job's time in which a simulated worker reads shard after shard.
     "reads": Setting(0.0, checks.number(most=1.0)),
     # Messages that are kept for recovery.
     "log": Setting(16, checks.whole_number(0, 10_000)),
     "wire": Setting("float32", checks.choice("float32", "bfloat16")),
   },
 }
-# Added to the seed of a run, which is smaller: so delays and the times of jobs
+# Added to the seed of a run, which is smaller. So delays and durations of jobs
 # are drawn from different streams.
 _DELAY_SEEDS = 2**32
 # Keys of config.order in epochs -> the keys in messages.
@@ -65,28 +66,27 @@ def out_of_step(run: Run) -> bool:
 
 
 def check_delays(run: Run) -> None:
-  """Raises ValueError for delays in a run with one order for all shards, and
-  for partial reads of such shards, or of delayed ones."""
+  """Raises ValueError for delays of shards with one order, and for partial
+  reads of shards that have one order or delays."""
   server = run.config["server"]
   if server["delays"] is not None and not out_of_step(run):
     raise ValueError(
       "config.server.delays is for shards that are out of step: set"
       " config.server.shards=2 or more and consistent=False, or leave it out"
     )
-  # One shard is read at once, so that partial reads change nothing.
+  # `reads` with one shard that is not consistent is accepted: it has no effect.
   if server["reads"] and (server["delays"] is not None or server["consistent"]):
     key = "delays" if server["delays"] is not None else "consistent"
     raise ValueError(
-      f"config.server.reads {server['reads']:g} reads one shard after the other"
-      f" as its server has it then, which config.server.{key} rules out: leave"
-      " one of the two out"
+      f"config.server.reads {server['reads']:g} reads the shards at different"
+      f" times, which config.server.{key} rules out: leave one of the two out"
     )
 
 
 def delays(run: Run, seed: int) -> durations.Durations | None:
-  """Returns the delays of tickets and messages to a shard; None is no time.
+  """Returns the delays of requests and messages to shards; None: no delays.
 
-  They are drawn independently of the times of jobs.
+  They are drawn independently of the durations of jobs.
   """
   section = run.config["server"]["delays"]
   if section is None:
@@ -96,13 +96,14 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
 
 
 def check_settings(run: Run) -> None:
-  """Raises ValueError for an unknown order, before a plan is made."""
+  """Raises ValueError for an unknown order or a wrong number of backup workers,
+  before a plan is built."""
   order = run.config["order"]
   with checks.prefix_errors("order", ("name",)):
     if own_order(run) is None:
       names.check("order", order["name"], makers.NAMES)
   backup = order.get("backup", 0)
-  # `type`: True is no number of workers.
+  # `type`, because True is an int too.
   if type(backup) is not int or backup < 0:
     raise ValueError(
       "config.order.backup must be a whole number from 0, below the number of"
@@ -114,7 +115,7 @@ def own_order(run: Run) -> Any:
   """Returns a user's own order of a run, a function or a Trace; None for an
   order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
   name = run.config["order"]["name"]
-  # An object of a call; such a config has no name for it.
+  # An object that a call passed: the config has a mark in place of a name.
   if name == GIVEN_MARK:
     return refusals.given_object(run, "order")
   return names.imported("order", name) if names.is_import(name) else None
@@ -158,12 +159,13 @@ def own_trace(
 
   Args:
     run: the run.
-    times: of jobs.
-    workers, messages: of the cell.
-    fetch_every: jobs on a ticket, of the recipe; an option of the function.
+    times: the durations of jobs.
+    workers, messages: the numbers of workers and messages of the cell.
+    fetch_every: jobs per ticket of the recipe; above 1, it is an option of the
+      user's function.
 
   Raises:
-    ValueError: as `orders.own.read`.
+    ValueError: for an invalid order; see `orders.own.read`.
   """
   order = own_order(run)
   if order is None:
@@ -179,27 +181,27 @@ def own_trace(
 
 
 def _check_own_order(plan: Any) -> None:
-  """Raises ValueError for an own order that is of no use to a plan."""
+  """Raises ValueError for a user's order if other settings determine times."""
   run = plan.run
   if own_order(run) is None:
     return
   # A network, or shards out of step, would change the times of the order.
   key = "network" if plan.network is not None else "server.shards"
   if key == "network" or ("live" not in run.config and out_of_step(run)):
-    reason = "cannot delay" if key == "network" else "would each need their own"
+    reason = "delays it" if key == "network" else "needs one for each shard"
     raise ValueError(
       f"config.order.name {run.config['order']['name']!r} is one order with its"
-      f" own times, which config.{key} {reason}: leave one of the two out"
+      f" own times, but config.{key} {reason}: leave one of the two out"
     )
 
 
 def plan_order(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
-  """Returns name and options of a run's order, with counts in messages.
+  """Returns a run's order, a dict of name and options with counts in messages.
 
-  It is the recipe's order if the recipe has one, else the config's. ValueError
-  names a key that does not fit.
+  It is the recipe's order if the recipe has one, else the config's. Raises
+  ValueError, naming the key, for an option that does not fit.
   """
   order = _recipe_order(run, recipe)
   if not _MESSAGE_KEYS.keys() & order.keys():
@@ -242,8 +244,8 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
     _check_prescribed(run, recipe.order)
     return {"name": recipe.order, **dict(recipe.order_options)}
   order, call = run.config["order"], recipe.made
-  is_set = call is not None and call.options.get("fetch_every") is not None
-  if recipe.fetch_every == 1 and not is_set:
+  recipe_option = None if call is None else call.options.get("fetch_every")
+  if recipe.fetch_every == 1 and recipe_option is None:
     return order
   for key in ("fetch_every", "cache"):
     if order.get(key):
@@ -308,7 +310,8 @@ def rules(
   options = dict(order)
   name = options.pop("name")
   if name == "bulk_synchronous":
-    # Averages over all workers make rounds; otherwise a bound of 0 waits.
+    # An update of several messages makes a round; otherwise bound 0 makes
+    # workers wait for each other.
     return (
       protocol.Rules(round=messages_per_update)
       if messages_per_update > 1
@@ -317,8 +320,8 @@ def rules(
   if name in ("backup_workers", "backup_tasks"):
     return protocol.Rules(round=messages_per_update, **options)
   if name in ("asynchronous", "stale_synchronous"):
-    # A bound of 0 with averages over all workers is a round: a worker starts
-    # when all messages of the last one are in.
+    # A bound of 0 with averages over all workers makes rounds: a worker starts
+    # a job when all messages of the last round have arrived.
     in_rounds = options.get("bound") == 0 and messages_per_update == workers > 1
     if in_rounds and not options.get("warm_start"):
       rounds = {**options, "bound": math.inf, "round": messages_per_update}
@@ -339,8 +342,8 @@ def rules(
 
 
 def check_length(plan: Any, batches: int) -> None:
-  """Raises ValueError if one message of each worker has more batches than the
-  cell."""
+  """Raises ValueError if one message from each worker takes more batches than
+  the cell has."""
   run, recipe, workers = plan.run, plan.recipe, plan.workers
   # Batches of one message.
   steps = recipe.steps * recipe.push_every
@@ -348,9 +351,9 @@ def check_length(plan: Any, batches: int) -> None:
   if run.given_recipe is None and steps > 1 and steps * workers > batches:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {batches} batches, and one"
-      f" message from each of {workers} workers takes {steps * workers}, as"
-      f" one of config.runs.{run.label} is of {steps}; use more epochs, fewer"
-      " workers or shorter jobs (steps, push_every)"
+      f" message from each of {workers} workers takes {steps * workers}, as a"
+      f" message of config.runs.{run.label} takes {steps}; use more epochs,"
+      " fewer workers or shorter jobs (steps, push_every)"
     )
 
 
@@ -386,29 +389,29 @@ def check(plan: Any) -> None:
       f" {workers} workers has {jobs} in all, so that none would ever fetch"
       " again; make it smaller, or config.epochs larger"
     )
-  if plan.keeps:  # the worker reads its own writes, which some do not allow
+  if plan.keeps:  # then workers read their own writes, if the recipe allows it
     key = "cache" if order.get("cache") else "fetch_every"
     params = jax.eval_shape(plan.problem.init, jax.random.key(0))
     try:
-      # By shapes: `init` refuses parameters that the worker cannot rebuild.
+      # Shapes suffice: `init` refuses what the worker cannot rebuild.
       plan.coded_worker().init(params)
     except ValueError as error:
       raise ValueError(
         f"config.order.{key} is not for config.runs.{label}: {error}"
       ) from error
   warm_start = order.get("warm_start", 0)
-  if warm_start >= plan.messages:  # the others would have no job
+  if warm_start >= plan.messages:  # the other workers would have no job
     key = _WARM_EPOCHS if _WARM_EPOCHS in config["order"] else "warm_start"
     raise ValueError(
       f"config.order.{key} {config['order'][key]} is {warm_start} messages of"
-      f" one worker, and a cell has {plan.messages} in all, so that the others"
-      " would never start; make it smaller, or config.epochs larger"
+      f" one worker, and a cell has {plan.messages} in all, so that the other"
+      " workers would never start; make it smaller, or config.epochs larger"
     )
   _check_stages(plan)
 
 
 def _check_stages(plan: Any) -> None:
-  """Raises ValueError for stages that a cell's workers or length never end."""
+  """Raises ValueError for a stage with all workers or messages of the cell."""
   config_order, stages = plan.run.config["order"], plan.order.get("stages")
   if not stages:
     return

@@ -1,6 +1,7 @@
 """The engine `simulate`: workers in simulated time, in a drawn order.
 
-`SIMULATE` runs cells of all protocols; this module has those with a server.
+`SIMULATE` runs cells of all protocols; the rest of this module runs those with
+a server.
 """
 
 from typing import Any
@@ -39,7 +40,7 @@ class SimulationEngine(SimulatedEngine):
   ) -> int:
     """Makes the order and the simulation that follows it; see the base."""
     plan = self._plan
-    batch = plan.job_batches(seed)
+    batches = plan.job_batches(seed)
     # The state before the first message is also the template of a checkpoint.
     initial = simulator.initial(
       plan.server, plan.coded_worker(), params, plan.workers
@@ -52,11 +53,11 @@ class SimulationEngine(SimulatedEngine):
     # `sizes` of encoded packets decide an order over a network, so the order
     # is rebuilt from them; `positions` are those of the user's iterators.
     state, records, sizes, positions = restored
-    self._iterators = batch.iterators  # None: a function makes the batches
+    self._iterators = batches.iterators  # None: a function makes the batches
     if positions is not None:
       self._iterators.restore(positions)
     self._order = simulated_orders.make_order(
-      *(plan, seed, batch, root), saved=sizes, rows=state.event
+      *(plan, seed, batches, root), saved=sizes, rows=state.event
     )
     # The rows of the order before `state.event` were simulated already.
     self._order.begin(state)
@@ -69,11 +70,11 @@ class SimulationEngine(SimulatedEngine):
     return new_records
 
   def work(self) -> list[Any]:
-    """Returns the last segments of the workers' time, also over a network."""
+    """Returns the last segments of the workers' time; see the base."""
     return self._order.work()
 
   def snapshot(self) -> engines.Snapshot:
-    """Returns the parameters as they are, at the simulated time."""
+    """Returns the present parameters, with the simulated time."""
     server = self._order.run.server
     clock = {
       "time": float(self._record_parts[-1].time[-1]),  # of the last message
@@ -84,7 +85,7 @@ class SimulationEngine(SimulatedEngine):
     )
 
   def columns(self) -> dict[str, Any]:
-    """Returns the engine's columns of the row of results."""
+    """Returns the columns of the cell's result."""
     state, records, plan = self._order.run.server, self.records(), self._plan
     version, trace = int(state.version), self._order.trace
     row = server_results.columns(plan, records, version, trace)
@@ -148,14 +149,14 @@ def _unpack(
   """Returns (simulation, records, sizes) of a checkpoint; `template` is a
   simulation of the same structure."""
   rows, server = saved.notes["tickets"], template.server
-  # Row 3 is the index of the parameters; each index occurs.
+  # Entry 3 of a row is the index of the parameters; each index occurs.
   trees = len({row[3] for row in rows})
   tree: dict[str, Any] = {"server": server, "workers": template.workers}
   tree["sent"] = [server.params] * trees
   tree["records"] = checkpoint.any_shapes(simulator.concatenate([]))
   tree = saved.tree(tree)
   records = tree.pop("records")
-  # Copied: the simulation donates buffers, and these are NumPy's.
+  # Copied to JAX arrays, because the simulation donates its buffers.
   tree = jax.tree.map(jnp.array, tree)
   tickets: tuple[dict[int, base.Ticket], ...] = tuple(
     {} for _ in template.workers
@@ -186,7 +187,7 @@ def plan(experiment: Any, run: Run, workers: int) -> Any:
   """Builds and checks the plan of cells with a server."""
   result = parameter_server.plan(experiment, run, workers)
   if server_orders.out_of_step(run):
-    live_clusters.needs_totals(result)  # raises ValueError if it cannot be
+    live_clusters.needs_totals(result)  # raises if it cannot have shards
   return result
 
 
@@ -194,7 +195,7 @@ def check(run: Run) -> None:
   """Checks a run with a server, before the data are loaded."""
   parameter_server.check(run)
   engine = run.config["simulator"]["engine"]
-  # Such shards have another simulator, which cannot be chosen.
+  # Shards that are out of step have one simulator, so there is no choice.
   if server_orders.out_of_step(run) and engine != simulator.AUTO:
     raise ValueError(
       f"config.simulator.engine {engine!r} is not for shards that are out of"
@@ -204,7 +205,7 @@ def check(run: Run) -> None:
 
 
 def start(context: engines.Context) -> engines.Engine:
-  """Starts a cell with a server, in shards that may be out of step."""
+  """Starts a cell with a server; its shards may be out of step."""
   if server_orders.out_of_step(context.plan.run):
     return simulated_shards.ShardedEngine(context)
   return SimulationEngine(context)

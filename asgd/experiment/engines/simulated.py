@@ -1,7 +1,7 @@
 """The base of engines in simulated time, which train some messages at a time.
 
-The result of a cell is a function of its config and its seed. Clocks decide how
-many messages a call trains, and when the loop writes a checkpoint.
+The result of a cell is a function of its config and its seed. Real time decides
+only how many messages a call trains, and when the loop writes a checkpoint.
 """
 
 import abc
@@ -23,12 +23,12 @@ Restore = Callable[[Callable[[Any], Any]], Any]  # see Context.restore
 
 
 def rows_between(records: Any, start: int, end: int) -> Any:
-  """Returns the rows start to end of records."""
+  """Returns rows `start`, ..., `end` - 1 of records."""
   return type(records)(*(column[start:end] for column in records))
 
 
 class SimulatedEngine(engines.Engine):
-  """A cell in simulated time, whatever its protocol."""
+  """A cell in simulated time, of any protocol."""
 
   _message_text = "staleness {staleness}"  # of a message that is not finite
   # Joins consecutive records.
@@ -57,7 +57,7 @@ class SimulatedEngine(engines.Engine):
   ) -> int:
     """Makes the simulation, new or from a checkpoint.
 
-    Returns how many messages the server has received in it.
+    Returns the number of messages received so far.
     """
 
   @abc.abstractmethod
@@ -65,7 +65,7 @@ class SimulatedEngine(engines.Engine):
     """Simulates to message `end` at most; returns the new records."""
 
   def _error_text(self, new_records: Any) -> str | None:
-    """Describes the first message that is not finite; None if all are."""
+    """Describes the first message that is not finite; None if there is none."""
     return server_results.describe_first_not_finite(
       self._plan, new_records, self.done, self._name, self._message_text
     )
@@ -88,11 +88,11 @@ class SimulatedEngine(engines.Engine):
     )
 
   def _trace(self) -> tuple[base.Trace | Sequence[Event], int]:
-    """Returns the trace as columns or rows, and its next row."""
+    """Returns (trace as columns or rows, index of the next row to apply)."""
     return (), 0
 
   def work(self) -> list[cell_progress.Segment]:
-    """Returns the last segments of the workers' time, by the trace."""
+    """Returns the last segments of the workers' time; see the base."""
     rows = cell_progress.rows_before(*self._trace())
     return cell_progress.segments(rows)
 
@@ -103,7 +103,7 @@ class SimulatedEngine(engines.Engine):
     return self._record_parts[0]
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses over messages start to end."""
+    """Returns staleness, gap and losses of messages `start`, ..., `end` - 1."""
     return server_results.summary(rows_between(self.records(), start, end))
 
 
@@ -112,14 +112,14 @@ def sent_accuracy(
   states: Sequence[base.ServerState],
   join: Callable[[list[Any]], base.Params],
 ) -> dict[str, float]:
-  """Returns a column with the accuracy of the parameters in the next ticket.
+  """Returns the accuracy of the parameters in the next ticket, as a column.
 
-  There is no column for an algorithm that sends the server's parameters.
+  Returns {} for an algorithm that sends the server's parameters.
 
   Args:
     plan: the cell's plan.
     states: the server's state, one for each shard.
-    join: joins the parameters of all shards.
+    join: the function that joins the parameters of all shards.
   """
   if plan.server.sends_current or plan.run.given_recipe is not None:
     return {}

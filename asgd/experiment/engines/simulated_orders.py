@@ -1,8 +1,8 @@
-"""The order of a simulated cell, made before the simulation or during it.
+"""The order of a simulated cell, computed before the simulation or during it.
 
 Over a network an order depends on the bytes of messages and tickets. A codec
-makes the bytes depend on the content. Such an order is made row by row while
-the messages are computed.
+makes the bytes depend on the content. Such an order is computed row by row
+while the messages are computed.
 """
 
 import functools
@@ -17,19 +17,18 @@ from asgd.orders import play
 from asgd.orders.network import LinkUse
 from asgd.orders.trace import from_events
 
-PacketSizes = dict[
-  str, list[list[float]]
-]  # "up", "down": rows (worker, seq, bytes)
+# For "up" and "down": rows (worker, seq, bytes).
+PacketSizes = dict[str, list[list[float]]]
 
 
 class FixedOrder:
   """An order that is known before the first message."""
 
   def __init__(self, plan: Any, seed: int, batch: Any, root: jax.Array):
-    """Makes the order of a cell; jobs use `batch` and the key `root`."""
+    """Computes the order of a cell; jobs use `batch` and the key `root`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
     self._order = None
-    # Without a network, or with dense sizes, nothing depends on contents.
+    # Without a network, or with dense sizes, the order needs no contents.
     if plan.network is None:
       self.trace: base.Trace = plan.trace(seed)
     else:
@@ -38,7 +37,7 @@ class FixedOrder:
       self.trace = self._order.trace()
     self._end_rows = simulator.end_of_message(self.trace)
     self.choice: simulator.Choice = plan.simulator(self.trace)
-    self._row = 0  # the next one
+    self._next_row = 0  # index of the next row to simulate
 
   def begin(self, simulation: simulator.SimulationState) -> None:
     """Starts to follow the order, from a state of the simulation."""
@@ -47,18 +46,18 @@ class FixedOrder:
 
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
-    self._row = int(self._end_rows[messages - 1])
-    return self.run.until(self._row)
+    self._next_row = int(self._end_rows[messages - 1])
+    return self.run.until(self._next_row)
 
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last segments of the workers' time."""
-    rows = cell_progress.rows_before(self.trace, self._row)
+    rows = cell_progress.rows_before(self.trace, self._next_row)
     # Over a network, a job ends before its message arrives.
     compute_times = [self._order.compute_times] if self._order else []
     return cell_progress.segments(rows, *compute_times)
 
   def use(self) -> LinkUse | None:
-    """Returns the use of each link by the end, None without a network."""
+    """Returns the use of the links until the end; None without a network."""
     return self._order and self._order.links.use(self._order.now)
 
   def save(self) -> PacketSizes | None:
@@ -67,7 +66,7 @@ class FixedOrder:
 
 
 class GrownOrder:
-  """An order over a network that is made while it is simulated."""
+  """An order over a network that is computed during the simulation."""
 
   def __init__(
     self,
@@ -119,7 +118,7 @@ class GrownOrder:
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
     while self._received < messages:
-      # All rows so far are simulated, so the order has to make the next ones.
+      # If all rows so far are simulated, the order has to add the next ones.
       if self._next_row == len(self._order.rows):
         self._order.advance()
         continue
@@ -141,8 +140,8 @@ class GrownOrder:
   def _packet_size(self, direction: str, worker: int, seq: int) -> Any:
     """Returns the bytes of a message or a ticket at each shard.
 
-    Only a content that exists has a size. So this method first simulates all
-    rows that the order has made.
+    The size is known when the content exists. So this method first simulates
+    all rows that the order has.
     """
     bytes_by_packet = self._packet_bytes[direction]
     if (worker, seq) not in bytes_by_packet:
@@ -154,13 +153,13 @@ class GrownOrder:
         job = self._order.job(worker, seq)
         nbytes = self.run.bytes_up(worker, seq, job)
       bytes_by_packet[worker, seq] = nbytes
-    # Each shard gets its part of the packet.
+    # Each shard gets a part of the packet.
     return networks.divide_bytes(
       bytes_by_packet[worker, seq], self._shard_bytes
     )
 
   def use(self) -> LinkUse:
-    """Returns the use of each link by the last message."""
+    """Returns the use of the links until the last row."""
     time = self._order.rows[self._next_row - 1].time
     return self._order.links.use(time)
 
@@ -175,7 +174,7 @@ class GrownOrder:
 def make_order(
   plan: Any, seed: int, batch: Any, root: jax.Array, **saved: Any
 ) -> FixedOrder | GrownOrder:
-  """Returns the order of a cell; `saved` as `GrownOrder` takes it."""
+  """Returns the order of a cell; `saved` are arguments of `GrownOrder`."""
   if plan.network is not None and networks.has_coded_sizes(plan):
     return GrownOrder(plan, seed, batch, root, **saved)
   return FixedOrder(plan, seed, batch, root)

@@ -32,8 +32,8 @@ class ShardedEngine(SimulatedEngine):
   def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
-    """Draws the traces, and makes the simulation or restores it. Returns how
-    many messages the lead has received."""
+    """Draws the traces, and makes the simulation or restores it. Returns the
+    number of messages that the lead has received."""
     plan = self._plan
     self._traces, self._use = plan.traces(seed)
     self._params = jax.device_get(params)
@@ -49,7 +49,7 @@ class ShardedEngine(SimulatedEngine):
       ),
     )
     no_records = [simulator.concatenate([]) for _ in self._traces]
-    # One for each shard, with the rows before the last checkpoint.
+    # The records of each shard before the last checkpoint.
     restored_records = restore(self._unpack)
     self._earlier_records: list[base.Records] = restored_records or no_records
     # Messages of the lead in `_earlier_records`.
@@ -64,7 +64,7 @@ class ShardedEngine(SimulatedEngine):
     return self._simulation.records(self.done - self._earlier_messages)[0]
 
   def _trace(self):
-    """See the base; the trace is the lead's."""
+    """Returns the lead's trace, and its next row; see the base."""
     lead = self._traces[0]
     row_after_message = simulator.end_of_message(lead)
     next_row = int(row_after_message[self.done - 1]) if self.done else 0
@@ -92,7 +92,7 @@ class ShardedEngine(SimulatedEngine):
     return live_clusters.combine(self._records(), split, self._params)
 
   def columns(self) -> dict[str, Any]:
-    """Returns the engine's columns of the row of results."""
+    """Returns the columns of the cell's result."""
     plan, records, states = self._plan, self.records(), self._simulation.states
     row = server_results.columns(plan, records, int(states[0].version))
     row["simulated_time"] = time = float(records.time[-1])
@@ -107,7 +107,7 @@ class ShardedEngine(SimulatedEngine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns (step, arrays, JSON values) of a checkpoint. The step is the
-    number of rows that the shards have replayed together."""
+    sum of the rows that each shard has applied."""
     tree, notes = self._simulation.pack()
     rows = sum(row for row, *_ in notes["shards"])
     return rows, {**tree, "records": self._records()}, notes

@@ -2,8 +2,9 @@
 
 The result of a cell follows from its config and seed, as for all simulated
 runs. Which worker waits for which depends on the rows that they read, so the
-order is not known before the run. The cell writes its trace to `trace.csv`, and
-the count of rows read at each clock differential to `staleness.csv`.
+order is not known before the run. The cell writes its trace to `trace.csv`.
+`staleness.csv` has the number of rows read at each clock differential, which is
+the row's clock - 1 - the reader's clock.
 """
 
 import dataclasses
@@ -86,7 +87,7 @@ class TablePlan(outcomes.OutcomePlan):
     }
 
   def join(self, rows: Mapping[str, Any]) -> base.Params:
-    """Returns the parameters of complete tables."""
+    """Returns the parameters, with these complete tables as leaves."""
     leaves, structure = jax.tree.flatten(self.shapes)
     return jax.tree.unflatten(
       structure,
@@ -126,7 +127,7 @@ class TablePlan(outcomes.OutcomePlan):
       if keyed is None:
         params = self.join(rows)
       else:
-        # Padded to few sizes, so that the program is compiled a few times.
+        # Padded to few sizes, so that the program is compiled only a few times.
         padded = [
           functions.padded(rows[name], functions.bucket(len(rows[name])))
           for name in self.names
@@ -135,7 +136,7 @@ class TablePlan(outcomes.OutcomePlan):
         params = jax.tree.unflatten(structure, padded)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      # The same types, or the program would be compiled again.
+      # Always of this type: other types would compile the program again.
       job_id = np.int32(worker), np.int32(job)
       loss, gradients = jax.device_get(step(params, batch, root, *job_id))
       # Without the padding, and in the shapes of the tables.
@@ -152,7 +153,7 @@ class TablePlan(outcomes.OutcomePlan):
 
   @property
   def call_network(self) -> Network | None:
-    """Network of requests and answers; None: they take no time."""
+    """Network of requests and answers; None if they take no time."""
     section, shards = self.run.config["network"], self.settings.shards
     return networks.make_network(section, shards)
 
@@ -177,8 +178,8 @@ class TablePlan(outcomes.OutcomePlan):
 def _add_function(
   run: Run, problem: problems.Problem, options: dict[str, Any]
 ) -> None:
-  """Adds the function at the server that a problem needs, with its options."""
-  # The problem determines the function, and options such as an L1 penalty.
+  """Adds to `options` the server's function that a problem needs. The problem
+  sets some options of the function, too, such as an L1 penalty."""
   name, required_options = problem.function
   if name == functions.ADD:
     return
@@ -215,7 +216,7 @@ def _check_updates(
   if run.config["curvature_checks"]:
     raise ValueError(
       f"config.curvature_checks {run.config['curvature_checks']} is for"
-      " gradients, which this problem has not: set it to 0"
+      " gradients, which this problem does not have: set it to 0"
     )
   return settings._replace(direct=True)
 
@@ -229,8 +230,8 @@ def _settings(
     options["optimizer"] = optimizers.named(run.config["optimizer"])
   _add_function(run, problem, options)
 
-  # The schedule needs `clock_every`, which the recipe's settings have. So
-  # settings are made twice: with the peak, then with the schedule.
+  # The schedule needs `clock_every` of the recipe's settings. So the settings
+  # are made twice: with the peak, then with the schedule.
   def make_settings(rate: Any) -> Any:
     """Returns the settings of the recipe at a rate."""
     with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
@@ -242,7 +243,7 @@ def _settings(
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
-    # Batches of a clock, over all workers.
+    # The batches of all workers in one clock.
     batches=workers * make_settings(peak).clock_every,
     start=peak / workers,
   )
@@ -261,7 +262,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     )
   settings: Any = run.given_recipe or _settings(run, problem, workers)
   settings = _check_updates(run, problem, settings)
-  # A given recipe may have its schedule already.
+  # A given recipe may have a schedule already.
   rate = settings.learning_rate
   peak = float(config["learning_rate"])
   if run.given_recipe is not None:
@@ -307,7 +308,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
 class TableEngine(SimulatedEngine):
   """A cell of tables in simulated time."""
 
-  _not_finite: str | None = None
+  _divergence: str | None = None  # the error for an update that is not finite
 
   def _make_simulation(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
@@ -329,7 +330,7 @@ class TableEngine(SimulatedEngine):
   @property
   def ended(self) -> bool:
     """Whether the cell has ended early, because an update was not finite."""
-    return self._not_finite is not None
+    return self._divergence is not None
 
   def _run(self, end: int) -> base.Records:
     """Simulates to message `end`. An update that is not finite ends the cell.
@@ -338,17 +339,17 @@ class TableEngine(SimulatedEngine):
     try:
       simulation.advance(end)
     except ValueError as error:
-      # Other errors are the user's: of a loss, or of data.
+      # Other errors come from the user's loss or data.
       if "is not finite" not in str(error):
         raise
-      self._not_finite = server_results.divergence_error(
+      self._divergence = server_results.divergence_error(
         self._plan, f"{error}, at message {simulation.received + 1}", self._name
       )
     return simulation.records(self.done)
 
-  def _error_text(self, part):
-    del part
-    return self._not_finite
+  def _error_text(self, new_records):
+    del new_records
+    return self._divergence
 
   def _trace(self):
     return self._simulation.rows, len(self._simulation.rows)
@@ -370,11 +371,11 @@ class TableEngine(SimulatedEngine):
     return self._simulation.records()
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages."""
+    """Returns staleness, gap and losses of messages `start`, ..., `end` - 1."""
     return self._summary(rows_between(self.records(), start, end))
 
   def _summary(self, records: base.Records) -> dict[str, Any]:
-    """Returns the columns of some messages. There may be none, if the first
+    """Returns the summary of records, of which there are none if the first
     message was not finite."""
     # One row of zeros, as means and maxima of no rows are errors.
     if not records.loss.size:
@@ -397,7 +398,7 @@ class TableEngine(SimulatedEngine):
     return {**columns, "simulated_time": time}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns tables, workers' copies, messages under way, and records."""
+    """Returns tables, workers' copies, messages in transit, and records."""
     state = tables.wire.dump(self._simulation.pack())
     return self.done, {"state": np.frombuffer(state, np.uint8)}, {}
 
@@ -427,9 +428,9 @@ def result_columns(
 
   Args:
     rules: the rules of reads.
-    records: the records of all its jobs.
+    records: the records of all jobs of the cell.
     summary: the summary of these records.
-    profile: rows read at each clock differential.
+    profile: clock differential -> number of rows read at it.
     filtered_counts: counts of rows that filters held back and dropped.
     updates: the slowest worker's clock.
     **move_columns: columns about ranges of keys that moved.
@@ -456,7 +457,7 @@ def result_columns(
 
 
 def profile_table(profile: Mapping[int, int]) -> str:
-  """Returns rows read at each clock differential, as CSV."""
+  """Returns the number of rows read at each clock differential, as CSV."""
   lines = [f"{d},{n}" for d, n in sorted(profile.items())]
   return "\n".join(["differential,rows", *lines, ""])
 

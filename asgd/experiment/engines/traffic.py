@@ -47,7 +47,7 @@ SECTIONS = {
 }
 
 
-# (workers, messages of each in an epoch); None: the data are a stream.
+# (workers, messages per epoch of each worker; None: the data are a stream).
 CodecSize = tuple[int, float | None]
 
 
@@ -58,8 +58,8 @@ def codec_size(
 
   Args:
     dataset: the dataset of the experiment; `per_epoch` None marks a stream.
-    problem: on the dataset.
-    workers: number of messages that are averaged, one of each worker.
+    problem: the problem on this dataset.
+    workers: number of messages that are averaged, one from each worker.
     batches: number of batches in all these messages together.
   """
   if getattr(dataset, "per_epoch", problem.batches_per_epoch) is None:
@@ -104,7 +104,7 @@ def run_codecs(
 ) -> tuple[compression.Codec | None, compression.Codec | None]:
   """Returns the codecs of a run's messages and of its server's updates; None
   where there is no codec."""
-  # Down, an update counts as the message; it is of `recipe.every` messages.
+  # The server sends updates as messages, each made of `recipe.every` messages.
   batches_per_message = recipe.push_every * recipe.steps
   up_size = codec_size(dataset, problem, workers, workers * batches_per_message)
   down_size = codec_size(
@@ -174,7 +174,7 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
 def lost_residual(
   plan: Any, journal: Sequence[Event], records: base.Records
 ) -> dict[str, float]:
-  """Returns a column with the codecs' residuals that were lost with workers
+  """Returns, as a column, the residuals of codecs that were lost with workers
   that left before the last message: the root of the sum of squares of their
   RMS. Returns {} without a codec."""
   if plan.run.config["compress"] is None:

@@ -8,10 +8,10 @@ from asgd.experiment.schema import Run
 
 
 def of_run(run: Run, *, axis: int = 0) -> simulator.WorkerDevices:
-  """Returns the devices of each worker of a run; one without a section `live`.
+  """Returns the devices of each worker; one device without a section `live`.
 
-  Data parallelism divides `axis` of each array of a batch, that of the
-  examples, over the devices of a worker.
+  Data parallelism divides the axis of the examples, `axis`, of each array of a
+  batch over the devices of a worker.
   """
   live = run.config.get("live")
   if live is None:
