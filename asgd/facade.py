@@ -70,18 +70,18 @@ def simulate(
     recipe: a recipe of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`,
       `asgd.table` (tables of keyed rows) or `asgd.sandblaster_lbfgs`; an
       `asgd.Recipe`; or an optax transform, which may read a Delay.
-    messages: how many the server receives. In rounds they are a multiple of the
-      workers.
+    messages: the number that the server receives; in rounds a multiple of
+      `workers`.
     epochs: instead of `messages`: passes of all workers together over the data,
       in rounds rounded down to complete rounds.
     workers: needed if the recipe does not give the number.
     batch_size: examples in a batch, unless the data are batches already.
-    folder: where results, a report.html and checkpoints are kept; the same call
-      resumes from them. None keeps nothing.
+    folder: where results, a report.html and checkpoints are stored; the same
+      call resumes from them. None stores nothing.
     seed: the seed of the initial parameters, the order of examples and the
       durations.
-    evaluate: called with the parameters; returns a number or a dict of numbers.
-      "loss" and "accuracy" are those of a test.
+    evaluate: called with the parameters; returns a number or a dict of numbers,
+      in which "loss" and "accuracy" count as those of a test.
     every: messages between two evaluations; it divides `messages`. None is
       `messages`: one evaluation, at the end.
     order: when workers start. A name or a dict, as {"name": "fixed_delay"};
@@ -186,8 +186,9 @@ def train_mesh(
     recipe: its update takes the gradient of a complete batch. So a rule that
       reads a delay reads staleness 0, and the call warns of it once. A recipe
       of peers needs a device for each peer.
-    messages: updates; of peers, messages, a multiple of the peers.
-    workers: the number of workers of a recipe of peers.
+    messages: the number of updates; for peers the number of messages, a
+      multiple of `workers`.
+    workers: the number of peers of a recipe of peers.
     axes: axis of the mesh -> its size, as {"data": 4}; None: all devices share
       the examples of a batch. The batch size is a multiple of `data`.
     options: also accumulate=2, zero=1, precision="bfloat16", compress= and
@@ -257,7 +258,7 @@ def _train(
   """Trains a caller's (loss, parameters, data, recipe)."""
   loss, params, data, recipe = parts
   config, kind = dict(config), engine[1]
-  # Mistakes that do not depend on the data are found before they are read.
+  # Mistakes that do not depend on the data are found before data are read.
   extra_keys = ("topology", "trace") if "order" in kind.sections else ()
   calls.check_keys(config, (*kind.sections, *extra_keys))
   calls.check_length(options, has_trace="trace" in config)

@@ -31,8 +31,8 @@ _RESULT_COLUMNS = (
 class Evaluations:
   """The evaluations of a cell: their messages and their rows.
 
-  `next_message` is the message of the next one; `finished` says whether the
-  final one was made. The rows go into metrics.jsonl, and into checkpoints.
+  `next_message` is the message at which the next evaluation is due. The loop
+  writes the rows to metrics.jsonl and to checkpoints.
   """
 
   def __init__(
@@ -43,7 +43,8 @@ class Evaluations:
     rows: list[dict[str, Any]],
     diverged: bool,
   ):
-    """Continues the evaluations of earlier attempts, `rows`."""
+    """`rows`: the evaluations of earlier attempts; `evaluate` adds to them.
+    `diverged`: whether a loss was not finite."""
     self._cell, self._engine = cell, engine
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
@@ -53,7 +54,7 @@ class Evaluations:
     self._due = evaluation_messages(
       config["evaluations"], engine.total, engine.quantum
     )
-    # Some of them, evenly spaced, measure the sharpness.
+    # Some evaluations, evenly spaced, measure the sharpness.
     n_due = len(self._due)
     positions = np.linspace(
       0, n_due - 1, min(config["curvature_checks"], n_due)
@@ -62,23 +63,20 @@ class Evaluations:
 
   @property
   def next_message(self) -> int | None:
-    """The message after which the next evaluation is due."""
+    """The message after which the next evaluation is due; None at the end."""
     n_rows = len(self.rows)
     return self._due[n_rows] if n_rows < len(self._due) else None
 
   @property
   def finished(self) -> bool:
-    """Whether the final evaluation was made.
-
-    That is the last one that is due, or the first one after a NaN or after the
-    engine ended early.
-    """
+    """Whether the final evaluation was made: the last one that is due, or the
+    first one after a NaN or after the engine ended early."""
     if self.diverged or self._engine.ended:
       return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
     return self.next_message is None
 
   def evaluate(self) -> dict[str, Any]:
-    """Returns the row of the evaluation that is due, and keeps it."""
+    """Evaluates the engine's parameters; adds the row to `rows`, returns it."""
     snapshot = self._engine.snapshot()
     schedule = self._plan.schedule
     rate = schedule(snapshot.update) if callable(schedule) else schedule
@@ -128,7 +126,7 @@ class Evaluations:
     """Returns the row of results, with the final parameters."""
     cell, engine, plan = self._cell, self._engine, self._plan
     last_row = self.rows[-1]
-    # The two largest of learning rate x sharpness; NaN if none was measured.
+    # The two largest values of learning rate x sharpness; NaN without any.
     products = sorted(
       (
         product
@@ -138,7 +136,7 @@ class Evaluations:
       reverse=True,
     )[:2] or [float("nan")]
     keys = ["examples", "epoch", "test_accuracy", "test_loss"]
-    # The problem adds its own measures behind the column `diverged`.
+    # The columns after `diverged` are measures of the problem, and sharpness.
     columns_after = list(last_row)[list(last_row).index("diverged") + 1 :]
     keys += [key for key in columns_after if key not in _CURVATURE_COLUMNS]
     return {
@@ -151,8 +149,8 @@ class Evaluations:
       "seed": cell.seed,
       "evaluations": len(self.rows),
       **{key: last_row[key] for key in keys},
-      # `engine.columns` replaces it if the server looks ahead: it then sends
-      # other parameters than it has.
+      # `engine.columns` replaces this value if the server looks ahead, because
+      # it then sends other parameters than it has.
       "sent_accuracy": last_row["test_accuracy"],
       "train_loss": last_row["train_loss"],
       **engine.columns(),

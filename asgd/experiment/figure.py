@@ -40,7 +40,7 @@ class Panel(NamedTuple):
   """One pair of axes."""
 
   name: str  # of its points
-  x: str  # column; "workers" is of results, other columns of evaluations
+  x: str  # a column of evaluations, or "workers" of results
   y: str  # column
   xlabel: str
   ylabel: str
@@ -84,9 +84,9 @@ def has_values(results: Rows, key: str) -> bool:
 def panels(results: Rows) -> list[Panel]:
   """Returns the panels that may be drawn.
 
-  If a run has several numbers of workers, these are results by workers, and
-  curves at the largest number. Otherwise they are curves of accuracy and loss.
-  A task without accuracy has training and test loss instead.
+  If a run has several numbers of workers, the panels show results against
+  workers, and curves at the largest number. Otherwise they show curves of
+  accuracy and test loss; without accuracy, of training and test loss.
   """
   # [1] The quality that all panels show, by what the results have.
   has_accuracy = has_values(results, "test_accuracy")
@@ -113,7 +113,7 @@ def panels(results: Rows) -> list[Panel]:
       Panel(f"{name}_by_time", clocks[0], y, label, ylabel),
       *(traffic_panels if has_codec else ()),
     ]
-  # [3] Without one: each quality against each measure of progress.
+  # [3] Without a sweep: each quality against each measure of progress.
   quality = "test_accuracy", _ERROR
   if not has_accuracy:
     quality = "train_loss", _LOSSES["train_loss"] + _SINCE
@@ -131,15 +131,16 @@ def panels(results: Rows) -> list[Panel]:
 def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   """Returns the points of the figure.
 
-  Curves are drawn for a run's largest number of workers. If other runs have
-  sweeps, a run with one number of workers, in no sweep, is a horizontal line.
+  Curves are drawn for a run's largest number of workers. Beside sweeps, a run
+  with one number of workers, which no sweep has, is a horizontal line.
 
   Args:
     results: rows of cells.
     curves: rows of evaluations.
 
   Returns:
-    Rows with the mean over seeds, each seed's value, and whether it diverged.
+    Rows with the keys `_POINT_KEYS`: the mean over seeds, each seed's value,
+    and whether the seed diverged, among others.
   """
   largest = {title: max(c) for title, c in _worker_counts(results).items()}
   swept = _swept_counts(results)
@@ -161,7 +162,7 @@ def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
       values = [mean_and_std([row], panel.y)[0] for row in rows]
-      # An evaluation knows only of NaN; a result knows of a rising loss, too.
+      # Evaluations are marked for NaN only; results for a rising loss, too.
       flags = [
         bool(row.get("diverged")) or row.get("cell") in diverged for row in rows
       ]
@@ -188,7 +189,7 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
     return True
   # The panel of the same quality against epochs has one of these names.
   by_epoch = f"{panel.y}_by_epoch", f"{panel.name.partition('_')[0]}_curve"
-  # By run. Points are in the order of messages, so the last one stays.
+  # By run: values of the last point, as points are in the order of messages.
   last_epochs: dict[str, float] = {}
   last_x: dict[str, float] = {}
   for point in points:
@@ -202,7 +203,7 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
 
 
 def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
-  """Returns the panels that show something, but at least one."""
+  """Returns the panels with information; the first panel if none has any."""
   all_panels = panels(results)
   by_panel = group_by(points, "panel")
   return [
@@ -243,8 +244,9 @@ def style() -> Iterator[None]:
 
 
 def styles(titles: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Returns colour, marker and dashes of lines, which also differ in grey."""
-  # Few lines take colours far apart; many repeat all, with other dashes.
+  """Returns title -> colour, marker and dashes, which also differ in grey."""
+  # Few lines get colours far apart; many lines repeat colours, with other
+  # dashes.
   count = min(len(titles), len(COLORS))
   indices = np.linspace(0, len(COLORS) - 1, count).round().astype(int)
   return {
@@ -274,12 +276,12 @@ def legend(figure: Any, axes: Any, title: str = "") -> None:
       handles.setdefault(label, handle)
   if not handles:
     return
-  longest = 0.4 + 0.06 * max(map(len, handles))  # inches: a line, then text
+  entry_width = 0.4 + 0.06 * max(map(len, handles))  # inches: a line, then text
   figure.legend(
     handles.values(),
     handles,
     loc="outside lower center",
-    ncols=min(max(int(figure.get_figwidth() / longest), 1), len(handles)),
+    ncols=min(max(int(figure.get_figwidth() / entry_width), 1), len(handles)),
     title=title,
     handlelength=2.6,
     frameon=False,
@@ -298,7 +300,7 @@ def save(figure: Any, heading: str, stem: Path) -> None:
   # the time.
   figure.draw_without_rendering()
   figure.set_layout_engine(None)
-  # No dates: equal figures give equal files.
+  # Without dates, equal figures give equal files.
   dates = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
   for suffix, metadata in dates.items():
     path = stem.with_suffix(suffix)
@@ -308,12 +310,13 @@ def save(figure: Any, heading: str, stem: Path) -> None:
 def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
   """Makes an axis logarithmic if its values span a factor of five or more.
 
-  Labels are such as 20, 50 and 1,000, and ", log scale" is added to its name.
+  Tick labels become numbers such as 1,000, and the axis label gets the ending
+  ", log scale".
 
   Args:
-    axis: an axis of matplotlib.
+    axis: an `Axes` of matplotlib.
     direction: "x" or "y".
-    values: on the axis.
+    values: the values that are drawn along this direction.
 
   Returns:
     Whether the axis is logarithmic.
@@ -340,7 +343,8 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
 
 
 def _displayed(panel: Panel, values: Any) -> np.ndarray:
-  """Returns drawn values: of an accuracy the error in percent, of bytes MB."""
+  """Returns the values to draw: accuracies as errors in percent, bytes as MB.
+  """
   values = np.asarray(values, float)
   by_column = {"test_accuracy": 100 * (1 - values), "bytes_up": values / 1e6}
   return by_column.get(panel.y, values)
@@ -358,12 +362,12 @@ def _draw_run(
   """Draws one run: a curve with a band, or means with the seeds' points.
 
   Args:
-    axis: an axis of matplotlib.
+    axis: an `Axes` of matplotlib.
     rows: the run's points.
     style: the style of its lines.
     panel: the panel of the axis.
     flat: whether the run is a horizontal line.
-    shift: factor on x of the seeds' points, so that runs do not overlap.
+    shift: factor on x of the seeds' points, which keeps runs apart.
   """
   rows = [row for row in rows if np.isfinite(row["mean"])]
   if not rows:
@@ -376,7 +380,7 @@ def _draw_run(
   color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
   if flat:
-    axis.axhline(mean[0], **{**style, "marker": ""})  # no halves at both ends
+    axis.axhline(mean[0], **{**style, "marker": ""})  # else cut at both ends
     axis.axhspan(lows[0], highs[0], **shade)
     return
   if panel.x != "workers":
@@ -422,7 +426,7 @@ def _draw_panel(
   for i, (title, style) in enumerate(styles.items()):
     run = [row for row in rows if row["algorithm"] == title]
     flat = len(run) == 1 and run[0]["x"] not in swept and against_workers
-    # 2 % to the right of the run before, on a logarithmic axis.
+    # 2 % to the right of the previous run, on a logarithmic axis.
     shift = 2 ** (0.03 * (i - middle_index)) if against_workers else 1
     _draw_run(axis, run, style, panel=panel, flat=flat, shift=shift)
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)

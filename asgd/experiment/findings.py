@@ -17,12 +17,12 @@ class Failure(NamedTuple):
   kind: str  # worker, shard, hang, term or driver
   cell: str
   party: int  # index of the worker or shard
-  # (worker, incarnation) that it ended
+  # (worker, incarnation) pairs that the failure ended
   incarnations: tuple[tuple[int, int], ...]
   rows_before: int  # rows of the lead's journal before the failure
   rows_after: int  # rows when the failure had taken effect
-  # (worker, incarnation) of a process that had not joined yet, and may still
-  # join before it ends.
+  # (worker, incarnation) of a process that had not joined yet, and may have
+  # joined before it ended.
   possible_incarnation: tuple[int, int] | None = None
 
 
@@ -54,7 +54,7 @@ def jobs(
     journals: the journal of each shard.
     n_jobs: the number of jobs of the cell.
     consistent: whether all shards have the lead's order.
-    missed: jobs that no worker did, as the result says.
+    missed: jobs that no worker did, according to the result.
   """
   # int[S]: the number of tickets that each shard gave up.
   lost_tickets = [
@@ -74,9 +74,9 @@ def jobs(
       text += ", in the order of shard 0" if is_same else ", NOT as shard 0"
       passed = passed and is_same
     elif index:
-      # A worker that fails between the parts of a message leaves only some of
-      # them. So, without the lead's order, a shard may miss or repeat as many
-      # messages as tickets were lost.
+      # A worker may fail when only some shards have its message. Without the
+      # lead's order, a shard may then miss as many messages as it lost tickets,
+      # and repeat as many as the lead lost.
       lead_lost, lost = lost_tickets[0], lost_tickets[index]
       text += f" (shard 0 lost {lead_lost} tickets, this one {lost})"
       passed = not unexpected and duplicates <= lead_lost and missing <= lost
@@ -85,7 +85,7 @@ def jobs(
 
 def updates(
   journals: Sequence[Journal],
-  sinks: Sequence[base.Records],
+  shard_records: Sequence[base.Records],
   result: Mapping[str, Any],
   messages_per_update: int,
   log_slots: int,
@@ -94,12 +94,13 @@ def updates(
 
   Args:
     journals: the journal of each shard.
-    sinks: records of each shard.
+    shard_records: the records of each shard.
     result: the result of the cell.
     messages_per_update: messages in one update.
     log_slots: config.server.log; 0 allows rollbacks.
   """
-  for index, (events, records) in enumerate(zip(journals, sinks, strict=True)):
+  pairs = zip(journals, shard_records, strict=True)
+  for index, (events, records) in enumerate(pairs):
     ledger = trace.follow(events)
     received = len(ledger.received) + ledger.undone
     text = f"{received} received, {len(records.loss)} records"
@@ -130,12 +131,12 @@ def worker_findings(
   """Yields findings of a cell in which each worker records its jobs.
 
   Args:
-    events: rows of all workers, by their times.
-    records: columns of all workers.
+    events: rows of all workers, sorted by time.
+    records: the records of all workers.
     plan: the plan of the cell.
     depth: jobs that a worker may have open at once.
     failures: injected into the cell's processes, in this order.
-    missed: jobs that no worker did, as the result says.
+    missed: jobs that no worker did, according to the result.
   """
   yield from jobs([events], plan.messages, False, missed)
   received = sum(event.action == base.RECEIVE for event in events)
@@ -145,7 +146,7 @@ def worker_findings(
   passed = received - exits <= len(records.loss) <= received
   yield Finding("updates", text, passed)
   slow = DEAD_FACTOR * plan.run.config["live"]["late_seconds"]
-  # The next driver rolls back to a checkpoint, and drops the rows after it.
+  # The driver that follows a killed one drops the rows after its checkpoint.
   drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
   first_kept = drivers[-1] + 1 if drivers else 0
   yield from deaths(
@@ -183,20 +184,21 @@ def deaths(
   slow: float,
   earlier_failures: Sequence[Failure] = (),
 ) -> Iterator[Finding]:
-  """Checks that killed workers left in the trace and did no more work, and that
-  workers that left were killed or slow.
+  """Checks that the trace has a LEAVE and no later work of killed workers, and
+  that workers with a LEAVE were killed or slow.
 
   Args:
     events: rows of the trace.
     failures: injected since the last rollback of a driver.
     depth: jobs that a worker may have open at once.
-    slow: least seconds from a ticket to its loss that explain that the worker
-      left: the shard took it for dead.
-    earlier_failures: those before that rollback; the trace may have their rows.
+    slow: age in seconds from which a ticket may be lost because the shard took
+      its worker for dead; the worker may then leave.
+    earlier_failures: failures before that rollback; the trace may have their
+      rows.
   """
   # [1] The failures that explain a LEAVE: by worker, by incarnation.
   parties = (f.party for f in earlier_failures if f.kind != "shard")
-  undone = collections.Counter(parties)
+  earlier_kills = collections.Counter(parties)
   # By (worker, incarnation): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.incarnations}
   possible_kills = {f.possible_incarnation: f for f in reversed(failures)}
@@ -232,18 +234,18 @@ def deaths(
       if failure and row >= failure.rows_before:
         explanations[failure.kind] += 1
         explained.append(failure)
-      elif excuses.get(worker) is None and undone[worker]:
-        undone[worker] -= 1
+      elif excuses.get(worker) is None and earlier_kills[worker]:
+        earlier_kills[worker] -= 1
         explanations["before a driver rolled back"] += 1
       else:
         explanations[excuses.get(worker, "NOT EXPLAINED")] += 1
   # [3] Messages that a worker had sent before it was killed still arrive.
-  ghosts = [key for key, n in messages_after.items() if n > depth + 1]
+  still_active = [key for key, n in messages_after.items() if n > depth + 1]
   reasons = ", ".join(f"{n} {why}" for why, n in sorted(explanations.items()))
   text = f"{len(leavers)} left ({reasons or 'none'})"
   text += _unseen_failures(failures, explained, killed)
-  for incarnation in ghosts:
+  for incarnation in still_active:
     kind, row = killed[incarnation].kind, killed[incarnation].rows_after
     text += f"; worker {incarnation[0]} worked on after {kind} at row {row}"
-  passed = not ghosts and not explanations["NOT EXPLAINED"]
+  passed = not still_active and not explanations["NOT EXPLAINED"]
   yield Finding("deaths", text, passed)

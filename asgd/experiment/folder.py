@@ -10,8 +10,8 @@ WORKDIR/
     progress.json        state of the cell, once a second, for asgd watch
     records.npz          one row per message
     params.msgpack       final parameters, for flax.serialization
-    result.json          written last: the cell is finished; checksums of all
-    cell.npz             all of these in one; see below
+    result.json          written last; with checksums of the other files
+    cell.npz             all of these in one file; see below
   tensorboard/           the rows of metrics.jsonl, and means over finished
                          seeds (asgd.experiment.cell_log)
   metrics.jsonl          all cells' rows
@@ -49,10 +49,10 @@ from asgd.experiment.signals import RERUN
 VERSION = 3  # of the layout; folders of other versions are refused
 # Ends of errors, and words that several errors share.
 _REMEDY = "choose another folder with --workdir"
-_PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
+_RESTORE = f"and the stages depend on it: put it back as it was, or {_REMEDY}"
 _OTHER_EXPERIMENT = "is of another experiment ({})"
 _MAX_NAMED = 3  # most missing cells that an error names
-_START_FILES = {"config.json.tmp", ".lock"}  # of a run killed at its start
+_START_FILES = {"config.json.tmp", ".lock"}  # left by a run killed at its start
 
 
 class FolderError(ValueError):
@@ -70,7 +70,7 @@ def _refusal(reason: str) -> FolderError:
 
 def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
   """Returns the contents of config.json for an experiment. Values under "free"
-  may differ when it resumes."""
+  may differ when the experiment resumes."""
   config = copy.deepcopy(experiment.config)
   free = {key: config.pop(key) for key in schema.FREE_KEYS}
   # `engine` and `only` move into the entries of the runs: two configs that
@@ -102,7 +102,8 @@ def open_folder(
 
   Without `workdir`, it is the newest of runs/NAME-001, -002, ... that has this
   experiment, else the next number. A read-only folder is not changed. Raises
-  FolderError for other contents, and ValueError if it cannot be opened.
+  FolderError for a folder with other contents, and ValueError for one that
+  cannot be opened.
   """
   with safe_files.opening(f"--workdir={workdir or 'runs'}"):
     return _find_or_make(workdir, name, experiment)
@@ -146,7 +147,7 @@ def _find_or_make(
     if experiment.measurements and not path.exists():
       # The plans of trained cells came from measurements that are now lost.
       if (folder / "cells").exists():
-        raise FolderError(f"{path} is missing, {_PUT_BACK}")
+        raise FolderError(f"{path} is missing, {_RESTORE}")
       storage.write_json(path, storage.sealed(experiment.measurements))
   return folder
 
@@ -161,18 +162,18 @@ def check_writable(folder: Path, cell: str) -> None:
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
-  """Returns the measurements that an experiment's plans were made from; None if
-  there are none. Raises FolderError if the file was changed."""
+  """Returns the measurements that an experiment's plans use; None if there are
+  none. Raises FolderError if the file was changed."""
   path = folder / "measurements.json"
   value = storage.read_sealed(path)
   if value is None and path.exists():
-    raise FolderError(f"{path} cannot be read or was changed, {_PUT_BACK}")
+    raise FolderError(f"{path} cannot be read or was changed, {_RESTORE}")
   return value
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
   """Returns the contents of config.json; None if there is none. Raises
-  FolderError if it was changed or is of another release."""
+  FolderError if it was changed, or another release wrote it."""
   path = folder / "config.json"
   if not path.exists():
     return None
@@ -295,7 +296,7 @@ def read_cell(cell_folder: Path) -> dict[str, Any]:
     if members is None and archive.exists():
       raise FolderError(
         f"{archive} {_CHANGED}: the cell is damaged. Run the asgd train that"
-        " made it: it trains the cell again"
+        " made it, which trains the cell again"
       )
     value = members and storage.json_object(members["cell.json"])
   version = value and value.get("version")
@@ -343,14 +344,15 @@ def only_cell(folder: Path) -> Path:
 
 
 _CHANGED = "was changed or cut since it was written"
-_RESULT_KEYS = {"cell", "label", "workers", "seed", "engine"}  # least keys
+_RESULT_KEYS = {"cell", "label", "workers", "seed", "engine"}  # of any result
 
 
 def _read_result(
   cell_folder: Path, identity: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, Path | None, str]:
-  """Returns (result, None, ""), or (None, a file, its fault): it is missing,
-  was changed, or is not of the experiment with the config.json `identity`."""
+  """Returns (result, None, ""), or (None, file, fault) if the file is missing,
+  was changed, or belongs to another cell, or to another experiment than the one
+  with the config.json `identity`."""
   path = cell_folder / ARCHIVE
   if path.is_dir():
     return None, path, "is a folder"
@@ -370,15 +372,15 @@ def _read_result(
   if not (result and result.keys() >= _RESULT_KEYS):
     fault_of_file = "was changed" if path.exists() else "is missing"
     return None, path, _CHANGED if packed else fault_of_file
-  # [2] Whether it is of this cell: a folder may be a renamed copy.
+  # [2] Whether the result is of this cell: a folder may be a renamed copy.
   if result.get("cell") != cell_folder.name:
     return None, path, f"is of another cell, {result.get('cell')}"
-  # [3] The other files. An archive has one checksum of all, and no "files".
+  # [3] The other files. An archive has no "files": one checksum covers it.
   for name, digest in result.pop("files", {}).items():
     file = cell_folder / name
     if storage.file_digest(file) != digest:
       return None, file, "was changed" if file.exists() else "is missing"
-  # [4] Whether it is of this experiment.
+  # [4] Whether the result is of this experiment.
   difference = identity and identities.difference_from(description, identity)
   if difference:
     return None, path, _OTHER_EXPERIMENT.format(difference)
@@ -402,9 +404,9 @@ def fault(cell_folder: Path) -> str | None:
 def finished_result(
   cell_folder: Path, *, repeatable: bool = True
 ) -> dict[str, Any] | None:
-  """Returns the result of a finished cell, None if it has no valid one. Raises
+  """Returns the result of a finished cell; None if it has no valid one. Raises
   FolderError if a folder has the name of a cell's file, or if a cell that is
-  not `repeatable`, as a live one, has ended without a valid result."""
+  not `repeatable`, such as a live one, has ended without a valid result."""
   identity = _read_experiment(cell_folder)
   result, file, reason = _read_result(cell_folder, identity)
   if file and file.is_dir():
@@ -443,7 +445,7 @@ def _cell_folders(workdir: Path) -> list[Path]:
 
 
 def faults(workdir: Path) -> list[str]:
-  """Returns the `fault` of each cell of a folder that has one."""
+  """Returns the `fault` of each cell in a folder that has a fault."""
   return list(filter(None, map(fault, _cell_folders(workdir))))
 
 

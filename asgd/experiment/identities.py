@@ -1,4 +1,4 @@
-"""Compares identities: whether a config, or a cell, is of an experiment.
+"""Compares identities: whether a config or a cell belongs to an experiment.
 
 An identity is the content of config.json (`folder.identity`): the config, the
 data, and values that may change.
@@ -12,9 +12,8 @@ from asgd.checks import shortened
 from asgd.experiment import schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
-_OF_EVERY_RUN = ("engine", "recipe", "title")
 _MAX_SHOWN = 3  # differences in a summary
-_LONGEST = 200  # characters of a summary
+_MAX_CHARACTERS = 200  # of a summary
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
@@ -25,16 +24,16 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     ['a.b was 1, now 3']
   """
   if isinstance(old, Mapping) and isinstance(new, Mapping):
-    lines, above = [], f"{path}." if path else ""
+    lines, prefix = [], f"{path}." if path else ""
     for key in {**old, **new}:
-      lines += differences(old.get(key), new.get(key), above + key)
+      lines += differences(old.get(key), new.get(key), prefix + key)
     return lines
   return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
 
 
 def summary(lines: Sequence[str]) -> str:
   """Returns the first few `differences` in one short line."""
-  return shortened("; ".join(lines[:_MAX_SHOWN]), _LONGEST)
+  return shortened("; ".join(lines[:_MAX_SHOWN]), _MAX_CHARACTERS)
 
 
 def _fixed_part(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
@@ -84,44 +83,44 @@ def merge(
 
 
 def difference_from(
-  description: Mapping[str, Any] | None, written: Mapping[str, Any]
+  description: Mapping[str, Any] | None, identity: Mapping[str, Any]
 ) -> str:
-  """Returns how a cell differs from an experiment's cells; "": it does not.
+  """Returns how a cell differs from the cells of an experiment; "" if it does
+  not.
 
-  User code is not imported, so results can be read on other machines. Two kinds
-  of keys are not compared: those that may change, and settings of an engine
-  that the run sets itself.
+  User code is not imported, so results can be read on other machines. Keys that
+  may change are not compared, nor are the engine's settings in a run's entry.
 
   Args:
     description: contents of cell.json; None if it cannot be read.
-    written: contents of config.json.
+    identity: contents of config.json.
   """
   invalid = "its cell.json is not what a run wrote"
   if description is None:
     return invalid
   try:
-    return summary(_differences_from(description, written))
+    return summary(_differences_from(description, identity))
   except (AttributeError, KeyError, TypeError):
     return invalid
 
 
 def _differences_from(
-  description: Mapping[str, Any], written: Mapping[str, Any]
+  description: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> list[str]:
   """Returns a line for each difference of a cell from an experiment."""
   label, cell_config = description["cell"]["label"], description["config"]
-  config = written["config"]
+  config = identity["config"]
   if label not in config["runs"]:
     return [f"config.runs has no {label}"]
-  # [1] The cell's entry of `runs` has the options of the recipe only. Those
-  # must be the same in the experiment's entry, which has other keys too.
+  # [1] The cell's entry of `runs` has only the options of the recipe. They must
+  # be the same in the experiment's entry, which has other keys too.
   entry, run = config["runs"][label], dict(cell_config["runs"][label])
   expected = {key: entry[key] for key in run if key in entry}
-  for key in _OF_EVERY_RUN[1:]:  # recipe and title, which have defaults
+  for key in ("recipe", "title"):  # an entry may lack these
     expected.setdefault(key, run.get(key) if key == "recipe" else label)
   lines = differences(run, expected, f"config.runs.{label}")
-  # [2] The cell's config has the values of its run, laid over the config.
-  settings = entry.keys() - run.keys()  # of the engine, set by the run
+  # [2] In the cell's config, the run's values replace those of the experiment.
+  settings = entry.keys() - run.keys()  # of the engine, in the run's entry
   for key in config.keys() & cell_config.keys() - {"runs", *GROWING}:
     old, new = cell_config[key], config[key]
     if key in schema.SHARED_KEYS:
@@ -133,7 +132,7 @@ def _differences_from(
       old, new = _without(old, settings), _without(new, settings)
     lines += differences(old, new, f"config.{key}")
   # [3] The data.
-  old, new = description["dataset"], written["dataset"]
+  old, new = description["dataset"], identity["dataset"]
   return sorted(lines) + differences(old, new, "dataset")
 
 

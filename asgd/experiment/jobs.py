@@ -2,12 +2,12 @@
 
 The result of a cell is a function of the config and its seed. So processes of
 this machine, tasks of a Ray cluster, or commands on several machines with one
-results folder may share the cells, with the same bits. The seconds of live
-runs, pipelines and meshes are a result, so their cells are trained one by one
-at the end.
+results folder may share the cells, and compute the same bits. The seconds of
+live runs, pipelines and meshes are a result, so their cells are trained one by
+one at the end.
 
-`train_all` is the entry. Other processes run `_train_groups`, and report to it
-by events.
+Commands call `train_all`. Other processes run `_train_groups`, and report by
+events.
 """
 
 import collections
@@ -44,7 +44,7 @@ _FETCH_SECONDS = 60.0  # to fetch the events of a finished task of Ray
 Group = Sequence[Cell]  # cells that share a plan
 # A process reports events (kind, arguments...) to the process that started it.
 Event = tuple[Any, ...]
-_BAR_EVENTS = ("skip", "update", "line", "finish")  # kinds: methods of a bar
+_BAR_EVENTS = ("skip", "update", "line", "finish")  # kinds with a bar's method
 # Kinds of the last event of a process, the worst first.
 _END_EVENTS = ("crash", "error", "stopped")
 
@@ -71,8 +71,8 @@ def _warn_of_changes(
 ) -> None:
   """Warns of the user's modules that have changed since the `finished` cells in
   the folder `cells` were trained."""
-  if not code.describe(experiment.config):  # reading every cell takes time
-    return
+  if not code.describe(experiment.config):
+    return  # reading all cells would take time
   changed: collections.Counter[str] = collections.Counter()  # cells, by module
   for cell in finished:
     recorded_modules = folder.read_cell(cells / cell.name).get("modules") or {}
@@ -102,7 +102,7 @@ def train_all(
 
   Args:
     experiment: the experiment.
-    workdir: its folder; None where another process has it.
+    workdir: its folder; None on a process that writes no files.
     bar: shows the progress.
     machine: the resources of engines.
     jobs: the number of processes that train at once, or "ray": tasks of a Ray
@@ -118,7 +118,7 @@ def train_all(
   Raises:
     Stopped: after a signal, when the state is saved.
     folder.Incomplete: at the end, if the folder has no valid result of a cell
-      (another command may be training it), or if messages of one are missing.
+      (another command may be training it), or if a cell lacks messages.
     ValueError: if a cell fails.
   """
   cells = experiment.cells if cells is None else cells
@@ -156,8 +156,8 @@ def train_all(
     waiting = [cell for cell in waiting if cell not in set(parallel)]
   # [3] The other cells, one by one in this process.
   for index, cell in enumerate(waiting):
-    surroundings = {"bar": bar, "machine": machine, "signals": signals}
-    _train_unless_in_use(experiment, cell, workdir, **surroundings)
+    train_options = {"bar": bar, "machine": machine, "signals": signals}
+    _train_unless_in_use(experiment, cell, workdir, **train_options)
     # On several hosts, a signal to any process stops all of them.
     signal_number = int(processes.gather([signals.received]).max())
     if signal_number and index + 1 < len(waiting):
@@ -176,12 +176,12 @@ def _train_unless_in_use(
   workdir: Path | None,
   *,
   bar: Any,
-  **surroundings: Any,
+  **train_options: Any,
 ) -> None:
-  """Trains a cell, or warns that another process holds it. `surroundings` are
-  further arguments of `loop.train`."""
+  """Trains a cell, or warns that another process has locked it. `train_options`
+  are further arguments of `loop.train`."""
   try:
-    loop.train(experiment, cell, workdir, bar=bar, **surroundings)
+    loop.train(experiment, cell, workdir, bar=bar, **train_options)
   except cell_files.CellInUse as error:
     bar.line(f"warning: {cell.name} is not trained here: {error}")
 
@@ -192,8 +192,8 @@ def _train_unless_in_use(
 def _make_work(
   experiment: Experiment, cells: Sequence[Cell], *folders: Any
 ) -> Callable[..., None]:
-  """Returns `_train_groups` for other processes, with the runs of these cells
-  only. `folders` are (data_dir, workdir)."""
+  """Returns `_train_groups` for other processes, with its first arguments: the
+  runs of `cells`, and `folders`, which are (data_dir, workdir)."""
   labels = dict.fromkeys(cell.label for cell in cells)
   runs = {label: experiment.runs[label] for label in labels}
   # A process gets the checked config, as plain data, and builds the rest.
@@ -209,7 +209,7 @@ def _train_groups(
   put: Callable[..., None],
   signals: Any,
 ) -> None:
-  """Trains groups of cells from an iterator, in another process.
+  """Trains groups of cells from an iterator; another process runs this.
 
   `put(kind, *arguments)` sends an event.
   """
@@ -217,15 +217,15 @@ def _train_groups(
 
   methods = {kind: functools.partial(put, kind) for kind in _BAR_EVENTS}
   bar = types.SimpleNamespace(**methods)
-  surroundings = {"bar": bar, "machine": Machine(), "signals": signals}
+  train_options = {"bar": bar, "machine": Machine(), "signals": signals}
   experiment = None
   try:
     for cell in itertools.chain.from_iterable(groups):
-      # Built for the first cell: a process without one loads no data.
+      # Built for the first cell: a process without cells loads no data.
       experiment = experiment or cells_lib.build(
         resolved, engines=ENGINES, data_dir=data_dir
       )
-      _train_unless_in_use(experiment, cell, workdir, **surroundings)
+      _train_unless_in_use(experiment, cell, workdir, **train_options)
       if signals.received:
         return
   except Stopped as stop:
@@ -273,7 +273,7 @@ def _child_main(parent: connection.Connection, stop: synchronize.Event) -> None:
     return parent.recv()
 
   threading.Thread(target=end_with_parent, daemon=True).start()
-  # [1] The work, or None: this command needs fewer processes.
+  # [1] The work; None if the command needs fewer processes.
   work = parent.recv()
   # [2] Groups, one after the other, until the parent sends None.
   if work is not None:
@@ -324,8 +324,8 @@ class Crew:
 def start_crew(
   runs: Iterable[schema.Run], engines: schema.Engines, count: int
 ) -> Crew:
-  """Forks at most `count` processes for the cells of these runs; none if one
-  process trains all of them, or JAX has its devices."""
+  """Forks at most `count` processes for the cells of these runs. Forks none if
+  one process trains all cells, or if JAX has found its devices."""
   kinds = [(engines[run.engine], run) for run in runs]
   groups = sum(
     len(run.config["workers"]) for kind, run in kinds if not kind.timed
@@ -343,7 +343,8 @@ def _train_in_processes(
   signals: Any,
   crew: Crew | None = None,
 ) -> list[Event]:
-  """Trains groups of cells in `count` processes, those of a large enough crew.
+  """Trains groups of cells in `count` processes: those of `crew` if it has so
+  many, else new ones.
 
   Returns the events that ended the processes.
   """
@@ -362,13 +363,13 @@ def _watch(
 ) -> list[Event]:
   """Sends groups of cells to processes and shows their events on the bar.
 
-  When a process fails or a signal arrives, the others save and end. Returns the
-  events that ended the processes.
+  When a process fails or a signal arrives, the processes save and end. Returns
+  the events that ended the processes.
   """
   end_events: list[Event] = []
   waiting, open_pipes = list(groups), set(crew.pipes)
   while open_pipes:
-    # [1] Pass a request to stop on; the processes end after it.
+    # [1] Forward a request to stop, after which the processes end.
     if signals.received:
       crew.stop.set()
     # [2] Take an event from each process that has one.
@@ -421,7 +422,7 @@ def _train_on_ray(
     del dataset  # holds the reference; `work` loads its own copy
     events: list[Event] = []
     work([group], lambda *event: events.append(event), NoSignals)
-    # All events arrive together, at the end: updates then show nothing new.
+    # All events arrive together at the end, so updates show nothing new.
     return [event for event in events if event[0] != "update"]
 
   if ray.cluster_resources().get("CPU", 0) < 1:
@@ -462,7 +463,7 @@ def _raise_worst(end_events: Sequence[Event], signals: Any) -> None:
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
     raise ValueError(text)
-  # All are "stopped in CELL at ...; RERUN", of (kind, text, signal).
+  # Each event is ("stopped", "stopped in CELL at ...; RERUN", signal).
   cells = (
     text.removeprefix("stopped ").removesuffix(f"; {RERUN}")
     for _, text, _ in end_events

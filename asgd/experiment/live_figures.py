@@ -19,7 +19,7 @@ from asgd import base, sharding, wire
 from asgd.experiment import boards
 from asgd.pages.panels import bytes_text
 
-_WINDOW_SECONDS = 5.0  # seconds over which rates are taken
+_WINDOW_SECONDS = 5.0  # seconds over which rates are computed
 _POINT_SECONDS = 1.0  # seconds between two points of a curve
 _BINS = 6  # most bins of a staleness histogram in text
 _FEW_WORKERS = 8  # most workers with a rate for each in a line
@@ -33,7 +33,7 @@ class Figures(NamedTuple):
   updates: float  # changes of the parameters, per second
   messages: float  # received, per second
   workers: np.ndarray  # float[N], messages of each worker, per second
-  staleness: np.ndarray  # int[...], count of messages by staleness, from 0 on
+  staleness: np.ndarray  # int[S]; entry s: number of messages of staleness s
   gap: float  # mean
   bytes: float  # sent and received, per second
 
@@ -88,11 +88,11 @@ class Counter:
       self._samples.popleft()
 
   def figures(self, bytes_share: float = 1.0) -> Figures:
-    """Returns the rates over the window. The records count only `bytes_share`
-    of all bytes."""
+    """Returns the rates over the window. The records have only the fraction
+    `bytes_share` of all bytes."""
     oldest, *samples = self._samples
     seconds = max(samples[-1].now - oldest.now, 1e-9)
-    # The last four fields of all looks, each as one array.
+    # The last four fields of all samples, each as one array.
     columns = zip(*(sample[2:] for sample in samples), strict=True)
     worker, staleness, gap, nbytes = map(np.concatenate, columns)
     return Figures(
@@ -122,7 +122,7 @@ def histogram(counts: npt.ArrayLike) -> str:
     np.cumsum(column), [2 * total / 100, 98 * total / 100]
   )
   low = 0 if high < _BINS - 1 else low
-  # [2] Bins of one width between them; the first one begins at 0.
+  # [2] Bins of one width between these; the first one begins at 0.
   width = -(-(high - low + 1) // (_BINS - 1))  # rounded up
   edges = [0, *range(low + width, high + width + 1, width)]
   bins = {
@@ -142,7 +142,7 @@ def sparkline(counts: npt.ArrayLike) -> str:
   column = column[: column.nonzero()[0].max(initial=-1) + 1]
   if not len(column):
     return ""
-  step = -(-len(column) // _CHARACTERS)  # of counts in a bar, rounded up
+  step = -(-len(column) // _CHARACTERS)  # counts per bar, rounded up
   bars = np.add.reduceat(column, np.arange(0, len(column), step))
   # Rounded up: a rare staleness has a bar that can be seen.
   levels = np.ceil(bars / bars.max() * (len(_BLOCKS) - 1)).astype(int)
@@ -218,7 +218,7 @@ class Board:
 
 
 def lead_share(params: Any, shards: int) -> float:
-  """Returns the lead's share of the parameters, in bytes, with `shards`."""
+  """Returns the lead's fraction of the parameters' bytes, with `shards`."""
   # The same plan that the run makes: it depends on shapes only.
   plan = sharding.make_plan(params, shards)
   shard_bytes = [
@@ -231,7 +231,8 @@ class Watch:
   """The rates of a live run, and their curves for TensorBoard."""
 
   def __init__(self, workers: int, board: Path, bytes_share: float = 1.0):
-    """Starts now. The records count only `bytes_share` of all bytes."""
+    """Starts the clock. The records have only the fraction `bytes_share` of all
+    bytes."""
     self._bytes_share = bytes_share
     self._counter = Counter(workers, time.monotonic())
     # A subfolder, because readers follow only one event file in a folder.
@@ -241,7 +242,8 @@ class Watch:
   def add_records(
     self, now: float, records: base.Records, message: int
   ) -> Figures:
-    """Counts the new records at time `now`; `message` is the count of all."""
+    """Counts the new records at time `now`; `message` is the number of messages
+    so far."""
     self._counter.add(now, records)
     figures = self._counter.figures(self._bytes_share)
     if figures.messages:

@@ -27,7 +27,7 @@ from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
 CHANGED = "cell.json is not what a run wrote: restore it"
 Journal = Sequence[Event]
-Spans = Mapping[int, Sequence[Span]]  # of each worker that wrote them
+Spans = Mapping[int, Sequence[Span]]  # by worker
 
 
 class LiveFiles(NamedTuple):
@@ -45,14 +45,14 @@ def read_description(folder: Path) -> dict[str, Any]:
   other cell."""
   description = read_cell(folder)
   engine = description.get("engine")
-  traced = engine in ("threads", "ray") or journal_path(folder, 1).exists()
-  if isinstance(engine, str) and not traced:
+  has_trace = engine in ("threads", "ray") or journal_path(folder, 1).exists()
+  if isinstance(engine, str) and not has_trace:
     raise ValueError(
       f"{folder} was made by engine {engine!r}: only live runs (threads, ray)"
       " and simulated shards leave a trace"
     )
-  # The values that later become paths and code; `check_own` and `cells.build`
-  # check the others.
+  # Check the values that later become paths and code; `check_own` and
+  # `cells.build` check the others.
   try:
     shards = description["config"]["server"]["shards"]
     checks.text(engine, "engine")
@@ -69,7 +69,8 @@ def read_description(folder: Path) -> dict[str, Any]:
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> list[tuple[Path, list[Event]]]:
-  """Returns path and rows of each shard's journal; refuses empty journals."""
+  """Returns (path, rows) of each shard's journal. Raises ValueError for an
+  empty journal."""
   traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
@@ -104,7 +105,8 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
         f"{path} has {n_records} records, result.json {result.get('messages')}"
         " messages: one of the two was changed; restore it as the run wrote it"
       )
-  # [3] The spans, of each worker that the lead knows, in order of appearance.
+  # [3] The spans of each worker, in the order in which the lead's rows have
+  # them.
   spans = spans_of(folder, {e.worker: None for e in journals[0]})
   return LiveFiles(dict(description), journals, spans, records, journals[0])
 
@@ -120,11 +122,11 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
   work. Raises ValueError if a journal is missing or was changed."""
   paths = [journal_path(folder, index) for index in range(shards)]
   journals = [read_journal(path) for path in paths]
-  sinks = [records_path(folder, index) for index in range(shards)]
+  record_paths = [records_path(folder, index) for index in range(shards)]
   # Files that show that the cell has done work, without its journals.
   evidence = [
     path
-    for path in (*sinks, folder / "metrics.jsonl")
+    for path in (*record_paths, folder / "metrics.jsonl")
     if path.exists() and path.stat().st_size
   ]
   evidence += (folder / "checkpoints").glob("[0-9]*")
@@ -138,7 +140,7 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
         " resume without it. Restore it, or start in another folder (--workdir)"
       )
     check_journal(path, journal)
-  for path in sinks:
+  for path in record_paths:
     read_records(path)  # raises ValueError if the file was changed
   return journals
 

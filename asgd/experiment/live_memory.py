@@ -9,9 +9,9 @@ was moved still uses its memory. A changed running.json cannot make the run
 remove some other folder at its end. A lock in the memory keeps other processes
 out.
 
-The memory is opened once, as a folder of this user and not as a link. Its files
-are then read, written and removed through the descriptor, so another folder
-that appears at its path later is not touched.
+The memory must be a folder of this user, not a link. It is opened once. Its
+files are then read, written and removed through the descriptor, so another
+folder that appears at its path later is not touched.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _PATHS = re.compile(
   r"|(snapshots?|commands|image)(\.tmp)?"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
-_TIMEOUT = 10.0  # to wait until the previous driver, or a process, ends
+_TIMEOUT = 10.0  # seconds to wait until the previous driver or a process ends
 _RETRY_SECONDS = 0.05  # seconds between two attempts
 
 
@@ -59,9 +59,9 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def _open_memory(memory: Path) -> Iterator[Path]:
-  """Opens a memory, and makes it if it does not exist. Yields a path to the
-  open folder, by its descriptor. Raises ValueError, with the reason, if the
-  folder is not the memory of a run."""
+  """Opens a memory; creates it if it does not exist. Yields a path to the open
+  folder, by its descriptor. Raises ValueError, with the reason, if the folder
+  is not the memory of a run."""
   # [1] The path: absolute, below a folder, and named after this user.
   name = _NAME.fullmatch(memory.name)
   if not memory.is_absolute() or ".." in memory.parts or name is None:
@@ -99,7 +99,7 @@ def _check_names(folder: Path) -> None:
 
 
 def _remove_files(folder: Path, *exceptions: str) -> None:
-  """Removes all files of a folder, except those with some names."""
+  """Removes all files of a folder, except those named in `exceptions`."""
   for path in folder.iterdir():
     with contextlib.suppress(FileNotFoundError):  # removed in the meantime
       if stat.S_ISDIR(path.lstat().st_mode):
@@ -176,7 +176,7 @@ class LiveMemory:
   """The memory of a cell, locked by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):
-    """Opens and locks the memory of a cell; makes it if it does not exist.
+    """Opens and locks the memory of a cell; creates it if it does not exist.
 
     Args:
       cell_folder: the folder of the cell.
@@ -196,8 +196,8 @@ class LiveMemory:
       Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{path_hash}"
     )
     self.replaced: dict[str, int] = {}
-    # The counts that running.json has; None: the cell has not begun.
-    self._counts: dict[str, int] | None = None
+    # The counts in running.json; None: this driver has not written the file.
+    self._saved_counts: dict[str, int] | None = None
     if running is not None:
       self.replaced = dict(running.replaced)
       if running.memory.is_dir() and _belongs_to(running.memory, running, cell):
@@ -213,8 +213,8 @@ class LiveMemory:
         ) from error
       lock = processes.lock(fd_path / _LOCK, _TIMEOUT, self.folder / _LOCK)
       stack.callback(os.close, lock)
-      # [3] Keep its files, or end the processes of an earlier run, and remove
-      # its files.
+      # [3] Keep the files to resume. Else end the processes of an earlier run,
+      # and remove its files.
       self.is_resumed = resume and _belongs_to(fd_path, running, cell)
       if not self.is_resumed:
         processes.kill_run(fd_path)
@@ -236,10 +236,10 @@ class LiveMemory:
   def write_running(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json with the counts of replaced processes, by kind,
     unless they have not changed."""
-    if replaced == self._counts:
+    if replaced == self._saved_counts:
       return
-    self._counts = dict(replaced)
-    running = Running(os.getpid(), self.folder, self._token, self._counts)
+    self._saved_counts = dict(replaced)
+    running = Running(os.getpid(), self.folder, self._token, self._saved_counts)
     content = {**running._asdict(), "memory": str(self.folder)}
     storage.write_json(self._cell_folder / RUNNING, storage.sealed(content))
 
@@ -248,15 +248,14 @@ class LiveMemory:
     with contextlib.ExitStack() as stack:
       fd_path = self._fd_path or stack.enter_context(_open_memory(self.folder))
       _remove(fd_path, self.folder)
-    # Last: a kill before this line leaves the name of a removed memory, which
-    # `read_running` accepts.
+    # Last: a kill before this line leaves a running.json with the path of a
+    # removed memory, which `read_running` accepts.
     (self._cell_folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
     """Unlocks the memory. Removes it if the run was refused before it began."""
-    if (
-      self._fd_path is not None and not self.is_resumed and self._counts is None
-    ):
+    has_begun = self.is_resumed or self._saved_counts is not None
+    if self._fd_path is not None and not has_begun:
       _remove(self._fd_path, self.folder)
     self._fd_path = None
     self._exit_stack.close()

@@ -38,11 +38,11 @@ from asgd.parallel import processes
 from asgd.problems import finite
 
 _MAX_DEATHS = 3  # failed attempts without progress, after which a cell fails
-_DIVERGENCE_FACTOR = 1.2  # of the loss at the start, for a positive loss
-# Fraction of the loss of guessing, which for classes is log(classes). The
-# margin covers noise and class imbalance.
-_GUESSING = 0.95
-_SEARCHED_JOBS = 64  # jobs after the last message, one of which was not finite
+_DIVERGENCE_FACTOR = 1.2  # loss at the end / at the start, for positive losses
+# A loss above this fraction of the loss of guessing is no better than guessing.
+# The margin covers noise and class imbalance.
+_GUESSING_FRACTION = 0.95
+_SEARCHED_JOBS = 64  # jobs after the last message, searched for a bad value
 
 
 def has_diverged(loss: np.ndarray, window: int, guess: float) -> bool:
@@ -52,7 +52,7 @@ def has_diverged(loss: np.ndarray, window: int, guess: float) -> bool:
   the mean of the last tenth. A run diverged if its end is more than a fifth
   above its start. It also diverged if the mean of `window` consecutive messages
   was that high, and the end is no better than `guess`, the loss of guessing
-  (NaN: unknown). A network with dead units ends so.
+  (NaN: unknown), as in a network with dead units.
   """
   length = max(window, 8)
   if not np.isfinite(loss).all():
@@ -68,7 +68,7 @@ def has_diverged(loss: np.ndarray, window: int, guess: float) -> bool:
   # Or the loss rose and fell again. A guess of NaN makes the comparison False.
   chunks = np.array_split(loss, len(loss) // length)
   highest = max(chunk.mean() for chunk in chunks)
-  return bool(highest > limit and end > _GUESSING * guess)
+  return bool(highest > limit and end > _GUESSING_FRACTION * guess)
 
 
 def finished_result(
@@ -76,9 +76,9 @@ def finished_result(
 ) -> dict[str, Any] | None:
   """Returns the result of a finished cell, else None.
 
-  All processes call it. It removes files that a kill right after the cell's end
-  left. Raises ValueError if files of a finished cell were changed, and its
-  engine cannot repeat the cell.
+  All processes call this function. It removes files that a kill right after the
+  cell's end left. Raises ValueError if files of a finished cell were changed,
+  and its engine cannot repeat the cell.
   """
   path = workdir and workdir / "cells" / cell.name
   engine_kind = experiment.engine_kind(cell)
@@ -109,7 +109,7 @@ def train(
   All processes make this call; process 0 has the files.
 
   Args:
-    workdir: folder of the experiment; None where another process has it.
+    workdir: folder of the experiment; None on a process that writes no files.
     bar: shows the progress; an `asgd.experiment.progress.ProgressBar`.
     machine: the devices, hosts and faults that engines use.
     signals: its `received` is the number of a signal that asks to stop, or 0.
@@ -123,7 +123,7 @@ def train(
     ValueError: if an engine cannot resume, or its processes exited _MAX_DEATHS
       times without progress.
   """
-  # [1] A finished cell has a result; a damaged one is trained again.
+  # [1] A finished cell has a result; a damaged cell is trained again.
   result = finished_result(experiment, cell, workdir)
   if result is not None:
     bar.skip(experiment.plan(cell).messages)
@@ -172,14 +172,14 @@ def _board_folder(cell_folder: Path) -> Path:
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
-  """Returns the remedy for a cell with failed processes in each attempt."""
+  """Returns the remedy for a cell in which processes failed in each attempt."""
   resume_point = "from the last checkpoint"
   if not attempt.has_saved:
     resume_point = "from the beginning, as nothing was saved"
   if machine.faults:
     return (
-      ". The faults of --fault repeat each time that the cell resumes from a"
-      f" message before them: leave them out and {RERUN} {resume_point}"
+      ". The faults of --fault occur again each time that the cell resumes from"
+      f" an earlier message: leave them out and {RERUN} {resume_point}"
     )
   return f"; {RERUN} {resume_point}"
 
@@ -365,13 +365,13 @@ class _Attempt(contextlib.ExitStack):
     """Raises NonFiniteResult for messages that are not finite. If `on_nan`
     records them, a warning names data that are not finite."""
     rows = progress.rows._asdict() if progress.rows else {}
-    # A pipeline's columns are of stages, not of messages.
+    # A pipeline has columns of stages, which are not rows of messages.
     rows = {k: v for k, v in rows.items() if len(v) == progress.messages}
     is_finite = np.isfinite(progress.loss)
     is_finite = is_finite & np.isfinite(rows.get("update_norm", 0.0))
     jobs = self._next_jobs()
-    # If all records are finite, a message without a record was not: the first
-    # update of a table may be, and then there is no record at all.
+    # If all records are finite, a message without a record was not. In a run of
+    # tables, the first update may be such a message.
     if not is_finite.all():
       index = int(np.argmin(is_finite))  # of the first False
       jobs = [(0, self.counted - progress.messages + index)]
@@ -385,18 +385,18 @@ class _Attempt(contextlib.ExitStack):
       self._machine.show(f"warning: {fault}")
 
   def _next_jobs(self) -> Iterable[tuple[int, int]]:
-    """Returns the (worker, job) pairs from which the next messages may be."""
+    """Yields the (worker, job) pairs that the next messages may have."""
     jobs = range(self.counted, self.counted + _SEARCHED_JOBS)
     return itertools.product(range(self._cell.workers), jobs)
 
   def _not_finite(
     self, text: str, jobs: Iterable[tuple[int, int]]
   ) -> NonFiniteResult:
-    """Returns the error of a message that is not finite. Its text begins with
-    the first data that are not finite, if some are found."""
+    """Returns the error for a message that is not finite. Its text begins with
+    the first value of the data that is not finite, if there is one."""
     name = f"{self._cell.name}: "
     if fault := self._data_fault(jobs):
-      # A loss may ignore such values. The reason is then in `text`.
+      # A loss may ignore such values; then `text` has the reason.
       of_loss = text.removeprefix(name)
       text = f"{name}{fault}. If the loss leaves them out: {of_loss}"
     return NonFiniteResult(text)
@@ -417,7 +417,7 @@ class _Attempt(contextlib.ExitStack):
     return f"{fault}; {remedy}" if fault else ""
 
   def _save(self, engine: Engine, evaluations: Evaluations) -> bool:
-    """Writes a checkpoint, if the engine can give one now."""
+    """Writes a checkpoint; returns False if the engine cannot give one now."""
     content = engine.save()
     if content is None:
       return False

@@ -24,17 +24,18 @@ class Machine:
   address: str | None = None  # of a Ray cluster; None: one on this machine
   allow_network: bool = False  # whether Ray may listen beyond this machine
   processes: int = 0  # for the stages of a pipeline; 0: threads
-  gpus_per_process: float = 0.0  # that Ray reserves for each of them
+  gpus_per_process: float = 0.0  # GPUs that Ray reserves for each process
   spans: bool = False  # write the times of each task of a pipeline
   modules: Sequence[str] = ()  # a user's files, for a Ray cluster
-  # A folder for a trace by JAX's profiler. It traces this process, or worker 0
-  # on its machine if the workers are processes of Ray.
+  # A folder for a trace by JAX's profiler. The profiler traces this process, or
+  # worker 0 on its machine if the workers are processes of Ray.
   profile: str | None = None
   # Shows a line to the user; None prints it to stderr.
   show_line: Callable[[str], None] | None = None
   # Lines shown about the current cell that are not in its progress.json yet.
   lines: list[str] = dataclasses.field(default_factory=list)
 
+  # id of a value -> (reference, value).
   _references: dict[int, Any] = dataclasses.field(
     default_factory=dict, init=False
   )
@@ -56,7 +57,7 @@ class Machine:
     return self._references[id(value)][0]
 
   def show(self, line: str) -> None:
-    """Shows a line to the user, at once: the engine is waiting."""
+    """Shows a line to the user at once, for an engine that waits in a call."""
     if self.show_line is None:
       print(line, file=sys.stderr)
     else:

@@ -124,8 +124,8 @@ def _folder_names(workdirs: Sequence[Path]) -> list[str]:
 def _with_folder_name(
   rows: Sequence[Mapping[str, Any]], name: str, shared_titles: set[str]
 ) -> report.Table:
-  """Returns rows with the folder's name in their cells, and in titles that
-  other folders have too."""
+  """Returns rows in which the folder's name is added to each cell, and to the
+  titles that other folders have, too."""
   named_rows = []
   for row in rows:
     title, cell = row["algorithm"], f"{name}/{row['cell']}"

@@ -58,26 +58,26 @@ def _find_section(
   # The part of `key_tree` for `section`: a dict of keys, Section, NamedSection
   # or Setting; None for a key that the tree lacks.
   node: Any = key_tree
-  of_runs = parents[:1] == ["runs"]
+  in_runs = parents[:1] == ["runs"]
   for depth, name in enumerate(parents):
     path = ".".join(parents[: depth + 1])
-    if of_runs and depth == 2:  # runs.LABEL.name: the keys of that run
+    if in_runs and depth == 2:  # runs.LABEL.name: the keys of that run
       node = _keys_of_run(parents[1], section, config, engines)
     child = schema.keys_of(node).get(name)
     # [1] Make a dict that the config does not mention.
     if name not in section:
-      is_new_run = of_runs and depth == 1
+      is_new_run = in_runs and depth == 1
       begins_run = len(parents) == 2 and key in ("recipe", "engine")
       if is_new_run and not begins_run:
         remedy = f" (a new run begins with {path}.recipe)"
         raise schema.unknown_key(path, section, remedy)
       # Elsewhere a deeper key may be an argument of a MODULE:FUNCTION, which is
       # imported later.
-      if child is None and not is_new_run and (depth == 0 or of_runs):
+      if child is None and not is_new_run and (depth == 0 or in_runs):
         raise schema.unknown_key(path, node)
       # A run's section starts empty: `schema.resolve` adds the config's keys.
       is_section = not isinstance(child, schema.Setting)
-      starts_empty = of_runs and is_section
+      starts_empty = in_runs and is_section
       section[name] = {} if starts_empty else schema.default_of(child)
     # [2] Replace None by an empty dict, for example in config.optimizer.
     has_check = isinstance(child, schema.Setting) and child != schema.UNCHECKED

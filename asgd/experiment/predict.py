@@ -1,10 +1,10 @@
 """Measures the jobs of a live run, and simulates the run with their durations.
 
-A job starts when its ticket is sent, or when the worker's last job ends, if
+A job starts when its ticket is sent, or when the worker's previous job ends, if
 that is later. It ends when its message arrives. The server's work on ticket and
-message is included. The time in which the protocol holds a worker back is
-excluded: the time until the worker gets its next ticket, and the time in which
-a message waits for the other messages of its round. Spans show the latter.
+message is included. Two times in which the protocol makes a worker wait are
+excluded: until the worker gets its next ticket, and while a message waits for
+the other messages of its round. Spans show the second one.
 
 `measure_jobs` and `measure_work` measure; `play` simulates the protocol with
 these durations. Durations, rates and shares leave out the start of the run: the
@@ -37,8 +37,8 @@ class MeasuredJob(NamedTuple):
   worker: int
   start: float
   end: float
-  received: float  # later than `end` if it waited for others of its round
-  is_first: bool  # of the jobs of an incarnation
+  received: float  # later than `end` if the message waited for its round
+  is_first: bool  # whether it is the first job of an incarnation
 
 
 class Outcome(NamedTuple):
@@ -253,8 +253,8 @@ def durations_by_worker(
 def settled_durations(
   jobs: Sequence[MeasuredJob], workers: int
 ) -> list[list[float]]:
-  """Returns the durations of each worker's jobs that began after each worker
-  had sent a message. First jobs are left out, because they compile. Raises
+  """Returns the durations of each worker's jobs that began when all workers had
+  sent a message. First jobs are left out, because they compile. Raises
   ValueError if a worker has no such job."""
   senders = np.array([job.worker for job in jobs], int)
   begin_time = jobs[count_until_all_sent(senders, workers) - 1].received
@@ -271,9 +271,9 @@ def settled_durations(
 def shifted_durations(
   rows: Sequence[Sequence[float]], workers: int
 ) -> list[list[float]]:
-  """Returns durations of N workers' jobs from those of fewer workers. Workers
-  with the same durations begin at different jobs: otherwise they would stay in
-  step.
+  """Returns durations of N workers' jobs, repeated from those of fewer workers.
+  Workers with the same durations begin at different jobs: otherwise they would
+  stay in step.
 
   Example:
     >>> from asgd.experiment import predict
@@ -306,7 +306,7 @@ def play(
     rules: the rules of the order.
     streams: durations of each worker's jobs, in seconds.
     joins: time at which each worker joins.
-    messages: count of messages.
+    messages: the number of messages to receive.
     network: carries tickets and messages; None: they take no time.
     sizes: bytes of tickets and messages.
   """
@@ -342,7 +342,7 @@ def curve(run: Outcome, first_messages: int) -> Curve:
       of these, or from the first ticket if the number is 0.
 
   Returns:
-    Means over 1/40 of the messages.
+    The losses, smoothed by means over 1/40 of the messages.
   """
   times = run.records.time
   loss = np.asarray(run.records.loss[first_messages:], float)

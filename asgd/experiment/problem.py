@@ -35,8 +35,8 @@ Dataset = (
 )
 
 TEXT_NAMES = ("pydoc", "file")
-_EVALUATION_WINDOWS = 64  # of a text, for its evaluation
-_MOST_PARAMETERS = 10**10
+_EVALUATION_WINDOWS = 64  # windows of a text that an evaluation reads
+_MAX_PARAMETERS = 10**10
 # Keys of the config that the problem of `data` and `model` depends on.
 _BUILD_KEYS = ("data", "model", "batch_size", "evaluation_examples")
 
@@ -46,7 +46,7 @@ def load(
   *,
   data_dir: str | None = None,
   dataset: Dataset | None = None,
-  max_parameters: int = _MOST_PARAMETERS,
+  max_parameters: int = _MAX_PARAMETERS,
 ) -> tuple[Dataset, problems.Problem]:
   """Loads the data and builds the model of a resolved config.
 
@@ -54,10 +54,10 @@ def load(
   not from their name.
 
   Args:
-    config: resolved.
-    data_dir: as of `cells.build`.
-    dataset: as of `cells.build`.
-    max_parameters: parameters that a model may have.
+    config: the resolved config.
+    data_dir: as in `cells.build`.
+    dataset: as in `cells.build`.
+    max_parameters: the largest number of parameters that a model may have.
 
   Returns:
     The data and the problem.
@@ -71,7 +71,7 @@ def load(
     return _load_users_problem(config, data_dir)
   section, model = config["data"], dict(config["model"])
   model_name = model.pop("name")
-  # [1] Checks that need no data, because data take long to load.
+  # [1] First the checks that need no data, because data take long to load.
   _check_model(model_name, model)
   pretrained = None
   if dataset is None and section["name"] in sentences.TASKS:
@@ -124,8 +124,8 @@ def _problem_maker(
   config: Mapping[str, Any],
   weights: Any,
 ) -> tuple[Callable[..., problems.Problem], dict[str, Any]]:
-  """Returns the maker of problems for a type of data, and its options.
-  `weights` are of a pre-trained encoder, for sentences."""
+  """Returns (function that builds a problem of this type of data, its options).
+  `weights`: those of a pre-trained encoder, for sentences."""
   section, examples = config["data"], config["evaluation_examples"]
   if isinstance(dataset, text.Text):
     if partitions.divides(section["partition"]):
@@ -187,8 +187,8 @@ def _set_sizes(
 def _load_data(
   section: Mapping[str, Any], data_dir: str | None, tokenizer: Any
 ) -> Dataset:
-  """Loads the data of the section `data`. `tokenizer` is a pre-trained
-  encoder's, for sentences."""
+  """Loads the data of the section `data`. `tokenizer`: that of a pre-trained
+  encoder, for sentences."""
   name, context = section["name"], section["context"]
   if name in TEXT_NAMES:
     with prefix_errors("data"):
@@ -213,7 +213,7 @@ def _load_data(
   except ValueError as error:
     if not str(error).startswith("unknown dataset"):
       raise
-    # `data` knows its datasets only; the config knows more.
+    # The error lists the names of `data`; a config may name other data, too.
     texts, tasks = ", ".join(TEXT_NAMES), ", ".join(sentences.TASKS)
     raise ValueError(
       f"config.data.name: {error}; texts: {texts}; sentences: {tasks}; or"
@@ -248,8 +248,8 @@ def _call(
 ) -> Any:
   """Calls the function that a section names.
 
-  Its arguments are the section's keys. Fixed keys of the section and keys of
-  `extra_arguments` are passed only if the function takes them.
+  Its arguments are the section's keys. The keys that each section `data` has,
+  and those of `extra_arguments`, are passed only if the function takes them.
   """
   name = section["name"]
   make = names.imported(kind, name)
@@ -298,7 +298,7 @@ def _load_users_problem(
       raise ValueError(
         f"{name!r} returned {shown(problem)}; return an asgd.problems.Problem"
       )
-    loss = problem.loss  # called with a key, whatever its signature says
+    loss = problem.loss  # always called with three arguments
     problem = with_copied_batches(problem)._replace(
       loss=losses.as_loss(lambda params, batch, key: loss(params, batch, key)),
       evaluate=_completed_evaluate(problem.evaluate, name),
@@ -337,8 +337,8 @@ def with_copied_batches(problem: problems.Problem) -> problems.Problem:
 def _completed_evaluate(
   evaluate: Callable[[base.Params], Any], name: str
 ) -> Callable[[base.Params], problems.Evaluation]:
-  """Returns a function that completes the value of a user's `evaluate`, which
-  may be a loss only."""
+  """Returns a user's `evaluate` that always returns an Evaluation; the user's
+  function may return only a loss."""
 
   def evaluate_completely(params: base.Params) -> problems.Evaluation:
     value = evaluate(params)
@@ -371,7 +371,7 @@ def _check_problem(problem: problems.Problem) -> None:
 def _check_updates(
   updates: Callable[..., Any], params: base.Params, batch: base.Batch
 ) -> None:
-  """Raises ValueError for updates of other shapes or types than parameters."""
+  """Raises ValueError if updates and parameters differ in shapes or types."""
   key = jax.random.key(0)
   with user_code("updates(params, batch, key) fails"):
     (loss, _), values = jax.eval_shape(updates, params, batch, key)
@@ -422,7 +422,7 @@ def _load_encoder(model_name: str, model: dict[str, Any]) -> tuple[Any, Any]:
   with prefix_errors("model.pretrained"):
     pooling = model.get("pooling", "mean")
     loaded = encoder.pretrained(pretrained, pooling=pooling)
-  # The sizes of the weights; `pooling` is no size, and may be chosen.
+  # The sizes follow from the weights; `pooling` is no size, and may be set.
   for key in loaded.sizes:
     if key in model and key != "pooling":
       raise ValueError(
@@ -453,7 +453,7 @@ def _check_fit(
     shapes = jax.eval_shape(problem.init, key)
     jax.eval_shape(problem.loss, shapes, problem.batches(0, 1)(0, 0), key)
   except Exception as error:
-    # A user's model may raise anything; other errors of ours are bugs.
+    # A user's model may raise anything; our models raise others only for bugs.
     is_usual = isinstance(error, TypeError | ValueError | OverflowError)
     if not is_usual and not names.is_import(model):
       raise
@@ -469,7 +469,7 @@ def _check_fit(
   _check_size(shapes, max_parameters)
 
 
-def _check_size(shapes: Any, max_parameters: int = _MOST_PARAMETERS) -> None:
+def _check_size(shapes: Any, max_parameters: int = _MAX_PARAMETERS) -> None:
   """Raises ValueError for a model with too many parameters."""
   count = models.count(shapes)
   if count > max_parameters:

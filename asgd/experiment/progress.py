@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from asgd.experiment import live_figures, report
 
-_MOST_CELLS = 4  # of the block, the latest ones
+_MAX_CELLS = 4  # cells in the block: the latest ones
 
 
 class ProgressBar:
@@ -28,8 +28,8 @@ class ProgressBar:
     Args:
       total: messages of all cells.
       describe: (engine, result) -> the result in a few words.
-      stream: where it is shown; None: stderr.
-      seconds: between two lines, where there is no terminal.
+      stream: where the progress is shown; None: stderr.
+      seconds: time between two lines if the stream is no terminal.
       quiet: whether only warnings and notes are shown.
     """
     # sys.stderr is None if this process was started with it closed.
@@ -53,7 +53,8 @@ class ProgressBar:
   def update(self, cell: Any, progress: Any) -> None:
     """Counts the messages of an `asgd.experiment.engines.Progress`.
 
-    Shows their loss, staleness and gap: in short in a block, in full in a line.
+    Shows their loss, staleness and gap. Rates are short in a block, and long in
+    a line.
     """
     self._messages_done += progress.messages
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
@@ -78,7 +79,7 @@ class ProgressBar:
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows the result of a cell, with warnings for the first seed of a run. A
-    block shows its first figure, as the table at the end has all."""
+    block shows only the first number; the table at the end has all."""
     line, *warnings = report.result_lines(
       result, lambda row: self._describe(row["engine"], row)
     )
@@ -93,7 +94,7 @@ class ProgressBar:
         self._print(warning)
 
   def line(self, text: str) -> None:
-    """Prints a line that stays, and keeps it for the report."""
+    """Prints a line that stays, and stores it for the report."""
     self.notes.append(text)
     self._print(text)
 
@@ -110,11 +111,11 @@ class ProgressBar:
 
 
 class _Block:
-  """Lines at the bottom of a terminal: the messages of all cells, the cell that
-  has finished last, and the cells that train."""
+  """Lines at the bottom of a terminal: the number of messages of all cells, the
+  cell that has finished last, and the cells in training."""
 
   def __init__(self, total: int, stream: TextIO):
-    """Draws the block of `total` messages on a terminal."""
+    """Draws the block on a terminal; `total`: messages of all cells."""
     from rich import console, live
     from rich import progress as bars
 
@@ -135,7 +136,7 @@ class _Block:
       redirect_stderr=False,
     )
     self._live.start()
-    # A second Ctrl-C ends the process at once: the cursor stays visible.
+    # Left visible, because a second Ctrl-C ends the process at once.
     self._console.show_cursor(True)
 
   def _render(self) -> Any:
@@ -149,12 +150,12 @@ class _Block:
     # that the block keeps its height.
     rows = (
       text.Text(line, no_wrap=True, overflow="ellipsis")
-      for line in lines[: _MOST_CELLS + 1]
+      for line in lines[: _MAX_CELLS + 1]
     )
     return console.Group(self._bar.get_renderable(), *rows)
 
   def skip(self, messages: int) -> None:
-    """Counts messages of an earlier run, which took no time of this one."""
+    """Counts messages of an earlier run, which took no time of this run."""
     task = self._bar.tasks[0]
     # `reset`, not `advance`: rich estimates the remaining time from its own
     # messages only.

@@ -50,7 +50,7 @@ class Recomputed(NamedTuple):
   trace: Any  # base.Trace
   records: Any  # a NamedTuple of columns
   params: Any
-  # Columns of result.json, beside params_sha256, that must be the same.
+  # Columns of result.json that must be equal too, besides params_sha256.
   digests: Mapping[str, str] = {}
 
 
@@ -61,7 +61,7 @@ class LiveCells(NamedTuple):
   """
 
   # (folder, description): whether the protocol wrote the folder of a cell.
-  # `of_cell` asks it only if the recipe of the cell has no name.
+  # `of_cell` calls it only if the recipe of the cell has no name.
   wrote_folder: Callable[[Path, Mapping[str, Any]], bool]
   trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
@@ -73,22 +73,22 @@ class LiveCells(NamedTuple):
   # (plan, folder, result, failures): yields Findings; returns the records that
   # a replay must repeat, or None.
   audit: Callable[..., Generator[Any, None, Any]]
-  # How its processes name the workers, and the shards, that chaos may kill.
+  # The kinds of processes that `asgd chaos` kills as workers and as shards.
   parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
   # Refuses a cell that has nothing to replay, or cannot be replayed. None:
   # a replay calls `check`, for a finished cell, and `trace` instead.
   check_replayable: Callable[[Path, Mapping[str, Any]], None] | None = None
   link_faults: str = ""  # why --fault cannot drop messages; "": it can
   # (plan, cell, folder) -> (Rules, trace -> (params, records)): the rules of
-  # its orders, and a simulation of any order that they allow. None: no server
-  # decides the order.
+  # the cell's order, and a simulation of any order that they allow. None if no
+  # server decides the order.
   simulation: (
     Callable[[Any, Any, Path], tuple[Any, Callable[[Any], Any]]] | None
   ) = None
 
 
 class Protocol(NamedTuple):
-  """A protocol, as the rest of the experiment knows it."""
+  """All facts about a protocol that other modules use."""
 
   name: str
   participants: str  # ends "the recipe has ...": "peers", "a coordinator"
@@ -107,7 +107,7 @@ PROTOCOLS: dict[str, Protocol] = {}  # by name; see `asgd.experiment`
 
 
 def named_recipe_protocol(recipe: Any) -> Protocol | None:
-  """Returns the protocol that has a recipe of this name; None if none has."""
+  """Returns the protocol that has a recipe of this name; None if none does."""
   for protocol in PROTOCOLS.values():
     if recipe in protocol.recipes:
       return protocol
@@ -143,7 +143,7 @@ def of(run: Any) -> Protocol:
 def check_engine(run: Any, protocols: Sequence[str]) -> None:
   """Raises ValueError if a Run's engine does not run its recipe's protocol.
 
-  `protocols` are the names of those that the engine runs.
+  `protocols`: the names of the protocols that the engine runs.
   """
   protocol = of(run)
   if protocol.name in protocols:

@@ -1,6 +1,6 @@
 """Describes a command's environment: versions, commits, cores and devices.
 
-Measured times depend on all of them, bits of a result on some.
+Measured times depend on all of these, the bits of a result on some.
 """
 
 import functools
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 _PACKAGES = "asgd", "jax", "jaxlib", "optax", "flax", "numpy"
-_WHERE_USED = ("ray",)  # packages that are listed only if imported
+_IF_IMPORTED = ("ray",)  # packages that are listed only if imported
 _SECONDS = 5.0  # timeout of git
 
 
@@ -48,7 +48,7 @@ def command(words: Sequence[str]) -> str:
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of packages that affect results."""
-  imported = [name for name in _WHERE_USED if name in sys.modules]
+  imported = [name for name in _IF_IMPORTED if name in sys.modules]
   packages = {name: _version(name) for name in (*_PACKAGES, *imported)}
   return {"python": platform.python_version(), **packages}
 

@@ -104,7 +104,7 @@ def start(
     "log_to_driver": False,
     "logging_level": logging.CRITICAL,
   }
-  # `undo` undoes each change if a later step fails, `_undo_at_stop` in `stop`.
+  # `undo` reverts the changes if a later step fails; else `stop` reverts them.
   # [2] Join a cluster.
   if address:
     with contextlib.ExitStack() as undo, _keeping_signals():

@@ -1,8 +1,9 @@
 """Recomputes a live run from its traces.
 
-A trace holds each sent ticket, each received message, and the workers that left
-and joined. In the same order the same functions give the same bits, on the same
-kind of device with the same number of cores (XLA divides sums among cores).
+A trace has a row for each sent ticket, each received message, and each worker
+that left or joined. Calls in this order give the same bits as in the run, on
+the same kind of device with the same number of cores (XLA divides sums among
+cores).
 """
 
 import os
@@ -43,8 +44,8 @@ class Replay(NamedTuple):
   params: Any  # the final parameters; of peers their mean
   evaluation: problems.Evaluation
   digest: str  # checksum of the parameters
-  recorded: str | None  # the run's checksum, if it finished
-  messages: int | None  # of the run, if it finished
+  recorded: str | None  # the same of the run; None if it has not finished
+  messages: int | None  # of the run; None if it has not finished
   cpus: int | None  # cores of the run's machine
   changed: Sequence[str] = ()  # user modules that were changed since the run
 
@@ -113,7 +114,7 @@ def load(
   Args:
     folder: the folder of the cell.
     data_dir: folder of the data set; None: the default.
-    caller_objects: objects that the run was given, instead of a config's names.
+    caller_objects: the objects of a run that a call trained; None for a config.
     trust: whether code of other users may run.
 
   Raises:
@@ -126,7 +127,7 @@ def load(
   code.check_trusted(folder, config, modules, trust=trust)
   code.make_importable(modules)
   recorded: Mapping[str, Any] = description.get("dataset") or {}
-  # [2] Whether the call gives the objects that the run was given.
+  # [2] Whether objects are given exactly where the run had objects.
   for key in caller_objects.objects if caller_objects is not None else ():
     section = config.get(key)
     name = section["name"] if isinstance(section, Mapping) else section
@@ -167,8 +168,8 @@ def load(
 def _check_same_objects(
   folder: Path, recorded: Mapping[str, Any], identity: Mapping[str, Any]
 ) -> None:
-  """Raises ValueError if objects have another identity than the recorded one of
-  a run. It names the values that differ, but not checksums."""
+  """Raises ValueError if the identity of objects differs from the recorded one
+  of a run. The error names the values that differ, but not checksums."""
   keys = [key for key in identity if identity[key] != recorded.get(key)]
   if not keys:
     return
@@ -197,7 +198,7 @@ def replay(
   Args:
     folder: WORKDIR/cells/NAME, or a WORKDIR that has one cell.
     data_dir: folder of the data set; None: the default.
-    caller_objects: objects that the run was given, instead of a config's names.
+    caller_objects: the objects of a run that a call trained; None for a config.
     trust: whether code may run that the folder of another user names.
 
   Raises:
@@ -220,8 +221,8 @@ def replay(
   )
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
-  # [3] The comparison. Further digests matter only if the parameters agree:
-  # otherwise they differ for the same reason.
+  # [3] The comparison. Further digests are compared only if the parameters are
+  # equal, or not known: otherwise they differ for the same reason.
   result, digest = read_result(folder), storage.digest(computed.params)
   recorded = result.get("params_sha256")
   for key, value in computed.digests.items():
@@ -274,17 +275,19 @@ def restore(folder: str | Path, replayed: Replay) -> Path:
 
 
 def describe(replayed: Replay) -> str:
-  """Returns a text on a replay's result, and whether the run has the same."""
+  """Returns a text on a replay's result, and whether the run's is the same."""
   action, staleness = replayed.trace.action, replayed.records.staleness
   counts = np.bincount(action, minlength=len(base.ACTIONS)).tolist()
   events = ", ".join(
     f"{n} {name}" for name, n in zip(base.ACTIONS, counts, strict=True) if n
   )
-  score = replayed.evaluation
+  evaluation = replayed.evaluation
+  quality = report.quality_text(
+    evaluation.accuracy, evaluation.measure, evaluation.loss
+  )
   lines = [
     f"{replayed.name}: {events}",
-    f"{report.quality_text(score.accuracy, score.measure, score.loss)}staleness"
-    f" mean {staleness.mean():.1f} max {staleness.max()}",
+    f"{quality}staleness mean {staleness.mean():.1f} max {staleness.max()}",
     f"parameters {replayed.digest[:16]}",
   ]
   if replayed.recorded is None:

@@ -26,7 +26,7 @@ from asgd.experiment.signals import Stopped
 from asgd.pages import page, panels, run_files
 from asgd.parallel import processes
 
-_MAX_PANELS = 32  # of the cells on a page, this many have panels
+_MAX_PANELS = 32  # cells with panels on a page
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
 # Columns of every table; columns of the engine follow.
@@ -55,8 +55,8 @@ _MISSED_COLUMN = Column("missed", "missed", form="{:.0f}")
 
 
 def quality_text(accuracy: Any, measure: Any, loss: Any) -> str:
-  """Returns the accuracy, else the task's measure, else the loss, as text with
-  a comma; "" if none is known."""
+  """Returns the accuracy, else the task's measure, else the loss, as text that
+  ends with a comma; "" if none is known."""
   if storage.is_finite(accuracy):
     return f"accuracy {100 * accuracy:.1f} %, "
   if storage.is_finite(measure):
@@ -66,7 +66,7 @@ def quality_text(accuracy: Any, measure: Any, loss: Any) -> str:
 
 def result_lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns a line on a finished cell, and warnings with their remedies.
-  `describe` is the engine's function."""
+  `describe`: the engine's function, result -> text."""
   cell, keys = result["cell"], ("accuracy", "measure", "loss")
   score = quality_text(*(result.get(f"test_{key}") for key in keys))
   # Further columns are those that the problem, or a caller's `evaluate`, names.
@@ -157,8 +157,8 @@ def table_columns(results: Rows, engines: Engines) -> list[Column]:
       columns[-1] = Column("mean train loss", "train_loss")
   if any(storage.is_finite(row.get("test_measure")) for row in results):
     columns.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
-  # [2] Those of the engine, or of all engines. A column without a value in any
-  # run is left out.
+  # [2] The columns of the engine or, for several engines, of a comparison. A
+  # column without a value in any run is left out.
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   engine_columns = (
     kinds.pop() if len(kinds) == 1 else _COMPARISON_COLUMNS if kinds else ()
@@ -168,14 +168,14 @@ def table_columns(results: Rows, engines: Engines) -> list[Column]:
     for column in engine_columns
     if any(_cell_text(column, [row]) != "-" for row in results)
   ]
-  # [3] Those of protocols, codecs and networks that some run has.
+  # [3] The columns of protocols, codecs and networks that some run has.
   for candidate in protocol.PROTOCOLS.values():
     if candidate.column and any(candidate.column in row for row in results):
       columns += candidate.columns
   for key, key_columns in _COLUMNS_BY_KEY:
     if any(key in row for row in results):
       columns += key_columns
-  # [4] Losses of messages, if there were any.
+  # [4] Messages that are missing or were dropped, if there are any.
   if any(row.get("missed") for row in results):
     columns.append(_MISSED_COLUMN)
   if any((row.get("accepted") or 1) < 1 for row in results):
@@ -276,7 +276,7 @@ def write_page(
     engines: the engines, by name.
     title: the title of the page.
     lead: a line below the title.
-    notes: that were printed in training.
+    notes: the lines that were printed in training.
 
   Returns:
     The path of the page.
@@ -287,7 +287,7 @@ def write_page(
   config = {**identity["config"]}
   config |= {key: facts.pop(key) for key in schema.FREE_KEYS if key in facts}
   modules = facts.pop("modules", {})
-  # The lead has the source of the data, and "machine" the cores.
+  # `lead` shows the source of the data, and the fact "machine" the cores.
   facts = {k: v for k, v in facts.items() if k not in ("cpus", "data source")}
   for name, module in modules.items():
     facts[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
@@ -309,7 +309,7 @@ def write_page(
   first_seeds = [workdir / "cells" / group[0]["cell"] for group in groups]
 
   def files(directory: Path) -> list[str]:
-    """Returns the paths of its files, relative to the page."""
+    """Returns the paths of a folder's files, relative to the page."""
     paths = sorted(p for p in directory.iterdir() if p.is_file())
     names = (p.relative_to(workdir).as_posix() for p in paths)
     hidden = ".lock", "report.html"
@@ -366,7 +366,7 @@ def write(
   Args:
     workdir: folder of the experiment. If it is read-only, nothing is written.
     experiment: the experiment of the folder.
-    notes: that were printed in training.
+    notes: the lines that were printed in training.
 
   Returns:
     The table and the paths as text; "" if no cell is finished.
@@ -403,7 +403,7 @@ def write(
       f"\n{title}\n\n{shown}\nnothing is written: {workdir} is read-only; its"
       f" report is {workdir}/report.html\n"
     )
-  # [3] The files. The page shows the figure, so it comes after it.
+  # [3] The files. The page comes last, because it shows the figure.
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
   figure_line = write_tables(workdir, title, text, csv_rows, results, rows)
   html = write_page(

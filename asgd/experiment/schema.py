@@ -2,7 +2,7 @@
 
 A config describes a problem, a length of training, and runs. A run names an
 engine and a recipe. Its other keys are settings of that engine, options of that
-recipe, or its values of shared keys. `resolve` returns plain data with every
+recipe, or other values for shared keys. `resolve` returns plain data with every
 key, and the complete config of each run. `asgd.experiment.overrides` applies
 the keys of a command line.
 """
@@ -39,7 +39,7 @@ def changed_keys(
 
 
 class NamedSection(NamedTuple):
-  """A section with a `name`; other keys are arguments of what has this name."""
+  """A section with the `name` of a function or class, and its arguments."""
 
   default: Mapping[str, Any]
   derived: tuple[str, ...] = ()  # arguments that follow from other keys
@@ -132,9 +132,9 @@ SHARED_KEYS: dict[str, Any] = {
     {
       "warmup_epochs": Setting(0.0, _EPOCHS),
       "warmup_examples": Setting(0, checks.whole_number(0, 10**12)),
-      # After the warm-up: "steps" drops at the times below; any other schedule
-      # of optax, or MODULE:FUNCTION, has its arguments here, which count steps
-      # in units of `count`.
+      # After the warm-up: "steps" drops at the times below. For any other
+      # schedule of optax, or MODULE:FUNCTION, the section has its arguments;
+      # they count steps in units of `count`.
       "name": Setting(rates.STEPS, checks.text),
       "count": Setting("epochs", checks.choice(*_COUNTS)),
       "decay_epochs": Setting((), checks.several(_EPOCHS)),
@@ -167,7 +167,7 @@ _LONGEST_TITLE = 100
 
 
 class Run(NamedTuple):
-  """One run. A cell is a run with a count of workers and a seed."""
+  """One run. A cell is a run with a number of workers and a seed."""
 
   label: str  # key in config.runs, and in names of folders
   title: str  # in tables and figures
@@ -476,8 +476,9 @@ def options_of(recipe: str) -> dict[str, Any]:
 
 
 def _merge(node: Any, config_value: Any, value: Any) -> Any:
-  """Returns a run's value of a shared key, over the config's value. A run that
-  names another schedule, codec and so on inherits none of its arguments."""
+  """Returns a run's value of a shared key, merged with the config's value. A
+  run that names another schedule, codec and so on gets none of the config's
+  arguments."""
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
   name = config_value.get("name")

@@ -19,11 +19,11 @@ def find(name: str) -> str:
   of that name that comes with the package.
 
   Args:
-    name: a path, or `digits`, `digits.py` or `configs/digits.py`, each also
-      with `:VARIANT` at its end, which is kept.
+    name: a path, or `digits`, `digits.py` or `configs/digits.py`. It may end
+      with `:VARIANT`, which the result then has, too.
 
   Raises:
-    ValueError: where there is neither; it shows the nearest name, and all.
+    ValueError: if there is neither; the error shows the nearest name, and all.
 
   Example:
     >>> Path(find("digits")).name
@@ -33,7 +33,7 @@ def find(name: str) -> str:
   path, colon, variant = name.partition(":")
   if Path(path).is_file():
     return name
-  # In other spellings, too: a dash, or upper case.
+  # Other spellings are accepted, such as a dash or upper case.
   files = {file.stem: file for file in FOLDER.glob("*.py")}
   stem = path.removeprefix("configs/").removesuffix(".py")
   stem = names.canonical(stem, files)

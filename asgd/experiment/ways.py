@@ -1,12 +1,12 @@
-"""Ways to train a config on several machines, measured and played.
+"""Ways to train a config on several machines, measured and simulated.
 
     problem --measure--> StepCosts --+
     flags -------------> Machines ---+--find_ways--> Way, ... --choose--> Way
 
-`measure` trains some steps on this machine. `find_ways` plays each way of
-training by `asgd.orders`, with the measured durations. `choose` takes the
-simplest way that is nearly as fast as the fastest. `asgd.experiment.advice`
-gives the reasons.
+`measure` trains some steps on this machine. `find_ways` simulates the order of
+each way of training (`asgd.orders.play`) with the measured durations. `choose`
+selects the simplest way that is nearly as fast as the fastest.
+`asgd.experiment.advice` gives the reasons.
 """
 
 import itertools
@@ -42,7 +42,7 @@ WORTHWHILE_SPEEDUP = 1.25  # a less simple way must be this many times as fast
 # The share of a way's greatest speed that its number of workers has to reach.
 NEAR_FASTEST = 0.9
 _MAX_STEPS, _MAX_SECONDS = 30, 5.0  # limits of the measured steps
-_PLAYED_ROUNDS = 40  # messages of each worker that a way is played for
+_SIMULATED_ROUNDS = 40  # messages of each worker in the simulation of a way
 _LOCAL_STEPS = 4, 16, 64  # local steps to choose from
 _CODED_MESSAGES = 3  # messages that the size of a code is measured on
 
@@ -54,7 +54,7 @@ class Machines(NamedTuple):
   """The machines and links that may be used."""
 
   machines: int  # most workers
-  network: Network  # in bytes a second, and seconds
+  network: Network  # in bytes per second, and seconds
   memory: float  # bytes of each machine
   start: float  # seconds until the workers of a live run train
   slowness: tuple[float, ...]  # of each machine's steps; 1 is this machine
@@ -84,7 +84,7 @@ class StepCosts(NamedTuple):
   parameters: int
   dense: int  # bytes of a message, or of a ticket, without a codec
   coded: int  # bytes of a message with a codec
-  residuals: int  # bytes that a step keeps for its backward
+  residuals: int  # bytes that a step stores for its backward pass
   sharpness: float  # largest Hessian eigenvalue; NaN if it is not known
 
   @property
@@ -114,7 +114,7 @@ class Way(NamedTuple):
 
 def step_rule(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
   """Reads how a run takes its steps. Raises ValueError if the recipe's
-  messages are no gradients of all parameters."""
+  messages are not gradients of all parameters."""
   if schema.makes_settings(run.recipe):
     raise ValueError(
       f"config.runs.{run.label} has the recipe {run.recipe!r}, whose messages"
@@ -157,8 +157,8 @@ def build_recipe(
 
 
 def message_codec(training: StepRule) -> dict[str, Any]:
-  """Returns the config's codec of messages, or else one that suits it: DGC
-  keeps the momentum at the workers."""
+  """Returns the config's codec of messages, else a suitable one: with momentum
+  it is DGC, which keeps the momentum at the workers."""
   if training.up is not None:
     return dict(training.up)
   if training.momentum:
@@ -172,8 +172,8 @@ def measure(
   """Trains some steps on this machine, and measures them.
 
   Args:
-    problem: with the batch size of the config.
-    training: how it takes steps.
+    problem: the problem, with the batch size of the config.
+    training: how the config's first run takes steps.
     batches: the number of batches of the whole run.
 
   Returns:
@@ -201,10 +201,10 @@ def measure(
     if len(seconds) > 3 and sum(seconds[1:]) > _MAX_SECONDS:
       break
   sharpness = math.nan
-  if training.optimizer is None:  # other optimizers have no such limit
+  if training.optimizer is None:  # for others, no limit of stability is known
     estimate = diagnosis.make_sharpness(problem.loss, problem.probe)
     # At the first parameters: training at the rate of one machine would raise
-    # the sharpness until this rate is at its limit.
+    # the sharpness until this rate is at its limit of stability.
     sharpness = estimate(params)
 
   def loss(weights, batch):
@@ -259,11 +259,11 @@ def slowness(
   return tuple(mean / median for mean in mean_seconds)
 
 
-# [2] Ways of training, played.
+# [2] Ways of training, simulated.
 
 
 def local_recipe(training: StepRule, cluster: Machines) -> str:
-  """Returns the recipe of local steps for an optimizer and for machines."""
+  """Returns the recipe of local steps that suits the optimizer and machines."""
   if are_unequal(cluster):
     return "fedasync"  # no worker waits for another
   return "model_averaging" if training.optimizer is None else "diloco"
@@ -294,14 +294,14 @@ def _play_server(
   name: str, step_costs: StepCosts, cluster: Machines, workers: int, up: float,
   down: float, *, order: str = "asynchronous", steps: int = 1,
 ) -> Way:
-  """Plays workers with a server over the network."""
+  """Simulates workers with a server over the network."""
   simulation = orders.start(
     *(order, job_durations(step_costs, cluster, steps)),
     workers=workers,
     network=cluster.network,
     sizes=play.fixed([up], [down]),
   )
-  simulation.until(_PLAYED_ROUNDS * workers)
+  simulation.until(_SIMULATED_ROUNDS * workers)
   messages_per_update = 1 if order == "asynchronous" else workers
   staleness = orders.staleness(simulation.trace(), every=messages_per_update)
   speed = simulation.received * steps * step_costs.mean / simulation.now
@@ -311,7 +311,8 @@ def _play_server(
 
 
 def _play_mesh(step_costs: StepCosts, cluster: Machines, workers: int) -> Way:
-  """Plays rounds without a server, and adds a ring's all-reduce to each."""
+  """Simulates rounds without a network; adds the time of a ring's all-reduce to
+  each round."""
   without_network = cluster._replace(network=Network())
   way = _play_server(
     MESH, step_costs, without_network, workers, 0, 0, order="bulk_synchronous"
@@ -346,6 +347,7 @@ def find_ways(
   if not counts:
     return tuple(candidates)
 
+  # `coded`: whether messages, and whether the server's updates, are coded.
   def play_server(name, workers, coded, **options):
     # A worker receives the updates of all others since its last ticket.
     down = min(step_costs.dense, workers * step_costs.coded)

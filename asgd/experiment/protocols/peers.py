@@ -46,7 +46,7 @@ def _trace(folder: Path, description: Description) -> base.Trace:
   return files.read_trace(folder, description["cell"]["workers"])
 
 
-# Of all rows: the journals of peers also have rows on messages between them.
+# Actions of rows on jobs. Journals also have rows on messages between peers.
 _JOB_ACTIONS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
 
 

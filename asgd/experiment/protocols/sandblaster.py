@@ -96,7 +96,7 @@ PROTOCOL = Protocol(
   },
   # The lead writes the same files as the lead of a server.
   live=LiveCells(
-    # Asked only about recipes without a name; all of these have one.
+    # Called only for recipes without a name; all of Sandblaster's have one.
     wrote_folder=lambda folder, description: False,
     trace=server.PROTOCOL.live.trace,
     read=live_files.read_shards,

@@ -94,8 +94,8 @@ def train_in_order(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
-  # [3] Or shards, each in the order of its trace; all apply the same plan of
-  # rows.
+  # [3] Several shards, each in the order of its trace. Worker and shards have
+  # the same shard plan.
   data |= {"workers": plan.workers, "totals": totals}
   shard_plan = sharding.make_plan(params, len(traces))
   worker = plan.coded_worker(shard_plan)
@@ -152,12 +152,14 @@ def _audit(
   server = config["server"]
   shards = range(server["shards"])
   journals = [read_journal(journal_path(folder, i)) for i in shards]
-  sinks = [read_records(records_path(folder, i)) for i in shards]
+  shard_records = [read_records(records_path(folder, i)) for i in shards]
   # [2] Jobs, updates and workers that left.
   consistent = server["consistent"] and server["shards"] > 1
   yield from jobs(journals, plan.messages, consistent)
   messages_per_update, log_slots = plan.recipe.every, server["log"]
-  yield from updates(journals, sinks, result, messages_per_update, log_slots)
+  yield from updates(
+    journals, shard_records, result, messages_per_update, log_slots
+  )
   # The shortest time after which a silent worker counts as failed; see
   # `asgd.live.deadlines`.
   slow_seconds = DEAD_FACTOR * config["live"]["late_seconds"]
@@ -176,7 +178,7 @@ def _audit(
   yield Finding("order", "; ".join(errors) or "obeys the protocol", not errors)
   # The records of undone messages remain, and a replay does not repeat them.
   rollbacks = any(e.action == base.ROLLBACK for e in itertools.chain(*journals))
-  return None if rollbacks else sinks[0]
+  return None if rollbacks else shard_records[0]
 
 
 PROTOCOL = Protocol(

@@ -88,7 +88,7 @@ def test_a_network_takes_time_and_changes_no_loss(undisturbed, tmp_path):
     result["messages"] / result["simulated_time"]
   )
   said = experiment.ENGINES["simulate"].describe(result)
-  assert "messages a unit of time" in said
+  assert "messages per unit of time" in said
   # Without limits it takes no time.
   wide = build(examples=16 * 60, evaluations=6, network={"up": 1e30})
   _, place = train(wide, tmp_path / "wide")

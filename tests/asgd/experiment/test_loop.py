@@ -175,7 +175,7 @@ def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
   ] * 2
   machine = Machine(faults=[faults.parse("kill:0:1")])
   cell = mortal(exp, [0, 0, 0, 0])
-  words = "The faults of --fault repeat each time .*: leave them out and"
+  words = "The faults of --fault occur again each .*: leave them out and"
   with pytest.raises(ValueError, match=words):
     loop.train(exp, cell, tmp_path, bar=Silent(), machine=machine)
 

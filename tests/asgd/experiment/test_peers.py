@@ -151,7 +151,7 @@ MISTAKES = (
   ("ring", {"compress": {"name": "random_k", "density": 0.1}},
    "config.compress: peers send models, not changes as in choco_sgd, and"),
   ("ring", {"recipe": "choco_sgd", "compress": "qsgd"},
-   "config.compress: the recipe has an own codec of what it sends: set its"),
+   "config.compress: the recipe has a codec of its messages already: set its"),
   ("ring", {"compress_down": "qsgd"}, "its peers have no server"),
   ("ring", {"order": {"name": "nosuch"}}, "config.order: unknown order"),
   ("ring", {"order": {"name": "fixed_delay"}, "engine": "threads"},

@@ -106,7 +106,7 @@ MISTAKES = (
    "server.reads and config.network both say when messages arrive"),
   ({"server": {**OUT, "reads": 0.5}}, "delays rules out: leave one of the two"),
   ({"server": {"shards": 2, "consistent": True, "reads": 0.5}},
-   "server.reads 0.5 reads one shard .*server.consistent rules out"),
+   "server.reads 0.5 reads the shards .*server.consistent rules out"),
   ({"server": {"reads": 1.5}}, "server.reads must be a number from 0 to 1"),
   ({"server": READS, "engine": "threads"}, "reads .* is not for .* 'threads'"),
   ({"server": {"delays": "gamma"}}, "delays is for shards that are out of"),

@@ -167,7 +167,7 @@ def test_two_colours():
     ({"name": "graph", "directed": "no"}, 3, "directed must be True or False"),
     ({"name": "hypercube", "one_peer": 1}, 4, "one_peer must be True or False"),
     ("random_regular", 2, "needs at least 3 peers, not 2: use ring"),
-    ({"name": "ring", "workers": 3}, 8, "always is of all 8 workers"),
+    ({"name": "ring", "workers": 3}, 8, "always covers all 8 workers"),
     ({"name": "ring", "worker": 3}, 8, "no argument 'worker'; known: weights"),
     (5, 4, "a dict of a name and options, a matrix of weights or a Top"),
     (topologies.ring(3), 4, "has 3 peers, but there are 4 workers"),
