@@ -139,10 +139,11 @@ def check(specs: ColumnSpecs) -> None:
     # Both keys, or none, leave the axis of the comparison open.
     if kind == "at" and len(set(ALONG) & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'time' or 'epoch'")
-    if kind == "first":  # of the result, or of one cell
+    if kind == "first":
       # The column of a "first" must have a value for each number of workers.
-      cells = [key for key in specs if not is_over_workers(specs, key)]
-      names.check(f"column of {where}:", spec["column"], [*RESULTS, *cells])
+      cell_columns = [k for k in specs if not is_over_workers(specs, k)]
+      known_columns = [*RESULTS, *cell_columns]
+      names.check(f"column of {where}:", spec["column"], known_columns)
     if kind in _ONE_SIDED and len(_SIDES.keys() & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'below' or 'above'")
 
@@ -203,19 +204,19 @@ class CellTable:
   ) -> dict[int, float]:
     """Returns seed -> value. If the column has one value for all numbers of
     workers, pass None as `workers`."""
-    cells = [key for key in self._cells if key[0] == label]
+    keys = [key for key in self._cells if key[0] == label]
     if is_over_workers(self._specs, column):
-      seeds = sorted({seed for *_, seed in cells})
+      seeds = sorted({seed for *_, seed in keys})
       return {seed: self._first(column, label, seed) for seed in seeds}
     return {
-      key[2]: self._value(column, key) for key in cells if key[1] == workers
+      key[2]: self._value(column, key) for key in keys if key[1] == workers
     }
 
   def curve(
     self, column: str, along: str, label: str, workers: int | None
   ) -> list[tuple[float, dict[int, float]]]:
     """Returns the evaluations of a run as (mean of the x column, seed ->
-    value). An evaluation has only the seeds that have as many evaluations."""
+    value). Evaluation i has only the seeds with more than i evaluations."""
     rows = {
       key[2]: folder.read_rows(cell.folder)
       for key, cell in self._cells.items()
@@ -266,8 +267,8 @@ class CellTable:
     """Returns the fewest workers at which a column passes its bound."""
     spec = self._specs[column]
     # Keys sort by their number of workers.
-    cells = [k for k in self._cells if k[0] == label and k[2] == seed]
-    for key in sorted(cells):
+    keys = [k for k in self._cells if k[0] == label and k[2] == seed]
+    for key in sorted(keys):
       if _is_beyond(spec, self._value(spec["column"], key)):
         return float(key[1])
     return math.inf
@@ -330,8 +331,8 @@ def _reach(cell: CellResult, loss: float) -> float:
 
 
 def _read_profile(cell_folder: Path, name: str) -> dict[float, float]:
-  """Returns value -> count of a file of PROFILES. Without the file, the values
-  are those of the messages; a run of tables without rows has none."""
+  """Returns value -> count of a file of PROFILES. Without the file, it counts
+  the staleness of messages; {} without records."""
   path = cell_folder / name
   if path.exists():
     # The first line is the header: value, count.

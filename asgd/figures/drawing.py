@@ -25,7 +25,7 @@ def points(
   out."""
   rows = []
   for panel in figure.panels:
-    # The value of `minus` with the same seed is subtracted; without `minus`, 0.
+    # The value of the cell `minus` with the same seed is subtracted.
     minus_values = _values(panel, panel.minus, table, counts)
     for series, cells_at in panel.series.items():
       for given_x, cell_name in cells_at:
@@ -81,7 +81,7 @@ def _seeds(
 def _values(
   panel: PanelSpec, cell_name: str | None, table: CellTable, counts: Counts
 ) -> dict[int, float]:
-  """Returns seed -> value of a cell; nothing if this size lacks it."""
+  """Returns seed -> value of a cell; {} if there is no such cell."""
   cell = figure_file.cell_of(cell_name, counts) if cell_name else None
   return table.values(panel.column, *cell) if cell else {}
 
@@ -97,15 +97,15 @@ def draw(
   extra viz."""
   count = len(figure.panels)
   columns = min(count, 2)
-  lines = -(-count // columns)  # rows of panels, rounded up
+  grid_rows = -(-count // columns)  # rounded up
   # A series has the same colour and marker in every panel.
   names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
   styles = figure_lib.styles(list(names))
   # Inches; a single panel is widened so that the legend fits below it.
-  size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * lines + 0.9
+  size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * grid_rows + 0.9
   with figure_lib.style():
-    picture, axes = figure_lib.new_figure(lines, columns, *size)
-    # A grid of two columns has an empty corner if panels are odd.
+    picture, axes = figure_lib.new_figure(grid_rows, columns, *size)
+    # With an odd number of panels, a grid of two columns has an empty corner.
     for axis, panel in itertools.zip_longest(axes.flat, figure.panels):
       if panel is None:
         axis.set_axis_off()

@@ -122,7 +122,7 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
   """
   if not isinstance(data, Mapping):
     raise ValueError(f"{where} must be a dict, not {shown(data)}")
-  # An open table checks its own fields first; other fields depend on them.
+  # Without `closed`, keys that the table lacks are accepted.
   for key in data if closed else ():
     if key not in table:
       nearest = names.nearest(str(key), table)

@@ -59,7 +59,8 @@ class Claim(NamedTuple):
 
   ordering, monotone: `runs` are cells, or lists of cells that are not compared
     with each other. From each to the next the column rises or falls (`order`)
-    by over `by`. "monotone" also takes one label: its cells by their workers.
+    by more than `by`. For "monotone" they may be one label: the cells of that
+    run, in the order of their numbers of workers.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
   ratio: the same for `of` divided by `to`, both positive.
   bound: each of `of` lies between `above` and `below`.
@@ -90,14 +91,14 @@ class PanelSpec(NamedTuple):
   """A panel: series of cells, each at an x, beside published values."""
 
   title: str
-  # Or a file of `columns.PROFILES`: its fractions, at its values plus x.
+  # A column, or a file of `columns.PROFILES`: its fractions, at x + its values.
   column: str
   xlabel: str
   ylabel: str
-  series: Mapping[str, Sequence[tuple[float, str]]] = {}  # -> (x, cell)s
+  series: Mapping[str, Sequence[tuple[float, str]]] = {}  # title -> (x, cell)s
   # dicts of title, source, points (x, y), and `of`, a series of the same colour
   published: Sequence[Mapping[str, Any]] = ()
-  minus: str | None = None  # LABEL@N: its value at the seed is subtracted
+  minus: str | None = None  # LABEL@N; its value of the same seed is subtracted
   scale: float = 1.0  # factor of the values, such as 100 for percent
   xlog: bool = False
   # A column, such as traffic: its mean over seeds, times `xscale`, is the x of
@@ -128,8 +129,9 @@ class Figure(NamedTuple):
 
 
 def find_cell(cell_name: str, counts: Counts) -> CellKey:
-  """Returns (label, workers) of LABEL@N. workers is None if the label stands
-  alone and its run has several numbers. ValueError if there is no such cell.
+  """Returns (label, workers) of LABEL@N. `workers` is None if the label stands
+  alone and its run has several numbers. Raises ValueError if there is no such
+  cell.
 
   Example:
     >>> find_cell("a@most", {"a": (4, 8)})
@@ -155,7 +157,7 @@ def find_cell(cell_name: str, counts: Counts) -> CellKey:
 
 
 def groups(value: Any) -> list[list[Any]]:
-  """Returns cells as lists of cells; a single cell is a list of one list."""
+  """Returns cells as lists of cells; of a single cell [[cell]]."""
   items = value if isinstance(value, (list, tuple)) else [value]
   return [list(g) if isinstance(g, (list, tuple)) else [g] for g in items]
 
@@ -267,7 +269,7 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
     "note": FieldCheck(fields.note),
   }
   fields.check(where, data, common_checks, closed=False)
-  # [2] The kind decides the default statistic: orders need no normal values.
+  # [2] The statistic. That of an order, by default, assumes no distribution.
   kind = data["kind"]
   names.check(f"kind of {where}:", kind, _KINDS)
   statistic = data.get("statistic", "sign" if kind in _STEP_KINDS else "t")
@@ -286,8 +288,8 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
 
 
 def _with_notes(claims: Sequence[Claim], notes: Any) -> list[Claim]:
-  """Returns claims with the figure's notes; ValueError for a note on no claim,
-  or on one that has a note."""
+  """Returns claims with the figure's notes. Raises ValueError for a note on an
+  unknown claim, or on a claim that has a note."""
   by_name = {claim.name: claim for claim in claims}
   for name, note in notes.items():
     names.check("claim in notes:", name, by_name)
@@ -409,8 +411,8 @@ def _check_distinct(what: str, titles: Sequence[str]) -> None:
 
 
 def read(name: str, data: Any, counts: Counts) -> Figure:
-  """Returns the checked result of a file's `get_figure()`. `counts` are the
-  numbers of workers of its config's runs. ValueError names the wrong field."""
+  """Returns the checked result of a file's `get_figure()`. `counts`: numbers of
+  workers of its config's runs. Raises ValueError, naming the wrong field."""
   check_name(name)
   if not isinstance(data, Mapping):
     raise ValueError(f"get_figure() must return a dict, not {shown(data)}")

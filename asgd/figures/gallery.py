@@ -40,7 +40,7 @@ of them it is.
 This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
 """
-_HOLDING = 2  # claims that hold and that a figure's row names as examples
+_MAX_EXAMPLES = 2  # claims that hold in the row of a figure
 
 
 def _is_value(value: Any) -> bool:
@@ -124,8 +124,8 @@ def _check(data: Mapping[str, Any]) -> None:
 
 
 def read(docs: Path) -> dict[str, dict[str, Any]]:
-  """Returns the stored verdicts: name -> NAME.json. ValueError for a file that
-  holds none, or is damaged."""
+  """Returns the stored verdicts: name -> NAME.json. Raises ValueError for a
+  file without verdicts, or a damaged one."""
   stored = {}
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
@@ -205,7 +205,7 @@ def _one_line(value: Any) -> Any:
 
 
 def page(docs: Path) -> str:
-  """Returns the page, from the stored verdicts."""
+  """Returns the text of the page, from the stored verdicts."""
   figures = _one_line(read(docs))
   parts = [_TITLE, _summary(figures), _findings(figures)]
   parts += [_row(name, data) for name, data in figures.items()]
@@ -215,8 +215,8 @@ def page(docs: Path) -> str:
 
 
 def write(docs: Path) -> Path:
-  """Writes the page and returns its path. ValueError without any verdicts; an
-  existing page then stays unchanged."""
+  """Writes the page and returns its path. Raises ValueError without verdicts;
+  an existing page then stays unchanged."""
   path = docs / _PAGE
   if not read(docs):
     raise ValueError(
@@ -280,9 +280,9 @@ def _first_sentence(text: str) -> str:
 
 def _row(name: str, data: Mapping[str, Any]) -> str:
   """Returns the row of a figure on the front of the page: a thumbnail that
-  leads to its section, and beside it the counts of verdicts and the claims to
-  know. docs/extra.css arranges them. The inner parts are Markdown, in which
-  mkdocs corrects the links to pictures."""
+  leads to its section, and beside it the counts of verdicts and the main
+  claims. docs/extra.css arranges these parts. The inner parts are Markdown, in
+  which mkdocs corrects the links to pictures."""
   claims, anchor = data["claims"], _anchor(data)
   # Claims on several numbers of workers or delays may say the same.
   holding = {
@@ -290,7 +290,7 @@ def _row(name: str, data: Mapping[str, Any]) -> str:
     for claim in reversed(claims)
     if claim["verdict"] == statistics.PASS
   }
-  shown = list(reversed(holding.values()))[:_HOLDING]
+  shown = list(reversed(holding.values()))[:_MAX_EXAMPLES]
   shown += [claim for claim in claims if claim["verdict"] == statistics.FAIL]
   bullets = []
   for claim in shown:
@@ -399,10 +399,10 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
   if data["published"]:
     # Several lines of one source are one entry.
     lines.append("Drawn beside it:\n")
-    of_source: dict[str, list[str]] = {}
+    titles_by_source: dict[str, list[str]] = {}
     for line in data["published"]:
-      titles = of_source.setdefault(line["source"], [])
+      titles = titles_by_source.setdefault(line["source"], [])
       titles += [line["title"]] * (line["title"] not in titles)
-    lines += [f"- {'; '.join(v)}: {k}." for k, v in of_source.items()]
+    lines += [f"- {'; '.join(v)}: {k}." for k, v in titles_by_source.items()]
     lines.append("")
   return "\n".join(lines)

@@ -48,7 +48,7 @@ def chosen(
   name: str | None, *, every: bool, figures_folder: Path
 ) -> list[Path]:
   """Returns the files of the requested figures: the figure `name`, or every
-  figure of the folder. ValueError unless exactly one of the two is
+  figure of the folder. Raises ValueError unless exactly one of the two is
   requested."""
   paths = files(figures_folder)
   if (name is None) != every:
@@ -61,7 +61,7 @@ def chosen(
 
 def find(name: str, figures_folder: Path) -> Path:
   """Returns the file of a figure: a name in a folder, or a path that ends in
-  .py. ValueError names the nearest."""
+  .py. Raises ValueError, with the nearest name, if there is no such file."""
   if name.endswith(".py"):
     if not Path(name).is_file():
       raise ValueError(f"{name}: there is no such file")
@@ -92,8 +92,8 @@ class Reproduction(NamedTuple):
 def load(
   path: Path, engines: schema.Engines, *, quick: bool = False
 ) -> Reproduction:
-  """Reads a figure's file. ValueError, on one line, for anything wrong in
-  it."""
+  """Reads a figure's file. Raises ValueError, with a text of one line, for any
+  fault in the file."""
   # The file may import modules of its folder.
   code.add_folder(path.parent)
   # [1] Run the file, and read its two functions.
@@ -104,9 +104,10 @@ def load(
     raise ValueError(f"{path}: {error}") from error
   # [2] Resolve the full size, even for --quick.
   try:
-    full = schema.resolve(config, engines)
+    resolved = schema.resolve(config, engines)
     # Claims are checked against the full size; --quick may lack cells.
-    figure = figure_file.read(path.stem, figure_data, _counts(full, engines))
+    counts = _counts(resolved, engines)
+    figure = figure_file.read(path.stem, figure_data, counts)
     if quick and not figure.quick:
       raise ValueError(
         "get_figure() has no 'quick', the keys of a small version"
@@ -115,8 +116,8 @@ def load(
     if figure.quick:
       small_config = overrides.override(config, figure.quick, engines)
       small = schema.resolve(small_config, engines)
-      full = small if quick else full
-    return Reproduction(figure, _counts(full, engines), full, quick)
+      resolved = small if quick else resolved
+    return Reproduction(figure, _counts(resolved, engines), resolved, quick)
   except ValueError as error:
     raise ValueError(f"{path}: {error}") from error
 
@@ -356,9 +357,9 @@ def reproduce(
   **options: Any,
 ) -> Path:
   """Trains, judges and writes a figure, and prints the verdicts; returns its
-  folder. Options are those of `train`. With `docs` it also copies the verdicts
-  there (`gallery.copy_to_docs`), and checks before training that this is
-  possible."""
+  folder. `options` are those of `train`. If `docs` is given, the verdicts are
+  also copied there (`gallery.copy_to_docs`); before training the function
+  checks that this is possible."""
   if docs is not None:
     gallery.check_destination(docs, task.figure.name, size=_size(task))
   # [1] Train.

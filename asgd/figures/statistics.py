@@ -97,8 +97,8 @@ def _of_mean(
   values: Sequence[float],
   between: Callable[[npt.NDArray[Any]], Sequence[float]],
 ) -> Interval:
-  """Returns the mean, and the interval of `between` if values are finite and
-  differ."""
+  """Returns the mean, and the interval that `between` computes if the values
+  are finite and differ."""
   array = np.asarray(values, float)
   finite = np.isfinite(array)
   if not finite.all():
@@ -207,10 +207,11 @@ def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
 
 
 def conclude(verdicts: Sequence[str]) -> str:
-  """Returns the verdict of a claim that all its parts hold.
+  """Returns the verdict of a claim, which holds if all its parts hold.
 
-  It is FAIL if one fails, and PASS if all pass, each at its own level. This is
-  an intersection-union test: the claim errs no more often than one part."""
+  It is FAIL if one part fails, and PASS if all parts pass, each at its level.
+  This is an intersection-union test: the claim errs no more often than one
+  part."""
   if FAIL in verdicts:
     return FAIL
   return PASS if verdicts and set(verdicts) == {PASS} else UNDECIDED

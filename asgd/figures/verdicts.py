@@ -1,6 +1,6 @@
 """From claims and finished cells to verdicts.
 
-A claim has a part for each pair of cells (or cell) that it is about. A part has
+A claim has a part for each cell, or pair of cells, that it is about. A part has
 one number for each seed, and an interval of these numbers. The part holds if
 the interval lies in the claimed range; the claim holds if all parts hold.
 """
@@ -52,8 +52,9 @@ def _combine_by_seed(
   second: Mapping[int, float],
   combine: Callable[[float, float], float],
 ) -> dict[int, float]:
-  """Returns combine(a, b) for the seeds that both have. An infinite number was
-  never reached; of two such numbers the larger is not known (NaN)."""
+  """Returns combine(a, b) for the seeds that both have. An infinite number
+  stands for a value that was never reached; which of two is larger is not known
+  (NaN)."""
   return {
     seed: math.nan
     if math.isinf(first[seed]) and math.isinf(second[seed])
@@ -76,8 +77,8 @@ class _Cells:
   ) -> None:
     self._claim, self._table, self._counts = claim, table, counts
 
-  # Returns seed -> value; {} for a cell that this size does not have.
   def __call__(self, cell_name: str) -> dict[int, float]:
+    """Returns seed -> value; {} for a cell that this size does not have."""
     cell = figure_file.cell_of(cell_name, self._counts)
     return self._table.values(self._claim.column, *cell) if cell else {}
 
@@ -183,7 +184,7 @@ def decide(part: Effect, statistic: str) -> DecidedPart:
   no_interval = no_interval._replace(why="not run at this size")
   if not values:
     return DecidedPart(part, no_interval, UNDECIDED, no_interval.why)
-  # Leaving out a seed without a value would be a choice, so the part is
+  # To leave out a seed without a value would select results, so the part is
   # undecided.
   missing = sum(map(math.isnan, values))
   if missing:
@@ -204,7 +205,7 @@ def decide(part: Effect, statistic: str) -> DecidedPart:
 def judge(
   claims: Sequence[Claim], table: CellTable, counts: Counts
 ) -> list[ClaimVerdict]:
-  """Returns the verdict of each claim, from finished cells. `counts` are the
+  """Returns the verdict of each claim, from finished cells. `counts`: the
   numbers of workers of each run of the experiment at this size."""
   claim_verdicts = []
   for claim in claims:
@@ -261,7 +262,7 @@ def text(verdicts: Sequence[ClaimVerdict]) -> str:
 
 
 def plain(value: float) -> float | str | None:
-  """Returns a number for JSON: an infinite one is a text that float() reads."""
+  """Returns a number for JSON: NaN as None, infinities as text for float()."""
   if math.isnan(value):
     return None
   return value if math.isfinite(value) else str(value)
