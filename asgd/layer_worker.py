@@ -44,14 +44,15 @@ from asgd.worker import WorkerState
 _WEIGHTS, _INPUT, _RESIDUALS = "weights", "input", "residuals"
 _COTANGENT, _GRADIENT, _STATS = "cotangent", "gradient", "stats"
 _BATCH: Block = (0, "batch")
-_OF_BACKWARD = _WEIGHTS, _RESIDUALS, _COTANGENT, _GRADIENT  # none is used later
+# Blocks of a backward, which no later instruction uses.
+_BACKWARD_BLOCKS = _WEIGHTS, _RESIDUALS, _COTANGENT, _GRADIENT
 _NO_COPIES = HostCopies(lambda tree: tree, lambda tree: tree)  # for shapes
 
 
 class Group(NamedTuple):
   """Consecutive layers. Their weights are on the device together."""
 
-  layers: tuple[int, int]  # the first, and the one after the last
+  layers: tuple[int, int]  # index of the first, and 1 + that of the last
   stage: Stage
 
   def slice(self, params: Any) -> Any:
@@ -66,14 +67,14 @@ class JobPlan(NamedTuple):
   shapes: tuple[Any, Any, Any]  # of parameters, batch and key
   groups: tuple[Group, ...]
   inputs: tuple[Mapping[Block, int], ...]  # blocks read -> bytes
-  made: tuple[Mapping[Block, int], ...]  # blocks made -> bytes
-  ones: Any  # the gradient of the loss by itself
+  outputs: tuple[Mapping[Block, int], ...]  # blocks computed -> bytes
+  ones: Any  # the gradient of the loss with respect to the loss
 
   @property
   def least(self) -> int:
     """Bytes of the smallest device: one that holds any one instruction."""
-    pairs = zip(self.inputs, self.made, strict=True)
-    return max(sum({**read, **made}.values()) for read, made in pairs)
+    pairs = zip(self.inputs, self.outputs, strict=True)
+    return max(sum({**read, **computed}.values()) for read, computed in pairs)
 
   def memory(self, room: int, copies: HostCopies) -> DeviceMemory:
     """Returns an empty memory of `room` bytes for one job. Raises ValueError
@@ -84,8 +85,9 @@ class JobPlan(NamedTuple):
         f" at once, and there is room for {room / 1e6:.6f}: give at least"
         f" {self.least / 1e6:.6f} MB, or use smaller batches"
       )
-    pairs = zip(self.inputs, self.made, strict=True)
-    return DeviceMemory([(*read, *made) for read, made in pairs], room, copies)
+    pairs = zip(self.inputs, self.outputs, strict=True)
+    blocks = [(*read, *computed) for read, computed in pairs]
+    return DeviceMemory(blocks, room, copies)
 
   def traffic(self, room: int) -> DeviceTraffic:
     """Returns the bytes that one job moves, uses and holds on a device with
@@ -113,10 +115,10 @@ def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
   """Returns the plan for shapes of (parameters, batch) and of a key."""
   params, batch = data
   cuts = _cuts(base.weights_of(params))
-  last, y = len(cuts) - 2, ()  # the last group; the output of the one before
+  last, y = len(cuts) - 2, ()  # the last group; the output of the group before
   groups: list[Group] = []
   inputs: list[dict[Block, Any]] = [{} for _ in range(2 * last + 2)]
-  made: list[dict[Block, Any]] = [{} for _ in inputs]
+  outputs: list[dict[Block, Any]] = [{} for _ in inputs]
   for g, layers in enumerate(itertools.pairwise(cuts)):
     part, x = slice_of(params, *layers), y
     extra = batch if g in (0, last) else (), key
@@ -126,7 +128,7 @@ def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
     gradient, gx = jax.eval_shape(stage.backward, part, residuals, floating(y))
     # [1] The forward.
     inputs[g] = {(g, _WEIGHTS): part, (g, _INPUT): x, _BATCH: extra[0]}
-    made[g] = {
+    outputs[g] = {
       (g, _RESIDUALS): residuals, (g + 1, _INPUT): y, (g, _STATS): stats
     }
     # [2] The backward.
@@ -135,9 +137,9 @@ def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
       (g, _RESIDUALS): residuals,
       (g, _COTANGENT): floating(y),
     }
-    made[~g] = {(g, _GRADIENT): gradient, (g - 1, _COTANGENT): gx}
+    outputs[~g] = {(g, _GRADIENT): gradient, (g - 1, _COTANGENT): gx}
   ones = [np.ones((), y.dtype)]
-  sizes = map(_sizes, inputs), map(_sizes, made)
+  sizes = map(_sizes, inputs), map(_sizes, outputs)
   return JobPlan((params, batch, key), tuple(groups), *map(tuple, sizes), ones)
 
 
@@ -163,8 +165,9 @@ def _run(
   *,
   call: Callable[..., Any],
 ) -> tuple[Any, list[Any], list[Any]]:
-  """Does a job with `call`, which calls a function, or computes shapes alone.
-  Returns (loss, statistics of each group, gradient of each) on the host."""
+  """Runs a job; `call` calls a function, or computes only its result's shapes.
+  Returns (loss, statistics of each group, gradient of each group) on the host.
+  """
   last = len(plan.groups) - 1
   for g, group in enumerate(plan.groups):
     memory.adopt((g, _WEIGHTS), group.slice(params))
@@ -173,7 +176,7 @@ def _run(
   stats, gradients = [], []
   # [1] Forward.
   for g, group in enumerate(plan.groups):
-    memory.begin(g, plan.made[g])
+    memory.begin(g, plan.outputs[g])
     extra = memory.get(_BATCH) if g in (0, last) else (), key
     x = memory.get((g, _INPUT)) if g else ()
     y, aux, residuals = call(
@@ -182,7 +185,7 @@ def _run(
     memory.keep((g, _RESIDUALS), residuals)
     memory.keep((g + 1, _INPUT), y)
     memory.keep((g, _STATS), aux)
-    del extra, x, y, aux, residuals  # the memory alone may hold arrays
+    del extra, x, y, aux, residuals  # only the memory may hold arrays
     stats.append(memory.host((g, _STATS)))
     _drop(memory, [(g, _INPUT), (g, _STATS)])
   loss = memory.host((last + 1, _INPUT))
@@ -190,15 +193,15 @@ def _run(
   # [2] Backward.
   for g in range(last, -1, -1):
     step = 2 * last + 1 - g
-    memory.begin(step, plan.made[step])
-    values = [memory.get((g, kind)) for kind in _OF_BACKWARD[:-1]]
+    memory.begin(step, plan.outputs[step])
+    values = [memory.get((g, kind)) for kind in _BACKWARD_BLOCKS[:-1]]
     gradient, gx = call(plan.groups[g].stage.backward, *values)
     memory.keep((g, _GRADIENT), gradient)
     if g:
       memory.keep((g - 1, _COTANGENT), gx)
     del values, gradient, gx
     gradients.insert(0, memory.host((g, _GRADIENT)))
-    _drop(memory, [(g, kind) for kind in _OF_BACKWARD])
+    _drop(memory, [(g, kind) for kind in _BACKWARD_BLOCKS])
   return loss, stats, gradients
 
 

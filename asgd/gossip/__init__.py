@@ -1,11 +1,11 @@
 """Gossip: training without a server, by peers that exchange messages.
 
-  job -> own Server -> put -- message --> take -> mix (Rule, Topology)
+  job -> peer's Server -> put -- message --> take -> mix (Rule, Topology)
 
 - A `Topology` defines which peer receives from which, with weights by round.
 - A `Rule` defines how received parameters change a peer (`rules`).
-- `make_peer` combines a rule with a peer's own server into a `Peer`: pure
-  functions of one peer's state.
+- `make_peer` combines a rule with a peer's server into a `Peer`: pure functions
+  of one peer's state.
 - `Gossip` holds the choices of an algorithm, and `orders` makes the traces that
   simulators replay. Live peers are in `asgd.live.gossip`.
 

@@ -17,10 +17,10 @@ def _coded(rule: Rule, codec: Codec) -> Rule:
 
 def with_codec(exchange: Gossip, codec: Codec) -> Gossip:
   """Returns an exchange with encoded messages. Raises ValueError for a rule
-  with its own codec, and for a codec that is too coarse for models."""
+  that has a codec already, and for a codec that is too coarse for models."""
   if exchange.rule.coded is None:
     raise ValueError(
-      "the recipe has an own codec of what it sends: set its option codec="
+      "the recipe has a codec of its messages already: set its option codec="
     )
   check_complete(codec, "peers send models, not changes as in choco_sgd")
   return exchange._replace(rule=_coded(exchange.rule, codec), compressed=True)

@@ -20,11 +20,10 @@ class PreviousStep(NamedTuple):
 def correct_variance() -> base.Transform:
   """Adds the change of the previous step to an update, as D2 does.
 
-      update_k = u_k - u_{k-1} + x_k - x_{k-1},   u_0 the first
+      update_k = u_k - u_{k-1} + x_k - x_{k-1},   update_0 = u_0
 
   u_k = -eta g_k is the update of the transforms before this one in a chain.
-  With the mixing that follows, this is x_{k+1} = W (2 x_k - x_{k-1} - eta g_k +
-  eta g_{k-1}).
+  After the mixing, x_{k+1} = W (2 x_k - x_{k-1} - eta g_k + eta g_{k-1}).
 
   Returns:
     A transform, which reads the parameters.

@@ -1,7 +1,7 @@
 """MATCHA: in each round some matchings of a graph, drawn for a budget.
 
 A matching is a set of links of which each peer has at most one, so all messages
-of a matching travel at the same time. The budget is the part of all matchings
+of a matching travel at the same time. The budget is the fraction of matchings
 that a round activates on average. Links without which the graph would average
 slowly are activated more often.
 
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from asgd.gossip.topology import Links, Matrix
 
 _STEPS = 200  # of the ascent that finds the probabilities
-_LEAST = 1e-12  # increase of lambda_2 that is more than rounding
+_ROUNDING = 1e-12  # changes of lambda_2, and slopes, that count as 0
 
 Colours = npt.NDArray[np.int_]  # [n, n], the matching of a link; -1: no link
 
@@ -45,10 +45,10 @@ def matchings(links: Links) -> Colours:
   return colours
 
 
-def laplacian(colours: Colours, of_matching: npt.NDArray[np.float64]) -> Matrix:
-  """Returns sum_j of_matching[j] L_j, [n, n], for values [m]."""
-  # A colour of -1 reads the last entry, which is no matching's.
-  weights = np.append(of_matching, 0.0)[colours]
+def laplacian(colours: Colours, factors: npt.NDArray[np.float64]) -> Matrix:
+  """Returns sum_j factors[j] L_j, [n, n], for factors [m] of the matchings."""
+  # A colour of -1, no link, reads the last entry, which is 0.
+  weights = np.append(factors, 0.0)[colours]
   return np.asarray(np.diag(weights.sum(1)) - weights)
 
 
@@ -67,13 +67,13 @@ def probabilities(
   best_value = -1.0
   for step in range(_STEPS):
     values, vectors = np.linalg.eigh(laplacian(colours, chances))
-    if values[1] > best_value + _LEAST:
+    if values[1] > best_value + _ROUNDING:
       best_value, best_chances = values[1], chances
     u = vectors[:, 1]
     squares = (u[:, None] - u[None]) ** 2 / 2  # a link is in both triangles
     slopes = np.array([squares[colours == j].sum() for j in range(n_matchings)])
     slope_norm = np.linalg.norm(slopes - slopes.mean())
-    if slope_norm < _LEAST:
+    if slope_norm < _ROUNDING:
       break
     chances = _project(
       chances + slopes / slope_norm / np.sqrt(step + 1.0), budget * n_matchings
@@ -83,7 +83,7 @@ def probabilities(
 
 def _project(values: npt.NDArray[np.float64], total: float) -> Any:
   """Returns the nearest point of [0, 1]^m with a sum of `total`."""
-  low, high = values.min() - 1.0, values.max()  # the sum is m, and 0
+  low, high = values.min() - 1.0, values.max()  # shifts with the sums m and 0
   for _ in range(60):
     shift = (low + high) / 2
     if np.clip(values - shift, 0.0, 1.0).sum() > total:
@@ -96,8 +96,8 @@ def _project(values: npt.NDArray[np.float64], total: float) -> Any:
 def contraction(
   colours: Colours, chances: npt.NDArray[np.float64], alpha: float
 ) -> float:
-  """Returns || E[W' W] - J ||_2, the part of the squared distance to the mean
-  that remains after a round.
+  """Returns || E[W' W] - J ||_2, the fraction of the squared distance to the
+  mean that remains after a round.
 
     E[W' W] = I - 2 alpha L + alpha^2 (L^2 + 2 V)
     L = sum_j p_j L_j,   V = sum_j p_j (1 - p_j) L_j
@@ -134,8 +134,8 @@ def draw(
   rounds: int,
   seed: int,
 ) -> npt.NDArray[np.float64]:
-  """Returns the weights of all rounds, [T, n, n]: each matching is active in
-  its part of the rounds, and in one at least."""
+  """Returns the weights of all rounds, [T, n, n]. Each matching is active in a
+  fraction of the rounds, its probability, but in at least one round."""
   rng = np.random.default_rng((seed, len(colours), rounds))
   counts = np.maximum(np.rint(chances * rounds), 1)
   is_active = np.stack([rng.permutation(rounds) < c for c in counts], axis=1)

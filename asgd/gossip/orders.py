@@ -1,7 +1,7 @@
 """Makes the orders of gossip: traces of when peers work, put, take and mix.
 
-`asgd.gossip.peer` explains the rows. Jobs take time. Messages take none, or the
-time of the links of `asgd.gossip.over_network`.
+`asgd.gossip.peer` explains the rows. Jobs take time. Messages take no time, or
+that of the links of `asgd.gossip.over_network`.
 
 Letters:
   n  peers
@@ -61,7 +61,7 @@ def rounds(
     put_first: whether a peer puts before its job.
     every: e, the rounds from one put of a peer to its next put. If the number
       of rounds is no multiple of e, no peer takes the last messages.
-    links: on which messages take time; None: they take none. A peer mixes when
+    links: the links of messages; None: messages take no time. A peer mixes when
       all its neighbours' messages have arrived.
 
   Raises:
@@ -132,11 +132,11 @@ def pairs(
     topology: which peers may meet. A peer meets each of its neighbours with
       equal probability.
     messages: jobs of all peers together.
-    seed: 0 or more. The draws of a peer's neighbours depend on the seed, the
+    seed: 0 or more. The rngs of a peer's neighbours depend on the seed, the
       peer's index and n.
-    links: on which messages take time; None: they take none. The parameters of
+    links: the links of messages; None: messages take no time. The parameters of
       the peer travel to the neighbour, and then those of the neighbour travel
-      back. Both mix at that time, and the neighbour computes all the while.
+      back. When these arrive, both mix; the neighbour computes meanwhile.
 
   Returns:
     A Trace. At its end n - 1 jobs are open.
@@ -181,7 +181,7 @@ def _begin_pairs(
   check_pairs(topology)
   n = topology.workers
   queue = EventQueue(durations, n, links)
-  draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
+  rngs = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
   neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
   puts, received = [0] * n, 0
 
@@ -192,7 +192,7 @@ def _begin_pairs(
   def end(i, seq, job, time):
     # The parameters of both peers travel, there and back; then both mix.
     candidates = neighbours[i]
-    neighbour = candidates[int(draws[i].integers(len(candidates)))]
+    neighbour = candidates[int(rngs[i].integers(len(candidates)))]
     meet_at = functools.partial(meet, i, neighbour, seq, job)
     reply = functools.partial(
       queue.carry, sender=neighbour, receiver=i, on_arrival=meet_at
@@ -240,8 +240,8 @@ def arrivals(
     durations: how long each job takes.
     topology: which peers take the messages of each peer.
     messages: jobs of all peers together.
-    links: on which messages take time; None: they take none. Messages that are
-      on their way when the last job ends arrive, too.
+    links: the links of messages; None: messages take no time. Messages that are
+      in transit when the last job ends arrive, too.
 
   Returns:
     A Trace. At its end n - 1 jobs are open.
@@ -444,8 +444,8 @@ class Gossip(NamedTuple):
     Args:
       durations: how long each job takes.
       messages: jobs of all peers together; with ROUNDS a multiple of n.
-      seed: 0 or more, for the draws of neighbours; only PAIRS uses it.
-      links: on which messages take time; None: they take none.
+      seed: 0 or more, for the rngs of neighbours; only PAIRS uses it.
+      links: the links of messages; None: messages take no time.
     """
     makers: dict[str, Callable[..., base.Trace]] = {
       ROUNDS: rounds, PAIRS: pairs, ARRIVALS: arrivals
@@ -457,8 +457,8 @@ class Gossip(NamedTuple):
     self, durations: Durations, *, messages: int, seed: int = 0,
     links: PeerNetwork
   ) -> EventQueue:
-    """Returns the events of a run, before the first one. `advance` makes the
-    rows of `trace`; the arguments are as there."""
+    """Returns the events of a run, before the first one. The queue's `advance`
+    adds the rows of `trace`, which has the same arguments."""
     options = self._options(messages, seed, links)
     if self.order == ROUNDS:
       return _begin_rounds(durations, self.topology, **options).queue
@@ -468,7 +468,7 @@ class Gossip(NamedTuple):
   def _options(
     self, messages: int, seed: int, links: PeerNetwork | None
   ) -> dict[str, Any]:
-    """Returns the options of the maker of the order."""
+    """Returns the options of the function that makes the order."""
     options: dict[str, Any] = {"messages": messages, "links": links}
     if self.order == ROUNDS:
       options |= {"put_first": self.put_first, "every": self.every}

@@ -50,9 +50,9 @@ class PeerNetwork:
 
     Args:
       network: latency and bandwidths; times in the unit of the durations.
-      peers: their number.
-      nbytes: bytes of a message; a function of them is called for each copy
-        that is sent.
+      peers: the number of peers.
+      nbytes: bytes of a message; a function is called for each copy of a
+        message when it is sent.
     """
     peer_network = network._replace(port=network.down, shards=peers)
     self.links, self._nbytes = Links(peer_network, peers), nbytes
@@ -86,8 +86,7 @@ class EventQueue(LinkQueue):
 
   @property
   def next_receives(self) -> bool:
-    """Whether the next event is the end of a job that its peer receives then.
-    """
+    """Whether the next event ends a job, and adds its RECEIVE row."""
     return bool(self._heap) and self._heap[0][1] in self._receiving
 
   def advance(self) -> None:
@@ -102,8 +101,8 @@ class EventQueue(LinkQueue):
   def compute(
     self, time: float, peer: int, on_end: Act, *, receives: bool = True
   ) -> None:
-    """Starts a job of a peer; `on_end` is called at the end of the job, and
-    `receives` is whether it adds the job's RECEIVE row."""
+    """Starts a job of a peer; `on_end` is called at the end of the job.
+    `receives`: whether `on_end` adds the job's RECEIVE row."""
     if receives:
       self._receiving.add(self._count)
     self.at(time + next(self._streams[peer]), on_end)
@@ -112,8 +111,9 @@ class EventQueue(LinkQueue):
     self, time: float, peer: int, on_end: Callable[[int, int, float], None],
     *, receives: bool = True,
   ) -> None:
-    """Adds the row of a peer's next job, and starts the job. At its end calls
-    on_end(seq, job, time). Jobs are numbered in the order of their starts."""
+    """Adds the SEND row of a peer's next job, and starts the job. At the end of
+    the job, on_end(seq, job, time) is called. Jobs are numbered in the order of
+    their starts."""
     seq, job = self._next_seq[peer], self._n_jobs
     self.add_row(time, peer, seq, job, base.SEND)
     end = functools.partial(on_end, seq, job)
@@ -125,7 +125,7 @@ class EventQueue(LinkQueue):
     *, seq: int | None = None,
   ) -> None:
     """Sends a message; `seq` is as in `Size`. `on_arrival` is called when the
-    last byte arrives, before this method returns if messages take no time."""
+    last byte arrives: before this method returns, if messages take no time."""
     if self._network is None:
       on_arrival(time)
     else:
@@ -135,11 +135,11 @@ class EventQueue(LinkQueue):
   def receivers(self, links: np.ndarray, peer: int) -> list[int]:
     """Returns the receivers of a peer's message, in the order of sending.
 
-    `links`, bool[n, n], are those of the message: `[j, i]` is whether peer j
-    receives from peer i."""
+    `links`: bool[n, n], the links in the round of the message; `[j, i]` is
+    whether peer j receives from peer i."""
     receivers: list[int] = np.flatnonzero(links[:, peer]).tolist()
     if self._network is None:
       return receivers
-    # Each peer begins with the next higher one. Otherwise all peers would send
-    # to peer 0 first.
+    # Each peer begins with the next higher index. Otherwise all peers would
+    # send to peer 0 first.
     return sorted(receivers, key=lambda j: (j - peer) % len(links))

@@ -70,8 +70,8 @@ import optax
 
 from asgd import base
 
-# Keys of messages are apart from those of jobs, which count from 0.
-_MESSAGES = 0x6D657373
+# Separates the keys of messages from those of jobs, which count from 0.
+_SALT = 0x6D657373
 
 
 class PeerState(NamedTuple):
@@ -116,7 +116,7 @@ class Rule(NamedTuple):
   wrap: Callable[[base.Algorithm], base.Algorithm] = lambda algorithm: algorithm
   # state -> float[], the weight of the peer in the mean over peers
   weight: Callable[[PeerState], jax.Array] = lambda state: jnp.ones([])
-  # (state, parameters after the peer's own update) -> parameters to keep
+  # (state, parameters after the peer's own update) -> new parameters
   step: Callable[[PeerState, base.Params], base.Params] = (
     lambda state, params: params
   )
@@ -190,7 +190,7 @@ def message_key(root: jax.Array, worker: Any, seq: Any) -> jax.Array:
     >>> bool(gossip.message_key(root, 0, 5) == worker.job_key(root, 0, 5))
     False
   """
-  sender_key = jax.random.fold_in(jax.random.fold_in(root, _MESSAGES), worker)
+  sender_key = jax.random.fold_in(jax.random.fold_in(root, _SALT), worker)
   return jax.random.fold_in(sender_key, seq)
 
 

@@ -71,9 +71,9 @@ class RoundEvents:
     self._proceed(i, time)
 
   def _proceed(self, i: int, time: float) -> None:
-    """Ends the round of a peer, if it has all that it waits for."""
-    # A round that ends may end those of other peers, at once if messages take
-    # no time. The first call ends them all: a chain of calls could be too deep.
+    """Ends the round of a peer, if its job and its messages are complete."""
+    # The end of a round may end rounds of other peers, at once if messages take
+    # no time. The first call ends all: a chain of calls could be too deep.
     self._due.append(i)
     if len(self._due) == 1:
       while self._due:

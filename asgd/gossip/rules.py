@@ -39,7 +39,7 @@ def encode_message(codec: Any, tree: Any, key: jax.Array) -> tuple[Any, Any]:
   codec both are the message."""
   if codec is None:
     return tree, tree
-  # Messages are models, not sums: a codec leaves nothing for later messages.
+  # Messages are models, not sums, so no residual is added to later messages.
   code, _ = codec.encode(codec.init(tree), tree, key)
   return code, codec.decode(code)
 
@@ -54,14 +54,15 @@ def average(codec: Any = None) -> Rule:
 
       m_j = x_j;   x_i <- x_i + sum_j W_ij (m_j - m_i)
 
-  over the neighbours j with a message that arrived. If x_i has not changed
-  since it was put, this is sum_j W_ij x_j, where W_ii is 1 minus the others. A
-  gradient that was applied since then is kept in full. With a symmetric W the
-  mean over peers is kept if two neighbours always take each other's messages.
+  The sum is over the neighbours j with a message that arrived. If x_i has not
+  changed since it was put, this is sum_j W_ij x_j, where W_ii is 1 minus the
+  other weights. A gradient that was applied since then stays in x_i in full.
+  With a symmetric W the mean over peers does not change if two neighbours
+  always take each other's messages.
 
-  With a codec m_j = decode(encode(x_j)), for the sender as well. So the mean is
-  kept, whatever the codec's error is, and the distance between peers cannot
-  fall below that error.
+  With a codec m_j = decode(encode(x_j)), for the sender as well. So the codec's
+  error does not change the mean, but the distance between peers cannot fall
+  below that error.
 
   Args:
     codec: a codec of `asgd.compression`, without a memory; None sends x_j.
@@ -97,14 +98,14 @@ def average(codec: Any = None) -> Rule:
 
 
 def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
-  """Scales an own update for `push_sum`: u of x = w z is the update u / w of
-  z."""
+  """Scales a peer's own update for `push_sum`: an update u of x = w z changes z
+  by u / w."""
   old_weights = base.weights_of(state.server.params)
   scaled = jax.tree.map(
     lambda a, b: b + (a - b) / state.own.astype(b.dtype),
     *(base.weights_of(params), old_weights),
   )
-  # With weight 1 the parameters are taken as they are, without rounding.
+  # With weight 1 the parameters are used as they are, without rounding.
   weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
   return base.with_weights(params, weights)
 
@@ -131,10 +132,10 @@ def push_sum(codec: Any = None) -> Rule:
       z_i <- (w_i z_i + sum_j W_ij w_j z_j) / w_i';   w_i <- w_i'
 
   Columns of W sum to 1: W_ij is the part of j's mass that goes to i. In the
-  paper a peer keeps x_i = w_i z_i. Here it keeps z_i, on which gradients are
-  computed. Its own update u is one of x: z_i <- z_i + u / w_i. The sums of w
-  and of w z, over peers and messages on their way, stay constant on any graph,
-  in any order, and with any delay.
+  paper a peer stores x_i = w_i z_i. Here it stores z_i, on which gradients are
+  computed. The peer's own update u is an update of x_i: z_i <- z_i + u / w_i.
+  The sums of w and of w z, over peers and messages in transit, stay constant on
+  any graph, in any order, and with any delay.
 
   With a codec a message has z^_j = decode(encode(z_j)) and the exact w_j. What
   receivers lack stays at the sender, so that the sums stay constant:
@@ -310,7 +311,7 @@ def proved_gamma(topology: Topology, delta: float) -> float:
                            - 8 rho delta)
     rho = 1 - |lambda_2|,   beta = ||I - W||_2
 
-  It is far below the best step. On a ring of 8 peers that send 1 % of the
+  This step is far below the best one. On a ring of 8 peers that send 1 % of the
   elements it is 3.5e-5, with which peers hardly influence each other, while 0.1
   converges.
 
@@ -319,7 +320,7 @@ def proved_gamma(topology: Topology, delta: float) -> float:
     delta: the delta of the codec, in (0, 1]; see `compression.Codec`.
 
   Raises:
-    ValueError: for another topology, or a delta out of its range.
+    ValueError: for any other topology, or a delta out of its range.
 
   Source:
     Koloskova, Stich, Jaggi, ICML 2019, arXiv:1902.00340, theorem 2.
@@ -371,13 +372,13 @@ class Share(NamedTuple):
 def share(codec: Any) -> Rule:
   """Every peer applies every message: Strom's threshold sharing, as in DL4J.
 
-      q_i = codec(u_i);   x_i <- x_i + sum_j W_ij q_j,   i itself among the j
+      q_i = codec(u_i);   x_i <- x_i + sum_j W_ij q_j,   j = i included
 
   u_i is the update that the peer's optimizer computed from its gradient. All
   peers start from the same parameters and receive the same messages, so their
   parameters stay equal except for rounding. W_ij = 1 / n is the mean: with the
-  identity codec and no momentum this is all-reduce SGD. W_ij = 1 adds: a peer
-  may then mix its own message and every other one by itself, in any order.
+  identity codec and no momentum this is all-reduce SGD. W_ij = 1 adds the
+  messages: a peer may then mix each of them separately, in any order.
 
   Args:
     codec: a codec of `asgd.compression`; a biased one, such as a threshold,

@@ -135,8 +135,8 @@ def exponential(workers: int) -> Topology:
     >>> f"{topologies.second_singular_value(topologies.exponential(8)):.3f}"
     '0.500'
   """
-  # All peers have equally many receivers, so uniform weights have rows, too,
-  # that sum to 1.
+  # All peers have equally many receivers, so the rows of uniform weights sum to
+  # 1, too.
   links = _circulant(workers, _hops(workers))
   return of_matrices("exponential", of_links(links, "uniform"))
 
@@ -176,10 +176,10 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
   """
   checks.flag("one_peer", one_peer)
   if workers & (workers - 1):
-    below = 2 ** (workers.bit_length() - 1)
+    lower_power = 2 ** (workers.bit_length() - 1)
     raise ValueError(
-      f"a hypercube has a power of 2 of peers, not {workers}: use {below} or"
-      f" {2 * below}"
+      f"a hypercube has a power of 2 of peers, not {workers}: use"
+      f" {lower_power} or {2 * lower_power}"
     )
   ranks, dimensions = np.arange(workers), workers.bit_length() - 1
   rounds = np.zeros((dimensions, workers, workers), bool)
@@ -231,7 +231,7 @@ def random_regular(
     for _ in range(20 * len(edges)):
       first, second = rng.integers(len(edges), size=2)
       (a, b), (c, d) = edges[first], edges[second][:: rng.choice((1, -1))]
-      # Not if the swap would make a loop or a link that exists.
+      # No swap that would make a loop, or repeat a link.
       if len({a, b, c, d}) < 4 or links[a, d] or links[c, b]:
         continue
       for i, j, value in ((a, b, 0), (c, d, 0), (a, d, 1), (c, b, 1)):
@@ -346,13 +346,14 @@ def matcha(
   L_j is the Laplacian of matching j of M. Probabilities maximise lambda_2 of
   the expected Laplacian; alpha, at most 1 / the largest degree so that no
   weight is negative, minimises the expected distance to the mean after a round.
-  A matching is active in its part of the `rounds`, in a drawn order, so that
-  the traffic of these rounds is that of the budget. Then they are repeated.
+  A matching is active in a fixed number of the `rounds`, in a drawn order, so
+  these rounds have the traffic of the budget. Then the rounds repeat.
 
   Args:
     workers: n.
     base: the graph, an undirected topology by name or with options.
-    budget: part of the matchings in a round, in (0, 1]; 1 is the graph itself.
+    budget: fraction of the matchings that a round activates on average, in (0,
+      1]; 1 is the graph itself.
     rounds: T, after which the draws repeat.
     seed: the seed of the draw.
 
@@ -444,7 +445,7 @@ def build(
     if "workers" in options:
       raise ValueError(
         f"topology has workers {checks.shown(options['workers'])}, but always"
-        f" is of all {workers} workers: leave workers out of the topology"
+        f" covers all {workers} workers: leave workers out of the topology"
       )
     with checks.below("topology", options):
       topology = names.call_with("topology", name, maker, workers, options)

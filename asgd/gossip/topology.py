@@ -39,7 +39,7 @@ class Topology:
 
   @functools.cached_property
   def first_rounds(self) -> list[int]:
-    """By round, the first round with the same matrix."""
+    """For each round, the first round with the same matrix."""
     first_round: dict[bytes, int] = {}
     matrices = (matrix.tobytes() for matrix in self.matrices)
     return [first_round.setdefault(m, k) for k, m in enumerate(matrices)]

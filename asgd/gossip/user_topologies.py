@@ -29,8 +29,8 @@ def graph(
     ValueError: for an edge that is no pair of two different peers.
   """
   checks.flag("directed", directed)
-  if isinstance(edges, np.ndarray):  # lists are checked the same way
-    edges = edges.tolist()
+  if isinstance(edges, np.ndarray):
+    edges = edges.tolist()  # so that both are checked in the same way
   if isinstance(edges, str) or not isinstance(edges, Sequence):
     raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
   links = np.zeros((workers, workers), bool)

@@ -81,7 +81,7 @@ class AppendOnlyFile:
       # If this fails, too, the next command drops the rest of the row.
       with contextlib.suppress(OSError):
         os.ftruncate(self._file, self._size)
-      with writing(self.name):  # entered only after an error: rows are many
+      with writing(self.name):  # entered only after an error, to save time
         raise
     self._size += len(data)
 

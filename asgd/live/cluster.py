@@ -1,11 +1,11 @@
 """The base class of clusters: the participants of a run, as its driver sees
 them.
 
-Each protocol has a subclass. After `start` the driver calls `check` again and
-again until the cluster is `finished`. `check` replaces lost parties and returns
-lines for the user. It raises the error of a party if the successor would raise
-it, too. For a checkpoint the driver calls `pause`, which returns whether all
-parties were at rest in time, and then `resume`.
+Each protocol has a subclass. After `start` the driver calls `check` repeatedly
+until the cluster is `finished`. `check` replaces lost parties and returns lines
+for the user. It raises the error of a party if a successor would raise it, too.
+For a checkpoint the driver calls `pause`, which returns whether all parties
+were at rest in time, and then `resume`.
 """
 
 from typing import Any
@@ -29,9 +29,9 @@ class Cluster:
   def ask_all_timed(
     self, kind: str, method: str, *args: Any, limit: float
   ) -> list[Any]:
-    """Calls a method of all parties of a kind, which times their jobs, and
-    returns the answers. Raises the error of a party, and ValueError if a party
-    exits or takes more than `limit` seconds."""
+    """Calls a method that times jobs, at all parties of a kind, and returns
+    the answers. Raises the error of a party, and ValueError if a party exits or
+    takes more than `limit` seconds."""
     calls = {
       (kind, index): party.host.call(method, *args)
       for index, party in sorted(self._supervisor.parties[kind].items())

@@ -109,8 +109,8 @@ class WorkerWatch:
     self._deadlines.add_job(now - max(start_time, self.started_at))
 
   def add_journal(self, events: Iterable[Event]) -> None:
-    """Adds the jobs of a journal, after a restart of the shard. In a run that
-    hangs, too few jobs end after the restart for a deadline."""
+    """Adds the jobs of a journal, after a restart of the shard. If a run hangs,
+    too few jobs end after the restart to compute a deadline from them."""
     start_times = {}
     for event in events:
       if event.action in STARTS:

@@ -122,11 +122,12 @@ class Script:
     self._kill, self._wait, self._record = kill, wait, record
     # Worker -> a frame that the worker sends after its next one.
     self._delayed_frames: dict[int, Frame] = {}
-    self._lock = threading.Lock()  # with overlap, two threads take faults
+    self._lock = threading.Lock()  # with overlap, a worker has two threads
     self.injected: list[Fault] = []
 
   def _take(self, worker: int, seq: int, kind: str) -> Fault | None:
-    """Returns a fault that has not happened yet, and records it; else None."""
+    """Returns and records a fault that has not happened yet; None without one.
+    """
     with self._lock:
       fault = self._pending_faults.pop((worker, seq, kind), None)
       if fault:

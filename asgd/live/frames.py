@@ -1,4 +1,4 @@
-"""Frames: what workers and server shards send to each other.
+"""Frames that workers and server shards send to each other.
 
 All frames are small and have the same size. Parameters and messages lie in
 memory that both sides see, and a frame names the slot. A worker has a
@@ -40,10 +40,10 @@ class Frame(NamedTuple):
 
   kind: int  # one of the constants above
   worker: int = 0  # worker index; FOLLOW: index of the follower
-  # HELLO: count of the loops with this worker index that were started earlier
+  # HELLO: number of earlier loops with this worker index
   seq: int = 0
   job: int = 0  # HELLO, WELCOME: incarnation; ASKED, PREPARED: follower's index
-  # TICKET: of the parameters; ROW: its index; ASK: count of the totals so far;
+  # TICKET: version; ROW: index of the row; ASK: number of the totals so far;
   # HELLO, WELCOME: how often the worker loop restarted as a new incarnation;
   # BYE with flag 1: index of the shard that sent unreadable updates
   version: int = 0

@@ -1,10 +1,10 @@
 """Peers that mix each message when it arrives; none waits for another's job.
 
 A peer that ends a job applies it, mixes its own message, sends it to all
-receivers, and starts its next job. It starts none while a receiver has not
-acknowledged its last `_MOST_UNACKNOWLEDGED` messages. Each receiver keeps that
-many messages of each sender. So if a sender exits, some receiver still has each
-message that another one lacks.
+receivers, and starts its next job. It starts no job while a receiver has not
+acknowledged its last `_MAX_UNACKNOWLEDGED` messages. Each receiver stores that
+many messages of each sender. So if a sender exits, each message that a receiver
+lacks is still stored at some other receiver.
 """
 
 import collections
@@ -17,9 +17,7 @@ from asgd.live.gossip.counted import Counted
 from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.outbox import Neighbour
 
-_MOST_UNACKNOWLEDGED = (
-  4  # messages of a peer that a receiver has not acknowledged
-)
+_MAX_UNACKNOWLEDGED = 4  # messages of a peer at one receiver
 
 
 class PeerArrivals(Counted):
@@ -46,8 +44,8 @@ class PeerArrivals(Counted):
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
   ) -> None:
-    """Begins as a newcomer. All earlier messages are in its loan, as the other
-    peers are quiet."""
+    """Begins as a newcomer. Its loan includes all earlier messages, because the
+    other peers are quiet."""
     super().join(others, rounds, lenders)
     self._messages.clear()
 
@@ -75,7 +73,7 @@ class PeerArrivals(Counted):
       return True
     if self._job_start is None:
       is_behind = any(
-        outbox.n_unacknowledged >= _MOST_UNACKNOWLEDGED
+        outbox.n_unacknowledged >= _MAX_UNACKNOWLEDGED
         for outbox in self._outboxes.values()
       )
       return not is_behind and self._start_job()
@@ -108,9 +106,9 @@ class PeerArrivals(Counted):
     return self._messages.get(peer, {}).get(number)
 
   def store_message(self, frame: PeerFrame) -> None:
-    """Receives a message, which may have been received by another peer."""
+    """Receives a message, from its sender or forwarded by the driver."""
     messages = self._messages.setdefault(frame.sender, {})
     if frame.seq not in messages:
       messages[frame.seq] = frame
-      messages.pop(frame.seq - _MOST_UNACKNOWLEDGED, None)
+      messages.pop(frame.seq - _MAX_UNACKNOWLEDGED, None)
       self._arrived_frames.append(frame)

@@ -58,7 +58,8 @@ class PeerMaker(NamedTuple):
 
     Args:
       index: the index of the peer.
-      image: from which it resumes; None: it begins with the first parameters.
+      image: the image from which it resumes; None: it begins with the first
+        parameters.
       counter: the counter of jobs; None: the peer works in rounds.
       inside: the functions of the host.
     """
@@ -76,8 +77,8 @@ class PeerMaker(NamedTuple):
     elif spec.gossip.order == gossip.ARRIVALS:
       peer = PeerArrivals(inside, rows, counter=counter, **options)
     else:
-      # The incarnation is part of the seed: a new incarnation must not repeat
-      # the draws of the last one.
+      # The incarnation is part of the seed: an incarnation must not repeat the
+      # draws of the previous one.
       draw = np.random.default_rng((self.seed, index, rows.journal.incarnation))
       peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
     if image is not None:
@@ -118,7 +119,7 @@ class PeerCluster(Cluster):
     super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
     # Rounds of each peer. Without rounds the counter ends the run.
     self._limit = sys.maxsize if self._counts_jobs else messages // peers
-    # Peer -> incarnation, for peers that have joined and for peers being made.
+    # Peer -> incarnation, for peers that have joined, and for starting peers.
     self.incarnations: dict[int, int] = {}
     self._starting_incarnations: dict[int, int] = {}
     self._is_paused = True  # until `start`
@@ -209,11 +210,11 @@ class PeerCluster(Cluster):
     Raises:
       AllDied: if the last peer has exited.
       NotFinite: if no peer computes finite messages.
-      WorkersDie: if peers exit again and again.
+      WorkersDie: if peers exit repeatedly.
     """
     self._supervisor.count_received(messages)
     at_rest = self._are_at_rest()
-    # Without rounds a peer that is not paused is quiet once no job is left.
+    # Without rounds, a peer that is not paused is quiet only if no job is left.
     no_job_left = self.rounds >= self._limit
     if self._counts_jobs:
       no_job_left = not self._is_paused
@@ -272,9 +273,8 @@ class PeerCluster(Cluster):
       ending: "died", "hung", or the result of the peer's `run`.
     """
     residual = 0.0
-    self._starting_incarnations.pop(
-      peer, None
-    )  # the peer may not have joined yet
+    # The peer may not have joined yet.
+    self._starting_incarnations.pop(peer, None)
     if peer in self.incarnations:
       incarnation, run = self.incarnations.pop(peer), self._maker.run
       # [1] Write LEAVE before the peer's jobs are released: a new counter reads
@@ -424,7 +424,7 @@ class PeerCluster(Cluster):
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
     """Returns the parameters of peers: the present ones of all peers, or those
-    that peers kept after `rounds` rounds."""
+    that peers stored after `rounds` rounds."""
     if rounds is None:
       return self._ask("view")
     views = self._ask("take_kept_view", rounds)

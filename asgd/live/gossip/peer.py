@@ -179,7 +179,7 @@ class LivePeer:
   # Methods that the driver calls by `ask`.
 
   def set_peers(self, others: Mapping[int, Neighbour]) -> None:
-    """Sets the live peers; all of them are before the same round."""
+    """Sets the live peers, which all begin at the same round."""
     self._outboxes = {
       peer: self._make_outbox(other)
       for peer, other in others.items()
@@ -202,8 +202,8 @@ class LivePeer:
   def add_newcomer(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Adds a newcomer before a round.
 
-    With `lend` this peer lends to the newcomer. If by the rule newcomers lend,
-    too, this peer adopts the newcomer's loan before its next step.
+    With `lend` this peer lends to the newcomer. If the rule makes newcomers
+    lend, too, this peer adopts the newcomer's loan before its next step.
     """
     self._outboxes[peer] = self._make_outbox(newcomer)
     if lend:
@@ -331,7 +331,7 @@ class LivePeer:
   # Jobs.
 
   def _begin_job(self, number: int) -> None:
-    """Begins the job of a number, without computing it."""
+    """Begins job `number`, without computing it."""
     self.rows.send(number)
     self._job_start = self._inside.clock()
 

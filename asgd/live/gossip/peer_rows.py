@@ -31,7 +31,7 @@ class PeerSpec(NamedTuple):
   batch: Callable[[int, int], base.Batch]  # (peer, job number) -> its batch
   root: jax.Array  # key of the run, not consumed
   wire: Wire
-  # Counts of ended rounds, at which a peer keeps its parameters for evaluation.
+  # Numbers of ended rounds after which a peer stores parameters for evaluation.
   keep_at: frozenset[int] = frozenset()
   slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
   devices: simulator.WorkerDevices = simulator.ALONE  # of each peer
@@ -54,8 +54,8 @@ class PeerSpec(NamedTuple):
 
   def warm_up_all(self) -> None:
     """Compiles the functions of all peers, for peers that share a process."""
-    # Programs depend on the numbers of senders and on the sizes of batches: one
-    # peer stands for all with the same.
+    # Programs depend on the numbers of senders and on the sizes of batches, so
+    # peers with equal ones share all programs.
     peers: dict[Any, int] = {}
     for peer, counts in enumerate(self.neighbour_counts):
       sizes = (np.shape(leaf) for leaf in jax.tree.leaves(self.batch(peer, 0)))
@@ -100,7 +100,7 @@ class View(NamedTuple):
 
   params: base.Params
   weight: float  # of the peer in the mean over peers
-  version: int  # its own updates
+  version: int  # number of the peer's own updates
 
   @property
   def server(self) -> "View":
@@ -166,7 +166,7 @@ class PeerRows:
   # the journal has every step that another peer may have seen.
 
   def send(self, number: int) -> None:
-    """Starts the job of a number."""
+    """Starts job `number`."""
     seq = self.journal.started_jobs
     self.journal.write(seq, number, base.SEND)
     self.job = seq, number, self._peer.send()
@@ -202,7 +202,7 @@ class PeerRows:
   def _frame(self, kind: str, event: Event, content: Any) -> PeerFrame:
     """Returns a frame with the content of a row, and counts its bytes."""
     is_loan = kind == frames.LOAN
-    # A loan is a tree of arrays, a code whatever the wire has packed.
+    # A loan is a tree of arrays; a code has the form that the wire gave it.
     measure = simulator.array_bytes if is_loan else self.spec.wire.measure
     size = measure(content)
     self._peer.bytes_up += size  # once, however many peers receive it
@@ -219,16 +219,16 @@ class PeerRows:
 
   def mix(self, round: int, messages: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in the given order."""
-    messages_taken = []
+    taken_messages = []
     for frame in messages:
       code = self.spec.wire.unpack(frame.content)
       self.journal.write(
         frame.seq, frame.sender, base.TAKE, message=frame.nbytes
       )
-      messages_taken.append(simulator.Taken(frame.sender, frame.round, code))
+      taken_messages.append(simulator.Taken(frame.sender, frame.round, code))
       self._peer.bytes_down += frame.nbytes
     self.journal.write(NO_SEQ, round, base.MIX)
-    self._peer.mix(messages_taken)
+    self._peer.mix(taken_messages)
 
   def join(self) -> None:
     """Writes the JOIN row of a new incarnation."""

@@ -50,7 +50,7 @@ def measure(
     supervisor.start(PEER, peer, functools.partial(TimedPeer, peer, make_spec))
     for peer in range(peers)
   ]
-  # The first calls are behind the making of the objects, which compiles.
+  # Objects compile when they are made; the limit of the calls excludes that.
   supervisor.await_made(parties)
   cluster = Cluster(supervisor)
   seconds = cluster.ask_all_timed(

@@ -263,7 +263,7 @@ class ActorHosts(Hosts):
       options["name"] = self.site.actor_name(kind, index, generation)
       self._generations[kind, index] += 1
     began = time.time() - self.site.clock()
-    self._n_started += 1  # a new path: an old handle never calls a successor
+    self._n_started += 1  # for a new path, so old handles call no successor
     path = Path(self.site.memory) / f"{kind}-{self._n_started}.sock"
     actor = actor_class.options(**options).remote(
       kind, index, self.site, began, path
@@ -294,7 +294,7 @@ class ActorHosts(Hosts):
     actor_calls = [call for call in calls if isinstance(call, ActorCall)]
     refs = [call.ref for call in actor_calls]
     ended_refs, _ = ray_waits.wait(refs, count=1, timeout=seconds)
-    # Other calls may have ended by now.
+    # By now, other calls may have ended, too.
     later_refs, _ = ray_waits.wait(refs, timeout=0) if ended_refs else ([], [])
     return [
       call for call in actor_calls if call.ref in (*ended_refs, *later_refs)
