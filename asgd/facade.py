@@ -53,20 +53,20 @@ def simulate(
       criterion(output, batch) -> scalar. The model is a flax module, functions
       (init, apply), such as Haiku's, or a function rngs -> nnx module. It is
       called on the first element of a batch that is a tuple, or on "x" of a
-      dict (or its only "image", "images", "input", "inputs" or "tokens"). An
-      argument `train` or `deterministic` of it is passed, with a key for
-      dropout.
-    params: a tree of arrays, or a function of a random key that makes one. Of a
-      model of Equinox the arrays of floats are trained, and the rest stays; an
-      nnx module must have parameters only (nnx.split). With BatchNorm in plain
-      JAX give `asgd.Variables`, and a loss that returns (value, the batch's
-      statistics). For a flax module give its variables; None draws them from
-      the seed.
+      dict (or its only "image", "images", "input", "inputs" or "tokens"). If it
+      takes an argument `train` or `deterministic`, it gets this argument and a
+      key for dropout.
+    params: a tree of arrays, or a function of a random key that makes one. In
+      an Equinox model only arrays of floats are trained; an nnx module must
+      have parameters only (nnx.split). With BatchNorm in plain JAX give
+      `asgd.Variables`, and a loss that returns (value, the batch's statistics).
+      For a flax module give its variables; None draws them from the seed.
     data: arrays with a leading axis of examples, in a tuple or a dict, with
-      `batch_size`; anything with len() and an index (a grain.MapDataset, a list
-      of batches), of batches, or with `batch_size` of examples; a pure
-      function (worker, job) -> batch, with jobs counted over all workers; or a
-      function (worker) -> iterator of batches (`asgd.data.iterators`).
+      `batch_size`; an object with len() and an index, such as a
+      grain.MapDataset or a list, of batches, or of examples with `batch_size`;
+      a pure function (worker, job) -> batch, with jobs counted over all
+      workers; or a function (worker) -> iterator of batches
+      (`asgd.data.iterators`).
     recipe: a recipe of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`,
       `asgd.table` (tables of keyed rows) or `asgd.sandblaster_lbfgs`; an
       `asgd.Recipe`; or an optax transform, which may read a Delay.

@@ -1,10 +1,10 @@
 """A gradient worker with room on its device for a part of the model.
 
-The parameters of a ticket are in the host's memory: the parameter cache in CPU
-memory of GeePS. A job is a list of instructions, known in advance: the forward
-of each group of layers, from the first to the last, then the backward of each,
-from the last to the first. A group is one layer with weights, and layers
-without weights beside it. An instruction needs blocks of arrays:
+The parameters of a ticket are in the host's memory, as in GeePS's parameter
+cache in CPU memory. A job is a list of instructions, known in advance: the
+forward of each group of layers, from the first to the last, then the backward
+of each, from the last to the first. A group is one layer with weights, and
+layers without weights beside it. An instruction needs blocks of arrays:
 
   weights    of the group, read from the ticket
   batch      read by the first and the last group
@@ -14,8 +14,8 @@ without weights beside it. An instruction needs blocks of arrays:
   gradient   of the group's weights; it goes to the host at once
   stats      statistics of the batch (BatchNorm), which go to the host, too
 
-`asgd.device_memory` holds them within the room of the device. It keeps those
-that are used next, writes others to the host, and prefetches.
+`asgd.device_memory` holds the blocks within the room of the device. It keeps
+those that are used next, writes others to the host, and prefetches.
 """
 
 import functools

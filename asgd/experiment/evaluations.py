@@ -49,7 +49,7 @@ class Evaluations:
     self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
     self._problem = experiment.problem_of(self._run)
     self._sharpness = experiment.sharpness_of(self._run)
-    self.rows, self.diverged = rows, diverged  # a loss was not finite
+    self.rows, self.diverged = rows, diverged
     config = experiment.config
     self._due = evaluation_messages(
       config["evaluations"], engine.total, engine.quantum

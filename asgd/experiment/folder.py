@@ -119,7 +119,8 @@ def _find_or_make(
     folder = _numbered_folder(Path("runs"), name, new_identity)
   else:
     folder = Path(workdir)
-    # Resolved once, so that a link that appears there later is not followed.
+    # Resolved before the checks: if a symbolic link replaces this folder after
+    # them, `make_folder` refuses the link.
     path = folder.resolve()
     if folder.exists() and not folder.is_dir():
       raise _refusal(f"--workdir={folder} is a file")

@@ -3,8 +3,8 @@
 A recipe belongs to a protocol: a server of dense parameters, peers, tables of
 keyed rows, or a coordinator. Engines, replays, audits and commands look up all
 facts about a run's protocol in its value; none of them asks which protocol it
-is. The values are in `asgd.experiment.protocols`;
-`asgd.experiment` registers them, one line each.
+is. The values are in `asgd.experiment.protocols`; `asgd.experiment` registers
+them, one line each.
 """
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

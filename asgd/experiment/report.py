@@ -79,7 +79,7 @@ def result_lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
     remedy += ", or a cure such as dana_zero or gap_aware"
-  # 1.25 is a tolerance of one step of the limit's grid. Unknown values are NaN.
+  # 1.25: the limit is known up to a step of its grid. Unknown values are NaN.
   is_measured = storage.is_finite(product) and storage.is_finite(limit)
   if is_measured and product > 1.25 * limit:
     lower_rate = result["learning_rate"] * limit / product

@@ -1,4 +1,4 @@
-"""Signals that stop a run: at the first one it saves, at the second it ends.
+"""Signals that stop a run: the first makes it save, the second ends it.
 
 Python calls a handler between two steps of the main thread, which may wait in a
 library for ever. So a second thread counts signals too. That thread kills the

@@ -140,47 +140,47 @@ def step_rule(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
   return StepRule(rate, momentum, optimizer, own_options, up, down)
 
 
-def optimizer_options(name: str, training: StepRule) -> dict[str, Any]:
-  """Returns the training's momentum or optimizer as options of a recipe."""
-  if training.optimizer is not None:
-    return {"optimizer": training.optimizer}
+def optimizer_options(name: str, rule: StepRule) -> dict[str, Any]:
+  """Returns the rule's momentum or optimizer as options of a recipe."""
+  if rule.optimizer is not None:
+    return {"optimizer": rule.optimizer}
   has_momentum = "momentum" in algorithms.options(name)
-  return {"momentum": training.momentum} if has_momentum else {}
+  return {"momentum": rule.momentum} if has_momentum else {}
 
 
 def build_recipe(
-  name: str, training: StepRule, workers: int
+  name: str, rule: StepRule, workers: int
 ) -> algorithms.Recipe:
-  """Builds a recipe with the training's momentum or optimizer."""
-  options = optimizer_options(name, training)
-  return algorithms.build(name, training.rate, workers, **options)
+  """Builds a recipe with the rule's momentum or optimizer."""
+  options = optimizer_options(name, rule)
+  return algorithms.build(name, rule.rate, workers, **options)
 
 
-def message_codec(training: StepRule) -> dict[str, Any]:
+def message_codec(rule: StepRule) -> dict[str, Any]:
   """Returns the config's codec of messages, else a suitable one: with momentum
   it is DGC, which keeps the momentum at the workers."""
-  if training.up is not None:
-    return dict(training.up)
-  if training.momentum:
-    return {"name": "dgc", "momentum": training.momentum, "warm_up": 0.0}
+  if rule.up is not None:
+    return dict(rule.up)
+  if rule.momentum:
+    return {"name": "dgc", "momentum": rule.momentum, "warm_up": 0.0}
   return {"name": "top_k"}
 
 
 def measure(
-  problem: problems.Problem, training: StepRule, batches: float
+  problem: problems.Problem, rule: StepRule, batches: float
 ) -> StepCosts:
   """Trains some steps on this machine, and measures them.
 
   Args:
     problem: the problem, with the batch size of the config.
-    training: how the config's first run takes steps.
+    rule: how the config's first run takes steps.
     batches: the number of batches of the whole run.
 
   Returns:
     Measurements. The first step compiles, and is left out. The sharpness is
     that of the first parameters.
   """
-  server = build_recipe("asgd", training, 1).server()
+  server = build_recipe("asgd", rule, 1).server()
   worker = worker_lib.gradient_worker(problem.loss)
   key, draw_batch = jax.random.key(0), problem.batches(0, 1)
   params = problem.init(key)
@@ -201,7 +201,7 @@ def measure(
     if len(seconds) > 3 and sum(seconds[1:]) > _MAX_SECONDS:
       break
   sharpness = math.nan
-  if training.optimizer is None:  # for others, no limit of stability is known
+  if rule.optimizer is None:  # for others, no limit of stability is known
     estimate = diagnosis.make_sharpness(problem.loss, problem.probe)
     # At the first parameters: training at the rate of one machine would raise
     # the sharpness until this rate is at its limit of stability.
@@ -216,7 +216,7 @@ def measure(
     batches,
     sum(leaf.size for leaf in jax.tree.leaves(weights)),
     wire.layout(params).nbytes,
-    _coded_bytes(problem, message_codec(training), params),
+    _coded_bytes(problem, message_codec(rule), params),
     memory.residual_bytes(loss, weights, draw_batch(0, 0)),
     sharpness,
   )
@@ -262,11 +262,11 @@ def slowness(
 # [2] Ways of training, simulated.
 
 
-def local_recipe(training: StepRule, cluster: Machines) -> str:
+def local_recipe(rule: StepRule, cluster: Machines) -> str:
   """Returns the recipe of local steps that suits the optimizer and machines."""
   if are_unequal(cluster):
     return "fedasync"  # no worker waits for another
-  return "model_averaging" if training.optimizer is None else "diloco"
+  return "model_averaging" if rule.optimizer is None else "diloco"
 
 
 def are_unequal(cluster: Machines) -> bool:
@@ -338,7 +338,7 @@ def _fewest_workers(ways: Iterable[Way]) -> Way:
 
 
 def find_ways(
-  step_costs: StepCosts, cluster: Machines, training: StepRule
+  step_costs: StepCosts, cluster: Machines, rule: StepRule
 ) -> tuple[Way, ...]:
   """Returns the ways of training, the simplest first, each with the fewest
   workers that give nearly its greatest speed."""
@@ -358,7 +358,7 @@ def find_ways(
   candidates.append(
     _fewest_workers(_play_mesh(step_costs, cluster, n) for n in counts)
   )
-  has_codecs = training.up is not None, training.down is not None
+  has_codecs = rule.up is not None, rule.down is not None
   candidates.append(
     _fewest_workers(play_server(ASYNCHRONOUS, n, has_codecs) for n in counts)
   )
@@ -366,7 +366,7 @@ def find_ways(
     candidates.append(
       _fewest_workers(play_server(CODED, n, (True, True)) for n in counts)
     )
-  order = build_recipe(local_recipe(training, cluster), training, 2).order
+  order = build_recipe(local_recipe(rule, cluster), rule, 2).order
   candidates.append(
     _fewest_workers(
       play_server(LOCAL, n, (False, False), order=order, steps=steps)

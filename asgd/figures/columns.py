@@ -23,8 +23,8 @@ computed columns by name:
                                      run at which C is below (or `above`) that
   dict(kind="share", column=R, above=20)    fraction of messages with R, a
                                      column of RECORDED, above (or `below`) that
-  dict(kind="deviation", column=R)   standard deviation of R over messages. Both
-                                     may have `since`, a part of the run
+  dict(kind="deviation", column=R)   standard deviation of R over messages;
+                                     "share" and "deviation" may have `since`
   dict(kind="noise_scale", since=0.5)  gradient noise scale in examples, of
                                      synchronous SGD without momentum at a
                                      constant rate (`_noise_scale`)

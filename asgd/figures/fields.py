@@ -27,7 +27,7 @@ Table = Mapping[str, FieldCheck]
 
 
 def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
-  """Returns a check that a value is of a kind, which errors name.
+  """Returns a check that `holds` is true of a value; errors name `kind`.
 
   Example:
     >>> must(lambda value: value == 1, "one")(2, "by")

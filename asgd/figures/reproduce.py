@@ -196,8 +196,8 @@ def _check_size(
       f"--workdir={workdir} holds another experiment: {name} at its"
       f" {stored_verdicts['size']} size, but this is the {size} size; {remedy}"
     )
-  # [2] A folder without verdicts is known by its config. The check of the full
-  # size is left to `folder.open_folder`.
+  # [2] A folder without verdicts has the size of its config. For the full size,
+  # `folder.open_folder` checks it.
   if (
     not task.quick or stored_verdicts or not (workdir / "config.json").exists()
   ):

@@ -132,7 +132,7 @@ def pairs(
     topology: which peers may meet. A peer meets each of its neighbours with
       equal probability.
     messages: jobs of all peers together.
-    seed: 0 or more. The rngs of a peer's neighbours depend on the seed, the
+    seed: 0 or more. The draws of a peer's neighbours depend on the seed, the
       peer's index and n.
     links: the links of messages; None: messages take no time. The parameters of
       the peer travel to the neighbour, and then those of the neighbour travel
@@ -444,7 +444,7 @@ class Gossip(NamedTuple):
     Args:
       durations: how long each job takes.
       messages: jobs of all peers together; with ROUNDS a multiple of n.
-      seed: 0 or more, for the rngs of neighbours; only PAIRS uses it.
+      seed: 0 or more, for the draws of neighbours; only PAIRS uses it.
       links: the links of messages; None: messages take no time.
     """
     makers: dict[str, Callable[..., base.Trace]] = {

@@ -76,7 +76,7 @@ class EventQueue(LinkQueue):
   def __init__(
     self, durations: Durations, peers: int, network: PeerNetwork | None
   ):
-    # Without a network no parcel is sent.
+    # Without a network no message uses these links.
     super().__init__(network.links if network else Links(Network(), peers))
     self._streams = [durations.stream(peer) for peer in range(peers)]
     self._network = network

@@ -130,7 +130,8 @@ def of_links(links: Links, weights: str | None = None) -> Matrix:
 
 
 def _reached_peers(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
-  """Returns bool[n], the peers that messages from `start` reach over others."""
+  """Returns bool[n]: the peers that messages of `start` reach, also over other
+  peers."""
   is_reached = np.zeros(len(links), bool)
   is_reached[start] = True
   while True:

@@ -337,7 +337,7 @@ def test_a_live_run_refuses_stops():
   line = error_of(
     asgd.train_live, loss, PARAMS, DATA, recipe, messages=24, **EVERY
   )
-  assert "with_stops' is kept by simulations" in line and "budget" in line
+  assert "with_stops' is for simulations" in line and "budget" in line
 
 
 def test_stops_are_simulated_by_a_call():

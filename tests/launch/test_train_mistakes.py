@@ -73,7 +73,7 @@ LIVE = (
 OF_LIVE_RUNS = (
   (["--fault=kill:1"], "write KIND:WORKER:SEQ with a kind of kill"),
   (["--config.order.name=fixed_delay"],
-   "'fixed_delay' is kept by simulations only"),
+   "'fixed_delay' is for simulations only"),
   (["--engine=ray", "--address=192.0.2.1:6379"],
    "--address=192.0.2.1:6379 joins a Ray cluster, which other"),
   (["--memory_dir=/nonexistent"], "--memory_dir=/nonexistent is no folder"),

@@ -149,7 +149,7 @@ class ServerPlan:
     """Whether jobs may share a ticket."""
     if server_orders.own_order(self.run) is None:
       return server_orders.keeps(self.order)
-    # A user's order shows it only in a trace; all seeds agree on it.
+    # Whether a user's order has KEEP rows, only a trace shows; seeds agree.
     trace = self.trace(self.run.config["seeds"][0])
     return bool((trace.action == base.KEEP).any())
 
@@ -197,7 +197,7 @@ class ServerPlan:
     n_messages = self.messages if messages is None else messages
     own_order = self._own_trace(seed, n_messages)
     if own_order is not None:
-      # An own order has its own times, so no network delays it.
+      # A user's order has given times, so no network delays it.
       return own_order
     if self.network is not None:
       order = self.over_network(seed, networks.dense_sizes(self))

@@ -23,7 +23,7 @@ class FixedPeerOrder:
 
   def __init__(self, plan: Any, seed: int):
     """Makes the order of a cell."""
-    # An order of the user has its own times, so no network delays it.
+    # A user's order has given times, so no network delays it.
     self._links = None if plan.has_own_order() else plan.links()
     self._trace: base.Trace = plan.trace(seed, links=self._links)
     self.peers: simulator.Peers = plan.peers(seed, self._trace)
@@ -123,7 +123,7 @@ class GrownPeerOrder:
     return self._links.use(self._queue.rows[self.peers.event - 1].time)
 
   def save(self) -> list[float]:
-    """Returns the sizes so far, in the order in which they were asked for."""
+    """Returns the sizes so far, in the order of the calls of `_size`."""
     return self._sizes
 
   def rebuild(self, rows: int, saved: list[float] | None) -> None:

@@ -329,13 +329,13 @@ def rules(
     return protocol.check_rules(protocol.Rules(**options))
   if name == "with_stops":
     raise ValueError(
-      "config.order.name 'with_stops' is kept by simulations of one order only:"
-      " a live worker computes a job to its end. Leave out stops (Ringmaster)"
+      "config.order.name 'with_stops' is for simulations of one order only: a"
+      " live worker computes each job to its end. Leave out stops (Ringmaster)"
       " or budget (MindFlayer): the server drops late messages as they arrive"
     )
   raise ValueError(
-    f"config.order.name {name!r} is kept by simulations only: a live worker"
-    " takes the time it takes; use asynchronous, stale_synchronous,"
+    f"config.order.name {name!r} is for simulations only: the times of live"
+    " workers are not drawn; use asynchronous, stale_synchronous,"
     " bulk_synchronous, backup_tasks or backup_workers, or a function of"
     " workers that returns asgd.orders.protocol.Rules"
   )

@@ -85,7 +85,8 @@ def train_in_order(
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
-  # [2] One server. Equal bits need the run's program: it keeps messages, too.
+  # [2] One server. Equal bits need the program of the run, which does not
+  # overwrite messages.
   if len(traces) == 1:
     host = simulator.make_host(
       plan.server, plan.coded_worker(), keeps_messages=True, **options

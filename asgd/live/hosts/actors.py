@@ -201,7 +201,7 @@ class ActorHosts(Hosts):
 
   def _check_resources(self) -> None:
     """Raises ValueError for resources that Ray lacks: Ray itself would wait for
-    them silently. Gives a cluster that grows `cluster_seconds`."""
+    them silently. A cluster may grow for `cluster_seconds` before the error."""
     workers, options = self.site.setup.workers, self._resources
     # Resource -> amount for each worker, by the names that Ray's nodes use.
     amounts = dict(options.get("resources") or {})
