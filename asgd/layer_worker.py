@@ -108,10 +108,10 @@ def plan_job(pieces: Pieces, params: base.Params, batch: Any) -> JobPlan:
   key = jax.eval_shape(jax.random.key, 0)
   leaves, tree = jax.tree.flatten((params, batch))
   shapes = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in leaves]
-  return _plan(pieces, jax.tree.unflatten(tree, shapes), key)
+  return _plan_of_shapes(pieces, jax.tree.unflatten(tree, shapes), key)
 
 
-def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
+def _plan_of_shapes(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
   """Returns the plan for shapes of (parameters, batch) and of a key."""
   params, batch = data
   cuts = _cuts(base.weights_of(params))
@@ -139,11 +139,11 @@ def _plan(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
     }
     outputs[~g] = {(g, _GRADIENT): gradient, (g - 1, _COTANGENT): gx}
   ones = [np.ones((), y.dtype)]
-  sizes = map(_sizes, inputs), map(_sizes, outputs)
+  sizes = map(_block_bytes, inputs), map(_block_bytes, outputs)
   return JobPlan((params, batch, key), tuple(groups), *map(tuple, sizes), ones)
 
 
-def _sizes(blocks: Mapping[Block, Any]) -> dict[Block, int]:
+def _block_bytes(blocks: Mapping[Block, Any]) -> dict[Block, int]:
   """Returns the bytes of those blocks that have any."""
   sizes = {block: nbytes(tree) for block, tree in blocks.items()}
   return {block: size for block, size in sizes.items() if size}

@@ -51,21 +51,21 @@ class Evaluations:
     self._sharpness = experiment.sharpness_of(self._run)
     self.rows, self.diverged = rows, diverged
     config = experiment.config
-    self._due = evaluation_messages(
+    self._due_messages = evaluation_messages(
       config["evaluations"], engine.total, engine.quantum
     )
     # Some evaluations, evenly spaced, measure the sharpness.
-    n_due = len(self._due)
+    n_due = len(self._due_messages)
     positions = np.linspace(
       0, n_due - 1, min(config["curvature_checks"], n_due)
     )
-    self._sharpness_messages = {self._due[round(i)] for i in positions}
+    self._sharpness_messages = {self._due_messages[round(i)] for i in positions}
 
   @property
   def next_message(self) -> int | None:
     """The message after which the next evaluation is due; None at the end."""
-    n_rows = len(self.rows)
-    return self._due[n_rows] if n_rows < len(self._due) else None
+    n_rows, due_messages = len(self.rows), self._due_messages
+    return due_messages[n_rows] if n_rows < len(due_messages) else None
 
   @property
   def finished(self) -> bool:

@@ -50,9 +50,9 @@ _CLOCKS = {
   "time": ("simulated_time", "time (mean batches)"),
   "seconds": ("seconds", "seconds of training"),
 }
-_TRAFFIC = "traffic (MB)"  # up and down, for runs with codecs
-_ERROR = "test error (%)"  # 100 minus the accuracy in percent
-_LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
+_TRAFFIC_LABEL = "traffic (MB)"  # up and down, for runs with codecs
+_ERROR_LABEL = "test error (%)"  # 100 minus the accuracy in percent
+_LOSS_LABELS = {"train_loss": "training loss", "test_loss": "test loss"}
 _SINCE = ", mean since\nthe last evaluation"
 # Keys of a point, which are columns of figure.csv. The last two are lists with
 # an entry for each seed.
@@ -90,10 +90,10 @@ def panels(results: Rows) -> list[Panel]:
   """
   # [1] The quality that all panels show, by what the results have.
   has_accuracy = has_values(results, "test_accuracy")
-  name, y, ylabel = "accuracy", "test_accuracy", _ERROR
+  name, y, ylabel = "accuracy", "test_accuracy", _ERROR_LABEL
   if not has_accuracy:
     y = "test_loss" if has_values(results, "test_loss") else "train_loss"
-    name, ylabel = "loss", _LOSSES[y]
+    name, ylabel = "loss", _LOSS_LABELS[y]
   keys = set(itertools.chain.from_iterable(results))
   clocks = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
   has_codec = bool({"codec", "codec_down"} & keys)
@@ -101,7 +101,7 @@ def panels(results: Rows) -> list[Panel]:
   if clocks and _swept_counts(results):
     key, label = _CLOCKS[clocks[0]]
     traffic_panels = [
-      Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, ylabel),
+      Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC_LABEL, ylabel),
       Panel("megabytes", "workers", "bytes_up", "workers", "traffic up (MB)"),
     ]
     return [
@@ -114,13 +114,13 @@ def panels(results: Rows) -> list[Panel]:
       *(traffic_panels if has_codec else ()),
     ]
   # [3] Without a sweep: each quality against each measure of progress.
-  quality = "test_accuracy", _ERROR
+  quality = "test_accuracy", _ERROR_LABEL
   if not has_accuracy:
-    quality = "train_loss", _LOSSES["train_loss"] + _SINCE
-  curves = quality, ("test_loss", _LOSSES["test_loss"])
+    quality = "train_loss", _LOSS_LABELS["train_loss"] + _SINCE
+  curves = quality, ("test_loss", _LOSS_LABELS["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
   axes += [(clock, _CLOCKS[clock][1]) for clock in clocks]
-  axes += [("megabytes", _TRAFFIC)] if has_codec else []
+  axes += [("megabytes", _TRAFFIC_LABEL)] if has_codec else []
   return [
     Panel(f"{y}_by_{x}", x, y, xlabel, ylabel)
     for y, ylabel in curves
@@ -400,7 +400,7 @@ def _draw_run(
     axis.plot(xs[diverged], seeds[diverged], **crosses)
 
 
-def _limit_losses(axis: Any, rows: Rows) -> None:
+def _limit_loss_axis(axis: Any, rows: Rows) -> None:
   """Limits the axis to the first losses, so that a run that diverged does not
   flatten the others."""
   losses = [row["mean"] for row in rows if np.isfinite(row["mean"])]
@@ -438,8 +438,8 @@ def _draw_panel(
     axis.set_xlabel("workers, log scale")
   elif panel.x in (*_CLOCKS, "update", "megabytes"):
     scale_by_logarithm(axis, "x", [row["x"] for row in rows])
-  if panel.y in _LOSSES:
-    _limit_losses(axis, rows)
+  if panel.y in _LOSS_LABELS:
+    _limit_loss_axis(axis, rows)
   means = _displayed(panel, [row["mean"] for row in rows])
   scale_by_logarithm(axis, "y", means)
   if swept:
@@ -489,8 +489,8 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
     width, height = max(panel_width * columns, 3.5), panel_height * n_rows + 0.9
     figure, axes = new_figure(n_rows, columns, width, height)
     labelled = {
-      title: {**look, "label": plain_text(title)}
-      for title, look in styles(titles).items()
+      title: {**line_style, "label": plain_text(title)}
+      for title, line_style in styles(titles).items()
     }
     for axis, panel in itertools.zip_longest(axes.flat, shown_panels):
       if panel is None:

@@ -21,9 +21,9 @@ from asgd.pages.panels import bytes_text
 
 _WINDOW_SECONDS = 5.0  # seconds over which rates are computed
 _POINT_SECONDS = 1.0  # seconds between two points of a curve
-_BINS = 6  # most bins of a staleness histogram in text
-_FEW_WORKERS = 8  # most workers with a rate for each in a line
-_CHARACTERS = 8  # most characters of a sparkline
+_MAX_BINS = 6  # most bins of a staleness histogram in text
+_MAX_LISTED_WORKERS = 8  # most workers with a rate for each in a line
+_MAX_CHARACTERS = 8  # most characters of a sparkline
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -121,9 +121,9 @@ def histogram(counts: npt.ArrayLike) -> str:
   low, high = np.searchsorted(
     np.cumsum(column), [2 * total / 100, 98 * total / 100]
   )
-  low = 0 if high < _BINS - 1 else low
+  low = 0 if high < _MAX_BINS - 1 else low
   # [2] Bins of one width between these; the first one begins at 0.
-  width = -(-(high - low + 1) // (_BINS - 1))  # rounded up
+  width = -(-(high - low + 1) // (_MAX_BINS - 1))  # rounded up
   edges = [0, *range(low + width, high + width + 1, width)]
   bins = {
     f"{start}" if end - start == 1 else f"{start}-{end - 1}": column[start:end]
@@ -132,8 +132,8 @@ def histogram(counts: npt.ArrayLike) -> str:
   # [3] A last bin without an end.
   if column[edges[-1] :].any():
     bins[f"{edges[-1]}+"] = column[edges[-1] :]
-  words = [f"{k}:{100 * part.sum() / total:.0f}" for k, part in bins.items()]
-  return " ".join(words) + " %"
+  percents = {k: 100 * part.sum() / total for k, part in bins.items()}
+  return " ".join(f"{k}:{value:.0f}" for k, value in percents.items()) + " %"
 
 
 def sparkline(counts: npt.ArrayLike) -> str:
@@ -142,7 +142,7 @@ def sparkline(counts: npt.ArrayLike) -> str:
   column = column[: column.nonzero()[0].max(initial=-1) + 1]
   if not len(column):
     return ""
-  step = -(-len(column) // _CHARACTERS)  # counts per bar, rounded up
+  step = -(-len(column) // _MAX_CHARACTERS)  # counts per bar, rounded up
   bars = np.add.reduceat(column, np.arange(0, len(column), step))
   # Rounded up: a rare staleness has a bar that can be seen.
   levels = np.ceil(bars / bars.max() * (len(_BLOCKS) - 1)).astype(int)
@@ -161,7 +161,7 @@ def short_text(figures: Figures) -> str:
 def long_text(figures: Figures) -> str:
   """Returns the rates as a line of text."""
   rates = figures.workers
-  if len(rates) <= _FEW_WORKERS:
+  if len(rates) <= _MAX_LISTED_WORKERS:
     worker_rates = " ".join(f"{rate:.3g}" for rate in rates)
   else:
     worker_rates = (

@@ -116,7 +116,7 @@ def load(
     return dataset, build()  # not cached: the files may have changed
   build_values = [config[key] for key in _BUILD_KEYS]
   checksum = identity(dataset)["sha256"]
-  return dataset, _problems.get(build, build_values, checksum)
+  return dataset, _problem_cache.get(build, build_values, checksum)
 
 
 def _problem_maker(
@@ -145,7 +145,7 @@ def _problem_maker(
 
 
 # Few entries, because each keeps its data in memory.
-_problems = build_cache.BuildCache(8)
+_problem_cache = build_cache.BuildCache(8)
 
 
 # (data, checksum) of the last call: a checksum of large data takes seconds.

@@ -18,7 +18,7 @@ import jax
 
 _PACKAGES = "asgd", "jax", "jaxlib", "optax", "flax", "numpy"
 _IF_IMPORTED = ("ray",)  # packages that are listed only if imported
-_SECONDS = 5.0  # timeout of git
+_GIT_SECONDS = 5.0  # timeout of git
 
 
 def describe() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _git(folder: Path, *words: str) -> str | None:
   command = ["git", "--no-optional-locks", "-C", str(folder), *words]
   try:
     process = subprocess.run(
-      command, capture_output=True, text=True, timeout=_SECONDS
+      command, capture_output=True, text=True, timeout=_GIT_SECONDS
     )
   except (OSError, subprocess.SubprocessError):
     return None  # a slow file system must not delay a command

@@ -28,7 +28,7 @@ _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Prefixes of the variables that configure JAX's cache of compiled programs. A
 # cluster on this machine inherits them; a joined one is sent them.
 _CACHE_PREFIXES = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
-_NICENESS = "RAY_worker_niceness"  # variable
+_NICENESS_VARIABLE = "RAY_worker_niceness"  # variable
 # Ray prints a paragraph with these words. The command prints one line instead.
 _NOISE = "A worker died or was killed", "Raylet is terminated"
 _MAX_FOLDER_LENGTH = 24  # characters: Linux limits the paths of sockets
@@ -269,9 +269,9 @@ def _keep_priority(undo: contextlib.ExitStack) -> None:
 
   Ray lowers theirs by 15. On a busy machine they would get almost no CPU time.
   """
-  if _NICENESS not in os.environ:
-    os.environ[_NICENESS] = "0"
-    undo.callback(os.environ.pop, _NICENESS, None)
+  if _NICENESS_VARIABLE not in os.environ:
+    os.environ[_NICENESS_VARIABLE] = "0"
+    undo.callback(os.environ.pop, _NICENESS_VARIABLE, None)
 
 
 def _ask_for_token(undo: contextlib.ExitStack) -> None:

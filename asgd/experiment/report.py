@@ -27,7 +27,7 @@ from asgd.pages import page, panels, run_files
 from asgd.parallel import processes
 
 _MAX_PANELS = 32  # cells with panels on a page
-_CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
+_COMPENSATING_RECIPES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
 # Columns of every table; columns of the engine follow.
 _FIRST_COLUMNS = (
@@ -77,7 +77,7 @@ def result_lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   lines = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
-  if result["recipe"] not in _CURES:
+  if result["recipe"] not in _COMPENSATING_RECIPES:
     remedy += ", or a cure such as dana_zero or gap_aware"
   # 1.25: the limit is known up to a step of its grid. Unknown values are NaN.
   is_measured = storage.is_finite(product) and storage.is_finite(limit)

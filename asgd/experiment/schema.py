@@ -52,11 +52,11 @@ class Section(NamedTuple):
   options: Any  # (the section's value) -> names of the further keys
 
 
-_sweep = functools.partial(checks.several, distinct=True, least=1)
+_check_sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
 @checks.name_or_options
-def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
+def _check_optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
     return None
@@ -119,15 +119,15 @@ SHARED_KEYS: dict[str, Any] = {
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
   "engine": Setting("simulate", checks.text),  # of runs that name none
-  "workers": Setting((8,), _sweep(checks.whole_number(1, 10_000))),
-  "seeds": Setting((0,), _sweep(checks.whole_number(0, 2**32 - 1))),
+  "workers": Setting((8,), _check_sweep(checks.whole_number(1, 10_000))),
+  "seeds": Setting((0,), _check_sweep(checks.whole_number(0, 2**32 - 1))),
   "batch_size": Setting(32, checks.whole_number(1, 10**7)),  # of one gradient
   "epochs": Setting(1.0, checks.number(most=1e9, above=True)),
   # Instead of epochs: the count of training examples of all workers.
   "examples": Setting(None, checks.optional(checks.whole_number(1, 10**12))),
   "learning_rate": Setting(0.1, checks.positive),  # the peak
   # A name, or a dict of a name and options; None: the recipe's optimizer.
-  "optimizer": Setting(None, _optimizer),
+  "optimizer": Setting(None, _check_optimizer),
   "learning_rate_schedule": Section(
     {
       "warmup_epochs": Setting(0.0, _EPOCHS),
@@ -163,7 +163,7 @@ RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment resumes.
 FREE_KEYS = ("on_nan", "checkpoint_seconds")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
-_LONGEST_TITLE = 100
+_MAX_TITLE_LENGTH = 100
 
 
 class Run(NamedTuple):
@@ -297,14 +297,14 @@ def unknown_key(key: str, known: Any, where: str = "") -> ValueError:
   return ValueError(f"unknown config key {shown(key)}{where}; {nearest}")
 
 
-def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
+def _check_key(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
   """Checks the value of a key, and fills in defaults. `key` is "" for the
   complete config. `unchecked` accepts any options and imports no user code."""
   if isinstance(node, Setting):
-    listed = isinstance(node.default, (tuple, list))
-    if listed and isinstance(value, str):
+    takes_list = isinstance(node.default, (tuple, list))
+    if takes_list and isinstance(value, str):
       value = [part.strip() for part in value.split(",") if part.strip()]
-    elif listed and isinstance(value, (int, float)):
+    elif takes_list and isinstance(value, (int, float)):
       value = [value]
     return node.check(plain_data(value, key), key)
   if not isinstance(value, Mapping):
@@ -329,14 +329,14 @@ def _section(value: Any, node: Any, key: str, unchecked: bool = False) -> Any:
       raise unknown_key(f"{prefix}{inner}", [*keys, *options])
   further_keys = [k for k in options if k in value and k not in keys]
   return {k: plain_data(value[k], prefix + k) for k in further_keys} | {
-    inner: _section(value.get(inner, default_of(child)), child, prefix + inner)
-    for inner, child in keys.items()
+    k: _check_key(value.get(k, default_of(child)), child, prefix + k)
+    for k, child in keys.items()
   }
 
 
 def shared(key: str, value: Any) -> Any:
   """Checks a value of a key of SHARED_KEYS; returns it as `resolve` does."""
-  return _section(value, SHARED_KEYS[key], key)
+  return _check_key(value, SHARED_KEYS[key], key)
 
 
 def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
@@ -348,13 +348,13 @@ def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
   if unchecked and isinstance(node, Setting):  # an optimizer
     value = {"name": merged} if isinstance(merged, str) else merged
     return plain_data(value, key)
-  return _section(merged, node, key, unchecked=unchecked)
+  return _check_key(merged, node, key, unchecked=unchecked)
 
 
 def resolve(config: Config, engines: Engines) -> Resolved:
   """Returns the config as plain data, with defaults, and its runs. Raises
   ValueError, which names the key, for an unknown key or a wrong value."""
-  resolved = _section(as_dict(config), sections(engines), "")
+  resolved = _check_key(as_dict(config), sections(engines), "")
   spelling.correct(resolved, engines)
   for label in resolved["only"]:
     names.lookup("label in config.only", label, resolved["runs"])
@@ -383,10 +383,10 @@ def entries(
         f"config.runs.{label} {_needs_recipe()}, not {shown(entry)}"
       )
     title = str(entry.get("title", label))
-    if len(title) > _LONGEST_TITLE:
+    if len(title) > _MAX_TITLE_LENGTH:
       raise ValueError(
         f"config.runs.{label}.title has {len(title):,} characters; use at most"
-        f" {_LONGEST_TITLE}"
+        f" {_MAX_TITLE_LENGTH}"
       )
     if not title.isprintable():
       raise ValueError(
@@ -436,18 +436,18 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
         raise unknown_key(full_key, known_keys, source)
       if key in shared_keys:
         value = _merge(keys[key], config[key], value)
-        run_config[key] = _section(value, keys[key], full_key)
+        run_config[key] = _check_key(value, keys[key], full_key)
       elif key in options:
         value = plain_data(value, full_key)
         # Settings of other protocols check whole numbers themselves.
         if not makes_settings(recipe) or type(options[key]) is not int:
-          value = _option(value, options[key], full_key)
+          value = _check_option(value, options[key], full_key)
         recipe_options[key] = value
       elif key in engine_keys:
         section = kind.settings
         node = keys_of(kind.sections[section])
         if key in node:
-          value = _section(value, node[key], full_key)
+          value = _check_key(value, node[key], full_key)
         value = plain_data(value, full_key)
         run_config[section] = {**run_config[section], key: value}
     title = str(entry.get("title", label))
@@ -488,7 +488,7 @@ def _merge(node: Any, config_value: Any, value: Any) -> Any:
   return {**config_value, **value}
 
 
-def _option(value: Any, default: Any, key: str) -> Any:
+def _check_option(value: Any, default: Any, key: str) -> Any:
   """Checks that an option of a recipe is a number if its default is a number.
   The recipe itself checks more."""
   # `type`, because a bool is an int, too.

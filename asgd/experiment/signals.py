@@ -16,7 +16,7 @@ from typing import Any
 from asgd.live import processes
 
 RERUN = "run the same command again to resume"  # the remedy in errors and logs
-_GRACE = 3.0  # seconds that the process has to end after a second signal
+_GRACE_SECONDS = 3.0  # in which the process has to end after a second signal
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -24,8 +24,9 @@ class Signals:
   """Remembers the first request to stop.
 
   A second request raises KeyboardInterrupt in the main thread, unless this
-  process is already `ending`. If the process has not ended `_GRACE` seconds
-  later, or a third request arrives, the process and its children are killed.
+  process is already `ending`. If the process has not ended after
+  `_GRACE_SECONDS`, or a third request arrives, the process and its children are
+  killed.
   """
 
   ending = False  # all training is saved, and a line for the user is printed
@@ -67,7 +68,7 @@ class Signals:
       ]
       requests += sum(map(data.count, handled_signals))
       if requests >= 2:
-        timeout = 1000 * _GRACE
+        timeout = 1000 * _GRACE_SECONDS
     if self._prints:
       _print_line(f"ended at once, before all was saved; {RERUN}")
     processes.kill_descendants()

@@ -97,7 +97,7 @@ _SIDES = {
 _RECORD = FieldCheck(fields.named(RECORDED), "a column of the records")
 _SINCE = FieldCheck(fields.share)
 # The fields of each kind of column, beside "kind" itself.
-_KINDS: Mapping[str, fields.Table] = {
+_KIND_FIELDS: Mapping[str, fields.Table] = {
   "reach": {"loss": FieldCheck(fields.number, "the loss to be reached")},
   "until": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
@@ -133,9 +133,9 @@ def check(specs: ColumnSpecs) -> None:
       raise ValueError(f"{where} is one of the result; give it another name")
     kind: Any = spec.get("kind") if isinstance(spec, Mapping) else spec
     # `names.check` refuses a kind that is not known, and one that is no text.
-    names.check(f"kind of {where}:", kind, _KINDS)
-    kinds = FieldCheck(fields.named(list(_KINDS)))
-    fields.check(where, spec, {"kind": kinds, **_KINDS[kind]})
+    names.check(f"kind of {where}:", kind, _KIND_FIELDS)
+    kinds = FieldCheck(fields.named(list(_KIND_FIELDS)))
+    fields.check(where, spec, {"kind": kinds, **_KIND_FIELDS[kind]})
     # Both keys, or none, leave the axis of the comparison open.
     if kind == "at" and len(set(ALONG) & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'time' or 'epoch'")
@@ -301,7 +301,7 @@ class CellTable:
       case "share":
         return _share(cell, spec)
       case "deviation":
-        return float(_recorded(cell, spec)[1].std())
+        return float(_recorded_values(cell, spec)[1].std())
       case "noise_scale":
         return _noise_scale(cell, spec.get("since", 0.0))
       case "quotient":
@@ -347,7 +347,7 @@ def _read_profile(cell_folder: Path, name: str) -> dict[float, float]:
   return dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def _recorded(
+def _recorded_values(
   cell: CellResult, spec: Mapping[str, Any]
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
   """Returns (workers, values) of a column of RECORDED, one row for each message
@@ -368,7 +368,7 @@ def _recorded(
 
 def _share(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns the fraction of messages beyond a column's bound."""
-  workers, values = _recorded(cell, spec)
+  workers, values = _recorded_values(cell, spec)
   below, above = spec.get("below", -math.inf), spec.get("above", math.inf)
   is_beyond = (values < below) | (values > above)
   if spec["column"] != "duration":
@@ -422,7 +422,7 @@ def _until(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns the time, or epoch, of the first evaluation beyond a bound."""
   for row in folder.read_rows(cell.folder):
     if _is_beyond(spec, _number(row.get(spec["column"]))):
-      return _moment(row, spec.get("along", "time"))
+      return _time_or_epoch(row, spec.get("along", "time"))
   return math.inf
 
 
@@ -430,14 +430,14 @@ def _at(cell: CellResult, spec: Mapping[str, Any]) -> float:
   """Returns a column of the last evaluation until a time or an epoch."""
   # `check` ensures that exactly one of the two is given.
   (along,) = set(ALONG) & set(spec)
-  rows = folder.read_rows(cell.folder)
-  earlier_rows = [row for row in rows if _moment(row, along) <= spec[along]]
+  rows, end = folder.read_rows(cell.folder), spec[along]
+  earlier_rows = [row for row in rows if _time_or_epoch(row, along) <= end]
   return (
     _number(earlier_rows[-1].get(spec["column"])) if earlier_rows else math.nan
   )
 
 
-def _moment(row: Mapping[str, Any], along: str) -> float:
+def _time_or_epoch(row: Mapping[str, Any], along: str) -> float:
   """Returns the time of an evaluation (simulated, or seconds of a live run), or
   its epoch."""
   # Live runs have no simulated time: their rows have "seconds" instead.

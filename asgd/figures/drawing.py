@@ -14,7 +14,7 @@ from asgd.figures.columns import PROFILES, CellTable
 from asgd.figures.figure_file import Counts, Figure, PanelSpec
 
 _GREY = "#555555"
-_PANEL = 3.4, 2.3  # width and height of a panel, inches
+_PANEL_INCHES = 3.4, 2.3  # width and height of a panel
 
 
 def points(
@@ -102,7 +102,8 @@ def draw(
   names = dict.fromkeys(s for panel in figure.panels for s in panel.series)
   styles = figure_lib.styles(list(names))
   # Inches; a single panel is widened so that the legend fits below it.
-  size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * grid_rows + 0.9
+  panel_width, panel_height = _PANEL_INCHES
+  size = max(panel_width * columns, 5.6), panel_height * grid_rows + 0.9
   with figure_lib.style():
     picture, axes = figure_lib.new_figure(grid_rows, columns, *size)
     # With an odd number of panels, a grid of two columns has an empty corner.

@@ -197,7 +197,7 @@ _STEP_FIELDS = {
 _PAIRS = fields.pairs("(cell, x)", fields.text, fields.number)
 _POINTS = fields.pairs("(x, y)", fields.number, fields.number)
 _TEXT = FieldCheck(fields.text, "a text")
-_KINDS: Mapping[str, fields.Table] = {  # kind of a claim -> its own fields
+_KIND_FIELDS: Mapping[str, fields.Table] = {  # kind of a claim -> its fields
   "ordering": _STEP_FIELDS,
   "monotone": _STEP_FIELDS,
   "difference": {"of": _CELLS, "to": _CELLS, **_BOUNDS},
@@ -209,7 +209,7 @@ _KINDS: Mapping[str, fields.Table] = {  # kind of a claim -> its own fields
     **_BOUNDS,
   },
 }
-_PUBLISHED = {
+_PUBLISHED_FIELDS = {
   "title": _TEXT,
   "source": _TEXT,
   "points": FieldCheck(_POINTS, "a list of pairs (x, y)"),
@@ -235,7 +235,7 @@ _FACTOR = FieldCheck(  # 0 would draw every value as 0
     "a finite number other than 0",
   )
 )
-_PANEL = {
+_PANEL_FIELDS = {
   **dict.fromkeys(("title", "column", "xlabel", "ylabel"), _TEXT),
   "series": FieldCheck(fields.mapping),
   "published": FieldCheck(fields.any_list),
@@ -247,7 +247,7 @@ _PANEL = {
   "yscale": FieldCheck(fields.named(_SCALES)),
   "ylim": FieldCheck(fields.must(_is_range, "a pair (low, high) of numbers")),
 }
-_FIGURE = {
+_FIGURE_FIELDS = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   **dict.fromkeys(("claims", "panels"), FieldCheck(fields.any_list)),
   **dict.fromkeys(("columns", "quick"), FieldCheck(fields.mapping)),
@@ -271,17 +271,17 @@ def _read_claim(data: Any, number: int, columns: Sequence[str]) -> Claim:
   fields.check(where, data, common_checks, closed=False)
   # [2] The statistic. That of an order, by default, assumes no distribution.
   kind = data["kind"]
-  names.check(f"kind of {where}:", kind, _KINDS)
+  names.check(f"kind of {where}:", kind, _KIND_FIELDS)
   statistic = data.get("statistic", "sign" if kind in _STEP_KINDS else "t")
   names.check(f"statistic of {where}:", statistic, STATISTICS)
   names.check(f"column of {where}:", data["column"], columns)
   # [3] The fields of the kind; the statistic was checked above.
   common_checks["statistic"] = FieldCheck(checks.anything)
-  all_checks = {**common_checks, **_KINDS[kind]}
+  all_checks = {**common_checks, **_KIND_FIELDS[kind]}
   fields.check(f"{where} of kind {kind!r}", data, all_checks)
   # [4] Fields that are valid alone, but not together.
   _check_consistent(where, kind, data)
-  kind_fields = {key: data[key] for key in _KINDS[kind] if key in data}
+  kind_fields = {key: data[key] for key in _KIND_FIELDS[kind] if key in data}
   texts = {key: data[key] for key in ("name", "says", "kind", "column")}
   texts["note"] = data.get("note", "")
   return Claim(**texts, statistic=statistic, data=kind_fields)
@@ -333,7 +333,7 @@ def _read_panel(data: Any, number: int, columns: Sequence[str]) -> PanelSpec:
   where = f"panel {number}"
   if isinstance(data, Mapping) and isinstance(data.get("title"), str):
     where = f"panel {shown(data['title'])}"
-  fields.check(where, data, _PANEL)
+  fields.check(where, data, _PANEL_FIELDS)
   # Published values alone are allowed: a panel to compare with by eye.
   if not data.get("series") and not data.get("published"):
     raise ValueError(f"{where} has neither series nor published values")
@@ -371,7 +371,7 @@ def _read_panel(data: Any, number: int, columns: Sequence[str]) -> PanelSpec:
   for key in panel.series:
     fields.text(key, f"the name of a series of {where}")
   for i, line in enumerate(panel.published):
-    fields.check(f"published {i} of {where}", line, _PUBLISHED)
+    fields.check(f"published {i} of {where}", line, _PUBLISHED_FIELDS)
   # Every x and limit that a logarithmic axis shows must be positive.
   xs = [x for points in panel.series.values() for x, _ in points]
   xs += [x for line in panel.published for x, _ in line["points"]]
@@ -418,7 +418,7 @@ def read(name: str, data: Any, counts: Counts) -> Figure:
     raise ValueError(f"get_figure() must return a dict, not {shown(data)}")
   # NumPy's numbers become Python's; checks and JSON know only those.
   data = fields.plain(data)
-  fields.check("get_figure()", data, _FIGURE)
+  fields.check("get_figure()", data, _FIGURE_FIELDS)
   if not data.get("claims"):
     raise ValueError(
       "get_figure() has no claims: a figure without claims is only drawn; give"

@@ -60,7 +60,7 @@ _BOUND = FieldCheck(
   fields.must(lambda v: v is not None and _is_value(v), "a number"), "a number"
 )
 _VERDICT = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
-_STORED: fields.Table = {
+_STORED_FIELDS: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
   "finding": FieldCheck(fields.note),  # not needed: older files have none
@@ -71,13 +71,13 @@ _STORED: fields.Table = {
   **dict.fromkeys(("versions", "machine"), _MAPPING),
   **dict.fromkeys(("published", "claims"), _LIST),
 }
-_CLAIM: fields.Table = {
+_CLAIM_FIELDS: fields.Table = {
   **dict.fromkeys(("name", "says", "kind", "column", "statistic"), _TEXT),
   "note": _NOTE,
   "verdict": _VERDICT,
   "parts": _LIST,
 }
-_PART: fields.Table = {
+_PART_FIELDS: fields.Table = {
   "what": _TEXT,
   "verdict": _VERDICT,
   "why": _NOTE,
@@ -96,7 +96,7 @@ def _check(data: Mapping[str, Any]) -> None:
   def check(where: str, value: Any, table: fields.Table) -> None:
     fields.check(where, value, table, closed=False)
 
-  check("it", data, _STORED)
+  check("it", data, _STORED_FIELDS)
   check("versions", data["versions"], dict.fromkeys(_VERSIONS, _TEXT))
   # The page shows two facts of the machine; the others may change.
   machine_check = FieldCheck(checks.anything, "of the machine")
@@ -105,10 +105,10 @@ def _check(data: Mapping[str, Any]) -> None:
   for i, line in enumerate(data["published"]):
     check(f"published {i}", line, {"title": _TEXT, "source": _TEXT})
   for i, claim in enumerate(data["claims"]):
-    check(f"claim {i}", claim, _CLAIM)
+    check(f"claim {i}", claim, _CLAIM_FIELDS)
     for j, part in enumerate(claim["parts"]):
       where = f"part {j} of claim {claim['name']!r}"
-      check(where, part, _PART)
+      check(where, part, _PART_FIELDS)
       seeds = [seed for seed in part["values"] if seed.isdecimal()]
       values = dict.fromkeys(part["values"], _VALUE)
       check(where, part["values"], values)
@@ -208,9 +208,9 @@ def page(docs: Path) -> str:
   """Returns the text of the page, from the stored verdicts."""
   figures = _one_line(read(docs))
   parts = [_TITLE, _summary(figures), _findings(figures)]
-  parts += [_row(name, data) for name, data in figures.items()]
+  parts += [_figure_row(name, data) for name, data in figures.items()]
   parts.append(_METHOD)
-  parts += [_section(name, data) for name, data in figures.items()]
+  parts += [_figure_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
 
 
@@ -235,7 +235,7 @@ def _count(claims: Sequence[Mapping[str, Any]], verdict: str) -> int:
   return sum(claim["verdict"] == verdict for claim in claims)
 
 
-def _counts(claims: Sequence[Mapping[str, Any]]) -> str:
+def _counts_text(claims: Sequence[Mapping[str, Any]]) -> str:
   """Returns the number of claims of each verdict as text: "8 PASS, 4 FAIL"."""
   counts = {verdict: _count(claims, verdict) for verdict in statistics.VERDICTS}
   return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
@@ -247,7 +247,7 @@ def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
   claims = [claim for data in figures.values() for claim in data["claims"]]
   return (
     f"{len(figures)} figures judge {len(claims)} claims of the literature, at"
-    f" the size of small machines: **{_counts(claims)}**"
+    f" the size of small machines: **{_counts_text(claims)}**"
     " ([how claims are judged](#how-claims-are-judged)). The table has what"
     " each found; first come those with a claim that fails. Below it, a row"
     " for each figure shows its first claims that hold, and every claim that"
@@ -278,7 +278,7 @@ def _first_sentence(text: str) -> str:
   return re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
 
 
-def _row(name: str, data: Mapping[str, Any]) -> str:
+def _figure_row(name: str, data: Mapping[str, Any]) -> str:
   """Returns the row of a figure on the front of the page: a thumbnail that
   leads to its section, and beside it the counts of verdicts and the main
   claims. docs/extra.css arranges these parts. The inner parts are Markdown, in
@@ -296,14 +296,14 @@ def _row(name: str, data: Mapping[str, Any]) -> str:
   for claim in shown:
     reason = _first_sentence(claim["note"])
     why = f" *{reason}*" if claim["verdict"] == statistics.FAIL else ""
-    said = f"{claim['name']}: {claim['says'].rstrip('.')}."
-    bullets.append(f"- **{claim['verdict']}** {said}{why}")
+    claim_text = f"{claim['name']}: {claim['says'].rstrip('.')}."
+    bullets.append(f"- **{claim['verdict']}** {claim_text}{why}")
   lines = [
     '<div class="figure-row" markdown="1">\n',
     f"[![{data['title']}]({_FOLDER}/{name}.svg)](#{anchor})\n",
     '<div markdown="1">\n',
-    f"**[{data['title']}](#{anchor})**<br>\n{_counts(claims)};"
-    f" `asgd reproduce {name}`, {_minutes(data['seconds'])}\n",
+    f"**[{data['title']}](#{anchor})**<br>\n{_counts_text(claims)};"
+    f" `asgd reproduce {name}`, {_duration_text(data['seconds'])}\n",
     *bullets,
     "\n</div>\n\n</div>\n",
   ]
@@ -317,28 +317,28 @@ def _anchor(data: Mapping[str, Any]) -> str:
   return "-".join(characters.split())
 
 
-def _minutes(seconds: float) -> str:
+def _duration_text(seconds: float) -> str:
   return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _effect(part: Mapping[str, Any]) -> str:
+def _effect_text(part: Mapping[str, Any]) -> str:
   """Returns a part's effect, with its interval if it has one."""
-  low, high = (_number(part[key]) for key in ("low", "high"))
+  low, high = (_number_text(part[key]) for key in ("low", "high"))
   if not part["coverage"]:  # no interval: too few seeds
-    return _number(part["effect"])
+    return _number_text(part["effect"])
   # 93.8 % and 95 %, not 95.0 %.
   percent = f"{100 * part['coverage']:.1f}".removesuffix(".0")
-  return f"{_number(part['effect'])} ({low} to {high}, {percent} %)"
+  return f"{_number_text(part['effect'])} ({low} to {high}, {percent} %)"
 
 
-def _number(value: Any) -> str:
+def _number_text(value: Any) -> str:
   return verdicts.number(None if value is None else float(value))
 
 
 def _part_text(part: Mapping[str, Any]) -> str:
   """Returns a part in words: its cells, its effect, and the claimed bounds."""
   bounds = verdicts.bounds_text(verdicts.part_of(part))
-  text = f"{part['what']}: {_effect(part)}, claimed {bounds}"
+  text = f"{part['what']}: {_effect_text(part)}, claimed {bounds}"
   return f"{text}; {part['why']}" if part["why"] else text
 
 
@@ -363,7 +363,7 @@ def _details(claims: Sequence[Mapping[str, Any]]) -> list[str]:
   for claim in claims:
     for part in claim["parts"]:
       bounds = verdicts.bounds_text(verdicts.part_of(part))
-      cells = claim["name"], part["what"], _effect(part)
+      cells = claim["name"], part["what"], _effect_text(part)
       rows.append([*cells, bounds, part["verdict"]])
   summary = f"<summary>All {len(rows)} parts</summary>\n"
   table = _table(header, rows)
@@ -371,7 +371,7 @@ def _details(claims: Sequence[Mapping[str, Any]]) -> list[str]:
   return ['<details markdown="1">', summary, table, "</details>\n"]
 
 
-def _section(name: str, data: Mapping[str, Any]) -> str:
+def _figure_section(name: str, data: Mapping[str, Any]) -> str:
   """Returns the section of a figure."""
   claims, machine = data["claims"], data["machine"]
   seeds = ", ".join(map(str, data["seeds"]))
@@ -388,8 +388,9 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
     f"`asgd reproduce {name}{quick}`: {size}, {data['cells']} cells"
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
-    f" {seeds}, {_minutes(data['seconds'])} of training, of all cells together,"
-    f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",
+    f" {seeds}, {_duration_text(data['seconds'])} of training, of all cells"
+    f" together, on {machine['cores']} cores ({machine['devices']};"
+    f" {versions}).\n",
     f"Tuned: {(data['tuned'] or 'nothing').rstrip('.')}.\n",
     _table(
       ["verdict", "claim", "what decides", "why"], list(map(_claim_row, claims))

@@ -31,8 +31,8 @@ import numpy.typing as npt
 from scipy import stats
 
 VERDICTS = PASS, FAIL, UNDECIDED = "PASS", "FAIL", "UNDECIDED"
-_ERROR = 0.05  # level of the sign test, one-sided
-_LEVEL = 0.95  # coverage of the other intervals, two-sided
+_SIGN_LEVEL = 0.05  # level of the sign test, one-sided
+_COVERAGE = 0.95  # coverage of the other intervals, two-sided
 _RESAMPLES = 9999
 
 
@@ -46,7 +46,7 @@ class Interval(NamedTuple):
   why: str = ""  # the reason if there is no interval
 
 
-def _unknown(effect: float, why: str) -> Interval:
+def _without_interval(effect: float, why: str) -> Interval:
   """Returns an effect without an interval."""
   return Interval(effect, -math.inf, math.inf, 0.0, why)
 
@@ -54,7 +54,7 @@ def _unknown(effect: float, why: str) -> Interval:
 def least_seeds() -> int:
   """Returns the fewest seeds for the sign test: 5."""
   # All n seeds lie on one side by chance with probability 2^-n.
-  return math.ceil(-math.log2(_ERROR))
+  return math.ceil(-math.log2(_SIGN_LEVEL))
 
 
 def sign(values: Sequence[float]) -> Interval:
@@ -77,23 +77,23 @@ def sign(values: Sequence[float]) -> Interval:
   median = float(middle[0] if middle[0] == middle[-1] else middle.mean())
   # k: how many order statistics the test may leave out on each side.
   rank = sum(
-    stats.binom.cdf(k, count, 0.5) <= _ERROR for k in range(count // 2)
+    stats.binom.cdf(k, count, 0.5) <= _SIGN_LEVEL for k in range(count // 2)
   )
   # Even the extreme values cannot reject at 5 %.
   if not rank:
     need = f"the sign test needs {least_seeds()}"
-    return _unknown(median, f"{_seeds(count)}; {need}")
+    return _without_interval(median, f"{_seeds_text(count)}; {need}")
   # Two-sided coverage: both tails beyond the k-th order statistics.
   coverage = 1 - 2 * float(stats.binom.cdf(rank - 1, count, 0.5))
   low, high = float(ordered[rank - 1]), float(ordered[-rank])
   return Interval(median, low, high, coverage)
 
 
-def _seeds(count: int) -> str:
+def _seeds_text(count: int) -> str:
   return f"{count} seed{'s' * (count != 1)}"
 
 
-def _of_mean(
+def _mean_interval(
   values: Sequence[float],
   between: Callable[[npt.NDArray[Any]], Sequence[float]],
 ) -> Interval:
@@ -102,16 +102,18 @@ def _of_mean(
   array = np.asarray(values, float)
   finite = np.isfinite(array)
   if not finite.all():
-    missing = f"{(~finite).sum()} of {_seeds(len(array))} have no finite value"
-    return _unknown(float("nan"), missing)
+    seeds = _seeds_text(len(array))
+    missing = f"{(~finite).sum()} of {seeds} have no finite value"
+    return _without_interval(float("nan"), missing)
   mean = float(array.mean())
   if len(array) < 2:
-    return _unknown(mean, f"{_seeds(len(array))}; an interval needs 2")
+    seeds = _seeds_text(len(array))
+    return _without_interval(mean, f"{seeds}; an interval needs 2")
   # Equal values have no spread: Student's error is 0, and BCa is undefined.
   if np.ptp(array) == 0:
-    return Interval(mean, mean, mean, _LEVEL)
+    return Interval(mean, mean, mean, _COVERAGE)
   low, high = map(float, between(array))
-  return Interval(mean, low, high, _LEVEL)
+  return Interval(mean, low, high, _COVERAGE)
 
 
 def t(values: Sequence[float]) -> Interval:
@@ -124,10 +126,10 @@ def t(values: Sequence[float]) -> Interval:
 
   def between(array: npt.NDArray[Any]) -> Sequence[float]:
     error = stats.sem(array)  # s / sqrt(n)
-    bounds = stats.t.interval(_LEVEL, len(array) - 1, array.mean(), error)
+    bounds = stats.t.interval(_COVERAGE, len(array) - 1, array.mean(), error)
     return float(bounds[0]), float(bounds[1])
 
-  return _of_mean(values, between)
+  return _mean_interval(values, between)
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
@@ -141,7 +143,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
       result = stats.bootstrap(
         (array,),
         np.mean,
-        confidence_level=_LEVEL,
+        confidence_level=_COVERAGE,
         n_resamples=_RESAMPLES,
         method="BCa",
         rng=np.random.default_rng(0),
@@ -149,7 +151,7 @@ def bootstrap(values: Sequence[float]) -> Interval:
     bounds = result.confidence_interval
     return float(bounds.low), float(bounds.high)
 
-  return _of_mean(values, between)
+  return _mean_interval(values, between)
 
 
 STATISTICS: Mapping[str, Callable[[Sequence[float]], Interval]] = {
@@ -171,7 +173,7 @@ def of_ratios(name: str, values: Sequence[float]) -> Interval:
     interval = sign(values)
     # Without an interval `low` is -inf, but a ratio is at least 0.
     return interval._replace(low=max(interval.low, 0.0))
-  # log(0) is -inf here, which `_of_mean` reports as a value that is not
+  # log(0) is -inf here, which `_mean_interval` reports as a value that is not
   # finite.
   with np.errstate(divide="ignore"):
     logs = STATISTICS[name](np.log(np.asarray(values, float)).tolist())

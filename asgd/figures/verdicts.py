@@ -69,7 +69,7 @@ def _ratio(a: float, b: float) -> float:
   return a / b if a > 0 and b > 0 else math.nan
 
 
-class _Cells:
+class _ColumnValues:
   """The values of a claim's column, for cells as the claim writes them."""
 
   def __init__(
@@ -82,18 +82,18 @@ class _Cells:
     cell = figure_file.cell_of(cell_name, self._counts)
     return self._table.values(self._claim.column, *cell) if cell else {}
 
-  def along(self, label: str) -> list[str]:
+  def cells_of_run(self, label: str) -> list[str]:
     """Returns the cells of a run, ordered by their number of workers."""
     counts = sorted(self._counts.get(label, ()))
     return [f"{label}@{count}" for count in counts]
 
 
-def _steps(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
+def _steps(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
   """Yields the differences from each cell to the next."""
   runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
   if isinstance(runs, str):
     # "monotone" names one run: its cells by the number of workers.
-    runs = values_of.along(runs)
+    runs = values_of.cells_of_run(runs)
   steps = list(itertools.pairwise(figure_file.groups(runs)))
   # A run that has one number of workers at this size has no step.
   if not steps:
@@ -111,7 +111,7 @@ def _steps(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
       yield Effect(f"{a} {sign} {b}", values, margin, math.inf)
 
 
-def _pairs(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
+def _pairs(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
   """Yields the difference or ratio of each pair of cells."""
   data, ratio = claim.data, claim.kind == "ratio"
   ofs = itertools.chain(*figure_file.groups(data["of"]))
@@ -123,7 +123,7 @@ def _pairs(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
     yield Effect(f"{a} {sign} {b}", values, *claim.bounds, ratio)
 
 
-def _bounds(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
+def _bounds(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
   """Yields the value of each cell."""
   for cell_name in itertools.chain(*figure_file.groups(claim.data["of"])):
     yield Effect(cell_name, values_of(cell_name), *claim.bounds)
@@ -149,7 +149,7 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
   return math.nan
 
 
-def _threshold(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
+def _threshold(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
   """Yields the x at which the column crosses the claimed level."""
   data = claim.data
   columns = [(x, values_of(cell_name)) for cell_name, x in data["runs"]]
@@ -167,7 +167,7 @@ def _threshold(claim: Claim, values_of: _Cells) -> Iterator[Effect]:
 
 _INTERVAL_KEYS = Interval._fields[:4]  # effect, low, high, coverage
 # Kind of a claim -> its parts.
-_PARTS = {
+_PART_MAKERS = {
   "ordering": _steps,
   "monotone": _steps,
   "difference": _pairs,
@@ -210,7 +210,7 @@ def judge(
   claim_verdicts = []
   for claim in claims:
     # `values_of` reads the claim's column of a cell.
-    parts = _PARTS[claim.kind](claim, _Cells(claim, table, counts))
+    parts = _PART_MAKERS[claim.kind](claim, _ColumnValues(claim, table, counts))
     decided_parts = [decide(part, claim.statistic) for part in parts]
     verdict = statistics.conclude([each.verdict for each in decided_parts])
     claim_verdicts.append(ClaimVerdict(claim, verdict, decided_parts))

@@ -8,7 +8,7 @@ from asgd.gossip.peer import Rule
 
 
 @functools.lru_cache(maxsize=32)  # equal rules are compiled once
-def _coded(rule: Rule, codec: Codec) -> Rule:
+def _coded_rule(rule: Rule, codec: Codec) -> Rule:
   """Returns a rule with encoded messages."""
   assert rule.coded is not None
   coded: Rule = rule.coded(codec)
@@ -23,4 +23,5 @@ def with_codec(exchange: Gossip, codec: Codec) -> Gossip:
       "the recipe has a codec of its messages already: set its option codec="
     )
   check_complete(codec, "peers send models, not changes as in choco_sgd")
-  return exchange._replace(rule=_coded(exchange.rule, codec), compressed=True)
+  rule = _coded_rule(exchange.rule, codec)
+  return exchange._replace(rule=rule, compressed=True)

@@ -97,7 +97,7 @@ def average(codec: Any = None) -> Rule:
   )
 
 
-def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
+def _scale_update(state: PeerState, params: base.Params) -> base.Params:
   """Scales a peer's own update for `push_sum`: an update u of x = w z changes z
   by u / w."""
   old_weights = base.weights_of(state.server.params)
@@ -110,7 +110,7 @@ def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
   return base.with_weights(params, weights)
 
 
-def _keep_rest(
+def _add_unsent_part(
   state: PeerState, sent_params: base.Params, mass: jax.Array
 ) -> PeerState:
   """Adds to z what the receivers of the decoded z^ lack; the peer keeps
@@ -160,7 +160,7 @@ def push_sum(codec: Any = None) -> Rule:
     code, sent_params = encode_message(codec, state.server.params, key)
     message, mass = (code, state.own), keep.astype(state.own.dtype) * state.own
     if codec is not None:
-      state = _keep_rest(state, sent_params, mass)
+      state = _add_unsent_part(state, sent_params, mass)
     return state._replace(own=mass), message
 
   def mix(state, codes, weights, slots):
@@ -201,7 +201,7 @@ def push_sum(codec: Any = None) -> Rule:
     put,
     mix,
     weight=lambda state: state.own,
-    step=_step_of_mass,
+    step=_scale_update,
     lend=lend,
     adopt=adopt,
     columns=True,

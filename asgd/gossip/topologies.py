@@ -48,7 +48,7 @@ from asgd.gossip.topology import two_colours as two_colours
 from asgd.gossip.user_topologies import graph as graph
 from asgd.gossip.user_topologies import matrix as matrix
 
-_MOST_PEERS = 1024  # peers; a matrix is dense
+_MAX_PEERS = 1024  # peers; a matrix is dense
 
 
 def _circulant(workers: int, hops: Sequence[int]) -> Links:
@@ -430,8 +430,8 @@ def build(
       "gossip needs at least 2 peers, but there is 1 worker: use 2 or more, or"
       " a recipe with a server"
     )
-  if workers > _MOST_PEERS:
-    raise ValueError(f"gossip takes at most {_MOST_PEERS} peers, not {workers}")
+  if workers > _MAX_PEERS:
+    raise ValueError(f"gossip takes at most {_MAX_PEERS} peers, not {workers}")
   if isinstance(topology, str):
     topology = {"name": topology}
   if isinstance(topology, Mapping):

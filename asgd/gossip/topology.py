@@ -179,7 +179,7 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
     if not len(wrong_sums):
       continue
     round_, peer = wrong_sums[0]
-    remedy = _remedy(topology.matrices, axis)
+    remedy = _sum_remedy(topology.matrices, axis)
     if topology.name != "matrix":
       remedy = "use weights='metropolis', or sgp, which needs columns alone"
       if (topology.union != topology.union.T).any():
@@ -202,7 +202,7 @@ def _are_one(sums: Any) -> Any:
   return np.abs(sums - 1) <= _SUM_TOLERANCE  # False for NaN
 
 
-def _remedy(matrices: Any, axis: int) -> str:
+def _sum_remedy(matrices: Any, axis: int) -> str:
   """Returns how a user can make the rows (axis 2) or columns (1) of a matrix
   sum to 1, without breaking the other sums."""
   sums = _sums(matrices, axis)

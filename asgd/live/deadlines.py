@@ -25,7 +25,7 @@ from asgd.orders.trace import STARTS, Event
 
 _MIN_JOBS = 5  # ended jobs that T can be computed from
 DEAD_FACTOR = 3.0  # a worker counts as dead after this multiple of T
-_SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
+_MAD_TO_DEVIATION = 1.4826  # standard deviation / MAD, of normal distributions
 
 
 class Ladder(NamedTuple):
@@ -78,7 +78,7 @@ class Deadlines:
     if self._cached_late_after is None:
       median = statistics.median(self._durations)
       mad = statistics.median(abs(x - median) for x in self._durations)
-      seconds = median + self._ladder.k * _SIGMA * mad
+      seconds = median + self._ladder.k * _MAD_TO_DEVIATION * mad
       # If durations are nearly equal, the MAD is near 0.
       self._cached_late_after = max(seconds, 3 * median, self._ladder.floor)
     return self._cached_late_after

@@ -63,7 +63,7 @@ class BadFrame(ValueError):
   """A frame that no worker and no shard of this run sends."""
 
 
-_MOST_NUMBER = 2**31 - 1  # a journal has integers of 32 bits
+_MAX_INTEGER = 2**31 - 1  # a journal has integers of 32 bits
 
 
 def check(frame: Frame, shard: int, setup: Any) -> None:
@@ -71,7 +71,7 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
   this shard of a run with this `Setup`."""
   kind, sender, seq, job = frame[:4]
   workers, shards, jobs = setup.workers, setup.shards, setup.jobs
-  valid = all(-1 <= number <= _MOST_NUMBER for number in frame[1:8])
+  valid = all(-1 <= number <= _MAX_INTEGER for number in frame[1:8])
   # [1] Is the kind of frame for the lead, a follower or an independent shard?
   if kind in SHARD_KINDS:
     from_follower = kind in (FOLLOW, PREPARED, ASKED)

@@ -13,17 +13,17 @@ from asgd.experiment.schema import Run, Setting
 from asgd.orders.network import INCAST, LinkUse, Network
 from asgd.orders.play import Sizes, fixed
 
-_BANDWIDTHS = "up", "down", "port"
-_BANDWIDTH = checks.optional(checks.positive)  # None: no limit
+_BANDWIDTH_KEYS = "up", "down", "port"
+_BANDWIDTH_CHECK = checks.optional(checks.positive)  # None: no limit
 
 # Times are in the unit of the durations (live threads: seconds), bandwidths in
 # bytes per this unit. See `asgd.orders.network`.
 SECTIONS = {
   "network": {
     "latency": Setting(0.0, checks.number()),  # one way
-    "up": Setting(None, _BANDWIDTH),  # of a worker's link
-    "down": Setting(None, _BANDWIDTH),
-    "port": Setting(None, _BANDWIDTH),  # of a shard, each way
+    "up": Setting(None, _BANDWIDTH_CHECK),  # of a worker's link
+    "down": Setting(None, _BANDWIDTH_CHECK),
+    "port": Setting(None, _BANDWIDTH_CHECK),  # of a shard, each way
     "service": Setting(0.0, checks.number()),  # a shard's time for a message
     "incast": Setting("queue", checks.choice(*INCAST)),
   }
@@ -41,7 +41,7 @@ def make_network(section: Mapping[str, Any], shards: int) -> Network | None:
   its messages take no time."""
   # None in a config means no limit.
   section = dict(section)
-  for key in _BANDWIDTHS:
+  for key in _BANDWIDTH_KEYS:
     section[key] = math.inf if section[key] is None else float(section[key])
   network = Network(**section, shards=shards)
   return None if network.is_instant else network

@@ -184,7 +184,7 @@ class ServerPlan:
     recipe = build_recipe(self.run, self.workers, rate)
     # Equal orders have equal limits, whatever their times are.
     rows = storage.digest([order_trace.worker, order_trace.action])
-    return _limits.get(
+    return _limit_cache.get(
       lambda: diagnosis.curvature_limit(
         recipe, order_trace, learning_rate=rate
       ),
@@ -309,8 +309,8 @@ def check(run: Run) -> None:
     clocks.check(run)
 
 
-_recipes = build_cache.BuildCache()
-_limits = build_cache.BuildCache(256)
+_recipe_cache = build_cache.BuildCache()
+_limit_cache = build_cache.BuildCache(256)
 
 
 def build_recipe(
@@ -327,10 +327,10 @@ def build_recipe(
     return make()  # a given recipe is an object already
   settings = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
   cache_key = [run.recipe, run.options, workers, *settings]
-  return _recipes.get(make, cache_key, learning_rate)
+  return _recipe_cache.get(make, cache_key, learning_rate)
 
 
-def _server(
+def _make_server(
   run: Run,
   problem: problems.Problem,
   recipe: algorithms.Recipe,
@@ -356,7 +356,7 @@ _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 _weighted_worker = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
 
-def _worker(
+def _make_worker(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem
 ) -> base.Worker:
   """Returns the worker of a recipe. If the workers' batches differ in size, it
@@ -419,10 +419,10 @@ def plan(
     problem=problem,
     recipe=recipe,
     server=traffic.decoding_server(
-      run, _server(run, problem, recipe, order), codec, problem
+      run, _make_server(run, problem, recipe, order), codec, problem
     ),
     codec_down=codec_down,
-    worker=_worker(run, recipe, problem),
+    worker=_make_worker(run, recipe, problem),
     order=order,
     learning_rate=peak,
     schedule=rate,

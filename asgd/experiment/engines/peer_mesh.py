@@ -75,7 +75,7 @@ class _LinkMeter:
   def __init__(self, exchange: gossip.Gossip, nbytes: int):
     """`nbytes`: size of a message without a codec."""
     n = exchange.topology.workers
-    self._gossip, self._bytes = exchange, nbytes
+    self._gossip, self._message_bytes = exchange, nbytes
     self.links = np.zeros((2, n, n), np.int64)  # messages, bytes
     self._sent_bytes = np.zeros(n, np.int64)  # of each peer's last message
     # The last round's bytes put and taken, and RMS of the change by mixing.
@@ -94,7 +94,7 @@ class _LinkMeter:
     exchange_index, round_in_exchange = divmod(k, exchange.every)
     put_bytes = np.zeros(n, np.int64)
     if not round_in_exchange:
-      put_bytes += self._bytes
+      put_bytes += self._message_bytes
       if exchange.compressed:
         peer_codes = (
           # Codes are stacked by peer; packed messages differ in length.

@@ -21,7 +21,7 @@ from asgd.orders import durations, makers, own, protocol
 
 
 @checks.name_or_options
-def _delays(value: Any, key: str) -> dict[str, Any] | None:
+def _check_delay_section(value: Any, key: str) -> dict[str, Any] | None:
   """Reads durations: a name, or a dict of a name and options."""
   if value is None:
     return None
@@ -43,7 +43,7 @@ SECTIONS: dict[str, Any] = {
     "consistent": Setting(False, checks.flag),  # one order for all shards
     # Delays of requests and messages to simulated shards that are out of step,
     # as `durations`; None: no delay.
-    "delays": Setting(None, _delays),
+    "delays": Setting(None, _check_delay_section),
     # Share of a job's time in which a simulated worker reads shard after shard.
     "reads": Setting(0.0, checks.number(most=1.0)),
     # Messages that are kept for recovery.
@@ -53,7 +53,7 @@ SECTIONS: dict[str, Any] = {
 }
 # Added to the seed of a run, which is smaller. So delays and durations of jobs
 # are drawn from different streams.
-_DELAY_SEEDS = 2**32
+_DELAY_SEED_OFFSET = 2**32
 # Keys of config.order in epochs -> the keys in messages.
 _WARM_EPOCHS, _STAGE_EPOCHS = "warm_start_epochs", "stage_epochs"
 _MESSAGE_KEYS = {_WARM_EPOCHS: "warm_start", _STAGE_EPOCHS: "stages"}
@@ -92,7 +92,7 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
   if section is None:
     return None
   # The section's seed has precedence.
-  return durations.build(**{"seed": _DELAY_SEEDS + seed, **section})
+  return durations.build(**{"seed": _DELAY_SEED_OFFSET + seed, **section})
 
 
 def check_settings(run: Run) -> None:

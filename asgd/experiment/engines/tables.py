@@ -482,11 +482,11 @@ def filters_text(result: Mapping[str, Any]) -> str:
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  words = (
+  text = (
     "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
     " {differential_mean:.2f} (least {differential_least}), time"
     " {simulated_time:.4g}"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB" + filters_text(result)
-  return words + networks.describe(result)
+  text += f", {megabytes:.3g} MB" + filters_text(result)
+  return text + networks.describe(result)

@@ -18,7 +18,7 @@ from asgd.orders.trace import Event
 
 
 @checks.name_or_options
-def _codec(value: Any, key: str) -> dict[str, Any] | None:
+def _check_codec(value: Any, key: str) -> dict[str, Any] | None:
   """Checks a codec: its name, or a dict of its name and options."""
   if value is None:
     return None
@@ -41,9 +41,9 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
 SECTIONS = {
   # Codec of messages, from `asgd.compression`: a name, or a dict of its name
   # and options.
-  "compress": Setting(None, _codec),
+  "compress": Setting(None, _check_codec),
   # Codec of the server's updates, which workers then get instead of parameters.
-  "compress_down": Setting(None, _codec),
+  "compress_down": Setting(None, _check_codec),
 }
 
 
@@ -73,9 +73,9 @@ _codec_of_section = functools.lru_cache(maxsize=32)(
   lambda section: compression.named(**json.loads(section))
 )
 _check_own_codec = functools.lru_cache(maxsize=32)(user_codecs.checked)
-_fitted = functools.lru_cache(maxsize=32)(compression.fitted)
-_decoding = functools.lru_cache(maxsize=32)(compression.decoding)
-_compressed_updates = functools.lru_cache(maxsize=32)(
+_cached_fitted = functools.lru_cache(maxsize=32)(compression.fitted)
+_cached_decoding = functools.lru_cache(maxsize=32)(compression.decoding)
+_cached_updates = functools.lru_cache(maxsize=32)(
   compression.compressed_updates
 )
 
@@ -88,11 +88,11 @@ def run_codec(run: Run, key: str, size: CodecSize) -> compression.Codec | None:
     return None
   if section["name"] != GIVEN_MARK:
     with checks.prefix_errors(key, tuple(section)):
-      return _fitted(
+      return _cached_fitted(
         _codec_of_section(json.dumps(section, sort_keys=True)), *size
       )
   codec = refusals.given_object(run, key)
-  return _fitted(_check_own_codec(codec, f"given as {key}"), *size)
+  return _cached_fitted(_check_own_codec(codec, f"given as {key}"), *size)
 
 
 def run_codecs(
@@ -128,7 +128,7 @@ def decoding_server(
   params = jax.eval_shape(problem.init, jax.random.key(0))
   with checks.prefix_errors("compress", tuple(run.config["compress"])):
     compression.layout(codec, params)  # raises if an array has no code
-  return _decoding(server, codec)
+  return _cached_decoding(server, codec)
 
 
 def with_encoded_updates(
@@ -145,7 +145,7 @@ def with_encoded_updates(
   option_names = tuple(run.config["compress_down"])
   with checks.prefix_errors("compress_down", option_names):
     compression.layout(codec, base.weights_of(params))
-    algorithm = _compressed_updates(recipe.algorithm, codec)
+    algorithm = _cached_updates(recipe.algorithm, codec)
   return recipe._replace(algorithm=algorithm)
 
 

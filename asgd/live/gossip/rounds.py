@@ -85,7 +85,7 @@ class Rounds(LivePeer):
       super().is_quiet
       and self._phase == _IDLE
       and self.rounds >= self.limit
-      and not any(map(self._is_missing, self._unmixed))
+      and not any(map(self._is_missing, self._unmixed_numbers))
     )
 
   @property
@@ -95,7 +95,7 @@ class Rounds(LivePeer):
     return -(-self.rounds // self.spec.gossip.every)
 
   @property
-  def _unmixed(self) -> range:
+  def _unmixed_numbers(self) -> range:
     """The numbers of messages that were put and not mixed; valid between two
     rounds."""
     # Message m is mixed at the end of round m * every + every - 1, so the range
@@ -222,7 +222,7 @@ class Rounds(LivePeer):
     unmixed = {
       f"{sender},{number}": frame
       for (sender, number), frame in self._messages.items()
-      if number in self._unmixed
+      if number in self._unmixed_numbers
     }
     tree["codes"] = {
       key: unpack(frame.content) for key, frame in unmixed.items()

@@ -26,8 +26,8 @@ from asgd.live.hosts.threads import ThreadHost
 
 _FETCH_SECONDS = 60.0  # to fetch a result that is ready
 _LOCK_SECONDS = 30.0  # for the predecessor's process to end
-_LEAVE_SECONDS = 5.0  # to close objects at the end
-_DRIVER_CALLS = 16  # open calls of the driver at one object
+_CLOSE_SECONDS = 5.0  # to close objects at the end
+_MAX_DRIVER_CALLS = 16  # open calls of the driver at one object
 _QUERY_SECONDS = 1.0  # seconds between two queries of a cluster that grows
 
 
@@ -187,7 +187,7 @@ class ActorHosts(Hosts):
     self._ray, self._n_started = ray, 0
     # Most open calls at one object before Ray queues further calls; a call
     # with a Future as result counts until the Future is done.
-    self._max_calls = _DRIVER_CALLS + 4 * site.setup.workers
+    self._max_calls = _MAX_DRIVER_CALLS + 4 * site.setup.workers
     self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}
     self._check_resources()
@@ -320,6 +320,6 @@ class ActorHosts(Hosts):
       return
     refs = [host.actor.end.remote() for host in hosts.values()]
     with contextlib.suppress(ray_waits.RayDied):
-      ray_waits.wait(refs, timeout=_LEAVE_SECONDS)
+      ray_waits.wait(refs, timeout=_CLOSE_SECONDS)
     for host in hosts.values():
       self._ray.kill(host.actor)
