@@ -205,7 +205,7 @@ def deaths(
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
   worked, leavers = set(), set()  # (worker, incarnation)
   explained: list[Failure] = []  # with a LEAVE in the trace
-  excuses: dict[int, str] = {}  # worker -> why its last ticket was lost
+  loss_reasons: dict[int, str] = {}  # worker -> why its last ticket was lost
   # By (worker, incarnation).
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
   explanations: collections.Counter[str] = collections.Counter()
@@ -217,15 +217,15 @@ def deaths(
     incarnation = worker, ledger.incarnations.get(worker, -1)
     failure = killed.get(incarnation)
     if action == base.JOIN:
-      excuses.pop(worker, None)
+      loss_reasons.pop(worker, None)
     elif action == base.RECEIVE:
       worked.add(incarnation)
       if failure and row >= failure.rows_after:
         messages_after[incarnation] += 1
     elif action == base.REJECT:
-      excuses[worker] = "not finite"
+      loss_reasons[worker] = "not finite"
     elif action == base.LOST and ticket and event.time - ticket.time >= slow:
-      excuses.setdefault(worker, "took too long")
+      loss_reasons.setdefault(worker, "took too long")
     elif action == base.LEAVE:
       leavers.add(incarnation)
       if failure is None and incarnation not in worked:
@@ -234,11 +234,11 @@ def deaths(
       if failure and row >= failure.rows_before:
         explanations[failure.kind] += 1
         explained.append(failure)
-      elif excuses.get(worker) is None and earlier_kills[worker]:
+      elif loss_reasons.get(worker) is None and earlier_kills[worker]:
         earlier_kills[worker] -= 1
         explanations["before a driver rolled back"] += 1
       else:
-        explanations[excuses.get(worker, "NOT EXPLAINED")] += 1
+        explanations[loss_reasons.get(worker, "NOT EXPLAINED")] += 1
   # [3] Messages that a worker had sent before it was killed still arrive.
   still_active = [key for key, n in messages_after.items() if n > depth + 1]
   reasons = ", ".join(f"{n} {why}" for why, n in sorted(explanations.items()))

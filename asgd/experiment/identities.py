@@ -129,14 +129,14 @@ def _differences_from(
     elif key in entry:
       continue  # a section of the engine, which the run sets as a whole
     else:
-      old, new = _without(old, settings), _without(new, settings)
+      old, new = _drop_keys(old, settings), _drop_keys(new, settings)
     lines += differences(old, new, f"config.{key}")
   # [3] The data.
   old, new = description["dataset"], identity["dataset"]
   return sorted(lines) + differences(old, new, "dataset")
 
 
-def _without(section: Any, settings: Set[str]) -> Any:
+def _drop_keys(section: Any, settings: Set[str]) -> Any:
   """Returns an engine's section without the settings that a run sets itself."""
   if not isinstance(section, Mapping):
     return section

@@ -133,11 +133,12 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
   for path, journal in zip(paths, journals, strict=True):
     # All shards start together, so each has a journal if the lead's has rows.
     lead_only = journals[0] and not path.exists() and paths[:1]
-    witnesses = evidence or lead_only
-    if not journal and witnesses:
+    existing_files = evidence or lead_only
+    if not journal and existing_files:
       raise ValueError(
-        f"{path} is missing or empty, but {witnesses[0]} exists: the run cannot"
-        " resume without it. Restore it, or start in another folder (--workdir)"
+        f"{path} is missing or empty, but {existing_files[0]} exists: the run"
+        " cannot resume without it. Restore it, or start in another folder"
+        " (--workdir)"
       )
     check_journal(path, journal)
   for path in record_paths:

@@ -37,7 +37,7 @@ from asgd.experiment.signals import RERUN, NoSignals, Stopped
 from asgd.parallel import processes
 from asgd.problems import finite
 
-_MAX_DEATHS = 3  # failed attempts without progress, after which a cell fails
+_MAX_ATTEMPTS = 3  # attempts without progress, after which a cell fails
 _DIVERGENCE_FACTOR = 1.2  # loss at the end / at the start, for positive losses
 # A loss above this fraction of the loss of guessing is no better than guessing.
 # The margin covers noise and class imbalance.
@@ -120,8 +120,8 @@ def train(
     Stopped: after a signal, when the state is saved.
     NonFiniteResult: for a loss that is not finite, unless `on_nan` records it.
     cell_files.CellInUse: if another process trains the cell.
-    ValueError: if an engine cannot resume, or its processes exited _MAX_DEATHS
-      times without progress.
+    ValueError: if an engine cannot resume, or its processes exited in
+      _MAX_ATTEMPTS attempts in a row without progress.
   """
   # [1] A finished cell has a result; a damaged cell is trained again.
   result = finished_result(experiment, cell, workdir)
@@ -144,9 +144,9 @@ def train(
     bar.line(f"{cell.name}: {line}")
 
   machine.show_line = show
-  # [3] Attempts, until one ends the cell, or _MAX_DEATHS in a row fail without
-  # progress.
-  deaths, last_start = 0, -1
+  # [3] Attempts, until one ends the cell, or _MAX_ATTEMPTS in a row fail with
+  # no progress.
+  failed_attempts, last_start = 0, -1
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
@@ -154,9 +154,9 @@ def train(
         return attempt.run(on_end)
     except ProcessExited as error:
       if attempt.start > last_start:
-        deaths, last_start = 0, attempt.start
-      deaths += 1
-      if deaths == _MAX_DEATHS:
+        failed_attempts, last_start = 0, attempt.start
+      failed_attempts += 1
+      if failed_attempts == _MAX_ATTEMPTS:
         message = f"{cell.name}: {error}"
         raise ValueError(message + _remedy(attempt, machine)) from error
       bar.skip(-attempt.counted)  # the next attempt counts its start anew

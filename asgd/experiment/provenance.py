@@ -31,7 +31,7 @@ def describe() -> dict[str, Any]:
   }
 
 
-def command(words: Sequence[str]) -> str:
+def command(argv: Sequence[str]) -> str:
   """Returns a command line without the path of Python.
 
   Example:
@@ -40,7 +40,7 @@ def command(words: Sequence[str]) -> str:
     >>> command(["/env/bin/python3.12", "-m", "launch.train"])
     'python -m launch.train'
   """
-  _, *arguments = words
+  _, *arguments = argv
   if arguments and Path(arguments[0]).name == "asgd":  # an installed command
     return shlex.join(["asgd", *arguments[1:]])
   return shlex.join(["python", *arguments])
@@ -61,11 +61,11 @@ def _version(package: str) -> str:
     return "not installed"  # run from a checkout
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *argv: str) -> str | None:
   """Returns the output of git in a folder; None if it fails or is missing."""
   # Without the option, git status writes the index of the user's checkout, and
   # a kill or a full disk leaves its lock there.
-  command = ["git", "--no-optional-locks", "-C", str(folder), *words]
+  command = ["git", "--no-optional-locks", "-C", str(folder), *argv]
   try:
     process = subprocess.run(
       command, capture_output=True, text=True, timeout=_GIT_SECONDS

@@ -114,11 +114,11 @@ def _steps(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
 def _pairs(claim: Claim, values_of: _ColumnValues) -> Iterator[Effect]:
   """Yields the difference or ratio of each pair of cells."""
   data, ratio = claim.data, claim.kind == "ratio"
-  ofs = itertools.chain(*figure_file.groups(data["of"]))
-  tos = list(itertools.chain(*figure_file.groups(data["to"])))
+  first_cells = itertools.chain(*figure_file.groups(data["of"]))
+  second_cells = list(itertools.chain(*figure_file.groups(data["to"])))
   sign, combine = ("/", _ratio) if ratio else ("-", operator.sub)
   # Each cell of `of` with each cell of `to`, groups flattened.
-  for a, b in itertools.product(ofs, tos):
+  for a, b in itertools.product(first_cells, second_cells):
     values = _combine_by_seed(values_of(a), values_of(b), combine)
     yield Effect(f"{a} {sign} {b}", values, *claim.bounds, ratio)
 

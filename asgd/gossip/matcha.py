@@ -63,22 +63,22 @@ def probabilities(
   The projected ascent begins with equal probabilities.
   """
   n_matchings = int(colours.max()) + 1
-  best_chances = chances = np.full(n_matchings, budget)
+  best_p = p = np.full(n_matchings, budget)
   best_value = -1.0
   for step in range(_STEPS):
-    values, vectors = np.linalg.eigh(laplacian(colours, chances))
+    values, vectors = np.linalg.eigh(laplacian(colours, p))
     if values[1] > best_value + _ROUNDING:
-      best_value, best_chances = values[1], chances
+      best_value, best_p = values[1], p
     u = vectors[:, 1]
     squares = (u[:, None] - u[None]) ** 2 / 2  # a link is in both triangles
     slopes = np.array([squares[colours == j].sum() for j in range(n_matchings)])
     slope_norm = np.linalg.norm(slopes - slopes.mean())
     if slope_norm < _ROUNDING:
       break
-    chances = _project(
-      chances + slopes / slope_norm / np.sqrt(step + 1.0), budget * n_matchings
+    p = _project(
+      p + slopes / slope_norm / np.sqrt(step + 1.0), budget * n_matchings
     )
-  return best_chances
+  return best_p
 
 
 def _project(values: npt.NDArray[np.float64], total: float) -> Any:
@@ -94,7 +94,7 @@ def _project(values: npt.NDArray[np.float64], total: float) -> Any:
 
 
 def contraction(
-  colours: Colours, chances: npt.NDArray[np.float64], alpha: float
+  colours: Colours, p: npt.NDArray[np.float64], alpha: float
 ) -> float:
   """Returns || E[W' W] - J ||_2, the fraction of the squared distance to the
   mean that remains after a round.
@@ -102,8 +102,8 @@ def contraction(
     E[W' W] = I - 2 alpha L + alpha^2 (L^2 + 2 V)
     L = sum_j p_j L_j,   V = sum_j p_j (1 - p_j) L_j
   """
-  mean = laplacian(colours, chances)
-  spread = laplacian(colours, chances * (1 - chances))
+  mean = laplacian(colours, p)
+  spread = laplacian(colours, p * (1 - p))
   n = len(mean)
   square = np.eye(n) - 2 * alpha * mean
   square += alpha**2 * (mean @ mean + 2 * spread)
@@ -111,7 +111,7 @@ def contraction(
 
 
 def consensus_step(
-  colours: Colours, chances: npt.NDArray[np.float64]
+  colours: Colours, p: npt.NDArray[np.float64]
 ) -> float:
   """Returns alpha, which minimises `contraction` between 0 and 1 / the largest
   number of neighbours."""
@@ -119,7 +119,7 @@ def consensus_step(
 
   max_alpha = 1 / int((colours >= 0).sum(1).max())
   minimum = optimize.minimize_scalar(
-    lambda alpha: contraction(colours, chances, alpha),
+    lambda alpha: contraction(colours, p, alpha),
     bounds=(0.0, max_alpha),
     method="bounded",
     options={"xatol": 1e-9},
@@ -129,15 +129,15 @@ def consensus_step(
 
 def draw(
   colours: Colours,
-  chances: npt.NDArray[np.float64],
+  p: npt.NDArray[np.float64],
   alpha: float,
   rounds: int,
   seed: int,
 ) -> npt.NDArray[np.float64]:
   """Returns the weights of all rounds, [T, n, n]. Each matching is active in a
-  fraction of the rounds, its probability, but in at least one round."""
+  fraction p_j of the rounds, but in at least one round."""
   rng = np.random.default_rng((seed, len(colours), rounds))
-  counts = np.maximum(np.rint(chances * rounds), 1)
+  counts = np.maximum(np.rint(p * rounds), 1)
   is_active = np.stack([rng.permutation(rounds) < c for c in counts], axis=1)
   eye = np.eye(len(colours))
   return np.stack(

@@ -24,10 +24,10 @@ class RoundEvents:
     self._put_first, self._every, n = put_first, every, topology.workers
     # By peer: its round, and whether it has ended the job of that round.
     self._round_of, self._job_ended = [0] * n, [False] * n
-    self._running = n  # peers with a round to do
+    self._n_running = n  # peers with a round to do
     # (receiver, message number) -> messages of that number that have arrived.
     self._arrived: collections.Counter[Any] = collections.Counter()
-    self._due: collections.deque[int] = collections.deque()  # see `_proceed`
+    self._to_end: collections.deque[int] = collections.deque()  # see `_proceed`
     self._ranks = {base.SEND: 0, base.PUT: 1 if put_first else 3}
     self._ranks |= {base.RECEIVE: 2, base.TAKE: 4, base.MIX: 4}
     # A key for each row: (time, round, rank of the action, peer, sender). The
@@ -74,11 +74,11 @@ class RoundEvents:
     """Ends the round of a peer, if its job and its messages are complete."""
     # The end of a round may end rounds of other peers, at once if messages take
     # no time. The first call ends all: a chain of calls could be too deep.
-    self._due.append(i)
-    if len(self._due) == 1:
-      while self._due:
-        self._end_round(self._due[0], time)
-        self._due.popleft()
+    self._to_end.append(i)
+    if len(self._to_end) == 1:
+      while self._to_end:
+        self._end_round(self._to_end[0], time)
+        self._to_end.popleft()
 
   def _end_round(self, i: int, time: float) -> None:
     if not self._job_ended[i]:
@@ -97,8 +97,8 @@ class RoundEvents:
     if self._round_of[i] < self._rounds:
       self.start(i, time)
       return
-    self._running -= 1
-    if not self._running:
+    self._n_running -= 1
+    if not self._n_running:
       # No peer takes a message that is still on its way: the message does not
       # use the links after the last round.
       self.queue.clear()

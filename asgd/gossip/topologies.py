@@ -383,10 +383,10 @@ def matcha(
       " exchange messages: use an undirected graph, such as ring or torus"
     )
   colours = matcha_lib.matchings(links)
-  chances = matcha_lib.probabilities(colours, budget)
-  alpha = matcha_lib.consensus_step(colours, chances)
+  p = matcha_lib.probabilities(colours, budget)
+  alpha = matcha_lib.consensus_step(colours, p)
   return of_matrices(
-    "matcha", matcha_lib.draw(colours, chances, alpha, rounds, seed)
+    "matcha", matcha_lib.draw(colours, p, alpha, rounds, seed)
   )
 
 

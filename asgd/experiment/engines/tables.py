@@ -474,10 +474,10 @@ COLUMNS = (
 
 def filters_text(result: Mapping[str, Any]) -> str:
   """Returns the filters' counts in a few words; "" if they are 0."""
-  held, dropped = result["rows_held_back"], result["rows_dropped"]
-  if not (held or dropped):
+  held_back, dropped = result["rows_held_back"], result["rows_dropped"]
+  if not (held_back or dropped):
     return ""
-  return f", filters held back {held:,} rows and dropped {dropped:,}"
+  return f", filters held back {held_back:,} rows and dropped {dropped:,}"
 
 
 def describe(result: Mapping[str, Any]) -> str:

@@ -79,8 +79,8 @@ class PeerMaker(NamedTuple):
     else:
       # The incarnation is part of the seed: an incarnation must not repeat the
       # draws of the previous one.
-      draw = np.random.default_rng((self.seed, index, rows.journal.incarnation))
-      peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
+      rng = np.random.default_rng((self.seed, index, rows.journal.incarnation))
+      peer = Pairs(inside, rows, counter=counter, rng=rng, **options)
     if image is not None:
       peer.restore(*image)
     return peer

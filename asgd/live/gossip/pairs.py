@@ -33,12 +33,12 @@ class Pairs(Counted):
   def __init__(
     self,
     *args: Any,
-    draw: np.random.Generator,
+    rng: np.random.Generator,
     **options: Any,
   ):
     """Takes the generator that draws the peer's partners."""
     super().__init__(*args, **options)
-    self._rng = draw
+    self._rng = rng
     self._partner: int | None = None  # of the exchange after the open job
     self._grant: PeerFrame | None = None  # of the partner, with its code
     # The initiator of the exchange that holds this peer's lock, and the
