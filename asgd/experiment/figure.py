@@ -139,8 +139,7 @@ def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
     curves: rows of evaluations.
 
   Returns:
-    Rows with the keys `_POINT_KEYS`: the mean over seeds, each seed's value,
-    and whether the seed diverged, among others.
+    Rows with the keys `_POINT_KEYS`: means over seeds, and each seed's values.
   """
   largest = {title: max(c) for title, c in _worker_counts(results).items()}
   swept = _swept_counts(results)
@@ -213,7 +212,6 @@ def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
   ] or all_panels[:1]
 
 
-
 _PANEL_INCHES = 2.4, 1.95  # width and height of a panel, in inches
 # Sorted by lightness, from 0 to 64 percent. From Paul Tol's palettes for all
 # kinds of colour vision (https://sronpersonalpages.nl/~pault/).
@@ -245,8 +243,7 @@ def style() -> Iterator[None]:
 
 def styles(titles: Sequence[str]) -> dict[str, dict[str, Any]]:
   """Returns title -> colour, marker and dashes, which also differ in grey."""
-  # Few lines get colours far apart; many lines repeat colours, with other
-  # dashes.
+  # Few lines get colours far apart; many repeat them, with other dashes.
   count = min(len(titles), len(COLORS))
   indices = np.linspace(0, len(COLORS) - 1, count).round().astype(int)
   return {
@@ -343,8 +340,7 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
 
 
 def _displayed(panel: Panel, values: Any) -> np.ndarray:
-  """Returns the values to draw: accuracies as errors in percent, bytes as MB.
-  """
+  """Returns the values to draw: accuracy as error in percent, bytes as MB."""
   values = np.asarray(values, float)
   by_column = {"test_accuracy": 100 * (1 - values), "bytes_up": values / 1e6}
   return by_column.get(panel.y, values)

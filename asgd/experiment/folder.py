@@ -102,8 +102,7 @@ def open_folder(
 
   Without `workdir`, it is the newest of runs/NAME-001, -002, ... that has this
   experiment, else the next number. A read-only folder is not changed. Raises
-  FolderError for a folder with other contents, and ValueError for one that
-  cannot be opened.
+  FolderError for other contents, ValueError for a folder that cannot be opened.
   """
   with safe_files.opening(f"--workdir={workdir or 'runs'}"):
     return _find_or_make(workdir, name, experiment)
@@ -119,8 +118,7 @@ def _find_or_make(
     folder = _numbered_folder(Path("runs"), name, new_identity)
   else:
     folder = Path(workdir)
-    # Resolved before the checks: if a symbolic link replaces this folder after
-    # them, `make_folder` refuses the link.
+    # Resolved first: if a link replaces the folder later, `make_folder` fails.
     path = folder.resolve()
     if folder.exists() and not folder.is_dir():
       raise _refusal(f"--workdir={folder} is a file")
@@ -351,9 +349,8 @@ _RESULT_KEYS = {"cell", "label", "workers", "seed", "engine"}  # of any result
 def _read_result(
   cell_folder: Path, identity: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any] | None, Path | None, str]:
-  """Returns (result, None, ""), or (None, file, fault) if the file is missing,
-  was changed, or belongs to another cell, or to another experiment than the one
-  with the config.json `identity`."""
+  """Returns (result, None, ""), or (None, file, fault): the file is missing or
+  changed, or is of another cell or experiment (`identity`: its config.json)."""
   path = cell_folder / ARCHIVE
   if path.is_dir():
     return None, path, "is a folder"

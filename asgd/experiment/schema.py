@@ -477,8 +477,7 @@ def options_of(recipe: str) -> dict[str, Any]:
 
 def _merge(node: Any, config_value: Any, value: Any) -> Any:
   """Returns a run's value of a shared key, merged with the config's value. A
-  run that names another schedule, codec and so on gets none of the config's
-  arguments."""
+  run that names another schedule or codec gets no arguments of the config's."""
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
   name = config_value.get("name")

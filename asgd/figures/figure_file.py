@@ -59,8 +59,7 @@ class Claim(NamedTuple):
 
   ordering, monotone: `runs` are cells, or lists of cells that are not compared
     with each other. From each to the next the column rises or falls (`order`)
-    by more than `by`. For "monotone" they may be one label: the cells of that
-    run, in the order of their numbers of workers.
+    by more than `by`. "monotone" also takes one label, for all cells of a run.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
   ratio: the same for `of` divided by `to`, both positive.
   bound: each of `of` lies between `above` and `below`.
@@ -130,8 +129,7 @@ class Figure(NamedTuple):
 
 def find_cell(cell_name: str, counts: Counts) -> CellKey:
   """Returns (label, workers) of LABEL@N. `workers` is None if the label stands
-  alone and its run has several numbers. Raises ValueError if there is no such
-  cell.
+  alone and its run has several numbers. Raises ValueError for an unknown cell.
 
   Example:
     >>> find_cell("a@most", {"a": (4, 8)})
