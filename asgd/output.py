@@ -1,4 +1,4 @@
-"""The standard output of commands: its tables, and a reader that closes it."""
+"""Standard output of commands: tables, and the exit if its reader closes it."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ def table(
 ) -> str:
   """Returns a table to be printed on the standard output.
 
-  On a terminal it is as wide as the screen, and has at most eight columns; a
-  line below it names the file `rest`, which has the others. Elsewhere it is
-  complete plain text, as `text_table.format_table` makes it.
+  On a terminal the table fits the screen. If there is a file `rest`, the table
+  has at most eight columns, and a line below it names the file, which has all
+  columns. Elsewhere it is the complete text of `text_table.format_table`.
 
   Args:
     header: names of the columns.
@@ -66,8 +66,8 @@ def table(
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
   """Exits silently, with SIGPIPE's status, if the output's reader closes it, as
-  in `asgd --list | head -1`. It flushes the output at the end of the block: a
-  failure while Python exits would print a traceback.
+  in `asgd --list | head -1`. The output is flushed at the end of the block: if
+  flushing failed while Python exits, Python would print a traceback.
 
   Example:
     >>> @ends_with_its_reader()

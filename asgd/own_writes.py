@@ -14,10 +14,10 @@ and sets the count of a schedule of learning rates to the ticket's version. If
 the server looks ahead, x^i is an estimate of its parameters, from the predicted
 ones in the ticket. With one worker and no look-ahead the copy always equals the
 server, so gradients are never stale, however long the worker keeps a ticket.
-With several workers, a momentum or a mean of squares in the copy is of the
-worker's own messages.
+With several workers, a momentum or a mean of squares in the copy is computed
+from the worker's own messages only.
 
-`own_writes` refuses four cases, in which the copy would not be as the server:
+`own_writes` refuses four cases, in which the copy would differ from the server:
 
 - each job needs a ticket that was sent for it (EASGD, FedAsync);
 - an update averages several messages, some of other workers;
@@ -54,7 +54,7 @@ def own_writes(
   """Returns a worker that may keep tickets, and then reads its own writes.
 
   Args:
-    worker: any; with its codec, if the server has one.
+    worker: any worker; if the server has a codec, one that encodes with it.
     server: the receiver of its messages.
     plan: the shard plan, if each shard's part of a message is encoded
       separately; else None.
@@ -96,9 +96,9 @@ def own_writes(
     return worker
   if worker.kept == base.NEVER:
     raise ValueError(
-      "each job of this worker needs a ticket of its own, as it sends models or"
-      " pulls on the server's parameters (EASGD, FedAsync): leave cache and"
-      " fetch_every out"
+      "each job of this worker needs a separate ticket, because the worker"
+      " sends models or pulls on the server's parameters (EASGD, FedAsync):"
+      " leave cache and fetch_every out"
     )
   if not server.alone:
     raise ValueError(
@@ -166,7 +166,7 @@ def wrap_state(
 def _after_fetch(
   server: base.Server, copy: base.ServerState, ticket: base.Ticket
 ) -> base.ServerState:
-  """Returns the worker's copy of the server, at the parameters of a ticket."""
+  """Returns the worker's copy of the server after it fetched a ticket."""
   copy = copy._replace(
     params=ticket.params,
     version=jnp.asarray(ticket.version),
@@ -174,8 +174,8 @@ def _after_fetch(
   )
   if server.sends_current:
     return copy
-  # The ticket has predicted parameters x. Predict again from x, and take that
-  # step back: x - (send(x) - x) are about the server's own parameters.
+  # The ticket has predicted parameters x. Predict again from x, and subtract
+  # that step: x - (send(x) - x) approximates the server's present parameters.
   ahead_params = server.send(copy, ticket.worker).params
   params = jax.tree.map(lambda x, y: x - (y - x), ticket.params, ahead_params)
   return copy._replace(params=params)
@@ -187,7 +187,7 @@ _SCHEDULE_STATES = optax.ScaleByScheduleState, VelocityState
 def _with_schedule_counts(
   opt_state: optax.OptState, version: jax.Array
 ) -> optax.OptState:
-  """Sets the counts of schedules to `version`; counts of moments stay."""
+  """Sets the counts of schedules to `version`, but not those of moments."""
 
   def is_schedule(node: Any) -> bool:
     return isinstance(node, _SCHEDULE_STATES)

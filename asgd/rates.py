@@ -43,7 +43,7 @@ def after_warmup(
     eta(t) = schedule(t - warmup),                t >= warmup
 
   Args:
-    schedule: counts from the end of the warm-up.
+    schedule: a schedule that counts from the end of the warm-up.
     peak: the learning rate at the end of the warm-up.
     warmup: its length in updates; 0 for none.
     start: the learning rate of update 0.
@@ -114,7 +114,7 @@ def warmup_steps(
   counts = collections.Counter(map(int, boundaries))
   # A boundary that is given twice multiplies the rate by factor^2.
   drops = optax.piecewise_constant_schedule(
-    peak, {at - warmup: factor**count for at, count in counts.items()}
+    peak, {step - warmup: factor**count for step, count in counts.items()}
   )
   return after_warmup(drops, peak, warmup=warmup, start=start)
 
@@ -165,7 +165,7 @@ def named(
   unit: float = 1.0,
   options: Mapping[str, Any] | None = None,
 ) -> optax.Schedule:
-  """Returns a schedule over updates, of optax or a user's own.
+  """Returns a schedule over updates, made by optax or by a user's function.
 
   Args:
     name: a name of `known`, or MODULE:FUNCTION of a function that takes some of
@@ -270,7 +270,7 @@ def scale_by_sent_rate(
 
   def update_fn(updates, state, params=None, *, version, **extra_args):
     del params, extra_args
-    # A worker does not know the server's count; its ticket's version is it.
+    # The server's count at the time of the send is the ticket's version.
     rate = at(learning_rate, version)
     return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 

@@ -18,8 +18,8 @@ from typing import IO, Any
 
 _NO_LINK = (errno.ELOOP, errno.ENOTDIR)  # errors of O_NOFOLLOW and O_DIRECTORY
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EDQUOT: a user's quota
-CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # without permission
-_BELOW_FILE = (errno.ENOTDIR, errno.EEXIST)  # of `Path.mkdir`
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # permission is missing
+_BELOW_FILE = (errno.ENOTDIR, errno.EEXIST)  # errors of `mkdir` below a file
 
 
 class DiskFull(OSError):
@@ -153,9 +153,9 @@ class _GrowingFile(io.FileIO):
 
 
 def appending(path: Path, *, buffered: bool = True) -> IO[bytes]:
-  """Opens a file for appending, and creates it if it is missing. A `buffered`
-  one is written when it is flushed. ValueError if the path is a symbolic link.
-  """
+  """Opens a file for appending, and creates it if it is missing. If `buffered`,
+  data may be written only when the file is flushed. Raises ValueError if the
+  path is a symbolic link."""
   file = _GrowingFile(path)
   if buffered:
     return io.BufferedWriter(file)

@@ -110,7 +110,7 @@ def pushed(gate: Gate = accept_all) -> Gate:
   """A gate that drops messages of zeros, from jobs that pushed nothing.
 
   A worker that accrues gradients over several jobs (`asgd.worker.local_worker`)
-  sends zeros for each job but the last; they are no update of the server.
+  sends zeros for each job but the last. These zeros are no update.
 
   Args:
     gate: a second gate, which a message has to pass as well.
@@ -156,7 +156,8 @@ def gather(
 
   Args:
     total: the sum of the messages before.
-    oldest: the ticket of the stalest of them; the update gets its Delay.
+    oldest: the ticket of the stalest message in `total`; the update gets its
+      Delay.
     message: like `total`.
     ticket: the ticket of the message.
     first: bool[], whether the message is the first one; then `oldest` is not
@@ -179,11 +180,11 @@ def gather(
 
 
 def mean(total: optax.Updates, count: int) -> optax.Updates:
-  """Returns the message of an update: the mean of several, from their sum.
+  """Returns the mean of messages, which is the message of one update.
 
   Args:
-    total: their sum.
-    count: how many messages were added.
+    total: the sum of the messages.
+    count: the number of messages.
   """
   average: optax.Updates = jax.tree.map(lambda x: x / count, total)
   return average
@@ -205,8 +206,8 @@ def make_server(
   Args:
     algorithm: turns a message into an update of the parameters.
     every: accepted messages averaged into one update; the number of workers
-      gives synchronous SGD under a bulk synchronous order, anything else is
-      n-softsync (Zhang et al. 2016). The update gets the Delay of the oldest.
+      gives synchronous SGD under a bulk synchronous order, any other number is
+      n-softsync (Zhang et al. 2016). The update gets the Delay of the stalest.
     gate: decides which messages count. A dropped message changes nothing, not
       even the version.
     at_server: a transform that scales each message by its own Delay before
@@ -352,7 +353,7 @@ def _apply(
     message, state.opt_state, state.params, **delay._asdict()
   )
   params = optax.apply_updates(state.params, updates)
-  # The norm of `updates` would keep that tree as an array only for this.
+  # Not the norm of `updates`: XLA would store that tree for the norm alone.
   norm = norms.gap(params, state.params)
   state = state._replace(
     params=params, opt_state=opt_state, version=state.version + 1

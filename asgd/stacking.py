@@ -33,7 +33,7 @@ def job_batches(batches: Batches, steps: int) -> Batches:
   """Makes jobs of several batches from jobs of one batch.
 
   Args:
-    batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
+    batches: (worker, job) -> NumPy arrays [B, ...], as from `Problem.batches`.
     steps: H, 1 or more.
 
   Returns:

@@ -9,8 +9,8 @@ makes the same rows faster.
 A ticket has the version at the time of its grant, and its SEND row has that
 time. A RECEIVE row has the time at which the last shard has processed its part
 of the message. To grant a job on a kept ticket, the server sends a message
-without parameters; it takes only the latency. All shards apply messages in the
-order of shard 0, the lead.
+without parameters, which takes only the latency. All shards apply messages in
+the order of shard 0, the lead.
 """
 
 import array
@@ -30,9 +30,9 @@ from asgd.orders.trace import Event, from_events
 class Sizes(NamedTuple):
   """Bytes of messages and tickets, for each of S shards.
 
-  Each function is called once for each job: `up` when its message is computed,
-  `down` when its ticket is sent; the job's SEND row is then the last of
-  `Play.rows`. So sizes may depend on the contents. A kept ticket has no bytes.
+  `up` is called when a job's message is computed. `down` is called when a job's
+  ticket is sent: the job's SEND row is then the last of `Play.rows`. A kept
+  ticket has no bytes. Sizes may depend on the contents.
   """
 
   up: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
@@ -66,10 +66,10 @@ class Play:
 
   Args:
     rules: the protocol.
-    streams: times of each worker's jobs, N.
+    streams: for each of N workers, the durations of its jobs.
     join_times: time at which each worker joins. None: all join at time 0, and
       the trace has no rows of joins.
-    jobs: number of jobs; None for jobs without an end.
+    jobs: number of jobs; None: no limit.
     network: links between workers and shards; with None, messages take no time.
     sizes: bytes of messages and tickets; with None, they have no bytes.
 
@@ -127,7 +127,7 @@ class Play:
         self._dispatcher.join(worker, 0.0)
       self.rows.clear()
     else:
-      # A join is before all jobs at its time: the sort keys of jobs start at 0.
+      # Joins precede jobs of the same time: sort keys of jobs start at 0.
       for worker, time in enumerate(join_times):
         self._put(time, (worker - workers, worker), self._join, worker)
 
@@ -180,11 +180,11 @@ class Play:
     """Adds a worker. Tickets are sent once all workers that join now are
     present."""
     self._dispatcher.join(worker, self.now)
-    next_time, next_order = math.inf, (0, 0)
+    next_time, next_key = math.inf, (0, 0)
     if self._heap:
-      next_time, next_order = self._heap[0][:2]
+      next_time, next_key = self._heap[0][:2]
     # Workers that join together get tickets together.
-    self._may_send = next_time != self.now or next_order[0] >= 0
+    self._may_send = next_time != self.now or next_key[0] >= 0
 
   def _send(self) -> None:
     """Starts the jobs that may start now, and sends their tickets."""
@@ -216,7 +216,7 @@ class Play:
 
   def _move(self, part_and_line: tuple[MessagePart, Any]) -> None:
     """Moves a part to its next line. `line` is the shared line that the part
-    may leave now; None if it is on none."""
+    may leave now; None if the part is on no line."""
     part, line = part_and_line
     if line is None and part.has_arrived:
       self._arrive(part.key)

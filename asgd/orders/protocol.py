@@ -11,9 +11,9 @@ for N workers: `asgd.orders.starters` keeps the workers that may start,
   rules                          protocol
   Rules()                        asynchronous
   Rules(bound=s)                 stale synchronous parallel (Ho et al. 2013)
-  Rules(bound=s, cache=True)     the same, reading from the worker's cache, with
-                                 its own writes, while the bound allows it
-  Rules(round=n)                 bulk synchronous, n messages an update
+  Rules(bound=s, cache=True)     the same; a worker reads its cache, with its
+                                 own updates, while the bound allows it
+  Rules(round=n)                 bulk synchronous, n messages per update
   Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
   Rules(round=n, late=f)         rounds; an idle worker repeats a job that takes
                                  f times the median of the other workers, and
@@ -51,17 +51,18 @@ class Rules(NamedTuple):
     1
   """
 
-  bound: float = math.inf  # jobs a worker may be ahead of the slowest
+  bound: float = math.inf  # jobs that a worker may be ahead of the slowest one
   round: int = 0  # messages of one synchronous update; 0: no rounds
   backup: int = 0  # jobs started beyond those that a round needs
   depth: int = 1  # tickets that a worker may hold at once
   fetch_every: int = 1  # jobs that a worker does on one ticket
   cache: bool = False  # keep a ticket for as long as `bound` allows it
   warm_start: int = 0  # messages of one worker, before the others start
-  # (workers, messages) of each stage: so many workers, until so many messages.
+  # (workers, messages) of each stage: `workers` workers may start jobs until
+  # `messages` messages have been received.
   stages: tuple[tuple[int, int], ...] = ()
-  # A job of a round is late after this many times the median of the other
-  # workers' latest times: an idle worker repeats it.
+  # A job of a round is late when it takes this many times the median of the
+  # other workers' latest jobs; then an idle worker repeats it.
   late: float = math.inf
 
 
@@ -123,16 +124,16 @@ class Grant(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _WorkerState:
-  """The state of one worker index, beside its tickets."""
+  """The state of one worker index, except its tickets."""
 
   finished: int = 0  # the worker's clock
   on_ticket: int = 0  # jobs started on the latest ticket
-  slowest: int = 0  # the slowest clock when the latest ticket was sent
+  slowest_at_send: int = 0  # slowest clock when the latest ticket was sent
   paused: bool = False  # the worker is about to leave: no new jobs
 
   def catch_up(self, slowest: int) -> None:
-    """Sets the clock of a worker that starts late to the slowest clock, or all
-    others would wait for it."""
+    """Raises the clock of a worker that starts late to the slowest clock;
+    otherwise all others would wait for this worker."""
     self.finished = max(self.finished, slowest)
 
 
@@ -141,8 +142,7 @@ class Dispatcher:
 
   Args:
     rules: the protocol.
-    jobs: number of jobs, each of which is received once; None for jobs without
-      an end.
+    jobs: number of jobs, each of which is received once; None: no limit.
     owned: whether jobs belong to workers (sharded data). If so, a lost job goes
       to the next incarnation of the same worker; if not, to any worker.
     log: called with each row before it takes effect.
@@ -178,7 +178,7 @@ class Dispatcher:
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # messages
-    self.lost = 0  # tickets, with those of rejected messages
+    self.lost = 0  # tickets, including those of rejected messages
     self._starters = Starters()
     self._admitted: set[int] = set()  # workers of the present stage
     self._arrivals = Arrivals(self._ledger)
@@ -233,7 +233,7 @@ class Dispatcher:
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
-    """Returns the (worker, seq, job) that the server receives now, in order.
+    """Returns (worker, seq, job) of the messages to receive now, in order.
 
     The messages of a round wait for each other. They are received in the order
     of their jobs, so that a sum over them does not depend on their arrivals.
@@ -260,7 +260,7 @@ class Dispatcher:
     while starters := self._next_starters():
       n_earlier = len(grants)
       for worker in starters:
-        job = self._take_job(worker)
+        job = self._choose_job(worker)
         if job is None:
           self._update_starters(worker)
           continue
@@ -279,8 +279,9 @@ class Dispatcher:
     return Grant(worker, seq, job, keep)
 
   def _next_starters(self) -> Sequence[int]:
-    """Takes the workers that may start a job each, sorted by index. In a warm
-    start this is the first worker that is not paused, if no ticket is open."""
+    """Returns the workers that may each start one job now, sorted by index. In
+    a warm start this is the first worker that is not paused, if no ticket is
+    open; otherwise they are removed from the starters."""
     rules, starters = self.rules, self._starters
     if self._in_warm_start:
       if self._arrivals.tickets:
@@ -349,15 +350,15 @@ class Dispatcher:
     # A cached ticket lacks the updates of the slowest worker since the ticket
     # was sent. So the bound counts from the slowest clock at that time.
     if rules.cache:
-      clocks_ahead = self._clock(worker) - state.slowest
+      clocks_ahead = self._clock(worker) - state.slowest_at_send
       return not self._in_warm_start and clocks_ahead <= rules.bound
     return state.on_ticket < rules.fetch_every
 
   def _count_new_jobs(self) -> float:
-    """The number of jobs that were never started; infinity without an end."""
+    """The number of jobs that were never started; infinity without a limit."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
-  def _take_job(self, worker: int) -> int | None:
+  def _choose_job(self, worker: int) -> int | None:
     job = self._lost_jobs.first(worker)
     if job is None and self._count_new_jobs() > 0:
       job = self._next_job
@@ -411,8 +412,8 @@ class Dispatcher:
       self._update_stage(received=action == base.RECEIVE)
 
   def _update_stage(self, *, received: bool) -> None:
-    """Admits the workers of the present stage, after a worker or the count of
-    received messages has changed."""
+    """Admits the workers of the current stage, after a worker has joined or
+    left, or a message was received."""
     rules = self.rules
     if received and not stages.ends(rules.stages, self.received):
       return
@@ -436,7 +437,7 @@ class Dispatcher:
       state.on_ticket = 0
       if self.rules.cache:
         self._update_starters(event.worker)
-        state.slowest = self.slowest()
+        state.slowest_at_send = self.slowest()
     state.on_ticket += 1
     ticket = StartedJob(job, self._arrivals.round, event.time)
     self._arrivals.add_ticket(event)

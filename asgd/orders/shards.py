@@ -1,4 +1,4 @@
-"""Orders of a server in shards that are out of step: a trace for each shard.
+"""Orders of a server with shards that are out of step: a trace for each shard.
 
   lead      send ----------------------------- receive ...
   shard 1        send ---------------- receive
@@ -37,8 +37,8 @@ class _MessageDelays:
 
   def __init__(self, delays: Durations | None, workers: int, shards: int):
     count, self._shards = workers * shards, shards
-    delays = delays or Durations(lambda way: itertools.repeat(0.0))
-    self._delays = [delays.stream(way) for way in range(count)]
+    delays = delays or Durations(lambda pair: itertools.repeat(0.0))
+    self._delays = [delays.stream(pair) for pair in range(count)]
     self._last_arrival = [0.0] * count  # arrival time of the last message
 
   def arrival_time(self, now: float, worker: int, shard: int) -> float:
@@ -55,16 +55,16 @@ def out_of_step(
   rules: protocol.Rules, durations: Durations, delays: Durations | None = None,
   *, workers: int, messages: int, shards: int,
 ) -> list[base.Trace]:
-  """Plays a protocol with a server in shards that each have a separate order.
+  """Plays a protocol with a server; each of its shards has a separate order.
 
   Args:
     rules: the protocol, without rounds.
     durations: time that each job of the N workers takes to compute.
-    delays: time of a message from a worker to a shard, in the same unit; stream
-      i S + s is for worker i and shard s. None: messages take no time, so each
-      trace equals the trace of one server.
+    delays: time of a message from a worker to a shard, in the unit of
+      `durations`; stream i S + s is for worker i and shard s. None: messages
+      take no time, so each trace equals the trace of one server.
     workers: N.
-    messages: RECEIVE rows of the lead. At the end each shard has this number.
+    messages: number of RECEIVE rows in each shard's trace.
     shards: S.
 
   Returns:
@@ -72,8 +72,8 @@ def out_of_step(
     all of them.
 
   Raises:
-    ValueError: for a count out of its range, as `protocol.check_rules`, and for
-      rounds: the shards would make different rounds.
+    ValueError: as `protocol.check_rules`; for a count out of its range, and for
+      rounds: the shards would form different rounds.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012: shards of
@@ -108,7 +108,7 @@ def out_of_step(
   rows[0].clear()  # workers present at time 0 get no JOIN row
   # Heap of (end, job, worker, seq, None) for computations, and of (arrival at
   # the lead, job, worker, seq, arrival at each shard) for messages.
-  events: list[Any] = []
+  heap: list[Any] = []
   now = 0.0
   while dispatcher.received < messages:
     for worker, seq, job, keep in dispatcher.grants(now):
@@ -118,15 +118,15 @@ def out_of_step(
         rows[shard].append(Event(time, worker, seq, job, action))
         ready_at = max(ready_at, time)
       free_at[worker] = max(ready_at, free_at[worker]) + next(streams[worker])
-      heapq.heappush(events, (free_at[worker], job, worker, seq, None))
+      heapq.heappush(heap, (free_at[worker], job, worker, seq, None))
     # Times are None for the end of a job, else the arrival at each shard.
-    now, job, worker, seq, times = heapq.heappop(events)
+    now, job, worker, seq, times = heapq.heappop(heap)
     if times is None:  # the job has ended: its message is sent to all shards
       times = [
         message_delays.arrival_time(now, worker, shard)
         for shard in range(shards)
       ]
-      heapq.heappush(events, (times[0], job, worker, seq, times))
+      heapq.heappush(heap, (times[0], job, worker, seq, times))
       continue
     for shard in range(1, shards):
       event = Event(times[shard], worker, seq, job, base.RECEIVE)
@@ -159,7 +159,7 @@ class _Job:
 
   def __init__(self, grant: protocol.Grant, shards: int, duration: float):
     self.worker, self.seq, self.number, self.keep = grant
-    self.parts_left = shards  # of its ticket
+    self.parts_left = shards  # parts of its ticket that the worker lacks
     self.unreceived = shards  # parts of its message that shards lack
     self.is_counted = False  # whether the lead has received its part
     self.duration = duration
@@ -178,7 +178,7 @@ class _OverNetwork:
   ):
     self._shards, self._messages = range(network.shards), messages
     self._nbytes = nbytes
-    self._waited = 0.0  # of all parts, in queues of shards
+    self._waited = 0.0  # sum over parts of the time in queues of shards
     # Counted messages that all shards have received, and the time of the last.
     self._n_complete, self._end = 0, 0.0
     self.queue = LinkQueue(Links(network, workers), self._add_waited)
@@ -218,8 +218,8 @@ class _OverNetwork:
     self.queue.send_down(time, job.worker, shard, nbytes, arrive)
 
   def _take_part(self, shard: int, job: _Job, time: float) -> None:
-    """Counts a part of a ticket at its worker. With the part of the lead, the
-    worker asks the other shards for theirs."""
+    """Counts a part of a ticket at its worker. After the lead's part, the
+    worker asks the other shards for their parts."""
     for other_shard in self._shards[1:] if not shard else ():
       send_answer = functools.partial(self._answer, other_shard, job)
       self.queue.send_up(time, job.worker, other_shard, 0.0, send_answer)
@@ -232,7 +232,7 @@ class _OverNetwork:
       self.queue.at(end, functools.partial(self._push, job))
 
   def _answer(self, shard: int, job: _Job, time: float) -> None:
-    """Sends the part of a ticket for which a worker has asked."""
+    """Sends a shard's part of a ticket, for which a worker has asked."""
     action = base.KEEP if job.keep else base.SEND
     self.rows[shard].append(job.row(time, action))
     self._send_part(shard, job, time)
@@ -275,9 +275,9 @@ def over_network(
   other shards do.
 
   Args:
-    rules, durations, workers, messages: as of `out_of_step`.
+    rules, durations, workers, messages: as for `out_of_step`.
     network: the links, for S shards, in the unit of the durations.
-    nbytes: the bytes of each shard's part of a ticket, and of a message.
+    nbytes: bytes of each shard's part; the same for tickets and for messages.
 
   Returns:
     (S traces, use of the links until the end). The first trace is the lead's;
@@ -288,8 +288,8 @@ def over_network(
     ValueError: as `out_of_step`.
 
   Example:
-    A job takes 1, each way 0.5: the lead's part of the ticket, the request to
-    the other shard, its answer, and the message.
+    A job takes 1, each transfer 0.5. The transfers are the lead's part of the
+    ticket, the request to the other shard, its answer, and the message.
 
     >>> from asgd import orders
     >>> from asgd.orders import protocol, shards

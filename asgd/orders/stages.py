@@ -1,4 +1,4 @@
-"""Stages: few workers at first, and more after so many messages."""
+"""Stages: few workers at first, and more after given numbers of messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,15 +12,15 @@ def read(pairs: Any, round: int = 0, warm_start: int = 0) -> Stages:
   """Returns the stages of rules, as tuples.
 
   Args:
-    pairs: pairs (workers, messages): so many workers may start jobs until so
-      many messages were received.
+    pairs: pairs (workers, messages): `workers` workers may start jobs until
+      `messages` messages have been received.
     round: `Rules.round`; rounds exclude stages.
     warm_start: `Rules.warm_start`; it excludes stages, as it is a stage of one
       worker.
 
   Raises:
-    ValueError: for stages that are no such pairs or do not increase, and for
-      stages with rounds or a warm start.
+    ValueError: for a stage that is no such pair, for numbers that do not
+      increase, and for stages with rounds or a warm start.
 
   Example:
     >>> read([[1, 100], [4, 300]])
@@ -57,8 +57,8 @@ def ends(stages: Stages, received: int) -> bool:
 def admitted(
   stages: Stages, received: int, present: Sequence[int]
 ) -> set[int]:
-  """Returns the workers of the present stage: the first of those that are
-  present, sorted; all of them after the last stage.
+  """Returns the workers that the current stage admits: the first ones of
+  `present`, which is sorted; after the last stage, all of them.
 
   Example:
     >>> admitted(((1, 100), (2, 300)), 100, [0, 3, 4])

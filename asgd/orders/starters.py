@@ -11,7 +11,7 @@ import heapq
 
 class Clocks:
   """Clocks of workers, and the least of them. A clock counts the jobs that the
-  worker has finished; a newcomer's begins at the slowest clock.
+  worker has finished; a newcomer's clock begins at the least one.
 
   Example:
     >>> from asgd.orders.starters import Clocks
@@ -81,7 +81,7 @@ class Starters:
     self._clocks, self._with_job = Clocks(), Clocks()
     self._free: dict[int, int] = {}  # free worker -> clock at its next start
     # A free worker with a clock above the limit is in `_waiting`, under that
-    # clock, until a limit reaches it; then it is in the heap `_allowed`.
+    # clock. When a limit allows the clock, it moves to the heap `_allowed`.
     self._waiting: dict[int, list[int]] = {}  # some workers are outdated
     self._heap: list[int] = []  # clocks of `_waiting`
     self._limit = -1.0  # the latest limit on clocks

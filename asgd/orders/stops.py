@@ -17,25 +17,24 @@ from asgd import base, checks
 from asgd.orders.durations import Durations
 from asgd.orders.trace import Event, from_events
 
-_MOST_STOPS = (
-  100_000  # stops without a message, after which a budget is too small
-)
+# After more stops than this without a message, the budget counts as too small.
+_MOST_STOPS = 100_000
 
 
 def with_stops(
   durations: Durations, *, workers: int, messages: int,
   stop_after: int | None = None, budget: float | Sequence[float] | None = None
 ) -> base.Trace:
-  """Every worker starts again as soon as its job is received, or stopped.
+  """Returns an order in which stale or long jobs are stopped.
 
-  A stopped job ends without a message, and no worker repeats it: its worker is
-  sent the present parameters at once, and starts the next job.
+  Every worker starts its next job as soon as its job is received or stopped. A
+  stopped job ends without a message, and no worker repeats it.
 
   Args:
     durations, workers, messages: shared options (`asgd.orders.makers`).
     stop_after: R: a job is stopped when R messages have been received since its
-      ticket. So no message has a staleness of R or more, if each is an update.
-      None: no job is stopped for this reason.
+      ticket was sent. If each message is an update, no message has a staleness
+      of R or more. None: no job is stopped for this reason.
     budget: a job that takes longer is stopped after this time, in the unit of
       the durations: a number, or one for each worker. None: no limit.
 
@@ -87,7 +86,7 @@ def budgets_of(
   """Returns the budget of each of N workers, infinity for none.
 
   Raises:
-    ValueError: for a budget that is not positive, or another number of them.
+    ValueError: for a budget that is not positive, or not N budgets.
 
   Example:
     >>> from asgd.orders import stops
@@ -124,12 +123,12 @@ class _Jobs:
     # (end, job, worker, whether the budget ends the job); some of these jobs
     # were stopped before their end
     self._ends: list[tuple[float, int, int, bool]] = []
-    # (messages before it, SEND row), in the order of the rows
+    # (messages received before the row, SEND row), in the order of the rows
     self._start_rows = collections.deque[tuple[int, Event]]()
-    self._stops = 0  # since the last message
+    self._stops = 0  # stops since the last message
 
   def advance(self) -> None:
-    """Stops stale jobs, starts a job at each free worker, and ends the next."""
+    """Stops stale jobs, starts a job at each idle worker, and ends one job."""
     self._stop_stale()
     for worker in sorted(self._idle_workers):
       self._start(worker)
@@ -147,9 +146,9 @@ class _Jobs:
     self._next_seq[worker], self._next_job = seq + 1, job + 1
     if self._stop_after is not None:
       self._start_rows.append((self.received, row))
-    length, budget = next(self._streams[worker]), self._budgets[worker]
-    end = self._now + min(length, budget)
-    heapq.heappush(self._ends, (end, job, worker, length > budget))
+    duration, budget = next(self._streams[worker]), self._budgets[worker]
+    end = self._now + min(duration, budget)
+    heapq.heappush(self._ends, (end, job, worker, duration > budget))
 
   def _end(self, worker: int, action: int) -> None:
     """Ends the job of a worker by a RECEIVE or a STOP row."""
@@ -169,9 +168,8 @@ class _Jobs:
     """Stops the jobs with a delay of `stop_after` or more."""
     if self._stop_after is None:
       return
-    most_earlier = (
-      self.received - self._stop_after
-    )  # messages before a stale ticket
+    # A ticket is stale if at most this many messages were received before it.
+    most_earlier = self.received - self._stop_after
     while self._start_rows and self._start_rows[0][0] <= most_earlier:
       _, row = self._start_rows.popleft()
       if self._open_rows.get(row.worker) is row:

@@ -1,4 +1,4 @@
-"""The trace: an order as a table, with one format and one reading.
+"""The trace: an order as a table, its file format and the meaning of its rows.
 
   time    worker  seq  job  action
   0       0       0    0    send       two tickets of version 0
@@ -12,9 +12,9 @@
 A job is a piece of data; `seq` counts the jobs of a worker index, so (worker,
 seq) names a message. An `Event` is a row, a `base.Trace` the columns. A file is
 CSV with one line for each row. The journal of a live shard is such a file with
-more columns; the last one is a checksum of the other columns. `Ledger` defines
-what the actions mean: every engine, check and figure that follows a trace asks
-it which tickets are open.
+more columns; the last column is a checksum of the others. `Ledger` defines what
+the actions mean: every engine, check and figure that follows a trace asks a
+Ledger which tickets are open.
 """
 
 import collections
@@ -55,17 +55,15 @@ class Event(NamedTuple):
   time: float  # seconds, or the unit of the durations
   worker: int
   seq: int  # index of the job among those of the worker index, or NO_SEQ
-  # The piece of data. JOIN, LEAVE: the incarnation. ROLLBACK: a row. Rows
-  # between peers: the round, or the other peer (see base.PUT).
+  # The piece of data. JOIN, LEAVE: the incarnation. ROLLBACK: the first row
+  # that is undone. Rows between peers: the round or the other peer (base.PUT).
   job: int
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: version of the ticket
   params: int = -1  # SEND: slot of the parameters
   message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
   loss: float = 0.0  # RECEIVE: loss on the message's batch
-  totals: tuple[
-    float, ...
-  ] = ()  # RECEIVE: sums over all shards, or ()
+  totals: tuple[float, ...] = ()  # RECEIVE: sums over all shards, or ()
 
   @property
   def key(self) -> tuple[int, int]:
@@ -86,7 +84,7 @@ class Event(NamedTuple):
 
   @classmethod
   def parse(cls, line: str) -> "Event":
-    """Returns the Event of a line of either form, or raises ValueError."""
+    """Returns the Event of a line of a trace or journal; raises ValueError."""
     line = line.strip()
     cells = line.split(",")
     if len(cells) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
@@ -247,8 +245,8 @@ class Ledger(Generic[T]):
   """Follows a trace row by row and keeps the open tickets.
 
   The caller chooses the type of tickets: the parameters in a simulator, the
-  SEND row in an analysis. The ledger keeps it until the row that ends its job.
-  The ledger accepts every row that can be replayed; `orders.check` finds the
+  SEND row in an analysis. The ledger stores a ticket until the row that ends
+  its job. It accepts every row that can be replayed; `orders.check` finds the
   rows that protocols forbid.
 
   Args:
@@ -382,7 +380,7 @@ class TicketRows(NamedTuple):
 
 
 def pair(trace: base.Trace) -> TicketRows | None:
-  """Finds the ticket of each message of a trace, by NumPy.
+  """Finds the ticket of each message of a trace, without a loop over rows.
 
   Returns:
     TicketRows. None for a trace that has to be read row by row: a trace with
@@ -430,7 +428,7 @@ def staleness(
   its copy, if each message is an update. These updates are not counted.
 
   Args:
-    trace: one in which all messages are accepted, and without a rollback.
+    trace: a trace without rollbacks, in which all messages are accepted.
     every: messages that are averaged into one parameter change.
 
   Returns:

@@ -34,7 +34,7 @@ def render(
     title: the title of the page.
     lead: a line below the title.
     template: a template of this folder.
-    **sections: of the page; report.html draws each that is given:
+    **sections: values for the template; report.html draws those that are given:
       warnings: from `merge_warnings`.
       pictures: from `pictures`.
       results: a `Results`.
@@ -75,7 +75,7 @@ class CellWarning(NamedTuple):
   """A warning of one cell or more."""
 
   text: str
-  cells: list[str]  # that have it; [] if it names none
+  cells: list[str]  # cells that have the warning; [] if the text names none
 
 
 # LABEL-nWORKERS-sSEED: message.
@@ -177,8 +177,8 @@ def results(
   Args:
     rows: the rows of results.csv; KEY_std is the deviation of KEY, in the same
       cell.
-    columns: an `asgd.experiment.engines.Column` for each key that is shown at
-      once; the page hides the others until a click.
+    columns: an `asgd.experiment.engines.Column` for each key that the page
+      shows at first; it hides the other keys until a click.
   """
   shown_columns = {column.key: column for column in columns}
   row_keys = dict.fromkeys(key for row in rows for key in row)
@@ -284,7 +284,7 @@ def _cell(
   is_integer = isinstance(value, int) and scale == 1
   shown = str(value) if is_integer else form.format(scale * value)
   spread: tuple[float, str] | None = None
-  # Equal values of all seeds have a deviation of rounding errors alone.
+  # If all seeds have equal values, the deviation is only a rounding error.
   deviation = 0.0 if std is None or _is_missing(std) else float(std)
   if deviation > _ROUNDING * abs(value):
     spread_form = form if scale != 1 else "{:.2g}"

@@ -29,11 +29,11 @@ class Size(NamedTuple):
 
 SIZE = Size()
 _WANTED_TICKS = 5  # wanted on an axis; steps of 1, 2 or 5 give 3 to 6
-# Of a histogram; fewer bars are not wider than one of 5.
+# Bars of a histogram. If it has fewer than 5, each is as wide as one of 5.
 _MAX_BARS, _MIN_BARS = 32, 5
-_RATE_SECONDS = 5.0  # seconds over which the present rate is taken
-_LOG_RATIO = 50.0  # ratio of the values from which an axis is logarithmic
-_STRIP_WIDTH = 1000  # width of a strip's viewBox, which is its whole time
+_RATE_SECONDS = 5.0  # seconds over which the present rate is averaged
+_LOG_RATIO = 50.0  # largest / smallest value above which an axis is logarithmic
+_STRIP_WIDTH = 1000  # width of a strip's viewBox, which spans its whole time
 
 
 class Chart(NamedTuple):
@@ -54,7 +54,7 @@ class Lane(NamedTuple):
 
   name: str
   parts: list[tuple[str, float, float, str]]  # kind, x, width, text
-  shares: str  # of the time, in percent
+  shares: str  # percent of the time for each sort of work
 
 
 class Strip(NamedTuple):
@@ -64,15 +64,15 @@ class Strip(NamedTuple):
   kinds: list[str]
   begin: str
   end: str
-  note: str  # on workers without a strip
+  note: str  # how many workers have a strip; "" if all have one
 
 
 class Panels(NamedTuple):
   """All panels of a cell."""
 
   name: str
-  state: str  # of `run_files`, or of the page that shows it
-  share: float  # of the messages that are received
+  state: str  # a state of `run_files`, or of the page that shows the panels
+  share: float  # received messages / all messages of the cell
   facts: list[tuple[str, str]]
   charts: list[Chart]
   strip: Strip | None
@@ -114,7 +114,7 @@ def _ticks(low: float, high: float) -> list[float]:
   rough = (high - low) / _WANTED_TICKS
   power = 10.0 ** math.floor(math.log10(rough))
   step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * rough)
-  # 1e-9: a limit that is a tick up to rounding has its tick.
+  # 1e-9: a limit that equals a tick except for rounding has its tick.
   first_step = math.ceil(low / step - 1e-9)
   count = math.floor(high / step + 1e-9) - first_step + 1
   # 12 digits hide the rounding of 0.1 * 3.
@@ -134,7 +134,8 @@ def _y_pixel(value: Any, low: float, high: float) -> Any:
 
 
 def _range(values: npt.NDArray[Any], *, from_zero: bool) -> tuple[float, float]:
-  """Returns limits of an axis that differ, from 0 on if `from_zero`."""
+  """Returns two different limits of an axis that contains the values, and 0 if
+  `from_zero`."""
   low, high = float(values.min()), float(values.max())
   low = min(low, 0.0) if from_zero else low
   # Equal limits would divide by 0 in `_x_pixel` and `_y_pixel`.
@@ -263,7 +264,8 @@ def _staleness(content: Mapping[str, Any]) -> Chart | None:
 
 def _gap(content: Mapping[str, Any]) -> Chart | None:
   """Returns the histogram of gaps, on a logarithmic axis."""
-  # Bin 0 has the gaps of 0, clipped by `cell_progress`. `range` has exponents.
+  # Bin 0 has the gaps of 0, clipped by `cell_progress`. `range` has exponents
+  # of 10.
   counts, (low, high) = np.array(content["counts"], int), content["range"]
   edges = np.linspace(low, high, len(counts) + 1)
   zero_count, positive_bins = int(counts[0]), np.flatnonzero(counts[1:])
@@ -276,14 +278,13 @@ def _gap(content: Mapping[str, Any]) -> Chart | None:
     f"{10**a:.2g} to {10**b:.2g}"
     for a, b in itertools.pairwise(edges[first : last + 1])
   ]
-  # A bar of zeros stands apart, one empty bar to the left of the others.
+  # The bar of zeros is the first; an empty bar separates it from the others.
   bar_counts, ticks = counts[first:last], []
   if zero_count:
     bar_counts = np.append([zero_count, 0], bar_counts)
     labels = ["0", "-", *labels]
     ticks = [(0, "0")]
-  # From a bin's index to that of its bar.
-  shift = 2 * bool(zero_count) - first
+  shift = 2 * bool(zero_count) - first  # index of a bar - index of its bin
   step = max(-(-len(bar_counts) // 4), 1)
   ticks += [
     (i + shift, f"{10 ** edges[i]:.1g}")
@@ -344,7 +345,7 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
 
 
 def _rate(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-  """Returns (seconds, messages a second) between points."""
+  """Returns (seconds, messages per second) between points."""
   previous, rates = (0.0, 0.0), []
   # A rollback lowers the count of messages: no rate is shown across it.
   for seconds, message, *_ in points:
@@ -361,7 +362,7 @@ def _facts(cell: CellFiles) -> list[tuple[str, str]]:
   points, total = progress["points"], progress["total"]
   n_received, (bytes_up, bytes_down) = progress["messages"], progress["bytes"]
   facts = [("messages", f"{n_received:,} of {total:,}")]
-  # The present rate while the cell is trained, the mean of all afterwards.
+  # While the cell is trained the present rate, afterwards the mean rate.
   recent = [p for p in points if p[0] >= points[-1][0] - _RATE_SECONDS]
   if cell.result or len(recent) < 2:
     recent = [[0.0, 0], *points[-1:]]

@@ -17,7 +17,7 @@ _ARCHIVE = "cell.npz"  # has the files of a finished cell
 _MAX_PROGRESS_BYTES = 2**23  # a run writes some 100 kB
 _MAX_BYTES = 2**28  # of another file that is read whole
 
-# Errors of an archive that was changed: `zipfile` documents the first alone.
+# Errors of a damaged archive: `zipfile` documents only the first of them.
 _DAMAGES = (
   *(zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError),
   *(RuntimeError, ValueError),
@@ -28,7 +28,7 @@ FINISHED, BEGUN = "finished", "begun"
 
 
 class CellFiles(NamedTuple):
-  """One cell, as far as it is trained."""
+  """Contents of the files of one cell, which may still be trained."""
 
   name: str
   progress: dict[str, Any]  # contents of progress.json; {}: there is none

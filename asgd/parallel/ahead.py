@@ -2,12 +2,12 @@
 
 `compile_program` lowers and compiles a step from shapes alone, for devices that
 this machine need not have, and reads the optimised program. `compare` lists the
-differences between the program and the plan:
+differences between the program and the plan. There is none if:
 
-  - arguments and results of a device: the arrays that the shardings divide, and
-    their bytes with the padding of their layouts, exactly;
-  - matrix products: within 2 % of the planner's operations. The count is of the
-    program, with a loop's body once for each turn. XLA's own count has a body
+  - arguments and results of a device are the arrays that the shardings give,
+    and XLA's bytes are exactly those of these arrays with padded layouts;
+  - matrix products: within 2 % of the planner's operations. `asgd.parallel.hlo`
+    counts a loop's body once for each iteration. XLA's own count has a body
     only once, and includes other operations;
   - temporary bytes of a device's main memory: within 15 %, if they are 256 MiB
     or more (a TPU keeps smaller arrays in its vector memory);
@@ -23,7 +23,7 @@ XLA may change collectives, and `compare` allows these changes:
     shifts the parts;
   - numbers are sent in fewer bytes, where only a product in bfloat16 reads
     them;
-  - pieces that are added up are reduced once;
+  - arrays that are added up later are added first, and reduced once;
   - an array is scattered along one axis before it is added up along another.
 
 Single numbers (norms, the loss) are not compared. Begin with `compile_program`,
@@ -44,10 +44,10 @@ from asgd import text_table
 from asgd.parallel import hlo, memory, meshes, transfers
 from asgd.parallel.targets import Target
 
-FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
+FLOPS, TEMPORARY = 0.02, 0.15  # allowed errors of the plan, as parts of it
 # Smaller temporary arrays are in a TPU's vector memory, and not compared.
 _MIN_TEMPORARY = 2**28  # bytes
-_MAX_PADDING = 1 / 8  # largest part by which a reduce-scatter may pad its array
+_MAX_PADDING = 1 / 8  # part of its array that a reduce-scatter may add to it
 _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}  # JAX -> HLO
 # TPUs round the bytes of the table of a tuple's arrays up to one of these.
 _TABLE_UNITS = 32, 512
@@ -85,7 +85,7 @@ class Compiled(NamedTuple):
   results: int
   temporary: int
   reused: int  # bytes of results that are written over arguments
-  # Shapes of a device's arguments and results, by their shardings.
+  # (global shapes of the arguments, those of the results), with shardings.
   shapes: tuple[list[Any], list[Any]]
 
   @property
@@ -186,13 +186,14 @@ _Groups = frozenset[frozenset[int]]  # groups of devices
 
 
 def _axes_of_groups(mesh: Mesh) -> dict[_Groups, frozenset[str]]:
-  """Returns groups of devices -> the axes of the mesh along which they lie."""
+  """Returns a dict from the groups of devices along some axes of the mesh to
+  these axes."""
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   names = [name for name, size in mesh.shape.items() if size > 1]
   axes_of = {}
   for count in range(1, len(names) + 1):
     for axes in itertools.combinations(names, count):
-      # The axes last: each row is a group.
+      # With these axes last, each row is a group.
       indices = [list(mesh.shape).index(name) for name in axes]
       rows = np.moveaxis(grid, indices, range(-count, 0))
       rows = rows.reshape(-1, math.prod(mesh.shape[name] for name in axes))
@@ -246,7 +247,7 @@ def _pairs_inside(
   pairs: Iterable[tuple[int, int]], size: int
 ) -> set[tuple[int, int]]:
   """Returns the pairs inside slices of `size` devices, numbered within a slice.
-  All slices run one program, and it sends to other slices by the hosts."""
+  All slices run one program, which sends to other slices through the hosts."""
   return {(i % size, j % size) for i, j in pairs if i // size == j // size}
 
 
@@ -257,9 +258,9 @@ def _is_match(
   axes_of: dict[_Groups, frozenset[str]],
   slack: float,
 ) -> bool:
-  """Returns whether a collective may be the planned transfer, if that has the
-  kind `kind`. `slack` is the part of its elements by which the collective may
-  be padded."""
+  """Returns whether the planned transfer has the kind `kind`, and a collective
+  may be this transfer. `slack` is the part of the planned elements that the
+  collective may add as padding."""
   if planned.kind != kind:
     return False
   if kind == transfers.PERMUTE:
@@ -269,7 +270,7 @@ def _is_match(
     has_devices = axes_of.get(groups) == planned.axes
   max_elements = planned.elements * (1 + slack)
   has_size = planned.elements <= collective.elements <= max_elements
-  # An array that was scattered along another axis before it was added up.
+  # XLA may scatter the array along another axis before it is added up.
   has_size |= collective.elements * planned.parts == planned.elements
   is_narrow = hlo.itemsize(collective.dtype) <= planned.itemsize
   return has_devices and has_size and is_narrow
@@ -294,14 +295,14 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
     for transfer in transfers.add_up(x for x in planned if x.elements > 1)
   ]
 
-  def match(collective, kind, limit, slack=0.0):
-    """Matches a collective with rows of a kind, up to the field `limit` of each
-    transfer; returns the collective with the calls that are left."""
+  def match(collective, kind, field, slack=0.0):
+    """Matches calls of a collective with rows of a kind, up to the number in a
+    field of each transfer; returns the collective with the other calls."""
     for row in rows:
       if collective.times and _is_match(
         row.planned, collective, kind, axes_of, slack
       ):
-        collective = row.match(collective, getattr(row.planned, limit))
+        collective = row.match(collective, getattr(row.planned, field))
     return collective
 
   # [2] Match: first up to the least number of calls, then up to the largest,
@@ -312,11 +313,11 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
     for x in program.collectives
     if x.elements > 1 and not (x.kind == hlo.SEND and x.elements in sizes)
   ]
-  for limit, rank in itertools.product(("least", "times"), range(3)):
+  for field, rank in itertools.product(("least", "times"), range(3)):
     for number, collective in enumerate(unmatched):
       kinds = _PLANNED_KINDS.get(collective.kind, ())
       if rank < len(kinds):
-        unmatched[number] = match(collective, kinds[rank], limit)
+        unmatched[number] = match(collective, kinds[rank], field)
   unmatched = [x for x in unmatched if x.times]
   # [3] Padded reduce-scatters. If there are any, permutations shift the parts.
   unplanned = [
@@ -372,8 +373,8 @@ def _match_flat(
 
 
 def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
-  """Returns the transfers between slices. All slices run the same program:
-  its collectives stay inside a slice, and it sends to other slices by the
+  """Returns the transfers between slices. All slices run the same program: its
+  collectives stay inside a slice, and it sends to other slices through the
   hosts."""
   return [x for x in program.collectives if x.kind == hlo.SEND]
 
@@ -433,7 +434,7 @@ def compare(compiled: Compiled, matches: Matches) -> list[str]:
 
 def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
   """Returns the bytes of all collectives of a step, and the bytes that are sent
-  while the device computes (an asynchronous pair of start and end)."""
+  while the device computes (by an asynchronous pair of start and end)."""
   sizes = [(x.bytes * x.times, x.asynchronous) for x in program.collectives]
   hidden = sum(nbytes for nbytes, is_asynchronous in sizes if is_asynchronous)
   return sum(nbytes for nbytes, _ in sizes), hidden

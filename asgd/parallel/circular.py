@@ -42,13 +42,13 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
 
   Returns:
     (chunks, x, key) -> y: leaves of `chunks` are [v, L / (v S), ...], this
-    stage's part of [v, L / v, ...]; x and y [M, B, ...], M microbatches, the
+    stage's part of [v, L / v, ...]; x and y are M microbatches [M, B, ...], the
     same on all stages. The key of layer l on microbatch m is
     fold_in(fold_in(key, m), l).
 
   Raises:
-    ValueError: for rounds that are not positive and whole; by the function, if
-      fewer microbatches than stages go around several times.
+    ValueError: for rounds that are not positive and whole; from the returned
+      function, if `rounds` > 1 and there are fewer microbatches than stages.
   """
   checks.integer("rounds", rounds)
 
@@ -62,8 +62,8 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       )
     is_last = stage == stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
-    # With one round all turns have the same weights. If they are chosen outside
-    # of the loop, the backward keeps one copy of them, not one for each turn.
+    # With one round all steps use the same weights. As they are read outside of
+    # the loop, the backward keeps one copy of them, not one for each step.
     first_chunk = jax.tree.map(lambda leaf: leaf[0], chunks)
 
     def step(carry, time):
@@ -76,27 +76,27 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       is_returned = (stage == 0) & (returned >= 0)
       row = returned % n_microbatches
       round_inputs = _put(round_inputs, received, row, is_returned)
-      # [2] This stage's pass: number r M + m is round r of microbatch m. Stage
-      # s begins s steps after stage 0.
+      # [2] The number of this stage's pass: r M + m is round r of microbatch m.
+      # Stage s begins s steps after stage 0.
       number = time - stage
       has_work = (number >= 0) & (number < rounds * n_microbatches)
       number = jnp.clip(number, 0, rounds * n_microbatches - 1)
-      turn, microbatch = number // n_microbatches, number % n_microbatches
+      r, microbatch = number // n_microbatches, number % n_microbatches
       # [3] Its input.
       new_input = x[microbatch]
-      stage_0_input = jnp.where(turn == 0, new_input, round_inputs[microbatch])
+      stage_0_input = jnp.where(r == 0, new_input, round_inputs[microbatch])
       h = jnp.where(stage == 0, stage_0_input, received)
       # A device without work computes on an input, not on the empty slots, and
       # drops the result: zero times NaN would be NaN, also in the backward.
       h = jnp.where(has_work, h, new_input)
-      # [4] Apply the layers of this turn, with a key of the microbatch.
+      # [4] Apply the layers of this round, with a key of the microbatch.
       microbatch_key = jax.random.fold_in(key, microbatch)
       chunk = first_chunk
       if rounds > 1:
-        chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
-      h = _apply_chunk(layer, chunk, h, turn * stages + stage, microbatch_key)
+        chunk = jax.tree.map(lambda leaf: leaf[r], chunks)
+      h = _apply_chunk(layer, chunk, h, r * stages + stage, microbatch_key)
       # [5] Keep a final output; send every output on.
-      is_final = has_work & is_last & (turn == rounds - 1)
+      is_final = has_work & is_last & (r == rounds - 1)
       outputs = _put(outputs, h, microbatch, is_final)
       return (jax.lax.ppermute(h, _AXIS, ring), round_inputs, outputs), None
 

@@ -11,10 +11,10 @@ Call them inside `jax.shard_map` with (x, axis):
         the sum is "or", where `psum` counts. The array is padded with zeros and
         cut into equal chunks.
 
-Unless its docstring differs, a collective returns the sum over devices, in the
-shape and dtype of x, equal on all devices to the bit. JAX cannot infer that
-they are equal, so shard_map needs check_vma=False, or the axis in its
-out_specs. Rounds are unrolled, so that XLA can overlap them; the size of the
+Unless its docstring says otherwise, a collective returns the sum over devices,
+with the shape and dtype of x, equal on all devices to the bit. JAX cannot infer
+that the sums are equal, so shard_map needs check_vma=False, or the axis in its
+out_specs. Rounds are unrolled: XLA can overlap them, but the size of the
 program grows with N.
 
 Index letters in shape comments:
@@ -62,7 +62,7 @@ def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _ring(devices: int, step: int) -> list[tuple[int, int]]:
-  """Returns (sender, receiver) pairs: each device sends `step` further."""
+  """Returns (sender, receiver) pairs: device d sends to device d + `step`."""
   return [(d, (d + step) % devices) for d in range(devices)]
 
 
@@ -173,8 +173,8 @@ def _on_power_of_two(
 
 
 def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
-  """Returns (sender, receiver) for each two members with indices that differ in
-  one bit."""
+  """Returns (sender, receiver) pairs: the member with index i sends to that
+  with index i ^ bit; `bit` is 1, 2, 4, ..."""
   return [(device, members[i ^ bit]) for i, device in enumerate(members)]
 
 
@@ -369,7 +369,7 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   checks.integer("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
   sizes = [bytes_of(leaf) for leaf in leaves]
-  open_buckets: dict[Any, list[int]] = {}  # dtype -> a bucket that is not full
+  open_buckets: dict[Any, list[int]] = {}  # dtype -> leaves of its last bucket
   full_buckets = []
   for i in reversed(range(len(leaves))):
     bucket = open_buckets.setdefault(jnp.dtype(leaves[i].dtype), [])
@@ -378,7 +378,7 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
       bucket.clear()
     bucket.append(i)
   full_buckets += (tuple(bucket) for bucket in open_buckets.values())
-  # A bucket is complete with its last leaf, which is first in the forward.
+  # The last leaf completes a bucket; it is the bucket's first in the forward.
   return tuple(sorted(full_buckets, key=lambda bucket: -bucket[-1]))
 
 

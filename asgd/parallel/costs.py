@@ -28,8 +28,8 @@ from asgd import checks
 class LinkSpeed(NamedTuple):
   """The alpha-beta model of a link."""
 
-  bandwidth: float  # B, bytes a second, each way
-  latency: float = 0.0  # alpha, seconds of a message of no bytes
+  bandwidth: float  # B, bytes per second in each direction
+  latency: float = 0.0  # alpha, seconds that a message without bytes takes
 
 
 class Cost(NamedTuple):
@@ -77,15 +77,16 @@ def _chunk(size: float, pieces: int, grain: int) -> int:
 
 
 def ring_reduce_scatter(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of (N - 1) / N S; an all-gather to S bytes costs the same.
-  """
+  """Returns the cost of N - 1 rounds with (N - 1) / N S bytes in all, also that
+  of an all-gather to S bytes."""
   _check(size, devices, grain)
   link_bytes = (devices - 1) * _chunk(size, devices, grain)
   return Cost(devices - 1, link_bytes, link_bytes)
 
 
 def ring(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of a reduce-scatter and an all-gather, 2 (N - 1) / N S.
+  """Returns the cost of a reduce-scatter and an all-gather: 2 (N - 1) / N S
+  bytes.
 
   Example:
     >>> ring(800, 4)
@@ -96,8 +97,8 @@ def ring(size: float, devices: int, *, grain: int = 1) -> Cost:
 
 
 def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of the rounds of a ring, with half its bytes on each of
-  two links."""
+  """Returns the cost of a ring's rounds with half of the bytes on each of two
+  links."""
   _check(size, devices, grain)
   steps = 2 * (devices - 1)
   link_bytes = steps * _chunk(size, 2 * devices, grain)
@@ -113,8 +114,8 @@ def _add_pair_rounds(cost: Cost, size: float, devices: int) -> Cost:
 
 
 def recursive_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of log2 N rounds of S; two rounds more if N is no power of
-  2."""
+  """Returns the cost of log2 N rounds of S bytes each; of two rounds more if N
+  is no power of 2."""
   _check(size, devices, grain)
   rounds = devices.bit_length() - 1
   cost = Cost(rounds, rounds * size, rounds * size)
@@ -122,19 +123,20 @@ def recursive_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
 
 
 def halving_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of 2 log2 N rounds with 2 (N - 1) / N S in all; two rounds
-  of S more if N is no power of 2."""
+  """Returns the cost of 2 log2 N rounds with 2 (N - 1) / N S bytes in all; of
+  two more rounds of S bytes each if N is no power of 2."""
   _check(size, devices, grain)
   rounds = devices.bit_length() - 1
-  # Halves, quarters, ... add up to 2^k - 1 chunks of a 2^k-th, twice.
+  # Halves, quarters, ... add up to 2^k - 1 chunks of a 2^k-th. They are sent
+  # twice.
   link_bytes = 2 * ((1 << rounds) - 1) * _chunk(size, 1 << rounds, grain)
   cost = Cost(2 * rounds, link_bytes, link_bytes)
   return _add_pair_rounds(cost, size, devices)
 
 
 def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of 2 ceil(log2 N) rounds of S; the root sends in half of
-  them."""
+  """Returns the cost of 2 ceil(log2 N) rounds of S bytes each; the root sends
+  in half of them."""
   _check(size, devices, grain)
   depth = (devices - 1).bit_length()
   return Cost(2 * depth, 2 * depth * size, depth * size)
@@ -143,9 +145,9 @@ def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
 def hierarchical(
   size: float, inside: int, between: int, *, grain: int = 1
 ) -> tuple[Cost, Cost]:
-  """Returns the cost on the links inside nodes, 2 (g - 1) / g S, and the cost
-  on the links between nodes, 2 (n - 1) / n S / g. `inside` is g, the devices of
-  a node, and `between` is n, the number of nodes."""
+  """Returns (cost inside nodes, cost between nodes): 2 (g - 1) / g S bytes on
+  the links inside, 2 (n - 1) / n S / g bytes on those between. `inside` is g,
+  the devices of a node, and `between` is n, the number of nodes."""
   _check(size, between, grain)
   # Each device of a node sends its chunk around a ring between nodes.
   between_cost = ring(_chunk(size, inside, grain), between, grain=grain)
@@ -155,10 +157,10 @@ def hierarchical(
 def parameter_server(
   size: float, devices: int, *, shards: int | None = None, grain: int = 1
 ) -> Cost:
-  """Returns the cost of a push to P shards and a pull, of N workers at once:
-  2 (N - 1) / P S. The shards (None is N shards) are on the first P workers: N -
-  1 workers send to each shard, one after the other. Raises ValueError for more
-  than N shards."""
+  """Returns the cost of a push to P shards and a pull, by N workers at once:
+  2 (N - 1) / P S bytes. The shards (None: N shards) are on the first P workers.
+  N - 1 workers send to each shard, one after the other. Raises ValueError for
+  more than N shards."""
   shards = devices if shards is None else shards
   _check(size, devices, grain)
   checks.integer("shards", shards)
@@ -180,7 +182,7 @@ COSTS: dict[str, Callable[..., Cost]] = {
   "halving_doubling": halving_doubling,
   "tree": tree,
   "parameter_server": parameter_server,
-}  # and `hierarchical`, of two numbers of devices
+}  # without `hierarchical`, which takes two numbers of devices
 
 
 def fastest(
@@ -191,8 +193,8 @@ def fastest(
   *,
   grain: int = 1,
 ) -> str:
-  """Returns the collective that takes the least time on such links, by `COSTS`;
-  of several equally fast, the first of `among`.
+  """Returns the name of the collective that takes the least time, by `COSTS`;
+  if several take equally long, the first of them in `among`.
 
   Example:
     A small array is sent whole, as a round costs more than its bytes.
@@ -212,9 +214,9 @@ def fastest(
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:
-  """Returns the cost of a dense layer's factors: a ring gathers M inputs and N'
-  output gradients in K rows of each device, (N - 1) K (M + N') elements of
-  `grain` bytes."""
+  """Returns the cost of a dense layer's factors: a ring gathers K rows of M
+  inputs and N' output gradients from each device. That is (N - 1) K (M + N')
+  elements of `grain` bytes."""
   device_bytes = rows * (inputs + outputs) * grain
   _check(device_bytes, devices, grain)
   link_bytes = (devices - 1) * device_bytes
@@ -235,7 +237,7 @@ def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
     >>> prefers_factors(32, 4096, 4096, 129)
     False
   """
-  # Table 1, the column for a node that is server and worker: PS, then SFB.
+  # Table 1, column for a node that is server and worker: its rows PS and SFB.
   gradient_elements = 2 * inputs * outputs * (2 * workers - 2) / workers
   factor_elements = 2 * rows * (inputs + outputs) * (workers - 1)
   return factor_elements <= gradient_elements

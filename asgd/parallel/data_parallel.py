@@ -53,7 +53,7 @@ _REDUCER = 0x726564  # folded into a step's key for the draws of a reducer
 class StepState(NamedTuple):
   """The state between two steps; `step` donates it."""
 
-  count: jax.Array  # type: ignore[assignment] # int32[], with skipped steps
+  count: jax.Array  # type: ignore[assignment] # int32[], also of skipped steps
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
   opt_state: optax.OptState
   scale: Any  # precision.LossScale, or () without one
@@ -91,9 +91,9 @@ class StepOptions(NamedTuple):
   loss_scale: precision.Dynamic | None = None
   form: str = "shard_map"  # or "pmap": one process, one axis, zero 0
   statistics_decay: float = 0.9  # weight of the old statistics in a step
-  # Averages the gradients of the devices, as `compression.named_reducer`; None
+  # Averages the gradients of the devices (`compression.named_reducer`); None
   # averages exactly. ZeRO, other axes and the form "pmap" exclude it. If one
-  # gradient is not finite, nothing is sent and the mean is NaN.
+  # gradient is not finite, zeros are reduced instead, and the mean is NaN.
   reducer: compression.Reducer | None = None
   # The transform searches along a line (`optimizers.lbfgs`): its update gets
   # `value`, the loss of the batch, and `value_fn`, weights -> that loss. Needs
@@ -164,12 +164,12 @@ def make_step(
   # Check options that "pmap", a reducer or a search needs to have one value.
   count = jax.process_count()
   values = {**chosen._asdict(), "specs": specs, "processes": count}
-  of_pmap = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
+  pmap_values = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
   has_reducer = chosen.reducer is not None
   for is_used, beginning, needed in (
-    (chosen.form == "pmap", "the form 'pmap' (use 'shard_map') needs", of_pmap),
-    (has_reducer, step_checks.REDUCER, step_checks.OF_A_REDUCER),
-    (chosen.searches, step_checks.SEARCH, step_checks.OF_A_SEARCH),
+    (chosen.form == "pmap", step_checks.PMAP, pmap_values),
+    (has_reducer, step_checks.REDUCER, step_checks.REDUCER_VALUES),
+    (chosen.searches, step_checks.SEARCH, step_checks.SEARCH_VALUES),
   ):
     if is_used:
       step_checks.check_alone(beginning, mesh, values, needed)
@@ -222,8 +222,8 @@ class _Program(NamedTuple):
     return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
   def _objective(self, params, key, scale, dims):
-    """Returns (weights, piece, number of the piece) -> (scaled loss, (loss,
-    statistics))."""
+    """Returns the function (weights, piece, number of the piece) -> (scaled
+    loss, (loss, statistics))."""
     policy = self.policy
 
     def gather(leaf, dim):
@@ -252,8 +252,8 @@ class _Program(NamedTuple):
     return objective
 
   def gradient(self, params, batch, key, scale, reducer, dims):
-    """Returns the mean loss, the gradient, the statistics and the new
-    compression state, at one device in shard_map.
+    """Returns (mean loss, gradient, statistics, new compression state) on one
+    device in shard_map.
 
     `reducer` is the compression state before the step. `dims` has the divided
     dimension of each weight, or WHOLE.

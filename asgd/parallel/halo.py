@@ -5,8 +5,8 @@ tile of every image in all layers. A convolution reads rows and columns beyond
 the tile (the halo): the neighbours send them with `ppermute`, and at the
 image's border they are zeros. Columns are sent with their halo of rows, which
 has the corners of the diagonal neighbours. GroupNorm adds up its moments over
-the axes, and the head its mean. All other operations of a ResNet compute each
-pixel alone.
+the axes, and the head its mean. All other operations of a ResNet work on each
+pixel separately.
 
 The layers of `asgd.models` are used as they are. While `apply` runs, flax
 passes each call of a convolution or a norm inside a layer to this module
@@ -142,7 +142,7 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
         f" be divided as {tile_size} on each device of the axis {axis!r}: use"
         f" fewer devices, or images with more {axis}"
       )
-    # The last window begins s pixels before the end of a tile, and reads k.
+    # The last window begins s pixels before a tile's end, and reads k pixels.
     x = exchange(x, low, max(k - s - low, 0), axis)
     pads[dim] = 0, 0  # the halo contains the padding
   # [3] The same module, on the tile and its halo.

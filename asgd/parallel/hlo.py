@@ -1,10 +1,9 @@
 """Reads compiled programs: XLA's optimised HLO, as text.
 
 A program has computations, and a computation is a list of instructions. The
-reader counts how often a step runs each computation; the body of a loop runs as
-often as XLA says that the loop turns. The reader returns the collectives with
-their devices, elements and number of runs, and the arrays that enter and leave
-the program.
+reader counts how often a step runs each computation: the body of a loop runs
+once for each iteration. The reader returns the collectives with their devices,
+elements and number of runs, and the arrays that enter and leave the program.
 
 The TPU compiler divides an asynchronous collective over several fusions, which
 name the same collective: the first fusion (AsyncCollectiveStart) counts, the
@@ -147,8 +146,8 @@ def _numbers(text: str) -> list[int]:
 def _mesh_groups(
   sizes: str, ids: tuple[str, str | None] | None, axes: str
 ) -> np.ndarray:
-  """Returns groups along some axes of a mesh, or along parts of axes, written
-  (before)size: int[groups, devices of each]."""
+  """Returns the groups along some axes of a mesh, int[groups, devices of a
+  group]. XLA writes a part of an axis as (before)size."""
   shape = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", sizes)}
   grid = np.arange(math.prod(shape.values()))
   if ids is not None:
@@ -183,12 +182,12 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(_numbers(row)) for row in rows)
   iota = re.match(r"\[([0-9,]+)\]<=\[([0-9,]+)\](?:T\(([0-9,]+)\))?", text)
   ids = r"(?:, device_ids=\(\[([0-9,]+)\](?:T\(([0-9,]+)\))?\))?"
-  of_mesh = re.match(rf"mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", text)
+  mesh = re.match(rf"mesh\[([^\]]*)\]{ids} \{{([^}}]*)\}}", text)
   if iota is not None:
     grid = _iota(_numbers(iota[2]), iota[3]).reshape(_numbers(iota[1]))
-  elif of_mesh is not None:
-    device_ids = (of_mesh[2], of_mesh[3]) if of_mesh[2] else None
-    grid = _mesh_groups(of_mesh[1], device_ids, of_mesh[4])
+  elif mesh is not None:
+    device_ids = (mesh[2], mesh[3]) if mesh[2] else None
+    grid = _mesh_groups(mesh[1], device_ids, mesh[4])
   else:
     raise ValueError(f"cannot read the devices of a collective: {text[:80]!r}")
   return tuple(map(tuple, grid.tolist()))
@@ -210,9 +209,9 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return bodies, entry
 
 
-def _count_turns(bodies: dict[str, list[str]], line: str) -> int:
-  """Returns how often a loop turns; 1 if the instruction is no loop. XLA may
-  write the number. If not, the number in the loop's condition is used, because
+def _count_iterations(bodies: dict[str, list[str]], line: str) -> int:
+  """Returns the number of iterations of a loop; 1 if the instruction is no
+  loop. If XLA does not write the number, it is the end in the loop's condition:
   loops of JAX count from 0 by 1."""
   condition = re.search(r" while\(.*condition=%?([\w.\-]+)", line)
   if condition is None:
@@ -234,7 +233,7 @@ def _count_runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
       called = _CALLED.findall(line)
       for listed in _BRANCHES.findall(line):
         called += [part.strip().lstrip("%") for part in listed.split(",")]
-      times = counts[name] * _count_turns(bodies, line)
+      times = counts[name] * _count_iterations(bodies, line)
       # The runs by several callers add up.
       for callee in called:
         if callee in counts:
@@ -350,7 +349,7 @@ def _collectives(
 def read(text: str) -> HloProgram:
   """Reads the text of a compiled program, `compiled.as_text()`.
 
-  Raises ValueError for a text without an entry.
+  Raises ValueError for a text without an entry computation.
   """
   bodies, entry = _computations(text)
   head = re.search(r"entry_computation_layout=\{\((.*?)\)->(.*)", text)

@@ -69,7 +69,7 @@ def language(
   Args:
     layers: the layers of `transformer.gpt`.
     mesh: a mesh with any of these axes.
-    sequence: split the stream by positions, see `asgd.parallel.tensor`.
+    sequence: whether to split the stream by positions (`asgd.parallel.tensor`).
     microbatches: number of parts into which a pipeline cuts a replica's
       examples.
     rounds: how often a microbatch passes through the stages.
@@ -95,11 +95,11 @@ def language(
   if is_pipelined:
     checks.integer("microbatches", microbatches)
     checks.integer("rounds", rounds)
-    turns = mesh.shape[meshes.PIPE] * rounds
-    if depth % turns:
+    n_chunks = mesh.shape[meshes.PIPE] * rounds
+    if depth % n_chunks:
       raise ValueError(
         f"{depth} blocks cannot be divided among {mesh.shape[meshes.PIPE]}"
-        f" stages in {rounds} rounds: use a depth that is a multiple of {turns}"
+        f" stages in {rounds} rounds: use a multiple of {n_chunks} blocks"
       )
 
   def loss(params, batch, key):
@@ -142,7 +142,7 @@ def _check_gpt(layers: models.Layers) -> tuple[int, int]:
   # all blocks must be equal.
   if len(layers) > 2 and len(set(layers[1:-1])) == 1:
     first_layer, *blocks, last_layer = layers
-    # Exactly these types: a parallel form would be divided twice.
+    # No subclasses: these are parallel forms, and would be divided twice.
     if type(first_layer) is transformer.Embed and (
       type(last_layer) is transformer.Unembed
     ):

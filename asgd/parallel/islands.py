@@ -6,10 +6,9 @@
             island 1 |  H steps of island 1  |
 
 The axis "data" numbers the islands. The axis "island", if the mesh has it,
-numbers the devices of an island, which divide its examples. The program is that
-of the recipe's worker and server. shard_map is manual over "data" alone, so a
-local step has no collective across islands; over "island" XLA adds up the
-gradients.
+numbers the devices of an island, which divide its examples. The program calls
+the recipe's worker and server. shard_map is manual over "data" only, so a local
+step has no collective across islands. Over "island" XLA adds up the gradients.
 """
 
 import functools
@@ -53,8 +52,8 @@ def make_step(
     steps: H, batches in a job, which `asgd.stacking.job_batches` stacks.
 
   Returns:
-    A Step. Its `norm` is that of the mean message. Its batch is one of n
-    islands, [B, ...], or H of them, [H, B, ...].
+    A Step. Its metric `norm` is the norm of the mean message. Its batch has the
+    examples of all islands: [B, ...], or [H, B, ...] if H is more than 1.
 
   Source:
     none; for the algorithms see `asgd.algorithms.local_work`.

@@ -1,6 +1,6 @@
 """Memory of training: bytes of parameters, optimizer and activations.
 
-Training with Adam in mixed precision needs 16 bytes a parameter: 2 for the
+Training with Adam in mixed precision needs 16 bytes per parameter: 2 for the
 weight and 2 for the gradient in bfloat16, and 4 each for a float32 copy and two
 moments. So 1.5 billion parameters need 24 GB of 10^9 bytes. The formulas
 estimate the bytes from sizes alone; `bytes_of` and `optimizer_bytes` count them
@@ -67,8 +67,8 @@ PRECISIONS = {
   "mixed": Precision(2, 2, 4, 4),
   # As "mixed", with gradients added up in float32 (Megatron's 18 with Adam).
   "mixed_main_gradients": Precision(2, 4, 4, 4),
-  # float32 weights and gradients, and a bfloat16 copy to compute with: JAX has
-  # it when a loss casts parameters.
+  # float32 weights and gradients, and a bfloat16 copy to compute with, which a
+  # loss makes by a cast. The copy counts as the weights.
   "cast": Precision(2, 4, 4, 4),
   "bfloat16": Precision(2, 2, 0, 2),
 }
@@ -90,7 +90,7 @@ def state(
   stages: int = 1,
   versions: int = 1,
 ) -> Bytes:
-  """Returns the bytes on one device without activations. Raises ValueError for
+  """Returns the bytes on one device, without activations. Raises ValueError for
   an unknown name, and for a number out of range.
 
   Parameters are split evenly over tensor x stages. N `data` parallel devices
@@ -141,7 +141,7 @@ def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
 
 
 class RecipeBytes(NamedTuple):
-  """Memory of a recipe against staleness, in bytes a parameter."""
+  """Memory of a recipe against staleness, in bytes per parameter."""
 
   server: float  # state of the algorithm, beside the parameters
   tickets: float  # copies of the parameters that each worker was sent
@@ -189,7 +189,7 @@ def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
     zero_loss = jnp.float32(0), losses.Aux(())
     worker = rule.make_worker(lambda params, batch, key: zero_loss)
     worker_bytes = bytes_of(jax.eval_shape(worker.init, params))
-  # Round down to whole bytes a parameter, so that counters do not count.
+  # Round down to whole bytes per parameter, which leaves out counters.
   server, worker_state = (
     float(size // _SAMPLE) for size in (server_bytes, worker_bytes)
   )
@@ -289,9 +289,9 @@ def loop_activations(
   sequence: bool = False,
   itemsize: int = 2,
 ) -> float:
-  """Returns the bytes that a block without dropout keeps in a loop, with
-  numbers of a bytes. In a loop XLA keeps all arrays that JAX keeps for a
-  backward:
+  """Returns the bytes that a block without dropout keeps in a loop. There XLA
+  keeps all arrays that JAX keeps for a backward; with a = `itemsize` and t =
+  `tensor`:
 
     T B C (24 + 2 a + (28 a + 2 a A T / C) / t)
 
@@ -330,7 +330,7 @@ def step_temporary(
   itemsize: int = 2,
   zero: int = 0,
 ) -> float:
-  """Returns the temporary bytes of a step on one device, beside its state.
+  """Returns the temporary bytes of a step on one device, without its state.
 
   Without a pipeline the peak is at one of two times:
 
@@ -436,9 +436,9 @@ def residual_bytes(
   forward: Callable[..., Any], params: Any, *inputs: Any
 ) -> int:
   """Returns the bytes that JAX keeps of a forward for its backward, without the
-  parameters. This is an upper bound, as XLA fuses operations and computes cheap
-  operations again. `forward`, (params, *inputs) -> y, is traced and not run;
-  arrays may be shapes."""
+  parameters. XLA may keep fewer: it fuses operations and computes cheap ones
+  again. `forward`, (params, *inputs) -> y, is traced and not run, so shapes may
+  stand for arrays."""
 
   def run(params, *inputs):
     return jax.vjp(lambda p: forward(p, *inputs), params)

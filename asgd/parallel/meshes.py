@@ -63,8 +63,8 @@ def make(
   Args:
     shape: size of each axis, outermost first. One size may be -1: this axis
       gets all devices that are left.
-    devices: None for the devices of all processes. If there are more devices
-      than the mesh has, a single process takes the first of them.
+    devices: the devices; None: those of all processes. If there are more than
+      the mesh has, a single process uses the first of them.
 
   Raises:
     ValueError: for no axis, for a size that is not positive and whole, for
@@ -88,8 +88,7 @@ def make(
     if size != -1:
       checks.integer(f"the size of the mesh's axis {name!r}", size)
   if unsized:
-    # The product of the other axes: the unsized axis is -1.
-    n_others = -math.prod(sizes.values())
+    n_others = -math.prod(sizes.values())  # the unsized axis is -1
     if len(devices) % n_others:
       raise ValueError(
         f"{len(devices)} devices cannot be divided by {n_others}, the other"
@@ -122,7 +121,7 @@ def make(
 
 
 def text(sizes: Mapping[str, int]) -> str:
-  """Returns a mesh for people: "data 2 x tensor 4"."""
+  """Returns a mesh as text: "data 2 x tensor 4"."""
   return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 

@@ -140,8 +140,8 @@ def _local_stage(
   low = (layer.kernel - 1) // 2  # as the padding of `halo.Local`
 
   def input_span(span):
-    """Returns the inputs of a span of outputs, pixels beyond the image among
-    them: no machine has these."""
+    """Returns the span of inputs that a span of outputs reads. No machine has
+    the pixels of it that are beyond the image."""
     first, last = span[0] * layer.stride - low, (span[1] - 1) * layer.stride
     return first, last - low + layer.kernel
 
@@ -234,7 +234,8 @@ def phases(
 
   Raises:
     ValueError: for a layer that cannot be divided, for too many machines, for
-      inputs of another shape, and for outputs that are no logits.
+      inputs that are neither vectors nor images, and for outputs that are no
+      logits.
 
   Example:
     Two machines, each with 2 of 4 hidden units and 1 of 2 logits.

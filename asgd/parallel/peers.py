@@ -1,8 +1,8 @@
 """Rounds of peers as one program: each device of an axis is a peer.
 
 Inside shard_map each device calls the functions of `asgd.gossip.peer` on its
-state, as a simulator does. `jax.lax.ppermute` sends the messages: a peer sends
-one to each neighbour in a round.
+state, as a simulator does. `jax.lax.ppermute` sends the messages: in a round a
+peer sends one message to each neighbour.
 
 Index letters in shape comments:
   n  peers, which are the devices of the axis
@@ -187,7 +187,7 @@ class _Device(NamedTuple):
     # [1] The job starts; its ticket has the peer's present parameters.
     job = peer.send(peer_state, i)
     code = None if puts else state.codes[0]
-    # [2] Put the message now, so that XLA may overlap transfer and job...
+    # [2] Put the message now: XLA may overlap its transfer and the job...
     if puts and exchange.put_first:
       peer_state, code = self.put(matrix_index, peer_state, root, k)
     # [3] The job, with the number and key that the simulator gives it.
@@ -202,7 +202,7 @@ class _Device(NamedTuple):
     # [5] ... or put the parameters after the update.
     if puts and not exchange.put_first:
       peer_state, code = self.put(matrix_index, peer_state, root, k)
-    # [6] Mix the message of this round, or of an earlier one (`every`).
+    # [6] Mix the message that this round put, or (`every`) an earlier round.
     params_before = peer_state.server.params
     if mixes:
       peer_state = self.mix(matrix_index, peer_state, code)
@@ -231,8 +231,8 @@ def make_rounds(
   *,
   axis: str = meshes.DATA,
 ) -> RoundProgram:
-  """Makes the program of a round. It computes the same as the simulator with
-  `Gossip.trace`, but adds messages up in another order.
+  """Makes the program of a round. It computes the same numbers as the simulator
+  with `Gossip.trace`, except that it adds messages up in another order.
 
   Args:
     exchange: topology and rule of the peers, in rounds.
@@ -243,8 +243,8 @@ def make_rounds(
     axis: the name of this axis.
 
   Raises:
-    ValueError: for peers in another order, which have no rounds, or an axis of
-      another size.
+    ValueError: for peers without rounds (`Gossip.order`), and for an axis with
+      more or fewer than n devices.
   """
   n = exchange.topology.workers
   if exchange.order != gossip.ROUNDS:

@@ -80,7 +80,7 @@ class Dynamic(NamedTuple):
   factor: float = 2.0  # the scale is multiplied or divided by this factor
   interval: int = 2000  # finite gradients in a row after which the scale grows
   least: float = 1.0
-  most: float = 2.0**24  # beyond `most` float16's gradients are never finite
+  most: float = 2.0**24  # with a larger scale float16 gradients overflow
 
 
 def check_dynamic(rule: Dynamic) -> None:

@@ -11,17 +11,17 @@ from asgd import base, models, problems
 from asgd.parallel import meshes
 
 # Beginnings of errors, for `check_alone`.
+PMAP = "the form 'pmap' (use 'shard_map') needs"
 REDUCER = "compressed gradients need"
 SEARCH = "an optimizer that searches along a line (lbfgs) needs"
 ISLANDS = "local steps need"
-# Values of options that a reducer needs, and values that a search along a line
-# needs: in a search each device decides by numbers that it computes from the
-# whole parameters.
-OF_A_REDUCER = {"zero": 0, "form": "shard_map"}
-OF_A_SEARCH = {**OF_A_REDUCER, "clip_norm": None, "reducer": None}
-# Islands run the recipe's worker and server, which know none of these.
-OF_ISLANDS = {**OF_A_REDUCER, "accumulate": 1, "precision": "unchanged"}
-OF_ISLANDS |= {"loss_scale": None, "compress": None}
+# Values of options that a reducer and a search along a line need. In a search
+# each device decides by numbers that it computes from the whole parameters.
+REDUCER_VALUES = {"zero": 0, "form": "shard_map"}
+SEARCH_VALUES = {**REDUCER_VALUES, "clip_norm": None, "reducer": None}
+# Islands run the recipe's worker and server, which have none of these options.
+ISLANDS_VALUES = {**REDUCER_VALUES, "accumulate": 1, "precision": "unchanged"}
+ISLANDS_VALUES |= {"loss_scale": None, "compress": None}
 
 
 def check_alone(

@@ -32,7 +32,7 @@ from asgd.parallel.workloads import TrainingOptions, Workload
 
 ONE = "one device"  # name of a strategy
 _MAX_HYBRIDS = 3  # strategies of several axes that `find` returns
-# Part of a step's computing time, the backward, in which gradients can be sent.
+# Share of the backward in a step's computing time; it can overlap sending.
 _BACKWARD = 2 / 3
 
 
@@ -47,7 +47,7 @@ class Hardware(NamedTuple):
   near: costs.LinkSpeed | None = None  # inside a node; None: as `far`
 
   def link(self, devices: int) -> costs.LinkSpeed:
-    """Returns the slowest link between so many neighbouring devices."""
+    """Returns the slowest link among `devices` neighbouring devices."""
     if self.near is None or devices > self.node:
       return self.far
     return self.near
@@ -346,7 +346,7 @@ def _asynchronous_strategies(plan: _Planner) -> Iterator[Strategy | None]:
   # communication.
   times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
-    # Bytes a parameter; the server's own parameters are float32.
+    # Bytes per parameter; the server's own parameters are float32.
     recipe_bytes = memory.recipe_bytes(recipe, count)
     at_shard = (4 + recipe_bytes.total) * work.parameters / shards
     at_worker = (
@@ -365,8 +365,8 @@ def _asynchronous_strategies(plan: _Planner) -> Iterator[Strategy | None]:
 def find(
   work: Workload, hardware: Hardware, options: TrainingOptions
 ) -> list[Strategy]:
-  """Returns the strategies that batch, heads and layers allow. It also returns
-  strategies that do not fit into memory."""
+  """Returns the strategies that batch, heads and layers allow, including those
+  that do not fit into memory."""
   plan = _Planner(work, hardware, options)
   candidates = [plan.make(ONE)]
   if hardware.devices > 1:

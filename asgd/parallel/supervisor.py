@@ -25,7 +25,7 @@ from asgd.parallel.processes import INCOMPLETE, LIFELINE
 _GRACE_SECONDS = 2.0  # time to end after another process has failed
 _SAVE_SECONDS = 60.0  # time to save after a signal
 _POLL_SECONDS = 0.5  # between two checks for a signal
-_DROPPED_PREFIX = "[Gloo]"  # lines of Gloo begin so, and are not printed
+_DROPPED_PREFIX = "[Gloo]"  # begins lines of Gloo, which are not printed
 
 
 def supervise(count: int) -> None:

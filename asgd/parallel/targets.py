@@ -30,7 +30,7 @@ class Gpu(NamedTuple):
   cores: int
   capability: int  # major number of the CUDA compute capability
   cache: int  # bytes of the level 2 cache
-  speed: float  # bytes a second that the memory transfers
+  speed: float  # bytes per second that the memory transfers
   clock: float  # GHz
   name: str
 

@@ -58,10 +58,10 @@ _POSITIONS = 1  # dimension of the positions, which `sequence` splits
 
 
 def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
-  """Megatron's f: casts a value that all devices have for a split region.
+  """Megatron's f: casts a value, equal on all devices, for a split region.
 
   Given `dim`, each device has a part of x along `dim`, and `enter` gathers the
-  parts. The derivative is added up over the devices (and with `dim` scattered).
+  parts. The derivative is added up over devices, and scattered if given `dim`.
   Raises ValueError inside shard_map with check_vma=False.
   """
   if dim is None:
@@ -258,7 +258,7 @@ def cross_entropy(
   """Returns the softmax cross-entropy in nats, float[...], in float32 or wider;
   equal on all devices.
 
-  Devices send three numbers an example: the largest logit, the sum of
+  Devices send three numbers per label: the largest logit, the sum of
   exponentials and the label's logit.
 
   Args:
@@ -319,7 +319,7 @@ _SPLIT: dict[tuple[str, ...], int] = {
   **{(name, "bias"): 0 for name in _COLUMNS},
   **{(name, "kernel"): 0 for name in ("out", "down")},
 }
-_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))  # have a dimension of V
+_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))  # have a dimension V
 
 
 def _path_end(path: Sequence[Any]) -> tuple[str, ...]:

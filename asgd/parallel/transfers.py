@@ -36,8 +36,7 @@ class Transfer(NamedTuple):
 
   kind: str  # REDUCE, SCATTER, GATHER or PERMUTE
   axes: frozenset[str]  # the axes along which devices send
-  # Elements of a device's whole array, which is before a scatter and after a
-  # gather.
+  # Elements of the whole array of a device: before a scatter, after a gather.
   elements: int
   itemsize: int  # largest number of bytes of an element
   times: int  # largest number of calls in a step
@@ -64,8 +63,7 @@ class Replicas(NamedTuple):
 
 
 def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
-  """Returns one transfer of each sort, with the sum of the calls of its sort.
-  """
+  """Returns one transfer of each sort, with the sums of `times` and `least`."""
   sums: dict[Any, Transfer] = {}
   for transfer in transfers:
     least = transfer.times if transfer.least is None else transfer.least
@@ -155,7 +153,7 @@ def of_weights(
 
 
 def _ring(mesh: Mesh, step: int) -> tuple[tuple[int, int], ...]:
-  """Returns the pairs of neighbours along the axis "pipe"."""
+  """Returns the pairs (stage, stage + `step`) along the axis "pipe"."""
   return _pairs(
     mesh, meshes.PIPE, [(s, s + step) for s in range(mesh.shape[meshes.PIPE])]
   )

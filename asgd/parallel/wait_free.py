@@ -145,7 +145,7 @@ def choose(
   value.
   """
   checks.one_of("factors", factors, FACTORS)
-  chosen: list[DenseGradient] = []
+  choices: list[DenseGradient] = []
 
   def decide(number, path, x, y):
     shape = math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]  # K, M, N
@@ -164,7 +164,7 @@ def choose(
       with _watch(calls, {}):
         x, _ = apply_layer(layer, weights[number], params, number, x, key)
       times = collections.Counter(path for path, *_ in calls)
-      chosen.extend(
+      choices.extend(
         decide(number, path, *arrays)
         for path, *arrays in calls
         if times[path] == 1 and _kernel(path) in read_once
@@ -173,7 +173,7 @@ def choose(
 
   # Trace the forward for its shapes; it is not run.
   jax.eval_shape(forward, params, batch, jax.random.key(0))
-  return tuple(chosen)
+  return tuple(choices)
 
 
 def _forward(
@@ -187,9 +187,9 @@ def _forward(
 ) -> tuple[Any, Callable[..., Any], Any]:
   """Runs a layer; `sending` are its dense layers that send factors.
 
-  Returns (y, backward, stats). backward(dy) returns (gradients by path, without
-  the kernels of `sending`; (x, dy) of each of these kernels by path; dx). dx is
-  None for the `first` layer with weights.
+  Returns (y, backward, stats). backward(dy) returns three values: gradients by
+  path, without the kernels of `sending`; (x, dy) of these kernels by path; and
+  dx. If `first`, no layer before this one has weights, and dx is None.
   """
   reduced = traverse_util.flatten_dict(_weights_of(params)[number])
   # The kernels of `sending` are constants: this device does not compute their
@@ -231,9 +231,9 @@ def gradient(
     pieces: the pieces of a Problem.
     axis: an axis of the mesh with D devices, which each have a part of the
       batch.
-    reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
-    bucket_bytes: a device sends gradients once they have so many bytes; with 0
-      it sends the gradients of each layer alone.
+    reduce: a name in `collectives.COLLECTIVES`, or a function (x, axis) -> sum.
+    bucket_bytes: a device sends gradients once they have this many bytes; with
+      0 it sends the gradients of each layer separately.
     factors: as in `choose`.
 
   Returns:

@@ -37,7 +37,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
     raise ValueError(f"variation must be from 0 to 3, not {variation!r}")
   if workers == 1 or not variation:
     return 1.0
-  # Imported here: it takes a quarter of a command's start.
+  # Imported here: the import takes a quarter of the start of a command.
   from scipy import integrate, special
 
   shape = 1 / variation**2  # alpha of the gamma model, at a mean of 1
@@ -70,7 +70,7 @@ def asynchronous_throughput(
   link: costs.LinkSpeed,
   shards: int,
 ) -> float:
-  """Returns the messages a second of N workers that wait for the server only.
+  """Returns the messages per second of N workers that wait for the server only.
 
   It is the lesser of two rates. One is the rate of the workers: each worker
   computes, pushes S bytes and fetches S bytes. The other is the rate of the
@@ -80,12 +80,12 @@ def asynchronous_throughput(
   Args:
     workers: N.
     compute: mean seconds of a batch.
-    size: S; 0 is free.
+    size: S; with 0, messages take no time but the latency.
     link: the link of each worker.
     shards: P, on the first P workers. Raises ValueError for more than N.
 
   Example:
-    >>> link = costs.link(1000.0)  # bytes a second
+    >>> link = costs.link(1000.0)  # bytes per second
     >>> asynchronous_throughput(4, compute=0.5, size=100, link=link, shards=4)
     6.153846153846153
   """

@@ -31,7 +31,8 @@ class Workload(NamedTuple):
   activations: Callable[[int, int], float]
   boundary_bytes: float  # bytes of an example between two layers, the largest
   gpt: memory.Gpt | None = None  # only a GPT can be tensor parallel
-  dense: tuple[wait_free.DenseGradient, ...] = ()  # rows for one example
+  # The dense layers; their `rows` are those of one example.
+  dense: tuple[wait_free.DenseGradient, ...] = ()
 
 
 class TrainingOptions(NamedTuple):
@@ -49,8 +50,8 @@ class TrainingOptions(NamedTuple):
 
 
 def count_of(text: str) -> float:
-  """Reads a number of parameters, as 1.5e9, 350M or 1.5B. Raises ValueError for
-  another text, and for a number less than 1.
+  """Reads a number of parameters, such as 1.5e9, 350M or 1.5B. Raises
+  ValueError for another text, and for a number that is not from 1 to 1e18.
 
   Example:
     >>> count_of("1.5B"), count_of("350m")
@@ -70,8 +71,8 @@ def count_of(text: str) -> float:
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   """Returns the sizes of a GPT with about `parameters` parameters in its
-  blocks. `sizes` are fields of `memory.Gpt`, or None. Raises ValueError if
-  these sizes make another number of parameters."""
+  blocks. `sizes` are fields of `memory.Gpt`, or None. Raises ValueError if the
+  blocks have less than half, or more than twice, as many parameters."""
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
   vocabulary = given.get("vocabulary", 51200)  # as in Megatron's papers

@@ -30,9 +30,9 @@ def replicated(params: optax.Params) -> Any:
 
 
 def add_data_axis(shape: tuple[int, ...], spec: P, devices: int) -> P:
-  """Returns the spec of a whole array with the data axis, of so many devices.
-  The axis divides the longest dimension that no axis divides yet; of equal
-  dimensions the first. Returns `spec` if no dimension can be divided.
+  """Returns the spec of an array, with the data axis of `devices` devices.
+  The axis divides the longest dimension that it can and no axis divides yet; of
+  equal dimensions the first. Returns `spec` if there is no such dimension.
 
   Example:
     >>> tuple(add_data_axis((3, 3, 16, 32), P(), 8))

@@ -1,8 +1,8 @@
-"""Problems: the functions to train with.
+"""Problems: training tasks.
 
 A `Problem` joins data and model: initial parameters, a loss on a batch, an
-evaluation, and batches as a function of (worker, job). Runtimes use nothing
-else of data and model.
+evaluation, and batches as a function of (worker, job). Runtimes access data and
+model only by a Problem.
 
     data, layers -> tasks.classification(...) -> Problem -> runtime
 

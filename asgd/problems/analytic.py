@@ -23,7 +23,8 @@ def quadratic(
 
   Args:
     batch_size: not used; gradients are exact except for `noise`.
-    dimensions: of w; curvatures are equally spaced on a logarithmic scale.
+    dimensions: length of w. Curvatures are equally spaced on a logarithmic
+      scale.
     least: the smallest curvature, up to 1; the largest is 1.
     noise: standard deviation of the gradient's noise.
 

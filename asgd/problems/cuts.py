@@ -31,9 +31,9 @@ def joined(parts: Sequence[Any]) -> Any:
   return base.Variables(*(tuple(itertools.chain(*c)) for c in columns))
 
 
-class _SamePieces:
-  """Pieces that cannot be hashed, as those with a list in a module. They equal
-  themselves alone."""
+class _PiecesById:
+  """Holds Pieces that cannot be hashed, such as those with a list in a module.
+  Two of these are equal if they hold the same object."""
 
   def __init__(self, pieces: Pieces):
     self.pieces = pieces
@@ -42,32 +42,31 @@ class _SamePieces:
     return id(self.pieces)
 
   def __eq__(self, other: object) -> bool:
-    return isinstance(other, _SamePieces) and self.pieces is other.pieces
+    return isinstance(other, _PiecesById) and self.pieces is other.pieces
 
 
 def stage_fn(pieces: Pieces, first: int, last: int) -> Callable[..., Any]:
-  """Returns layers[first:last] as a function for `stages.compile_stage`; the
-  same function for the same layers, because programs are compiled for a
-  function.
+  """Returns layers[first:last] as a function for `stages.compile_stage`. The
+  same layers give the same function object, so JAX compiles it only once.
 
-  Its arguments are the parameters of these layers, the output of the layer
-  before (any value for the first layer), and (batch, key) of the job. Only the
-  first and the last layer read the batch. It returns the output, of the last
-  layer the loss, and the statistics.
+  The function's arguments are the parameters of these layers, the output of the
+  layer before (any value for the first layer), and (batch, key) of the job.
+  Only the first and the last layer read the batch. The function returns
+  (output, statistics); for the last layer the output is the loss.
   """
   try:
     hash(pieces)
   except TypeError:
-    return _new_stage_fn(_SamePieces(pieces), first, last)
+    return _new_stage_fn(_PiecesById(pieces), first, last)
   return _new_stage_fn(pieces, first, last)
 
 
 @functools.lru_cache(maxsize=256)
 def _new_stage_fn(
-  key: Pieces | _SamePieces, first: int, last: int
+  key: Pieces | _PiecesById, first: int, last: int
 ) -> Callable[..., Any]:
   """Returns a new function of layers[first:last]."""
-  pieces = key.pieces if isinstance(key, _SamePieces) else key
+  pieces = key.pieces if isinstance(key, _PiecesById) else key
   is_last = last == len(pieces.layers)
 
   def fn(params, x, extra):

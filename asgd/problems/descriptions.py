@@ -44,9 +44,9 @@ _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
 
 
 def _code_of(value: Any) -> list[str]:
-  """Returns the source of functions and of modules of layers, without comments,
-  and the plain values that a function closes over. There is none for libraries'
-  functions, and for code typed into an interpreter."""
+  """Returns texts: the source of functions and of modules of layers, without
+  comments, and the plain values that a function closes over. There are none for
+  functions of libraries, and for code typed into an interpreter."""
   if isinstance(value, functools.partial):
     # The repr of a function has an address.
     args = (name_of(x) if callable(x) else repr(x) for x in value.args)
@@ -121,7 +121,7 @@ def importable(name: str) -> Any:
     return None
 
 
-_UPDATES = 0, 1, 10, 100, 1000, 10_000  # at which schedules are sampled
+_UPDATES = 0, 1, 10, 100, 1000, 10_000  # counts at which rates are sampled
 
 
 def _rate(rate) -> str:
@@ -140,8 +140,8 @@ def _build_call(recipe) -> Any:
 
 
 def _describe_settings(value) -> str:
-  """Describes settings field by field, by the names of configs. Classes and
-  modules of asgd may be renamed, and the text of a run must not change then."""
+  """Describes settings field by field, by the names of configs. The text of a
+  run must not change if a class or module of asgd is renamed."""
   if hasattr(value, "_asdict"):
     fields = value._asdict().items()
     return (
@@ -170,8 +170,8 @@ def describe_recipe(recipe: Any) -> str:
 
 
 def describe_object(value: Any) -> str:
-  """Returns the name and a checksum of an order, durations or a codec: of the
-  rows of a trace, or of the source and the constants of functions."""
+  """Returns the name and a checksum of an order, durations or a codec. The
+  checksum has the rows of a trace, or source and constants of functions."""
   is_trace = isinstance(value, base.Trace)
   texts = [column.tobytes() for column in value] if is_trace else []
   # A trace has no source, and a function has no columns.
@@ -205,9 +205,9 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 
 def digest_of_code(recipe: Any, *functions: Any) -> str:
-  """Returns a checksum of the source of `functions`, and of those among the
-  options of a recipe. A Recipe that `algorithms.build` did not make has no
-  options: the checksum has the constants of its transforms instead."""
+  """Returns a checksum of the source of `functions`, and of the functions among
+  the options of a recipe. A Recipe that `algorithms.build` did not make has no
+  options: its transforms' constants are in the checksum instead."""
   build = _build_call(recipe)
   options = build.options.values() if build else ()
   texts = [text for x in (*functions, *options) for text in _code_of(x)]

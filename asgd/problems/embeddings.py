@@ -51,10 +51,10 @@ def skip_gram(
     dimension: d.
     window: words to each side, 1 or more.
     negatives: N, 1 or more.
-    power: 0 or more.
+    power: exponent of the words' counts, 0 or more.
     text: "pydoc" or "file".
     data_dir: path of the file.
-    least: rarer words, by their count in the text, are left out.
+    least: words that occur less often in the text are left out.
     most: largest size of the vocabulary.
 
   Returns:

@@ -20,7 +20,7 @@ from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
 _SIDES = "users", "items"
-_AT_ONCE = 100_000  # ratings of one call in an evaluation
+_RATINGS_PER_CALL = 100_000  # ratings of one call in an evaluation
 
 
 @functools.lru_cache(maxsize=4)
@@ -94,8 +94,8 @@ def matrix_factorisation(
 
   Source:
     Dai et al., "High-performance distributed ML at scale through parameter
-    server consistency models", AAAI 2015, arXiv:1410.8043, which trains it by
-    SGD on two tables.
+    server consistency models", AAAI 2015, arXiv:1410.8043, which trains this
+    model by SGD on two tables.
 
   Example:
     >>> from asgd.problems import factorisation
@@ -110,8 +110,8 @@ def matrix_factorisation(
   checks.positive("scale", scale)
   data = _load(ratings, test_ratings, _hashable(generate or {}))
   sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
-  # m: the tables then learn deviations from the mean rating.
-  middle = np.float32(data.values.mean())
+  # m; the tables learn the deviations from it.
+  mean_rating = np.float32(data.values.mean())
 
   def init(key):
     keys = jax.random.split(key)
@@ -128,7 +128,7 @@ def matrix_factorisation(
     del key
     pairs, values = batch
     u, v = rows(params, pairs)
-    errors = (u * v).sum(1) - (values - middle)
+    errors = (u * v).sum(1) - (values - mean_rating)
     total = jnp.square(errors).sum()
     # Only rows of the batch are penalised, so that an update stays sparse.
     if l2:
@@ -138,15 +138,15 @@ def matrix_factorisation(
   @jax.jit
   def square_errors(params, pairs, values):
     u, v = rows(params, pairs)
-    return jnp.square((u * v).sum(1) - (values - middle)).sum()
+    return jnp.square((u * v).sum(1) - (values - mean_rating)).sum()
 
   # R^2 = 1 - sum of squared errors / sum of squared deviations from m.
-  spread = float(np.square(data.test_values - middle, dtype=float).sum())
+  spread = float(np.square(data.test_values - mean_rating, dtype=float).sum())
 
   def evaluate(params):
     arrays = data.test_pairs, data.test_values
     errors = functools.partial(square_errors, params)
-    total = float(lib.totals(errors, arrays, _AT_ONCE))
+    total = float(lib.totals(errors, arrays, _RATINGS_PER_CALL))
     measure = 1 - total / spread if spread else float("nan")
     return Evaluation(total / len(data.test_values), measure=measure)
 

@@ -17,7 +17,7 @@ from asgd.problems.problem import Problem
 
 
 def first_fault(tree: Any, label: str) -> str:
-  """Returns a text on the first value of a tree that is not finite.
+  """Returns a text about the first value of a tree that is not finite.
 
   Args:
     tree: a tree of arrays.
@@ -57,14 +57,15 @@ def find_fault(
 
   Args:
     problem: the problem of the run.
-    stored: (label, tree of arrays) of data in memory; None: a config's problem.
+    stored: (label, tree of arrays) for data in memory; None for the problem of
+      a config.
     seed: the seed of the run.
     workers: N.
     jobs: (worker, job) of the batches that are searched.
 
   Returns:
-    A text on the first value that is not finite; "" if none is found.
-    Iterators, which have a position, are not read.
+    A text about the first value that is not finite; "" if none is found. Data
+    from an iterator are not searched, because that would move its position.
   """
   key, _ = jax.random.split(jax.random.key(seed))
   label = "batches(seed, workers)" if stored is None else "data"

@@ -1,7 +1,7 @@
 """A user's problem: a loss, parameters and data that a caller gives.
 
-`Objects` reads them in the forms that users have, and checks them before
-anything runs. Each error is one ValueError, in words of the caller's arguments.
+`Objects` accepts them in several forms, and checks them before anything runs.
+Each error is a ValueError about the caller's arguments.
 """
 
 import functools
@@ -404,7 +404,7 @@ def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
   values = {} if result is None else {single_name: result}
   values = dict(result) if isinstance(result, Mapping) else values
   try:
-    # `float` refuses complex numbers, and adding 0.0 texts.
+    # `float` refuses complex numbers, and adding 0.0 refuses texts.
     values = {
       str(k): float(np.asarray(v).item() + 0.0) for k, v in values.items()
     }
@@ -413,8 +413,8 @@ def as_evaluation(result: Any, single_name: str = "value") -> Evaluation:
       "evaluate must return a number, or a dict of numbers, not"
       f" {checks.shown(result)}"
     ) from error
-  # Other names get columns with the prefix "test_".
-  # An Evaluation has a field for each of the two names.
+  # "loss" and "accuracy" are fields of an Evaluation. Other names get columns
+  # with the prefix "test_".
   loss, accuracy = (values.pop(key, _NAN) for key in ("loss", "accuracy"))
   more = {f"test_{key}": value for key, value in values.items()}
   return Evaluation(loss, accuracy, more=more)

@@ -42,7 +42,7 @@ class _Trained:
 class ModelTree(NamedTuple):
   """A callable model without the arrays that are trained."""
 
-  template: Any  # the model, with a _Trained instead of each of them
+  template: Any  # the model, with a _Trained in place of each trained array
 
   def join(self, arrays: Any) -> Any:
     """Returns the model with these arrays: name -> array."""
@@ -206,7 +206,7 @@ def _of_function(function: Callable[..., Any]) -> Parameters:
       "params must be a tree of arrays, or a function of a key that makes"
       f" one; it takes {streams.arguments_of(function)}"
     )
-  models_traced: list[ModelTree] = []  # of a trace, which yields arrays alone
+  models_traced: list[ModelTree] = []  # eval_shape itself returns only arrays
 
   def trace(key):
     result = function(key)

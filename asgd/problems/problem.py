@@ -41,28 +41,28 @@ class Pieces(NamedTuple):
 
 
 class Keyed(NamedTuple):
-  """Which rows of the parameters a batch needs, for problems with tables as
-  leaves; keys are indices of their leading axis.
+  """Finds the rows of the parameters that a batch needs, if the parameters are
+  tables. A key is an index of a table's leading axis.
 
-  The loss of (the rows of those keys, localise(batch, keys)) equals the loss of
-  (all rows, batch). More rows may follow those of the keys.
+  The loss of (the rows with these keys, localise(batch, keys)) equals the loss
+  of (all rows, batch). More rows may follow those with the keys.
   """
 
   keys: Callable[[base.Batch], Any]  # like the parameters, int64[n] ascending
-  localise: Callable[[base.Batch, Any], base.Batch]
+  localise: Callable[[base.Batch, Any], base.Batch]  # keys -> indices into them
 
 
 def keyed(
   rows: Callable[[base.Batch], Mapping[str, tuple[np.ndarray, Any]]],
   replace: Callable[..., base.Batch],
 ) -> Keyed:
-  """Returns which rows of a dict of tables a batch needs.
+  """Returns the Keyed of a problem with a dict of tables as parameters.
 
   Args:
-    rows: batch -> for each table, int[...] rows and bool[...] which of them
-      count, or True.
-    replace: (batch, for each table int32[...] indices into the needed rows, 0
-      for rows that do not count) -> batch.
+    rows: batch -> {table: (int[...] row numbers, bool[...] whether each of them
+      counts, or True for all)}.
+    replace: (batch, table=indices, ...) -> batch, with int32[...] indices into
+      the needed rows, 0 for rows that do not count.
   """
 
   def parts(batch):
@@ -131,7 +131,7 @@ def carrying(
   """Returns a problem with parameters that carry the state of an optimizer.
 
   Args:
-    problem: any. It sees the parameters of its model only.
+    problem: any problem; its functions get the model's parameters only.
     make_state: weights -> the state at the start.
   """
 
@@ -158,7 +158,7 @@ def dtype_of(params: optax.Params) -> Any:
 
 
 def whole_loss(pieces: Pieces) -> losses_lib.Loss:
-  """Returns the loss of all layers, in order."""
+  """Returns the loss that applies all layers, in order."""
 
   def loss(params, batch, key):
     # Augmentation and dropout draw from independent keys.
@@ -180,13 +180,14 @@ def classification_loss(logits: jax.Array, batch: tuple[Any, ...]) -> jax.Array:
   return cross_entropy(logits, batch[1]).mean()
 
 
-def check_output(output: Any, expected: tuple[int, ...], why: str) -> None:
-  """Raises ValueError unless a model's output is an array of a shape."""
+def check_output(output: Any, expected: tuple[int, ...], needing: str) -> None:
+  """Raises ModelError unless a model's output has the shape `expected`, which
+  `needing`, such as "10 classes", need."""
   shape = getattr(output, "shape", None)
   if shape != expected:
-    is_like = f"of shape {shape}" if shape else f"a {type(output).__name__}"
+    actual = f"of shape {shape}" if shape else f"a {type(output).__name__}"
     raise models.ModelError(
-      f"the model's output is {is_like}, but {why} need {expected}; give the"
+      f"the model's output is {actual}, but {needing} need {expected}; give the"
       " model that many outputs"
     )
 
@@ -204,7 +205,7 @@ def totals(
   Args:
     score: (some rows of each array) -> sums over them.
     arrays: each [m, ...].
-    rows_per_call: most rows in a call.
+    rows_per_call: largest number of rows in a call.
   """
   total: Any = 0
   for start in range(0, len(arrays[0]), rows_per_call):

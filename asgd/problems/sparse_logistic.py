@@ -49,8 +49,8 @@ def sparse_logistic_regression(
 
   The sum of u_i d_i^2 / 2 bounds the second order term of any step d of the
   block. The server takes the step of `tables.functions.proximal` when it has
-  the batches of all workers. A worker may be ahead of that by the delay that
-  `consistency` allows.
+  the batches of all workers. A worker may be ahead of the last step by the
+  delay that `consistency` allows.
 
   An evaluation has the log loss and the accuracy of the test examples,
   `objective` (F of the training examples) and `nonzero` (the number of weights

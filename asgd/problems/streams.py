@@ -38,7 +38,7 @@ def accepts(function: Callable[..., Any], count: int) -> bool:
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:
-  """Whether a function has an argument of a name."""
+  """Whether a function has an argument `name`."""
   try:
     return name in inspect.signature(function).parameters
   except (TypeError, ValueError):
@@ -105,7 +105,7 @@ def read_data(user_data: Any, batch_size: int | None = None) -> Stream:
     raise ValueError(f"data cannot be {checks.shown(user_data)}: {_REMEDY}")
   if data.columns.is_table(user_data):
     return _of_arrays(data.columns.arrays(user_data), batch_size)
-  # Also a list of arrays is indexed, as a list of batches.
+  # A list of arrays is read as a list of batches, not as columns.
   if hasattr(user_data, "__getitem__") and hasattr(user_data, "__len__"):
     return _of_indexed(user_data, batch_size)
   if callable(user_data):
@@ -362,7 +362,7 @@ def _of_function(function, size):
 
 
 def _takes_worker_alone(function: Callable[..., Any]) -> bool:
-  """Whether a function of data needs one argument; others may have values."""
+  """Whether a function of data needs one argument; others have defaults."""
   try:
     parameters = inspect.signature(function).parameters.values()
   except (TypeError, ValueError):

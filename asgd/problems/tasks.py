@@ -35,9 +35,9 @@ def classification(
 
   Args:
     dataset: from `data.load` or `data.from_arrays`.
-    layers: or a model that cannot be cut; its outputs are the classes.
+    layers: layers, or a model that cannot be cut, with an output per class.
     batch_size: B, examples in one worker's batch.
-    augment: pad, crop and flip training images at random.
+    augment: whether to pad, crop and flip training images at random.
     partition: "shared", one epoch over all workers, or another partition of
       `asgd.data.partitions`: each worker draws only from its own examples.
     evaluation_examples: number of test images to evaluate on; 0 is all.
@@ -210,7 +210,7 @@ def classify_sentences(
     layers: `encoder.bert`, with the task's number of classes; or a model that
       cannot be cut.
     batch_size: B, examples in one worker's batch.
-    partition: as of `classification`.
+    partition: as for `classification`.
     evaluation_examples: number of test examples, evenly spaced; 0 is all.
     weights: initial weights of each layer, from `encoder.pretrained`. Entries
       that they lack, such as the classifier's, are drawn.
@@ -310,11 +310,12 @@ def language(
 ) -> Problem:
   """Prediction of the next character (or token), with cross-entropy.
 
-  Its batches are int32[B, T + 1]; its accuracy is that of characters.
+  Its batches are int32[B, T + 1]. Its accuracy is the share of characters that
+  are predicted.
 
   Args:
     text: from `data.text.load`.
-    layers: or a model that cannot be cut; its outputs are the text's classes.
+    layers: layers, or a model that cannot be cut, with an output per class.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
     evaluation_windows: windows of the test part, evenly spaced; 1 or more.
@@ -353,8 +354,8 @@ def language(
         text.train, batch_size=size, context=context, seed=seed
       )
 
-    # Windows are drawn at random; an epoch has the number of characters of the
-    # text.
+    # Windows are drawn at random; those of an epoch have together as many
+    # characters as the text.
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 

@@ -197,7 +197,8 @@ class _Model:
     return topics_one_hot.sum(1), is_word
 
   def updates(self, params, batch: base.Batch, key):
-    """Samples the topic of each word once; returns loss and changes."""
+    """Samples the topic of each word once; returns ((loss, aux), changes of the
+    tables)."""
     docs, words, lengths = batch
     topics_before = params["assignments"][docs]
     document_counts, is_word = self._document_counts(topics_before, lengths)

@@ -41,9 +41,9 @@ class BatchWorker:
     self.fetched = -1  # the evaluation of the worker's parameters
     self.seq = 0  # number of the next job
     self.incarnation = 0  # the present incarnation, counted from 0
-    # The running job, or None. Its first fields are evaluation, job, seq. It
-    # has `fresh`, whether the worker fetches parameters for the job, and
-    # `loss`, which is set if a copy of the job has ended.
+    # The running job, or None. Its first fields are evaluation, job, seq. Its
+    # field `fresh` is whether the worker fetches parameters for the job, and
+    # `loss` is set if a copy of the job has ended.
     self.ticket: Any = None
 
   def reset(self) -> None:
@@ -66,7 +66,7 @@ class BatchWorkers:
     run_log: RunLog,
     clock: Callable[[], float],
   ):
-    """Takes the states by worker.
+    """Copies the list of states, but not the states.
 
     Args:
       states: a BatchWorker for each worker.
@@ -104,8 +104,8 @@ class BatchWorkers:
       self.write(worker, base.JOIN)
 
   def leave(self, worker: int) -> Any:
-    """Writes LOST and LEAVE of a worker that has exited. Returns its running
-    job, or None."""
+    """Writes the LOST and LEAVE rows of a worker that has exited. Returns its
+    running job, or None."""
     state = self.states[worker]
     ticket = state.ticket
     if ticket is not None:
@@ -189,13 +189,9 @@ class BatchDriver:
   # Running.
 
   def _run(self, until: int, wait: Callable[[], bool]) -> int:
-    """Runs until `until` messages are received, the coordinator ends, or no
-    time is left. Returns the count of received messages.
-
-    Args:
-      until: messages of the run.
-      wait: waits for the next event; returns False when no time is left.
-    """
+    """Runs until `until` messages of the run are received, the coordinator
+    ends, or `wait`, which waits for the next event, returns False: no time is
+    left. Returns the count of received messages."""
     while not self.ended:
       request = self.request
       if isinstance(request, Command):

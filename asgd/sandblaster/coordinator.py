@@ -5,8 +5,8 @@ far. So it can be restarted from its `State` after the last iteration and the
 answers since then. It refers to vectors by name:
 
   point, gradient           x and g of the last iterate; gradient is y while a
-                            pair is made
-  direction                 d; it is s while a pair is made
+                            pair is computed
+  direction                 d; it is s while a pair is computed
   trial, trial_gradient     x + a d, and the gradient there
   s0, y0, s1, y1, ...       the history: differences of points and of gradients
   message/EVALUATION/JOB    a worker's message: the sum of its gradients
@@ -83,11 +83,11 @@ class _CommandMaker:
   """Numbers commands and evaluations; makes the next Command when called."""
 
   def __init__(self, state: State):
-    self.command, self.evaluation = state.number, state.evaluations
+    self.number, self.evaluation = state.number, state.evaluations
 
   def __call__(self, operation, target, source="", factor=1.0) -> Command:
-    command = Command(self.command, operation, target, source, float(factor))
-    self.command += 1
+    command = Command(self.number, operation, target, source, float(factor))
+    self.number += 1
     return command
 
 
@@ -130,10 +130,11 @@ factor=1.0)
     except StopIteration:
       self.request = None
 
-  def _complete_iteration(self, state: State, numbers: _CommandMaker) -> State:
-    """Completes an iteration: drops its answers, and numbers the state."""
+  def _complete_iteration(self, state: State, command: _CommandMaker) -> State:
+    """Stores and returns the state after an iteration, with the numbers of the
+    next command and evaluation; drops the iteration's answers."""
     self.state = state._replace(
-      number=numbers.command, evaluations=numbers.evaluation
+      number=command.number, evaluations=command.evaluation
     )
     self.answers = []
     return self.state
@@ -214,8 +215,8 @@ factor=1.0)
     return loss
 
   def _search_step(self, command: _CommandMaker, state: State) -> _Stream:
-    """Searches a step along a new direction. Returns (step, loss) with `trial`
-    at that step, or None if no step decreases the loss."""
+    """Searches for a step along a new direction. Moves `trial` to this step and
+    returns (step, loss); returns None if no step decreases the loss."""
     yield from self._compute_direction(command, state)
     slope = yield command("dot", "gradient", "direction")
     if not slope < 0:

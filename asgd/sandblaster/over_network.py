@@ -120,7 +120,7 @@ class SandblasterOverNetwork(SandblasterSimulation):
     return True
 
   def _follow(self, kind: str, worker: int, ticket: PortionTicket) -> None:
-    """Takes the next step of a job, after the event of a kind."""
+    """Takes the next step of a job, after an event `kind`."""
     time = self._events.now
     if kind == _JOB and ticket.fresh:
       self._send(_FETCH, UP, worker, dict.fromkeys(self._sizes, 0.0))

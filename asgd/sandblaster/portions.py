@@ -31,7 +31,7 @@ class PortionJobs:
 
   Example:
     Worker 1 gets two of three jobs. Then it gets a copy of the job of worker 0,
-    which is slow. The result of the copy counts; worker 0's comes late.
+    which is slow. The result of the copy counts; worker 0's comes too late.
 
     >>> from asgd.sandblaster.portions import PortionJobs
     >>> jobs = PortionJobs(3, backup=1)

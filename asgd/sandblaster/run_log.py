@@ -73,7 +73,7 @@ class RunLog:
     return base.Records.of(self.messages[start:end])
 
   def arrays(self, lengths: Lengths) -> dict[str, Any]:
-    """Returns the first entries, by number, as arrays."""
+    """Returns the first `lengths` entries as arrays."""
     reals = np.array(self.iterates[: lengths.iterates], np.float64)
     return {
       "records": self.records(0, lengths.messages),

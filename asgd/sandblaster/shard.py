@@ -62,8 +62,8 @@ _WRITE: dict[str, Callable[..., Any]] = {
 
 
 class Image(NamedTuple):
-  """A shard's vectors at some command. A shard is rebuilt from its image, the
-  commands since then, and the messages in its slots."""
+  """A shard's vectors before a command. A shard is rebuilt from its image, the
+  commands from this one on, and the messages in its slots."""
 
   number: int  # of the next command
   vectors: dict[str, Rows]
@@ -97,8 +97,7 @@ class VectorShard:
     # State that outlives the process: image, journal and slots.
     self._image = image or Image(0, {})
     self._journal: list[tuple[Command, float | None]] = []
-    # Of the first command in the journal.
-    self._first_number = self._image.number
+    self._first_number = self._image.number  # first command in the journal
     self._slots: dict[str, Rows] = {}  # messages by vector name
     # State that is lost with the process; `_vectors` is None after a loss.
     self._vectors: dict[str, Rows] | None = dict(self._image.vectors)
@@ -135,8 +134,8 @@ class VectorShard:
 
     Raises:
       ValueError: for an invalid command, a number that is not the next one,
-        another command than was executed under that number, and a command that
-        the journal has dropped.
+        another command than the one executed under that number, and a command
+        that the journal has dropped.
     """
     check(command)
     if command.number < self.number:

@@ -68,8 +68,8 @@ class _SimulatedWorker(BatchWorker):
     Loads run one after the other, and loaded data are kept.
 
     Args:
-      job: that needs its data.
-      load_time: time of the load.
+      job: the job that needs the data.
+      load_time: time that the load takes.
       now: the present time.
     """
     if job not in self._ready:

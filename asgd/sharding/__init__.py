@@ -2,13 +2,13 @@
 
 - `ShardPlan`: which shard holds which rows; `split` and `join` use it.
 - `total`: sums a number (such as a squared norm) over all shards, for a rule
-  that needs it, such as `clip_by_global_norm`; `run_staged` does the adding.
+  that needs it, such as `clip_by_global_norm`; `run_staged` adds the summands.
 - `combine`: one report from the reports of the parts.
 
     params --split--> part of shard s --server--> update --join--> params
 
-Training on shards equals training without them if the algorithm keeps rows
-apart, as SGD, Adam, delay compensation, gap-awareness and DANA do;
+Training on shards equals training without them if each row of an update depends
+on this row alone, as in SGD, Adam, delay compensation, gap-awareness and DANA;
 `probe.check` tests this. Begin with `plan.py`.
 """
 

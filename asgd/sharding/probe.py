@@ -22,7 +22,7 @@ from asgd.sharding import totals as totals_lib
 from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
 _ROWS = 5  # largest number of rows of a leaf
-_ELEMENTS = 4096  # of all leaves, roughly; rows are never shortened further
+_ELEMENTS = 4096  # wanted for all leaves; axes of 4 are not shortened for it
 # Relative to the largest element of a leaf. Schedules compute rates in float32,
 # which compilers round in more than one way.
 _CLOSE = 1e-6
@@ -82,7 +82,7 @@ def _compare(
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
-    yield f"{quantity} the parameters has other shapes than they ({error})"
+    yield f"{quantity} the parameters has other shapes than those ({error})"
     return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
   for path, expected, actual in zip(
@@ -216,13 +216,13 @@ def check(
       programs = [jax.make_jaxpr(first_turn)(x, number) for x in (small, large)]
       operations = [list(internals.operations(program)) for program in programs]
       if operations[0] != operations[1]:
-        reason = "it is another program at another number of rows"
+        reason = "its traced program depends on the number of rows"
     # [3] Train on all rows and on two parts; the first difference is enough.
     with jax.enable_x64(True):
       texts = differences(algorithm, small, totals=totals)
       reason = reason or next(texts, None)
   except Exception as error:
-    # A rule with a fixed shape in it, say, runs on all rows but on no part.
+    # For example, a rule with a fixed shape runs on all rows but on no part.
     error_type, failure = type(error).__name__, error
     reason = f"it fails on a part of the rows ({error_type}: {error})"
   if reason:

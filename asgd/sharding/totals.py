@@ -163,7 +163,7 @@ _MAX_NORM = 1e30  # the largest clipping norm; float32 must hold it
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm` with the norm over all shards: one total.
+  """`optax.clip_by_global_norm` with the norm over all shards, by one `total`.
 
   Raises:
     ValueError: if `max_norm` is no positive number, or infinite.

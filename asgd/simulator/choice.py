@@ -17,7 +17,7 @@ AUTO, HOST, CHUNK, ROUNDS = "auto", "host", "chunk", "rounds"
 ENGINES = (AUTO, HOST, CHUNK, ROUNDS)
 
 # A chunk's program takes half a second more to compile than the functions of
-# the host engine, and saves 0.1 to 0.2 ms a message.
+# the host engine, and saves 0.1 to 0.2 ms per message.
 _MIN_MESSAGES = 3000
 # Speed of the rounds engine, relative to the chunk engine, in bulk synchronous
 # rounds of an MLP (two busy cores): 1.2 to 1.3 in rounds of 64 and of 512

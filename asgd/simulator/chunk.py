@@ -274,7 +274,7 @@ class ChunkRun:
     self._program = compile_chunk(*parts, bool(plan.is_first.any()))
     self._traffic = Traffic(self._program.pure, simulation.server)
     self._alone, self._workers = server.alone, len(simulation.workers)
-    self._stops = np.array(sorted(plan.sends), np.int64)
+    self._sends_at = np.array(sorted(plan.sends), np.int64)
     # [3] Continue at a row, between two messages.
     self._event = simulation.event
     self._received = int(np.searchsorted(plan.row, self._event))
@@ -384,8 +384,8 @@ class ChunkRun:
     # A call must end where several tickets are sent: only a program between two
     # calls sends them.
     begin = self._received
-    later_stops = self._stops[np.searchsorted(self._stops, begin, "right") :]
-    return min(stop, end, *later_stops[:1].tolist())
+    next_send = np.searchsorted(self._sends_at, begin, "right")
+    return min(stop, end, *self._sends_at[next_send:][:1].tolist())
 
   def _inputs(self, begin: int, end: int, count: int) -> tuple[Messages, Any]:
     """Returns Messages and batches of a call, padded to `count` rows."""

@@ -44,7 +44,7 @@ class Taken(NamedTuple):
 
 
 def takers_in(trace: base.Trace) -> Callable[[Event], int]:
-  """Returns the function of a PUT or LEND row that counts the rows of a trace
+  """Returns a function of a PUT or LEND row: the number of rows in the trace
   that take its message."""
   is_take = np.isin(trace.action, trace_lib.TAKES)
   keys = zip(
@@ -96,7 +96,7 @@ class PeerLinks:
     return code, nbytes
 
   def mix(self, peer: int) -> list[Taken]:
-    """Returns the messages that a peer has taken since the last time."""
+    """Returns the messages that a peer has taken since its last mix."""
     keys, self._inboxes[peer] = self._inboxes[peer], []
     messages = [(sender, self.messages[sender, seq]) for sender, seq in keys]
     for key in keys:

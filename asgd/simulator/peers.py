@@ -315,7 +315,7 @@ class Peers:
       OnePeer(i, rules, self._steps, root, start) for i in range(n)
     ]
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
-    self._restored: dict[Key, gossip.Job] | None = None
+    self._saved_jobs: dict[Key, gossip.Job] | None = None
     self._links = PeerLinks(n, takers)
     self._newcomers: set[int] = set()  # peers that joined and adopted nothing
 
@@ -386,13 +386,13 @@ class Peers:
     """Returns the job of a SEND row; during `restore`, the saved job."""
     del kept_ticket
     # A checkpoint has only open jobs: nothing reads an ended job again.
-    if self._restored is not None:
-      return self._restored.get(event.key, ())
+    if self._saved_jobs is not None:
+      return self._saved_jobs.get(event.key, ())
     return self.peers[event.worker].send()
 
   def nbytes(self, peer: int, seq: int | None) -> int:
-    """Returns the bytes of a message that was put, and not taken by all; `seq`
-    None: of the message that a peer would put now."""
+    """Returns the bytes of a message that some receiver has yet to take; with
+    `seq` None, of the message that a peer would put now."""
     if seq is not None:
       return self._links.messages[peer, seq].nbytes
     return self._measure(self.peers[peer].preview())
@@ -460,7 +460,7 @@ class Peers:
     without_traffic = {k: v for k, v in tree.items() if k != "traffic"}
     arrays = jax.tree.map(jnp.array, without_traffic)
     jobs = arrays["jobs"].items()
-    self._restored = {read_key(name): job for name, job in jobs}
+    self._saved_jobs = {read_key(name): job for name, job in jobs}
     self._links.restore(arrays["codes"], tree["traffic"], notes)
     # Replay the rows without computation: they restore the ledger, the inboxes
     # and the newcomers.
@@ -471,7 +471,7 @@ class Peers:
         self._newcomers.add(event.worker)
       elif event.action == base.ADOPT:
         self._newcomers.discard(event.worker)
-    self._restored = None
+    self._saved_jobs = None
     for peer, state, worker, (bytes_up, bytes_down, norms) in zip(
       *(self.peers, arrays["states"], arrays["workers"], notes["since"]),
       strict=True,

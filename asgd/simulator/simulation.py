@@ -140,8 +140,8 @@ def run_whole(
 
 def replay_options(trace: base.Trace) -> dict[str, Any]:
   """Returns the options of a `ServerReplay` for a trace: `keeps`, whether jobs
-  share tickets, and `returns`, the rows to which the trace rolls back."""
+  share tickets, and `rollback_rows`, to which the trace rolls back."""
   return {
     "keeps": bool((trace.action == base.KEEP).any()),
-    "returns": trace.job[trace.action == base.ROLLBACK].tolist(),
+    "rollback_rows": trace.job[trace.action == base.ROLLBACK].tolist(),
   }

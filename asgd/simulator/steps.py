@@ -235,7 +235,7 @@ def compile_steps(
   Tickets have the parameters as they arrive at the worker.
 
   Args:
-    server: of the run.
+    server: the server of the run.
     worker: the worker of the run; with None, `Steps.work` is None.
     wire: dtype in which parameters and messages travel, such as "bfloat16";
       with None they travel in their own dtypes.

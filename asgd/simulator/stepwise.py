@@ -58,8 +58,8 @@ def begin_host(
   group: steps_lib.WorkerDevices = steps_lib.ALONE,
   **options: Any,
 ) -> Callable[..., "StepwiseRun"]:
-  """Returns StepwiseRun without its first argument, for an order that is made
-  while it is replayed. The arguments are as in `make_host`."""
+  """Returns StepwiseRun with its first argument bound, for an order that is
+  computed while it is replayed. The arguments are as in `make_host`."""
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
   return functools.partial(StepwiseRun, (worker, steps, group))
 
@@ -80,11 +80,11 @@ class StepwiseRun:
     root: jax.Array,
     trace: base.Trace | None = None,
     keeps: bool = True,
-    returns: Iterable[int] = (),
+    rollback_rows: Iterable[int] = (),
   ) -> None:
     """Continues a SimulationState, and consumes it. `parts` are worker, steps
-    and group, `trace` has the rows that `until` replays, `keeps` and `returns`
-    are as in `replay_options`."""
+    and group, `trace` has the rows that `until` replays, `keeps` and
+    `rollback_rows` are as in `replay_options`."""
     self._worker, self._steps, self._group = parts
     self._trace = trace
     self._batch, self._root = batch, root
@@ -94,7 +94,7 @@ class StepwiseRun:
       *(simulation.server, self._steps, worker_indices),
       sent=simulation.sent,
       keeps=keeps,
-      returns=returns,
+      rollback_rows=rollback_rows,
     )
     replay.marks |= simulation.marks
     ledger = replay.ledger
@@ -133,9 +133,9 @@ class StepwiseRun:
     return state, message, loss
 
   def bytes_up(self, worker: int, seq: int, job: int) -> int:
-    """Computes a message with an open ticket, keeps it until its RECEIVE row,
-    and returns its bytes. The caller has called this function for all earlier
-    messages of the worker."""
+    """Computes a message with an open ticket, stores it until its RECEIVE row,
+    and returns its bytes. A caller calls this function for the messages of a
+    worker in order."""
     replay, early_results = self._replay, self._early_results[worker]
     state = self._states[worker]
     # The job starts from the worker's state after its latest computed job.
@@ -196,12 +196,12 @@ class ServerReplay:
     *,
     sent: Sent = NOTHING_SENT,
     keeps: bool = True,
-    returns: Iterable[int] = (),
+    rollback_rows: Iterable[int] = (),
   ):
     """Starts with a ServerState; `worker_indices` are on the device, `sent` is
-    as in `Traffic`, `keeps` and `returns` are as in `replay_options`."""
+    as in `Traffic`, `keeps` and `rollback_rows` as in `replay_options`."""
     self.state, self._steps, self._worker_indices = state, steps, worker_indices
-    self._returns = set(returns)
+    self._rollback_rows = set(rollback_rows)
     self.marks: dict[int, base.ServerState] = {}  # row -> state before it
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
     self.traffic = Traffic(steps, state, sent)
@@ -217,7 +217,7 @@ class ServerReplay:
   def apply(self, event: trace_lib.Event) -> base.Ticket | None:
     """Replays the next row; returns the ticket that it opens or closes."""
     # Copied, as the next `receive` donates the state's buffers.
-    if self.ledger.rows in self._returns:
+    if self.ledger.rows in self._rollback_rows:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
     ticket = self.ledger.apply(event)
     if event.action == base.JOIN:

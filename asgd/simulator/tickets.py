@@ -85,7 +85,7 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   """Returns the slots of a trace's tickets.
 
   Args:
-    trace: one without ROLLBACK rows.
+    trace: a trace without ROLLBACK rows.
     shared: whether all tickets sent between two messages are equal
       (`Server.sends_current`).
 

@@ -241,7 +241,7 @@ def _local_recipe(
   section = {**run.config["mesh"], "compress": run.config["compress"]}
   with checks.prefix_errors("mesh"):
     step_checks.check_alone(
-      *(step_checks.ISLANDS, mesh, section, step_checks.OF_ISLANDS),
+      *(step_checks.ISLANDS, mesh, section, step_checks.ISLANDS_VALUES),
       axes=(meshes.DATA, meshes.ISLAND),
     )
   return recipe
@@ -320,7 +320,7 @@ def _reducer(
   with checks.prefix_errors("compress", tuple(section)):
     step_checks.check_alone(
       *(step_checks.REDUCER, mesh, run.config["mesh"]),
-      step_checks.OF_A_REDUCER,
+      step_checks.REDUCER_VALUES,
     )
     return compression.fitted(compression.named_reducer(**section), *codec_size)
 

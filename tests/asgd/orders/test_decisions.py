@@ -95,7 +95,7 @@ class AskingDispatcher(Dispatcher):
         free = [w for w in starters if not self._states[w].paused]
         starters = (busy or free)[:1]
       for worker in starters:
-        job = self._take_job(worker)
+        job = self._choose_job(worker)
         if job is not None and self.may_start(worker, slowest):
           keep = self._keeps_ticket(worker)
           out.append(self._start(now, worker, job, keep=keep))
@@ -124,7 +124,7 @@ class AskingDispatcher(Dispatcher):
       (
         self._states[worker].finished
         for worker in self._ledger.present
-        if self.tickets(worker) or self._take_job(worker) is not None
+        if self.tickets(worker) or self._choose_job(worker) is not None
       ),
       default=0,
     )
