@@ -166,8 +166,8 @@ def test_a_copy_that_is_fetched_anew_has_the_updates_of_others():
 
 
 NOT_KEPT = {
-  "easgd": ("each job of this worker needs a ticket", {"steps": 1}),
-  "fedasync": ("each job of this worker needs a ticket", {"steps": 1}),
+  "easgd": ("each job of this worker needs a separate ticket", {"steps": 1}),
+  "fedasync": ("each job of this worker needs a separate ticket", {"steps": 1}),
   "dc_asgd_a": ("parameters that a message was computed on", {}),
   "dana_dc": ("parameters that a message was computed on", {}),
   "gap_aware": ("parameters that a message was computed on", {}),
