@@ -1,11 +1,13 @@
-"""Rounds of peers as one program: each device of an axis is a peer.
+"""Rounds of peers as one program: each index of an axis is a peer.
 
-Inside shard_map each device calls the functions of `asgd.gossip.peer` on its
-state, as a simulator does. `jax.lax.ppermute` sends the messages: in a round a
-peer sends one message to each neighbour.
+Inside shard_map each peer calls the functions of `asgd.gossip.peer` on its
+state, as a simulator does. `jax.lax.ppermute` sends the messages: a peer sends
+one to each neighbour in a round. If the mesh has the axis "island" too, the
+devices of a peer divide its examples: shard_map is manual over the axis of the
+peers alone, so XLA adds up the gradients of a peer's devices.
 
 Index letters in shape comments:
-  n  peers, which are the devices of the axis
+  n  peers, the size of the axis
   c  turns of a round
 """
 
@@ -230,6 +232,7 @@ def make_rounds(
   mesh: Mesh,
   *,
   axis: str = meshes.DATA,
+  steps: int = 1,
 ) -> RoundProgram:
   """Makes the program of a round. It computes the same numbers as the simulator
   with `Gossip.trace`, except that it adds messages up in another order.
@@ -239,8 +242,9 @@ def make_rounds(
     server: the server in each peer; make it of the algorithm that
       `exchange.rule.wrap` returns.
     worker: computes a message; the job of peer i in round k is k n + i.
-    mesh: a mesh with an axis of n devices.
-    axis: the name of this axis.
+    mesh: with an axis of size n, and perhaps the axis "island".
+    axis: the name of the peers' axis.
+    steps: batches in a job. Above 1 a peer's batch is [steps, B, ...].
 
   Raises:
     ValueError: for peers without rounds (`Gossip.order`), and for an axis with
@@ -254,7 +258,7 @@ def make_rounds(
     )
   if meshes.size(mesh, axis) != n:
     raise ValueError(
-      f"{n} peers need {n} devices on the axis {axis!r}, which has"
+      f"{n} peers need the size {n} of the axis {axis!r}, which has"
       f" {meshes.size(mesh, axis)}"
     )
   # One more slot, for turns in which a peer receives nothing.
@@ -278,6 +282,7 @@ def make_rounds(
       mesh=mesh,
       in_specs=(P(axis), P(axis), P(), P()),
       out_specs=P(axis),
+      axis_names={axis},
       check_vma=False,
     )(state, batch, root, k)
 
@@ -291,12 +296,15 @@ def make_rounds(
   def run_round(state, batch, root, k):
     return program(phases_of(k), state, batch, root, jnp.int32(k))
 
-  place = partial(meshes.place, mesh=mesh, specs=P(axis))
+  batch_spec = P(axis)
+  if meshes.ISLAND in mesh.shape:
+    batch_spec = P(axis, *(() if steps == 1 else (None,)), meshes.ISLAND)
+  place = partial(meshes.place, mesh=mesh, specs=batch_spec)
   jitted_init = jax.jit(first_state, out_shardings=row_sharding)
 
   def init(params):
     if meshes.are_shapes(params):
-      return place(jax.eval_shape(first_state, params))
+      return meshes.place(jax.eval_shape(first_state, params), mesh, P(axis))
     return jitted_init(params)
 
   return RoundProgram(init, run_round, place, phases_of, program)

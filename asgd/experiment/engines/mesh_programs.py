@@ -4,6 +4,7 @@ The same programs train: the step of one model on all axes, and the rounds of
 peers, with and without messages (local SGD, if peers average every few rounds).
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from asgd import problems
 from asgd.experiment import schema
-from asgd.experiment.engines import mesh_plan, parameter_server
+from asgd.experiment.engines import mesh_plan, parameter_server, peer_mesh
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.experiment.schema import Run
 from asgd.parallel import (
@@ -154,14 +155,17 @@ def peer_rounds(
   # A config of engine mesh has no sections of a server.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
-  if workers != len(target.devices):
+  axes = peer_mesh.axes(run, workers)
+  if (needed := math.prod(axes.values())) != len(target.devices):
     raise ValueError(
-      f"config.workers {workers} on engine mesh need a device each, and"
-      f" {target.name} has {len(target.devices)}: use as many workers"
+      f"config.workers {workers} on engine mesh need {needed} devices, and"
+      f" {target.name} has {len(target.devices)}: use all of them"
     )
   plan = parameter_server.plan(experiment, run, workers, PeerPlan)
-  mesh = meshes.make({meshes.DATA: workers}, target.devices)
-  rounds = peers.make_rounds(plan.gossip, plan.server, plan.worker, mesh)
+  mesh = meshes.make(axes, target.devices)
+  rounds = peers.make_rounds(
+    *(plan.gossip, plan.server, plan.worker, mesh), steps=plan.recipe.steps
+  )
   key = _key_shape()
   params = jax.eval_shape(plan.problem.init, key)
   job_batch = _shapes(plan.job_batches(0)(0, 0))
@@ -180,11 +184,13 @@ def peer_rounds(
     if phases in compiled_phases:
       continue
     compiled_phases.add(phases)
-    transfer_list = transfers.of_round(
-      exchange, message_shape, mesh, meshes.DATA, phases
-    )
+    transfer_list = None
+    if meshes.ISLAND not in axes:  # else no formula gives the traffic
+      transfer_list = [*transfers.of_round(
+        exchange, message_shape, mesh, meshes.DATA, phases
+      )]
     # Phases: (put, take, messages).
-    program_plan = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
+    program_plan = ahead.ProgramPlan(transfer_list, crosses=phases[2])
     kind = "messages" if phases[2] else "local"
     name = f"{run.label}, round {index} ({kind})"
     yield ahead.Compilation(

@@ -1,7 +1,8 @@
-"""Peers on a mesh: each device of the axis "data" is a peer; all run in step.
+"""Peers on a mesh: each index of the axis "data" is a peer, all in step.
 
 The engine `mesh` uses this module for recipes of peers. A round of n peers has
-n messages. Each device has a batch of `batch_size` examples.
+n messages. Each peer has a batch of `batch_size` examples, and the devices of
+the axis "island", if there is one, divide it.
 """
 
 from collections.abc import Mapping
@@ -26,22 +27,46 @@ ONE_MODEL_KEYS = [
 
 
 def check(run: Run) -> None:
-  """Raises ValueError for a mesh that does not fit the workers."""
+  """Raises ValueError for a mesh that does not fit the workers or the batch."""
   mesh_axes = run.config["mesh"]["axes"]
   if not mesh_axes:  # then there is one device per worker
     return
   for workers in run.config["workers"]:
-    if mesh_axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
+    if mesh_axes.get(meshes.DATA) not in (workers, -1) or (
+      mesh_axes.keys() - {meshes.DATA, meshes.ISLAND}
+    ):
       raise ValueError(
         f"config.mesh.axes {meshes.text(mesh_axes)} does not fit"
-        f" config.workers {workers}, as each device is a peer: leave it out, or"
-        f" use data:{workers}"
+        f" config.workers {workers}, as each index of the axis data is a peer:"
+        f" leave it out, or use data:{workers}, or data:{workers},island:D for"
+        " D devices in each peer"
       )
+  peer_devices, size = _peer_devices(run), run.config["batch_size"]
+  if peer_devices < 1 or size % peer_devices:
+    raise ValueError(
+      f"config.mesh.axes.island {peer_devices} must divide config.batch_size"
+      f" {size}, the examples of a peer"
+    )
+
+
+def _peer_devices(run: Run) -> int:
+  """Returns the number of devices of each peer."""
+  count: int = (run.config["mesh"]["axes"] or {}).get(meshes.ISLAND, 1)
+  return count
+
+
+def axes(run: Run, workers: int) -> dict[str, int]:
+  """Returns the axes of the mesh of a run of peers."""
+  result = {meshes.DATA: workers}
+  if (peer_devices := _peer_devices(run)) > 1:
+    result[meshes.ISLAND] = peer_devices
+  return result
 
 
 def devices(run: Run) -> int:
   """Returns the number of devices that a run needs."""
-  return max([*run.config["workers"], run.config["mesh"]["devices"] or 1])
+  most = max(run.config["workers"]) * _peer_devices(run)
+  return max(most, run.config["mesh"]["devices"] or 1)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
@@ -54,10 +79,10 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
       f"config.runs.{run.label}.recipe {run.recipe!r} has peers, and a mesh of"
       " peers needs one process: drop --num_processes, or use engine ray"
     )
-  device_count = len(jax.devices())  # of this process: a peer is a device
-  if device_count < workers:
+  device_count, needed = len(jax.devices()), workers * _peer_devices(run)
+  if device_count < needed:
     raise ValueError(
-      f"config.workers {workers} on engine mesh needs {workers} devices, and"
+      f"config.workers {workers} on engine mesh needs {needed} devices, and"
       f" this process has {device_count}: use fewer, or engine simulate"
     )
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
@@ -146,11 +171,11 @@ class PeerMeshEngine(peers.PeerEngine):
     plan, self._root = self._plan, root
     self._batch = plan.job_batches(seed)
     self.quantum = n = plan.workers
-    mesh = meshes.make({meshes.DATA: n}, jax.devices()[:n])
+    mesh = meshes.make(axes(plan.run, n))
     self._rounds = program_lib.make_rounds(
-      plan.gossip, plan.server, plan.worker, mesh
+      *(plan.gossip, plan.server, plan.worker, mesh), steps=plan.recipe.steps
     )
-    # Peers are divided over the devices: one row of each array.
+    # A peer has one row of each array, on each of its devices.
     self._sharding = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
@@ -249,7 +274,7 @@ class PeerMeshEngine(peers.PeerEngine):
     """Returns the columns on time and memory."""
     batch = self._plan.run.config["batch_size"] * self._plan.recipe.steps
     return {
-      "mesh": meshes.text({meshes.DATA: self.quantum}),
+      "mesh": meshes.text(axes(self._plan.run, self.quantum)),
       "seconds": self._seconds,
       "seconds_per_update": self._seconds * self.quantum / self.done,
       # 1e-9: the first call of `advance` may be too short to be measured.

@@ -177,7 +177,7 @@ PROTOCOL = Protocol(
     Refusal("server.log", _NO_SERVER, engines=("simulate",)),
     # Keys that divide one model among the devices of a mesh.
     *(
-      Refusal(f"mesh.{key}", "each device is a peer with a separate model")
+      Refusal(f"mesh.{key}", "each peer has a separate model")
       for key in peer_mesh.ONE_MODEL_KEYS
     ),
   ),

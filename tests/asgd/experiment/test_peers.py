@@ -30,6 +30,13 @@ RUNS = {
     "engine": "mesh",
   },
   "late-mesh": {"recipe": "sgp", "overlap": 2, "engine": "mesh"},
+  "local": {"recipe": "local_d_psgd", "steps": 2},
+  "local-mesh": {
+    "recipe": "local_d_psgd",
+    "steps": 2,
+    "engine": "mesh",
+    "axes": {"data": -1, "island": 2},
+  },
 }
 SWAPS = [[[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]]
 
@@ -44,7 +51,7 @@ def build(*labels, **config):
 def test_the_mesh_comes_to_what_is_simulated():
   for names in (
     *(("ring", "mesh"), ("late", "late-mesh")),
-    ("matchings", "matchings-mesh"),
+    *(("matchings", "matchings-mesh"), ("local", "local-mesh")),
   ):
     exp = build(*names)
     (rows, params, said), other = (train(exp, index=i) for i in range(2))
@@ -167,7 +174,12 @@ MISTAKES = (
   ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
   ("arrivals", {"engine": "mesh"}, "has no rounds, but all peers of a mesh"),
   ("mesh", {"axes": {"data": 2}},
-   "config.mesh.axes data 2 does not fit config.workers 4, as each device"),
+   "config.mesh.axes data 2 does not fit config.workers 4, as each index"),
+  ("mesh", {"axes": {"data": 4, "tensor": 2}}, "config.mesh.axes data 4 x ten"),
+  ("mesh", {"axes": {"data": 4, "island": 3}},
+   "config.mesh.axes.island 3 must divide config.batch_size"),
+  ("mesh", {"axes": {"data": 4, "island": 4}},
+   "config.workers 4 on engine mesh needs 16 devices, and this process has 8"),
   ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),
   ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh needs 16"),
   ("ring", {"recipe": "choco_sgd", "codec": f"{__name__}:halves"},

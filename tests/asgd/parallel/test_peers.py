@@ -111,5 +111,5 @@ def test_what_has_no_rounds_or_other_devices_is_refused():
   with pytest.raises(ValueError, match="order 'pairs' have no rounds"):
     peers.make_rounds(pairs.gossip, pairs.server(), worker, mesh)
   rounds = asgd.d_psgd(0.1, 8)
-  with pytest.raises(ValueError, match="8 peers need 8 devices .* has 4"):
+  with pytest.raises(ValueError, match="8 peers need the size 8 .* has 4"):
     peers.make_rounds(rounds.gossip, rounds.server(), worker, mesh)
