@@ -3,8 +3,8 @@
 If all workers get the same work, faster workers wait for slower ones in rounds;
 without rounds, slow workers send stale gradients. With work in proportion to
 speed, all jobs take the same time. The global batch (the examples of one
-message from every worker) keeps its size. The steps of a job are those of DyLU
-(Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling").
+message from every worker) keeps its size. Longer jobs for faster workers are
+DyLU (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling").
 
 Index letters used in shape comments:
   N  workers

@@ -1,8 +1,7 @@
 """Trains the objects of a call, as an experiment with one run and one cell.
 
 `asgd.facade` and `pipeline.facade` read the arguments of calls; `train` counts
-the messages, trains the cell as `asgd.experiment` trains those of a config, and
-collects its results.
+the messages, trains the cell like a cell of a config, and collects its results.
 """
 
 import contextlib

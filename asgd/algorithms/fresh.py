@@ -73,7 +73,7 @@ def rennala_sgd(
   weight_decay: float = 0.0, every: int | None = None,
   optimizer: OptimizerLike = None
 ) -> Recipe:
-  """Rennala SGD: each update is of B gradients at the present parameters.
+  """Rennala SGD: each update averages B gradients at the present parameters.
 
     params <- params - eta (1 / B) sum_b g_b,   all g_b computed at params
 

@@ -434,7 +434,7 @@ def fedbuff(
   """FedBuff: the server averages a buffer of stale displacements, then steps.
 
     worker: x^i <- params;   H steps of SGD on x^i;   send params - x^i
-    server: of each K messages, from any workers, with staleness tau_k:
+    server: for each K messages, from any workers, with staleness tau_k:
             D = (1 / K) sum_k s(tau_k) (params - x^i)_k;   v <- mu v + D
             params <- params - eta_outer v,   s(tau) = (tau + 1)^-a
 

@@ -241,7 +241,7 @@ def dana_slim(
   learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
   weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """DANA-Slim: DANA-Zero with the velocities kept by the workers.
+  """DANA-Slim: DANA-Zero with the velocities at the workers.
 
     worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
     server: params <- params - eta u^i,   and sends params
@@ -252,7 +252,7 @@ def dana_slim(
   Args:
     learning_rate, workers, momentum: shared options.
     weight_decay: added by a worker, computed from the sent parameters.
-    optimizer: kept by each worker (`asgd.transforms.slim`). Messages already
+    optimizer: one at each worker (`asgd.transforms.slim`). Messages already
       contain its learning rate.
 
   Returns:

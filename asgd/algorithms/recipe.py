@@ -64,7 +64,7 @@ class Recipe(NamedTuple):
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   # Jobs that a worker does on one ticket, before it fetches the next.
   fetch_every: int = 1
-  # Every how many jobs a worker sends the sum of its gradients; its other
+  # A worker sends the sum of its gradients every `push_every` jobs; its other
   # messages are zeros.
   push_every: int = 1
   # Messages are models, not gradients: they are not weighted by the size of the
@@ -106,7 +106,7 @@ class Recipe(NamedTuple):
     if self.worker is None:
       if self.steps != 1:
         raise ValueError(
-          f"a gradient worker takes one batch a job, not steps={self.steps};"
+          f"a gradient worker takes one batch per job, not steps={self.steps};"
           " give the Recipe a worker, such as asgd.worker.local_worker"
         )
       return worker_lib.gradient_worker(loss, self.at_worker)

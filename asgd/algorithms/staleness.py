@@ -355,7 +355,7 @@ def dc_asgd_a(
   """
   compensate = transforms.adaptive_delay_compensation(strength, decay=decay)
   if scope == "worker":
-    # As `dcasgda_updater.h` of the authors does.
+    # As in the authors' `dcasgda_updater.h`.
     compensate = transforms.per_worker(compensate, workers)
   elif scope != "server":
     raise ValueError(f"scope must be 'server' or 'worker', not {scope!r}")

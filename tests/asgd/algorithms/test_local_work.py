@@ -746,7 +746,7 @@ def test_the_proximal_pull_is_towards_what_was_sent():
 
 def test_a_recipe_that_contradicts_itself_is_refused():
   plain = algorithms.build("dana_slim", 0.1, 2)
-  with pytest.raises(ValueError, match="one batch a job, not steps=3"):
+  with pytest.raises(ValueError, match="one batch per job, not steps=3"):
     plain._replace(steps=3).make_worker(quadratic)
   local = algorithms.build("easgd", 0.1, 2)
   with pytest.raises(ValueError, match="would ignore its `at_worker`"):
