@@ -1,14 +1,14 @@
 """One stage, compiled: forward, backward, and the backward in two halves.
 
-A stage is a function fn(params, x, extra) -> (y, aux). `x` comes from the stage
-before, `extra` (examples, labels, keys) from outside. Its backward is taken
-apart on the level of the program (jaxpr), once, when it is compiled:
+A stage is a function fn(params, x, extra) -> (y, aux). `x` comes from the
+previous stage, `extra` (examples, labels, keys) from outside. Compilation
+derives the backward from the stage's program (jaxpr):
 
-- The backward reads parameters from its argument, not from values that are kept
-  with the activations. So a forward copies no weights, and the caller decides
-  whether a backward sees the weights of its forward (a stash) or those of now
-  (PipeMare, FTPipe without recomputation).
-- The gradient of the inputs (I) and that of the weights (W) share one set of
+- The backward reads parameters from its argument, not from values that are
+  stored with the activations. So a forward copies no weights, and the caller
+  decides whether a backward uses the weights of its forward (a stash) or the
+  current ones (PipeMare, FTPipe without recomputation).
+- The backward for inputs (I) and the backward for weights (W) share one set of
   residuals. I passes to W the values that both need, so nothing is computed
   twice (Qi et al., "Zero bubble pipeline parallelism", ICLR 2024).
 """
@@ -23,7 +23,7 @@ import numpy as np
 
 from asgd import internals
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_CALL_PRIMITIVES = {"jit", "pjit", "closed_call", "core_call"}
 
 
 class Stage(NamedTuple):
@@ -41,11 +41,11 @@ class Stage(NamedTuple):
   input: Callable[..., Any]  # params, residuals, gy -> gx, half
   weight: Callable[..., Any]  # params, residuals, half -> gradient
   residual_bytes: int  # of one microbatch
-  y: Any  # shapes
+  y: Any  # shapes and dtypes
 
 
 def floating(tree: Any) -> list[Any]:
-  """Returns the leaves that have gradients."""
+  """Returns the leaves of floating point dtypes, which have gradients."""
   return [x for x in jax.tree.leaves(tree) if _is_floating(x)]
 
 
@@ -55,8 +55,8 @@ def _is_floating(x):
 
 def compile_stage(fn: Callable, params: Any, x: Any, extra: Any) -> Stage:
   """Compiles a stage, once, for arguments of these shapes; `x` is () for the
-  first stage. Nothing is differentiated by `extra`. Raises ValueError if there
-  is nothing to differentiate."""
+  first stage. `extra` has no gradient. Raises ValueError if `params` has no
+  floating leaf."""
   leaves, tree = jax.tree.flatten((params, x, extra))
   return _compile(fn, tree, *map(_shape, leaves))
 
@@ -73,8 +73,8 @@ def _compile(fn, tree, *leaves):
   compute, backward, residuals = _differentiate(fn, *shapes)
 
   def forward(params, x, extra):
-    _check_same("x", x, inputs[0])
-    _check_same("extra", extra, inputs[1])
+    _check_shapes("x", x, inputs[0])
+    _check_shapes("extra", extra, inputs[1])
     return compute(params, x, extra)
 
   def residuals_of(params, x, extra):
@@ -89,7 +89,7 @@ def _compile(fn, tree, *leaves):
   return Stage(*map(jax.jit, functions), size, y)
 
 
-def _check_same(name, actual, expected):
+def _check_shapes(name, actual, expected):
   """Raises ValueError for other shapes than those the stage was compiled for.
 
   The program would silently compute a wrong result from other shapes.
@@ -108,10 +108,10 @@ def _shape(x):
 
 
 def _differentiate(fn, params, x, extra):
-  """Returns the forward with its residuals, the backward that takes them, and
-  their shapes."""
+  """Returns (forward, which also returns residuals; backward, which takes the
+  residuals; their shapes)."""
 
-  def full(params, x, extra):
+  def forward_and_vjp(params, x, extra):
     leaves, tree = jax.tree.flatten(x)
     floating_indices = [
       i for i, leaf in enumerate(leaves) if _is_floating(leaf)
@@ -133,12 +133,12 @@ def _differentiate(fn, params, x, extra):
     )
     return y, aux, vjp
 
-  jaxpr, shapes = _inline(full, params, x, extra)
+  jaxpr, shapes = _inline(forward_and_vjp, params, x, extra)
   output_tree = jax.tree.structure(shapes[:2])
   vjp = jax.tree.structure(shapes[2])
   n_out, outs = output_tree.num_leaves, jaxpr.jaxpr.outvars
   param_vars = jaxpr.jaxpr.invars[: jax.tree.structure(params).num_leaves]
-  # Residuals that depend on the parameters alone are not kept: the backward
+  # Residuals that depend on the parameters alone are not stored: the backward
   # recomputes them.
   params_only = {*param_vars, *jaxpr.jaxpr.constvars}
   for eqn in jaxpr.jaxpr.eqns:
@@ -147,13 +147,13 @@ def _differentiate(fn, params, x, extra):
       params_only.update(eqn.outvars)
   residuals = outs[n_out:]
   stored = [v for v in _variables(residuals) if v not in params_only]
-  compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *stored])
+  compute = _make_function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *stored])
   recomputed_atoms = [
     v for v in residuals if _is_literal(v) or v in params_only
   ]
-  # The backward drops effects, such as prints: the forward has had them.
+  # The backward drops side effects, such as prints: the forward has them.
   eqns = _needed_equations(jaxpr.jaxpr.eqns, recomputed_atoms, effects=False)
-  compute_again = _function(jaxpr, param_vars, recomputed_atoms, eqns)
+  from_params = _make_function(jaxpr, param_vars, recomputed_atoms, eqns)
 
   def forward(params, x, extra):
     outputs = compute(*jax.tree.leaves((params, x, extra)))
@@ -161,10 +161,10 @@ def _differentiate(fn, params, x, extra):
     return y, aux, tuple(outputs[n_out:])
 
   def backward(params, outputs, gy):
-    from_params = iter(compute_again(*jax.tree.leaves(params)))
+    recomputed = iter(from_params(*jax.tree.leaves(params)))
     value_of = dict(zip(stored, outputs, strict=True))
     leaves = [
-      value_of[v] if not _is_literal(v) and v in value_of else next(from_params)
+      value_of[v] if not _is_literal(v) and v in value_of else next(recomputed)
       for v in residuals
     ]
     return jax.tree.unflatten(vjp, leaves)(list(gy))
@@ -173,16 +173,17 @@ def _differentiate(fn, params, x, extra):
 
 
 def _split_jaxpr(backward, params, residuals, gy):
-  """Returns a backward in two functions: the inputs' gradient, with shared
-  intermediate values, and the weights' gradient from those."""
+  """Splits a backward into (input, weight): `input` computes the gradient of
+  inputs and `half`, `weight` with `half` the gradient of weights."""
   jaxpr, shapes = _inline(backward, params, residuals, gy)
   gradient = jax.tree.structure(shapes[0])
-  n, n_inputs = gradient.num_leaves, len(shapes[1])
+  n_weights, n_inputs = gradient.num_leaves, len(shapes[1])
   eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
-  weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
+  outs = jaxpr.jaxpr.outvars
+  weights, inputs = outs[:n_weights], outs[n_weights:]
   input_eqns = _needed_equations(eqns, inputs)
   forward_vars = invars[: len(invars) - len(gy)]  # parameters, residuals
-  # `half` is what both halves read: I returns it, and W takes it.
+  # `half`: values that I computes and W needs.
   outvars = (v for eqn in input_eqns for v in eqn.outvars)
   input_computed = {*invars[len(forward_vars) :], *outvars}
   weight_eqns = [
@@ -192,9 +193,9 @@ def _split_jaxpr(backward, params, residuals, gy):
   ]
   weight_atoms = [*(v for eqn in weight_eqns for v in eqn.invars), *weights]
   half = [v for v in _variables(weight_atoms) if v in input_computed]
-  compute_inputs = _function(jaxpr, invars, [*inputs, *half])
+  compute_inputs = _make_function(jaxpr, invars, [*inputs, *half])
   weight_invars = [*forward_vars, *half]
-  compute_weights = _function(jaxpr, weight_invars, weights, weight_eqns)
+  compute_weights = _make_function(jaxpr, weight_invars, weights, weight_eqns)
 
   def input(params, residuals, gy):
     values = compute_inputs(*jax.tree.leaves((params, residuals, gy)))
@@ -212,14 +213,13 @@ def _is_literal(v):
 
 
 def _variables(atoms):
-  """Returns the variables among `atoms`, which are variables and literals, each
-  once."""
+  """Returns the variables among variables and literals, each once."""
   return list(dict.fromkeys(v for v in atoms if not _is_literal(v)))
 
 
 def _inline(function, *args):
-  """Returns a function's program, with the functions that it calls inlined, and
-  the shapes of its outputs."""
+  """Returns (a function's program with all calls inlined, the shapes of its
+  outputs)."""
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
   run = functools.partial(_evaluate, closed)
   return jax.make_jaxpr(run)(*map(_shape, closed.in_avals)), shapes
@@ -233,28 +233,28 @@ def _evaluate(closed, *args):
     return v.val if _is_literal(v) else values[v]
 
   for eqn in closed.jaxpr.eqns:
-    inner = eqn.params.get("jaxpr") if eqn.primitive.name in _CALLS else None
-    if inner is not None:
+    is_call = eqn.primitive.name in _CALL_PRIMITIVES
+    if is_call and (inner := eqn.params.get("jaxpr")) is not None:
       outs = _evaluate(inner, *map(read, eqn.invars))
     else:
       eqn_vars = _variables(eqn.invars)
-      outs = _run(eqn_vars, [eqn], eqn.outvars, *map(read, eqn_vars))
+      outs = _run_equations(eqn_vars, [eqn], eqn.outvars, *map(read, eqn_vars))
     values.update(zip(eqn.outvars, outs, strict=True))
   return [read(v) for v in closed.jaxpr.outvars]
 
 
-_INFO = internals.DebugInfo("stage", "asgd.stages", None, None)
+_DEBUG_INFO = internals.DebugInfo("stage", "asgd.stages", None, None)
 
 
-def _run(invars, eqns, outvars, *args):
+def _run_equations(invars, eqns, outvars, *args):
   effects = frozenset().union(*(eqn.effects for eqn in eqns))
-  jaxpr = internals.Jaxpr((), invars, outvars, eqns, effects, _INFO)
+  jaxpr = internals.Jaxpr((), invars, outvars, eqns, effects, _DEBUG_INFO)
   return internals.jaxpr_as_fun(internals.ClosedJaxpr(jaxpr, ()))(*args)
 
 
 def _needed_equations(eqns, outs, *, effects=True):
-  """Returns the equations that `outs` depend on, and those with effects, in
-  their order."""
+  """Returns, in the order of the program, the equations that `outs` depend on
+  and, if `effects`, those with side effects."""
   wanted_vars = set(_variables(outs))
   needed = []
   for eqn in reversed(eqns):
@@ -265,9 +265,9 @@ def _needed_equations(eqns, outs, *, effects=True):
   return needed[::-1]
 
 
-def _function(closed, invars, outs, eqns=None):
-  """Returns the function of `invars` that computes `outs`, from `eqns`, or from
-  the needed equations of `closed`."""
+def _make_function(closed, invars, outs, eqns=None):
+  """Returns a function from `invars` to `outs` that runs `eqns`; None: the
+  needed equations of `closed`."""
   eqns = _needed_equations(closed.jaxpr.eqns, outs) if eqns is None else eqns
   invars = [*closed.jaxpr.constvars, *invars]
-  return functools.partial(_run, invars, eqns, outs, *closed.consts)
+  return functools.partial(_run_equations, invars, eqns, outs, *closed.consts)

@@ -9,7 +9,7 @@ _FIRST_TID = 11  # 0 is the idle task, and smaller ids may equal a pid
 
 
 def event(phase: str, name: str, pid: int, tid: int, **fields: Any) -> Event:
-  """Returns an event. Phases: "X" span, "i" instant, "C" counter, "M" name."""
+  """Returns an event; phase: "X" span, "i" instant, "C" counter or "M" name."""
   return {"name": name, "ph": phase, "pid": pid, "tid": tid, **fields}
 
 
@@ -31,12 +31,12 @@ class Lanes:
   """Lanes for spans that may overlap; spans of the same lane do not."""
 
   def __init__(self) -> None:
-    self._free: list[float] = []
+    self._free: list[float] = []  # by lane: the end of its last span
 
   def take(self, start: float, end: float) -> int:
     """Returns a lane that is free from `start`, which must not decrease."""
-    for lane, free in enumerate(self._free):
-      if free <= start:
+    for lane, last_end in enumerate(self._free):
+      if last_end <= start:
         self._free[lane] = end
         return lane
     self._free.append(end)

@@ -27,7 +27,7 @@ class TrainState(train_state.TrainState):
 
   def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
     """Returns the state after an update. A keyword that names a field replaces
-    it; others (sent_params, staleness, worker) go to the transform."""
+    that field; others (sent_params, staleness, worker) go to the transform."""
     fields = {field.name for field in dataclasses.fields(self)}
     replaced_fields = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
     tx = optax.with_extra_args_support(self.tx)

@@ -2,7 +2,7 @@
 
 Sender and receiver know structure, shapes and dtypes, so only elements are
 sent. A `Layout` puts each leaf at a multiple of 64 bytes, in the machine's byte
-order. Writing copies each leaf once, reading copies nothing.
+order. Writing copies each leaf once; reading returns views.
 """
 
 import functools
@@ -47,9 +47,9 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
   are not numbers.
 
   `compress="bfloat16"` stores floats of 32 and 64 bits in 16. Each is rounded
-  to the nearest, ties to even (one of 64 bits is first rounded to 32). The
-  relative error of a normal number is at most 2^-8; from 3.3962e38 on it
-  becomes an infinity. Other dtypes are stored unchanged, and NaN stays NaN.
+  to the nearest, ties to even (float64 first to float32). The relative error of
+  a normal number is at most 2^-8; a number of 3.3962e38 or more becomes an
+  infinity. Other dtypes are stored unchanged, and NaN stays NaN.
   """
   if compress not in COMPRESSIONS:
     raise ValueError(
@@ -74,8 +74,8 @@ def shape_and_dtype(path: str, x: Any) -> tuple[tuple[int, ...], np.dtype]:
   machine's byte order. Raises ValueError, naming the path, for a leaf that is
   not numbers."""
   x = x if hasattr(x, "dtype") else np.asarray(x)
-  # NumPy does not know the dtypes of random keys, and takes some numbers of 16
-  # bits and less (bfloat16) for no numbers. So ask JAX.
+  # JAX decides: NumPy does not know the dtypes of random keys, nor that
+  # bfloat16 and smaller floats are numbers.
   is_number = jnp.issubdtype(x.dtype, jnp.number)
   if not is_number and not jnp.issubdtype(x.dtype, jnp.bool_):
     raise ValueError(
@@ -88,8 +88,8 @@ def shape_and_dtype(path: str, x: Any) -> tuple[tuple[int, ...], np.dtype]:
 def fitting(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
   """Returns leaves as arrays of NumPy or jax. Raises ValueError if one does not
   have the shape and dtype of its field."""
-  # This loop and that of `write` take most of the time of a message of a few
-  # MB.
+  # Keep this loop fast: it and the loop of `write` take most of the time of a
+  # message of a few MB.
   leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
   for field, x in zip(fields, leaves, strict=True):
     if x.shape != field.shape or x.dtype != field.dtype:
@@ -119,12 +119,12 @@ def opened(
 ) -> tuple[Callable[[Any], None], Callable[[], Any]]:
   """Returns (write, read) of a writable buffer that is used many times.
 
-  `write(tree)` and `read()` equal the functions of this module, but make the
-  views of the leaves only once.
+  `write(tree)` and `read()` do the same as the functions of this module, but
+  create the views of the leaves only once.
   """
   data = _bytes(layout, buffer)
   targets = [_view(field, data) for field in layout.fields]
-  # A leaf that is stored in another dtype has no view: it is read anew.
+  # A leaf that is stored in another dtype has no view: each read converts it.
   views = jax.tree.leaves(read(layout, buffer))
   is_converted = any(field.stored != field.dtype for field in layout.fields)
 
@@ -151,7 +151,7 @@ def _copy(leaves: Sequence[Any], targets: Sequence[np.ndarray]) -> None:
   """Copies each leaf to its view of a buffer."""
   # Start all transfers from another device before waiting for the first one.
   # Leaves on the CPU need no transfer: they are copied once, into the buffer.
-  if leaves and _elsewhere(leaves[0]):
+  if leaves and _is_off_cpu(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
         x.copy_to_host_async()
@@ -165,9 +165,9 @@ def _copy(leaves: Sequence[Any], targets: Sequence[np.ndarray]) -> None:
 
 
 def read(layout: Layout, buffer: Any) -> Any:
-  """Returns the tree in a buffer as read-only NumPy arrays. They are views of
-  the buffer, but copies of leaves that are stored in another dtype. ValueError
-  if the buffer is too small."""
+  """Returns the tree in a buffer as read-only NumPy arrays: views of the
+  buffer, or copies of leaves that are stored in another dtype. Raises
+  ValueError if the buffer is too small."""
   data = _bytes(layout, buffer)
   leaves = []
   for field in layout.fields:
@@ -183,7 +183,7 @@ def read(layout: Layout, buffer: Any) -> Any:
 def _difference(
   layout: Layout, tree: Any, structure: jax.tree_util.PyTreeDef
 ) -> str:
-  """Returns an error text: the difference between a tree and a layout's."""
+  """Returns an error text: how a tree differs from the layout's tree."""
   layout_paths = [field.path for field in layout.fields]
   leaves = jax.tree.leaves_with_path(tree)
   tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -198,13 +198,13 @@ def _difference(
   )
 
 
-def _elsewhere(x: Any) -> bool:
-  """Whether an array is on another device than a CPU."""
-  return isinstance(x, jax.Array) and _off_cpu(x.sharding)
+def _is_off_cpu(x: Any) -> bool:
+  """Whether an array is a JAX array on a device that is not a CPU."""
+  return isinstance(x, jax.Array) and _has_accelerator(x.sharding)
 
 
 @functools.lru_cache(maxsize=32)  # each message asks again
-def _off_cpu(sharding: jax.sharding.Sharding) -> bool:
+def _has_accelerator(sharding: jax.sharding.Sharding) -> bool:
   return any(device.platform != "cpu" for device in sharding.device_set)
 
 

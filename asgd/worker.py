@@ -59,20 +59,20 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
-  """A worker that sends one gradient a message, passed through a transform.
+  """A worker that sends one gradient per message, passed through a transform.
 
       message = at_worker(grad loss(sent params, batch))
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in any
-      form that `as_loss` takes.
+      form that `as_loss` accepts.
     at_worker: a transform with a state, such as DANA-Slim's momentum. Its
       update gets the sent parameters as `params` and as the extra arg
       `sent_params`, and the ticket's `version`, int32[].
 
   Returns:
-    A Worker. Its message has the structure of the parameters; if those are
-    `Variables`, its `stats` are the batch's own.
+    A Worker. Its message has the structure of the parameters; the `stats` of a
+    message of type `Variables` are those of the batch.
 
   Raises:
     LossError: see `as_loss`.
@@ -113,9 +113,9 @@ def gradient_worker(
 
 
 class Uneven(NamedTuple):
-  """A job with a number of batches that is particular to its worker."""
+  """The batches of a job, if their number differs between workers."""
 
-  batches: Any  # [H, B, ...], H of this worker
+  batches: Any  # [H, B, ...], H that of this worker
 
 
 def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
@@ -166,7 +166,7 @@ class _Sums(NamedTuple):
   """Sums over the steps of a job."""
 
   loss: jax.Array  # float[]
-  stats: Any  # the batch's own statistics; () if none
+  stats: Any  # BatchNorm's statistics of the batches; () if none
   gradient: Any  # like weights; None unless it is the message
 
 
@@ -185,10 +185,10 @@ _Step = Callable[
 
 
 # Jobs of up to this many steps are unrolled. XLA's CPU backend runs a
-# convolution inside a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times
-# (ResNet-20, 780 against 31 ms) slower than outside. Another copy of a step
-# compiles in 0.06 (MLP) to 0.7 s (ResNet-20); DiLoCo's 500 would take minutes.
-_UNROLLED = 32
+# convolution inside a loop 18 (small CNN, 80 against 4.4 ms per step) to 25
+# times (ResNet-20, 780 against 31 ms) slower than outside. Each unrolled step
+# compiles in 0.06 (MLP) to 0.7 s (ResNet-20): DiLoCo's 500 would take minutes.
+_MAX_UNROLLED = 32
 
 
 def _all_steps(
@@ -199,7 +199,7 @@ def _all_steps(
   key: jax.Array,
   steps: int,
 ) -> _Carry:
-  """Takes all steps of a job; loss, statistics and gradient are summed."""
+  """Takes all steps of a job; sums loss, statistics and gradient over them."""
 
   def add_step(carry: _Carry, xs: tuple[Any, Any]) -> tuple[_Carry, None]:
     h, step_batch = xs
@@ -212,13 +212,13 @@ def _all_steps(
       after = after._replace(sums=sums)
     return after, None
 
-  if steps <= _UNROLLED:
+  if steps <= _MAX_UNROLLED:
     for h in range(steps):
       # Step h uses batch h of the job.
       part = jax.tree.map(lambda x, h=h: x[h], batch)
       steps_so_far, _ = add_step(steps_so_far, (h, part))
     return steps_so_far
-  # A scan needs its carry before the first step: take the shapes of one step.
+  # A scan needs a complete carry before the first step: sums of zeros.
   first_batch = jax.tree.map(lambda x: x[0], batch)
   weights, opt_state, _ = steps_so_far
   shapes = jax.eval_shape(step, weights, opt_state, ticket, first_batch, key)
@@ -273,11 +273,11 @@ def _make_local_steps(
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.stacking.job_batches"
         )
-    stepped = _Carry(weights, opt_state, None)
-    stepped_all = _all_steps(step, stepped, ticket, batch, key, count)
-    total = stepped_all.sums
+    start = _Carry(weights, opt_state, None)
+    end = _all_steps(step, start, ticket, batch, key, count)
+    total = end.sums
     mean, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
-    return stepped_all._replace(sums=_Sums(mean, stats, total.gradient))
+    return end._replace(sums=_Sums(mean, stats, total.gradient))
 
   return local_steps
 
@@ -294,7 +294,7 @@ class LocalState(NamedTuple):
 
   inner: optax.OptState  # of the local optimizer; () unless it is kept
   local: optax.Params  # like weights, the worker's after its last job
-  accrued: Any = ()  # like weights, not pushed yet; () if each job pushes
+  accrued: Any = ()  # like weights, unsent gradients; () if each job pushes
   jobs: Any = ()  # int32[], jobs summed in `accrued`
 
 
@@ -320,10 +320,10 @@ def local_worker(
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in
-      any form that `as_loss` takes.
+      any form that `as_loss` accepts.
     tx: the local optimizer, learning rate included. Its update gets the extra
-      args `version` (int32[], the ticket's) and `sent_params`. Unless its state
-      is reset, its init reads shapes only.
+      args `version` (int32[], the ticket's) and `sent_params`. Its init may
+      depend on shapes only, unless the state is reset.
     steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them.
     message: "displacement" or "gradients". A displacement is the start minus
       the end of the job: an outer gradient in DiLoCo's sign, and SGD with
@@ -331,20 +331,20 @@ def local_worker(
       is the sum of the job's gradients: Downpour's `accrued` without the
       learning rate, which the server multiplies in once.
     optimizer_state: the state of `tx` that a job begins with: "kept" from the
-      last job, "reset", or "averaged" over the last update's messages, which
-      needs parameters and sends messages that carry it (`base.carry`).
-    push_every: number of jobs with gradients summed into one message. The last
-      job sends it, the others send zeros (`asgd.server.pushed`). A fetch in
-      between replaces the worker's parameters and keeps the accrued gradients.
+      last job, "reset", or "averaged" over the messages of the last update;
+      parameters and messages then carry the state (`base.carry`).
+    push_every: number of jobs with gradients summed into one message: the
+      last job sends it, the others send zeros (`asgd.server.pushed`). A fetch
+      in between replaces the worker's parameters, not the accrued gradients.
   Returns:
     A Worker. Its message has the structure of the parameters. The loss, and the
     statistics in a message of `Variables`, are means over the batches, each
     computed at the parameters of its step.
 
   Raises:
-    ValueError: for steps or jobs that are no positive integer, an unknown
-      message, displacements of several jobs, and, when it is traced, a job of
-      another number of batches.
+    ValueError: for steps or jobs that are not a positive integer, an unknown
+      message, displacements of several jobs and, when `work` is traced, a job
+      with a different number of batches.
     LossError: see `as_loss`.
 
   Example:
@@ -390,7 +390,7 @@ def local_worker(
     state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> _Work[LocalState]:
     sent = base.weights_of(ticket.params)
-    # On a kept ticket the job resumes where the last one stopped.
+    # With a kept ticket the job starts where the last one ended.
     start = optax.tree.where(ticket.fresh, sent, state.local)
     inner = state.inner if optimizer_state == KEPT else tx.init(start)
     if averages:
@@ -430,7 +430,7 @@ def elastic_worker(
 
   It is the worker of asynchronous EASGD; with Nesterov's momentum in `tx`, of
   EAMSGD. x^i starts at the worker's first ticket, and later tickets do not
-  replace it; the centre x~ is the server's parameters.
+  replace x^i; the centre x~ is the server's parameters.
 
   It differs from the paper in two points:
   - In the paper a worker reads and moves the centre at once. Here x~ in d is
@@ -440,20 +440,20 @@ def elastic_worker(
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in
-      any form that `as_loss` takes.
-    tx: the local optimizer, learning rate included, as of `local_worker`.
-      `optax.sgd` with `nesterov` has the paper's look-ahead, x^i + delta v, for
-      its x^i.
+      any form that `as_loss` accepts.
+    tx: the local optimizer, learning rate included, as in `local_worker`. With
+      `nesterov`, the x^i of `optax.sgd` is the paper's look-ahead x^i + delta
+      v.
     steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them; tau
-      of the paper.
+      in the paper.
     alpha: in (0, 1]. An exchange moves each side by this part of the distance.
 
   Returns:
     A Worker. Its message has the structure of the parameters.
 
   Raises:
-    ValueError: for a value out of its range, and, when it is traced, a job of
-      another number of batches.
+    ValueError: for a value out of its range and, when `work` is traced, a job
+      with a different number of batches.
     LossError: see `as_loss`.
 
   Source:

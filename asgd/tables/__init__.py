@@ -6,7 +6,7 @@
 - `table` returns the settings of a run, `Work` is the computation of workers.
 - `Table` has rows by key on the shards of a server. `Client` and `TableServer`
   are the two sides of the consistency models (`Consistency`).
-- `Simulation` and `OverNetwork` run them in simulated time (`TableRun`).
+- `Simulation` and `OverNetwork` run both sides in simulated time (`TableRun`).
 - `shard`, `worker` and `requests` are the participants of a live run
   (`asgd.live.tables`), where shards order requests independently; `replay`
   recomputes such a run.
@@ -55,6 +55,6 @@ from asgd.tables.tasks import Tasks as Tasks
 
 RECIPES = {"table": table}  # recipes that this protocol trains
 
-# Named in the error for a call of this module.
+# The error for a call of this module suggests this call.
 _recipe = "asgd.table(0.1, workers=8)"
 sys.modules[__name__].__class__ = names.RecipeModule

@@ -39,7 +39,7 @@ class TableSpec(NamedTuple):
 class Held(NamedTuple):
   """Counts of rows that filters removed from messages."""
 
-  back: int  # held back: sent later
+  back: int  # held back, and sent later
   dropped: int  # never sent
 
 
@@ -85,7 +85,7 @@ class Client:
       rules: the rules of reads.
       filters: the filters of messages; each filter gets the rows that the
         previous filter passed.
-      codec: the codec of values.
+      codec: the codec of values; None: values are sent as they are.
       key: JAX key of the codec's random numbers.
       seed: the seed of the filters' random numbers.
       key_caching: whether a list of keys that was sent before is sent as its
@@ -97,7 +97,7 @@ class Client:
     self._rows = {
       name: KeyedRows([], self._new_rows(name, ())) for name in specs
     }
-    self.factor = 1.0  # a read shows copy + factor * own updates
+    self.factor = 1.0  # a read returns copy + factor * unsent updates
     self._key_caching = key_caching
     self.sender = KeyCache(sends_digests=key_caching)
     self.held = Held(0, 0)
@@ -254,8 +254,8 @@ class Client:
     return abs(self.factor) * change > self.rules.hold
 
   def _encode_updates(self, name: str, keys: Keys, table: int) -> RowValues:
-    """Returns the unsent updates of some rows as they are sent, and applies
-    them to the copies. The part that the codec leaves out stays unsent.
+    """Returns the unsent updates of some rows, encoded, and applies them to the
+    copies. The part that the codec leaves out stays unsent.
 
     Args:
       name: the name of the table.
@@ -274,8 +274,8 @@ class Client:
         decoded = values = updates  # the codec would hold back too much
     else:
       decoded = updates
-    # The codec may send an approximation. The difference is sent later, and the
-    # copy gets exactly what the server will apply.
+    # The codec may approximate. The difference is sent later, and the copy gets
+    # exactly the values that the server will apply.
     rows.write(keys, "own", updates - decoded)
     is_incomplete = (updates != decoded).reshape(len(keys), -1).any(1)
     rows.write(keys, "written", is_incomplete)
@@ -293,15 +293,16 @@ class Client:
     }
 
   def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
-    """Returns the tables of an earlier incarnation's message, with the keys as
-    this client's receiver needs them. The keys in `tables` must be complete."""
+    """Returns the tables of an earlier incarnation's message, with digests for
+    lists of keys that this client has sent. The keys in `tables` must be
+    complete."""
     return {
       name: RowValues(self.sender.pack(row_values.keys.keys), row_values.values)
       for name, row_values in tables.items()
     }
 
   def residual(self) -> float:
-    """Returns the RMS of the unsent updates, over all elements of its rows."""
+    """Returns the RMS of the unsent updates over all elements of all rows."""
     return rms(rows.columns["own"] for rows in self._rows.values())
 
   # Ranges of keys that move to another shard, between two messages.

@@ -30,8 +30,8 @@ class Consistency(NamedTuple):
   name: str
   # (rules, worker's clock) -> the least clock that a row must have to be read
   need: Callable[["ConsistencyRules", int], int] = _within_bound
-  # The names of the options that the model requires, a choice of "bound",
-  # "threshold" and "budget".
+  # Names of the options that the model requires: some of "bound", "threshold"
+  # and "budget".
   numbers: tuple[str, ...] = ()
   # `bound` of a recipe that does not set it; None: the recipe must set it.
   bound: int | None = None
@@ -85,8 +85,8 @@ class ConsistencyRules(NamedTuple):
   budget: int = 0  # rows that the server may send to a worker in one clock
   # value_bounded: the most that filters and a codec may hold back of an
   # element's updates, in the unit of a parameter.
-  hold: float = math.inf  # at one worker
-  held: float = 0.0  # at all workers but the reader, together
+  hold: float = math.inf  # by one worker
+  held: float = 0.0  # by all workers except the reader, in total
 
   @property
   def pulls_all(self) -> bool:
@@ -130,7 +130,7 @@ class ConsistencyRules(NamedTuple):
     return self.threshold / math.sqrt(clock + 1) - self.held
 
   def holding(self, workers: int, clocks: int) -> "ConsistencyRules":
-    """Returns these rules, of value_bounded, with `hold` and `held` set.
+    """Returns these rules of value_bounded with `hold` and `held` set.
 
     The tightest limit of the run is v0 / sqrt(C + 1). Half of this limit is
     reserved for updates that workers hold back:
@@ -160,8 +160,8 @@ def rules(
     consistency: a name of CONSISTENCIES, or a Consistency.
     bound: s of ssp, essp and managed, tau of delay_bounded: clocks, 0 or more.
     threshold: v0 of value_bounded, positive.
-    budget: of managed, the most rows that the server sends a worker per clock,
-      0 or more.
+    budget: rows of managed that the server may send a worker per clock, 0 or
+      more.
 
   Raises:
     ValueError: for an unknown model, and for a number that is missing, out of

@@ -23,7 +23,7 @@ Cuts = Mapping[str, Sequence[int]]  # name -> int[S + 1], as `Ranges.cuts`
 
 
 class Division(NamedTuple):
-  """Which shard owns which rows of which table, and the specs of the tables.
+  """The owner shard of each row of each table, and the specs of the tables.
 
   Example:
     >>> import numpy as np
@@ -39,8 +39,8 @@ class Division(NamedTuple):
   version: int = 0  # count of earlier divisions of the run
 
   def split(self, keys: Mapping[str, Keys]) -> list[Parts]:
-    """Splits the keys of a message by shard. A shard's part leaves out the
-    tables of which the message has no key of the shard."""
+    """Splits the keys of a message by shard. A shard's part has only the tables
+    with a key of that shard."""
     parts: list[Parts] = [{} for _ in range(self.shards)]
     for name, table_keys in keys.items():
       table_keys = np.asarray(table_keys, np.int64)
@@ -87,7 +87,7 @@ class Division(NamedTuple):
     )
 
   def cuts_of(self, numbers: Sequence[float]) -> Cuts:
-    """Returns the cuts by table from a MOVE row, which has the cuts of all
+    """Returns table -> cuts. `numbers` are those of a MOVE row: the cuts of all
     tables, one table after the other."""
     all_cuts, cuts = iter(numbers), {}
     for name, ranges in self.ranges.items():
@@ -117,8 +117,8 @@ class Division(NamedTuple):
 
 
 def divide(tables: Mapping[str, Any], shards: int) -> Division:
-  """Divides tables [K, ...] into ranges of equal size. A table with fewer rows
-  than shards is on the first shards.
+  """Divides tables [K, ...] into ranges of about equal size. A table with fewer
+  rows than shards uses only the first shards.
 
   Raises:
     ValueError: if a shard would have no row of any table.
@@ -127,7 +127,7 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
     name: ranges_lib.by_load(np.ones(len(rows)), min(shards, len(rows)))
     for name, rows in tables.items()
   }
-  # Small tables may be on fewer shards, but each shard needs a row.
+  # Each shard needs a row of some table.
   max_shards = max(table_ranges.shards for table_ranges in ranges.values())
   if shards > max_shards:
     raise ValueError(

@@ -1,7 +1,7 @@
-"""Filters: which rows of a message are sent.
+"""Filters: they select the rows of a message that are sent.
 
-A filter may hold back rows. Their updates stay with the worker, later updates
-are added to them, and they are sent at the end of the run at the latest. Under
+A filter may hold back rows. The worker adds later updates to those of a row
+that is held back, and sends the sum at the end of the run at the latest. Under
 value_bounded a worker may hold back little (`ConsistencyRules.hold`).
 
 Only `kkt` drops rows: gradients that cannot change the weights. The last
@@ -105,13 +105,12 @@ def kkt(
     dropped if w = 0 and max_i |g_i| <= l1 - slack
 
   A weight of 0 is optimal if its gradient does not exceed the penalty
-  (Karush-Kuhn-Tucker conditions). The filter is for gradients, and for a
-  function at the server with that penalty, such as `ftrl_proximal` and
-  `proximal`.
+  (Karush-Kuhn-Tucker conditions). Values must be gradients, and the function at
+  the server must have this penalty, as `ftrl_proximal` and `proximal` do.
 
   The filter sees one worker's part of the gradient and decides as if it were
-  the full gradient. A larger slack makes it rarer that a weight stays at 0
-  although the full gradient would move it.
+  the full gradient. With a larger slack, fewer weights stay at 0 although the
+  full gradient would move them.
 
   Args:
     l1: the penalty, positive, in the unit of a gradient.
@@ -171,13 +170,13 @@ def largest_change(nbytes: int) -> Filter:
     sent in the order of max_i |v_i| / max_i |w_i| while they fit
 
   The consistency model `managed` does the same for the server's messages. With
-  `push_every` a worker sends its most important updates several times in a
-  clock, and never more bytes than the link carries in that time. With
-  `bandwidth` it sends them when the link is free (`tables.bandwidth`).
+  `push_every` a worker sends its most important updates several times per
+  clock. With `bandwidth` it sends them when the link is free
+  (`tables.bandwidth`).
 
   Args:
-    nbytes: the most bytes of one table in a message, with 8 for each key,
-      before a codec. The bandwidth is `nbytes` over the time between messages.
+    nbytes: the most bytes per table and message, before a codec; a key counts 8
+      bytes.
 
   Returns:
     A Filter.
@@ -190,7 +189,7 @@ def largest_change(nbytes: int) -> Filter:
     iterative analytics", SoCC 2015.
 
   Example:
-    A row of two values has 8 + 16 bytes, so that one fits.
+    A row of two values has 8 + 16 bytes: one row fits into 40.
 
     >>> import numpy as np
     >>> from asgd import tables
@@ -203,9 +202,9 @@ def largest_change(nbytes: int) -> Filter:
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rng
-    size = 8 + np.asarray(values).nbytes // max(len(values), 1)
+    row_bytes = 8 + np.asarray(values).nbytes // max(len(values), 1)
     send = np.zeros(len(values), bool)
-    send[largest_first(values, rows)[: nbytes // size]] = True
+    send[largest_first(values, rows)[: nbytes // row_bytes]] = True
     return Verdict(send)
 
   return apply
@@ -218,8 +217,8 @@ FILTERS: dict[str, Callable[..., Filter]] = {
 
 
 def check(values: Any) -> tuple[str | Mapping[str, Any], ...]:
-  """Returns the filters of a config; ValueError if they are no list of names
-  and dicts."""
+  """Returns the filters of a config as a tuple. Raises ValueError unless they
+  are a list of names and dicts."""
   is_list = isinstance(values, Sequence) and not isinstance(values, str)
   if not is_list or not all(
     isinstance(value, str | Mapping) for value in values

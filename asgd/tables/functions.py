@@ -1,4 +1,4 @@
-"""Functions at the server: how a push changes rows.
+"""Functions at the server: they compute the rows after a push.
 
 `add` adds increments, as Petuum's tables do. `by_row` takes gradients and runs
 any optax transform on the pushed rows. Each row has its own state: a row that
@@ -31,7 +31,7 @@ class RowFunction(NamedTuple):
   # Whether `apply` adds the values: a worker then knows the effect of its push.
   additive: bool = False
   name: str = "by_row"  # checked by problems that need a certain function
-  # Whether `apply` gets, once a clock, the sum of all workers' values.
+  # Whether `apply` gets, once per clock, the sum of all workers' values.
   aggregates: bool = False
 
 
@@ -59,8 +59,8 @@ def add() -> RowFunction:
 
 
 def bucket(count: int) -> int:
-  """Returns the padded number of rows of the compiled program for `count` rows:
-  the next power of two, at least 8."""
+  """Returns the number of rows to which `count` rows are padded for a compiled
+  program: the next power of two, at least 8."""
   return 1 << max(count - 1, 7).bit_length()
 
 
@@ -76,7 +76,7 @@ def padded(rows: Any, count: int) -> Any:
 def by_row(tx: optax.GradientTransformation) -> RowFunction:
   """Runs an optax transform on the pushed rows, each with its own state.
 
-  The transform is mapped over the rows: counts and norms in it are of one row.
+  The transform is mapped over the rows: it computes counts and norms per row.
 
   Args:
     tx: any transform of gradients, such as `optax.adagrad(0.1)`.
@@ -112,7 +112,7 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
     count, size = len(rows), bucket(len(rows))
     trees = jax.tree.map(lambda x: padded(x, size), (rows, *others))
     out = jax.tree.map(lambda x: x[:count], function(*trees))
-    if not isinstance(rows, jax.Array):  # the caller's table is of NumPy
+    if not isinstance(rows, jax.Array):  # a table of NumPy arrays stays so
       out = jax.tree.map(np.array, out)
     return out
 
@@ -124,24 +124,25 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
 def proximal(
   learning_rate: float = 1.0, *, l1: float, messages: int = 1
 ) -> RowFunction:
-  """Delayed block proximal steps: descent along the gradient of a block of
-  features, scaled by its curvature, with zeros by L1.
+  """Delayed block proximal steps: gradient descent on a block of features, with
+  steps divided by the curvature, and an L1 penalty that sets weights to 0.
 
     g, u = sums of a clock's values / messages
     x = w - a g / u;   w <- sign(x) max(|x| - a l1 / u, 0)
 
   which minimises g y + (y - w)^2 u / (2 a) + l1 |y|. Rows are (w, u), float[2],
-  where u is the u of the last step. Values are (g, u). Rows without a pushed
+  where u is that of the last step. Values are (g, u). Rows without a pushed
   value, and rows with u = 0, stay as they are.
 
   Args:
     learning_rate: a, positive; 1 if u bounds the curvature and there is no
       delay. With delay it must be less: at most 1 / (L_var + tau L_cov).
     l1: the penalty of |w|, 0 or more.
-    messages: number of values that are summed in a clock, if each is a mean.
+    messages: divisor of the sums: the number of messages in a clock, if the
+      values of each message are means over its examples.
 
   Returns:
-    A RowFunction that is applied once a clock, to the sum of all workers'
+    A RowFunction that is applied once per clock, to the sum of all workers'
     values.
 
   Raises:
@@ -169,7 +170,7 @@ def proximal(
     w, g, u = rows[:, 0], values[:, 0] / messages, values[:, 1] / messages
     step = learning_rate / xp.where(u > 0, u, 1)
     x = w - step * g
-    # Zeros without a sign, so that equal rows are equal bits.
+    # + 0.0 removes the sign of zeros, so that equal rows have equal bits.
     new_weights = xp.sign(x) * xp.maximum(xp.abs(x) - step * l1, 0) + 0.0
     new_rows = xp.stack([new_weights, u], 1).astype(rows.dtype)
     return xp.where(u[:, None] > 0, new_rows, rows), state
@@ -193,7 +194,7 @@ def ftrl_proximal(
   l1: float = 0.0,
   l2: float = 0.0,
 ) -> optax.GradientTransformation:
-  """FTRL-proximal: adaptive rates for each coordinate, and zeros by L1.
+  """FTRL-proximal: an adaptive rate per coordinate, and an L1 penalty.
 
     s = (sqrt(n + g^2) - sqrt(n)) / a;   n <- n + g^2;   z <- z + g - s w
     w <- 0 if |z| <= l1, else
@@ -237,7 +238,7 @@ def ftrl_proximal(
     zeros = jax.tree.map(jnp.zeros_like, params)
     return FtrlState(zeros, zeros)
 
-  def leaf(g, z, n, w):
+  def update_leaf(g, z, n, w):
     new_squares = n + g * g
     z = z + g - (jnp.sqrt(new_squares) - jnp.sqrt(n)) / learning_rate * w
     denominator = (beta + jnp.sqrt(new_squares)) / learning_rate + l2
@@ -249,7 +250,9 @@ def ftrl_proximal(
   def update(updates, state, params=None):
     if params is None:
       raise ValueError("ftrl_proximal needs the parameters: pass params")
-    results = jax.tree.map(leaf, updates, state.z, state.squares, params)
+    results = jax.tree.map(
+      update_leaf, updates, state.z, state.squares, params
+    )
     change, z, squares = jax.tree.transpose(
       jax.tree.structure(updates), jax.tree.structure((0, 0, 0)), results
     )

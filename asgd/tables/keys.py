@@ -1,6 +1,6 @@
 """Keys: the identifiers of a table's rows.
 
-Index letters used in shape comments, here and in the other files of this room:
+Index letters used in shape comments of this package:
   n  keys of a message
   K  rows of a table
 """
@@ -26,8 +26,8 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     stop: 1 + the largest valid key; None: no upper limit.
 
   Raises:
-    ValueError: for values that are no integers, for a key out of range, and for
-      a key that occurs twice.
+    ValueError: for values that are not integers, for a key out of range, and
+      for a key that occurs twice.
 
   Example:
     >>> from asgd.tables import keys
@@ -70,7 +70,7 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     is_out_of_range |= array >= stop
   if is_out_of_range.any():
     raise _out_of_range(array[np.argmax(is_out_of_range)], start, stop)
-  _check_doubled(array)
+  _check_distinct(array)
   return array
 
 
@@ -82,17 +82,17 @@ def _out_of_range(key: int, start: int, stop: int | None) -> ValueError:
   )
 
 
-def _check_doubled(keys: Keys) -> None:
+def _check_distinct(keys: Keys) -> None:
   """Raises ValueError for a key that occurs twice."""
   is_ascending = np.diff(keys) > 0  # the usual case, without a sort
   if is_ascending.all():
     return
   ordered = np.sort(keys)
-  is_double = ordered[1:] == ordered[:-1]
-  if is_double.any():
+  is_repeated = ordered[1:] == ordered[:-1]
+  if is_repeated.any():
     raise ValueError(
-      f"key {ordered[1:][np.argmax(is_double)]} occurs twice: add up the values"
-      " of equal keys first (tables.keys.add_up)"
+      f"key {ordered[1:][np.argmax(is_repeated)]} occurs twice: add up the"
+      " values of equal keys first (tables.keys.add_up)"
     )
 
 

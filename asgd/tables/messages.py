@@ -38,7 +38,7 @@ class RowValues(NamedTuple):
   """Values for rows of one table."""
 
   keys: KeyList
-  values: Any  # [n, ...] of NumPy, or bytes: a packet
+  values: Any  # a NumPy array [n, ...], or a codec's packet as bytes
 
   @property
   def nbytes(self) -> int:
@@ -105,8 +105,8 @@ class KeyCache:
     *,
     sends_digests: bool = True,
   ):
-    """Takes the cached lists by digest, the oldest first. Without
-    `sends_digests` a sender sends the keys of each list again."""
+    """Takes the cached (digest, keys), the oldest first. Without
+    `sends_digests` a sender sends every list in full."""
     self.lists = collections.OrderedDict(lists)
     self._sends_digests = sends_digests
 
@@ -118,7 +118,7 @@ class KeyCache:
       self.lists.popitem(last=False)
 
   def pack(self, keys: Keys) -> KeyList:
-    """Returns keys as they are sent, and caches them."""
+    """Returns the KeyList to send, and caches the keys."""
     digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
     is_known = self._sends_digests and digest in self.lists
     self._remember(digest, keys)

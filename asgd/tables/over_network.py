@@ -10,12 +10,12 @@
   of that shard's rows, and an equal share of the 16 bytes of the header.
 - All shards share one order: a request is answered, and a push is applied, once
   the last shard has received its part.
-- A pull that must wait, waits at the shards. Under value_bounded a push waits
-  there, too, while a reply is on its way to a worker if its copies would then
-  lack too much.
+- A pull that must wait does so at the shards. Under value_bounded a push waits
+  there, too, if a reply to another worker is on its way and the push would make
+  that worker's copies lack too much.
 - An ack has no bytes, and arrives before the rows that its push caused.
-- Under a model of server push, a worker that lacks changed rows waits for them.
-  It requests only rows that it never had.
+- If the server pushes rows, a worker that lacks changed rows waits for them. It
+  requests only rows that it never had.
 
 A SEND row of the trace has the time of the reply, a RECEIVE row the time at
 which the push is applied.
@@ -77,8 +77,8 @@ class OverNetwork(TableRun):
   """
 
   def __init__(self, *args: Any, network: Network, **options: Any):
-    """Takes the arguments of `TableRun` and a network. The network gets the
-    number of shards of the tables."""
+    """Takes the arguments of `TableRun` and a network. The tables' number of
+    shards replaces the network's."""
     super().__init__(*args, **options)
     shards = self._settings.shards
     network = network._replace(shards=shards)
@@ -88,7 +88,7 @@ class OverNetwork(TableRun):
     self._waiting: dict[int, Request] = {}
 
   def use(self) -> LinkUse:
-    """Returns the load of the links until the last event."""
+    """Returns the use of the links until the last event."""
     return self._events.links.use(self.now)
 
   # The event loop.
@@ -185,8 +185,7 @@ class OverNetwork(TableRun):
   def _begin_job(
     self, worker: int, keys: Mapping[str, Keys], clock: int
   ) -> None:
-    """Starts the computation of a worker's next job; the worker has all rows.
-    """
+    """Starts to compute a worker's next job; the worker has all rows of it."""
     self._start_ticket(worker, keys, clock, self._workers[worker].row)
     end = self.now + self._workers[worker].draw()
     self._put(end, END_JOB, _COMPUTED, worker)
@@ -235,11 +234,11 @@ class OverNetwork(TableRun):
     self._workers[worker].queued = 0.0
 
   def _apply_pushes(self) -> None:
-    """Applies the pushes at the shards that need not wait.
+    """Applies the pushes that have arrived and need not wait.
 
-    Under value_bounded a push waits while a reply is on its way to a worker
-    if its copies would then lack too much. The push is applied once that worker
-    has read.
+    Under value_bounded a push waits while a reply is on its way to another
+    worker if the push would make that worker's copies lack too much. It is
+    applied once that worker has read its copies.
     """
     pushes = {
       worker: request
@@ -254,8 +253,8 @@ class OverNetwork(TableRun):
         return
 
   def _push(self, push: Push) -> None:
-    """Applies a push, sends its ack and the rows that follow from it, and
-    schedules the answers of pulls that waited for it."""
+    """Applies a push, sends its ack and the server's changed rows, and
+    schedules the answers to pulls that waited for the push."""
     worker = push.worker
     rows_by_worker = self._receive(worker, push)
     self._workers[worker].applied += 1
@@ -282,7 +281,7 @@ class OverNetwork(TableRun):
       parts += [(name, keys, 8 * len(keys)) for name, keys in late_keys.items()]
     sizes = self._part_bytes(parts, shards or self._shards, len(batch))
     data = list(map(wire.dump, batch))
-    # The worker's pushes that the shards have applied.
+    # Count of the worker's pushes that the shards have applied.
     applied = self._workers[worker].applied
     self._events.send(Message(kind, DOWN, worker, sizes, data, applied))
 

@@ -38,8 +38,8 @@ def _inner_cuts(cuts):
 def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   """Cuts keys into ranges of about equal load.
 
-  A cut is at the key nearest to the ideal end of a range. So the load of a
-  range exceeds a fraction 1/S of the total by at most the load of one key.
+  Each cut is at the key nearest to the ideal cut. So the load of a range is at
+  most 1/S of the total plus the load of one key.
 
   Args:
     load: float[K], 0 or more: the load of each key from `start` on. If all
@@ -106,8 +106,8 @@ def moves(before: Ranges, after: Ranges) -> list[Move]:
 
 
 class RangeClocks:
-  """Clocks of several workers by range of keys: one number for each worker and
-  range, instead of one for each worker and key.
+  """Clocks of several workers by range of keys: one number per worker and range
+  instead of one per worker and key.
 
   A range is split when a worker's clock advances on a part of it.
 

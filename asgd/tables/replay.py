@@ -1,10 +1,10 @@
 """Replays a live run of tables from the traces of its shards and workers.
 
-A live run has no order of all events, as shards and workers are separate
-processes. The replay needs none. Each shard replays the rows of its trace. Each
-incarnation of a worker does its jobs on the rows that it had taken when the
-jobs began. A shard waits for the requests of workers, and a worker waits for
-the replies and rows of shards.
+A live run has no total order of events, as shards and workers are separate
+processes, and the replay needs none. Each shard replays the rows of its trace.
+Each incarnation of a worker computes its jobs on the rows that it had taken
+when the jobs began. A shard waits for the requests of workers, and a worker
+waits for the replies and rows of shards.
 """
 
 import functools
@@ -96,8 +96,8 @@ class _Incarnation:
     self._run_steps()
 
   def _saved_message(self, jobs_done: int) -> ClockMessage | None:
-    """Returns the message to resend, or None if the rows have no job of such a
-    message."""
+    """Returns the earlier message that this incarnation resends, or None if its
+    rows have no resent job."""
     if not self._resent_jobs:
       return None
     for incarnation in reversed(self._earlier):
@@ -116,8 +116,8 @@ class _Incarnation:
 
   def _store_message(self, message: ClockMessage) -> None:
     self._messages[message.done] = message
-    # The next incarnation resends the last message that reached a shard. This
-    # may be the one before the last, so keep two.
+    # The next incarnation resends the last message that reached a shard. If the
+    # last message reached none, it is the message before. So keep two.
     if len(self._messages) > 2:
       del self._messages[min(self._messages)]
 
@@ -222,7 +222,7 @@ def _replay_row(
   event: Event,
   incarnations: _Incarnations,
 ) -> bool:
-  """Replays the next row of shard `index`. Returns False if no worker has made
+  """Replays the next row of shard `index`. Returns False if no worker has sent
   the row's request yet."""
   shard = shards[index]
   if event.action == base.LEAVE:
@@ -334,10 +334,10 @@ def replay(
   incarnations: dict[tuple[int, int], _Incarnation] = {}
   for worker_index, events in enumerate(orders.workers):
     earlier_incarnations: list[_Incarnation] = []
-    for number, rows in enumerate(by_incarnation(events)):
+    for number, its_events in enumerate(by_incarnation(events)):
       worker = make_worker(worker_index, number, settings, division, work)
       incarnations[worker_index, number] = _Incarnation(
-        worker, rows, [*earlier_incarnations]
+        worker, its_events, [*earlier_incarnations]
       )
       earlier_incarnations.append(incarnations[worker_index, number])
   next_rows = [0 for _ in shards]  # index of each shard's next row
@@ -379,7 +379,7 @@ def replay(
       for shard in shards
     ]
   )
-  records: list[list[JobRecord]] = [[] for _ in range(workers)]
+  records: list[list[tuple[float, JobRecord]]] = [[] for _ in range(workers)]
   for (worker, _), incarnation in sorted(incarnations.items()):
     records[worker] += incarnation.records
   return Replayed(complete_tables, records)

@@ -1,8 +1,8 @@
 """Requests of workers to shards and the shards' replies: plain data, as bytes.
 
-An incarnation of a worker numbers its requests to each shard. It sends the next
-request after it has received the reply to the last one. So a request that is
-sent again, because the shard was killed, is executed at most once. A shard
+An incarnation of a worker numbers its requests to each shard. It sends a
+request after it has received the reply to the previous one. So a shard that was
+killed executes a repeated request at most once. A shard
 numbers the rows that it sends to an incarnation, requested or not.
 `ShardSessions` keeps received rows until the worker takes them in that order.
 
@@ -23,7 +23,7 @@ from asgd.tables.messages import KeyList, Push, RowValues
 
 JOIN, PULL, PUSH = "join", "pull", "push"
 MOVE = "move"  # sent by the driver: the shard gets other ranges of keys
-DRIVER = -1  # the driver's index among workers, in a request
+DRIVER = -1  # worker index in the driver's requests
 BINS = 32  # of clock differentials in a record: -1, -2, ..., -32 or less
 
 
@@ -245,8 +245,7 @@ class ShardSessions:
     return counts
 
   def change(self) -> float:
-    """Returns the RMS of the change that the last push made, from the
-    replies."""
+    """Returns the RMS of the change by the last push, from the replies."""
     squares = sum(reply.squares for reply in self.replies)
     size = sum(reply.size for reply in self.replies)
     return float(np.sqrt(squares / max(size, 1)))

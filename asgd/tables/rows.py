@@ -1,8 +1,8 @@
 """Keyed rows: columns of equal length, sorted by their keys.
 
-Tables, clients and the server's records of clients consist of them. A column is
-an array [K, ...] of NumPy or JAX. NumPy arrays are mutated, JAX arrays
-replaced.
+Tables, clients and the server's records of clients consist of keyed rows. A
+column is an array [K, ...] of NumPy or JAX. NumPy arrays are mutated, JAX
+arrays replaced.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,8 +36,8 @@ def largest(rows: Any) -> np.ndarray:
 
 
 def largest_first(changes: Any, rows: Any) -> np.ndarray:
-  """Returns the indices of rows, int[n], the most changed row first. The
-  measure is the largest change in a row over the row's largest value. Both
+  """Returns the indices of rows, int[n], sorted by relative change, the largest
+  first: the largest change in a row divided by the row's largest value. Both
   arguments are [n, ...]."""
   # `tiny` avoids a division by 0 for a row of zeros.
   tiny = np.finfo(np.float64).tiny
@@ -100,7 +100,7 @@ class KeyedRows:
     return np.searchsorted(self.keys, keys)
 
   def _is_all_keys(self, keys: Keys) -> bool:
-    """Whether `keys` are all keys in order, as is often the case."""
+    """Whether `keys` are all keys of the rows in order, the usual case."""
     return len(keys) == len(self) and bool((keys == self.keys).all())
 
   def insert(
@@ -200,7 +200,7 @@ class RowCopies:
     self._copies = {worker: self._no_copies() for worker in workers}
 
   def _new_columns(self, name: str, keys: Any) -> dict[str, np.ndarray]:
-    """Returns the columns of new copies."""
+    """Returns the columns of new copies, which lack nothing."""
     missing_change = np.zeros((len(keys), *self._shapes[name]))
     return {"lacks": missing_change, "changed": np.zeros(len(keys), bool)}
 
@@ -239,7 +239,7 @@ class RowCopies:
   def add_change(
     self, sender: int | None, name: str, keys: Keys, change: np.ndarray
   ) -> None:
-    """Adds a change of rows to what the workers' copies lack.
+    """Records a change of rows, which the workers' copies now lack.
 
     Args:
       sender: the worker that pushed the change and has applied it to its own

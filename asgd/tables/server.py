@@ -1,8 +1,9 @@
 """The server of tables: applies messages, counts clocks, and selects rows to
 send.
 
-The server decides no order. A runtime passes messages to it one by one, asks
-whether a worker's pull may be answered, and sends the rows that it returns.
+The server does not decide the order of messages. A runtime passes messages to
+it one by one, asks whether a worker's pull may be answered, and sends the rows
+that the server returns.
 """
 
 import itertools
@@ -20,7 +21,7 @@ from asgd.tables.ranges import RangeClocks
 from asgd.tables.rows import KeyedRows, RowCopies, largest_first, sum_of_squares
 from asgd.tables.table import Table
 
-_LAST = np.iinfo(np.int64).max
+_STOP = np.iinfo(np.int64).max  # of a sparse table
 _Values = dict[str, tuple[Keys, np.ndarray]]
 
 
@@ -70,7 +71,7 @@ class TableServer:
       table.function.aggregates for table in tables.values()
     )
     self.clocks = {
-      name: RangeClocks(workers, 0, _LAST if table.stop is None else table.stop)
+      name: RangeClocks(workers, 0, _STOP if table.stop is None else table.stop)
       for name, table in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
@@ -153,9 +154,9 @@ class TableServer:
     return keys
 
   def defers(self, push: Push, arrived: Collection[int] = ()) -> bool:
-    """Whether a message must wait. It must if another worker may not have read
-    its last reply yet, and with the message applied that worker's copy would
-    lack more of a row than the rules allow.
+    """Whether a message must wait: another worker may not have read its last
+    reply yet, and after the message its copy of some row would lack more than
+    the rules allow.
 
     Args:
       push: the message; its worker reads nothing until it is received.
@@ -377,8 +378,8 @@ class TableServer:
 
 
 def _change(table: Table, values: Any) -> np.ndarray:
-  """Returns the change of a table's rows by pushed values. The change is
-  infinite if only the function at the server can compute it."""
+  """Returns the change of rows by pushed values, [n, ...]; infinity if the
+  function at the server does not simply add them."""
   if table.function.additive:
     return np.asarray(values, np.float64)
   return np.full(np.shape(values), np.inf)

@@ -38,12 +38,12 @@ class TableSettings(NamedTuple):
   filters: tuple[filters_lib.Filter, ...] = ()
   codec: tuple[tuple[str, Any], ...] = ()
   key_caching: bool = True
-  # Whether workers compute values to push (`Problem.updates`), no gradients.
+  # Whether workers compute values to push (`Problem.updates`), not gradients.
   direct: bool = False
   workers: int | None = None  # N; None: the run gives it
-  # Jobs between messages; None: a clock, with a bandwidth one job.
+  # Jobs between messages; None: those of a clock, with a bandwidth 1.
   push_every: int | None = None
-  bandwidth: float = math.inf  # bytes a second (`tables.bandwidth`)
+  bandwidth: float = math.inf  # bytes per second (`tables.bandwidth`)
 
   @property
   def rounds(self) -> bool:
@@ -61,8 +61,8 @@ class TableSettings(NamedTuple):
     return 1
 
   def of_run(self, workers: int, jobs: int) -> "TableSettings":
-    """Returns the settings for a run: the rules of value_bounded then allow for
-    the updates that filters and a codec hold back.
+    """Returns the settings for a run: its rules of value_bounded reserve a
+    part of the bound for updates that filters and a codec hold back.
 
     Args:
       workers: N.
@@ -132,9 +132,8 @@ class TableSettings(NamedTuple):
   def clock_of_message(
     self, done: int, jobs: int, *, link_is_free: bool = True
   ) -> int | None:
-    """Returns the clock that a worker sends with its message after `done` of
-    its `jobs`; None if it sends no message then, because the jobs or the
-    bandwidth do not allow one."""
+    """Returns the clock in a worker's message after `done` of its `jobs`; None
+    if it sends no message then: none is due, or the link is busy."""
     clock, jobs_of_clock = divmod(done, self.clock_every)
     # value_bounded bounds unsent updates, so a worker sends after each job.
     sends_each_job = self.rules.by_value or self.bandwidth < math.inf
@@ -149,7 +148,7 @@ class TableSettings(NamedTuple):
 
   def sends_everything(self, done: int, jobs: int) -> bool:
     """Whether the message after `done` of `jobs` bypasses the filters: the last
-    one, and with a bandwidth each message at the end of a clock."""
+    message and, with a bandwidth, each message at the end of a clock."""
     ends_clock = done % self.clock_every == 0
     return done == jobs or (self.bandwidth < math.inf and ends_clock)
 
@@ -164,8 +163,8 @@ def _function_at_server(
   *,
   messages: int,
 ) -> functions.RowFunction:
-  """Returns the function that an option selects; if all options are None, the
-  function that adds increments. Raises ValueError if two options are given."""
+  """Returns the function at the server that the one given option selects; if
+  all are None, `add`. Raises ValueError if two options are given."""
   chosen = {
     name: option for name, option in options.items() if option is not None
   }
@@ -221,8 +220,8 @@ def table(
     row <- row + sum of the increments pushed,   an increment is -a g
     or row, state <- tx(row, state, g) with an optax transform by row
 
-  A worker computes on the rows that its batch needs, and pushes once a clock.
-  The leaves of the parameters are tables; their leading axes are keys.
+  A worker computes on the rows that its batch needs, and pushes once per clock.
+  Each leaf of the parameters is a table; its leading axis is that of the keys.
 
   Args:
     learning_rate: a, or a schedule of it over clocks; over updates of a row if
@@ -237,14 +236,15 @@ def table(
       nevertheless.
     push_every: jobs between two messages within a clock, a divisor of
       clock_every, for a server that applies updates as they arrive. None: one
-      message a clock; with a bandwidth, messages after any job.
-    bandwidth: bytes that a worker may send in a second, or in the unit of the
-      durations of a simulation, for the same servers. A message within a clock
-      is sent when the earlier ones have been sent at this rate; the message at
-      the end of a clock has all updates (`tables.bandwidth`). None: no limit.
+      message per clock; with a bandwidth, a message may follow any job.
+    bandwidth: bytes that a worker may send per second, or per unit of a
+      simulation's durations, for the same servers. A worker sends a message
+      within a clock only if all earlier messages have been sent at this rate;
+      the message at the end of a clock has all updates (`tables.bandwidth`).
+      None: no limit.
     shards: number of shards over which the rows of each table are divided.
-    rebalance_every: clocks after which keys are divided again by load; 0 never.
-      In a live run, workers rest meanwhile.
+    rebalance_every: clocks between divisions of the keys by load; 0: never. In
+      a live run, all workers wait during a division.
     filters: the filters of messages, a list of names or dicts of a `name` and
       options (`FILTERS`); a single one may be given without the list.
     codec: the codec of values, a name of `compression.CODECS`, or a dict of a

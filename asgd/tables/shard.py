@@ -8,9 +8,9 @@ Its trace has a row for each operation, in their order:
   LEAVE    a worker left for good
   MOVE     ranges of keys moved between shards
 
-The same requests in the same order give the same bits. So a killed shard is
-rebuilt from an image and the requests since then, and a complete run by a
-replay (`tables.replay`).
+The same requests in the same order give the same bits. So the successor of a
+killed shard starts from an image and applies the requests since then, and a
+replay recomputes a complete run (`tables.replay`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from asgd.tables.server import TableServer
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
 }
-EXPELLED = Reply(-1, [])  # to an incarnation after which another has joined
+EXPELLED = Reply(-1, [])  # to an incarnation after a later one has joined
 
 
 @dataclasses.dataclass
@@ -41,12 +41,13 @@ class _WorkerSession:
   incarnation: int = -1  # the latest incarnation that joined; -1: none has
   done: int = 0  # jobs that the shard has received
   number: int = -1  # of the last request
-  sent: int = 0  # rows that were made for this incarnation
+  sent: int = 0  # count of rows for this incarnation
   # Number -> row, for the rows that the incarnation may not have taken.
   rows: dict[int, bytes] = dataclasses.field(default_factory=dict)
   upto: int = 0  # see `Reply`
   version: int = 0  # of the server, after the last request
-  change: tuple[float, int] = 0.0, 0  # by the last push: squares, elements
+  # By the last push: (sum of squared changes, number of elements).
+  change: tuple[float, int] = 0.0, 0
   left: bool = False  # whether the worker has left for good
 
   def pack(self) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class TableShard:
       session.sent += 1
 
   def _pull(self, request: Request) -> None:
-    """Makes the rows of a reply: the requested rows and, under value_bounded,
+    """Numbers the rows of a reply: the requested rows and, under value_bounded,
     the rows of which the worker's copies lack too much."""
     worker, server = request.worker, self.server
     self._add_rows(worker, server.pull(worker, request.tables))
@@ -188,7 +189,7 @@ class TableShard:
       self._send_changes()
 
   def _send_changes(self) -> None:
-    """Makes the rows that the server sends after its slowest clock advanced."""
+    """Numbers the rows to send after the slowest clock has advanced."""
     for worker, rows in self.server.at_clock().items():
       self._add_rows(worker, rows)
 
@@ -220,7 +221,7 @@ class TableShard:
     return {other_shard: wire.dump(tree) for other_shard, tree in parts.items()}
 
   def _move(self, request: Request) -> None:
-    """Takes the ranges of a new division, with the parts of other shards."""
+    """Adopts the ranges of a new division, with rows of other shards."""
     cuts = request.tables["cuts"]
     trees = list(map(wire.load, request.tables["parts"]))
     for name in self.server.tables:

@@ -1,9 +1,9 @@
 """Simulation of tables: jobs take drawn durations, messages take no time.
 
-A run writes rows of a trace: SEND where a job starts and read rows from the
-server, KEEP where a job starts on the worker's copies alone, RECEIVE where a
-job ends. A worker's own updates are sent and applied at the end of a clock. A
-worker waits if its next read would be too old for the consistency model.
+A run writes rows of a trace: SEND where a job starts on rows of the server,
+KEEP where a job starts on the worker's copies alone, RECEIVE where a job ends.
+A worker's updates are sent and applied at the end of a clock. A worker waits if
+its next read would be too old for the consistency model.
 
 `Simulation.replay` replays a recorded trace, with the same bits.
 """
@@ -48,7 +48,7 @@ class SimulatedTableWorker:
 
   def __init__(self, stream: Iterator[float]) -> None:
     self._stream = stream  # of the durations of its jobs
-    self._drawn = self.started = self.done = 0  # numbers of jobs
+    self._drawn = self.started = self.done = 0  # counts of jobs
     self.ticket: TableTicket | None = None  # of the job that it computes
     self.waits = False  # for other workers, before the next job can start
     self.up = self.down = 0  # bytes since the worker's last record
@@ -161,12 +161,12 @@ class TableRun:
       SimulatedTableWorker(durations.stream(i)) for i in range(workers)
     ]
     self.now = 0.0
-    self.rows: list[Event] = []  # of the trace so far
+    self.rows: list[Event] = []  # the trace so far
     self._records: list[tuple[Any, ...]] = []  # rows of `base.Records`
-    # Clock differential -> rows that were read at it.
+    # Clock differential -> count of rows that were read at it.
     self.differentials: collections.Counter[int] = collections.Counter()
     self.moved = 0  # ranges that moved to another shard
-    # (time, number of earlier events, worker): ties go by the number.
+    # (end of a job, number of earlier events, worker); the number breaks ties.
     self._heap: list[tuple[float, int, int]] = []
     self._event_count = 0
     self._begun = False
@@ -337,8 +337,8 @@ class TableRun:
   def _apply(self, push: Push) -> tuple[float, Mapping[int, Rows]]:
     """Applies a message at the server. Returns the RMS of the change of the
     message's rows, and worker -> rows that the server sends."""
-    clocks_advanced, (square, count) = self.server.measure(push)
-    change, sent = np.sqrt(square / max(count, 1)), {}
+    clocks_advanced, (squares, size) = self.server.measure(push)
+    change, sent = np.sqrt(squares / max(size, 1)), {}
     if clocks_advanced:
       sent = self.server.at_clock()
       for other, rows in sent.items():

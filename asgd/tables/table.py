@@ -16,15 +16,15 @@ from asgd.tables.keys import Keys
 from asgd.tables.rows import KeyedRows
 
 _VALUES, _LOAD = "values", "load"
-_LAST = np.iinfo(np.int64).max
+_STOP = np.iinfo(np.int64).max  # of a sparse table
 
 
 class Table:
   """Rows by key, and the function that pushes apply to them.
 
-  A dense table has the keys 0 to K - 1; a part of one has K consecutive keys. A
-  sparse table has any keys from 0 on, and makes a row when its key is first
-  pulled or pushed.
+  A dense table has the keys 0 to K - 1; one shard's part has K consecutive
+  keys. A sparse table accepts any key from 0 on, and creates a row when its key
+  is first pulled or pushed.
 
   A push changes all its rows or, if anything in it is invalid, none. `stop` is
   1 + the last key of a dense table, and None for a sparse one.
@@ -56,7 +56,7 @@ class Table:
 
     Args:
       values: rows, of NumPy or JAX; the table stays of that kind.
-      function: the function of a push; None adds.
+      function: the function that a push applies; None: `functions.add()`.
       shards: S, at most K.
       load: float[K], of each key; the shards get ranges of about equal load.
         None: the shards get equal numbers of keys.
@@ -127,15 +127,15 @@ class Table:
     Args:
       shape: the shape of a row.
       dtype: the dtype of its elements.
-      function: the function of a push; None adds.
-      init: int64[n] keys -> [n, ...] their initial values; None: zeros.
+      function: the function that a push applies; None: `functions.add()`.
+      init: int64[n] keys -> their initial values [n, ...]; None: zeros.
       ranges: the ranges of the shards; None: one shard.
       name: for errors.
     """
     self = cls.__new__(cls)
     self._init = init or (lambda keys: np.zeros((len(keys), *shape), dtype))
     self._start, self.stop = 0, None
-    self.ranges = ranges or ranges_lib.Ranges((0, _LAST))
+    self.ranges = ranges or ranges_lib.Ranges((0, _STOP))
     parts = [((), np.zeros((0, *shape), dtype))] * self.ranges.shards
     self._set_attributes(shape, np.dtype(dtype), function, name, parts)
     return self
@@ -199,7 +199,7 @@ class Table:
       return parts[0]
     if not parts:
       return np.zeros((0, *self.shape), self.dtype)
-    # The parts are by shard: restore the order of the keys.
+    # The parts are in the order of shards: restore the order of the keys.
     order = np.argsort(np.concatenate(all_positions))
     xp = jnp if isinstance(parts[0], jax.Array) else np
     return xp.concatenate(parts)[order]
@@ -275,8 +275,8 @@ class Table:
   # Shards.
 
   def rebalance(self) -> list[ranges_lib.Move]:
-    """Divides the keys again by the load since the last division; rows move
-    with their states. Returns the moves."""
+    """Divides the keys by the load since the last division; rows move with
+    their states. Returns the moves."""
     if self.stop is None:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
     old_ranges = self.ranges

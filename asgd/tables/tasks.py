@@ -1,9 +1,9 @@
 """Asynchronous tasks with dependencies: pushes and pulls that the caller does
 not wait for.
 
-A task is started once all tasks that it depends on have finished. It depends on
-the tasks that the caller names, and on earlier tasks by the delay: on none
-(eventual), on all (sequential), or on all but the last tau (bounded delay).
+A task starts once all tasks that it depends on have finished. It depends on the
+tasks that the caller names, and on earlier tasks according to the delay: on
+none (eventual), on all (sequential), or on all but the last tau (bounded).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ EVENTUAL, SEQUENTIAL = None, 0  # values of `delay`
 
 
 class Answer(Protocol):
-  """The result of a call, as a `concurrent.futures.Future` gives it."""
+  """The pending result of a call, such as a `concurrent.futures.Future`."""
 
   def done(self) -> bool:
     """Whether the call has finished."""
@@ -44,8 +44,8 @@ def at_once(target: Any) -> Callable[..., Answer]:
 class Tasks:
   """Tasks of one caller, numbered in the order in which they are issued.
 
-  Tasks are started when others are issued or waited for, and by `look`. A task
-  that fails counts as finished: `result` raises its error.
+  A task starts when another is issued or waited for, or by `look`. A task that
+  fails counts as finished: `result` raises its error.
 
   Example:
     >>> import numpy as np

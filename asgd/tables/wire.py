@@ -1,9 +1,9 @@
 """Trees of arrays as bytes: the format of requests, replies and images.
 
 A tree consists of dicts with string keys, lists, JSON values, bytes and NumPy
-arrays. Its bytes are a JSON text, in which each array is replaced by its index,
-and the arrays one after the other, each at a multiple of 8 bytes. Loading runs
-no code of the data, unlike a pickle.
+arrays. Its bytes are a JSON text with indices in place of arrays, and then the
+arrays, each at a multiple of 8 bytes. Unlike a pickle, the data cannot run
+code.
 """
 
 import functools
@@ -65,7 +65,7 @@ def load(data: bytes) -> Any:
   head = data[_ALIGN:offset]
   tree, names_and_shapes = json.loads(head)
   arrays = []
-  # Copies, as arrays on the buffer would be read-only and keep it alive.
+  # Copies: views would be read-only and keep the buffer alive.
   for name, shape in names_and_shapes:
     arrays.append(np.ndarray(shape, np.dtype(name), data, offset).copy())
     offset += arrays[-1].nbytes + _padding(arrays[-1].nbytes)

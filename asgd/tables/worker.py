@@ -1,9 +1,10 @@
 """One incarnation of a worker, between independent shards: no clock, no files.
 
 The worker has a client for each shard. The rows that it has taken when a job
-begins decide everything that follows, such as which rows it pulls. So the SEND
-or KEEP row of a job's start has, for each shard, the number of rows taken (the
-column `totals`). The caller writes that row before the job sends a request.
+begins determine the rest of the job, such as the rows that it pulls. So the
+SEND or KEEP row of a job's start has, for each shard, the number of rows taken
+(the column `totals`). The caller writes that row before the job sends a
+request.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -24,9 +25,10 @@ from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
 from asgd.tables.settings import TableSettings, Values, Work
 
-_NOT_KNOWN = float("nan")
+_UNKNOWN_GAP = float("nan")
 
-# Shard -> request. The caller sends them, and resumes after all replies.
+# Shard -> request. The caller sends all of them, and resumes the generator
+# after all replies.
 Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
 
@@ -205,9 +207,8 @@ class TableWorker:
     return self.done >= (division.version + 1) * jobs_between
 
   def divide(self, cuts: Cuts) -> None:
-    """Takes the next division. First takes all rows that shards have sent,
-    which must have arrived. Then moves rows to the clients of their new shards.
-    """
+    """Adopts the next division: takes all rows that shards have sent, which
+    must have arrived, then moves rows to the clients of their new shards."""
     for shard in range(self._division.shards):
       self.take(shard, self.sessions.available(shard))
     old_division, self._division = self._division, self._division.next(cuts)
@@ -287,7 +288,7 @@ class TableWorker:
     size = self._write(keys, alter_gradient(gradient), clock)
     self.done += 1
     record = JobRecord(
-      *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
+      *(self._version, self.worker, job, oldest, _UNKNOWN_GAP, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
 
@@ -305,8 +306,8 @@ class TableWorker:
       yield from self._push(pushes, asks, on_done, on_send)
 
   def _flush(self, start_time: float) -> list[Push]:
-    """Returns a push for each shard after a job that began at a time; [] if the
-    worker sends no message then."""
+    """Returns a push for each shard after a job that began at `start_time`; []
+    if the worker sends no message then."""
     settings, counts = self._settings, (self.done, self.jobs)
     clock = settings.clock_of_message(
       *counts, link_is_free=start_time >= self._link_free
@@ -344,8 +345,8 @@ class TableWorker:
   def _finish_push(
     self, records: Sequence[JobRecord], shards: Iterable[int]
   ) -> list[JobRecord]:
-    """Takes the rows of the shards' replies to a push. Returns the records of
-    the push; the last one has the size of the change."""
+    """Takes the rows of the shards' replies to a push. Returns the push's
+    records; the last one has the norm of the change (`update_norm`)."""
     for shard in shards:
       self.take(shard, self.sessions.replies[shard].upto, behind=True)
     *earlier_records, last_record = records

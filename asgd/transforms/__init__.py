@@ -1,12 +1,12 @@
-"""Optax transforms against staleness, one idea in each file.
+"""Optax transforms against staleness, one idea per file.
 
     message, Delay -> at_server transform -> algorithm's transform -> update
 
 A factory raises ValueError for an argument out of its range. Each transform
 keeps optax's contract: it ignores unknown extra args, and its state is arrays.
-`optax.inject_hyperparams` makes its numbers part of that state:
-`optax.inject_hyperparams(delay_compensation)(strength=schedule)`. An argument
-that is a size, such as `workers`, must be in its `static_args`.
+`optax.inject_hyperparams` moves the numbers of a factory to the state:
+`optax.inject_hyperparams(delay_compensation)(strength=schedule)`. Its
+`static_args` must name arguments that are sizes, such as `workers`.
 
 Begin with `staleness.py`, the shortest, then `lookahead.py` and `rows.py`.
 

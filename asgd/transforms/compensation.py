@@ -1,12 +1,12 @@
 """Delay compensation: estimates the gradient at the server's parameters.
 
 DC-ASGD (Zheng et al. 2017) expands the gradient to first order around the
-parameters at which it was computed, with lambda g*g for the diagonal of the
+parameters that it was computed on, with lambda g*g for the diagonal of the
 Hessian.
 
-Compensate before weight decay, clipping and momentum: the term is quadratic in
-g. `g` is the mean over a batch; for a sum of losses divide lambda by the batch
-size.
+Compensation must come before weight decay, clipping and momentum: its term is
+quadratic in the gradient g. `g` is the mean over a batch; for a sum, divide
+lambda by the batch size.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ def by_distance(
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
-    # w_{t+tau} - w_bak(m): what others changed since worker m's ticket.
+    # w_{t+tau} - w_bak(m): the change since worker m's ticket.
     displacement = optax.tree.sub(params, sent_params)
     return jax.tree.map(change, updates, displacement), state
 
@@ -61,8 +61,8 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
     [ 2. -2.]
   """
   checks.nonnegative("strength (lambda)", strength)
-  # lambda g * g stands for the diagonal of the Hessian, so this is the first
-  # order of g(w_{t+tau}) around w_t.
+  # lambda g * g approximates the diagonal of the Hessian: this is g(w_{t+tau})
+  # to first order around w_t.
   return by_distance(
     lambda g, displacement: g + strength * g * g * displacement
   )

@@ -1,7 +1,8 @@
 """Gap-awareness: a gradient counts less, the farther the parameters moved.
 
-Staleness counts updates since the ticket. The gap is the distance that they
-covered; here it is measured per parameter, in units of a typical update.
+Staleness counts updates since the ticket. The gap is the distance by which they
+moved the parameters; here it is measured per parameter, in units of a typical
+update.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def gap_aware(
 
   C is the size of a typical update of a parameter. eta_max is the largest
   learning rate *so far*: when the rate decays, gaps shrink and the penalty
-  fades. With the current rate it would not. `average` selects s:
+  fades. With the current rate in place of eta_max the penalty would not fade.
+  `average` selects s:
 
   "gradients": s is the received gradient, without weight decay and penalty. A
     is updated before its use, so t counts this gradient. It is the published
@@ -127,7 +129,7 @@ def gap_aware(
     largest_rate = jnp.maximum(state.largest_rate, rate)
     average_kind = average or _published_average(inner, params)
     # [1] Published rule without momentum: average the gradient before its use.
-    # A rate of 1 takes the gradient as it is.
+    # At a rate of 1 the sample is the gradient itself.
     if average_kind == GRADIENTS:
       state = accumulate(state, updates, jnp.ones([]))
     # Weight decay comes before the division, so it is penalised, too.
@@ -162,7 +164,7 @@ class DivideByGapState(NamedTuple):
 
 
 def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
-  """Gap-Aware for an update on several messages: each by its own ticket's gap.
+  """Gap-Aware for updates by several messages: divides each by its own gap.
 
     g <- g / (1 + |params - sent_params| / C)
     C = sqrt(A / (1 - decay^t)) + eps
@@ -170,8 +172,8 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
 
   u is the step of the parameters between two messages, if there was one. So C
   is the size of a typical step at the rates so far, and the transform needs no
-  optimizer. It is the `at_server` transform of a server that averages several
-  messages, and divides each message before the mean. `gap_aware` would get one
+  optimizer. As the `at_server` transform of a server that averages several
+  messages, it divides each message before the mean. `gap_aware` would get one
   ticket, the oldest, for all these messages. Before the first step there is no
   penalty.
 
@@ -210,7 +212,7 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
-    # [1] A step since the last message is a sample.
+    # [1] If the parameters moved since the last message, the step is a sample.
     steps = optax.tree.sub(params, state.last)
     has_moved = norms.has_nonzero(steps)
     mean_square = jax.tree.map(
@@ -218,7 +220,8 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
       *(state.mean_square, steps),
     )
     samples = state.samples + has_moved
-    # [2] Divide by the gap, in units of a typical step: the rate is in it.
+    # [2] Divide by the gap, in units of a typical step, which includes the
+    # rate.
     penalise = _penalty(samples, jnp.ones([]), decay, eps)
     updates = jax.tree.map(penalise, updates, mean_square, params, sent_params)
     return updates, DivideByGapState(samples, mean_square, params)
@@ -229,15 +232,15 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
 def _penalty(
   samples: jax.Array, largest_rate: jax.Array, decay: float, eps: float
 ) -> Callable[..., jax.Array]:
-  """Returns (gradient, mean square, parameters, sent parameters) -> the
-  gradient over 1 + gap / C."""
+  """Returns a function (gradient, mean square, parameters, sent parameters) ->
+  gradient / (1 + gap / C)."""
   # Without a sample there is no typical size, and no penalty.
   correction = 1 - decay ** jnp.maximum(samples, 1)
   has_size = (samples > 0) & (largest_rate > 0)
 
   def penalise(g, m, current, sent):
     # C, and then G = 1 + |params - sent_params| / C, elementwise: one number
-    # for a leaf would lose the method's advantage.
+    # per leaf would lose the method's advantage.
     size = largest_rate * (jnp.sqrt(m / correction) + eps)
     penalty = 1 + jnp.abs(current - sent) / jnp.where(has_size, size, 1.0)
     return jnp.where(has_size, g / penalty, g).astype(g.dtype)

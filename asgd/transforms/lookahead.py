@@ -3,10 +3,10 @@
 A worker's gradient arrives after messages of other workers have moved the
 parameters. With momentum, the velocities already contain most of that move when
 the server sends the ticket, so the server can predict the move. A look-ahead is
-therefore a *send* rule: it turns a complete transform into an Algorithm, as the
-last step of composing the transform.
+therefore a *send* rule: it turns a transform into an Algorithm, and is applied
+last, to the complete transform.
 
-`lookahead` works for any optimizer: it steps the optimizer on zero gradients,
+`lookahead` works for any optimizer: it runs the optimizer on zero gradients,
 one for each expected message. `velocity_lookahead` is the fast form for
 momentum: it subtracts a multiple of a velocity. For DANA this velocity is a
 running sum over workers (`dana_momentum`). The two forms agree while the
@@ -29,7 +29,7 @@ def lookahead(
   tx: optax.GradientTransformation,
   workers: Callable[[jax.Array], jax.Array],
 ) -> base.Algorithm:
-  """Sends the parameters after an optimizer has been stepped on zero gradients.
+  """Sends the parameters after predicted optimizer steps on zero gradients.
 
     for j in workers(i): params <- params + tx(0, worker=j);   send params
 
@@ -241,7 +241,7 @@ class PrecedeState(NamedTuple):
 def precede(
   algorithm: base.Algorithm, *transforms: optax.GradientTransformation
 ) -> base.Algorithm:
-  """Puts transforms of the gradient before an Algorithm, keeping its send.
+  """Puts transforms of the gradient before an Algorithm, with its send rule.
 
     params <- params + algorithm(last(... first(g)))
 

@@ -1,7 +1,7 @@
 """Mixing of models: the server moves part of the way to a worker's model.
 
-FedAsync (Xie et al. 2019) does so. With alpha near 1 a message overwrites the
-server's parameters.
+FedAsync (Xie et al. 2019) is such a rule. With a mixing weight alpha near 1 a
+message nearly replaces the server's parameters.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
 
 
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
-  """Weights messages less beyond some staleness.
+  """Weights messages less if their staleness is above a limit.
 
     s(staleness) = 1 / (a max(staleness - b, 0) + 1)
 
@@ -139,10 +139,9 @@ def mix_models(
 
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
-  A message is d = x_sent - x_new, so x_new = x_sent - d, however the server has
-  moved since. The update is alpha_t (x_sent - d - x). A worker must start
-  each job from the parameters that it was just sent, and may use these for one
-  job only.
+  A message is d = x_sent - x_new, so x_new = x_sent - d, whatever other
+  messages the server has applied since. The update is alpha_t (x_sent - d - x).
+  A worker must start each job from a new ticket.
 
   Args:
     mixing: alpha, in (0, 1].
@@ -190,8 +189,8 @@ def add_proximal_pull(strength: float) -> base.Transform:
 
     g <- g + rho (x - x_sent),   of rho / 2 ||x - x_sent||^2 in the loss
 
-  It is Option II of FedAsync, for the local optimizer of a worker;
-  `local_worker` passes `sent_params`.
+  This is Option II of FedAsync. The transform is part of a worker's local
+  optimizer; `local_worker` passes `sent_params`.
 
   Args:
     strength: rho, 0 or more.

@@ -1,4 +1,4 @@
-"""Nesterov's momentum for a server that makes an update of each message."""
+"""Nesterov's momentum for a server that updates with each message."""
 
 from typing import NamedTuple
 
@@ -13,14 +13,14 @@ class DelayedNesterovState(NamedTuple):
   """State of `delayed_nesterov`."""
 
   count: jax.Array  # type: ignore[assignment]  # int32[], messages in `total`
-  total: optax.Updates  # like params, their sum
+  total: optax.Updates  # like params, sum of these messages
   velocity: optax.Updates  # like params
 
 
 def delayed_nesterov(
   momentum: float = 0.9, *, every: int = 1, share: float = 0.0
 ) -> base.Transform:
-  """Delayed Nesterov: the velocity changes with each N-th update only.
+  """Delayed Nesterov: the velocity changes only with every N-th update.
 
     S <- S + g
     each N-th:  v <- mu v + S / N;   S <- 0

@@ -43,8 +43,8 @@ def get_row(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def put_row(rows: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns [N, ...] with a row replaced; `index` is as of `get_row`. It does
-  not read the old row, as `rows.at[index].set` does."""
+  """Returns [N, ...] with a row replaced; `index` is as in `get_row`. Unlike
+  `rows.at[index].set`, it does not read the old row."""
   return jax.lax.dynamic_update_index_in_dim(rows, row, index, 0)
 
 
@@ -70,7 +70,7 @@ def read(
 def write(
   rows: WorkerRows, worker: jax.Array, row: optax.OptState
 ) -> WorkerRows:
-  """Replaces the row of a worker, in `rows` as returned by its `read`."""
+  """Replaces the row of a worker; `rows` are those that `read` returned."""
   # `read` has stored the row that was pending, so nothing is lost here.
   return rows._replace(pending=row, owner=worker)
 
@@ -100,7 +100,7 @@ def peek(rows: WorkerRows, worker: jax.Array) -> Any:
     0.0
     4.0
   """
-  # The stored row of `owner` is out of date: take the pending one for it.
+  # The stored row of `owner` is out of date: return its pending row.
   return jax.tree.map(
     lambda stored, pending: jnp.where(
       worker == rows.owner, pending, stored[worker]
@@ -119,7 +119,7 @@ class PerWorkerState(NamedTuple):
 def per_worker(
   tx: optax.GradientTransformation, workers: int
 ) -> base.Transform:
-  """Gives each worker its own state of a transform.
+  """Gives each worker a separate state of a transform.
 
     state^i, u <- tx(g, state^i),   i the worker that sent g
 
@@ -132,7 +132,7 @@ def per_worker(
     N or more is not detected under jit; runtimes check it (`Server.workers`).
 
   Source:
-    Hakimi et al. 2019: with a momentum it is Multi-ASGD's.
+    Hakimi et al. 2019: with a momentum it is Multi-ASGD.
 
   Example:
     >>> import jax.numpy as jnp

@@ -18,7 +18,7 @@ def scale_by_discount(
     g <- s(staleness) g
 
   As the `at_server` transform of a server that averages several messages, it
-  weights each message by its own staleness: FedBuff's buffer.
+  weights each message by its staleness before the mean: FedBuff's buffer.
 
   Args:
     discount: s, int32[] -> float[], such as `polynomial_discount`.
@@ -48,7 +48,7 @@ def scale_by_discount(
 
 
 def _scale(updates: optax.Updates, scale: jax.Array) -> optax.Updates:
-  """Returns the updates times `scale`, float[], in their own dtypes."""
+  """Returns the updates times `scale`, float[]; dtypes do not change."""
   scaled: optax.Updates = jax.tree.map(
     lambda g: g * scale.astype(jnp.result_type(g)), updates
   )
@@ -56,14 +56,15 @@ def _scale(updates: optax.Updates, scale: jax.Array) -> optax.Updates:
 
 
 def scale_by_staleness(grace: float = 1) -> base.Transform:
-  """Divides updates by their staleness, if it is large.
+  """Divides stale updates by their staleness.
 
     g <- g / max(staleness / b, 1)
 
-  With b = 1, the default, an update of staleness 2 or more is divided by it:
-  the paper's n-softsync, as the `at_server` transform of a server that averages
-  several messages, which scales each message by its own staleness. With b =
-  the number of workers it is the rule of `asgd.delay_adaptive`.
+  With b = 1, the default, an update of staleness 2 or more is divided by its
+  staleness. As the `at_server` transform of a server that averages several
+  messages, this is the paper's n-softsync: each message is divided by its own
+  staleness. With b = the number of workers it is the rule of
+  `asgd.delay_adaptive`.
 
   Args:
     grace: b, positive, the largest staleness at which nothing is divided.

@@ -1,9 +1,9 @@
 """Statistics of BatchNorm: owned by the server, averaged from messages.
 
 With many workers, BatchNorm's running means and variances have no natural
-owner: each worker sees its own batches, and none has the server's parameters.
-Here the server owns them, beside the weights in `base.Variables`. A message
-carries the statistics of one batch, and the server averages them in:
+owner: each worker sees only its batches, and no worker has the server's current
+parameters. Here the server owns them, beside the weights in `base.Variables`. A
+message has the statistics of one batch, and the server averages them in:
 
   stats <- decay stats + (1 - decay) batch_stats.
 
@@ -21,16 +21,16 @@ from asgd import base, checks
 def own_statistics(
   algorithm: base.Algorithm, decay: float = 0.9
 ) -> base.Algorithm:
-  """Extends an algorithm of weights to parameters of type `base.Variables`.
+  """Extends an algorithm for weights to parameters of type `base.Variables`.
 
     stats <- decay stats + (1 - decay) batch_stats
 
-  The algorithm gets weights only. Trees that are not `Variables` go to the
-  algorithm as they are, so this function can extend every algorithm.
+  The algorithm gets weights only. Trees that are not `Variables` are passed to
+  the algorithm unchanged, so this function can extend every algorithm.
 
   Args:
     algorithm: an Algorithm that handles weights only.
-    decay: the part of the old statistics that is kept, in [0, 1).
+    decay: the weight of the old statistics, in [0, 1).
 
   Returns:
     An Algorithm of `Variables`. Its messages are `Variables`, too.
@@ -83,12 +83,12 @@ def own_statistics(
 
 
 def _statistics_update(batch_stats: Any, stats: Any, decay: float) -> Any:
-  """Returns the update of statistics, (1 - decay) (batch_stats - stats). In a
-  `StatsWithState` the update of `state` replaces it: the server then has the
-  message's state of the optimizer."""
+  """Returns the update of statistics, (1 - decay) (batch_stats - stats). The
+  update of a `StatsWithState` replaces the server's optimizer state by that of
+  the message."""
   if isinstance(stats, base.StatsWithState):
     change = _statistics_update(batch_stats.stats, stats.stats, decay)
-    # The server adds the update to its state, which gives the message's state.
+    # The server's state plus this update is the message's state.
     return base.StatsWithState(
       change, optax.tree.sub(batch_stats.state, stats.state)
     )

@@ -1,8 +1,8 @@
-"""Reads docstrings as they are written here, for mkdocstrings.
+"""Converts this project's docstrings for mkdocstrings.
 
-A block that is indented without being a section is shown as it stands; an
-`Example:` holds a doctest; and what comments say of the fields of a class
-becomes its list of attributes.
+An indented block that is not a section becomes a code block, `Example:` becomes
+a section of examples, and the comments behind the fields of a class become its
+list of attributes.
 """
 
 import re
@@ -15,8 +15,8 @@ _NO_COMMENT = "&nbsp;"
 
 
 def as_markdown(text: str) -> str:
-  """Returns the docstring with its indented blocks in Markdown."""
-  out, kind, before = [], "text", ""
+  """Returns a docstring as Markdown that mkdocstrings reads."""
+  out, kind, previous = [], "text", ""  # kind: of the block of the last line
   for line in text.splitlines():
     if line and not line.startswith(" "):
       kind = "section" if line in _SECTIONS else "text"
@@ -24,41 +24,42 @@ def as_markdown(text: str) -> str:
       line = f"**{line}**" if line in _PROSE else line
       out.append("Examples:" if line == "Example:" else line)
     elif line and kind == "prose":
-      out += ["", line.strip()] if before.startswith("**") else [line.strip()]
+      out += ["", line.strip()] if previous.startswith("**") else [line.strip()]
     elif line and kind in ("text", "block"):
-      if kind == "text" and before:
+      if kind == "text" and previous:
         out.append("")
       kind = "block"
       out.append(f"    {line}")
     else:
       out.append(line)
-    before = line
+    previous = line
   return "\n".join(out)
 
 
 def fields(cls: griffe.Class) -> list[str]:
-  """Returns a line for each field of a class, with its comment; none if no
-  field has one."""
-  lines, found = cls.lines_collection[cls.filepath], []
+  """Returns a line "name: comment" for each public field of a class; [] if no
+  field has a comment."""
+  lines, descriptions = cls.lines_collection[cls.filepath], []
   for name, member in cls.members.items():
     if name.startswith("_") or member.is_alias or not member.is_attribute:
       continue
     if "property" in member.labels:
       continue
     _, mark, comment = lines[member.lineno - 1].partition("  # ")
-    number = member.lineno
-    while mark and number < len(lines) and re.match(r"  +# ", lines[number]):
-      comment += " " + lines[number].strip("# ")
-      number += 1
-    found.append(f"    {name}: {comment or _NO_COMMENT}")
-  return found if any(_NO_COMMENT not in line for line in found) else []
+    index = member.lineno  # of the next line: a comment may have several
+    while mark and index < len(lines) and re.match(r"  +# ", lines[index]):
+      comment += " " + lines[index].strip("# ")
+      index += 1
+    descriptions.append(f"    {name}: {comment or _NO_COMMENT}")
+  has_comment = any(_NO_COMMENT not in line for line in descriptions)
+  return descriptions if has_comment else []
 
 
 class Docstrings(griffe.Extension):
-  """Rewrites every docstring that is loaded."""
+  """The extension of griffe that converts every loaded docstring."""
 
   def on_object(self, *, obj, **_):
-    """Rewrites one."""
+    """Converts the docstring of an object, and adds a class's attributes."""
     if obj.docstring:
       obj.docstring.value = as_markdown(obj.docstring.value)
       if obj.is_class and (lines := fields(obj)):

@@ -1,11 +1,11 @@
 # ruff: noqa: E402 (imports follow the change of sys.path)
-"""The tables of the reference, made from the code that they describe.
+"""Generates the tables of the reference pages from the code.
 
   python docs/hooks/reference_tables.py
 
-A page has `<!-- table: NAME -->`, and below it `TABLES[NAME]()`, which this
-command writes there. `<!-- api: NAME -->` stands for the docstrings of
-`NAMES[NAME]()`, which only the built documentation has.
+The command writes `TABLES[NAME]()` below each `<!-- table: NAME -->` of a page.
+For `<!-- api: NAME -->` the site build inserts the docstrings of the objects
+`NAMES[NAME]()`; the page itself does not change.
 """
 
 import importlib.util
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
+sys.path.insert(0, str(ROOT))  # for launch/, which is not installed
 from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
-from asgd.experiment import problem, protocol
+from asgd.experiment import problem
+from asgd.experiment import protocol as protocol_lib
 from asgd.gossip import topologies
 from asgd.live import faults
 from asgd.orders import durations, makers
@@ -38,26 +39,28 @@ def _code(words: Iterable[str]) -> str:
   return ", ".join(f"`{word}`" for word in words)
 
 
-def _summary(of: Any) -> str:
-  """The first paragraph of a docstring."""
-  return " ".join((inspect.getdoc(of) or "").partition("\n\n")[0].split())
+def _summary(documented: Any) -> str:
+  """Returns the first paragraph of an object's docstring, on one line."""
+  text = inspect.getdoc(documented) or ""
+  return " ".join(text.partition("\n\n")[0].split())
 
 
-def _source(of: Any) -> str:
-  """The section `Source:` of a docstring."""
-  text = inspect.getdoc(of) or ""
-  found = re.search(r"^Source:\n((?:  .*\n?)+)", text, re.MULTILINE)
-  return " ".join(found[1].split()) if found else ""
+def _source(documented: Any) -> str:
+  """Returns the section `Source:` of an object's docstring, on one line."""
+  text = inspect.getdoc(documented) or ""
+  section = re.search(r"^Source:\n((?:  .*\n?)+)", text, re.MULTILINE)
+  return " ".join(section[1].split()) if section else ""
 
 
 def sources(makers: Mapping[str, Callable]) -> str:
-  """Where each is from, as its docstring says it."""
+  """Returns a table of sources, from the docstrings of the functions."""
   rows = ((f"`{name}`", _source(maker)) for name, maker in makers.items())
   return format_markdown(("name", "source"), (row for row in rows if row[1]))
 
 
 def _path(package: str, name: str) -> str:
-  """The path of a function of a package, also where a module has its name."""
+  """Returns the dotted path of a package's function, which may be in a module
+  of the same name."""
   is_module = importlib.util.find_spec(f"{package}.{name}") is not None
   return f"{package}.{name}.{name}" if is_module else f"{package}.{name}"
 
@@ -66,8 +69,8 @@ def recipes(
   makers: Mapping[str, Callable] = algorithms.RECIPES,
   page: str = "../api/algorithms.md",
 ) -> str:
-  """All recipes: what each does, its order and its options; `page` has their
-  docstrings."""
+  """Returns a table of recipes with description, order and options; names link
+  to the docstrings on `page`."""
   rows = []
   for name, maker in makers.items():
     order = algorithms.build(name, 0.1, 3).order
@@ -78,13 +81,13 @@ def recipes(
 
 
 def transform_names() -> list[str]:
-  """The public functions of `asgd.transforms`."""
+  """Returns the names of the public functions of `asgd.transforms`."""
   functions = inspect.getmembers(transforms, inspect.isfunction)
   return [name for name, _ in functions if not name.startswith("_")]
 
 
 def transform_table() -> str:
-  """All transforms, each with its first line."""
+  """Returns a table of transforms with descriptions."""
   rows = (
     (
       f"[`{name}`](../api/transforms.md#{_path('asgd.transforms', name)})",
@@ -96,7 +99,7 @@ def transform_table() -> str:
 
 
 def schedule_table() -> str:
-  """All schedules with a description, their assumptions and their options."""
+  """Returns a table of schedules: description, flush, weights and options."""
   rows = []
   for name, maker in schedules.SCHEDULES.items():
     traits = schedules.describe(name)
@@ -111,32 +114,32 @@ def schedule_table() -> str:
 
 
 def engine_table() -> str:
-  """The sections of a config that are of some engines only, and of which."""
-  engines: dict[tuple[str, str], list[str]] = {}
-  for name, kind in ENGINES.items():
-    for section, node in kind.sections.items():
+  """Returns a table of config sections that only some engines have."""
+  engines_by_row: dict[tuple[str, str], list[str]] = {}
+  for name, engine in ENGINES.items():
+    for section, node in engine.sections.items():
       keys = _code(listing.settings(node)) or "a name and its arguments"
       row = f"`{section}`", keys
-      engines.setdefault(row, []).append(f"`{name}`")
+      engines_by_row.setdefault(row, []).append(f"`{name}`")
   return format_markdown(
     ("section", "engines", "settings with their defaults"),
     (
       (section, ", ".join(names), keys)
-      for (section, keys), names in engines.items()
+      for (section, keys), names in engines_by_row.items()
     ),
   )
 
 
 def _is_refused(engine: str, name: str) -> bool:
-  """Whether a mesh or a pipeline, which run other recipes of its protocol,
-  refuses a recipe."""
+  """Whether a mesh or a pipeline refuses a recipe, though it runs other recipes
+  of the same protocol."""
   if name in algorithms.PEER_RECIPES:
     # A mesh is in step, and peers without rounds are not.
     return engine == "mesh" and not algorithms.build(name, 0.1, 3).rounds
   if engine not in ("mesh", "pipeline") or name not in algorithms.RECIPES:
     return False
-  # Local steps of workers: a pipeline has one gradient for all of them, and the
-  # islands of a mesh have rounds.
+  # Recipes with local steps of workers: only islands of a mesh run them, in
+  # rounds. A pipeline sends one gradient per message.
   recipe = algorithms.build(name, 0.1, 3)
   if engine == "mesh":
     return recipe.worker is not None and not recipe.rounds
@@ -144,61 +147,64 @@ def _is_refused(engine: str, name: str) -> bool:
   return recipe.worker is not None or recipe.max_staleness is not None
 
 
-def _runs(engine: str, kind: Any, each: Any) -> str:
-  """Whether an engine runs a protocol, with the recipes that it refuses."""
-  if each.name not in kind.protocols():
+def _answer(engine_name: str, engine: Any, protocol: Any) -> str:
+  """Returns "yes" or "no", whether an engine runs a protocol; "yes" may name
+  recipes that it refuses."""
+  if protocol.name not in engine.protocols():
     return "no"
-  names = [name for name in each.recipes if _is_refused(engine, name)]
+  names = [name for name in protocol.recipes if _is_refused(engine_name, name)]
   return f"yes, except {_code(names)}" if names else "yes"
 
 
 def protocol_table() -> str:
-  """All protocols: their recipes, and the engines that run them."""
+  """Returns a table of protocols: their recipes, and the engines that run
+  them."""
   header = ("a run has", "recipes", *(f"`{name}`" for name in ENGINES))
   rows = (
     (
-      each.participants,
-      _code(each.recipes),
-      *(_runs(engine, kind, each) for engine, kind in ENGINES.items()),
+      protocol.participants,
+      _code(protocol.recipes),
+      *(_answer(name, engine, protocol) for name, engine in ENGINES.items()),
     )
-    for each in experiment.PROTOCOLS.values()
+    for protocol in experiment.PROTOCOLS.values()
   )
   return format_markdown(header, rows)
 
 
 def refusal_table() -> str:
-  """The keys that runs of a protocol may not set, and the reasons."""
-  whats: dict[tuple[str, ...], list[str]] = {}
-  for each in experiment.PROTOCOLS.values():
-    for refusal in each.refusals:
-      engines = refusal.engines or tuple(each.runners)
-      row = each.participants, _code(engines), refusal.why.rstrip("=")
+  """Returns a table of keys that runs of a protocol may not set, and why."""
+  keys_by_row: dict[tuple[str, ...], list[str]] = {}
+  for protocol in experiment.PROTOCOLS.values():
+    for refusal in protocol.refusals:
+      engines = refusal.engines or tuple(protocol.runners)
+      row = protocol.participants, _code(engines), refusal.why.rstrip("=")
       values = "".join(f" {value!r}" for value in refusal.values)
-      keys = whats.setdefault(row, [])
+      keys = keys_by_row.setdefault(row, [])
       keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
-    if each.live and each.live.link_faults:
-      engines = _code(protocol.LIVE_ENGINES)
-      row = each.participants, engines, each.live.link_faults
+    if protocol.live and protocol.live.link_faults:
+      engines = _code(protocol_lib.LIVE_ENGINES)
+      row = protocol.participants, engines, protocol.live.link_faults
       flags = [f"`--fault={kind}`" for kind in faults.LINK_FAULTS]
-      whats.setdefault(row, []).extend(flags)
+      keys_by_row.setdefault(row, []).extend(flags)
   return format_markdown(
     ("runs with", "may not set", "on engines", "because"),
     (
       (participants, ", ".join(keys), engines, why)
-      for (participants, engines, why), keys in whats.items()
+      for (participants, engines, why), keys in keys_by_row.items()
     ),
   )
 
 
-def _made(
+def _function_table(
   header: str, functions: Mapping[str, Callable], derived: Iterable[str]
 ) -> str:
-  """A table of makers; all their arguments are options except `derived`."""
+  """Returns a table of functions; their arguments are options, except those in
+  `derived`, which the run gives."""
   rows = []
-  for name, maker in functions.items():
-    known = set(inspect.signature(maker).parameters) - set(derived)
-    options = _code(listing.options(maker, known))
-    rows.append((f"`{name}`", _summary(maker), options))
+  for name, function in functions.items():
+    option_names = set(inspect.signature(function).parameters) - set(derived)
+    options = _code(listing.options(function, option_names))
+    rows.append((f"`{name}`", _summary(function), options))
   return format_markdown((header, "description", "options"), rows)
 
 
@@ -207,21 +213,21 @@ def _functions(module: Any, names: Iterable[str]) -> dict[str, Callable]:
 
 
 def datasets() -> str:
-  """All data that a config can name."""
-  kinds = {
+  """Returns a table of the datasets that a config can name."""
+  names_by_kind = {
     "images, numbers": data.DATASETS,
     "texts": problem.TEXT_NAMES,
     "sentences": sentences.TASKS,
   }
   rows = (
     (kind, ", ".join(f"`{name}`" for name in names))
-    for kind, names in kinds.items()
+    for kind, names in names_by_kind.items()
   )
   return format_markdown(("kind", "`data.name`"), rows)
 
 
 def command_table() -> str:
-  """The commands of `launch`, each with the first line of its docstring."""
+  """Returns a table of commands with the first line of their docstrings."""
   rows = (
     (f"`asgd {name}`", command_line.summary(name))
     for name in command_line.COMMANDS
@@ -229,19 +235,21 @@ def command_table() -> str:
   return format_markdown(("command", "description"), rows)
 
 
+# Functions of `asgd.compression` besides the codecs: those that wrap a codec,
+# and those for devices in step.
 _COMPOSED = "error_feedback", "clip", "named", "as_codec"
 _IN_STEP = "named_reducer", "average", "powersgd_reducer", "onebit_adam"
 _FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
 
 
 def codec_table() -> str:
-  """All codecs: content of a message, whether the decoded mean is unbiased,
-  whether error feedback is on by default, and the options."""
+  """Returns a table of codecs: content of a message, whether the decoded mean
+  is unbiased, whether error feedback is on by default, and the options."""
   rows = []
   for name, maker in compression.CODECS.items():
     parameters = inspect.signature(maker).parameters
-    needed = {"tau": 1.0} if name == "threshold" else {}
-    codec = maker(**needed)
+    required = {"tau": 1.0} if name == "threshold" else {}
+    codec = maker(**required)
     link = f"[`{name}`](api/compression.md#{_path('asgd.compression', name)})"
     unbiased = "yes" if codec.unbiased else "no"
     options = _code(listing.options(maker, set(parameters)))
@@ -253,7 +261,7 @@ def codec_table() -> str:
 
 
 def codec_sources() -> str:
-  """Where codecs and reducers are from, if they are from a paper."""
+  """Returns a table of the sources of codecs and reducers that have one."""
   makers = {**compression.CODECS, "onebit_adam": compression.onebit_adam}
   return sources({k: v for k, v in makers.items() if _source(v) != "none."})
 
@@ -273,17 +281,17 @@ TABLES: dict[str, Callable[[], str]] = {
   "recipe_sources": lambda: sources(algorithms.RECIPES),
   "peer_recipes": lambda: recipes(algorithms.PEER_RECIPES, "api/gossip.md"),
   "peer_sources": lambda: sources(algorithms.PEER_RECIPES),
-  "topologies": lambda: _made(
+  "topologies": lambda: _function_table(
     "topology", topologies.TOPOLOGIES, ["workers"]
   ),
   "schedule_sources": lambda: sources(schedules.SCHEDULES),
-  "models": lambda: _made("`model.name`", models.MODELS, ["classes"]),
-  "orders": lambda: _made(
+  "models": lambda: _function_table("`model.name`", models.MODELS, ["classes"]),
+  "orders": lambda: _function_table(
     "`order.name`",
     _functions(makers, _ORDERS),
     ["durations", "workers", "messages"],
   ),
-  "durations": lambda: _made(
+  "durations": lambda: _function_table(
     "`durations.name`", _functions(durations, _DURATIONS), ["seed"]
   ),
   "datasets": datasets,
@@ -291,7 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
   "codecs": codec_table,
   "codec_sources": codec_sources,
 }
-# List of names -> dotted names that the page documents by their docstrings.
+# NAME of `<!-- api: NAME -->` -> dotted names of the documented objects.
 NAMES: dict[str, Callable[[], list[str]]] = {
   "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
   "peer_recipes": lambda: [
@@ -311,7 +319,7 @@ NAMES: dict[str, Callable[[], list[str]]] = {
 
 
 def page(text: str) -> str:
-  """Returns a page with its tables as the code has them."""
+  """Returns a page with tables that agree with the code."""
 
   def table(match: re.Match[str]) -> str:
     return f"{match[1]}\n{TABLES[match[2]]().rstrip()}\n"
@@ -320,7 +328,7 @@ def page(text: str) -> str:
 
 
 def fill(markdown: str) -> str:
-  """Puts docstrings where a page asks for them."""
+  """Returns a page with mkdocstrings' directives for `<!-- api: NAME -->`."""
 
   def docstrings(match: re.Match[str]) -> str:
     return "\n\n".join(f"::: {path}" for path in NAMES[match[1]]())
@@ -329,9 +337,9 @@ def fill(markdown: str) -> str:
 
 
 def pages() -> list[Path]:
-  """Returns the pages that have tables."""
-  found = sorted((ROOT / "docs").rglob("*.md"))
-  return [path for path in found if _TABLE.search(path.read_text())]
+  """Returns the paths of the pages that have tables."""
+  paths = sorted((ROOT / "docs").rglob("*.md"))
+  return [path for path in paths if _TABLE.search(path.read_text())]
 
 
 def main() -> None:

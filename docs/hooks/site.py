@@ -1,7 +1,7 @@
-"""Hooks of `mkdocs build`, beside the rendering of pages.
+"""Hooks that `mkdocs build` calls.
 
-The home page is the README, pages of the project's root are taken over where
-they exist, and tables come from the code (`reference_tables`).
+They add pages with the text of files in the project's root, such as the README
+as the home page, and fill in lists of docstrings (`reference_tables`).
 """
 
 import re
@@ -11,11 +11,11 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent.parent
-sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
+sys.path.insert(0, str(ROOT))  # for launch/, which is not installed
 import reference_tables  # noqa: E402
 
-# Pages with a file of the root as their text. They, and figures.md, are in the
-# navigation if they exist.
+# Page -> the file of the root with its text. These pages, and figures.md, are
+# in the navigation only if they exist.
 FROM_ROOT = {
   "index.md": "README.md",
   "contributing.md": "CONTRIBUTING.md",
@@ -28,26 +28,26 @@ def _exists(page: str) -> bool:
   return (ROOT / FROM_ROOT.get(page, f"docs/{page}")).exists()
 
 
-def _kept(nav):
-  """The navigation without optional pages that are not there."""
-  kept = []
+def _without_missing(nav):
+  """Returns the navigation without optional pages that do not exist."""
+  existing = []
   for entry in nav:
-    ((title, below),) = entry.items()
-    if isinstance(below, list):
-      below = _kept(below)
-    elif below in {*FROM_ROOT, "figures.md"} and not _exists(below):
-      below = None
-    if below:
-      kept.append({title: below})
-  return kept
+    ((title, content),) = entry.items()  # content: a page, or a list of entries
+    if isinstance(content, list):
+      content = _without_missing(content)
+    elif content in {*FROM_ROOT, "figures.md"} and not _exists(content):
+      content = None
+    if content:
+      existing.append({title: content})
+  return existing
 
 
-def _relinked(markdown: str) -> str:
-  """Links of a file of the root, as they are in docs/; those to files that are
-  not pages become text."""
+def _relink(markdown: str) -> str:
+  """Returns the text of a file of the root with links relative to docs/. Links
+  to files that are not pages become text."""
 
   def link(match):
-    bang, text, target = match.groups()
+    bang, text, target = match.groups()  # bang: "!" of an image
     if target.startswith("docs/"):
       return f"{bang}[{text}]({target.removeprefix('docs/')})"
     for page, source in FROM_ROOT.items():
@@ -59,20 +59,20 @@ def _relinked(markdown: str) -> str:
 
 
 def on_config(config):
-  """Drops pages that are not there from the navigation."""
-  config.nav = _kept(config.nav)
+  """Removes optional pages that do not exist from the navigation."""
+  config.nav = _without_missing(config.nav)
   return config
 
 
 def on_files(files, config):
-  """Adds the pages with their text in the root."""
+  """Adds the pages of `FROM_ROOT`."""
   for page, source in FROM_ROOT.items():
     if _exists(page):
-      text = _relinked((ROOT / source).read_text())
+      text = _relink((ROOT / source).read_text())
       files.append(File.generated(config, page, content=text))
   return files
 
 
 def on_page_markdown(markdown, **_):
-  """Fills in tables and lists of docstrings."""
+  """Fills in lists of docstrings."""
   return reference_tables.fill(markdown)

@@ -170,7 +170,7 @@ def optimize(tx, params, batches):
   return params, losses
 
 
-@pytest.mark.parametrize("steps", [1, 5, worker_lib._UNROLLED + 3])
+@pytest.mark.parametrize("steps", [1, 5, worker_lib._MAX_UNROLLED + 3])
 def test_one_worker_is_a_plain_run_of_its_optimizer(steps):
   batches = features(0, 4 * steps)
   tx = optax.adamw(0.05, weight_decay=0.1)
