@@ -18,7 +18,7 @@ def microseconds(seconds: float) -> int:
   return round(1e6 * seconds)
 
 
-def piece(
+def span(
   name: str, pid: int, tid: int, start: float, end: float, **fields: Any
 ) -> Event:
   """Returns a span of time; `start` and `end` are seconds."""

@@ -85,7 +85,7 @@ def shape_and_dtype(path: str, x: Any) -> tuple[tuple[int, ...], np.dtype]:
   return tuple(x.shape), np.dtype(x.dtype).newbyteorder("=")
 
 
-def fitting(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+def checked_leaves(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
   """Returns leaves as arrays of NumPy or jax. Raises ValueError if one does not
   have the shape and dtype of its field."""
   # Keep this loop fast: it and the loop of `write` take most of the time of a
@@ -144,7 +144,7 @@ def _leaves(layout: Layout, tree: Any) -> list[Any]:
   leaves, structure = jax.tree.flatten(tree)
   if structure != layout.structure:
     raise ValueError(_difference(layout, tree, structure))
-  return fitting(layout.fields, leaves)
+  return checked_leaves(layout.fields, leaves)
 
 
 def _copy(leaves: Sequence[Any], targets: Sequence[np.ndarray]) -> None:

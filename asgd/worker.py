@@ -396,18 +396,18 @@ def local_worker(
     if averages:
       inner = base.state_of(ticket.params)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
-    outbox = sums.gradient if sum_gradients else optax.tree.sub(start, end)
+    content = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     stats = base.StatsWithState(sums.stats, inner) if averages else sums.stats
     inner, accrued, jobs = inner if optimizer_state == KEPT else (), (), ()
     # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
-      total = optax.tree.add(state.accrued, outbox)
-      zeros = optax.tree.zeros_like(outbox)
-      outbox = optax.tree.where(jobs == 0, total, zeros)
+      total = optax.tree.add(state.accrued, content)
+      zeros = optax.tree.zeros_like(content)
+      content = optax.tree.where(jobs == 0, total, zeros)
       accrued = optax.tree.where(jobs == 0, zeros, total)
     state = LocalState(inner, end, accrued, jobs)
-    return state, _message(ticket, outbox, stats), base.Metrics(sums.loss)
+    return state, _message(ticket, content, stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work, base.OWN)
 

@@ -83,7 +83,7 @@ def _worker_events(
     tid = _track(tracks, worker, lanes[worker].take(start, end))
     for name, start, end in job_spans:
       args = {"job": job}
-      yield tracks_lib.piece(name, _WORKERS, tid, start, end, args=args)
+      yield tracks_lib.span(name, _WORKERS, tid, start, end, args=args)
 
 
 def _shard_events(
@@ -95,7 +95,7 @@ def _shard_events(
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
   spans = {} if _has_tables(cell) else cell.spans
   for start, end in live_files.busy_periods(cell.journals[shard], spans):
-    yield tracks_lib.piece("serve", _SERVER, tid, start, end)
+    yield tracks_lib.span("serve", _SERVER, tid, start, end)
   # [2] Version and staleness of each received message.
   records = cell.records[shard]
   columns = records.worker, records.job, records.update, records.staleness

@@ -221,7 +221,7 @@ def perfetto(
       tid = tracks.tid(pid, track, 100 * device + lane)
       args = {"stage": stage, "microbatch": microbatch, "action": action}
       title = table_lib.label(action, microbatch)
-      events.append(tracks_lib.piece(title, pid, tid, start, end, args=args))
+      events.append(tracks_lib.span(title, pid, tid, start, end, args=args))
   return tracks_lib.document(tracks.ordered(events))
 
 

@@ -99,7 +99,7 @@ class Client:
     }
     self.factor = 1.0  # a read returns copy + factor * unsent updates
     self._key_caching = key_caching
-    self.sender = KeyCache(sends_digests=key_caching)
+    self.key_cache = KeyCache(sends_digests=key_caching)
     self.held = Held(0, 0)
     self.flushes = 0  # messages so far
     # Changes of the copies by the last message: table -> (keys, changes).
@@ -229,8 +229,8 @@ class Client:
   ) -> Keys:
     """Returns the keys to send: the keys that the filters pass, and the keys
     with larger updates than the rules allow a worker to hold back."""
-    excess = self._exceeds_hold(rows.read(keys, "own"))
-    urgent_keys, keys = keys[excess], keys[~excess]
+    is_urgent = self._exceeds_hold(rows.read(keys, "own"))
+    urgent_keys, keys = keys[is_urgent], keys[~is_urgent]
     for row_filter in self._filters:
       if not keys.size:
         break
@@ -282,7 +282,7 @@ class Client:
     change = decoded.dtype.type(self.factor) * decoded
     rows.add(keys, "copy", change)
     self.in_flight[name] = keys, change
-    return RowValues(self.sender.pack(keys), values)
+    return RowValues(self.key_cache.pack(keys), values)
 
   def with_keys(self, push: Push) -> dict[str, RowValues]:
     """Returns the tables of the last message with all their keys, for a
@@ -297,8 +297,8 @@ class Client:
     lists of keys that this client has sent. The keys in `tables` must be
     complete."""
     return {
-      name: RowValues(self.sender.pack(row_values.keys.keys), row_values.values)
-      for name, row_values in tables.items()
+      name: RowValues(self.key_cache.pack(key_list.keys), values)
+      for name, (key_list, values) in tables.items()
     }
 
   def residual(self) -> float:
@@ -321,7 +321,7 @@ class Client:
     """Returns the client as a tree of arrays and JSON."""
     return {
       "rows": {name: rows.pack() for name, rows in self._rows.items()},
-      "cached": list(self.sender.lists.items()),
+      "cached": list(self.key_cache.lists.items()),
       "held": self.held,
       "flushes": self.flushes,
       "factor": self.factor,
@@ -333,7 +333,7 @@ class Client:
     self._rows = {
       name: KeyedRows.unpack(packed) for name, packed in tree["rows"].items()
     }
-    self.sender = KeyCache(tree["cached"], sends_digests=self._key_caching)
+    self.key_cache = KeyCache(tree["cached"], sends_digests=self._key_caching)
     self.held = Held(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
     self.in_flight = {

@@ -105,7 +105,7 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
     changes, state = jax.vmap(tx.update)(values, state, rows)
     return optax.apply_updates(rows, changes), state
 
-  start = jax.jit(jax.vmap(tx.init))
+  init = jax.jit(jax.vmap(tx.init))
 
   def on_padded(function, rows, *others):
     # Padding to a power of two of rows bounds the number of compilations.
@@ -117,7 +117,7 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
     return out
 
   return RowFunction(
-    functools.partial(on_padded, start), functools.partial(on_padded, update)
+    functools.partial(on_padded, init), functools.partial(on_padded, update)
   )
 
 

@@ -95,9 +95,9 @@ class OverNetwork(TableRun):
 
   def _begin(self):
     for worker in range(len(self._workers)):
-      self._put(0.0, START_JOB, _START, worker)
+      self._schedule(0.0, START_JOB, _START, worker)
 
-  def _put(self, time: float, rank: int, kind: str, worker: int) -> None:
+  def _schedule(self, time: float, rank: int, kind: str, worker: int) -> None:
     self._events.put(time, rank, kind, worker)
 
   def _step(self) -> None:
@@ -105,10 +105,10 @@ class OverNetwork(TableRun):
     finite; then the event stays in the queue."""
     kind, subject = self._events.pop()  # a worker's index, or a Message
     self.now = self._events.now
-    steps = {_START: self._start_job, _ANSWER: self._answer_if_allowed}
-    steps |= {_COMPUTED: self._end_job, MESSAGE: self._deliver}
+    handlers = {_START: self._start_job, _ANSWER: self._answer_if_allowed}
+    handlers |= {_COMPUTED: self._end_job, MESSAGE: self._deliver}
     try:
-      steps[kind](subject)
+      handlers[kind](subject)
     except ValueError:
       self._events.put_back(subject)
       raise
@@ -124,7 +124,7 @@ class OverNetwork(TableRun):
       self._waiting[worker] = requests.load_request(message.data[0])
       self._apply_pushes()
     elif message.kind == ACK:
-      self._put(self.now, START_JOB, _START, worker)
+      self._schedule(self.now, START_JOB, _START, worker)
     else:
       self._deliver_rows(message)
 
@@ -139,7 +139,7 @@ class OverNetwork(TableRun):
       return
     keys, clock, stale = self._inspect_next_job(worker)
     if not stale and not rules.by_value:
-      self._write(worker, self._next_job(worker), base.KEEP)
+      self._write_row(worker, self._next_job(worker), base.KEEP)
       self._workers[worker].row = len(self.rows) - 1
       self._begin_job(worker, keys, clock)
     elif rules.by_clock and self._workers[worker].heard < rules.need(clock):
@@ -180,7 +180,7 @@ class OverNetwork(TableRun):
       self._apply_pushes()
     elif state.waits:  # other rows may arrive at this time: retry only once
       state.waits = False
-      self._put(self.now, WAITING, _START, worker)
+      self._schedule(self.now, WAITING, _START, worker)
 
   def _begin_job(
     self, worker: int, keys: Mapping[str, Keys], clock: int
@@ -188,7 +188,7 @@ class OverNetwork(TableRun):
     """Starts to compute a worker's next job; the worker has all rows of it."""
     self._start_ticket(worker, keys, clock, self._workers[worker].row)
     end = self.now + self._workers[worker].draw()
-    self._put(end, END_JOB, _COMPUTED, worker)
+    self._schedule(end, END_JOB, _COMPUTED, worker)
 
   def _end_job(self, worker: int) -> None:
     """Ends the computation of a job, and sends its push if it ends a clock."""
@@ -196,9 +196,9 @@ class OverNetwork(TableRun):
     if push is None:  # the job does not end a clock, so it sends no message
       self._receive(worker, None)
       self._count_queued(worker)
-      self._put(self.now, START_JOB, _START, worker)
+      self._schedule(self.now, START_JOB, _START, worker)
       return
-    lists = self._clients[worker].sender.lists
+    lists = self._clients[worker].key_cache.lists
     sizes = self._part_bytes(
       [
         (name, lists[row_values.keys.digest], row_values.nbytes)
@@ -266,21 +266,21 @@ class OverNetwork(TableRun):
       self._send_rows(ROWS, other_worker, [rows], self._shards)
     for other_worker, request in self._waiting.items():
       if request.kind == PULL and not self._must_wait(request):
-        self._put(self.now, WAITING, _ANSWER, other_worker)
+        self._schedule(self.now, WAITING, _ANSWER, other_worker)
 
   def _send_rows(
-    self, kind: str, worker: int, batch: list[Rows], shards: Iterable[int]
+    self, kind: str, worker: int, messages: list[Rows], shards: Iterable[int]
   ) -> None:
-    """Sends rows of some shards to a worker as one message."""
+    """Sends `Rows` of some shards to a worker as one message of the network."""
     parts = []
-    for rows in batch:
+    for rows in messages:
       for name, (keys, values) in rows.tables.items():
         nbytes = values.nbytes + (0 if rows.asked else 8 * len(keys))
         parts.append((name, keys, nbytes))
       late_keys = rows.late or {}
       parts += [(name, keys, 8 * len(keys)) for name, keys in late_keys.items()]
-    sizes = self._part_bytes(parts, shards or self._shards, len(batch))
-    data = list(map(wire.dump, batch))
+    sizes = self._part_bytes(parts, shards or self._shards, len(messages))
+    data = list(map(wire.dump, messages))
     # Count of the worker's pushes that the shards have applied.
     applied = self._workers[worker].applied
     self._events.send(Message(kind, DOWN, worker, sizes, data, applied))

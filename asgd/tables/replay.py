@@ -154,9 +154,10 @@ class _Incarnation:
 
     # [2] Start the next job on the rows that its trace row counts.
     event = self._start_rows[0]
-    ends = [int(number) for number in event.totals]
+    counts = [int(count) for count in event.totals]  # rows taken, by shard
     if any(
-      worker.sessions.available(shard) < end for shard, end in enumerate(ends)
+      worker.sessions.available(shard) < count
+      for shard, count in enumerate(counts)
     ):
       return False
     if event.job != worker.next_job:
@@ -164,8 +165,8 @@ class _Incarnation:
         f"{event.format()} is not the next job of worker {worker.worker}, which"
         f" is {worker.next_job}"
       )
-    for shard, end in enumerate(ends):
-      worker.take(shard, end)
+    for shard, count in enumerate(counts):
+      worker.take(shard, count)
     self._start_rows.pop(0)
 
     def check_start(action):

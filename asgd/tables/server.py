@@ -74,7 +74,7 @@ class TableServer:
       name: RangeClocks(workers, 0, _STOP if table.stop is None else table.stop)
       for name, table in tables.items()
     }
-    self._receivers = {worker: KeyCache() for worker in workers}
+    self._key_caches = {worker: KeyCache() for worker in workers}
     # (clock, worker, values) of messages at clocks that some worker has not
     # finished.
     self._deferred: list[tuple[int, int, _Values]] = []
@@ -121,7 +121,7 @@ class TableServer:
     """
     # `_values` checks the complete message before anything is changed.
     before, values = self.slowest, self._values(push)
-    self.has_read(push.worker)
+    self.record_read(push.worker)
     if self.rules.deferred or self._aggregates:
       self._deferred.append((push.clock, push.worker, values))
     else:
@@ -132,7 +132,7 @@ class TableServer:
     self._apply_deferred(self.slowest)
     return self.slowest - before
 
-  def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
+  def receive_measured(self, push: Push) -> tuple[int, tuple[float, int]]:
     """Receives a message. Returns by how much the slowest clock has advanced,
     and (sum of squares, number of elements) of the change of the message's
     rows."""
@@ -146,7 +146,7 @@ class TableServer:
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message by table, without changing the cache."""
-    lists, keys = self._receivers[push.worker].lists, {}
+    lists, keys = self._key_caches[push.worker].lists, {}
     new_lists = _new_keys(push)
     for name, sent in push.tables.items():
       digest = sent.keys.digest
@@ -176,7 +176,7 @@ class TableServer:
           return True
     return False
 
-  def has_read(self, worker: int) -> None:
+  def record_read(self, worker: int) -> None:
     """Records that a worker has read its last reply; `receive` implies it."""
     self._reading.pop(worker, None)
 
@@ -184,7 +184,7 @@ class TableServer:
     """Caches the keys of a message that is not applied: later messages may have
     only the digests of these keys."""
     for sent in push.tables.values():
-      self._receivers[push.worker].unpack(sent.keys)
+      self._key_caches[push.worker].unpack(sent.keys)
 
   def _apply_deferred(self, clock: int) -> None:
     """Applies the deferred messages of clocks that all workers have finished,
@@ -213,7 +213,7 @@ class TableServer:
           names = ", ".join(self.tables)
           raise ValueError(f"there is no table {name!r}; the tables: {names}")
         table = self.tables[name]
-        keys = self._receivers[push.worker].unpack(sent.keys)
+        keys = self._key_caches[push.worker].unpack(sent.keys)
         values = _decode(self._codec, table, keys, sent.values)
         checked_values[name] = table.read_keys(keys), values
         table.check_values(keys, values)
@@ -246,7 +246,7 @@ class TableServer:
     """Registers a new incarnation of a worker: it has no copies and no cached
     keys. The worker's clocks stay."""
     self._copies.join(worker)
-    self._receivers[worker] = KeyCache()
+    self._key_caches[worker] = KeyCache()
     self._reading.pop(worker, None)
 
   def leave(self, worker: int) -> int:
@@ -255,7 +255,7 @@ class TableServer:
     before = self.slowest
     self.workers.remove(worker)
     self._copies.leave(worker)
-    del self._receivers[worker]
+    del self._key_caches[worker]
     self._reading.pop(worker, None)
     for clocks in self.clocks.values():
       clocks.leave(worker)
@@ -351,7 +351,7 @@ class TableServer:
     return {
       "tables": {name: table.pack() for name, table in self.tables.items()},
       "copies": self._copies.pack(),
-      "cached": [[*cache.lists.items()] for cache in self._receivers.values()],
+      "cached": [[*cache.lists.items()] for cache in self._key_caches.values()],
       "deferred": self._deferred,
       "clocks": {name: clocks.pack() for name, clocks in self.clocks.items()},
       "workers": self.workers,
@@ -367,7 +367,7 @@ class TableServer:
       self.leave(worker)
     self._copies.unpack(tree["copies"])
     for worker, lists in zip(self.workers, tree["cached"], strict=True):
-      self._receivers[worker] = KeyCache(lists)
+      self._key_caches[worker] = KeyCache(lists)
     self._deferred = [
       (clock, worker, {name: tuple(pair) for name, pair in values.items()})
       for clock, worker, values in tree["deferred"]

@@ -183,7 +183,7 @@ class TableShard:
       self.server.skip(push)
       session.change = 0.0, 0
       return
-    clocks_advanced, session.change = self.server.measure(push)
+    clocks_advanced, session.change = self.server.receive_measured(push)
     session.done = request.done
     if clocks_advanced:
       self._send_changes()

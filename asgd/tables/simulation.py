@@ -253,7 +253,7 @@ class TableRun:
       messages += [rows] if rows else []
     self._workers[worker].down += sum(rows.nbytes for rows in messages)
     job = self._next_job(worker)
-    self._write(worker, job, base.SEND if stale else base.KEEP)
+    self._write_row(worker, job, base.SEND if stale else base.KEEP)
     return messages
 
   def _start_ticket(
@@ -263,7 +263,7 @@ class TableRun:
     the index of the trace row that starts the job."""
     state, client = self._workers[worker], self._clients[worker]
     values, state.began = client.read(keys), self.rows[row].time
-    self.server.has_read(worker)
+    self.server.record_read(worker)
     clocks = {name: client.clocks(name, keys[name]) for name in keys}
     # The empty array makes the concatenation valid for a job without keys.
     row_clocks = np.concatenate([*clocks.values(), np.zeros(0, int)])
@@ -277,7 +277,7 @@ class TableRun:
     state.ticket = TableTicket(self._next_job(worker), keys, values, oldest)
     state.started += 1
 
-  def _write(self, worker: int, job: int, action: int) -> None:
+  def _write_row(self, worker: int, job: int, action: int) -> None:
     """Appends a row to the trace."""
     seq = job // len(self._workers)
     self.rows.append(Event(self.now, worker, seq, job, action))
@@ -323,7 +323,7 @@ class TableRun:
     )
     change, sent = (0.0, {}) if push is None else self._apply(push)
     state.ticket = None
-    self._write(worker, ticket.job, base.RECEIVE)
+    self._write_row(worker, ticket.job, base.RECEIVE)
     self._records.append(
       (
         *(self.server.version, self.now, worker, ticket.job, ticket.oldest),
@@ -337,7 +337,7 @@ class TableRun:
   def _apply(self, push: Push) -> tuple[float, Mapping[int, Rows]]:
     """Applies a message at the server. Returns the RMS of the change of the
     message's rows, and worker -> rows that the server sends."""
-    clocks_advanced, (squares, size) = self.server.measure(push)
+    clocks_advanced, (squares, size) = self.server.receive_measured(push)
     change, sent = np.sqrt(squares / max(size, 1)), {}
     if clocks_advanced:
       sent = self.server.at_clock()

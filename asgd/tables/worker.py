@@ -29,8 +29,8 @@ _UNKNOWN_GAP = float("nan")
 
 # Shard -> request. The caller sends all of them, and resumes the generator
 # after all replies.
-Asks = dict[int, bytes]
-Steps = Generator[Asks, None, None]
+ShardRequests = dict[int, bytes]
+Steps = Generator[ShardRequests, None, None]
 
 
 def _with_bytes(record: JobRecord, up: int, down: int) -> JobRecord:
@@ -175,7 +175,7 @@ class TableWorker:
     self.done = message.done
     for record in message.records:
       on_start(record)
-    asks = {
+    push_requests = {
       shard: self.sessions.ask(
         *(shard, PUSH, message.clock, message.done),
         self._clients[shard].resend(message.shards[shard]),
@@ -183,9 +183,9 @@ class TableWorker:
       for shard in shards
       if counts[shard] < message.done
     }
-    if asks:
-      yield asks
-    for record in self._finish_push(message.records, asks):
+    if push_requests:
+      yield push_requests
+    for record in self._finish_push(message.records, push_requests):
       on_done(record)
 
   @property
@@ -254,42 +254,43 @@ class TableWorker:
     clock = self.done // settings.clock_every
     for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
-    asks = self._stale(parts, clock)
-    start_time = on_start(base.SEND if asks else base.KEEP)
+    stale_keys = self._stale_keys(parts, clock)
+    start_time = on_start(base.SEND if stale_keys else base.KEEP)
 
     # [1] With server push, wait until all shards have the needed clock.
     late_shards = []
     if settings.rules.by_clock:
       required_clock = settings.rules.need(clock)
-      late_shards = [s for s in asks if self._clocks[s] < required_clock]
+      late_shards = [s for s in stale_keys if self._clocks[s] < required_clock]
     if late_shards:
       # A pull without keys is answered when the clock has advanced. The server
       # push of that clock has the changed rows, which need no pull.
       yield {s: self.sessions.ask(s, PULL, clock) for s in late_shards}
       self._take_replies(late_shards)
-      asks = self._stale(parts, clock)
+      stale_keys = self._stale_keys(parts, clock)
 
     # [2] Pull stale rows. Under value_bounded every shard gets a request: the
     # copies of its rows may lack too much even if no row is stale.
     if settings.rules.by_value:
-      asks = {shard: asks.get(shard, {}) for shard in range(len(parts))}
-    if asks:
+      shards = range(len(parts))
+      stale_keys = {shard: stale_keys.get(shard, {}) for shard in shards}
+    if stale_keys:
       yield {
         shard: self.sessions.ask(shard, PULL, clock, tables=tables)
-        for shard, tables in asks.items()
+        for shard, tables in stale_keys.items()
       }
-      self._take_replies(asks)
+      self._take_replies(stale_keys)
 
     # [3] Read the rows, compute, and write the updates to the clients.
     values, reads, oldest = _read(
       self._clients, self._division, keys, parts, clock
     )
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
-    size = self._write(keys, alter_gradient(gradient), clock)
+    norm = self._write_updates(keys, alter_gradient(gradient), clock)
     self.done += 1
     record = JobRecord(
       *(self._version, self.worker, job, oldest, _UNKNOWN_GAP, loss, True),
-      *(size, 0.0, 0, 0, 0.0, reads),
+      *(norm, 0.0, 0, 0, 0.0, reads),
     )
 
     # [4] If the job ends a clock, push the updates of the clock to all shards.
@@ -297,13 +298,13 @@ class TableWorker:
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
     # The bytes of a push are counted for the job that ends the clock.
-    asks = {
+    push_requests = {
       shard: self.sessions.ask(shard, PUSH, push.clock, self.done, push.tables)
       for shard, push in enumerate(pushes)
     }
     self._records.append(_with_bytes(record, *self.sessions.count()))
-    if asks:
-      yield from self._push(pushes, asks, on_done, on_send)
+    if push_requests:
+      yield from self._push(pushes, push_requests, on_done, on_send)
 
   def _flush(self, start_time: float) -> list[Push]:
     """Returns a push for each shard after a job that began at `start_time`; []
@@ -327,7 +328,7 @@ class TableWorker:
   def _push(
     self,
     pushes: Sequence[Push],
-    asks: Asks,
+    push_requests: ShardRequests,
     on_done: Callable[[JobRecord], None],
     on_send: Callable[[ClockMessage], None],
   ) -> Steps:
@@ -338,8 +339,8 @@ class TableWorker:
       for client, push in zip(self._clients, pushes, strict=True)
     ]
     on_send(ClockMessage(pushes[0].clock, self.done, shards, records))
-    yield asks
-    for record in self._finish_push(records, asks):
+    yield push_requests
+    for record in self._finish_push(records, push_requests):
       on_done(record)
 
   def _finish_push(
@@ -359,18 +360,18 @@ class TableWorker:
     """Messages that shard 0 has applied, as of its last reply."""
     return self.sessions.replies[0].version
 
-  def _stale(
+  def _stale_keys(
     self, parts: Sequence[Parts], clock: int
   ) -> dict[int, dict[str, Keys]]:
     """Returns shard -> keys to pull; a shard without such keys is left out."""
-    asks = {}
+    keys_by_shard = {}
     for shard, part in enumerate(parts):
       keys = {name: table_keys for name, (_, table_keys) in part.items()}
       if stale := self._clients[shard].stale(keys, clock):
-        asks[shard] = stale
-    return asks
+        keys_by_shard[shard] = stale
+    return keys_by_shard
 
-  def _write(
+  def _write_updates(
     self, keys: Mapping[str, Keys], gradient: Values, clock: int
   ) -> float:
     """Writes updates to the clients. Returns the RMS of the gradient."""

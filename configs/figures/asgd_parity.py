@@ -161,7 +161,7 @@ def claims_of_staleness():
     for count in (8, MOST):
       yield dict(
         name=f"mean staleness, {count} {cluster} machines",
-        says=f"it is N - 1 = {count - 1}, within 5 %",
+        says=f"mean staleness is N - 1 = {count - 1}, within 5 %",
         kind="bound",
         column="staleness_mean",
         of=[f"{run}@{count}"],
@@ -173,7 +173,7 @@ def claims_of_staleness():
     expected = deviation_equal(count)
     yield dict(
       name=f"deviation of staleness, {count} equal machines",
-      says=f"in the second half of a run it is {expected:.2f}, within 15 %",
+      says=f"it is {expected:.2f} in the second half of a run, within 15 %",
       kind="bound",
       column="deviation",
       of=[f"{plain['equal']}@{count}"],
@@ -183,7 +183,7 @@ def claims_of_staleness():
   spread = MOST / SHAPE**0.5
   yield dict(
     name=f"deviation of staleness, {MOST} unequal machines",
-    says=f"in the second half of a run it is {spread:.0f}, within a quarter",
+    says=f"it is {spread:.0f} in the second half of a run, within a quarter",
     kind="bound",
     column="deviation",
     of=[f"{plain['unequal']}@{MOST}"],

@@ -108,7 +108,7 @@ def claims():
     )
     yield compared(
       f"then worse, {state}",
-      f"at H = {most} it is more than a twentieth above that of H = 1",
+      f"at H = {most} the test loss is over a twentieth above that of H = 1",
       [label(state, most)],
       [label(state, least)],
       above=1.05,
@@ -132,7 +132,7 @@ def claims():
   for period in (10, most):
     yield dict(
       name=f"traffic, H = {period}",
-      says=f"it is 1 / {period} of that of H = 1, within 2 %",
+      says=f"the bytes are 1 / {period} of those of H = 1, within 2 %",
       kind="ratio",
       column="bytes_up",
       # Each average sends the parameters once, for every H.

@@ -105,7 +105,7 @@ def claims():
   )
   yield ratio(
     "then rising",
-    f"at {most:,} examples it takes over twice as many, or never gets there",
+    f"at {most:,} examples it takes over twice the epochs, or never arrives",
     cells("linear", (MOST,)),
     ["one"],
     above=2.0,
@@ -136,7 +136,7 @@ def claims():
   )
   yield ratio(
     "warm-up costs nothing",
-    f"at {flat} examples it needs at most a fifth more",
+    f"at {flat} examples the warm-up needs at most a fifth more epochs",
     cells("warm", (FLAT,)),
     cells("linear", (FLAT,)),
     below=1.2,

@@ -229,7 +229,7 @@ def speed_claims():
     ),
     dict(
       name="speed, unequal",
-      says="on unequal machines, at the most workers, it is over twice as fast",
+      says="on unequal machines asynchronous training is over twice as fast",
       kind="ratio",
       column="speed",
       of="asgd-het@most",

@@ -90,7 +90,7 @@ def accuracy_claims(workers):
       *("dcc", "asgd", 0.0),
     ),
     difference(
-      "DC-a and ASGD", "and so is the adaptive form", "dca", "asgd", 0.0
+      *("DC-a and ASGD", "the adaptive form is above ASGD", "dca", "asgd", 0.0)
     ),
     difference(
       "DC-a and SSGD",

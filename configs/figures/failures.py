@@ -154,7 +154,7 @@ def throughput_claims():
       common,
       name=f"survivors and lost batches, MTBF {mtbf}",
       says=(
-        "if repeated batches count, too, it is"
+        "if the time of repeated batches is counted as lost, it is"
         f" {asynchronous_throughput(mtbf):.3f}, within 2 %"
       ),
       of=run,
@@ -201,7 +201,7 @@ def order_claims():
   )
   yield faster(
     "and ASGD little",
-    "at that MTBF ASGD loses less than a tenth (computed:"
+    f"at an MTBF of {RARE} ASGD loses less than a tenth (computed:"
     f" {1 - availability(RARE):.3f})",
     *(f"asgd-{RARE}", "asgd-never"),
     above=0.9,

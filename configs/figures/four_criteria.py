@@ -129,23 +129,23 @@ def claims():
     ),
     ordering(
       "best in a time",
-      f"at time {TIME:g} all that do not wait are above all that wait",
+      f"at time {TIME:g} algorithms that do not wait are above those that wait",
       *("at a time", list(FREE), list(WAITING)),
     ),
     ordering(
       "winner in a time",
-      "and DANA-Zero is above all others",
+      f"at time {TIME:g} DANA-Zero is above all others",
       *("at a time", ["dana"], without(RUNS, ["dana"])),
     ),
     ordering(
       "best in epochs",
-      f"after {EARLY:g} epochs those that apply each gradient are above SSGD"
-      " and averaging, which have made fewer updates",
+      f"after {EARLY:g} epochs algorithms that apply each gradient are above"
+      " SSGD and averaging, which have made fewer updates",
       *("at an epoch", ["asgd", "dana", "topk"], ["ssgd", "avg"]),
     ),
     ordering(
       "winner in epochs",
-      "and DANA-Zero is above all others",
+      f"after {EARLY:g} epochs DANA-Zero is above all others",
       *("at an epoch", ["dana"], without(RUNS, ["dana"])),
     ),
     ratio(
@@ -164,7 +164,7 @@ def panel(title, column, ylabel, along, xlabel, **options):
     xlabel=xlabel,
     ylabel=ylabel,
     along=along,
-    # The panel draws curves along `along`; the 1 is not used.
+    # Curves over `along`; the x in the pairs, 1, is not used.
     series={TITLES[label]: [(1, label)] for label in RUNS},
     **options,
   )

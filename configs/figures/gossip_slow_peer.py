@@ -97,8 +97,8 @@ def claims():
     ),
     ratio(
       "to the loss",
-      f"and reaches a training loss of {LOSS} over five times sooner than"
-      " all-reduce",
+      f"with that peer AD-PSGD reaches a training loss of {LOSS} over five"
+      " times sooner than all-reduce",
       *("allreduce-10", "adpsgd-10"),
       column="time to loss",
       above=5.0,

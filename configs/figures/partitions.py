@@ -119,7 +119,7 @@ def dense_claims():
     ),
     claim(
       "speech stops improving",
-      "on 64 machines it is at most a quarter faster than on 8",
+      "on 64 machines the model is at most a quarter faster than on 8",
       *("ratio",),
       of=cells("speech", 64),
       to=cells("speech", 8),

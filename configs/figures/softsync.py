@@ -97,7 +97,7 @@ def claims():
   for splits in SPLITS:
     yield dict(
       name=f"mean staleness of {splits}-softsync",
-      says=f"it is n = {splits}, within a tenth",
+      says=f"mean staleness is n = {splits}, within a tenth",
       kind="bound",
       column="staleness_mean",
       of=[label("own", splits)],

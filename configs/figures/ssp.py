@@ -110,7 +110,7 @@ def stable_claims():
       says="at the stable rate all train to a square loss under 0.7",
       kind="bound",
       column="train_loss",
-      # 1.04 is the square loss of the mean rating.
+      # Predicting the mean rating has a square loss of 1.04.
       of=["bsp-stable", *labels("ssp", "stable", (0, 3, 10))],
       below=0.7,
     ),

@@ -118,7 +118,7 @@ def edge_claims():
     ),
     ahead(
       "ESSP 10 is ahead of SSP 3, edge",
-      "and of SSP 3",
+      "at the edge ESSP at s = 10 is ahead of SSP 3",
       *("ssp3", "essp10", "edge"),
     ),
     dict(

@@ -122,7 +122,7 @@ def time_claims(where, prefix, slowdowns):
     ),
     dict(
       name=f"ten times slower, {where}",
-      says="synchronous SGD then takes over three times as long",
+      says="with that worker synchronous SGD takes over three times as long",
       kind="ratio",
       column="time to loss",
       of=f"{prefix}sync-10",

@@ -221,7 +221,7 @@ def time_claims():
     ),
     slower(
       "SSP is free when calm",
-      "without bursts it takes less than 2 % longer",
+      "without bursts SSP takes less than 2 % longer",
       "ssp-1",
       "nag-1",
       below=1.02,

@@ -102,7 +102,7 @@ def _arrays(layout: CodeLayout, code: Any) -> list[np.ndarray]:
       f"the layout is of {checks.shown(layout.structure)}, not of"
       f" {checks.shown(structure)}"
     )
-  arrays = wire.fitting(layout.fields, arrays)
+  arrays = wire.checked_leaves(layout.fields, arrays)
   return [np.ascontiguousarray(x) for x in jax.device_get(arrays)]
 
 
