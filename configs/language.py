@@ -50,8 +50,8 @@ def get_config(arg=None):
   config.batch_size = 8
   config.examples = 8 * 1280
   config.clip_norm = 1.0
-  rates = dict(warmup_examples=8 * 64, decay_examples=(8 * 960,))
-  config.learning_rate_schedule = rates
+  rate_schedule = dict(warmup_examples=8 * 64, decay_examples=(8 * 960,))
+  config.learning_rate_schedule = rate_schedule
   config.evaluations = 8
   config.evaluation_examples = 512
   config.curvature_checks = 0

@@ -36,8 +36,8 @@ def get_config(arg=None):
   # b2 averages over 20 updates; the usual 0.999 would average over 1,000.
   config.optimizer = dict(name="adamw", b2=0.95, weight_decay=0.1)
   config.learning_rate = 3e-3
-  rates = dict(warmup_examples=640, decay_examples=(5120,))
-  config.learning_rate_schedule = rates
+  rate_schedule = dict(warmup_examples=640, decay_examples=(5120,))
+  config.learning_rate_schedule = rate_schedule
   config.clip_norm = 1.0
   config.curvature_checks = 0
   config.evaluation_examples = 64

@@ -35,8 +35,8 @@ def get_config(arg=None):
   config.optimizer = dict(name="sgd", momentum=0.9, nesterov=True)
   config.learning_rate = 0.02
   # Warm-up in the first quarter of the run; a tenth of the rate in the last.
-  rates = dict(warmup_examples=2560, decay_examples=(7680,))
-  config.learning_rate_schedule = rates
+  rate_schedule = dict(warmup_examples=2560, decay_examples=(7680,))
+  config.learning_rate_schedule = rate_schedule
   config.clip_norm = 1.0
   config.curvature_checks = 0
   config.evaluations = 8

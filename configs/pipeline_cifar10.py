@@ -33,8 +33,8 @@ def get_config(arg=None):
   config.batch_size = 16  # per microbatch
   config.examples = 10240  # 80 updates of 8 microbatches
   config.learning_rate = 0.05  # per microbatch
-  rates = dict(warmup_examples=1024, decay_examples=(8192,))
-  config.learning_rate_schedule = rates
+  rate_schedule = dict(warmup_examples=1024, decay_examples=(8192,))
+  config.learning_rate_schedule = rate_schedule
   sgd = dict(recipe="asgd", momentum=0.9, weight_decay=1e-4)
   pipedream = dict(sgd, schedule="pipedream")
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")

@@ -89,8 +89,8 @@ def get_config(arg=None):
   config.examples = 2560  # 80 updates of 8 microbatches
   config.learning_rate = 0.00125  # per microbatch; GPipe's update has 8 x that
   config.clip_norm = 1.0
-  rates = dict(warmup_examples=256, decay_examples=(2048,))
-  config.learning_rate_schedule = rates
+  rate_schedule = dict(warmup_examples=256, decay_examples=(2048,))
+  config.learning_rate_schedule = rate_schedule
   config.runs = ml_collections.ConfigDict(_runs(), sort_keys=False)  # in order
   config.curvature_checks = 0
   config.evaluations = 5

@@ -176,7 +176,7 @@ def accuracy_claims(suffix, where):
   def at(workers, *labels):
     return [f"{label}{suffix}@{workers}" for label in labels]
 
-  def whole(*labels):
+  def runs_of(*labels):
     return [f"{label}{suffix}" for label in labels]
 
   # All algorithms that are not DANA.
@@ -189,7 +189,7 @@ def accuracy_claims(suffix, where):
       order="rises",
       column="fails at",
       # others[2:]: all behind "asgd" and "nag".
-      runs=[whole("nag"), whole("asgd", *others[2:], "dana", "slim", "danadc")],
+      runs=[runs_of("nag"), runs_of("asgd", *others[2:], "dana", "slim", "danadc")],
     ),
     dict(
       name=f"most workers, {where}",
@@ -339,7 +339,7 @@ FINDING = (
 
 def get_figure():
   # SSGD's rate is not scaled with the workers, so its accuracy is not drawn.
-  tuned = tuple(ALGORITHMS)[1:]  # all but SSGD
+  plotted = tuple(ALGORITHMS)[1:]  # all but SSGD
   gap = dict(
     column="gap_mean",
     xlabel="workers",
@@ -373,17 +373,17 @@ def get_figure():
     ],
     notes=NOTES,
     panels=[
-      dict(gap, title="gap, equal machines", series=series("", tuned)),
-      dict(gap, title="gap, unequal machines", series=series("-het", tuned)),
+      dict(gap, title="gap, equal machines", series=series("", plotted)),
+      dict(gap, title="gap, unequal machines", series=series("-het", plotted)),
       dict(
         accuracy_loss,
         title="accuracy, equal machines",
-        series=series("", tuned),
+        series=series("", plotted),
       ),
       dict(
         accuracy_loss,
         title="accuracy, unequal machines",
-        series=series("-het", tuned),
+        series=series("-het", plotted),
       ),
       speed_panel("", "equal"),
       speed_panel("-het", "unequal"),

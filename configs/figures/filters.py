@@ -226,12 +226,12 @@ def objective_claims():
 
 
 def panels():
-  everything = dict(
+  all_runs = dict(
     series={title: [(0, label)] for label, title in TITLES.items()}
   )
   return [
     dict(
-      everything,
+      all_runs,
       title="objective by bytes up",
       column=END,
       xlabel="MB up",
@@ -240,7 +240,7 @@ def panels():
       xscale=1e-6,
     ),
     dict(
-      everything,
+      all_runs,
       title="objective by bytes down",
       column=END,
       xlabel="MB down",
@@ -249,7 +249,7 @@ def panels():
       xscale=1e-6,
     ),
     dict(
-      everything,
+      all_runs,
       title="test loss by epochs",
       column="test_loss",
       along="epoch",

@@ -183,12 +183,12 @@ def series(side):
 
 
 def panels():
-  of_bound = dict(xlabel="bound s (clocks)")
-  stable = dict(of_bound, series=series("stable"))
+  by_bound = dict(xlabel="bound s (clocks)")
+  stable = dict(by_bound, series=series("stable"))
   return [
     *(
       dict(
-        of_bound,
+        by_bound,
         title=f"square loss, rate {rate:g} ({side})",
         column="train_loss",
         ylabel="mean squared error",

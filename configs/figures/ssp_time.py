@@ -178,13 +178,13 @@ def curves(side):
 
 
 def panels():
-  clock = "time (mean batches)"
+  time_label = "time (mean batches)"
   loss_panels = [
     dict(
       title=f"square loss by time, rate {rate:g} ({side})",
       column="test_loss",
       along="time",
-      xlabel=clock,
+      xlabel=time_label,
       ylabel="mean squared test error",
       series=curves(side),
       yscale="log",
@@ -198,7 +198,7 @@ def panels():
       title=f"time to a test error of {LEVELS[side]} ({side})",
       column=f"time to {LEVELS[side]}",
       xlabel="bound s (clocks)",
-      ylabel=clock,
+      ylabel=time_label,
       series=series(side),
     )
     for side in RATES
@@ -209,7 +209,7 @@ def panels():
       title="time of a run (stable)",
       column="simulated_time",
       xlabel="bound s (clocks)",
-      ylabel=clock,
+      ylabel=time_label,
       series=series("stable"),
     ),
     dict(
