@@ -181,6 +181,7 @@ def accuracy_claims(suffix, where):
 
   # All algorithms that are not DANA.
   others = "asgd", "nag", "multi", "dc", "dca", "ga"
+  dana_variants = "dana", "slim", "danadc"
   return [
     dict(
       name=f"fails first, {where}",
@@ -189,7 +190,7 @@ def accuracy_claims(suffix, where):
       order="rises",
       column="fails at",
       # others[2:]: all behind "asgd" and "nag".
-      runs=[runs_of("nag"), runs_of("asgd", *others[2:], "dana", "slim", "danadc")],
+      runs=[runs_of("nag"), runs_of("asgd", *others[2:], *dana_variants)],
     ),
     dict(
       name=f"most workers, {where}",
