@@ -206,9 +206,9 @@ def deaths(
   worked, leavers = set(), set()  # (worker, incarnation)
   explained: list[Failure] = []  # with a LEAVE in the trace
   loss_reasons: dict[int, str] = {}  # worker -> why its last ticket was lost
-  # By (worker, incarnation).
+  # (worker, incarnation) -> messages received after its failure.
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
-  explanations: collections.Counter[str] = collections.Counter()
+  explanations: collections.Counter[str] = collections.Counter()  # of LEAVEs
   # [2] Follow the trace. After the last message a worker may leave without a
   # reason.
   received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
@@ -229,7 +229,7 @@ def deaths(
     elif action == base.LEAVE:
       leavers.add(incarnation)
       if failure is None and incarnation not in worked:
-        # Perhaps it was killed before its JOIN was written.
+        # Perhaps the worker was killed before its JOIN was written.
         failure = possible_kills.get(incarnation)
       if failure and row >= failure.rows_before:
         explanations[failure.kind] += 1
