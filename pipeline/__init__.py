@@ -15,8 +15,8 @@ This folder is at the top of the checkout, and installed below asgd, as a
 user's own code may have a `pipeline.py`. asgd/pipeline is a link to it.
 
 Stages keep their weights in servers of `asgd`; a stashed weight is a ticket.
-Begin with `asgd.pipeline.train`, which trains a user's layers in one call, then
-read `table` and `executor`.
+Read `asgd.pipeline.train` first, which trains a user's layers in one call, then
+`table` and `executor`.
 """
 
 import importlib

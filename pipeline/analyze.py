@@ -1,8 +1,8 @@
 """Computes facts of a table: time, bubbles, memory, versions, staleness, bytes.
 
-A table has the order of tasks, `Costs` their times. Together they give the
-start and the end of every task that begins as soon as its inputs are ready.
-Facts about weights (`versions`, `staleness`) depend on the order alone.
+A table has the order of tasks, and `Costs` has their times. From both follow
+the start and the end of every task, if each begins as soon as its inputs are
+ready. Facts about weights (`versions`, `staleness`) need the order only.
 """
 
 import collections
@@ -19,11 +19,11 @@ from asgd.pipeline import validate as validate_lib
 from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
-_MOST = 1e30  # the largest time of a task
+_MAX_TIME = 1e30  # the largest time of a task
 
 
 class Costs(NamedTuple):
-  """Seconds, or any other unit of time."""
+  """Times of tasks, in seconds or any other unit."""
 
   forward: np.ndarray  # float[S]
   backward: np.ndarray  # float[S], of inputs and weights
@@ -32,7 +32,7 @@ class Costs(NamedTuple):
   transfer: np.ndarray  # float[S - 1], activations from stage s to s + 1
   transfer_back: np.ndarray  # float[S - 1], gradients from stage s + 1 to s
   overlap: float | None  # a block of forward and backward; None: their sum
-  own: Mapping[str, float]  # actions of the user
+  own: Mapping[str, float]  # action of the user -> time
 
 
 Times = float | Sequence[float] | np.ndarray  # one, or one for each stage
@@ -60,10 +60,10 @@ def costs(
     transfer: float or float[S - 1], between stages on different devices.
     transfer_back: the same for gradients; None is `transfer`.
     overlap: time of a block of a forward and a backward; None: the sum of both.
-    own: times of the user's actions, by name; other actions take no time.
+    own: user's action -> time; user's actions without an entry take no time.
 
   Raises:
-    ValueError: for times that are negative, not finite or of another length.
+    ValueError: for times that are negative, not finite or of a wrong length.
   """
 
   def column(name, value, length):
@@ -76,8 +76,8 @@ def costs(
     if not (np.isfinite(array) & (array >= 0)).all():
       raise ValueError(f"{name} must be finite and not negative, not {value!r}")
     # Larger times could overflow in sums.
-    if (array > _MOST).any():
-      raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
+    if (array > _MAX_TIME).any():
+      raise ValueError(f"{name} must be at most {_MAX_TIME:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
   own = dict(own or {})
@@ -109,8 +109,8 @@ def check_costs(cost: Costs, stages: int) -> None:
 def measured_costs(
   schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
 ) -> Costs:
-  """Returns the median times that a run has measured, of each stage's actions
-  and of the user's own. Transfers take no time, and a block takes the sum of
+  """Returns costs: the median measured time of each action, for each stage and
+  for the user's actions. Transfers take no time, and a block takes the sum of
   its tasks."""
   run = spans_lib.measured(schedule, spans)
   durations = run.end - run.start
@@ -133,9 +133,9 @@ def measured_costs(
 
 
 def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
-  """Returns when each task of a valid table runs, as soon as it can.
+  """Returns when each task of a valid table runs, if each begins when it can.
 
-  A transfer between devices takes its time and keeps neither of them busy. In a
+  A transfer between devices takes time, but neither device is busy then. In a
   synchronous schedule a forward waits for the update of the batch before, at
   all replicas of its stage; the update itself takes no time.
 
@@ -176,7 +176,7 @@ def _update_indices(schedule):
 
 
 def _times_by_row(schedule, overlap, durations, inputs, *, flush):
-  """`times`, row by row: narrow tables have few rows in a slot."""
+  """Does what `times` does, row by row: faster for tables of few devices."""
   count, every = len(durations), schedule.every
   local_inputs, remote_inputs, transfers = inputs
   update_times: dict[tuple[int, int], float] = collections.defaultdict(float)
@@ -216,9 +216,9 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
 
 
 def _input_rows(schedule, cost):
-  """Returns two columns, int[T], of rows that each row needs, -1 for none: on
-  its device, and perhaps on another device. The third column, float[T], has the
-  time of the transfer from there."""
+  """Returns three columns. Two, int[T], have the rows that each row needs, -1
+  for none: one on the same device, and one perhaps on another device. The third
+  column, float[T], has the time of the transfer from that other device."""
   table_rows, device = validate_lib.rows(schedule), schedule.device
   local_inputs, remote_inputs = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
@@ -277,9 +277,9 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   Args:
     schedule: the table.
     weights: "latest" reads the newest, in the forward and in the backward;
-      "stash" keeps the forward's for the backward (PipeDream); "2bw" reads the
-      version before the last, the same for all of a batch (PipeDream-2BW);
-      "vertical" reads at all stages the version that the first one had
+      "stash" reads the forward's in the backward, too (PipeDream); "2bw" reads
+      the version before the last, the same for all of a batch (PipeDream-2BW);
+      "vertical" reads at all stages the version of the first stage's forward
       (PipeDream's vertical sync).
 
   Raises:
@@ -293,8 +293,8 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   if (table_rows.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
   forward, backward, update = np.empty((3, *shape), np.int64)
-  # The gradients of a stage before a slot, divided by those of an update, are
-  # the version at the slot.
+  # The version at a slot is the number of a stage's gradients before the slot,
+  # divided by `every`.
   gradient_slots = np.sort(schedule.time[table_rows.weight], axis=1)
   update_index = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), update_index, 1)
@@ -321,7 +321,8 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
-  """Returns the age of weights read, in updates, when the gradient counts."""
+  """Returns the age of the weights read, in updates, when their gradient is
+  added."""
   versions_read = versions(schedule, weights)
   return Staleness(
     versions_read.update - versions_read.forward,
@@ -356,7 +357,7 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
     return version_counts
   update_slots = updates_done(schedule)  # when a version is replaced
   for stage, gradient_slots in enumerate(schedule.time[table_rows.weight]):
-    # A version that is read after its replacement is kept until the last read.
+    # A version that is read after its replacement is stored until that read.
     last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
     np.maximum.at(last_reads, versions_read.forward[stage], gradient_slots)
     is_stashed = last_reads[:-1] > update_slots[stage]
@@ -422,7 +423,7 @@ class Analysis(NamedTuple):
   peak_activations: np.ndarray  # float[D], in stage-microbatches or bytes
   weight_versions: np.ndarray  # int[S]
   staleness: Staleness
-  sent: np.ndarray  # float[D], transfers made, or bytes
+  sent: np.ndarray  # float[D], transfers by the device, or bytes
   timing: spans_lib.Timing
 
 

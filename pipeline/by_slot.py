@@ -1,9 +1,9 @@
 """Lays out and times wide tables slot by slot: all devices of a slot at once.
 
 `table.lay_out` and `analyze.times` take 8 us for each task. Here a slot takes
-some 50 us for any number of devices, so they call this module for tables of
+some 50 us for any number of devices, so both call this module for tables of
 `WIDE` devices or more. The functions return None for orders that lead to no
-table: the caller then works task by task, and raises an error with the cell.
+table: the caller then works task by task, and its error shows the cell.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WIDE = 16  # devices, from which a slot takes less time than its tasks
+WIDE = 16  # from so many devices on a slot takes less time than its tasks
 
 _NEVER = 2**30  # the end of a step that has not run
-_MOST = 2**30  # stages x microbatches of a table here
+_MAX_CELLS = 2**30  # stages x microbatches of a table here
 
 
 class _Blocks(NamedTuple):
@@ -94,7 +94,7 @@ def _inputs_of_steps(blocks, every, flush) -> _StepInputs | None:
   batches = microbatches // every + 1
   # A microbatch number far above the number of steps is a misprint: refuse it
   # before arrays of that size are allocated.
-  if stages * microbatches > min(_MOST, 8 * len(kind) + 1000):
+  if stages * microbatches > min(_MAX_CELLS, 8 * len(kind) + 1000):
     return None
   is_forward, is_weight = kind == 0, kind == 3
   is_backward = (kind == 1) | (kind == 2)
@@ -237,14 +237,14 @@ def times(
     durations: float[T], of tasks that do not overlap.
     overlap: the duration of a block of two tasks; None is their sum.
     needs: two columns int[T] of rows that a row needs, -1 for none; and
-      float[T], the transfer time of the second.
+      float[T], the time of the transfer from the second.
     updates: two columns int[T]: the update that a row waits for, and the update
       that the row is a part of; -1 for none. None if no row waits for an
       update.
 
   Returns:
-    float[T] and float[T]. None for a table of fewer than `WIDE` devices, or
-    with blocks of more than two tasks.
+    The starts and the ends, each float[T]. None for a table of fewer than
+    `WIDE` devices, or with blocks of more than two tasks.
   """
   slot, device = table
   is_first = np.ones(len(slot), bool)  # whether a row is the first of its block

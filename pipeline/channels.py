@@ -6,8 +6,8 @@
    the pickled rest of the entry through a Unix socket.
 3. The receiver copies the arrays to a device and frees the segment.
 
-Neither side waits for the other. Sockets are in a folder that only its owner
-can enter; the process removes the folder when all others are connected.
+Neither side waits for the other. A receiver's socket is in a folder that only
+its owner can enter, and which it removes when all senders are connected.
 
 An entry of 0.5 MB takes 0.2 to 0.7 ms on a busy machine; a call of Ray takes
 2 to 6 ms.
@@ -32,7 +32,7 @@ _MEMORY = "/dev/shm"
 _FREE, _TAKEN = 0, 1  # the first byte of a segment
 _NEW, _ENTRY, _FLUSH = range(3)  # kinds of messages
 
-Take = Callable[[int, tuple, Any], None]  # lane, key, value of NumPy's arrays
+Take = Callable[[int, tuple, Any], None]  # lane, key, tree of NumPy arrays
 
 
 def _anonymous_file(size):
@@ -115,12 +115,11 @@ def _map_memory(descriptor, size):
 
 
 class Receivers:
-  """Receives what other processes send to this process, with a thread for
-  each."""
+  """Receives entries from other processes, with a thread for each process."""
 
   def __init__(self, take: Take):
     """Listens at `path`. All threads call `take`, which must copy the arrays
-    that it gets, and handle its errors."""
+    that it gets, and must not raise."""
     self._take = take
     self._folder = tempfile.TemporaryDirectory(prefix="asgd-")  # for the owner
     self.path = str(Path(self._folder.name) / "socket")
@@ -128,8 +127,8 @@ class Receivers:
     self._listener = connection.Listener(self.path, "AF_UNIX", backlog=128)
 
   def accept(self, count: int) -> threading.Thread:
-    """Returns a thread, which has begun and ends when `count` processes are
-    connected; no more are accepted then."""
+    """Returns a started thread. It accepts `count` processes, then closes the
+    listener and ends."""
     thread = threading.Thread(target=self._accept, args=(count,), daemon=True)
     thread.start()
     return thread

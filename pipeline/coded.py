@@ -1,10 +1,10 @@
-"""Stages that exchange codes: of activations, and of their gradients.
+"""Stages that exchange encoded activations, and their encoded gradients.
 
   stage k    y -> encode --code--> decode -> x    stage k + 1
             gy <- decode <--code-- encode <- gx
 
-A stage computes as before between decoding and encoding, so a table, its
-delays and its updates stay the same.
+Between decoding and encoding a stage computes as it does without a codec, so a
+table, its delays and its updates stay the same.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ def _wire(
     return list, list
 
   def code_of(leaves: list[Any]) -> Any:
-    # Draws follow from the values, so that all processes make the same code.
+    # The seed follows from the values: all processes then make the same code.
     total = sum(jnp.sum(x, dtype=jnp.float32) for x in leaves)
     seed = jax.lax.bitcast_convert_type(total, jnp.int32)
     key = jax.random.fold_in(jax.random.key(0), seed)
-    # Messages of different examples are not added, so no residual is kept.
+    # Messages are of different examples, so there is no residual to add.
     return codec.encode(codec.init(leaves), leaves, key)[0]
 
   # Entries between stages are plain arrays, which checkpoints store.
@@ -48,9 +48,9 @@ def with_codec(
   """Returns a stage that exchanges codes with the stages beside it.
 
   Args:
-    stage: any; its shapes `y` stay those of the decoded output.
-    codec: a codec of `asgd.compression`, without a memory.
-    x: shapes of its decoded input; () for the first stage.
+    stage: the stage; the result has its `y`, the shapes of the decoded output.
+    codec: a codec of `asgd.compression`, without a residual.
+    x: shapes of the stage's decoded input; () for the first stage.
     last: whether y is the loss, which no stage receives.
   """
   encode_gx, decode_x = _wire(codec, floating(x))

@@ -30,7 +30,7 @@ def cut(
 
   Raises:
     ValueError: for a problem that cannot be cut, cuts that leave out a layer or
-      make a stage without weights, another number of recipes, or recipes
+      make a stage without weights, a wrong number of recipes, or recipes
       with workers that do more than compute gradients.
   """
   if problem.pieces is None:
@@ -77,9 +77,10 @@ def cut(
 def extras(
   batch: Callable[[int], base.Batch], root: jax.Array, stages: int
 ) -> Callable[[int, int], Any]:
-  """Returns the `extra` of an executor: the batch, at the first stage and the
-  last (so `batch` is called once or twice for a microbatch), and the
-  microbatch's key of the run's key `root`, as a worker of `asgd` has it."""
+  """Returns the function `extra` of an executor: (stage, microbatch) -> (batch,
+  key). The batch is () except at the first and the last stage, so `batch` is
+  called once or twice per microbatch. The key is that of job `microbatch` of
+  worker 0, from the run's key `root` (`asgd.worker.job_key`)."""
 
   key_of = jax.jit(lambda job: worker_lib.job_key(root, np.int32(0), job))
 

@@ -1,9 +1,9 @@
 """PipeMare's cures for weights that change between forward and backward.
 
-The weights of a forward are tau updates older than those of its backward. T1
-divides the learning rate of a stage at first, by more if its tau is longer. T2
+The weights of a forward are tau updates older than those of its backward. At
+first, T1 divides the learning rate of a stage, by more for a longer tau. T2
 extrapolates the weights of the backward back to those of the forward. Neither
-keeps a second version of the weights; T2 keeps a velocity of their size.
+stores a second version of the weights; T2 stores a velocity of their size.
 
 References:
   Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", MLSys
@@ -105,7 +105,7 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
     -2.0
     -2.0
   """
-  # D is the share that is left after tau updates: gamma^tau = D.
+  # After tau updates the share D of a velocity remains: gamma^tau = D.
   gamma = cure.decay ** (1 / cure.delay)
 
   def init(params):

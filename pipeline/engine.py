@@ -43,7 +43,7 @@ from asgd.problems.cuts import slice_of
 
 # Options of the executor that a plan has.
 _OPTIONS = "weights", "recompute", "together", "room", "codec"
-_SECONDS = 1.0  # aim for one `advance` of an asynchronous table
+_ADVANCE_SECONDS = 1.0  # intended for an `advance` of an asynchronous table
 
 
 def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class PipelineEngine(engines.Engine):
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
     self._seconds, self._earlier_traffic = 0.0, device_memory.DeviceTraffic()
     self._log = spans.SpanLog(plan.table)
-    self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
+    self._pace = engines.Pace(_ADVANCE_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
       make = _make_processes if self._machine.processes else _make_executor
       self._executor = make(context)
@@ -400,7 +400,7 @@ class PipelineEngine(engines.Engine):
     return self._executor.place(state)
 
   def extras(self) -> dict[str, str]:
-    """Returns the table, and the spans of its devices if they were kept."""
+    """Returns file -> text: the table and the spans; {} without spans."""
     if not (self._machine.spans and self._log.spans):
       return {}
     return {
@@ -429,7 +429,7 @@ def _delays(records, first_update=0):
 
 
 def _residual_bytes(plan: PipelinePlan, seed: int) -> list[int]:
-  """Returns the bytes that each stage keeps for a microbatch's backward."""
+  """Returns the bytes that each stage stores for a microbatch's backward."""
   extra, sizes, x = _extras(plan, seed), [], ()
   for stage, part in enumerate(plan.parts):
     inputs = extra(stage, 0)

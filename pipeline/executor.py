@@ -88,7 +88,7 @@ def _compile_parts(
       lanes_lib.CompiledPart(stage, steps, at_worker, part.correct)
     )
   is_scalar = getattr(x, "shape", None) == ()
-  # All losses are scalars, so that their gradient starts at 1.
+  # The loss is a scalar: its gradient is 1.
   if not is_scalar or not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       "the last stage must return its loss, float[], not"
@@ -287,7 +287,7 @@ class Executor:
     entries: dict[Any, Any],
   ) -> PipelineState:
     """Returns a state at slot 0 with the tickets of version 0. Sends tickets
-    for lanes of other processes to these."""
+    for lanes of other processes to these processes."""
     compiled = self.compiled_program
     for stage in compiled.homes():
       for key, lane, ticket in compiled.tickets(stage, 0, servers[stage]):
@@ -299,7 +299,8 @@ class Executor:
     return PipelineState(0, microbatch, tuple(servers), entries)
 
   def params(self, state: PipelineState) -> list[Any]:
-    """Returns the parameters of each stage; None for a server elsewhere."""
+    """Returns the parameters of each stage; None if its server is in another
+    process."""
     return [server and server.params for server in state.servers]
 
   def run(
@@ -357,7 +358,7 @@ def _check_parts(
   parts: Sequence[Part],
   user_actions: Mapping[str, Any],
 ) -> None:
-  """Raises ValueError unless parts and user's actions are the table's."""
+  """Raises ValueError unless the parts and the user's actions fit the table."""
   validate.validate(schedule)
   if len(parts) != schedule.stages:
     raise ValueError(

@@ -17,8 +17,8 @@ from asgd.problems import descriptions, own, streams
 
 
 class _Plain(nn.Module):
-  """A module without an argument `train`. It does the same in training, or it
-  is a layer of flax that gets its mode from its call, as `nn.BatchNorm()`."""
+  """Wraps a module without an argument `train`. A layer of flax that reads its
+  mode from its call, such as `nn.BatchNorm()`, gets the mode."""
 
   inner: nn.Module
 
@@ -38,7 +38,7 @@ class _Plain(nn.Module):
 
 
 class _Function(nn.Module):
-  """A function without weights."""
+  """Wraps a function without weights."""
 
   function: Callable[[jax.Array], jax.Array]
 
@@ -57,15 +57,15 @@ def _has_state(layer: Any) -> bool:
   function = inspect.unwrap(layer) if callable(layer) else None
   if not inspect.isfunction(function):
     return _is_stateful(layer)
-  # A lambda may use a module of its scope: look at what it closes over.
+  # A lambda may use a module of its scope: check the values that it uses.
   names = inspect.getclosurevars(function)
   used_values = *names.nonlocals.values(), *names.globals.values()
   return any(map(_is_stateful, used_values))
 
 
 def _is_stateful(value: Any) -> bool:
-  """Whether a value is a module of flax.nnx, or an object that holds arrays and
-  is called, as those of Equinox. Arrays that a function uses are constants."""
+  """Whether a value is a module of flax.nnx, or a callable object that holds
+  arrays, such as one of Equinox. Arrays that a function uses are constants."""
   from flax import nnx
 
   if isinstance(value, nnx.Module):
@@ -79,14 +79,14 @@ def _is_stateful(value: Any) -> bool:
 
 
 def read_layers(layers: Sequence[Any]) -> models.Layers:
-  """Reads layers in the forms in which users have them.
+  """Converts a user's layers to linen modules.
 
   Args:
     layers: modules of flax.linen, with or without an argument `train`, and
       functions of an array, which have no weights.
 
   Returns:
-    As many linen modules, called as layer(x, train=bool).
+    A linen module for each layer, called as layer(x, train=bool).
 
   Raises:
     ValueError: for anything else, and for a layer with weights that would not
@@ -178,7 +178,7 @@ def train(
       nn.Sequential or one with a list of blocks, which is cut between the
       submodules that it calls (`asgd.pipeline.segments`).
     criterion: (output of the last layer, batch) -> scalar.
-    data: of batches (input, ...), or dicts with "x".
+    data: as of `asgd.simulate`; a batch is (input, ...), or a dict with "x".
     recipe: such as `asgd.asgd(0.1, workers=1, momentum=0.9)`. Its learning rate
       is for one microbatch; an update of n microbatches uses n times the rate.
       Its workers are the updates in flight at each stage.
@@ -187,14 +187,14 @@ def train(
       complete batches.
     params: a tuple with the weights of each layer, or the variables of the one
       module; None draws them. The result has the same form.
-    schedule: one of `asgd.pipeline.schedules`; or a table, in a file.
+    schedule: a name of `asgd.pipeline.schedules`, or a table's file.
     microbatches: the number of microbatches of a batch of a synchronous
       schedule.
     machine: with processes=2 stages are in processes of Ray.
     options: batch_size, folder, seed, evaluate, every, progress, clip_norm and
       on_nan as of `asgd.simulate`; further settings of a pipeline: cuts,
-      weights, predict, recompute, partition, compress (the name of a codec of
-      what stages exchange), or of its schedule.
+      weights, predict, recompute, partition, compress (the name of a codec for
+      activations and gradients between stages); or options of its schedule.
 
   Example:
     >>> import numpy as np

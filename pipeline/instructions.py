@@ -17,8 +17,8 @@ from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, Schedule
 
 UPDATE = "update"  # the kind of an instruction that is no row of the table
 TICKET = "w"
-TicketKey = tuple[str, int, int, int, int]  # TICKET, stage, version, replica,
-# worker
+# TICKET, stage, version, replica, worker
+TicketKey = tuple[str, int, int, int, int]
 OF_NOW = -1  # worker of a backward that reads other weights than its forward
 
 
@@ -73,14 +73,14 @@ def write(
   """Returns the program of a valid table in which all microbatches have a
   backward.
 
-  The N `streams` of a stage take turns: update u is a message of worker u mod
-  N, which is sent what the microbatches of the update read. With N as of
-  `analyze.in_flight`, a worker is sent nothing before its last message was
-  received. None is one stream at each stage.
+  The N workers of a stage, its entry of `streams`, take turns: update u is a
+  message of worker u mod N, and the microbatches of the update read tickets of
+  this worker. With N of `analyze.in_flight`, a worker gets a ticket only after
+  its last message was received. None: one worker at each stage.
 
   With `together` a batch's updates of all stages are made at its end, those of
-  a lane in one instruction; this raises ValueError if a stage begins a batch
-  before others have ended the one before.
+  a lane in one instruction. Then ValueError is raised if a stage begins a batch
+  before others have ended the previous one.
   """
   where, places = validate.rows(schedule), schedule.places()
   streams = [1] * schedule.stages if streams is None else streams

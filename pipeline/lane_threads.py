@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-_UNCLAIMED_SECONDS = 0.005  # after which a ready lane gets another thread
+_UNCLAIMED_SECONDS = 0.005  # until a ready lane gets another thread
 
 
 class Stop:
@@ -55,8 +55,8 @@ class LaneThreads:
     """Prepares for one run.
 
     Args:
-      run_lane: runs a lane until `has` is False, and returns False, or to its
-        end, and returns True. It raises no error.
+      run_lane: runs a lane. Returns False when the lane lacks an entry (`has`
+        is False), True at its end. It raises no error.
       lanes: lanes of this process.
     """
     self.boxes: dict[int, dict[tuple, Any]] = {lane: {} for lane in lanes}
@@ -71,7 +71,7 @@ class LaneThreads:
     self._last_waited = False  # whether the last task waited for its device
     self._unfinished = len(self.boxes)  # lanes that are not at their end
     self._ended = threading.Event()  # all lanes are at their end, or one failed
-    # JAX keeps this setting for each thread: the new ones take the caller's.
+    # JAX has this setting for each thread: new threads get the caller's.
     self._x64 = jax.config.jax_enable_x64
 
   def run(self, inboxes: Mapping[int, LaneInbox]) -> None:

@@ -34,7 +34,7 @@ from asgd.pipeline.spans import TaskSpan
 from asgd.pipeline.state import (
   AT_WORKER,
   HALF,
-  KEPT,
+  RESIDUALS,
   SUM,
   PipelineResult,
   PipelineState,
@@ -53,7 +53,7 @@ class ExecutorOptions(NamedTuple):
   # Which weights tasks read, by a name of `analyze.versions`; None: "latest" if
   # the schedule is synchronous, otherwise "stash".
   weights: str | None = None
-  # Whether to keep a stage's input instead of residuals, and run its forward
+  # Whether to store a stage's input instead of residuals, and run its forward
   # again in the backward: one bool for all stages, or one for each stage. With
   # weights="latest" that forward reads the newest weights.
   recompute: bool | Sequence[bool] = False
@@ -100,7 +100,7 @@ class CompiledProgram(NamedTuple):
     return self.options.clock() if self.options.clock else float(slot)
 
   def homes(self) -> dict[int, jax.Device]:
-    """Returns the devices of the servers that are here, by stage."""
+    """Returns stage -> device of its server, for servers of this process."""
     lanes = enumerate(places[0] for places in self.program.places)
     return {s: self.devices[lane] for s, lane in lanes if lane in self.devices}
 
@@ -138,7 +138,7 @@ _mean = functools.partial(jax.jit, donate_argnums=0, static_argnums=1)(
 
 @functools.lru_cache(maxsize=256)
 def _copies(device):
-  """A program that copies trees to a device."""
+  """Returns a program that copies trees to a device."""
   place = jax.sharding.SingleDeviceSharding(device)
   return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=place)
 
@@ -248,7 +248,7 @@ class LaneRun:
       self._threads.settle(value)
 
   def _params(self, lane, op, *, backward=False):
-    """The weights that a forward or a backward reads."""
+    """Returns the weights that a forward or a backward reads."""
     if lane in self._compiled.memories:
       return self._compiled.memories[lane].get((op.stage, WEIGHTS))
     return self._boxes[lane][op.tickets[backward]].params
@@ -335,7 +335,7 @@ class LaneRun:
     y, aux, residuals = compiled.parts[stage].stage.forward(params, x, extra)
     if compiled.options.recompute[stage]:
       residuals = x, extra
-    self._boxes[lane][KEPT, stage, number] = residuals, aux
+    self._boxes[lane][RESIDUALS, stage, number] = residuals, aux
     if stage == len(compiled.parts) - 1:
       self._losses[self._state.microbatch + number] = y
     else:
@@ -346,7 +346,7 @@ class LaneRun:
   def _weight(self, lane, op):
     cell, box = (op.stage, op.microbatch), self._boxes[lane]
     params = self._params(lane, op, backward=True)
-    (residuals, aux), half = box.pop((KEPT, *cell)), box.pop((HALF, *cell))
+    (residuals, aux), half = box.pop((RESIDUALS, *cell)), box.pop((HALF, *cell))
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
     gradient = stage.weight(params, residuals, half)
@@ -363,12 +363,12 @@ class LaneRun:
     else:
       gy = box.pop(("g", stage, number))
     params = self._params(lane, op, backward=True)
-    residuals, aux = box.pop((KEPT, *cell))
+    residuals, aux = box.pop((RESIDUALS, *cell))
     start, recomputes = compiled.now(), compiled.options.recompute[stage]
     if op.kind == INPUT:
       if recomputes:
         residuals = stage_fns.residuals(params, *residuals)
-      box[KEPT, *cell] = residuals, aux
+      box[RESIDUALS, *cell] = residuals, aux
       gx, box[HALF, *cell] = stage_fns.input(params, residuals, gy)
     elif recomputes:  # one program takes less time than two
       gradient, gx = stage_fns.recompute(params, *residuals, gy)
@@ -383,7 +383,7 @@ class LaneRun:
     return start
 
   def _submit(self, lane, op, gradient, aux):
-    """Gives a gradient to the stage's server, with the forward's ticket, and
+    """Sends a gradient to the stage's server, with the forward's ticket, and
     drops the tickets that no later microbatch reads."""
     ticket = self._boxes[lane][op.tickets[0]]
     if isinstance(gradient, base.Variables):
@@ -403,7 +403,7 @@ class LaneRun:
       self._arguments(lane, update_op, *message)
       for update_op, message in zip(ops, messages, strict=True)
     ]
-    if arguments[0] is None:  # there are more to come
+    if arguments[0] is None:  # the update lacks messages
       return start
     if self._program.together:
       results = self._receive_together(lane, ops, arguments)
@@ -478,17 +478,17 @@ class LaneRun:
         if received is None:
           raise _Stopped
         operands |= received
-      # In the order of the stages, so that it is the same bits everywhere.
+      # In the order of the stages: all lanes then have the same bits.
       sorted_operands = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(sorted_operands),)
 
   def _publish(self, lane, op, server, row):
-    """Keeps a new version, and sends it to the lanes that read it."""
+    """Stores a new version, and sends it to the lanes that read it."""
     self._settle(server.params)
     if lane in self._compiled.memories:
       memory = self._compiled.memories[lane]
       memory.keep((op.stage, WEIGHTS), server.params)
-      server = server._replace(params=())  # they are kept apart
+      server = server._replace(params=())  # they have a separate block
       memory.keep((op.stage, STATE), server)
     self._servers[op.stage] = server
     time = self._compiled.now(op.slot)

@@ -62,7 +62,7 @@ class RemoteState(NamedTuple):
 
   slot: int
   microbatch: int
-  serial: int  # the processes keep only the latest state
+  serial: int  # the processes store only the latest state
 
 
 class _RemoteSender:
@@ -197,7 +197,7 @@ class _StageProcess:
     return state_lib.to_host(self._executor.params(self._state))
 
   def _keep_state(self, state):
-    """Keeps a state, and waits until every entry that this process sent has
+    """Stores a state, and waits until every entry that this process sent has
     arrived. If an entry never arrives, because its receiver is silent, the
     driver raises ProcessDied, and `Processes.close` kills this process too."""
     self._state = state
@@ -208,7 +208,7 @@ class _StageProcess:
 class Processes:
   """An executor with its lanes in processes; used like `executor.Executor`.
 
-  The processes keep one state: the latest that `start`, `run`, `next_pass` or
+  The processes store one state: the latest that `start`, `run`, `next_pass` or
   `place` returned.
   """
 

@@ -2,7 +2,7 @@
 Perfetto, and describes its costs in words. The numbers are from
 `asgd.pipeline.analyze`.
 
-A run that was measured is drawn beside its plan, in the same tracks.
+A measured run is drawn beside its plan, in the same tracks.
 """
 
 import collections
@@ -32,10 +32,10 @@ from asgd.pipeline.table import (
 
 
 def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
-  """Returns the times as text: a line for each device, and a task is as wide as
-  it is long.
+  """Returns the times as text: a line for each device, in which the width of a
+  task is its duration.
 
-  A task is its name, filled with -; a dot is idle time. Where there is no room
+  A task is its name, filled with -; a dot is idle time. If a task is too short,
   the number, or the whole name, is left out.
 
   >>> from asgd.pipeline import analyze
@@ -205,8 +205,8 @@ def perfetto(
   schedule: Schedule, timing: Timing, measured: Sequence[TaskSpan] | None = None
 ) -> dict[str, Any]:
   """Returns the content of a JSON file for Perfetto: a track for each device,
-  where a unit of the costs is a second. A run that was measured has tracks of
-  the same names below those of the plan."""
+  where a unit of the costs is a second. A measured run has tracks of the same
+  names below those of the plan."""
   runs = _runs(schedule, timing, measured)
   tracks = tracks_lib.Tracks(dict(enumerate(runs, 1)))
   events = []
@@ -262,7 +262,7 @@ def gantt(
 ) -> None:
   """Draws a row for each device: tasks in the colour of their action, paler for
   later stages, with the number of their microbatch where there is room. Bubbles
-  are white, and in numbers on the right. A run that was measured is drawn below
+  are white, and their shares are on the right. A measured run is drawn below
   the plan in each row. `paths` are files, PNG or SVG by their names.
 
   Raises:
@@ -307,8 +307,8 @@ def gantt(
 
 
 def _bars(run, position, positions):
-  """float[T, 4]: start, end, top and bottom of each task; the row of device d
-  is from d to d + 1. Tasks that overlap share its height."""
+  """Returns float[T, 4]: start, end, top and bottom of each task. The row of
+  device d is from d to d + 1; tasks that overlap share its height."""
   lane, lanes = _lanes(run)
   height = 0.86 / positions
   bar = height / lanes
@@ -317,8 +317,8 @@ def _bars(run, position, positions):
 
 
 def _lanes(run):
-  """int[T], int[T]: the lane of each task, and the number of lanes that its
-  group of overlapping tasks needs."""
+  """Returns int[T], int[T]: the lane of each task, and the number of lanes that
+  its group of overlapping tasks needs."""
   lane = np.zeros(len(run.start), np.int64)
   lanes = np.ones(len(run.start), np.int64)
   group = collections.defaultdict(list)  # device -> tasks that overlap

@@ -1,6 +1,6 @@
 """Swaps weights larger than a device between the host and the device.
 
-The host's memory keeps the blocks of all stages, and a lane's device caches as
+The host's memory holds the blocks of all stages, and a lane's device caches as
 many as fit (`asgd.device_memory`). The table gives the order of their uses.
 
   weights  of a stage: read by its forwards, backwards and updates
@@ -53,8 +53,9 @@ def sizes_of(part: Part) -> dict[str, int]:
 
 
 def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
-  """Raises ValueError if devices with `room` bytes each cannot hold a part of
-  their stages' weights only. Of `parts` the shapes are enough."""
+  """Raises ValueError if `room` bytes per device are too few for an update, or
+  if schedule or recipe do not allow weights on the host. `parts` may have
+  shapes in place of arrays."""
   if not schedule.flush:
     raise ValueError(
       f"the schedule {schedule.name} keeps several versions of weights; use one"

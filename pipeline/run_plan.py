@@ -43,8 +43,8 @@ from asgd.pipeline.table import Schedule
 
 _MAX_STAGES = 256
 _MAX_MICROBATCHES = 10**6
-_START = 0.1  # the first learning rate of a warm-up, as a share of the peak
-_LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
+_WARM_UP_START = 0.1  # first learning rate of a warm-up, as a share of the peak
+_INTEGER_LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _list_or(*keywords: Any, kind: str) -> checks.Check:
@@ -54,7 +54,7 @@ def _list_or(*keywords: Any, kind: str) -> checks.Check:
 
   @checks.with_schema(anyOf=[{"enum": list(keywords)}, integers])
   def check(value, key):
-    if isinstance(value, str) and _LIST.fullmatch(value):
+    if isinstance(value, str) and _INTEGER_LIST.fullmatch(value):
       return [int(number) for number in value.split(",")]
     is_list = isinstance(value, list) and {*map(type, value)} <= {int}
     if not is_list and (type(value), value) not in [
@@ -268,7 +268,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     recompute = schedules.recompute_of(table, section["recompute"])
   peak = float(run.config["learning_rate"]) * table.every
   rate = learning_rates.schedule(
-    run, problem, peak=peak, batches=table.every, start=_START * peak
+    run, problem, peak=peak, batches=table.every, start=_WARM_UP_START * peak
   )
   with checks.prefix_errors("pipeline.cuts"):
     cuts = _cuts(experiment, section, table.stages, problem, shapes)

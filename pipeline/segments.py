@@ -4,10 +4,10 @@
   segments:      |- Dense_0 -|- relu, Dense_1, mean -|
 
 A segment runs the module's own method. Submodules outside of the segment are
-not called: the one before it returns the segment's input, and others return
-zeros, on which nothing may depend. So the method may compute anything between
-two submodules, but a submodule may need only the output of the submodule before
-it.
+not called: in place of the previous submodule's output the method gets the
+segment's input, and in place of others zeros, on which nothing may depend. So
+the method may compute anything between two submodules, but a submodule may need
+only the output of the submodule before it.
 """
 
 import inspect
@@ -91,8 +91,8 @@ def _zeros(call: SubmoduleCall, x: jax.Array) -> jax.Array:
 def _of_submodules(
   module: nn.Module, call: Callable[..., Any]
 ) -> Callable[..., Any]:
-  """Returns an interceptor that leaves the calls of submodules to `call`, but
-  not those that a submodule makes of itself.
+  """Returns an interceptor that passes a module's calls of submodules to
+  `call`. Calls within a submodule run unchanged.
 
   Args:
     module: the module that calls the submodules.
@@ -196,7 +196,7 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
 
 
 class _Intercepted(nn.Module):
-  """A module that leaves its calls of submodules to `call`."""
+  """A module that passes its calls of submodules to `call`."""
 
   inner: nn.Module
   call: Callable[..., Any]
@@ -226,7 +226,7 @@ def _reads_outside(
   )
 
   def apply(variables: Any, x: jax.Array) -> Any:
-    # A module without an argument `train` may drop out in any case.
+    # A module without an argument `train` may always use dropout.
     rngs = {"dropout": jax.random.key(0)}
     return segment.apply(variables, x, train=False, rngs=rngs)
 

@@ -19,7 +19,7 @@ _MAX_NUMBER = 1e15  # largest time, and largest number, in a file
 
 
 class TaskSpan(NamedTuple):
-  """A piece of work of a measured run."""
+  """A task of a measured run."""
 
   device: int
   stage: int  # -1: none
@@ -37,7 +37,8 @@ class Timing(NamedTuple):
 
 
 class Timeline(NamedTuple):
-  """Work in columns, planned or measured, by time of start; it begins at 0."""
+  """The tasks of a run, planned or measured, in columns sorted by start. The
+  first starts at 0."""
 
   device: np.ndarray  # int[T]
   stage: np.ndarray  # int[T]
@@ -47,7 +48,7 @@ class Timeline(NamedTuple):
   end: np.ndarray  # float[T]
 
   def rows(self) -> Iterator[tuple]:
-    """Yields the work piece by piece, of Python's numbers."""
+    """Yields the tasks as tuples of Python's numbers."""
     return zip(*(column.tolist() for column in self), strict=True)
 
 
@@ -55,7 +56,7 @@ class Idle(NamedTuple):
   """How much of a run is bubble."""
 
   makespan: float
-  busy: np.ndarray  # float[D]; what overlaps counts once
+  busy: np.ndarray  # float[D]; overlapping times count once
   idle: np.ndarray  # float[D]
   bubble: np.ndarray  # float[D], idle / makespan
   of_total: float  # of all devices: idle / (D x makespan)
@@ -73,11 +74,11 @@ def planned(schedule: Schedule, timing: Timing) -> Timeline:
 
 
 def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
-  """Returns the run that was measured, of spans in any order.
+  """Returns the timeline of a measured run; its spans are in any order.
 
   Raises:
-    ValueError: for spans that are no times, or no work of this table; actions
-      of the user's own need not be in it.
+    ValueError: for spans with wrong times, or of tasks that the table lacks;
+      it may lack a user's actions.
   """
   tasks = {task[1:] for task in schedule.tasks}
   return _measured(schedule, tasks, [TaskSpan(*span) for span in spans])
@@ -88,7 +89,7 @@ def _measured(
   tasks: Set[tuple[int, int, int, str]],
   spans: Sequence[TaskSpan],
 ) -> Timeline:
-  """`measured`, with the table's (device, stage, microbatch, action)."""
+  """Does what `measured` does; `tasks` are those of the table."""
   if not spans:
     raise ValueError("there is no span: nothing was measured")
   seen_tasks = set()
@@ -152,7 +153,7 @@ class SpanLog:
       maxlen=_MAX_SPANS
     )
     self._schedule, self._end = schedule, 0.0
-    # Once: a table may have 100,000 tasks, and a call makes some hundred.
+    # Computed once: a table may have 100,000 tasks, and a call runs a hundred.
     self._tasks = {task[1:] for task in schedule.tasks}
     self._busy = self._device_seconds = 0.0  # seconds of all devices
 
@@ -197,7 +198,7 @@ def to_json(spans: Iterable[TaskSpan]) -> str:
 
 
 def from_json(text: str) -> list[TaskSpan]:
-  """Reads what `to_json` writes; a ValueError has the first row at fault."""
+  """Reads the text of `to_json`; a ValueError names the first wrong row."""
   try:
     rows = list(json.loads(text)["spans"])
   except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -14,7 +14,7 @@ class Part(NamedTuple):
   # params, x, extra -> y, aux; the last stage's y is the loss, float[].
   fn: Callable[[Any, Any, Any], tuple[Any, Any]]
   params: Any  # initial values
-  # Updates on each message: the table averages microbatches to one message.
+  # Makes an update of each message: the table averages microbatches to one.
   server: base.Server
   at_worker: optax.GradientTransformation | None = None  # DANA-Slim's momentum
   # Server state -> the parameters for a backward that reads newer weights than

@@ -40,7 +40,7 @@ def variants(
     run: the run of the pipeline.
     rate: the learning rate of an update, or a schedule.
     table: the schedule.
-    weights: that backwards read, as of `analyze.versions`.
+    weights: which weights backwards read, a name of `analyze.versions`.
     section: the run's settings of the pipeline.
     updates: the number of updates of the run.
     shapes: the shapes of the weights of the complete model.
@@ -126,8 +126,8 @@ def recipe(run: Run, rate: Any, variant: Variant) -> algorithms.Recipe:
 
 
 def correction(rate: Any, variant: Variant) -> Any:
-  """Returns the rule by which a stage's backward changes the newest weights, as
-  `stage.Part.correct`; None: it reads them as they are."""
+  """Returns the rule by which a stage's backward changes the newest weights,
+  for `stage.Part.correct`; None: the backward reads them unchanged."""
   if variant.cure is not None:
     return discrepancy.extrapolate(variant.cure)
   ahead = variant.ahead

@@ -1,6 +1,6 @@
 """A run of a pipeline before a slot: its entries, and the lane that has each.
 
-A run can be cut between slots: no task of slot t needs a result of slot t or
+A run can stop between slots: no task of slot t needs a result of slot t or
 later. So the keys of a state before a slot follow from the table. A key is a
 kind and numbers:
 
@@ -8,7 +8,7 @@ kind and numbers:
   ("x", stage, microbatch)      input of a forward, from the stage before
   ("g", stage, microbatch)      its gradient, from the stage after
   ("m", stage, microbatch)      message to the stage's server, with its ticket
-  (KEPT, stage, microbatch)     residuals of a forward, for its backward
+  (RESIDUALS, stage, microbatch)  residuals of a forward, for its backward
   (HALF, stage, microbatch)     residuals between I and W
   (SUM, stage)                  sum of an update's messages, and oldest ticket
   (AT_WORKER, stage, worker)    state of `Part.at_worker`
@@ -26,7 +26,7 @@ from asgd.pipeline import analyze
 from asgd.pipeline.instructions import TICKET, Program
 from asgd.pipeline.spans import TaskSpan
 
-KEPT, HALF, SUM, AT_WORKER = "kept", "half", "sum", "at_worker"
+RESIDUALS, HALF, SUM, AT_WORKER = "kept", "half", "sum", "at_worker"
 
 
 class PipelineState(NamedTuple):
@@ -43,14 +43,14 @@ class PipelineResult(NamedTuple):
   """State, losses, records and spans after a run."""
 
   state: PipelineState
-  losses: dict[int, Any]  # microbatch -> float[], as its last stage found it
-  records: tuple[base.Records, ...]  # S; each has one row an update
+  losses: dict[int, Any]  # microbatch -> float[], from the last stage
+  records: tuple[base.Records, ...]  # S; each has one row per update
   spans: tuple[TaskSpan, ...]
 
 
 def keys(program: Program, slot: int) -> set[tuple]:
-  """Returns the keys of the whole table's state before a slot; those of
-  tickets, if they will be read."""
+  """Returns the keys of the whole table's state before a slot; of tickets only
+  those that will be read."""
   schedule, rows_of = program.schedule, program.where
   every = schedule.every
   forward, backward, weight = (schedule.time[rows] for rows in rows_of)
@@ -64,7 +64,7 @@ def keys(program: Program, slot: int) -> set[tuple]:
 
   add("x", forward[:-1], forward[1:], 1)
   add("g", backward[1:], backward[:-1])
-  add(KEPT, forward, weight)
+  add(RESIDUALS, forward, weight)
   add(HALF, backward, weight)
   update_slots = analyze.updates_done(schedule)  # of versions 1, 2, ...
   if program.together:
@@ -153,7 +153,7 @@ def to_host(tree: Any) -> Any:
 
 
 def with_keys(tree: Any) -> Any:
-  """Returns the tree before `to_host`, but with NumPy's arrays."""
+  """Returns a tree of `to_host` with keys of JAX in place of HostKeys."""
 
   def is_key(x):
     return isinstance(x, HostKey)

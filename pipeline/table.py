@@ -124,7 +124,7 @@ def make(
       until the batch before is updated.
 
   Raises:
-    ScheduleError: for rows that are not such.
+    ScheduleError: for rows that are not tasks.
   """
   if not isinstance(every, int | np.integer) or every < 1:
     raise ScheduleError(
@@ -164,7 +164,7 @@ def from_columns(
   every: int,
   flush: bool,
 ) -> Schedule:
-  """`make` for columns that are NumPy arrays already."""
+  """Does what `make` does, for columns that are NumPy arrays already."""
   if not isinstance(name, str) or not name.isprintable() or ";" in name:
     raise ScheduleError(
       f"a schedule's name must be one line without ;, not {name!r}"
@@ -230,8 +230,8 @@ def lay_out(
 def lay_out_by_task(
   name: str, orders: Sequence[Sequence[Any]], *, every: int, flush: bool
 ) -> Schedule:
-  """Does what `lay_out` does, task by task: faster for few devices, and with
-  the error for any table that has one."""
+  """Does what `lay_out` does, task by task. It is faster for few devices, and
+  raises the errors of orders that lead to no table."""
   blocks = [
     [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
     for order in orders
@@ -274,7 +274,7 @@ class _Clock:
     steps = [step for order in blocks for block in order for step in block]
     self._last_stage = max((stage for _, stage, _ in steps), default=-1)
     self._ends: dict[Step, int] = {}
-    # By update, (stage, batch): missing gradients, and the last one's slot.
+    # (stage, batch) -> missing gradients, and slot of the last gradient.
     self._missing_gradients = Counter(
       (stage, microbatch // every)
       for action, stage, microbatch in steps
@@ -314,7 +314,7 @@ class _Clock:
 
 NAME = re.compile(r"[A-Za-z_]+")
 _HEADING = ("name", "every", "flush")  # fields that are no columns
-# More digits are no number that a table has, and int() would not read them all.
+# A table has no number of more digits, and int() would refuse very long ones.
 _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")
 _IDLE = "."
 
@@ -471,8 +471,8 @@ def is_file(name: object) -> bool:
 
 
 def read(path: Path) -> Schedule:
-  """Reads a table, in the form that the file's name says; else it is text.
-  Raises ValueError, naming the file, or OSError."""
+  """Reads a table in the form of the file's suffix, by default text. Raises
+  ValueError, naming the file, or OSError."""
   return read_as(_FORMS.get(path.suffix.lower(), from_text), path)
 
 

@@ -104,12 +104,12 @@ def validate(
 
 def _fail(schedule, reason, *marked):
   """Raises `reason`, in which {0}, {1}, ... are the marked rows in words."""
-  places = []
+  tasks = []
   for row in marked:
     slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
     cell = f"(device {device}, slot {slot})"
-    places.append(f"{action} of stage {stage}, microbatch {microbatch} {cell}")
-  reason = reason.format(*places)
+    tasks.append(f"{action} of stage {stage}, microbatch {microbatch} {cell}")
+  reason = reason.format(*tasks)
   table = f"\n{_window(schedule, marked)}" if marked else ""
   raise table_lib.ScheduleError(f"{schedule.name}: {reason}{table}")
 
@@ -142,13 +142,13 @@ def _window(schedule, marked):
 
 
 def _keys(schedule, selected):
-  """int64 for each of some rows: its (stage, microbatch) as one number."""
+  """Returns (stage, microbatch) of the selected rows, each as one int64."""
   stage = schedule.stage[selected].astype(np.int64)
   return stage * schedule.microbatches + schedule.microbatch[selected]
 
 
 def _check_doubles(schedule):
-  """Each action of a stage on a microbatch, once."""
+  """Checks that no action of a stage on a microbatch occurs twice."""
   for actions in _ACTIONS:
     task_rows = np.flatnonzero(np.isin(schedule.action, actions))
     _, first, inverse = np.unique(
@@ -160,8 +160,9 @@ def _check_doubles(schedule):
 
 
 def _check_blocks(schedule):
-  """One task of a device at a time, or a forward and a backward."""
-  # Rows are sorted, so what shares a device and a slot is adjacent.
+  """Checks that a device does one task at a time, or a forward and a backward.
+  """
+  # Rows are sorted, so those of one device and slot are adjacent.
   shares_slot = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
   for row in np.flatnonzero(shares_slot).tolist():
     pair = schedule.action[row], schedule.action[row + 1]

@@ -51,7 +51,7 @@ from asgd.pipeline import (
   validate,
 )
 from asgd.pipeline import stage as stage_lib
-from asgd.pipeline.state import KEPT
+from asgd.pipeline.state import RESIDUALS
 from asgd.pipeline.table import Schedule
 
 from . import turns
@@ -361,7 +361,7 @@ def _memory(report: BenchReport) -> None:
       state = engine.run(state, slot).state
       stored = np.zeros(table.devices)
       for (kind, stage, *_), value in state.entries.items():
-        if kind == KEPT:
+        if kind == RESIDUALS:
           for leaf in jax.tree.leaves(value[0]):
             stored[stage_devices[stage][0]] += leaf.nbytes
       peak = np.maximum(peak, stored)

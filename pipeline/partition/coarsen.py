@@ -1,5 +1,5 @@
-"""Blocks of nodes, and how they are merged until few are left: the first step
-of `mixed_pipe`. Each way of merging stops at `length` blocks, if it can.
+"""Merges the nodes of a graph to about `length` blocks: the first step of
+`mixed_pipe`.
 """
 
 import collections
@@ -16,7 +16,7 @@ from asgd.pipeline.partition.graph import Graph
 class Blocks:
   """The graph with nodes merged to blocks; blocks never form a cycle.
 
-  A block is known by its first node. `weights` are the seconds of nodes.
+  The number of a block is its first node. `weights` are the seconds of nodes.
   """
 
   def __init__(self, graph: Graph, weights: Sequence[float]):
@@ -101,23 +101,25 @@ class Blocks:
       return None
     return self._merge(a, b)
 
-  def merge_neighbours(self, may: Callable[[int, int], bool]) -> None:
-    """Merges blocks along edges (a, b) with may(a, b), without cycles."""
+  def merge_neighbours(self, may_merge: Callable[[int, int], bool]) -> None:
+    """Merges blocks along edges (a, b) with may_merge(a, b), without cycles."""
     has_merged = True
     while has_merged:
       has_merged = False
       for a in self.order():
         if a in self.members:
-          successors = (b for b in sorted(self.successors[a]) if may(a, b))
-          has_merged |= self.merge_first(a, successors)
+          successors = sorted(self.successors[a])
+          candidates = (b for b in successors if may_merge(a, b))
+          has_merged |= self.merge_first(a, candidates)
 
   def merge_first(self, block: int, candidates: Iterable[int]) -> bool:
-    """Merges a block with the first of others that closes no cycle."""
+    """Merges a block with the first candidate that closes no cycle; returns
+    whether there is one."""
     results = (self.try_merge(block, candidate) for candidate in candidates)
     return any(block_number is not None for block_number in results)
 
   def merge_all(self, groups: Sequence[Collection[int]]) -> None:
-    """Merges each group of nodes, and what lies between its nodes."""
+    """Merges each group of nodes, and the nodes on paths between them."""
     # Imported where it is needed: it takes a fifth of a command's start.
     from scipy import sparse
     from scipy.sparse import csgraph
@@ -127,7 +129,7 @@ class Blocks:
     ]
     for group in groups:
       first_block, *later_blocks = (self.block_of[i] for i in group)
-      # Both ways, so that the group becomes a cycle, which is merged below.
+      # Edges both ways make the group a cycle, which is merged below.
       for later_block in later_blocks:
         pairs += [(first_block, later_block), (later_block, first_block)]
     rows, columns = np.array(pairs, int).reshape(-1, 2).T
@@ -142,7 +144,7 @@ class Blocks:
         self._merge(first_block, block)
 
   def sent(self, block: int) -> float:
-    """Returns the bytes of the forward cut, from a block to all others."""
+    """Returns the bytes that a block's forward sends to all other blocks."""
     nodes = set(self.members[block])
     return graph_lib.bytes_of(
       ((source, self.block_of[target]), size)
@@ -193,8 +195,8 @@ def merge_bounded(
 ) -> Blocks:
   """Grows blocks that send for longer than they work; returns the result.
 
-  Blocks that send the most bytes go first. Each absorbs predecessors until its
-  work takes longer than its forward cut; then no other block may absorb it. A
+  Blocks that send the most bytes go first. Each absorbs predecessors until it
+  works for longer than its forward sends; then no other block may absorb it. A
   block that cannot reach this stays unchanged.
   """
   if bandwidth is None:
@@ -228,8 +230,8 @@ def merge_bounded(
 def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
   """Merges blocks into `length` centres, successors first.
 
-  The centres are spread evenly over the blocks of each kind, in proportion to
-  their number; those left over are drawn at random.
+  Each kind of blocks gets centres in proportion to its number of blocks, spread
+  evenly over them. The remaining centres are drawn at random.
   """
   if len(blocks) <= length:
     return
@@ -272,7 +274,7 @@ def merge_smallest(blocks: Blocks, length: int) -> None:
   """Merges the smallest block with its smallest successor, again and again."""
   has_merged = True
   while has_merged and len(blocks) > length:
-    # The number breaks ties, so that the result is deterministic.
+    # The number breaks ties: the result is deterministic.
     ranked = sorted(blocks.members, key=lambda b: (blocks.weight(b), b))
     has_merged = any(
       _merge_lightest(blocks, b, (blocks.successors,)) for b in ranked

@@ -36,7 +36,7 @@ class Node(NamedTuple):
   kind: str = ""  # blocks that are alike have the same kind
 
   def work(self, recompute: bool = False) -> float:
-    """Returns seconds of a microbatch, with one forward more to recompute."""
+    """Returns the seconds of a microbatch; `recompute` adds a forward."""
     return (2 if recompute else 1) * self.forward + self.backward
 
 
@@ -195,7 +195,8 @@ def measure(
   run: Callable[[], object], *, clock: Callable[[], float], repeats: int = 5
 ) -> float:
   """Returns the median time of `run`, which starts a computation and returns
-  its results, in seconds of `clock`. One run before does not count."""
+  its results, in seconds of `clock`. A first run, which compiles, is left
+  out."""
   checks.integer("repeats", repeats)
 
   def time_once():
@@ -221,17 +222,17 @@ def profile(
   """Returns the chain of a model's layers, in training; the class of a layer is
   its kind.
 
-  Bytes follow from shapes, which are enough of `params` and of `example`, a
-  microbatch. A layer's stash are the residuals that JAX keeps for its backward,
-  without parameters; XLA may recompute some. The first layer's backward is of
-  its weights only. Layers that are alike are compiled once.
+  Bytes follow from shapes: `params`, and `example`, a microbatch, may be
+  jax.ShapeDtypeStructs. A layer's stash are the residuals that JAX stores for
+  its backward, without parameters; XLA may recompute some. The first layer's
+  backward is of its weights only. Layers that are alike are compiled once.
 
   Args:
     measure: times a computation, such as `partial(graph.measure,
-      clock=time.perf_counter)`. The backward's time is the time of both minus
-      the forward's, at least 0. None takes XLA's counts of the compiled
-      programs, and the larger of operations / `flops` and bytes / `bandwidth`
-      (the roofline).
+      clock=time.perf_counter)`. The backward's time is that of forward and
+      backward together minus the forward's, at least 0. None takes XLA's counts
+      of the compiled programs, and the larger of operations / `flops` and
+      bytes / `bandwidth` (the roofline).
     seconds: measured (forward, backward) of each layer; nothing is compiled.
     flops: assumed operations per second of a device.
     bandwidth: assumed bytes per second of a device's memory.
@@ -300,7 +301,8 @@ def profile(
 def _calls(
   layer: Any, index: int, key: jax.Array | None
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-  """Returns the forward of a layer, its vjp, and forward and backward."""
+  """Returns three functions of a layer: its forward, its vjp, and its forward
+  and backward together."""
 
   def forward(weights, stats, x):
     params: Any = (weights,)
@@ -335,6 +337,6 @@ def _stash(vjp: Callable[..., Any], args: tuple[Any, ...]) -> int:
 def _array(leaf):
   if not isinstance(leaf, jax.ShapeDtypeStruct):
     return jnp.asarray(leaf)
-  # Not zeros: some hardware is quicker on them.
+  # Not zeros: some hardware is faster with zeros.
   is_real = jnp.issubdtype(leaf.dtype, jnp.inexact)
   return jnp.full(leaf.shape, 0.5 if is_real else 0, leaf.dtype)

@@ -11,8 +11,8 @@ packing blocks in bins instead of cutting a chain. Eliad et al. do it in steps:
   refine    move nodes at the borders of stages to a stage next to them, while
             that lowers the objective (`refine`)
 
-and keep the best of several L, as the result is not monotone in L. The
-objective is the largest cost of a stage,
+They repeat this for several L and take the best result, because it is not
+monotone in L. The objective is the largest cost of a stage,
 
   C + max(0, comm_forward - C) + max(0, comm_backward - C),
 
@@ -25,11 +25,11 @@ repeats until the last stage is the one that it assumed.
 
 Differences from the released code:
   1. Largest blocks are assigned first. That code sorts by size and then takes
-     from the wrong end; `order="smallest_first"` does as it does.
+     from the wrong end; `order="smallest_first"` does the same.
   2. The bytes sent decide between equal objectives. That code intends this, but
      compares with 0.
   3. A tensor that several nodes of a stage need is sent once, and nothing is
-     sent between stages of one device (there: once an edge, at 550 GB/s).
+     sent between stages of one device (there: once per edge, at 550 GB/s).
   4. Stages that would need each other are never formed (there: an assertion).
   5. Nodes that must not be parted are merged with all that lies between them
      (there: left apart, if that closes a cycle).
@@ -60,12 +60,12 @@ from asgd.pipeline.table import check_positive
 
 ORDERS = ("largest_first", "smallest_first")
 RECOMPUTE = ("none", "all", "but_last")
-_SLACK = 1e-12  # part of the objective; smaller differences are rounding
-_RUNS = 10  # sweeps before the search for a last stage becomes exhaustive
+_SLACK = 1e-12  # of the objective; smaller differences are rounding
+_MAX_SWEEPS = 10  # sweeps before the search for a last stage becomes exhaustive
 
 
 class Mixed(NamedTuple):
-  """A partition, and what was tried for it."""
+  """A partition, and the search that led to it."""
 
   partition: Partition
   objective: float  # seconds for a microbatch
@@ -124,14 +124,14 @@ def assign(
 
 def connect(blocks: Blocks, device: Mapping[int, int]) -> Blocks:
   """Returns the stages: the connected components of each device, or parts of
-  them where two would need each other."""
+  components where two of them would need each other."""
   stages = blocks.copy()
   stages.merge_neighbours(lambda a, b: device[a] == device[b])
   return stages
 
 
 class Refinement:
-  """Stages of units while they are refined."""
+  """The stages of units, while units move between them."""
 
   def __init__(
     self,
@@ -157,7 +157,7 @@ class Refinement:
     return [self.stage[unit] for unit in self.units.block_of]
 
   def move(self, unit: int, stage: int) -> bool:
-    """Moves a unit, if that is better; returns whether it is."""
+    """Moves a unit if this lowers the score; returns whether it moved."""
     current, device = self.stage[unit], self.devices[stage]
     if self.memory is not None and device != self.devices[current]:
       # Check the memory of the new device before any cost is computed.
@@ -249,18 +249,19 @@ def refine(state: Refinement) -> None:
 class MixedPipeOptions(NamedTuple):
   """How a partition is searched: the options of `mixed_pipe`."""
 
-  bandwidth: float | None = None  # bytes a second; None: communication is free
+  # Bytes per second; None: communication takes no time.
+  bandwidth: float | None = None
   lengths: Sequence[int] | None = None  # the L to try; None is P, 2 P, ... 8 P
-  # Bytes of a device; None: without end. A node takes its stash and `copies`
-  # times its parameters; what nodes share counts once where they must be
-  # together, and otherwise for each.
+  # Bytes of a device; None: no limit. A node takes its stash and `copies` times
+  # its parameters. Shared parameters count once for nodes that must be
+  # together, and otherwise for each node.
   memory: float | None = None
   copies: float = 3  # weights, gradients and one moment
   order: str = "largest_first"  # in which blocks are assigned, as in `assign`
   tied: str = "allow"  # as in `pipedream`
-  scopes: Sequence[str] = ()  # of which the nodes are blocks to begin with
+  scopes: Sequence[str] = ()  # the nodes of a scope are merged first
   recompute: str = "none"  # stages that run forwards again; see `RECOMPUTE`
-  seed: int = 0  # of the centres drawn at random
+  seed: int = 0  # for the centres that are drawn at random
 
 
 def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
@@ -295,15 +296,15 @@ class _NoRoom(ValueError):
 
 
 def _repeat_until_consistent(graph, devices, options):
-  """Repeats a partition until the last stage is the one assumed."""
+  """Repeats the search until it ends with the last stage that it assumed."""
   results: dict[frozenset[int], Mixed] = {}  # assumed -> the partition
   spared: frozenset[int] = frozenset()
-  while len(results) < _RUNS and spared not in results:
+  while len(results) < _MAX_SWEEPS and spared not in results:
     results[spared] = best = _sweep(graph, devices, options, spared)
     if best.settled:
       return best
     spared = frozenset(best.partition.stages[-1])
-  # The last stage to assume may be any end of the first result's last stage.
+  # Then try each end of the first result's last stage as the assumed one.
   first_last_stage = results[frozenset()].partition.stages[-1]
   for start in range(len(first_last_stage)):
     spared = frozenset(first_last_stage[start:])

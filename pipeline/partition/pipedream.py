@@ -23,9 +23,10 @@ The released code has another formula (`formula="code"`):
   3. A DAG may be cut along antichains, not only along the nodes' order: along
      those that are reached from the first source by one successor at a time.
      Another source comes with the first node that needs it.
-  4. Memory: ceil((M - m) / m') (outputs + parameters), where m machines end
-     with this stage, must fit; on one level, M its machines. What the stage
-     itself works on is not counted, nor other levels.
+  4. Memory: ceil((M - m) / m') (outputs + parameters) must fit, where M is the
+     number of machines of the level, m that up to this stage, m' that of the
+     stage. The microbatch that the stage computes is not counted, and neither
+     are other levels.
   5. At an outer level the communication of the first stage, and of no other,
      is divided by the machines of the level within.
 
@@ -60,8 +61,8 @@ class PipeDreamPlan(NamedTuple):
 
   partition: Partition
   replicas: tuple[int, ...]  # of each stage
-  time: float  # seconds between microbatches, as by the formula
-  noam: int  # microbatches in flight that keep all busy
+  time: float  # seconds between microbatches, by the formula
+  noam: int  # microbatches in flight that keep all devices busy
   memory: np.ndarray  # float[S], bytes on each device of the stage
 
 
@@ -78,12 +79,12 @@ class PipeDreamOptions(NamedTuple):
   formula: str = "paper"  # or "code"
   straight: bool = False  # no stage has replicas
   fewer: bool = False  # machines may stay idle where more do not help
-  memory: float | None = None  # bytes of a device; None: without end
+  memory: float | None = None  # bytes of a device; None: no limit
   # "together" keeps nodes with common parameters in one stage; "allow" does
   # not, and the partition says which stages have to synchronise them.
   tied: str = "allow"
   # "order" cuts between two nodes, in their order; "antichains" along any
-  # antichain; "released" along those that the released code enumerates (3.
+  # antichain; "released" along those that the released code enumerates (point 3
   # above). None is "order" for the paper, "released" for the code.
   cuts: str | None = None
   compression: float | None = None  # of activations between stages, in the code
@@ -97,16 +98,16 @@ def pipedream(
 ) -> PipeDreamPlan:
   """Returns the partition of least time for a microbatch.
 
-  Takes O(S^2 M^2) on one level, for S possible cuts and M machines; more levels
-  solve that for all S^2 ranges. With the paper's formula a stage of m replicas
-  that `later` devices follow has 1 + ceil(later / m) microbatches' stashes and
-  versions of its parameters in memory.
+  Takes O(S^2 M^2) on one level, for S possible cuts and M machines; with more
+  levels this is solved for all S^2 ranges. With the paper's formula, a stage of
+  m replicas with `later` devices after it stores 1 + ceil(later / m) stashes,
+  and as many versions of its parameters.
 
   Args:
     graph: the profile.
-    machines: of each level from the innermost, (8, 2) for two servers of eight
-      devices; all are used, unless `fewer`.
-    bandwidth: the bandwidth of each level, in bytes a second.
+    machines: the number of machines of each level, the innermost first: (8, 2)
+      for two servers of eight devices. All are used, unless `fewer`.
+    bandwidth: the bandwidth of each level, in bytes per second.
     **options: those of `PipeDreamOptions`.
 
   Raises:
@@ -227,8 +228,8 @@ def _nodes_in(mask):
 
 
 def _closures(predecessors, groups):
-  """Returns for each node, as a bit mask, the nodes that lie before every cut
-  behind it: the node, all predecessors of these, and whole groups."""
+  """Returns for each node, as a bit mask, the nodes that are before a cut if
+  this node is: itself, its group, and all predecessors of these with theirs."""
   direct = [set(nodes) for nodes in predecessors]
   for group in groups:
     for i in group:
@@ -247,13 +248,12 @@ def _closures(predecessors, groups):
 class _Search:
   """The recursion; states have indices, and a stage is between two states.
 
-  `downstream` is the number of devices downstream of this pipeline, for each
-  copy of the pipeline. The microbatches in flight depend on it; it is 0 where
-  they do not matter. Subclasses have the formulas, `stage_time` and
-  `transfer_time`.
+  `downstream` is the number of devices downstream of this pipeline, per copy of
+  the pipeline. The microbatches in flight depend on it; it is 0 where they do
+  not matter. Subclasses have the formulas, `stage_time` and `transfer_time`.
   """
 
-  counts_down = True
+  tracks_downstream = True
 
   def __init__(self, graph, states, levels, settings):
     self.graph, self.states = graph, states
@@ -280,8 +280,8 @@ class _Search:
   def stage_time(
     self, k: int, i: int, j: int, m: int, end: int, downstream: Fraction
   ) -> float:
-    """Returns the time of stage [i, j) on m machines of level k, of which `end`
-    end with it."""
+    """Returns the time of stage [i, j) on m machines of level k. The pipeline
+    up to this stage has `end` machines."""
     raise NotImplementedError
 
   def transfer_time(self, k: int, s: int, j: int, m: int) -> float:
@@ -310,7 +310,8 @@ class _Search:
   def _best(
     self, k: int, i: int, j: int, m: int, downstream: Fraction
   ) -> tuple[float, int | None, int]:
-    """Returns A: its time, and state and machines of its last stage's cut."""
+    """Returns (A, state before the last stage, machines of the last stage);
+    None for the state if the last stage is the only one."""
     may_be_single = m == 1 or not self.settings.straight
     time = (
       self.stage_time(k, i, j, m, m, downstream) if may_be_single else math.inf
@@ -327,8 +328,8 @@ class _Search:
         time = max(transfer, stage_time)
         if time >= best_so_far[0]:
           continue
-        # The last stage is [s, j) on `last_machines`; the rest is solved
-        # before.
+        # The last stage is [s, j) on `last_machines`; recursion solves the
+        # rest.
         inner_downstream = self.downstream_before(k, last_machines, downstream)
         rest_time = self.best(k, i, s, m - last_machines, inner_downstream)[0]
         if max(time, rest_time) < best_so_far[0]:
@@ -337,7 +338,7 @@ class _Search:
 
   def downstream_before(self, k, last, downstream):
     """Returns `downstream` for the stages before one with `last` machines."""
-    if self.settings.memory is None or not self.counts_down:
+    if self.settings.memory is None or not self.tracks_downstream:
       return downstream
     return downstream + last * self.levels[k - 1].size
 
@@ -381,7 +382,7 @@ class _Paper(_Search):
 class _Code(_Search):
   """The formula of the released code."""
 
-  counts_down = False
+  tracks_downstream = False
 
   def stage_time(self, k, i, j, m, end, downstream):
     level = self.levels[k - 1]

@@ -156,8 +156,8 @@ def make(
     total: microbatches of the run.
     batch: microbatches of an update if `every` is None and the schedule flushes
       or sums gradients.
-    every: microbatches of one update; None is `batch`, or 1 for an asynchronous
-      schedule that sums none, or that of the table in a file.
+    every: microbatches of one update. None: for a file, those of its table; for
+      an asynchronous schedule that sums no gradients, 1; else `batch`.
     **options: those of `describe(name).options`. `rule` may be a
       function or its name, MODULE:FUNCTION.
 
@@ -301,14 +301,14 @@ def _read_file(path, stages, total, batch, every, options):
 def recompute_of(
   table: Schedule, recompute: bool | str | Sequence[int] | None = None
 ) -> tuple[bool, ...]:
-  """Returns which stages of a table compute their forward again, of their
-  inputs, for the backward; the others keep what the backward needs.
+  """Returns bool[S]: whether a stage stores only its inputs, and computes its
+  forward again for the backward. The other stages store residuals.
 
   Args:
     table: any valid one.
     recompute: all (True), none (False), "but_last" (all but the last stage), or
-      the stages. None is the default of the schedule of the table's name: none
-      if no schedule has it.
+      the stages. None is the default of the schedule with the table's name, and
+      no stage if there is no such schedule.
 
   Raises:
     OptionError: for a stage that the table does not have.
@@ -337,8 +337,8 @@ def weights_of(table: Schedule, weights: str | None = None) -> str:
 
   Args:
     table: any valid one.
-    weights: the run's setting. None is the default of the schedule of the
-      table's name: "latest" if it flushes, "stash" for an unknown name.
+    weights: the run's setting. None is "latest" if the table flushes, else the
+      default of the schedule with the table's name; "stash" for an unknown one.
 
   Raises:
     OptionError: for weights of asynchronous schedules and a table that flushes.

@@ -142,7 +142,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
 
     staleness of the forward = 2 (p - 1 - s) turns at stage s, from 0
 
-  Stages that can work on both at once do so. With every=1 a turn is an update,
+  A stage that can do both at once does so. With every=1 a turn is an update,
   and the delay is twice that of `pipedream`. Use it with weights="latest" (the
   paper's), or "stash".
 
@@ -195,8 +195,8 @@ def pipemare(
 
   A stage i of 1 to P begins a forward in the slot of the backward before, so
   that tau is the mean number of updates between reading and the update. A run
-  with weights="latest" has learning rates by T1, and backwards that find other
-  weights than their forward read u_bkwd (`discrepancy`). T1 raises no
+  with weights="latest" has learning rates by T1. Its backwards read u_bkwd if
+  the weights have changed since their forward (`discrepancy`). T1 raises no
   rate where tau is below 1. The paper's T3, a synchronous start, is left out.
 
   Args:
@@ -258,12 +258,12 @@ def ftpipe(
   With a supremum of the staleness, the depth is min(p, supremum - 1) - 1 at the
   first stage of p, one less at each next stage, and not below 0.
 
-  The stages of a device need not be neighbours. Among those that may do
-  something a device takes the one nearest to the end of the network, as there
-  is less in flight. With one stage on each device and no supremum this is the
-  order of `pipedream`. A run stashes nothing, as in the paper: a backward reads
-  the newest weights (weights="latest"), and all stages but the last compute
-  their forward again with them (recompute="but_last").
+  The stages of a device need not be neighbours. Among its stages with a ready
+  task, a device chooses the one nearest to the end of the network, where fewer
+  microbatches are in flight. With one stage on each device and no supremum this
+  is the order of `pipedream`. A run stashes nothing, as in the paper: a
+  backward reads the newest weights (weights="latest"), and all stages but the
+  last compute their forward again with them (recompute="but_last").
 
   Args:
     devices: the device of each stage, such as (0, 1, 2, 0).

@@ -118,8 +118,7 @@ def interleaved(
     activations <= p v + p - 1, each of a microbatch in one of v stages
 
   A device takes a group of microbatches through its first stage, then through
-  its second, and so on. (The formulas are those of groups of p, if p divides
-  m.)
+  its second, and so on. (The formulas hold for groups of p, if p divides m.)
 
   Args:
     devices: p.
@@ -191,7 +190,7 @@ def breadth_first(
     activations = m v, each of a microbatch in one of v stages
 
   A device takes all microbatches through a stage before its next one, forward
-  and back. (The idle time is that of m >= p.)
+  and back. (The formula of the idle time holds for m >= p.)
 
   Args:
     devices, chunks, microbatches, batches: as in `interleaved`.

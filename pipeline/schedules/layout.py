@@ -37,7 +37,7 @@ class Traits(NamedTuple):
   recompute: bool | str = False  # as in `recompute_of`
   # Whether rates and weights follow from stages' delays (`discrepancy`).
   corrected: bool = False
-  sums: bool = False  # without a flush: whether a run's updates are of a batch
+  sums: bool = False  # whether an update is of a batch also without a flush
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device in a run that does not set them
   partitioner: str | None = None  # module of `partition` that cuts it

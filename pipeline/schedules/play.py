@@ -15,7 +15,7 @@ from asgd.pipeline import table as table_lib
 from asgd.pipeline.schedules.layout import Orders, stages_of
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
-_MANY = 1000  # user's actions in a row on each device that count as endless
+_MAX_USER_ACTIONS = 1000  # in a row on each device; more count as endless
 
 
 class RuleState:
@@ -71,7 +71,8 @@ def play(
   every: int,
   flush: bool,
 ) -> Orders:
-  """Asks the rule for each idle device after each event that concerns it.
+  """Returns the orders of a rule, which is asked for the next task of each idle
+  device after each event of that device.
 
   Arguments and errors are those of `custom`; `places` has the devices of each
   stage.
@@ -83,7 +84,7 @@ def play(
   event_devices = set(clock.idle)
   while clock.remaining or clock.events:
     event_devices |= clock.advance()
-    # Devices are asked in order, so that the same rule leads to the same table.
+    # Devices are asked in order: the same rule then leads to the same table.
     for device in sorted(event_devices & clock.idle):
       if clock.remaining:
         clock.start_next(device, rule)
@@ -119,7 +120,7 @@ class _Clock:
   def advance(self) -> set[int]:
     """Advances to the next events; returns the devices that they concern."""
     events = self.events
-    if not events or self._user_actions > _MANY * len(self.states):
+    if not events or self._user_actions > _MAX_USER_ACTIONS * len(self.states):
       reason = "no rule names a step" if not events else "own actions never end"
       raise self._error_with_table(
         f"{reason}, and {self.remaining} tasks are left"
@@ -236,7 +237,7 @@ class _Clock:
 
 
 class _Gates:
-  """Keeps forwards that wait for the update of the previous batch."""
+  """Holds forwards that wait for the update of the previous batch."""
 
   def __init__(self, every):
     self._every = every

@@ -29,8 +29,8 @@ from asgd.pipeline.table import FORWARD, INPUT, WEIGHT, Step
 _ACTIONS = FORWARD, INPUT, WEIGHT
 Score = tuple[float, float]
 Limits = tuple[int, ...]  # the most activations of each device
-Ways = Callable[[Limits], Iterable[Orders]]  # known orders within limits: the
-# F and I of each device, or all steps
+# Limits -> known orders within them: the F and I of each device, or all steps.
+KnownOrders = Callable[[Limits], Iterable[Orders]]
 _LARGE = 20_000  # tasks; of a larger table one order is tried for given costs
 _SMALL = 1_000  # tasks; of a larger table one order is shortened
 _WORK = 2_000  # largest number of tasks, summed over the limits that are tried
@@ -41,11 +41,11 @@ _ROUNDS = 4  # largest number of rounds that shorten an order
 
 
 def _score_of(starts: Sequence[float], ends: Sequence[float]) -> Score:
-  """Returns the longest time that a device is engaged, from the start of its
-  first task to the end of its last, then the time of all.
+  """Returns (the longest time that a device is engaged, from the start of its
+  first task to the end of its last; the end of all tasks).
 
-  The first is the time of a batch if devices do not wait for each other between
-  batches (the zero bubble papers' cost).
+  The first number is the time of a batch if devices do not wait for each other
+  between batches (the zero bubble papers' cost).
   """
   longest = max(stop - start for start, stop in zip(starts, ends, strict=True))
   # Sums of the same numbers in another order are the same time.
@@ -114,9 +114,9 @@ class Gaps:
   def shorten(
     self, orders: Orders, limits: Sequence[int], rounds: int
   ) -> tuple[Score, Orders]:
-    """Returns the best orders that are found, and their score, from orders that
-    can be run within the limits, the most activations of each device. A round
-    is two passes; one that does not shorten the table is the last."""
+    """Returns (score, orders) of the best orders found, starting with orders
+    that can be run within the limits, the most activations of each device. A
+    round is two passes; one that does not shorten the table is the last."""
     orders = [list(map(self._index_of, order)) for order in orders]
     start = self._earliest_starts(orders, self._forward_time)
     best = self._score_of_starts(orders, start), orders
@@ -297,7 +297,7 @@ def best(
   microbatches: int,
   costs: analyze.Costs,
   limits: Sequence[int],
-  known_orders: Ways,
+  known_orders: KnownOrders,
   named: Sequence[int] = (),
 ) -> Orders:
   """Returns the orders of a batch with the least cost that the search finds.
@@ -351,21 +351,22 @@ class _Search:
   def __init__(self, places, microbatches, known_orders):
     self._places, self._microbatches = places, microbatches
     self._known_orders = known_orders
-    self._owned = layout.stages_of(places)
+    self._stages_by_device = layout.stages_of(places)
     self.even = analyze.costs(len(places))
     self.tasks = 3 * len(places) * microbatches
     # No rule can do with fewer activations on the device with most stages.
-    self.min_activations = max(map(len, self._owned))
+    self.min_activations = max(map(len, self._stages_by_device))
 
   def useful(self, limits: Sequence[int]) -> Limits:
-    """Returns the limits, lowered to all activations of the device's stages."""
-    totals = (len(stages) * self._microbatches for stages in self._owned)
+    """Returns the limits; none exceeds all activations of a device's stages."""
+    stage_counts = map(len, self._stages_by_device)
+    totals = (count * self._microbatches for count in stage_counts)
     return tuple(map(min, limits, totals))
 
   def least_engaged(self, costs) -> float:
     """Returns a lower bound of any score: the work of the busiest device."""
     work = (costs.forward + costs.input + costs.weight) * self._microbatches
-    longest = max(work[stages].sum() for stages in self._owned)
+    longest = max(work[stages].sum() for stages in self._stages_by_device)
     return _score_of([0.0], [float(longest)])[0]
 
   def fits(self, orders: Orders, limits: Limits) -> bool:
@@ -382,7 +383,7 @@ class _Search:
   def run(self, costs, limits) -> tuple[Score, Orders]:
     """Returns the best orders within the limits, and their score."""
     even = self.even
-    # Where all tasks take one unit, no device ever waits for a part of it.
+    # If all tasks take one unit, no device ever waits for a part of a unit.
     orders = self._known_orders(limits)
     rules = self._rules(orders, even, limits, _PATIENCES[:1])
     best_found = self._shortest([], rules, even, limits)
@@ -400,7 +401,7 @@ class _Search:
       for patience in patiences:
         yield _follow(orders, limits, costs, patience)
     for patience in patiences:
-      yield _greedy(self._owned, limits, costs, patience)
+      yield _greedy(self._stages_by_device, limits, costs, patience)
 
   def _shortest(self, candidates, rules, costs, limits):
     """Returns the best of some orders and the rules' orders, shortened."""

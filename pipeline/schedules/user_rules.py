@@ -1,4 +1,4 @@
-"""Tables by a rule of the user's own, and own actions in tables that exist."""
+"""Tables by a user's rule, and a user's actions in existing tables."""
 
 from collections.abc import Mapping, Sequence
 
@@ -37,11 +37,11 @@ def custom(
     rule: what to do next.
     devices: of each stage its device, or those of its replicas, which take
       microbatches in turn.
-    microbatches: in all.
-    costs: how long things take; None is as in `analyze.analyze`, and 1 for
-      every own action.
+    microbatches: the number of all microbatches.
+    costs: the times of tasks; None is as in `analyze.analyze`, and 1 for every
+      action of the user.
     every: microbatches of one update; None is all.
-    flush: whether forwards of a batch wait for the update of the one before.
+    flush: whether forwards of a batch wait for the previous batch's update.
     name: the name of the table.
 
   Returns:
@@ -121,9 +121,9 @@ def forwards_first(device: int, state: RuleState) -> Step | None:
 
 
 def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
-  """Returns a table with own actions in slots where devices are idle.
+  """Returns a table with user's actions in slots in which devices are idle.
 
-  Nothing else moves.
+  No other task moves.
 
   Args:
     schedule: the table.
@@ -137,7 +137,7 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
       action is F, B, I or W.
 
   Source:
-    none: what fills a table is the user's.
+    none: the actions are the user's.
 
   Example:
     >>> from asgd.pipeline import schedules, table

@@ -1,4 +1,4 @@
-"""Zero bubble: backwards of inputs at once, of weights where there is time.
+"""Zero bubble: backwards of weights fill the times in which devices wait.
 
 References:
   Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
@@ -29,11 +29,11 @@ def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
   their numbers of activations as limits.
   """
   costs = layout.costs_of(costs, len(places))
-  p, ways, named_limits = 1 + max(map(max, places)), lambda limits: [], []
+  p, named_limits = 1 + max(map(max, places)), []
   if places == _line(p):
     named_limits = [p, 2 * p - 1]
 
-    def ways(limits):
+    def known_orders(limits):
       for multiple in (1, 2) if max(limits) <= p else (2, 1):  # as deep as 1F1B
         deepest = range(1, multiple * p + 1, multiple)[::-1]
         depths = list(map(min, limits, deepest))
@@ -42,10 +42,18 @@ def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
   elif places == _vee(p):
     named_limits = [activations_of(p) for activations_of in _OF_VEE.values()]
 
-    def ways(limits):
+    def known_orders(limits):
       return _orders_of_vee(p, microbatches, min(limits))
 
-  orders = search.best(places, microbatches, costs, limits, ways, named_limits)
+  else:
+
+    def known_orders(limits):
+      del limits
+      return ()
+
+  orders = search.best(
+    places, microbatches, costs, limits, known_orders, named_limits
+  )
   return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
@@ -182,9 +190,9 @@ def zb_h2(
     activations = 2 p - 1 microbatches, at the most
 
   A device is engaged from its first task to its last. If F, I and W take the
-  same, it never waits in between. Device s begins s F later than the
+  same time, it never waits in between. Device s begins s F later than the
   first, so batches follow each other without a gap only if updates need not
-  wait for all stages; the paper checks them afterwards.
+  wait for all stages; the paper checks updates afterwards.
 
   Args:
     stages, microbatches, costs, batches: as in `zb_h1`.
@@ -224,7 +232,7 @@ def zb_v(
     activations = 2 p half stages, at the most, as much as p whole ones
 
   A device is engaged from its first task to its last. At other costs the order
-  is the shortest that `zero_bubble` finds; it also tries that of equal costs.
+  is the shortest that `zero_bubble` finds; it also tries that of F = I = W.
 
   Args:
     devices: p, each with two stages.
@@ -285,7 +293,7 @@ def _orders_of_vee(devices, microbatches, limit):
   if "zb_v" in fitting_names and microbatches >= 2 * p - 1:
     yield [_zb_v(d, p, microbatches) for d in range(p)]
   if "v_half" in fitting_names:
-    shift = 0 if p % 2 else 3  # of backwards, which else meet forwards
+    shift = 0 if p % 2 else 3  # of backwards: then they meet no forward
     slots = [
       (2 * d, 3 * p - d - 2, 3 * p + shift + 2 * d - 1, 6 * p + shift - d - 2)
       for d in range(p)
@@ -301,7 +309,7 @@ def _orders_of_vee(devices, microbatches, limit):
 
 
 def _zb_v(device, devices, microbatches):
-  """Returns the order of a device if F, I and W take the same."""
+  """Returns the order of a device if F, I and W take the same time."""
   stages = device, 2 * devices - 1 - device
   counts = collections.Counter()
   order = []
@@ -331,8 +339,9 @@ def _zb_v(device, devices, microbatches):
 
 
 def _pattern(times, microbatches):
-  """Orders of a V in which forwards and backwards repeat every 6 slots; `times`
-  are of each device the slots of F and F, I and I, on the way down and up."""
+  """Returns the orders of a V in which forwards and backwards repeat every 6
+  slots. `times` has for each device the first slots of F down, F up, I up and I
+  down."""
   orders = []
   for device, slots in enumerate(times):
     up = 2 * len(times) - 1 - device
@@ -389,10 +398,10 @@ def v_min(
     engaged - busy = 4 p - 7, 4 p - 5 or 4 p - 9 for p mod 3 = 0, 1 or 2, if
       F = I = W = 1 and m >= p >= 3
 
-  It has about two thirds of the bubble of 1F1B, if F, I and W take the same; if
-  not, a bubble that grows with the number of microbatches. A device is engaged
-  from its first task to its last. The order is the shortest that `zero_bubble`
-  finds.
+  It has about two thirds of the bubble of 1F1B if F, I and W take the same
+  time; else its bubble grows with the number of microbatches. A device is
+  engaged from its first task to its last. The order is the shortest that
+  `zero_bubble` finds.
 
   Args:
     devices, microbatches, costs, batches: as in `zb_v`.
