@@ -243,7 +243,7 @@ def _of_one_worker(recipe: Any) -> Any:
   if not isinstance(recipe, algorithms.Recipe):
     return recipe
   try:
-    rate = recipe.made.learning_rate if recipe.made else 1.0
+    rate = recipe.build.learning_rate if recipe.build else 1.0
     return algorithms.rebuild(recipe, rate, 1)
   except ValueError:
     return recipe._replace(workers=1)

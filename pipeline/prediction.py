@@ -98,7 +98,7 @@ def momentum_of(name: str, recipe: algorithms.Recipe, shapes: Any) -> float:
   except KeyError:  # several velocities
     velocity = None
   shape_of = lambda tree: jax.tree.map(lambda x: x.shape, tree)  # noqa: E731
-  if (built_from := recipe.made) and shape_of(velocity) == shape_of(weights):
+  if (built_from := recipe.build) and shape_of(velocity) == shape_of(weights):
     options = {**algorithms.options(built_from.name), **built_from.options}
     if options.get("optimizer") is None:
       return float(options["momentum"])

@@ -19,7 +19,7 @@ _compiled = {}
 def compiled(recipe, loss):
   """Returns peer and worker of a recipe, the same for recipes that differ in
   topology and order alone."""
-  made = recipe.made
+  made = recipe.build
   options = [(k, made.options[k]) for k in sorted({*made.options} - _ORDER)]
   slots = recipe.gossip.topology.slots if made.name == "choco_sgd" else 0
   key = made.name, made.learning_rate, repr(options), slots, loss

@@ -191,7 +191,7 @@ def _make(
   # last field is `made` itself.
   parts = tuple(recipe[:-1])
   recipe_build = RecipeBuild(name, maker, learning_rate, dict(options), parts)
-  return recipe._replace(made=recipe_build)
+  return recipe._replace(build=recipe_build)
 
 
 def rebuild(
@@ -206,10 +206,10 @@ def rebuild(
   Example:
     >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)
     >>> recipe = rebuild(recipe, 0.2, workers=4)
-    >>> recipe.workers, recipe.made.learning_rate, recipe.made.options
+    >>> recipe.workers, recipe.build.learning_rate, recipe.build.options
     (4, 0.2, {'moving_rate': 0.5})
   """
-  recipe_build = recipe.made
+  recipe_build = recipe.build
   fits_workers = recipe.workers in (None, workers)
   if recipe_build is None and fits_workers:
     return recipe

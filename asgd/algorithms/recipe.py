@@ -75,7 +75,7 @@ class Recipe(NamedTuple):
   carried: Callable[[base.Params], Any] | None = None
   # How peers exchange messages; None: workers exchange them with a server.
   gossip: gossip_lib.Gossip | None = None
-  made: RecipeBuild | None = None  # None: the recipe was made by hand
+  build: RecipeBuild | None = None  # None: of a recipe built by hand
 
   @property
   def protocol(self) -> str:

@@ -201,7 +201,7 @@ def make_batches(
   checks.integer("context", context)
   if len(tokens) <= context + 1:
     raise ValueError(
-      f"a text of {len(tokens)} characters has no windows of {context + 1}; use"
+      f"a text of {len(tokens)} tokens has no windows of {context + 1}; use"
       " a shorter context"
     )
   windows = np.lib.stride_tricks.sliding_window_view(tokens, context + 1)

@@ -353,7 +353,7 @@ def advise(
   if way.name != ONE_MACHINE:
     reasons["way"] = _way_reason(candidates, way, step_costs, cluster)
     reasons["speed-up"] = (
-      f"{way.speed:.2g} times the examples a second of one machine, by the"
+      f"{way.speed:.2g} times the examples per second of one machine, by the"
       f" event simulator. Staleness is {way.staleness:.1f} on average,"
       f" {way.most_stale} at most: the same number of examples may give"
       " a higher loss."

@@ -34,7 +34,7 @@ def schedule(
   key, if the schedule drops inside the warm-up.
   """
   recipe = run.given_recipe
-  given_rate = recipe and recipe.made and recipe.made.learning_rate
+  given_rate = recipe and recipe.build and recipe.build.learning_rate
   if callable(given_rate):
     # A caller's schedule is only scaled, if `peak` is not its peak.
     factor = peak / float(run.config["learning_rate"])

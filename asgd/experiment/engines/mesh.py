@@ -201,7 +201,7 @@ def describe(result: Mapping[str, Any]) -> str:
   """Returns losses, speed and memory of a cell as one line."""
   words = (
     f"{engines.test_loss_text(result)}{result['seconds']:.1f} s,"
-    f" {result['examples_per_second']:.4g} examples a second, state"
+    f" {result['examples_per_second']:.4g} examples per second, state"
     f" {result['state_bytes'] / 2**20:.3g} MiB on each device of"
     f" {result['mesh']}"
   )

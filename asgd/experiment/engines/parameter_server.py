@@ -395,7 +395,7 @@ def plan(
     start=peak / workers,  # of the warm-up
     steps=peak_recipe.steps,
   )
-  if run.given_recipe is not None and run.given_recipe.made is None:
+  if run.given_recipe is not None and run.given_recipe.build is None:
     rate = peak = math.nan  # a given recipe has an unknown rate
   recipe = build_recipe(run, workers, rate)
   # [2] Codecs, order, and length.

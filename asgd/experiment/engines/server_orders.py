@@ -243,7 +243,7 @@ def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
   if recipe.order != "asynchronous":
     _check_prescribed(run, recipe.order)
     return {"name": recipe.order, **dict(recipe.order_options)}
-  order, call = run.config["order"], recipe.made
+  order, call = run.config["order"], recipe.build
   recipe_option = None if call is None else call.options.get("fetch_every")
   if recipe.fetch_every == 1 and recipe_option is None:
     return order

@@ -95,7 +95,7 @@ MISTAKES = {
     lambda: text.make_batches(
       np.zeros(9, np.int32), batch_size=1, context=9, seed=0
     ),
-    "9 characters has no windows of 10; use a shorter context",
+    "9 tokens has no windows of 10; use a shorter context",
   ),
 }
 
