@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Protocol
 
 # Kinds of hosts.
 SHARD, WORKER, PEER = "shard", "worker", "peer"
-COUNTER = "counter"  # gives peers without rounds their job numbers
+COUNTER = "counter"  # assigns job numbers to peers that train without rounds
 KINDS = SHARD, WORKER, PEER, COUNTER
-# Kinds that run on the driver's machine. Only one process may write the files
-# of such a host.
+# Hosts of these kinds run on the driver's machine. Only one process may write
+# the files of such a host.
 LOCAL = SHARD, COUNTER
 
 
@@ -52,7 +52,7 @@ class Inside(NamedTuple):
 class Make(Protocol):
   """Makes the object of a host; called in the host.
 
-  The host calls three methods of the object if it has them. When the host ends,
+  The host calls three methods, if the object has them. When the host ends,
   unless its process was killed, the host calls `interrupt` at once from another
   thread, so that a waiting method returns. It calls `close` when no method
   runs. When the process of a worker or a peer receives SIGTERM, the host calls
@@ -114,7 +114,7 @@ class Hosts(abc.ABC):
     >>> hosts.close()
   """
 
-  disk: Any = os  # writes the driver's files: `write` and `replace`
+  disk: Any = os  # for the driver's files; has `write` and `replace` of `os`
   # Shows a line to the user, at once.
   show: Callable[[str], None] = staticmethod(lambda text: None)
 
@@ -128,13 +128,13 @@ class Hosts(abc.ABC):
 
   @abc.abstractmethod
   def start(self, kind: str, index: int, make: Make) -> Host:
-    """Starts a host, which makes its object in the background. Ends the present
-    host of that kind and index, if there is one. The results of `make_call` and
-    of all calls raise an error of `make`."""
+    """Starts a host, which calls `make` in the background. Ends the present
+    host of that kind and index, if there is one. If `make` raises an error,
+    `result` of `make_call` and of each later call raises the same error."""
 
   @abc.abstractmethod
   def make_call(self, kind: str, index: int) -> Call:
-    """Returns the call that makes the object."""
+    """Returns the call of `make`: it is done when the host has its object."""
 
   @abc.abstractmethod
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
@@ -144,12 +144,12 @@ class Hosts(abc.ABC):
   @abc.abstractmethod
   def exited(self) -> list[tuple[str, int]]:
     """Returns (kind, index) of each host that has exited and has no successor.
-    Does not raise the errors by which hosts ended."""
+    Does not raise the errors that ended them."""
 
   @abc.abstractmethod
   def kill(self, kind: str, index: int) -> None:
-    """Ends a host at once, even in the middle of a call. The object in a
-    process is not closed; the object in a thread is closed when the present
+    """Ends a host at once, even in the middle of a call. An object in a
+    process is not closed; an object in a thread is closed when its running
     method ends."""
 
   @abc.abstractmethod

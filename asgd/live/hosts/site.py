@@ -1,4 +1,5 @@
-"""The site of a run, and the set-up of its processes before they use JAX."""
+"""A run's site (folders, clock, devices), and the set-up of a process before
+it uses JAX."""
 
 import contextlib
 import ctypes
@@ -15,13 +16,13 @@ from asgd import base, internals
 from asgd.live import slots
 from asgd.live.setup import Setup, slot_counts
 
-# Variables for the share of a GPU's memory; the second is the former name. XLA
-# reads them when JAX is first used.
+# The environment variable for a process's share of a GPU's memory, by its
+# present and its former name. XLA reads it when JAX is first used.
 _FRACTION_VARIABLES = (
-  *("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"),
+  "XLA_CLIENT_MEM_FRACTION",
+  "XLA_PYTHON_CLIENT_MEM_FRACTION",
 )
-# On the CPU XLA does not divide an array of up to so many elements among
-# threads.
+# XLA on the CPU divides only arrays of more elements among threads.
 UNDIVIDED = 2**15
 _THREADS_VARIABLE = "PJRT_NPROC"  # number of threads of XLA's pool on the CPU
 
@@ -30,31 +31,30 @@ class Site(NamedTuple):
   """Folders, clock and devices of a run; the same for all of its processes."""
 
   setup: Setup
-  run: str  # folder: journals and records, kept
-  memory: str  # folder: sockets and shared memory, removed at the end
+  run: str  # folder of the journals and records
+  memory: str  # folder of sockets and shared memory; removed at the end
   began: float  # by time.monotonic() of the driver's machine
   compress: str | None = None  # how slots store numbers, as in `wire.layout`
   spans: bool = False  # whether workers write the times of their actions
   devices: int = 1  # CPU devices of each worker
   platform: str | None = None  # JAX's platform in workers; None: JAX chooses
   gpus: float = 0.0  # GPUs that Ray reserves for each worker
-  profile: str | None = None  # folder for a trace of worker 0
+  profile: str | None = None  # folder for the profiler's trace of worker 0
   token: str = ""  # prefix of the names of the run's actors
-  machine: str = ""  # the driver's node in Ray's cluster
-  sockets: bool = True  # whether parties on one machine use sockets
+  machine: str = ""  # id of the driver's node in Ray's cluster
+  sockets: bool = True  # whether participants on one machine use sockets
   cluster_seconds: float = 0.0  # time that a cluster may take to grow
-  jax: str = jax.__version__  # version in the driver
+  jax: str = jax.__version__  # the driver's version of JAX
   patience: float = 5.0  # seconds after which a worker repeats a frame
 
   def clock(self) -> float:
-    """Returns the seconds since the run began, on the driver's machine only: a
-    monotonic clock of another machine counts from another moment."""
+    """Returns the seconds since the run began. Valid on the driver's machine
+    only: monotonic clocks of other machines have another zero."""
     return time.monotonic() - self.began
 
   def actor_name(self, kind: str, index: int, generation: int) -> str:
-    """Returns the name of a party's actor. `generation` counts the earlier
-    actors of the party: an actor that has exited may keep its name for a while.
-    """
+    """Returns the name of a participant's actor. `generation` counts its
+    earlier actors: an actor that has exited may occupy its name for a while."""
     return f"{self.token}-{kind}-{index}-{generation}"
 
   def socket(self, index: int) -> Path:
@@ -73,20 +73,20 @@ def prepare_process(site: Site, worker: bool) -> None:
 
   Args:
     site: the site of the run.
-    worker: whether this is the process of a worker or a peer; otherwise it is a
-      process of a local kind.
+    worker: True in the process of a worker or a peer, False in that of a host
+      of a `LOCAL` kind.
 
   Raises:
-    ValueError: for another version of JAX than the driver's.
+    ValueError: if the version of JAX is not the driver's.
   """
   if site.jax != jax.__version__:
     raise ValueError(
       f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
       " install the same version, or a replay may differ in its bits"
     )
-  # Each new version of the parameters is a new array. By default glibc gets a
-  # large array from the kernel, page by page and zeroed, and gives the array
-  # back: that takes twice the time of an update itself.
+  # Each new version of the parameters is a new array. By default glibc requests
+  # the memory of a large array from the kernel, which zeroes each page, and
+  # later returns it: this takes twice the time of an update itself.
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
@@ -94,8 +94,8 @@ def prepare_process(site: Site, worker: bool) -> None:
     malloc_option(trim_threshold, 2**31 - 1)
     malloc_option(top_pad, 2**26)
   if not worker or site.setup.rules.depth == 1:
-    # The process does nothing while it waits for a result. A second thread
-    # would cost two context switches.
+    # The process only waits for the result. Dispatch to a second thread would
+    # cost two context switches.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
@@ -131,7 +131,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   try:
     # Tracing computes nothing, so XLA does not read its options yet.
     program = jax.make_jaxpr(receive)(params, params, np.int32(0)).jaxpr
-  except jax.errors.ConcretizationTypeError:  # an `init` that reads numbers
+  except jax.errors.ConcretizationTypeError:  # `init` reads values of params
     return False
   if _largest_size(program) > UNDIVIDED:
     return False
@@ -139,7 +139,7 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
   os.environ[_THREADS_VARIABLE] = "1"
   try:
     jax.local_devices()  # the first use of JAX: XLA reads the variable
-  finally:  # other processes that this one starts have a pool
+  finally:  # processes that this one starts do not inherit the value
     os.environ.pop(_THREADS_VARIABLE)
     if former_value is not None:
       os.environ[_THREADS_VARIABLE] = former_value
@@ -172,7 +172,7 @@ def _choose_devices(site: Any, worker: bool) -> None:
 
 
 def node_id() -> str:
-  """Returns this machine's node in Ray's cluster."""
+  """Returns the id of this machine's node in Ray's cluster."""
   import ray
 
   return ray.get_runtime_context().get_node_id()

@@ -1,6 +1,6 @@
-"""Calls of a host from other processes of its machine: Unix sockets.
+"""Unix sockets by which other processes of a machine call a host's methods.
 
-A call of an actor of Ray passes several threads of both processes. A call by
+A call of a Ray actor passes several threads of both processes. A call by
 socket runs in the thread that reads the socket. Each open call has a separate
 connection, so a late result, or one that the caller never fetches, blocks no
 other call. Objects are pickled, and unpickling can run any code. So only the
@@ -28,7 +28,7 @@ _RETRY_SECONDS = 0.05  # until `accept` is retried after an error
 
 
 class HostServer:
-  """Answers the calls that other processes make at a host.
+  """Runs the calls of other processes at a host, and sends the results.
 
   Each connection has a thread.
   """
@@ -77,13 +77,13 @@ class HostServer:
           connection.send(answer)
         except OSError:
           raise
-        except Exception as error:  # it cannot be pickled
+        except Exception as error:  # the answer cannot be pickled
           connection.send((None, f"{type(error).__name__}: {error}"))
     self._connections.discard(connection)
 
   def _answer(self, method: str, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls the method; returns (result, None) or (None, error), a HostExited
-    or the text of a traceback."""
+    """Calls the method; returns (result, None), or (None, error) with a
+    HostExited or the text of a traceback as error."""
     try:
       return self._host.call_here(method, *args), None
     except HostExited as error:
@@ -114,7 +114,7 @@ class HostServer:
 
 
 class SocketCall(Call):
-  """An open call by a connection; None: the call could not be sent."""
+  """An open call over a connection, which is None if the call was not sent."""
 
   def __init__(self, host: "SocketHost", connection: Connection | None):
     self._host, self._connection = host, connection
@@ -129,8 +129,8 @@ class SocketCall(Call):
   def result(self) -> Any:
     """See the base; may be called once.
 
-    Raises ValueError, in one line, for a ValueError or OSError of the method,
-    and RuntimeError, with the traceback, for another error.
+    A ValueError or OSError of the method becomes a ValueError of one line;
+    another error becomes a RuntimeError with the traceback.
     """
     connection, self._connection = self._connection, None
     try:

@@ -1,8 +1,9 @@
 """Hosts that are threads of this process; arguments are passed by reference.
 
 A thread cannot be killed. A killed host answers no call: its calls raise
-HostExited at once, and its thread ends when the present method waits or
-returns. An object that waits by other means needs a method `interrupt`.
+HostExited at once, and its thread ends when the running method calls
+`Inside.wait` or returns. An object that waits by other means needs a method
+`interrupt`.
 """
 
 import concurrent.futures
@@ -33,8 +34,8 @@ _MAX_POOL = 64  # calls of `Inside.run_later` that run at the same time
 class _GuardedDisk:
   """The disk of an object; it refuses writes once the host has ended.
 
-  A thread that hangs may wake up at any time. By then its successor writes to
-  the same files.
+  A hanging thread may wake up when its successor already writes to the same
+  files.
   """
 
   def __init__(self, lock: threading.Lock, end: threading.Event):
@@ -66,7 +67,7 @@ class ThreadHost(Host):
     clock: Callable[[], float],
     kill: Callable[[], None] | None = None,
   ):
-    """`kill` ends the host from inside; None: the thread ends."""
+    """`kill` becomes `Inside.kill`; None: a call of that ends the thread."""
     self.kind, self.index = kind, index
     # (Future of the result, method, arguments); None ends the thread.
     self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -75,7 +76,8 @@ class ThreadHost(Host):
     self._open_calls: set[Future[Any]] = set()  # calls without a result
     self._call_lock = threading.Lock()  # held while a method runs
     self._object: Any = None  # None until `make` has returned
-    # Whether errors name this host; for a process the caller adds the name.
+    # Whether this host adds its name to errors; that of a process is added by
+    # the caller.
     self._names_itself = kill is None
     self._disk_lock = threading.Lock()  # held while the disk is written
     disk = _GuardedDisk(self._disk_lock, self._end)
@@ -102,9 +104,8 @@ class ThreadHost(Host):
     return call
 
   def call_here(self, method: str, *args: Any) -> Any:
-    """Calls a method in the caller's thread and returns the result. So no
-    thread has to wake another. Raises the error of the method, or HostExited.
-    """
+    """Calls a method in the caller's thread, so that no thread has to wake
+    another. Returns the result; raises the method's error, or HostExited."""
     self.make_call.result()
     with self._call_lock:
       if not self.is_alive:
@@ -190,7 +191,7 @@ class ThreadHost(Host):
           self._answer(call, error=failure)
           continue
         value = self._try(call, lambda: self._call(method, args))  # noqa: B023
-        if isinstance(value, Future):  # the next call need not wait for it
+        if isinstance(value, Future):  # the next call runs before it is done
           value.add_done_callback(functools.partial(self._answer_from, call))
         else:
           self._answer(call, value)
@@ -204,7 +205,7 @@ class ThreadHost(Host):
         self._object.close()
 
   def _call(self, method: str, args: Sequence[Any]) -> Any:
-    # `call_here` calls the object from other threads.
+    # Other threads may be in `call_here`.
     with self._call_lock:
       return getattr(self._object, method)(*args)
 
@@ -229,7 +230,7 @@ class ThreadHost(Host):
 
 
 class ThreadHosts(Hosts):
-  """Hosts as threads."""
+  """Starts and ends the threads that are a run's hosts."""
 
   def __init__(self, *, began: float):
     """`began` is the `time.monotonic()` at which the clock of the run is 0."""
@@ -246,7 +247,7 @@ class ThreadHosts(Hosts):
     time.sleep(seconds)
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base. A host of a local kind starts when the thread of its
+    """See the base. A host of a local kind starts after the thread of its
     predecessor has ended, because both write to the same files."""
     predecessor = self._hosts.get((kind, index))
     if predecessor is not None:
