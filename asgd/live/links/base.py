@@ -26,10 +26,9 @@ class WorkerLink(Protocol):
     was called. Raises Disconnected.
     """
 
-  # A loop calls it until it returns True: a shard may be starting or replaced.
   def connect(self, shard: int) -> bool:
-    """Opens a new connection to a shard. Returns False, after a moment, if the
-    shard cannot be reached."""
+    """Opens a new connection to a shard. Returns False, after a short wait, if
+    the shard cannot be reached: it may be starting, so the caller repeats."""
 
   def wake(self) -> None:
     """Ends a `receive` that is waiting; may be called from a signal handler."""

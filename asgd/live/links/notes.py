@@ -4,10 +4,10 @@ The files of a run are on the driver's machine, as is the lead. Times in the
 files are by the lead's clock; the worker's machine has another clock. The
 worker asks for the lead's time now and then, and converts its spans. One offset
 moves all spans of a job, so durations are exact. The error of a start is at
-most half the time of the quickest answer: 0.5 ms if a call of Ray takes 1 ms.
+most half the time of the quickest answer: 0.5 ms if a Ray call takes 1 ms.
 
-Spans that a lead has not acknowledged go to its successor, so a lead that exits
-loses none. If the lead wrote them before it exited, they are in the file twice.
+If a lead exits before it has acknowledged spans, the worker sends them to its
+successor. If the lead had written them, they are in the file twice.
 """
 
 import time
@@ -37,10 +37,10 @@ class ClockOffset:
 
     other_time - answered <= offset <= other_time - asked
 
-  The offset satisfies the bounds of all questions: the quickest answer counts
-  most. Older bounds widen by the drift of usual clocks. If answers contradict
-  each other, a clock stood still or drifted more. Then only the last answer
-  counts.
+  The offset satisfies the bounds of all questions, so the quickest answer
+  counts most. Older bounds widen by the usual drift between clocks. If answers
+  contradict each other, a clock stood still or drifted more. Then only the last
+  answer counts.
   """
 
   def __init__(self) -> None:
@@ -98,7 +98,7 @@ class RemoteNotes:
 
     self._ray, self._worker, self._find_lead = ray, worker, find_lead
     self._clock, self._wait = clock, wait
-    self._lead: Any = None  # its actor; None: to be looked up
+    self._lead: Any = None  # the lead's actor; None: to be looked up
     self._offset = ClockOffset()
     self._last_question_time = float("-inf")  # by the worker's clock
     self._job_spans: list[Span] = []  # of the present job, by its clock
@@ -108,9 +108,9 @@ class RemoteNotes:
     self._closed = False
 
   def add_span(self, span: Span) -> None:
-    """Adds a span of the worker. A push ends a job: then the spans of the job
-    are sent while the worker continues. Raises the error of the lead about
-    earlier spans."""
+    """Adds a span of the worker. A push is a job's last span: with it the job's
+    spans are sent, in another thread. Raises the error by which the lead failed
+    to write earlier spans."""
     self._job_spans.append(span)
     if span.name == "push":
       self._drop_ended_calls()
@@ -118,12 +118,13 @@ class RemoteNotes:
       self._job_spans = []
 
   def send_fault(self, fault: Fault) -> None:
-    """Returns when the lead has written the fault: the fault itself may end
-    this process."""
+    """Sends a fault, and returns when the lead has written it: the fault may
+    then end this process."""
     self._call("write_fault", fault)
 
   def close(self) -> None:
-    """Waits a moment until the lead has written all spans."""
+    """Waits until the lead has written all spans, for `_CLOSE_SECONDS` at most.
+    """
     futures.wait(self._calls, _CLOSE_SECONDS)
     self._drop_ended_calls()
     # Ends the tries of a call to a lead that has no successor.
@@ -156,7 +157,7 @@ class RemoteNotes:
     self._call("write_spans", self._worker, spans)
 
   def _call(self, name: str, *args: Any) -> Any:
-    """Returns the answer of the lead, or of its successor if it exits."""
+    """Returns the answer of the lead, or of its successor if the lead exits."""
     while not self._closed:
       try:
         self._lead = self._lead or self._find_lead()

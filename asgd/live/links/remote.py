@@ -3,7 +3,7 @@
 A worker on another machine than its shards opens a session with each shard's
 actor (`asgd.live.server.hosted_shard`). A PUSH carries its message and a TICKET
 its parameters, as NumPy arrays in Ray's own serialization. Messages of a codec
-and updates travel as packed bytes. A frame costs about a millisecond.
+and updates travel as packed bytes. A frame takes about a millisecond.
 
   worker                                  shard's actor
   RayLink.send     -- deliver(frame) -->  Session.check_sender, Shard.handle
@@ -30,9 +30,7 @@ from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 
-_CHECK_SECONDS = (
-  1.0  # seconds between two checks of a shard that does not answer
-)
+_CHECK_SECONDS = 1.0  # between two checks of a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
 _FETCH_SECONDS = 60.0  # to fetch a result that is ready
 Token = tuple[int, int, str]  # worker, restarts, a random text: names a session
@@ -41,14 +39,14 @@ Packet = tuple[bytes, Any]
 
 
 class Session:
-  """A shard's end: frames for one worker. The thread that serves the shard
-  makes all calls."""
+  """The shard's end of a session: the frames for one worker. Only the thread
+  that serves the shard calls its methods."""
 
   def __init__(
     self, memory: Any, defer: Callable[[Callable[[Any], None]], Any]
   ):
-    """`memory` has the shard's slots; `defer` makes a call with the shard after
-    the present one has ended."""
+    """`memory` has the shard's slots. `defer(f)` calls f(shard) after the
+    present call of the shard has ended."""
     self.worker = -1  # -1 until the first frame
     self._sender: tuple[str, int] | None = None
     self._memory, self._defer = memory, defer
@@ -67,7 +65,7 @@ class Session:
     """Sends a frame, with the parameters or updates that the frame names.
 
     The session sends the frame when the worker listens and the present call has
-    ended: a call often answers with two frames.
+    ended: a call often answers with two frames, which then travel together.
     """
     memory, content = self._memory, None
     if frame.kind == frames.TICKET:
@@ -75,24 +73,23 @@ class Session:
       if frame.flag == frames.UPDATES:
         stamp = message_stamp(frame.worker, frame.seq)
         content = memory.read(UPDATES, frame.message, stamp)
-      # A worker that is sent updates has the parameters of a KEPT ticket.
+      # With updates the worker already has the parameters of a KEPT ticket.
       elif frame.flag == frames.WHOLE or not memory.has_updates:
         content = memory.read_copy(PARAMS, frame.params)
     self._packets.append((frames.pack(frame), content))
-    # Deferred, so that one answer has all frames of the present call.
     if self._listener is not None and len(self._packets) == 1:
       self._defer(lambda shard: self._flush())
 
   def listen(self, answer: Future[list[Packet]]) -> None:
-    """Answers with the next frames, once there are some. Releases the earlier
-    listener."""
+    """Sets the result of `answer` to the next frames once there are some.
+    Releases the earlier listener."""
     self.release()
     self._listener = answer
     if self._packets:
       self._flush()
 
   def release(self) -> None:
-    """Answers the listener; the list of frames may be empty."""
+    """Answers the listener at once; its list of frames may be empty."""
     if self._listener is not None:
       self._flush()
 
@@ -147,17 +144,14 @@ class RayLink:
   def __init__(
     self, site: Any, worker: int, restarts: int, messages: Sequence[Any] = ()
   ):
-    """Connects to no shard of a `Site` yet. `messages` are the formats of each
-    shard's messages as in `slots.SharedMemory`, dense by default."""
+    """Connects to no shard of a `Site` yet. `messages` has the format of each
+    shard's messages as in `slots.SharedMemory`; dense by default."""
     import ray  # workers on the driver's machine run without it
 
     shards = site.setup.shards
-    self._ray, self._site, self._worker_and_restarts = (
-      ray,
-      site,
-      (worker, restarts),
-    )
-    # These lists are by shard. An actor is None without a session.
+    self._ray, self._site = ray, site
+    self._worker_and_restarts = worker, restarts
+    # The lists have an entry per shard. An actor is None without a session.
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # number of replacements of the actor
     self._tokens: list[Any] = [None] * shards  # of the present session
@@ -216,8 +210,8 @@ class RayLink:
     return self._inbox.pop(0)
 
   def _take_packets(self, shard: int, ref: Any) -> None:
-    """Takes the frames that a call of `listen` returned, and makes the next
-    call."""
+    """Adds the frames that a call of `listen` returned to the inbox, and calls
+    `listen` again."""
     packets = self._fetch(shard, ref)
     self._listen(shard)
     for data, content in packets:
@@ -263,8 +257,8 @@ class RayLink:
     token = (*self._worker_and_restarts, uuid.uuid4().hex)
     try:
       actor = self._find_actor(shard, self._generations[shard])
-      # The actor may be starting, which takes longer than the silence that the
-      # lead allows a worker. So the caller gets a turn after each try.
+      # The actor may take longer to start than the lead waits for a silent
+      # worker. So this returns after one try, and the caller can send frames.
       open_call = actor.call.remote("open", (token,))
       self._ray.get(open_call, timeout=_CHECK_SECONDS)
     except (ValueError, self._ray.exceptions.RayError):

@@ -3,8 +3,8 @@
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
 kernel closes its sockets, so the other side notices at once. A peer that sends
-an impossible frame, or reads nothing, loses its connection; other peers keep
-theirs.
+an impossible frame, or reads nothing, loses its connection; the connections of
+other peers stay open.
 
 `SocketLink` is a worker's end, `ShardServer` a shard's end. A simulated world
 replaces `UnixNetwork`.
@@ -28,15 +28,15 @@ from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
-_TICK = 0.1  # seconds between two looks at the deadlines
-_PATIENCE = 60.0  # seconds for a shard to read a worker's frames
-_MOST_UNREAD = 2**20  # bytes that a peer may leave unread
-# Errors of `accept` that end when other connections are closed.
+_TICK = 0.1  # seconds between two checks of the deadlines
+_PATIENCE = 60.0  # seconds that a worker's `send` waits for the shard to read
+_MAX_UNREAD = 2**20  # bytes that a peer may leave unread
+# Errors of `accept` that cease once other connections are closed.
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 class UnixNetwork:
-  """The kernel's sockets; a simulation has others, with the same methods."""
+  """Unix sockets of the kernel. A simulation has a class with these methods."""
 
   pair = staticmethod(socket.socketpair)  # two sockets, connected to each other
   selector = selectors.DefaultSelector
@@ -73,12 +73,12 @@ UNIX = UnixNetwork()
 
 
 class _Connection:
-  """A socket, and the beginning of a frame that is not complete yet."""
+  """A socket from which frames are read."""
 
   def __init__(self, sock: Any):
     self.sock = sock
-    # The bytes of a frame that has not arrived completely: a stream socket may
-    # cut a frame anywhere.
+    # The first bytes of a frame that has not arrived completely: a stream
+    # socket may cut a frame anywhere.
     self._incomplete = b""
 
   def read(self) -> list[Frame]:
@@ -102,7 +102,7 @@ class _Connection:
 
 
 class _Waker:
-  """Ends a `select` that is waiting: a byte in a pair of sockets."""
+  """Ends a waiting `select` by a byte, sent through a pair of sockets."""
 
   def __init__(self, network: UnixNetwork, selector: Any):
     self._read, self._write = network.pair()
@@ -111,12 +111,13 @@ class _Waker:
     selector.register(self._read, selectors.EVENT_READ, self)
 
   def wake(self) -> None:
-    """Ends the `select`, or the next one; a signal handler may call it."""
-    with contextlib.suppress(OSError):  # closed, or full: then it is awake
+    """Ends the present `select`, or else the next one; a signal handler may
+    call it."""
+    with contextlib.suppress(OSError):  # closed; or full of earlier wakes
       self._write.send(b"x")
 
   def clear(self) -> None:
-    """Takes the bytes of earlier calls of `wake`."""
+    """Reads and drops the bytes of earlier calls of `wake`."""
     with contextlib.suppress(OSError):
       self._read.recv(64)
 
@@ -194,7 +195,7 @@ class SocketLink:
       self._selector.unregister(connection.sock)
       connection.sock.close()
       self._connections[shard] = None
-    # The shard sends the frames that still count again, by the next connection.
+    # Over the next connection the shard resends the frames that still count.
     self._inbox = [item for item in self._inbox if item[0] != shard]
 
 
@@ -207,23 +208,23 @@ class _Peer(_Connection):
     sock.setblocking(False)
     # ("worker" or "shard", index), known from the first frame on.
     self.sender: tuple[str, int] | None = None
-    self._unsent_peers = (
-      unsent_peers  # peers with unsent frames; shared by all peers
-    )
+    # The keys are the peers with unsent frames; all peers share the dict.
+    self._unsent_peers = unsent_peers
     self._unsent = bytearray()  # bytes that the socket has not accepted
     self.has_room = True  # the socket accepted all bytes of the last `flush`
 
   def send(self, frame: Frame) -> None:
-    """Adds a frame to those that the next `flush` sends: an answer is often two
-    frames. Drops a frame to a closed connection."""
+    """Queues a frame for the next `flush`: an answer is often two frames. Drops
+    a frame to a closed connection."""
     if self.sock.fileno() < 0:
       return
     self._unsent += frames.pack(frame)
     self._unsent_peers[self] = None
 
   def flush(self) -> bool:
-    """Sends the frames so far. Returns False if the peer must read before there
-    is room for the rest. Raises EOFError if the peer leaves too much unread."""
+    """Sends the queued frames. Returns False if the socket has no room for the
+    rest until the peer reads. Raises EOFError if the peer leaves too much
+    unread."""
     try:
       n_sent = self.sock.send(self._unsent)
     except BlockingIOError:
@@ -231,18 +232,18 @@ class _Peer(_Connection):
     except OSError:  # `read` notices the closed connection, and reports it
       n_sent = len(self._unsent)
     del self._unsent[:n_sent]
-    if len(self._unsent) > _MOST_UNREAD:
+    if len(self._unsent) > _MAX_UNREAD:
       raise EOFError
     return not self._unsent
 
 
-# Of (call, the Future of its result).
+# An entry: (call, the Future of its result).
 CallQueue = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]]
 
 
 class ShardServer:
-  """Feeds a Shard with calls, and with frames from its sockets, all in the
-  thread of `serve`.
+  """Passes frames from sockets, and calls of other threads, to a Shard, all in
+  the thread that runs `serve`.
 
   Each round of `serve`: [1] connect to the lead, if this is a follower. [2]
   Handle the frames that arrived. [3] Make the calls of other threads. [4] Tick,
@@ -258,9 +259,9 @@ class ShardServer:
     lead: Path | None = None,
     network: UnixNetwork = UNIX,
   ):
-    """Listens at a path, in a folder that its owner alone can read, or raises
-    ValueError; a follower in a consistent run also connects to the lead's
-    socket. The clock counts seconds since the run began."""
+    """Listens at a path, in a folder that its owner alone can read. Raises
+    ValueError if it cannot. `lead` is the lead's socket, for a follower in a
+    consistent run. The clock counts seconds since the run began."""
     self.shard, self._clock, self._lead_path = shard, clock, lead
     self._calls: CallQueue = queue.SimpleQueue()
     self.ended = threading.Event()  # `serve` has ended
@@ -288,7 +289,7 @@ class ShardServer:
     answer: Future[Any] = Future()
     self._calls.put((call, answer))
     self._waker.wake()
-    # Test this after the `put`: `serve` may have emptied the queue before it.
+    # Tested after the `put`, because `serve` may end just before the `put`.
     if self.ended.is_set():
       self._refuse_calls()
     return answer
@@ -335,7 +336,7 @@ class ShardServer:
       raise
 
   def _refuse_calls(self) -> None:
-    """Raises Disconnected in all calls that wait."""
+    """Sets Disconnected as the error of all queued calls."""
     with contextlib.suppress(queue.Empty):
       while True:
         _, answer = self._calls.get_nowait()
@@ -360,7 +361,7 @@ class ShardServer:
 
   def _receive_frames(self, seconds: float) -> None:
     """Waits for frames, for `seconds` at most, and handles them."""
-    # `data` of a key: the waker, this server for its listener, or a peer.
+    # `key.data` is the waker, a peer, or this server, which is the listener's.
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()
@@ -383,12 +384,11 @@ class ShardServer:
     try:
       sock, _ = self._listener.accept()
     except OSError as error:
-      # The listener stays ready to be read: with it `select` would return at
-      # once, again and again.
+      # The listener stays readable, so each `select` would return at once.
       if error.errno in _NO_ROOM:
         self._selector.unregister(self._listener)
         self._is_listening = False
-      return  # in the case of another error, the peer has disconnected again
+      return  # after another error: the peer has disconnected again
     self._add_peer(sock)
 
   def _add_peer(self, sock: Any) -> _Peer:
@@ -408,7 +408,7 @@ class ShardServer:
 
   def _check_sender(self, peer: _Peer, frame: Frame) -> None:
     """Raises BadFrame if a connection sends frames of two senders, or if the
-    follower that sends has another connection.
+    sender is a follower that has another connection.
 
     A follower that lost its connection tries again until this shard has noticed
     the loss.
@@ -421,8 +421,8 @@ class ShardServer:
       raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
   def _flush(self) -> None:
-    """Sends the waiting frames, as far as each peer has room. The remaining
-    bytes of a peer follow once the peer reads."""
+    """Sends the queued frames, as far as each socket has room. The remaining
+    bytes follow once the peer reads."""
     while self._unsent_peers:
       peer, _ = self._unsent_peers.popitem()
       if peer.sock.fileno() < 0:  # it was dropped

@@ -1,4 +1,4 @@
-"""Links of threads that take the time of a network.
+"""Links between threads that delay frames as a network would.
 
 Threads of one process share the slots of memory, which takes no time. Here a
 frame is delivered at the time at which a network would have delivered the frame
@@ -92,7 +92,8 @@ class Throttle:
       self._condition.notify()
 
   def deliver_due(self) -> float | None:
-    """Delivers due frames; returns the time at which more may be due."""
+    """Delivers the parcels that are due. Returns the time at which the next one
+    may be due; None if there is none."""
     with self._condition:
       self._queue.run(self._clock())
       return self._queue.next_time
@@ -117,7 +118,7 @@ class ThrottledNetwork(UnixNetwork):
   """Sockets that pass frames to a Throttle, except frames between shards."""
 
   def __init__(self, throttle: Throttle, open_memory: Callable[[int], Any]):
-    """`open_memory` returns the slots of a shard, once it is made."""
+    """`open_memory` returns the slots of a shard, once the shard exists."""
     self._throttle = throttle
     self._memory = functools.cache(open_memory)
 
@@ -153,8 +154,8 @@ class ThrottledNetwork(UnixNetwork):
 
 
 class _ThrottledSocket:
-  """A socket that sends a frame after the throttle has carried it, or a
-  listener that accepts such sockets."""
+  """A socket that sends a frame once the throttle has carried it, or a listener
+  that accepts such sockets."""
 
   def __init__(self, sock: Any, carry: CarryFrame):
     self._sock, self._carry = sock, carry

@@ -17,8 +17,9 @@ from asgd.orders.network import Network
 
 
 def nbytes(content: Any) -> int:
-  """Returns how many bytes a content has. Bytes, arrays and frames of peers
-  count, also in tuples, lists and dictionaries; all else counts 0.
+  """Returns the number of bytes that a network would carry for a content.
+  Bytes, arrays and frames of peers count, also in tuples, lists and
+  dictionaries; other objects count 0.
 
   Example:
     >>> import numpy as np
@@ -35,7 +36,7 @@ def nbytes(content: Any) -> int:
 
 
 class LocalHost(Protocol):
-  """A host of this process: its calls are futures."""
+  """A host in this process: its calls are futures."""
 
   kind: str
   index: int
@@ -45,15 +46,15 @@ class LocalHost(Protocol):
 
 
 class ThrottledHost(Host):
-  """A handle of another host; its calls pass a network."""
+  """A handle by which a worker or a peer calls another host over a network."""
 
   def __init__(self, throttle: Throttle, caller: int, host: LocalHost):
-    """The caller is a worker's or a peer's index."""
+    """`caller` is the index of the worker or peer that has the handle."""
     self.kind, self.index = host.kind, host.index
     self._throttle, self._caller, self._host = throttle, caller, host
 
   def call(self, method: str, *args: Any) -> Future[Any]:
-    """See the base; the host makes calls in the order in which they arrive."""
+    """See the base; the host runs calls in the order in which they arrive."""
     answer: Future[Any] = Future()
 
     def arrive() -> None:  # [2] The host runs the call.
@@ -65,9 +66,9 @@ class ThrottledHost(Host):
         answer.set_exception(error)
         return
       result = call.result()
-      caller_and_host = self._caller, self.index
+      caller, size = self._caller, nbytes(result)
       self._throttle.send_down(
-        *caller_and_host, nbytes(result), lambda: answer.set_result(result)
+        caller, self.index, size, lambda: answer.set_result(result)
       )
 
     # [1] The arguments travel up.
@@ -76,11 +77,10 @@ class ThrottledHost(Host):
 
 
 class ThrottledHosts(ThreadHosts):
-  """Threads with workers or peers that call others over a network."""
+  """Hosts in threads; workers and peers call other hosts over a network."""
 
   def __init__(self, network: Network, callers: int, *, began: float):
-    """`callers` is the number of workers or peers that call others; for `began`
-    see the base."""
+    """`callers` is the number of workers or peers; for `began` see the base."""
     super().__init__(began=began)
     self.throttle = Throttle(network, callers)
     self.throttle.start()
@@ -97,7 +97,7 @@ class ThrottledHosts(ThreadHosts):
     return super().start(kind, index, make_throttled)
 
   def close(self) -> None:
-    """See the base; calls under way arrive before."""
+    """See the base; calls under way are delivered first."""
     super().close()  # it waits for the calls that the throttle still delivers
     self.throttle.close()
 
@@ -105,7 +105,7 @@ class ThrottledHosts(ThreadHosts):
 def make_hosts(
   network: Network | None, callers: int, *, began: float
 ) -> ThreadHosts:
-  """Returns threads, over a network if there is one; see `ThrottledHosts`."""
+  """Returns `ThrottledHosts`, or plain ThreadHosts if there is no network."""
   if network is None:
     return ThreadHosts(began=began)
   return ThrottledHosts(network, callers, began=began)
