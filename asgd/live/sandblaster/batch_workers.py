@@ -12,7 +12,7 @@ from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.sandblaster.batch_driver import BatchWorker, BatchWorkers
 
-_MAX_LATE_STARTS = 3  # of a worker in a row; the last one ends the run
+_MAX_LATE_STARTS = 3  # late starts of a worker in a row that end the run
 
 
 class LiveJob(NamedTuple):
@@ -33,9 +33,9 @@ class LiveBatchWorker(BatchWorker):
 
   def __init__(self):
     super().__init__()
-    self.party: Party | None = None  # the process; None: there is none
-    self.has_joined = False  # the process has made its worker
-    self.start_seconds = 0.0  # time since the start of the process began
+    self.party: Party | None = None  # the process; None: no process
+    self.has_joined = False  # the process has created its worker
+    self.start_seconds = 0.0  # time that the start of the process has taken
     self.late_starts = 0  # incarnations in a row that took too long to start
 
   @property
@@ -70,7 +70,7 @@ class LiveBatchWorkers(BatchWorkers):
     """Prepares the states of all workers, without starting any.
 
     Args:
-      count: N.
+      count: the number of workers.
       jobs: the number of jobs in one evaluation.
       supervisor: the supervisor of the processes.
       make: worker -> factory of the worker in its host.
@@ -79,7 +79,8 @@ class LiveBatchWorkers(BatchWorkers):
     self._supervisor, self._make = supervisor, make
 
     def clock() -> float:
-      # An earlier driver's clock may have been ahead: times never decrease.
+      # Times in the trace must not decrease, and the clock of an earlier driver
+      # may have been ahead.
       return max(supervisor.hosts.clock(), last_time(run_log.rows))
 
     states = [LiveBatchWorker() for _ in range(count)]
@@ -139,7 +140,7 @@ class LiveBatchWorkers(BatchWorkers):
     """Ends workers that take too long to start; the driver then restarts them.
 
     Args:
-      elapsed: seconds since the last call.
+      elapsed: seconds since the last call of this method.
       limit: seconds that a start may take.
 
     Raises:

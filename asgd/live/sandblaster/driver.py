@@ -35,20 +35,20 @@ from asgd.sandblaster.batch_driver import BatchDriver
 from asgd.sandblaster.settings import COORDINATOR, SHARD, PlannedKill
 
 _CHECK_SECONDS = 0.05  # seconds between two checks of deadlines
-# The most seconds between two checks that count as a delay of workers. If more
-# have passed, the driver itself was stopped.
+# At most this many seconds between two checks count as time that workers took.
+# If more have passed, the driver itself was stopped.
 _MAX_DELAY = 1.0
 
 
 class SavedRun(NamedTuple):
   """A saved state from which a run resumes."""
 
-  notes: dict[str, Any]  # JSON
+  notes: dict[str, Any]  # what `save_notes` got; can be written as JSON
   images: Sequence[Image] | None  # of the shards; None: use the shards' files
 
 
 class Options(NamedTuple):
-  """Settings by which the driver watches a run."""
+  """Settings of how the driver watches a run."""
 
   ladder: Ladder = Ladder()
   refill: bool = True  # replace workers that have exited
@@ -78,8 +78,8 @@ class HostMakers(NamedTuple):
 def _first_images(
   plan: sharding.ShardPlan, params: base.Params
 ) -> list[Image]:
-  """Returns the shards' images before the first command: they have only the
-  first iterate."""
+  """Returns the image of each shard before the first command. It has only the
+  vector `point`, the first iterate."""
   return [
     Image(0, {"point": jax.tree.map(np.array, part)})
     for part in sharding.split(plan, params)
@@ -109,11 +109,11 @@ class Driver(BatchDriver, Cluster):
 
     Args:
       settings: the settings of the run.
-      params: NumPy arrays, before the first step.
-      makers: the makers of shards and workers.
+      params: the first iterate, as NumPy arrays.
+      makers: the hosts, and the factories of shards and workers.
       run_log: the log of the run.
-      workers: N.
-      options: the options of watching.
+      workers: the number of workers.
+      options: how the driver watches the run.
       saved: the state to resume from.
       save_notes: called when an evaluation begins, with the notes from which
         the next driver can resume it. Called with None if the files of a shard
@@ -173,8 +173,8 @@ class Driver(BatchDriver, Cluster):
   # Running.
 
   def start(self) -> None:
-    """Starts all shards and workers. Raises ValueError, with its reason, if one
-    cannot be made."""
+    """Starts all shards and workers. If one of them cannot be created, raises a
+    ValueError with the reason."""
     self._shards.start()
     self._workers.resume()
     for worker in range(len(self._workers.states)):
@@ -278,8 +278,8 @@ class Driver(BatchDriver, Cluster):
       else:
         self._end_job(worker, state.ticket.call.result())
     except ValueError:
-      # If the worker failed because a shard could not be made, `check` raises
-      # the shard's own error, which has the reason.
+      # If the worker failed because a shard could not be created, `check`
+      # raises the error of the shard, which has the reason.
       self._shards.check()
       raise
     except HostExited as error:
@@ -335,7 +335,7 @@ class Driver(BatchDriver, Cluster):
 
   def _end_hanging_workers(self) -> None:
     """Ends workers that take too long for a job; their calls then fail."""
-    if not self._shards.are_made():  # workers wait for a restarting shard
+    if not self._shards.are_made():  # workers wait for a restarted shard
       self._supervisor.stop_job_times(WORKER)
     for state in self._workers.states:
       # A call that has ended is handled in the next round.

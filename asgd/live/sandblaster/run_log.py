@@ -1,5 +1,4 @@
-"""The log of a live run, which is also written to files: a trace and
-records."""
+"""The log of a live run: a trace and records, both also in files."""
 
 import math
 from pathlib import Path
@@ -33,8 +32,8 @@ class LiveRunLog(RunLog):
 
     Args:
       run: folder of the run.
-      lengths: rows and messages to keep; None: none.
-      **options: of `AppendOnlyFile`.
+      lengths: numbers of rows and messages to keep; None: keep none.
+      **options: options of `AppendOnlyFile`.
 
     Raises:
       ValueError: if the files have fewer entries.
@@ -63,7 +62,7 @@ class LiveRunLog(RunLog):
       self.first_start = row.time
 
   def receive(self, *message: float) -> None:
-    """Adds a message, in the order of base.Records."""
+    """Adds a message, given as the fields of base.Records in their order."""
     super().receive(*message)
     self._sink.append(self.records(len(self.messages) - 1))
 

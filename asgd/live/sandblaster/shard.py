@@ -38,7 +38,8 @@ class LiveShard(VectorShard):
     Args:
       inside: the functions of the host.
       folder: the folder of the shard's files.
-      image: to start from; its `point` has the shapes and dtypes of rows.
+      image: the image to start from. Its `point` is needed without `from_image`
+        too: it has the shapes and dtypes of the shard's rows.
       evaluation: the evaluation of the image.
       from_image: whether to remove the files and start from the image.
 
@@ -50,11 +51,11 @@ class LiveShard(VectorShard):
     self._store = ShardStore(folder, rows_like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
-    # The shard's rows of the evaluation's parameters, which workers fetch. They
-    # are not read from `trial`: commands replace `trial` before the next
-    # evaluation begins.
+    # The shard's rows of the evaluation's parameters, which workers fetch. A
+    # separate reference: commands replace `trial` before the next evaluation
+    # begins.
     self._params = image.vectors.get("trial")
-    # Jobs of this evaluation: the shard summed and discarded their messages.
+    # Jobs of this evaluation of which the shard has discarded the messages.
     self._discarded_jobs: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)
@@ -67,7 +68,7 @@ class LiveShard(VectorShard):
     super().__init__(rows_like, Image(stored.number, stored.vectors))
     self._evaluation, self._params = stored.evaluation, stored.params
     self._journal = stored.commands
-    # Without a journal, the next command is the one after the image.
+    # With an empty journal, the next command is the first after the image.
     self._first_number = self.number - len(self._journal)
     if self._journal:
       self._first_number = self._journal[0][0].number
@@ -113,7 +114,7 @@ class LiveShard(VectorShard):
     return self._params if evaluation == self._evaluation else None
 
   def push(self, evaluation: int, job: int, rows: Rows) -> None:
-    """Stores the message of a job. Drops later messages of the job, and
+    """Stores the first message of a job. Drops later messages of the job, and
     messages of ended evaluations."""
     name = message_name(evaluation, job)
     if evaluation != self._evaluation or job in self._discarded_jobs:

@@ -1,4 +1,4 @@
-"""All shards of a run for its driver, which restarts those that exit."""
+"""The driver's handle of all shards of a run; it restarts shards that exit."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.supervisor import Party, Supervisor
 from asgd.sandblaster import Command, Image
 
-# (shard, image, whether it starts from the image) -> its factory in a host
+# (shard, image, whether the shard starts from the image) -> the shard's factory
 MakeShard = Callable[[int, Image, bool], Make]
 
 
@@ -35,30 +35,31 @@ class LiveShards:
     Args:
       plan: the division of the rows among shards.
       supervisor: the supervisor of the processes.
-      make: makes a shard.
+      make: returns the factory of a shard.
       images: the image of each shard.
-      from_images: whether shards start from the images, or from their files.
+      from_images: True: shards start from the images. False: from their files.
       number: the number of the next command.
-      on_unusable: called before an error about the files of a shard is raised,
-        from which no driver can resume.
+      on_unusable: called if no driver can resume from the files of a shard,
+        before the error about the files is raised.
     """
     self.plan, self._supervisor, self._make = plan, supervisor, make
     self.number, self._on_unusable = number, on_unusable
-    # Commands without an answer are sent together with the next `dot`: one call
-    # for each answer that the coordinator needs, not one for each command.
+    # Commands without an answer are sent together with the next `dot`. So there
+    # is one call for each answer that the coordinator needs, not for each
+    # command.
     self._pending_commands: list[Command] = []
     self._images = list(images)
-    self._from_images = from_images  # True until all shards are made
-    # Restarted shards that are being made.
+    self._from_images = from_images  # False once all shards are created
+    # Restarted shards that are not created yet.
     self._starting_parties: list[Party] = []
 
   def start(self) -> None:
-    """Starts all shards, and waits until they are made."""
+    """Starts all shards, and waits until they are created."""
     for shard in range(self.plan.shards):
       self._start(shard)
     self.check()
-    # The files have the vectors from now on. A restart needs `point`, for its
-    # shapes and dtypes.
+    # The files have the vectors from now on. A restart needs only the shapes
+    # and dtypes of `point`.
     self._from_images = False
     self._images = [
       Image(image.number, {"point": image.vectors["point"]})
@@ -66,8 +67,8 @@ class LiveShards:
     ]
 
   def check(self) -> None:
-    """Waits until all shards are made. Raises ValueError, with its reason, if
-    one cannot be made."""
+    """Waits until all shards are created. If one of them cannot be created,
+    raises a ValueError with the reason."""
     parties = list(self._supervisor.parties[SHARD].values())
     while parties:
       with self._reporting_unusable():
@@ -95,9 +96,9 @@ class LiveShards:
   # Commands.
 
   def execute(self, command: Command) -> float | None:
-    """Executes a command on every shard: a `dot` at once, another one together
-    with the next `dot`. Returns the sum of the answers to a `dot`, else
-    None."""
+    """Executes a command on every shard: a `dot` at once, any other command
+    together with the next `dot`. Returns the sum of the answers to a `dot`;
+    None for another command."""
     self._pending_commands.append(command)
     self.number = max(self.number, command.number + 1)
     if command.operation != "dot":
@@ -139,8 +140,8 @@ class LiveShards:
 
   @contextlib.contextmanager
   def _reporting_unusable(self) -> Iterator[None]:
-    """Calls `on_unusable` before it passes on an error about the files of a
-    shard."""
+    """Calls `on_unusable` if the block raises an error about a shard's files,
+    then raises the error."""
     try:
       yield
     except ShardsDie:  # a ValueError, too, but the files are usable
@@ -155,7 +156,7 @@ class LiveShards:
     """Restarts a shard that has exited, without waiting for it."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, shard, "died")
-    # Workers wait for the shard, and do not hang.
+    # Workers that wait for the shard must not count as hanging.
     supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {shard} exited and is restarted")
     self._starting_parties.append(self._start(shard))
@@ -176,8 +177,7 @@ class LiveShards:
       self._restart(shard)
 
   def are_made(self) -> bool:
-    """Returns whether all restarted shards are made, so that no worker
-    waits."""
+    """Returns whether all restarted shards are created: no worker waits."""
     self._starting_parties = [
       party for party in self._starting_parties if not party.make_call.done()
     ]

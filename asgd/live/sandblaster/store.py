@@ -3,15 +3,14 @@
   commands    a log of commands and their answers
   image       the number of a command, and the vectors just before it: their
               names and files; also the evaluation and its parameters
-  vector-N    a vector, which is never changed
+  vector-N    a vector; the file is never changed
   message-E-J the message of job J in the present evaluation E
 
 After a kill the shard loads the image and executes the commands of the log from
 the image's number on. The log keeps earlier commands for their answers: the
 driver may ask for an answer again.
 
-The files are in the memory of the run (/dev/shm), which the kernel keeps when a
-process dies.
+The files are in the run's folder in /dev/shm, so they outlive a killed process.
 """
 
 import json
@@ -32,10 +31,10 @@ Entry = tuple[Command, float | None]  # of the log: a command, and its answer
 class Stored(NamedTuple):
   """The contents of the files."""
 
-  number: int  # of the next command, when the image was taken
+  number: int  # of the first command after the image
   vectors: dict[str, Rows]
   evaluation: int
-  params: Rows  # "sent" in the image; None before the first evaluation
+  params: Rows  # "sent" in the image's file; None before the first evaluation
   commands: list[Entry]  # of the log
   messages: dict[tuple[int, int], Rows]  # (evaluation, job) -> rows
 
@@ -51,7 +50,7 @@ class ShardStore:
     Args:
       folder: the folder of the files.
       rows_like: arrays with the shapes and dtypes of rows.
-      disk: writes as `os` does.
+      disk: has the methods `write` and `replace` of `os`.
       clear: whether to remove all files first.
 
     Raises:
@@ -108,7 +107,8 @@ class ShardStore:
 
     Arguments are fields of `Stored`.
     """
-    # No command writes into a vector: an object keeps its values.
+    # Commands replace vectors and never write into them. So the same object has
+    # the same values, and its file is still right.
     files = {id(rows): file for rows, file in self._image_files}
     image_files = []
 
@@ -156,7 +156,7 @@ class ShardStore:
     trees = {file: self._read(f"{_VECTOR}{file}") for file in file_numbers}
     for path in self._folder.glob(f"{_VECTOR}*"):
       if path.suffix or int(path.name.removeprefix(_VECTOR)) not in trees:
-        path.unlink()  # a kill came before its image was written
+        path.unlink()  # a kill came before the image with this vector
     self._image_files = [(rows, file) for file, rows in trees.items()]
     self._next_file = max(trees, default=-1) + 1
     return Stored(
@@ -171,7 +171,7 @@ class ShardStore:
   def _read(self, name: str) -> Rows:
     """Reads rows from a file."""
     body = store.read_body(self._folder / name)
-    if len(body) != self._layout.nbytes:  # of a run with other settings
+    if len(body) != self._layout.nbytes:  # a run with other settings wrote it
       raise store.Changed(self._folder / name)
     return wire.read(self._layout, body)
 
@@ -193,11 +193,11 @@ class ShardStore:
 
 
 def _encode(command: Command, answer: float | None) -> bytes:
-  """Returns the body of a command and its answer in the log."""
+  """Returns an entry of the log as bytes: a command and its answer."""
   return f"{command.format()};{json.dumps(answer)}".encode()
 
 
 def _decode(body: bytes) -> Entry:
-  """Returns the command and the answer of a body in the log."""
+  """Returns the entry of the log that `_encode` made into `body`."""
   command, _, answer = body.decode().partition(";")
   return Command.parse(command), json.loads(answer)

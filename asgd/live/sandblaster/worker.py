@@ -1,8 +1,8 @@
 """A worker of Sandblaster in a host: the driver calls it for each job.
 
-The worker fetches the parameters from the shards if its last job was of another
-evaluation. It computes the sum of the gradients of the job's portions, pushes
-to each shard that shard's rows of the sum, and returns the loss.
+The worker fetches the parameters from the shards if its last job belonged to
+another evaluation. It computes the sum of the gradients of the job's portions,
+pushes to each shard that shard's rows of the sum, and returns the loss.
 """
 
 import collections
@@ -22,15 +22,15 @@ from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
 from asgd.sandblaster import Settings, Work, make_sums, message_norm
 
-_RETRIES = 3  # of a job with a finite loss and a gradient that is not finite
+_MAX_RETRIES = 3  # if the loss of a job is finite and its gradient is not
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
 class PortionTask(NamedTuple):
-  """The computation of the workers of a run."""
+  """The computation that all workers of a run do."""
 
   settings: Settings
-  params: base.Params  # NumPy arrays, before the first step
+  params: base.Params  # the first iterate, as NumPy arrays
   batch: Batch
   work: Callable[[Batch], Work]  # (function that returns batches) -> work
   cache_size: int  # number of batches that a worker caches
@@ -46,10 +46,10 @@ class PortionResult(NamedTuple):
 
 
 class PortionLoader:
-  """A cache of batches that makes batches ahead, and drops the oldest."""
+  """A cache that makes batches ahead of their use."""
 
   def __init__(self, batch: Batch, capacity: int, pool: Executor):
-    """Caches at most `capacity` batches, which `pool` makes."""
+    """Stores at most `capacity` batches, which are made in `pool`."""
     self._batch, self._capacity, self._pool = batch, capacity, pool
     # Portion -> its batch, the least recently used first.
     self._batches: collections.OrderedDict[int, Future[Any]] = (
@@ -57,7 +57,7 @@ class PortionLoader:
     )
 
   def load(self, portion: int) -> Future[Any]:
-    """Starts to make a batch, unless it is cached."""
+    """Returns the Future of a batch, which is made unless it is cached."""
     if portion in self._batches:
       self._batches.move_to_end(portion)
       return self._batches[portion]
@@ -119,7 +119,7 @@ class LiveWorker:
     # ((evaluation, job), message, result) until all shards have the message.
     self._unpushed: tuple[tuple[int, int], Any, PortionResult] | None = None
     self._span_end = inside.clock()  # time at which the last span ended
-    # With two portions the call compiles the sum, too.
+    # Compiles the gradient and, as there are two portions, their sum.
     self._sum_portions(self._params, (0, 0))
 
   def work(
@@ -203,7 +203,7 @@ class LiveWorker:
     while not _is_finite(message):
       # If the loss is finite, the message was probably damaged, and a retry
       # helps. If the loss is not finite either, one retry confirms this.
-      if retries == (_RETRIES if math.isfinite(loss) else 1):
+      if retries == (_MAX_RETRIES if math.isfinite(loss) else 1):
         break
       loss, message = self._sum_portions(self._params, portions)
       retries += 1
