@@ -1,8 +1,8 @@
 """The driver of a dense parameter server: it watches shards and workers.
 
 The driver takes no part in the training: it sees no message. Its supervisor
-starts and calls parties, and counts their exits. `ServerCluster` adds the tasks
-of a dense server: it replaces workers that the lead has expelled, collects the
+starts and calls shards and workers, and counts their exits. `ServerCluster`
+also replaces workers that the lead has expelled, collects the
 images of all shards at one row, and ends tickets that stay open when all
 messages are received.
 """
@@ -47,8 +47,8 @@ def _are_finished(statuses: Sequence[Status] | None) -> bool:
 
 # A function of a module, so that pickle can send it to a shard by its name.
 def _take_params(received: int | None, shard: Shard) -> Any:
-  """Returns a shard's parameters: the present ones, or those that the shard
-  kept after `received` messages. The shard then drops these."""
+  """Returns a shard's parameters: the present ones if `received` is None, else
+  those that the shard stored after `received` messages and now drops."""
   if received is None:
     return shard.state.server.params
   return shard.state.messages.kept_params.pop(received, None)
@@ -77,9 +77,9 @@ class ServerCluster(Cluster):
       plan: division of the parameters among shards; None: there is one shard.
       hosts: the hosts in which shards and workers run.
       makers: the makers of shards and workers.
-      make_spec: makes the work of workers, in their hosts.
+      make_spec: returns the workers' spec; called in their hosts.
       refill: whether a worker that exits is replaced.
-      resumed: whether the journals of shards have rows of earlier commands.
+      resumed: whether the journals of shards have rows from earlier drivers.
       leave_seconds: time for workers to write their files after the last job.
     """
     self.setup, self._plan, self._makers = setup, plan, makers
@@ -112,10 +112,10 @@ class ServerCluster(Cluster):
   # Starting.
 
   def measure(self, jobs: int) -> list[float]:
-    """Returns the seconds that a job takes each worker.
+    """Returns for each worker the seconds that a job takes it.
 
     Call this before `start`. All workers do `jobs` jobs at the same time. They
-    then train in the same hosts, so the seconds hold for the machines of the
+    later train in the same hosts, so the seconds hold for the machines of the
     run.
     """
     for worker in range(self.setup.workers):
@@ -131,7 +131,7 @@ class ServerCluster(Cluster):
     self._make_spec = make_spec
 
   def start(self) -> None:
-    """Starts all parties."""
+    """Starts all shards and workers."""
     for index in range(self.setup.shards):
       self._start_shard(index, self._is_resumed)
     for worker in range(self.setup.workers):
@@ -139,7 +139,7 @@ class ServerCluster(Cluster):
       self._run_worker(measured_worker or self._make_worker(worker))
 
   def _start_shard(self, index: int, resumed: bool = False) -> None:
-    # A successor in the same command is not `resumed`: other parties are alive.
+    # The successor of a shard is not `resumed`: other participants are alive.
     make = self._makers.shard(index, resumed)
     party = self._supervisor.start(SHARD, index, make)
     party.run = party.host.call("run")
@@ -161,7 +161,7 @@ class ServerCluster(Cluster):
 
   def check(self, received: int = 0) -> list[str]:
     """Replaces workers and shards that have exited; returns lines for the user.
-    Raises the error of a party if its successor would raise it, too."""
+    Raises the error of a participant if its successor would raise it, too."""
     del received  # the lead itself reports this count
     supervisor = self._supervisor
     for party, ending in supervisor.take_ended(SHARD):
@@ -190,11 +190,12 @@ class ServerCluster(Cluster):
     news.append(f"worker {worker} {ending}; another takes its place")
 
   def status(self) -> list[Status] | None:
-    """Returns each `Shard.status`; None while a shard does not answer.
+    """Returns the `Shard.status` of all shards; None if a shard does not
+    answer.
 
     Also replaces the workers that the lead has expelled, and ends tickets that
-    stay open after the last job. Raises NotFinite for more than three refused
-    messages for each worker, in a row or of one job.
+    stay open after the last job. Raises NotFinite if more than MOST_REFUSALS
+    messages per worker were refused, in a row or of one job.
     """
     answers = self._supervisor.poll(
       SHARD, "ask", Shard.status, among=self._ready_shards()
@@ -211,7 +212,7 @@ class ServerCluster(Cluster):
       self._stopped = lead["stopped"]
       self._replace_lost_workers(lead)
       self._replaced_workers.clear()
-      # The lead has no open ticket, so open tickets of other shards cannot end.
+      # No message follows for the open tickets of other shards: end them.
       if _are_finished([lead]) and any(s["busy"] for s in statuses.values()):
         self._call_shards(Shard.end_open_tickets)
     self.statuses = None
@@ -220,8 +221,8 @@ class ServerCluster(Cluster):
     return self.statuses
 
   def _replace_lost_workers(self, lead: Status) -> None:
-    """Replaces the workers that the lead has expelled, and workers that are not
-    registered there for too long."""
+    """Replaces the workers that the lead has expelled, and workers that have
+    not been registered at the lead for too long."""
     now = self._supervisor.hosts.clock()
     lost_workers = set(lead["expelled"]) - self._replaced_workers
     workers = self._supervisor.parties[WORKER]
@@ -266,19 +267,18 @@ class ServerCluster(Cluster):
 
   def params(self, received: int | None = None) -> Any:
     """Returns the parameters of all shards: the present ones, or those that the
-    shards kept after `received` messages. Raises Disconnected if a shard that
+    shards stored after `received` messages. Raises Disconnected if a shard that
     had them has exited."""
     parts = self._call_all_shards(functools.partial(_take_params, received))
     for index, part in enumerate(parts):
-      if part is None:  # the successor of a shard has no kept parameters
+      if part is None:  # the successor of a shard has no stored parameters
         raise Disconnected(index)
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]] | None:
-    """Returns each `Shard.image`, or None if there are none yet: then call
-    again. In a consistent run all images are of the same row. Raises
-    Disconnected if a shard has exited.
-    """
+    """Returns the `Shard.image` of all shards, in a consistent run at the same
+    row. Returns None until there are such images: call this again. Raises
+    Disconnected if a shard has exited."""
     if not self.setup.consistent or self.setup.shards == 1:
       return self._call_all_shards(Shard.image)
     # [1] Take the images of the row that was requested earlier.
@@ -306,8 +306,8 @@ class ServerCluster(Cluster):
   # Waiting.
 
   def call_until_connected(self, call: Callable[[], Any]) -> Any:
-    """Calls a function until it does not raise Disconnected, as it does while a
-    shard is replaced. Returns the result of the last call."""
+    """Repeats a call while it raises Disconnected, that is, while a shard is
+    being replaced. Returns the result of the last call."""
     while True:
       try:
         return call()
@@ -319,7 +319,7 @@ class ServerCluster(Cluster):
         self._supervisor.hosts.sleep(_CHECK_SECONDS)
 
   def wait_for_images(self) -> list[tuple[Any, Any]]:
-    """Waits until `images` returns some, and returns them."""
+    """Waits until `images` returns images, and returns them."""
     while (images := self.call_until_connected(self.images)) is None:
       self.check()
       self._supervisor.hosts.sleep(_CHECK_SECONDS)
@@ -339,7 +339,7 @@ class ServerCluster(Cluster):
   # The end.
 
   def close(self) -> None:
-    """Ends all parties; the files that they wrote stay."""
+    """Ends all shards and workers; the files that they wrote stay."""
     supervisor = self._supervisor
     try:
       if self._stopped:  # then workers end by themselves

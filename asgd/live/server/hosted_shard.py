@@ -1,12 +1,12 @@
-"""A shard as an object in a host: it serves beside the calls of its methods.
+"""A shard as an object in a host: one thread serves, another runs calls.
 
 Workers on the shard's machine reach it by its socket. A worker on another
 machine opens a session by a call (`links.remote`), sends frames in calls, and
 waits for the answers. The files of a run are on the driver's machine, so the
 lead writes the spans and faults of such workers, too (`links.notes`).
 
-The host runs the methods of `HostedShard` in its thread. Another thread, the
-serving thread, alone touches the shard: `server.submit` passes calls to it.
+The host runs the methods of `HostedShard` in its thread. Only another thread,
+the serving thread, touches the shard: `server.submit` passes calls to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ ENDED = "ended"  # the result of `run` if the shard was asked to end
 
 
 class HostedShard:
-  """One start of a shard. The server answers frames from the start."""
+  """One incarnation of a shard. Its server answers frames at once."""
 
   def __init__(self, inside: Inside, server: ShardServer, run: Path):
     """`inside` has the functions of the host; `run` is the run's folder."""
@@ -63,8 +63,8 @@ class HostedShard:
     """Calls a function with the shard, in the serving thread.
 
     Returns:
-      (answer,), with NumPy arrays; None if the server has ended: `run` raises
-      its error.
+      (answer,), with NumPy arrays; None if the server has ended. The server's
+      error is raised by `run`.
     """
     answer: Future[tuple[Any] | None] = Future()
 
@@ -101,8 +101,8 @@ class HostedShard:
   # Workers on other machines.
 
   def open(self, token: Token) -> Future[None]:
-    """Opens a session for a worker. Calls of `listen` that wait at the worker's
-    earlier sessions get their answer."""
+    """Opens a session for a worker. Open calls of `listen` in the worker's
+    earlier sessions are answered."""
     self._remote_workers.add(token[:2])
 
     def make_session(shard: Shard) -> None:
@@ -115,8 +115,8 @@ class HostedShard:
     return self.server.submit(make_session)
 
   def deliver(self, token: Token, data: bytes, message: Any) -> Future[None]:
-    """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
-    the session, as it would a connection."""
+    """Handles a frame of a session, with the message if it is a PUSH. A
+    BadFrame ends the session, as it ends the connection of a socket."""
     frame = frames.unpack(data)
 
     def handle_frame(shard: Shard) -> None:
@@ -124,8 +124,8 @@ class HostedShard:
       try:
         session.check_sender(frame)
         is_connected = shard.role.connections.get(frame.worker) == session.send
-        # A worker on the shard's machine writes to its slot itself. Here the
-        # shard writes: a late PUSH must not reach the slot of another ticket.
+        # The shard writes the message to its slot, as a worker on this machine
+        # does itself. A late PUSH must not reach the slot of another ticket.
         if (
           message is not None and is_connected and shard.state.can_write(frame)
         ):
@@ -167,8 +167,8 @@ class HostedShard:
       self.server.submit(end_sessions)
 
   def _end_session(self, shard: Shard, token: Token) -> None:
-    """Ends a session and the tickets of its worker, as if it were a connection
-    that broke."""
+    """Ends a session and the tickets of its worker, as a broken connection
+    does."""
     if session := self._sessions.pop(token, None):
       session.release()
       shard.disconnect(session.worker, self.clock(), session.send)
@@ -198,13 +198,13 @@ class ShardMaker(NamedTuple):
   shard: int  # index
   params: Any  # the shard's part, before the first message
   image: Image | None  # of a checkpoint; used if the memory is lost
-  resumed: bool
+  resumed: bool  # as in `ServerMakers.shard`
 
   def __call__(self, inside: Inside) -> HostedShard:
     """Makes a shard, in its host.
 
-    The programs are compiled before the shard listens: then it must answer at
-    once.
+    Compiles the programs before the shard listens, because a shard that listens
+    must answer at once.
     """
     site, index, setup = self.site, self.shard, self.site.setup
     # [1] Compile.

@@ -1,6 +1,6 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop.
 
-The lead (shard 0) gives out jobs, and expels workers that hang.
+The lead (shard 0) assigns jobs, and expels workers that hang.
 """
 
 import functools
@@ -39,7 +39,7 @@ class HostedWorker:
   def __init__(self, inside: Inside, maker: "WorkerMaker"):
     """`inside` has the functions of the host; `maker` made this object."""
     self._inside, self._maker, self._worker = inside, maker, maker.worker
-    self._spec: WorkerSpec | None = None  # of `measure`
+    self._spec: WorkerSpec | None = None  # the spec that `measure` uses
     self._loop: WorkerLoop | None = None
     self._is_drained = self._is_interrupted = False
     self._disconnect: Callable[[], None] = lambda: None
@@ -62,8 +62,8 @@ class HostedWorker:
     # [1] Compile.
     spec = make_spec().kept_in(Path(maker.site.run), self._worker)
     if maker.warm_up:
-      # Compile before joining. The lead does not allow time for compiling, and
-      # would count a worker that compiles as hung.
+      # Compile before joining: the lead would count a worker that compiles as
+      # hung.
       spec.warm_up(self._worker)
     # [2] Connect to all shards.
     context = maker.make_context(spec, self._inside)
@@ -161,7 +161,7 @@ class WorkerMaker(NamedTuple):
     paths = [site.socket(index) for index in range(len(slot_contents))]
     link = SocketLink(paths, self.network)
 
-    # Called only when the shards are connected: they make the files.
+    # Called only when the shards are connected: they create the files.
     def open_memories() -> list[SharedMemory]:
       return [
         site.open_memory(shard, *contents, None)

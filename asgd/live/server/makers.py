@@ -1,7 +1,7 @@
 """Makers of the shards and workers of a parameter server.
 
 Threads and processes of one machine exchange messages through sockets and
-shared memory (`links.sockets`, `slots`): a call of Ray takes 0.5 ms, a frame by
+shared memory (`links.sockets`, `slots`): a call of Ray takes 0.5 ms, a frame on
 a socket a twentieth of that. Shards run on the driver's machine. Workers on
 other machines call the hosts of shards (`links.remote`), and the lead writes
 their spans and faults (`links.notes`).
@@ -23,7 +23,7 @@ from asgd.live.shard.images import Image
 
 
 class ServerMakers:
-  """Makes the parties of a run, in threads or in processes."""
+  """Makes the shards and workers of a run, in threads or in processes."""
 
   def __init__(
     self,
@@ -37,19 +37,19 @@ class ServerMakers:
     images: Sequence[Image] | None = None,
     make_script: MakeScript = faults_lib.script_of,
   ):
-    """Stores what shards and workers are made from.
+    """Stores the arguments of the makers.
 
     Args:
       site: folders and settings of the run.
       make_server: makes the server; called in the hosts of shards.
       parts: parameters of each shard, before the first message.
-      steps: compiled steps of the server, which threads share; None: each party
-        compiles in its separate process.
+      steps: compiled steps of the server, which threads share. None: each shard
+        and each worker compiles in its process.
       network: makes the sockets of shards and workers.
       faults: the faults to inject, each once.
       images: the image of each shard in a checkpoint; used if the memory is
         lost.
-      make_script: makes the faults of a worker.
+      make_script: returns the Script that injects a worker's faults.
     """
     self.site, self._network, self._parts = site, network, parts
     self._make_server, self._steps = make_server, steps
@@ -58,7 +58,7 @@ class ServerMakers:
 
   def shard(self, index: int, resumed: bool) -> Make:
     """Returns the maker of a shard. If `resumed`, the shard's journal has rows
-    of earlier commands, and no other party is alive."""
+    from earlier drivers, and no other participant is alive."""
     part, image = self._parts[index], self._images[index]
     return ShardMaker(
       *(self.site, self._network, self._make_server, self._steps),
