@@ -39,7 +39,8 @@ class Follower(Role):
       self._report_prepared(key)
 
   def push(self, frame: Frame) -> None:
-    """Reports a message to the lead, even if this shard cannot read it."""
+    """Stores a PUSH, and reports to the lead that its message is prepared or
+    refused."""
     key = frame.worker, frame.seq
     self.state.pushes[key] = frame
     self._report_prepared(key)
@@ -53,7 +54,7 @@ class Follower(Role):
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
   def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
-    """Takes a frame of the lead, by the connection that was opened last."""
+    """Handles a frame of the lead; ignores frames of earlier connections."""
     if send != self._lead:
       return
     key = frame.worker, frame.seq
@@ -80,8 +81,8 @@ class Follower(Role):
         event = event._replace(message=state.lost_slot(key))
       elif event.action == base.RECEIVE:
         # The lead receives only messages that this shard has prepared. So the
-        # message lies in its slot, even if a kill since then has taken the PUSH
-        # from this shard.
+        # message lies in its slot, even if this shard has lost the PUSH in a
+        # kill since then.
         by_index = self._totals.pop(key, {})
         totals = tuple(total for _, total in sorted(by_index.items()))
         slot = state.tickets[key].message_slot
@@ -91,10 +92,11 @@ class Follower(Role):
       self._answer(self._open_ask, self._lead)
 
   def _answer(self, ask: Frame, send: SendFrame) -> None:
-    """Sends this shard's operand to the lead, once this shard has the message.
+    """Sends the lead this shard's operand of the total that `ask` requests,
+    once this shard has the message.
 
-    By then this shard has applied all rows before the ASK, so both shards
-    compute with the same state.
+    By then this shard has applied all rows before the ASK, so this shard and
+    the lead compute with the same state.
     """
     state, key = self.state, (ask.worker, ask.seq)
     if key not in state.pushes:
@@ -113,8 +115,8 @@ class Independent(Role):
   decides = True
 
   def is_outdated(self, worker: int, incarnation: int) -> bool:
-    """See the base. An incarnation is outdated, too, if this shard has ended
-    its tickets and no later incarnation has joined."""
+    """See the base. If this shard has ended the tickets of an incarnation, it
+    is outdated, too, even if no later incarnation has joined."""
     is_ended = incarnation <= self.ended_incarnations.get(worker, -1)
     return is_ended or super().is_outdated(worker, incarnation)
 
@@ -139,10 +141,9 @@ class Independent(Role):
   def fetch(self, frame: Frame) -> None:
     """Opens this shard's slice of a ticket, or sends an open one again.
 
-    The FETCH may be of a closed ticket. A message did not close it, since a
-    worker sends PUSH only after FETCH. So this shard has ended the worker's
-    tickets, and it expels the worker. Raises BadFrame if no worker could have
-    that job.
+    If the ticket has ended, no message ended it, because a worker sends PUSH
+    only after FETCH. So this shard has ended the worker's tickets, and it
+    expels the worker. Raises BadFrame if the rules do not allow the ticket.
     """
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
@@ -154,16 +155,13 @@ class Independent(Role):
     else:
       self._check_new(frame)
       # An earlier process of this shard may have lost the ticket that the
-      # worker would keep. Then the new ticket is sent in full.
+      # worker would reuse. Then the new ticket is sent in full.
       keeps = frame.flag and worker in state.reusable_tickets
       self._commit_row(key, frame.job, base.KEEP if keeps else base.SEND)
 
   def _check_new(self, frame: Frame) -> None:
     """Raises BadFrame for a ticket that the rules do not allow beside the open
-    tickets.
-
-    A shard must reject a wrong FETCH: each one takes a slot.
-    """
+    tickets. Such a FETCH must be rejected, because each one takes a slot."""
     setup, state, slots = self.setup, self.state, self.state.slots
     rules, worker = setup.rules, frame.worker
     max_open = rules.depth + rules.round + rules.backup  # tickets of a worker

@@ -1,8 +1,8 @@
 """Saves a shard's state as a snapshot or a checkpoint, and restores it.
 
 An *image* is a pair: the server's state, as a tree of arrays, and the result of
-`describe`, as data for JSON. A snapshot is an image in shared memory, a
-checkpoint one on disk.
+`describe`, as data for JSON. A snapshot is an image in shared memory; a
+checkpoint is an image on disk.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,7 +20,7 @@ Image = tuple[Any, Any]  # (the server's state, the result of `describe`)
 
 def save_snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory, and frees the slots of the messages
-  so far."""
+  received so far."""
   # `describe` counts the records, so write them first.
   state.messages.flush()
   params_slots = [ticket.params_slot for ticket in state.all_tickets]
@@ -50,8 +50,8 @@ def describe(state: ShardState) -> dict[str, Any]:
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
     "lost": sorted(slots.lost_slots.items()),
-    # The slot of the latest parameters that were sent, and whether the server
-    # still has these parameters: then the next SEND shares the slot.
+    # The slot of the parameters that were sent last, and whether the server
+    # still has these parameters. If so, the next SEND shares the slot.
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
     **updates,
@@ -128,7 +128,7 @@ def restore(
     slots.use(ticket.params_slot)  # a second use, of the snapshot
     slots.snapshot_slots.append(ticket.params_slot)
   if meta["published"] >= 0:
-    # `publish` compares objects; None equals no parameters of the server.
+    # `publish` compares objects; None differs from the server's parameters.
     params = state.server.params if meta["current"] else None
     slots.published = params, meta["published"]
     slots.use(meta["published"])
@@ -144,7 +144,7 @@ def reopen(
   received since the image are not applied: their updates are lost.
 
   Args:
-    state: after `restore`; it is changed.
+    state: the state as `restore` left it; it is changed.
     events: the rows since the image.
     ledger: the ledger of all rows.
     memory_intact: as in `restore`.

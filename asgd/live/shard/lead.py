@@ -63,12 +63,12 @@ class Lead(Role):
     self.dispatcher.replay(events)
 
   def learn_durations(self, events: Iterable[Event]) -> None:
-    """See the base; the watch computes the deadlines of workers from them."""
+    """See the base; the watch derives the workers' deadlines from `events`."""
     self.watch.add_journal(events)
 
   def is_outdated(self, worker: int, incarnation: int) -> bool:
-    """Returns True: the lead ends the tickets of an incarnation before it
-    admits the next one, so an earlier incarnation has no ticket."""
+    """Returns True: the lead ends the tickets of an incarnation before the next
+    one joins, so an earlier incarnation has no ticket."""
     return True
 
   def join(self, worker: int, incarnation: int) -> None:
@@ -86,16 +86,16 @@ class Lead(Role):
     self.watch.last_alive[worker] = self.time
 
   def pause(self, worker: int) -> None:
-    """Stops the starts of jobs at a worker."""
+    """Makes a worker start no further job."""
     self.dispatcher.pause(worker)
 
   def pause_all(self) -> None:
-    """Stops the starts of jobs at all workers."""
+    """Makes all workers start no further job."""
     for worker in self.dispatcher.workers:
       self.pause(worker)
 
   def push(self, frame: Frame) -> None:
-    """Takes a PUSH: the message of an open ticket lies in its slot."""
+    """Handles a PUSH: the message of an open ticket lies in its slot."""
     key = frame.worker, frame.seq
     # The SEND or KEEP of the job.
     start_event = self.dispatcher.open(frame.worker)[frame.seq]
@@ -118,7 +118,7 @@ class Lead(Role):
     self.expel(worker)
 
   def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
-    """Takes a frame of a follower, by the connection that was opened last."""
+    """Handles a frame of a follower; ignores frames of earlier connections."""
     key = frame.worker, frame.seq
     if frame.kind == frames.FOLLOW:
       self.followers[frame.worker] = send
@@ -127,7 +127,7 @@ class Lead(Role):
       for row in range(frame.version, len(events)):
         for row_frame in row_frames(row, events[row]):
           send(row_frame)
-      if self._totals:  # the earlier process may not have answered the ASK
+      if self._totals:  # the follower may have lost the open ASK
         self._totals.ask(send)
     elif self.followers.get(frame.job) != send or key not in self.state.tickets:
       return  # from a replaced connection, or about a ticket that has ended
@@ -141,8 +141,8 @@ class Lead(Role):
 
   def _report_arrival(self, key: Key) -> None:
     """Reports a message to the dispatcher once every shard has its part."""
-    # Independent shards acknowledge their parts to the worker. The worker sends
-    # the PUSH of the lead last.
+    # Independent shards acknowledge their parts to the worker, which then sends
+    # the PUSH to the lead.
     followers = self.setup.shards - 1 if self.setup.consistent else 0
     is_prepared = len(self._prepared.get(key, ())) >= followers
     if not is_prepared or key not in self.state.pushes:
@@ -276,7 +276,7 @@ class LeadTotals:
     """Asks a follower for its operand if a sum is under way."""
     if self._pending:
       key, totals, _ = self._pending
-      # A kill may have taken the earlier totals from the follower: send them.
+      # The follower may have lost the earlier totals in a kill: send them.
       for frame in total_frames(key, totals):
         send(frame)
       send(Frame(frames.ASK, *key, version=len(totals)))

@@ -30,8 +30,8 @@ from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
 def align_journals(setup: Setup, run: Path, memory: Path) -> bool:
-  """Prepares the journals and memories of a consistent run if its shards must
-  roll back to a checkpoint. Returns False in that case, otherwise True.
+  """Returns whether all shards of a consistent run can resume from memory. If
+  not, prepares their journals and memories for a rollback to a checkpoint.
 
   All shards of a consistent run follow one order. If one shard has lost its
   memory, or the snapshot in the memory, every shard rolls back to its image in
@@ -39,7 +39,7 @@ def align_journals(setup: Setup, run: Path, memory: Path) -> bool:
   replaces the journals of the followers. Call this before any shard is opened.
 
   Raises:
-    ValueError: for a journal that cannot be read, or written.
+    ValueError: if a journal cannot be read or written.
   """
   if not setup.consistent or setup.shards == 1:
     return True
@@ -85,7 +85,7 @@ class _StartingPoint(NamedTuple):
 
 
 class _MismatchedFiles(Exception):
-  """The files of a shard do not fit together."""
+  """The journal, records and image of a shard contradict each other."""
 
 
 def recover(
@@ -146,7 +146,7 @@ def _replay(
   except _MismatchedFiles as error:
     raise ValueError(str(error)) from error
   except WrongSlot as error:
-    memory.disown()  # the next command then does not use the memory
+    memory.disown()  # the next driver then does not use the memory
     raise ValueError(str(error)) from error
   # A changed file may break any assumption of the replay.
   except (LookupError, StopIteration, TypeError, ValueError) as error:
@@ -303,8 +303,7 @@ def _has_unsaved_rollback(
 
 
 def _is_undone(events: list[Event], rows: int) -> bool:
-  """Returns whether a rollback later than row `rows` went back to an earlier
-  row."""
+  """Returns whether a later rollback has undone an image after `rows` rows."""
   # The `job` of a ROLLBACK is the row that the shard rolled back to.
   return any(
     event.action == base.ROLLBACK and event.job < rows
@@ -330,7 +329,7 @@ def _check_image(
   meta: dict[str, Any],
 ) -> None:
   """Raises _MismatchedFiles unless the image was made of this journal, and the
-  sink has all records before it. `meta` is that of the image."""
+  sink has all records before the image. `meta` is the image's description."""
   memory, sink = state.slots.memory, state.messages.sink
   tickets = sorted(
     [*event.key, event.job]

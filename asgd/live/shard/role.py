@@ -14,12 +14,12 @@ from asgd.live.shard import images
 from asgd.live.shard.state import Key, ShardState
 from asgd.orders.trace import STARTS, Event
 
-# Bound on the incarnations of one worker that joined at the lead and never
-# connected to another shard. A larger distance is an error of the sender.
+# Most incarnations of one worker that join at the lead and never connect to
+# another shard. A frame that implies more is refused.
 MOST_AHEAD = 100
 
 # Sends a frame to one peer. It never raises, and never blocks for long. The
-# function also identifies the connection: each connection has another one.
+# function also identifies the connection: each connection has a different one.
 SendFrame = Callable[[Frame], None]
 
 
@@ -39,8 +39,8 @@ class Role:
   ):
     self.index, self.setup = index, state.setup
     self.state, self.journal = state, journal
-    # Seconds since the run began. This time never decreases, though a clock may
-    # after a restart on another machine: rows must be in order of time.
+    # Seconds since the run began. It never decreases, because rows must be in
+    # order of time. A clock may be behind after a restart on another machine.
     events = journal.events()
     self.time = max(now, events[-1].time if events else 0.0)
     self.connections: dict[int, SendFrame] = {}  # worker -> its connection
@@ -69,7 +69,7 @@ class Role:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
-    # [2] The journal gets the row before any peer does: a row that a peer knows
+    # [2] The journal gets the row before any frame reports it: a reported row
     # must survive a kill.
     self.journal.append(event)
     # [3] Followers and the worker receive frames of the row.
@@ -101,7 +101,7 @@ class Role:
 
   @property
   def late_workers(self) -> Collection[int]:
-    """The workers that are late, and do not count as dead."""
+    """The workers that count as late, but not yet as dead."""
     return ()
 
   @property
@@ -123,25 +123,25 @@ class Role:
     self.incarnations.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
-    """Takes a PUSH: the message of an open ticket lies in its slot."""
+    """Handles a PUSH: the message of an open ticket lies in its slot."""
 
   def fetch(self, frame: Frame) -> None:
-    """Takes a FETCH: a worker asks for this shard's slice of a ticket."""
+    """Handles a FETCH: a worker asks for this shard's slice of a ticket."""
 
   def pause(self, worker: int) -> None:
-    """Stops the starts of jobs at a worker."""
+    """Makes a worker start no further job."""
 
   def pause_all(self) -> None:
-    """Stops the starts of jobs at all workers."""
+    """Makes all workers start no further job."""
 
   def follow(self, send: SendFrame) -> None:
-    """Takes a new connection to the lead."""
+    """Replaces the connection to the lead; `send` sends frames to the lead."""
 
   def handle_shard_frame(self, frame: Frame, send: SendFrame) -> None:
-    """Takes a frame of another shard (`frames.SHARD_KINDS`)."""
+    """Handles a frame of another shard (`frames.SHARD_KINDS`)."""
 
   def mark_alive(self, worker: int) -> None:
-    """Notes that a worker is alive now."""
+    """Stores the present time as the worker's last sign of life."""
 
   def find_dead(self, now: float) -> list[int]:
     """Returns the workers that count as dead."""
@@ -151,7 +151,7 @@ class Role:
     """Commits the rows that the frames so far allow."""
 
   def replay(self, events: list[Event]) -> None:
-    """Restores what the rows of the journal decided, in a recovery."""
+    """Restores the decisions of the journal's rows, in a recovery."""
 
   def learn_durations(self, events: Iterable[Event]) -> None:
     """Adds the durations of a journal's jobs to the deadlines."""

@@ -3,12 +3,12 @@
 A shard writes each decision to its journal as a row before any worker or other
 shard receives it, and only rows change the state. So a shard that was killed
 replays the rows since its last snapshot (`recovery`). The messages of these
-rows still lie in their slots, the log (`Setup.log`). So keeping them costs no
-copies, only slots, and a snapshot whenever all slots of the log are used.
+rows still lie in their slots, the log (`Setup.log`). The log costs no copies,
+only slots, and a snapshot whenever all slots of the log are used.
 
 A loop is one start of a worker (`WorkerLoop`), and an incarnation is one
-registration of the worker here. After an EXPEL a loop that is not replaced goes
-on as the next incarnation.
+registration of the worker here. After an EXPEL a loop that is not replaced
+continues as the next incarnation.
 
 A shard never waits and never reads a clock: the caller passes `now`. All calls
 come from one thread.
@@ -55,7 +55,7 @@ class ShardStorage(NamedTuple):
     image: Image | None = None,
     **options: Any,
   ) -> "ShardStorage":
-    """Opens a shard's files in the folder of a run; options are those of an
+    """Opens a shard's files in the folder of a run; `options` are those of an
     `AppendOnlyFile`."""
     journal = FileJournal(journal_path(run, index), **options)
     sink = FileSink(records_path(run, index), **options)
@@ -76,7 +76,7 @@ class Shard:
     now: float,
     resumed: bool = False,
   ):
-    """Starts, or recovers to the end of the journal.
+    """Starts the shard, or recovers it if its journal has rows.
 
     Args:
       index: the index of the shard.
@@ -90,7 +90,7 @@ class Shard:
         other shard is alive.
 
     Raises:
-      ValueError: if the parts of the store do not fit together.
+      ValueError: if the files and the memory contradict each other.
     """
     self.index, self.setup = index, setup
     slots = SlotTable(store.memory, slot_counts(setup))
@@ -107,13 +107,13 @@ class Shard:
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
     self.state.messages.lost_residuals.clear()  # reported before the restart
     # Adopt the memory only after the recovery. If this process is killed
-    # before, its successor takes the memory for new.
+    # before, its successor treats the memory as new.
     store.memory.adopt()
     self.role.on_commit = self._after_commit
-    # Image for a checkpoint: (row, the image once that row is applied).
+    # Image for a checkpoint: (row, None until the row is applied, then image).
     self._requested_image: tuple[int, Image | None] | None = None
-    # A lead that recovers after the last job counts as stopped at once. No
-    # frame would make it stop later, as workers that received STOP send none.
+    # A lead that recovers after the last job has stopped already. No frame
+    # would make it stop later, as workers that received STOP send none.
     self.role.stopped = self.role.finished
 
   def handle(self, frame: Frame, send: SendFrame, now: float) -> None:
@@ -167,8 +167,8 @@ class Shard:
       if incarnation < 0
       else incarnation == present_incarnation
     )
-    # [2] Refuse an incarnation if its tickets were ended. If the worker has
-    # another incarnation here, end its tickets.
+    # [2] Refuse an incarnation if its tickets were ended. Otherwise end the
+    # tickets of an earlier incarnation that is still registered here.
     if not is_present:
       latest = self.state.latest_incarnations.get(worker, -1)
       if self.index and incarnation > latest + MOST_AHEAD:
@@ -282,8 +282,8 @@ class Shard:
       self.expel(worker, now)
 
   def image(self) -> Image:
-    """Returns (state, meta) for a checkpoint, as plain data. First makes the
-    journal and the records so far safe from a loss of power."""
+    """Returns (state, meta) for a checkpoint, as plain data. First syncs the
+    journal and the records to the disk, so that a loss of power keeps them."""
     self.state.messages.flush()
     self.role.journal.sync()
     self.state.messages.sink.sync()
@@ -292,11 +292,11 @@ class Shard:
     return state, images.describe(self.state)
 
   def request_image(self, rows: int) -> None:
-    """Asks the shard to keep its image after `rows` rows."""
+    """Asks the shard to store an image once it has `rows` rows."""
     self._requested_image = rows, None
 
   def _after_commit(self, rows: int) -> None:
-    """Makes the requested image, if the row just committed is its row."""
+    """Stores the requested image if the journal has its number of rows now."""
     if self._requested_image and self._requested_image[0] == rows:
       self._requested_image = rows, self.image()
 
@@ -308,8 +308,8 @@ class Shard:
     return self.state.rows, image
 
   def status(self) -> dict[str, Any]:
-    """Returns the progress, as plain data. Each expelled worker and each line
-    of news is returned once."""
+    """Returns the shard's progress, as plain data. Each expelled worker and
+    each line of news is returned once."""
     messages = self.state.messages
     messages.flush()
     expelled, self._expelled = self._expelled, []

@@ -23,17 +23,17 @@ class SlotTable:
     # Params slots that the snapshot refers to.
     self.snapshot_slots: list[int] = []
     self.log_slots: list[int] = []  # message slots since the snapshot
-    # Stacks: the last slot is taken first.
+    # Stacks: the slot that was freed last is used first.
     self.free_params = list(range(counts.params))[::-1]
     self.free_messages = list(range(counts.messages))[::-1]
     # Worker -> message slots of its lost tickets. A worker that does not know
-    # of the loss may still write to these slots. So they stay taken until the
+    # of the loss may still write to these slots. So they are not free until the
     # next incarnation joins.
     self.lost_slots: dict[int, list[int]] = {}
 
   def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
-    """Makes parameters readable for workers. Returns their slot, which has one
-    more use.
+    """Makes parameters readable for workers. Returns their slot, after counting
+    one more use.
 
     Args:
       params: the parameters. Each version is a new object and is written once.
@@ -70,14 +70,14 @@ class SlotTable:
       self.free_params.append(slot)
 
   def take_message(self, slot: int = -1) -> int:
-    """Takes a free message slot, or in a recovery the given one."""
+    """Reserves a free message slot, or in a recovery `slot`; returns it."""
     if slot < 0:
       return self.free_messages.pop()
     self.free_messages.remove(slot)
     return slot
 
   def keep_lost(self, worker: int, slot: int) -> None:
-    """Sets aside the message slot of a lost ticket."""
+    """Adds the message slot of a lost ticket to `lost_slots`."""
     self.lost_slots.setdefault(worker, []).append(slot)
 
   def free_lost(self, worker: int) -> None:

@@ -37,10 +37,10 @@ class ReceivedMessages:
 
   def __init__(self, setup: Setup, sink: FileSink):
     self._setup, self.sink, self.count = setup, sink, 0
-    # The sink already has the records of so many of the next messages.
+    # Number of the next messages that have a record in the sink already.
     self.n_recorded = 0
     self.kept_params: dict[int, Any] = {}  # number of messages -> parameters
-    # Records that are not in the sink: their messages and their observations.
+    # (messages, observations) of records that are not in the sink yet.
     self._unwritten: tuple[list[simulator.ReceivedMessage], list[Any]] = [], []
     # Worker -> RMS of its codec's residual (the part to send later).
     self._residuals: dict[int, float] = {}
@@ -50,8 +50,8 @@ class ReceivedMessages:
   def add(
     self, message: simulator.ReceivedMessage, observation: Any, params: Any
   ) -> None:
-    """Adds a message. `observation` is that of the message; `params` are the
-    parameters after its update."""
+    """Adds a message. `observation` is the result of `steps.receive` for it;
+    `params` are the parameters after its update."""
     if self.n_recorded:  # a recovery: the sink has this record already
       self.n_recorded -= 1
     else:
@@ -71,7 +71,7 @@ class ReceivedMessages:
       self.lost_residuals.append((worker, norm))
 
   def flush(self) -> None:
-    """Writes the records so far to the sink."""
+    """Writes the pending records to the sink."""
     if self._unwritten[0]:
       self.sink.append(simulator.records(*self._unwritten))
       self._unwritten = [], []
@@ -80,8 +80,8 @@ class ReceivedMessages:
 class ShardState:
   """The server's state, its open tickets and their slots.
 
-  Only `apply` changes them, in a run and in a recovery. So a shard that replays
-  its journal recomputes its state to the bit.
+  Only `apply` changes this state, in a run and in a recovery. So a shard that
+  replays its journal recomputes its state to the bit.
   """
 
   def __init__(
@@ -96,7 +96,7 @@ class ShardState:
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.updates = slots, SentUpdates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
-    # Worker -> its index as int32[], for tickets; made once.
+    # Worker -> its index as int32[], for tickets.
     self._indices = [jnp.int32(w) for w in range(setup.workers)]
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
@@ -145,10 +145,8 @@ class ShardState:
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
       reused_ticket = self.reusable_tickets[worker]
-      ticket, slot = (
-        self.steps.keep(reused_ticket.ticket),
-        reused_ticket.params_slot,
-      )
+      ticket = self.steps.keep(reused_ticket.ticket)
+      slot = reused_ticket.params_slot
       slots.use(slot)
     else:
       ticket = self.steps.send(self.server, self._indices[worker])
@@ -180,7 +178,7 @@ class ShardState:
   def _receive(self, event: Event) -> None:
     """Applies a message to the server's state and closes its ticket."""
     key, slots = event.key, self.slots
-    # [1] Take the record's columns while the ticket is open.
+    # [1] Compute the record's columns while the ticket is open.
     received, version = self._received_message(event), 0
     # If each message makes one update, compute the next version here: reading
     # it from the device would wait for the update.
@@ -212,15 +210,15 @@ class ShardState:
   def version_of(self, ticket_or_server: Any) -> int:
     """Returns the version of a ticket or of the server's state as an int.
 
-    The last version is not fetched from the device again, and neither is a
-    version that this shard counts itself.
+    Fetches it from the device, unless it is the version of the last call or
+    the shard has counted it itself.
     """
     if ticket_or_server.version is not self._version[0]:
       self._version = ticket_or_server.version, int(ticket_or_server.version)
     return self._version[1]
 
   def _received_message(self, event: Event) -> simulator.ReceivedMessage:
-    """Returns the columns of a record that need no computation."""
+    """Returns the columns of a record that do not depend on the update."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
     # Bytes that were sent up and down for the job.
     up, norm = memory.content_nbytes(MESSAGES, open_ticket.message_slot), 0.0
@@ -285,8 +283,8 @@ class ShardState:
   ) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP row, in a recovery.
 
-    If the memory is not intact, the parameters are lost and the ticket has
-    none. Then the ticket's worker is not connected, and needs none.
+    If the memory is not intact, the ticket has no parameters. It needs none,
+    because then the ticket's worker is not connected.
     """
     params: Any = None
     if memory_intact:

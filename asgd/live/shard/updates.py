@@ -5,8 +5,8 @@ previous ticket, in order. If the parameters have no more bytes than these
 updates, the ticket carries the parameters. The simulator has the same rule
 (`Traffic.count_ticket`), so a replay counts the same bytes. The shard keeps the
 latest packets that together have fewer bytes than the parameters: no ticket
-needs more. Each of the two snapshots has an updates slot with the packets of
-its time, for a recovery.
+needs more. For a recovery, each of the two snapshots has an updates slot with
+the packets that the shard had at the time of the snapshot.
 """
 
 import collections
@@ -23,7 +23,7 @@ WHOLE = -1  # returned by `write` if the ticket carries the parameters
 
 
 class SentUpdates(simulator.Traffic):
-  """The bytes that a shard sends, and the packets of its last updates."""
+  """Counts the bytes that a shard sends, and stores its latest packets."""
 
   def __init__(self, steps: simulator.Steps, state: base.ServerState):
     """Reads only shapes and dtypes of the server's state."""
@@ -38,7 +38,7 @@ class SentUpdates(simulator.Traffic):
     return self._updates is not None
 
   def _store_packet(self, packet: bytes) -> None:
-    """Keeps a packet, and drops the oldest ones that no ticket needs."""
+    """Stores a packet, and drops the oldest packets that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
     # A ticket carries the parameters if its updates need as many bytes or more.
@@ -64,7 +64,7 @@ class SentUpdates(simulator.Traffic):
 
     Args:
       memory: the memory of the shard.
-      slot: index of the ticket's updates slot, and of its message slot.
+      slot: index of the ticket's updates slot and of its message slot.
       key: (worker, seq) of the ticket.
       params: the server's parameters at the ticket's version.
       writes: False in a recovery, where the updates lie in the slot already.
@@ -96,8 +96,8 @@ class SentUpdates(simulator.Traffic):
     return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
-    """Sets the bytes of open tickets after a recovery: the bytes of the updates
-    in the ticket's slot, or the bytes of the parameters.
+    """Sets the number of bytes that each open ticket carried, after a recovery:
+    the bytes of the updates in the ticket's slot, or of the parameters.
 
     Args:
       memory: the memory of the shard.
@@ -105,7 +105,7 @@ class SentUpdates(simulator.Traffic):
     """
     for key in self.sent.tickets.keys() & slots.keys():
       slot, nbytes = slots[key], self.dense_nbytes
-      # A ticket that carries the parameters left an older stamp there.
+      # If the ticket carried the parameters, the slot has an older stamp.
       if memory.stamp(UPDATES, slot) == message_stamp(*key):
         nbytes = memory.content_nbytes(UPDATES, slot)
       self.sent.tickets[key] = nbytes
