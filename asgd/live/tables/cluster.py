@@ -1,4 +1,4 @@
-"""The driver of a run of tables: it replaces processes, and moves ranges.
+"""The driver of a run of tables: it replaces processes, and moves rows.
 
 The driver handles no messages of training, only rows that move to another
 shard. Its supervisor starts, watches and ends shards and workers. They run in
@@ -84,8 +84,8 @@ class TableCluster(Cluster):
       hosts: the hosts of shards and workers.
       makers: the makers of shards and workers.
       run: folder of the run.
-      shards: S.
-      workers: N.
+      shards: the number of shards.
+      workers: the number of workers.
       ladder: time limits of workers that hang.
       refill: whether a new incarnation replaces a worker that has exited. If
         not, the other workers stop waiting for that worker.
@@ -145,7 +145,7 @@ class TableCluster(Cluster):
 
   def check(self, received: int) -> list[str]:
     """Restarts shards and workers that have exited, ends workers that hang, and
-    moves ranges when they are due. Returns lines for the user.
+    moves ranges of rows once all workers rest. Returns lines for the user.
 
     Args:
       received: jobs received so far in the run.
@@ -159,7 +159,8 @@ class TableCluster(Cluster):
     return self._supervisor.take_news()
 
   def _handle_events(self) -> None:
-    """Handles exits and results of shards and workers. Raises as `check`."""
+    """Handles exits and results of participants. Raises the errors of `check`.
+    """
     supervisor = self._supervisor
 
     # [1] Shards first: workers cannot continue without them.
@@ -184,22 +185,22 @@ class TableCluster(Cluster):
       self._divide()
 
   def _restart(self, index: int) -> None:
-    """Restarts a shard from its image and the requests since."""
+    """Restarts a shard from its image and the requests since the image."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, index, "died")
     supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {index} exited and is restarted")
     party = supervisor.start(SHARD, index, self._makers.shard(index, None))
     supervisor.await_made([party])
-    # During a pause shard 0 sends the limit to workers; its image lacks it.
+    # During a pause shard 0 sends the limit to workers. An image has no limit.
     if self._limit is not None and not index:
       self._ask("set_limit", self._limit, among=[0])
 
   def _handle_return(
     self, party: Party, answer: tuple[tuple[str, int]] | None
   ) -> None:
-    """Handles the return of a worker's `run`; without an answer the worker has
-    exited."""
+    """Handles the return of a worker's `run`. If there is no answer, the worker
+    has exited."""
     state = _WorkerState(*answer[0]) if answer else _WorkerState("died")
     if state.result == LOST:
       self._states[party.index] = state
@@ -295,7 +296,7 @@ class TableCluster(Cluster):
     # The version makes `move` idempotent: a shard that has this version ignores
     # a repeated call.
     version = loads[0][0] + 1
-    # [3] Each shard takes its ranges.
+    # [3] Each shard gets its new ranges.
     for shard in range(self._counts[SHARD]):
       parts = [
         handover.parts[shard]
@@ -304,7 +305,7 @@ class TableCluster(Cluster):
       ]
       data = requests.dump_move(version, cuts, parts)
       self._ask("move", data, among=[shard])
-    # [4] The workers take the cuts.
+    # [4] The workers get the cuts and continue.
     for worker, party in self._supervisor.parties[WORKER].items():
       rows = [handover.rows[worker] for handover in handovers]
       self._call_run(party, new_division=NewDivision(cuts, rows))
@@ -313,7 +314,7 @@ class TableCluster(Cluster):
 
   def pause(self, seconds: float = math.inf) -> bool:
     """Makes all workers halt after the same clock, and waits until they have.
-    Raises as `check`.
+    Raises the errors of `check`.
 
     Args:
       seconds: the time to wait at most.
@@ -321,7 +322,7 @@ class TableCluster(Cluster):
     Returns:
       Whether all workers have halted.
     """
-    # Shard 0 alone sets the limit: two shards could set two.
+    # Shard 0 alone sets the limit: two shards could set different limits.
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
     return self._supervisor.wait_for_rest(self._are_at_rest, seconds)
@@ -341,14 +342,14 @@ class TableCluster(Cluster):
 
   def images(self) -> Images:
     """Returns the state of a paused run. If a worker has exited, first waits
-    until its replacement has halted. Raises as `check`."""
+    until its replacement has halted. Raises the errors of `check`."""
     while True:
       shards = self._ask("image")
       workers = self._supervisor.ask(WORKER, "image")
       if workers.keys() == self._states.keys():
         return Images(shards, workers)
       # A worker has exited. Its replacement may send requests before it halts,
-      # so the shards' images are taken again, too.
+      # which change the shards. So all images are requested again.
       self.pause()
 
   def rows(self) -> list[dict[str, np.ndarray]]:

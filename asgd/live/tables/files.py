@@ -34,16 +34,14 @@ from asgd.tables.requests import (
   load_message,
 )
 
-_MESSAGE_HEAD = struct.Struct(
-  "<qd"
-)  # before a message: seq and time of its row
+_MESSAGE_HEAD = struct.Struct("<qd")  # before a message: seq, time of its row
 _IMAGE_HEAD = struct.Struct("<q")  # before an image: rows of the trace
 
 
 class TableRecords(NamedTuple):
   """Records of U jobs: the columns of `base.Records`, and `reads`."""
 
-  update: npt.NDArray[np.int32]  # [U], messages that the first shard applied
+  update: npt.NDArray[np.int32]  # [U], messages that shard 0 had applied
   time: npt.NDArray[np.float64]  # [U]
   worker: npt.NDArray[np.int32]  # [U]
   job: npt.NDArray[np.int32]  # [U]
@@ -80,7 +78,7 @@ def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
 
 
 def order_path(run: Path, index: int) -> Path:
-  """Returns the file of a shard's trace."""
+  """Returns the path of a shard's trace."""
   return Path(run) / f"shard-{index}.csv"
 
 
@@ -103,12 +101,12 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
 
   Args:
     run: folder of the run.
-    workers: N.
+    workers: the number of workers.
     jobs: the number of jobs of each worker between two moves.
   """
   total = 0.0
   for worker in range(workers):
-    end_times: dict[int, float] = {}  # number of jobs done -> end of the last
+    end_times: dict[int, float] = {}  # jobs done -> end of the last of them
     for event in read_journal(journal_path(run, worker)):
       # Worker j % N does job j of the run, after j // N earlier jobs.
       jobs_done = event.job // workers
@@ -126,8 +124,8 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
 def digest(path: Path, rows: int) -> str:
   """Returns a digest of the first rows of a trace file, or of a records file.
 
-  A CRC-32 would not do: a trace row may end with its own CRC, after which the
-  CRC of all rows has the same value.
+  A CRC-32 would not do: trace rows may end with their own CRCs, and then the
+  CRC of all rows together does not depend on their content.
   """
   with path.open("rb") as file:
     if path.suffix == ".csv":
@@ -177,18 +175,18 @@ def count_incarnations(events: Sequence[Event]) -> int:
 
 def open_jobs(events: Sequence[Event]) -> list[Event]:
   """Returns the rows that began jobs which have not ended."""
-  begun: dict[int, Event] = {}
+  start_rows: dict[int, Event] = {}  # by seq
   for event in events:
     if event.action in STARTS:
-      begun[event.seq] = event
+      start_rows[event.seq] = event
     elif event.action in ENDS:
-      begun.pop(event.seq, None)
-  return list(begun.values())
+      start_rows.pop(event.seq, None)
+  return list(start_rows.values())
 
 
 def count_repeated_jobs(run: Path, workers: int) -> int:
-  """Returns how many jobs were computed more than once. These are the lost and
-  rejected jobs, without the jobs that only sent a saved message again."""
+  """Returns how many jobs were computed again. These are the lost and rejected
+  jobs, except those for which a saved message was sent again."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):
@@ -206,7 +204,7 @@ def write_leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
     run: folder of the run.
     worker: its index.
     now: time of the rows in seconds, unless the journal has a later row.
-    disk: writes the rows.
+    disk: has the methods `write` and `replace` of `os`.
   """
   journal = FileJournal(journal_path(run, worker), disk=disk)
   events = journal.events()
@@ -266,7 +264,8 @@ class LastMessage:
       events: the worker's rows.
 
     Returns:
-      None if there is no message, or if it is damaged or of another run.
+      None if there is no message, or if it is damaged or belongs to another
+      run.
     """
     earlier_incarnations = [
       incarnation
@@ -282,8 +281,8 @@ class LastMessage:
       return None
     for event in reversed(events):
       if event.action in STARTS and event.seq == seq:
-        # The message may be of an earlier run in this folder, or of this run
-        # before it was rolled back: then its row has another time.
+        # The row has another time if the message is of an earlier run in this
+        # folder, or of this run before a rollback.
         if event.time != time:
           return None
         return event, load_message(body[_MESSAGE_HEAD.size :])

@@ -35,12 +35,12 @@ class JobJournal(WorkerJournal):
       index: the index of the worker.
       resumes: whether the worker continues from an image, as the incarnation
         that made the image.
-      span: called with the worker's stretches of time.
+      span: called with (index, span) for each span of the worker's time.
       memory: the folder of the run's memory; None: the last message of a worker
         that is killed is lost.
     """
     self._inside, self._span = inside, span or (lambda *_: None)
-    # (seq, job) of jobs that have begun, and were not received. If a clock has
+    # (seq, job) of jobs that have begun and are not received. If a clock has
     # several jobs, all of them are received at the end of the clock.
     self._open_jobs: list[tuple[int, int]] = []
     self._last_start: Event | None = None  # the row that began the last job
@@ -137,6 +137,6 @@ class JobJournal(WorkerJournal):
     ]
     if not records:
       return None
-    # Save it again as this incarnation's message, in case it is killed, too.
+    # Saved again for this incarnation, which may be killed, too.
     self._last_message.write(row, message)
     return message._replace(records=records)

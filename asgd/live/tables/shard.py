@@ -25,7 +25,7 @@ from asgd.tables.requests import JOIN, Reply, Request
 from asgd.tables.shard import EXPELLED, TableShard
 
 _MIN_LOG_BYTES = 2**20  # a smaller log is not replaced by an image
-Rows = list[tuple[int, bytes]]
+Rows = list[tuple[int, bytes]]  # (number, dumped rows), by number
 
 
 class _WaitingRequest(NamedTuple):
@@ -54,7 +54,7 @@ class ShardHost:
   """A shard of tables, with its trace, log and image.
 
   The shard first logs a request, then writes its trace row, then applies and
-  answers it. So a reply never depends on something that a crash would lose.
+  answers it. So a reply never depends on data that a crash would lose.
   """
 
   def __init__(
@@ -139,8 +139,8 @@ class ShardHost:
           " of the run was changed; start again in another folder (--workdir)"
         )
       self._shard.apply(requests.load_request(data))
-    # [3] A new image and an empty log: after a kill the log may have requests
-    # that the image covers, or a last request without a row.
+    # [3] Save an image and empty the log: after a kill the log may have
+    # requests that the image covers, or a last request without a row.
     if self._log.bodies:
       self._save()
 
@@ -211,8 +211,8 @@ class ShardHost:
     self._log.append(data)
     self._write(self._shard.trace_row(request, self._now()))
     self._shard.apply(request)
-    # The log is at most as long as the image. So the time for images is at most
-    # proportional to the time for the log.
+    # An image is written only after a log of its size, so images take at most
+    # about as much time as the log.
     if self._log.size > max(self._image_size, _MIN_LOG_BYTES):
       self._save()
 
@@ -295,7 +295,7 @@ class ShardHost:
     """Makes all workers halt after the same clock. Returns the number of jobs
     that each worker will have done then."""
     if self._limit is None:
-      # The end of the clock that the fastest worker is in.
+      # Workers halt at the end of the clock that the fastest worker is in.
       most_done = max(self._shard.jobs_done().values(), default=0)
       self._limit = (most_done // self._clock_every + 1) * self._clock_every
     return self._limit
@@ -332,7 +332,7 @@ class ShardHost:
     return Handover(self._shard.give(cuts), unread_rows)
 
   def move(self, data: bytes) -> None:
-    """Takes the ranges of a new division, unless the shard has them already."""
+    """Applies a new division of the tables, unless the shard has it already."""
     request = requests.load_request(data)
     if not self._shard.is_done(request):
       self._execute(request, data)

@@ -31,8 +31,8 @@ class NewDivision(NamedTuple):
   """A new division for a worker that rests."""
 
   cuts: Cuts
-  # For each shard: the (number, dumped Rows) that the worker may not have
-  # received.
+  # For each shard: (number, dumped rows) of the rows that the worker may not
+  # have received.
   rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
@@ -56,7 +56,7 @@ class WorkerHost:
     Args:
       inside: the functions of the host.
       make: (incarnation, work) -> a worker without rows.
-      work: the work of the worker.
+      work: the functions that compute the worker's jobs.
       journal: the worker's files.
       shards: shard -> its host.
       script: the script of injected faults.
@@ -99,7 +99,7 @@ class WorkerHost:
     restarted_hosts: Mapping[int, Host] | None = None,
     new_division: NewDivision | None = None,
   ) -> tuple[str, int]:
-    """Works until it cannot continue.
+    """Does jobs until one of the results at the top of this module is reached.
 
     Args:
       limit: jobs after which the worker halts; None: no limit.
@@ -108,8 +108,7 @@ class WorkerHost:
       new_division: the new division for which the worker has rested.
 
     Returns:
-      (one of the results at the top of this module, the lost shard if LOST,
-      else 0).
+      (result, the lost shard if LOST, else 0).
     """
     self._limit = limit
     for shard, host in (restarted_hosts or {}).items():
@@ -160,8 +159,8 @@ class WorkerHost:
       )
 
   def image(self) -> tuple[int, int, bytes]:
-    """Returns (rows of its trace, records, image of the worker); between
-    clocks."""
+    """Returns (number of trace rows, number of records, image of the worker).
+    Called between clocks."""
     return *self._journal.counts(), wire.dump(self._worker.pack())
 
   def held_counts(self) -> tuple[int, int]:
@@ -219,7 +218,7 @@ class WorkerHost:
     self._worker.sessions.receive_rows(shard, call.result())
 
   def _take_rows(self) -> None:
-    """Takes the rows that have arrived, and keeps the long polls open."""
+    """Passes the rows that have arrived to the worker, and opens long polls."""
     for shard in self._shards:
       if self._worker.gets_server_push:
         if shard in self._polls and self._polls[shard].done():
@@ -230,8 +229,8 @@ class WorkerHost:
   # A job.
 
   def _write_start(self, action: int) -> float:
-    """Writes the row of a job that begins, with the rows taken by then; returns
-    its time."""
+    """Writes the row of a job that begins, with the number of rows taken from
+    each shard. Returns the time of the row."""
     job = self._worker.next_job
     assert job is not None
     rows_taken = tuple(map(float, self._worker.sessions.taken))
