@@ -11,12 +11,12 @@ and TigerBeetle, so a failure can be repeated.
                                                  |
                       checks of the finished run's files (Broken if one fails)
 
-  scheduler     processes that take turns, and the time between two turns
+  scheduler     processes that take turns, and simulated time
   injections    faults: drawn from a seed, and armed until they apply
   network       sockets with connections that break and frames that are lost
   storage       files and memory: torn writes, a full disk, changed bytes
   hosts         hosts (`asgd.live.hosts`) as processes of the world
-  run           WorldRun: commands, injection of faults, checks
+  run           WorldRun: starts of the driver, injection of faults, checks
   server_run, table_run, batch_run, peer_run
                 WorldRun of each protocol: cases, driver, checks
   scenario, server_makers
@@ -24,7 +24,7 @@ and TigerBeetle, so a failure can be repeated.
   invariants, trace_checks, peer_checks
                 checks of the server's and the peers' files
   broken        the error of a failed check, and helpers of checks
-  explore       runs many seeds; shrinks and explains a seed that fails
+  explore       runs many seeds; explains a seed that fails by its fewest faults
 
 Begin with `run`, then `scheduler`.
 """

@@ -64,7 +64,7 @@ CASES = (
 
 
 _normal = np.random.default_rng(0).standard_normal
-DATA = _normal((PORTIONS, 5, 4)).astype(np.float32)  # five examples a portion
+DATA = _normal((PORTIONS, 5, 4)).astype(np.float32)  # 5 examples per portion
 PARAMS = {
   "v": _normal(3).astype(np.float32),
   "w": _normal((4, 3)).astype(np.float32),
@@ -73,7 +73,7 @@ PARAMS = {
 
 @jax.jit
 def _gradient(params: Any, examples: jax.Array) -> tuple[jax.Array, Any]:
-  """Returns the loss and gradient of a small network on x, float32[5, 4]."""
+  """Returns the loss and gradient of a small network on `examples`, [5, 4]."""
 
   def loss(params):
     prediction = jax.numpy.tanh(examples @ params["w"]) @ params["v"]
@@ -83,7 +83,7 @@ def _gradient(params: Any, examples: jax.Array) -> tuple[jax.Array, Any]:
 
 
 def _portion_gradient(params: Any, portion: int) -> tuple[jax.Array, Any]:
-  """Returns the loss and gradient of a portion."""
+  """Returns the loss and gradient on a portion of DATA."""
   return _gradient(params, DATA[portion])
 
 
@@ -98,7 +98,7 @@ class BatchRun(WorldRun):
   def __init__(self, scenario: Scenario, folder: Path):
     super().__init__(scenario, folder)
     self._settings = scenario.case.settings
-    # The driver's notes on the present evaluation (in a real run, a file).
+    # The driver's notes on the present evaluation; a real run has a file.
     self._driver_notes: dict[str, Any] | None = None
     self._checkpoint: SavedRun | None = None  # the last checkpoint
     self._portions_begun = 0  # by all workers

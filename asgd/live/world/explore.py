@@ -20,8 +20,8 @@ from asgd.live.world.run import SeedResult, WorldRun
 from asgd.live.world.server_run import ServerRun
 from asgd.live.world.table_run import TablesRun
 
-_SEEDS_PER_TASK = 10  # of a pool's process
-_MEMORY = "/dev/shm"  # its files are fast; without it any temporary folder
+_SEEDS_PER_TASK = 10  # seeds that a process of the pool gets at once
+_MEMORY = "/dev/shm"  # if it is missing, runs use a temporary folder on disk
 # Numbers and paths, in which two errors of the same kind differ.
 _DETAILS = re.compile(r"[0-9/][^ ]*")
 _TURNS = "turns of processes"
@@ -71,8 +71,8 @@ def _run(
 
 
 def shrink(seed: int, protocol: str = "server") -> list[int]:
-  """Returns indices of faults with which a failing seed still fails, after
-  trying once to leave out each of them."""
+  """Returns indices of faults with which a failing seed still fails. Each fault
+  is left out once, and stays out if the seed still fails."""
   keep = list(range(len(scenario_of(seed, protocol).faults)))
   # One pass: a run of all subsets would take 2^6 runs instead of 6.
   for index in list(keep):
@@ -91,10 +91,10 @@ def _logs(run: WorldRun) -> dict[str, list[str]]:
 
 
 def first_difference(seed: int, keep: Sequence[int], protocol: str) -> str:
-  """Compares a failing run with the same run without one fault, which passes.
+  """Compares a failing run with a run that passes because it lacks one fault.
 
-  Returns the first turn in which they differ, which is where the fault was
-  injected, and the earliest row of a file, which follows from it.
+  Returns, as text, the first turn in which the runs differ, which is where the
+  fault was injected, and the earliest row of a file that differs.
   """
   _, failing = _run(seed, keep, protocol, _logs)
   # Leave out a late fault first: the runs are then equal up to a late time.
@@ -168,7 +168,7 @@ def explain(
   keep: Sequence[int] | None = None,
   protocol: str = "server",
 ) -> str:
-  """Returns a text on a seed that fails: its fewest faults, the error, the
+  """Returns a text about a seed that fails: its fewest faults, the error, the
   first difference to a run that passes, and the command that repeats it."""
   seed = outcome.seed
   fewest = shrink(seed, protocol) if keep is None else list(keep)

@@ -82,15 +82,15 @@ class _InlinePool(Executor):
 
 
 class _FencedDisk:
-  """The disk of an object; it refuses writes once the driver has given the
-  object's host up."""
+  """The disk of an object; it refuses writes once the driver has given up the
+  object's host."""
 
   def __init__(self, host: "WorldHost", scheduler: Scheduler, disk: Disk):
     self._host, self._scheduler, self._disk = host, scheduler, disk
 
   def _touch(self) -> None:
-    """Is a fault point, and ends the process if the driver has given its host
-    up."""
+    """Passes a fault point, then ends the process if the driver has given up
+    its host."""
     self._scheduler.touch()
     if self._host.is_given_up:
       raise Killed
@@ -107,7 +107,7 @@ class _FencedDisk:
 
 
 class WorldCall(Call):
-  """A call of a method of an object in another process."""
+  """A call of an object's method in another process of the world."""
 
   def __init__(self, scheduler: Scheduler, host: "WorldHost"):
     self._scheduler, self.host = scheduler, host
@@ -139,9 +139,9 @@ class WorldHost(Host):
   def __init__(self, hosts: "WorldHosts", kind: str, index: int, make: Make):
     self.kind, self.index, self._hosts = kind, index, hosts
     self._scheduler = scheduler = hosts.world.scheduler
-    # Calls that were received and not made yet: (call, method, arguments).
+    # Calls that have arrived and not been executed: (call, method, arguments).
     self._inbox: list[tuple[WorldCall, str, Sequence[Any]]] = []
-    # The driver has given the host up, and ignores its answers.
+    # The driver has given up the host, and ignores its answers.
     self.is_given_up = False
     self.open_calls: list[WorldCall] = []  # without an answer
     self.make_call = self._new_call()
@@ -228,8 +228,8 @@ class WorldHost(Host):
     self.helpers.append(helper)
 
     def end_process() -> None:
-      # Only a killed helper takes its process along; one that finished ends
-      # alone.
+      # A killed helper ends the process of its host; a helper that has finished
+      # does not.
       if helper.doomed:
         self._scheduler.kill(self.process)
 
@@ -266,7 +266,7 @@ class WorldHost(Host):
     scheduler.point()
 
   def _wait(self, seconds: float) -> None:
-    """Sleeps; ends the process if the driver has given its host up."""
+    """Sleeps, then ends the process if the driver has given up its host."""
     self._scheduler.sleep(seconds)
     if self.is_given_up:
       raise Killed
@@ -303,8 +303,8 @@ class WorldHost(Host):
     return -1 if takes_newest else 0
 
   def _execute(self, call: WorldCall, compute: Callable[[], Any]) -> None:
-    """Answers a call with the value of `compute`, or with its error. Killed is
-    no answer: it ends the process."""
+    """Answers a call with the value or the error of `compute`. Killed is not an
+    answer: it ends the process."""
     answer: Future[Any] = Future()
     try:
       value = compute()
@@ -326,7 +326,7 @@ class WorldHosts(Hosts):
     does. Otherwise it ends when it waits or has ended its call, as a thread
     does."""
     self.world, self.kills, self.disk = world, kills, world.disk
-    # Chooses the next of the calls that wait for a host; None: the first.
+    # Chooses which waiting call a host executes next; None: the oldest.
     self.order: random.Random | None = None
     self.hosts: dict[tuple[str, int], WorldHost] = {}
     self.cuts = 0  # connections of calls that were broken
@@ -375,7 +375,7 @@ class WorldHosts(Hosts):
     self._end(self.hosts[kind, index])
 
   def _end(self, host: WorldHost) -> None:
-    """Gives a host up, and ends it as a process or as a thread ends."""
+    """Gives up a host, and ends it as a process or as a thread ends."""
     host.is_given_up = True
     if self.kills:
       self.world.scheduler.kill(host.process)

@@ -58,8 +58,8 @@ class Scenario(NamedTuple):
 
 def draw(seed: int, menu: Menu) -> Scenario:
   """Returns the scenario of a seed."""
-  # Each draw below belongs to the meaning of a seed: a draw more or less, or in
-  # another order, makes all seeds draw other scenarios.
+  # After a change in the number or order of the draws below, each seed would
+  # give another scenario.
   rng = random.Random(seed)
   case, kinds = rng.choice(menu.cases), menu.kinds
   if rng.random() < _FEW_KINDS:
@@ -93,7 +93,7 @@ class Faults:
     self.parties = collections.Counter[tuple[str, str]]()  # (kind, party)
 
   def arm(self, fault: Injection) -> None:
-    """Keeps a fault for the next operation of a matching kind."""
+    """Stores a fault for the next operation of a matching kind."""
     self._armed[fault.kind].append(fault)
 
   def first_armed(self, kind: str) -> Injection | None:

@@ -114,8 +114,8 @@ def _check_jobs(
     if case.consistent:
       require(keys == lead_keys, _ALL_SHARDS, text, "and not", lead_keys)
     require(len(set(keys)) == len(keys), _ONCE, text)
-    # Without `consistent` a follower may also have received a message although
-    # the lead counts its ticket as lost.
+    # Without `consistent` a follower may have received a message for a ticket
+    # that the lead counts as lost.
     missing = set(lead_keys) - set(keys)
     require(
       not missing, _ALL_SHARDS, f"shard {shard_index} lacks {sorted(missing)}"
@@ -129,7 +129,6 @@ def _match_records(
   expected: Sequence[Received],
 ) -> list[int]:
   """Returns for each record of a shard the index of its message in `expected`.
-
   Records and messages have the same order.
 
   Raises:

@@ -1,8 +1,8 @@
 """Sockets of a simulated world; see `asgd.live.links.sockets.UnixNetwork`.
 
 Sent bytes arrive at once and in order, as between processes of one machine. A
-fault can cut a connection. It can also drop a frame, send it twice, or hold it
-back until after the next one.
+fault can cut a connection. It can also drop a frame, send it twice, or delay it
+until after the next one.
 """
 
 import errno
@@ -15,9 +15,9 @@ from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Process, Scheduler
 
 _BUFFER = 2**12  # bytes that a socket holds for its reader
-# Fault -> kinds of frames that it applies to. A stream of the system drops no
-# frame in its middle, so only frames that their sender retries can be lost or
-# held back. Frames that are idempotent can be sent twice.
+# Fault -> kinds of frames that it applies to. A real stream socket drops no
+# frame in its middle. So only frames that their sender retries can be lost or
+# delayed, and only idempotent frames can be sent twice.
 _RETRIED = frames.PUSH, frames.ACK
 _FRAMES_OF_FAULT = {
   "lose": _RETRIED,
@@ -37,8 +37,8 @@ class Socket:
     if owner:
       owner.at_end.append(self.close)
     self.peer: Socket | None = None
-    self.data = bytearray()  # received, and not read yet
-    self.backlog: list[Socket] = []  # connections of a listener to accept
+    self.data = bytearray()  # bytes received, and not read yet
+    self.backlog: list[Socket] = []  # of a listener: connections to accept
     self.closed = self.broken = False
 
   def setblocking(self, blocking: bool) -> None:
@@ -81,7 +81,7 @@ class Socket:
     accepted = bytes(data[: _BUFFER - len(self.peer.data)])
     self.peer.data += self.network.apply_fault(self, accepted)
     self.network.changes += 1
-    # This count ignores a fault that has dropped or doubled a frame.
+    # The sender does not notice a fault that has dropped or doubled a frame.
     return len(accepted)
 
   def sendall(self, data: bytes) -> None:
@@ -124,8 +124,8 @@ class Selector:
   def __init__(self, network: "SimulatedNetwork"):
     self._network = network
     self._keys: dict[Socket, selectors.SelectorKey] = {}
-    # `SimulatedNetwork.changes` when the last check found no ready socket; -1:
-    # no such check.
+    # `SimulatedNetwork.changes` when the last check found no ready socket; -1
+    # if there was no such check.
     self._idle_at = -1
 
   def register(self, sock: Socket, events: int, data: Any = None) -> None:
@@ -148,9 +148,9 @@ class Selector:
     self._keys.clear()
 
   def _is_ready(self) -> bool:
-    """Whether a watched socket is ready. The scheduler asks at each turn, so
-    the answer "none" is kept until the network changes: this saves a third of a
-    run's time."""
+    """Whether a watched socket is ready. The scheduler calls this at each turn,
+    so the result False is cached until the network changes: this saves a third
+    of a run's time."""
     changes = self._network.changes
     if self._idle_at != changes and not self._ready_keys():
       self._idle_at = changes
@@ -187,7 +187,7 @@ class SimulatedNetwork:
     self.scheduler, self._faults = scheduler, faults
     self._listeners: dict[str, Socket] = {}
     self.sockets: list[Socket] = []  # both ends of each connection, in pairs
-    self._held_back: dict[Socket, bytes] = {}  # at most a frame, by sender
+    self._delayed: dict[Socket, bytes] = {}  # sender -> one frame
     self.changes = 0  # count of changes to readable or writable bytes
     self.sleep = scheduler.sleep
 
@@ -213,8 +213,8 @@ class SimulatedNetwork:
     return self._pair(self.scheduler.current)
 
   def _pair(self, owner: Process | None) -> tuple[Socket, Socket]:
-    """Returns the ends of a new connection: the caller's, and that of another
-    process, which closes it when it ends."""
+    """Returns both ends of a new connection: the end of the calling process,
+    and that of `owner`. An end is closed when its process ends."""
     near_end = Socket(self, self.scheduler.current)
     far_end = Socket(self, owner)
     near_end.peer, far_end.peer = far_end, near_end
@@ -226,8 +226,8 @@ class SimulatedNetwork:
 
   def connections(self) -> list[Socket]:
     """Returns one end of each open connection."""
-    # If one end was closed, the other is at its end: both leave the list, which
-    # stays a list of pairs.
+    # If one end is closed, `at_end` of the other is True. So both leave the
+    # list, which remains a list of pairs.
     self.sockets = [
       sock for sock in self.sockets if not sock.closed and not sock.at_end
     ]
@@ -242,15 +242,15 @@ class SimulatedNetwork:
 
   def apply_fault(self, sock: Socket, data: bytes) -> bytes:
     """Returns the bytes that arrive when `data` is sent, after a fault."""
-    held_back = self._held_back.pop(sock, b"")
-    # Faults apply to frames: bytes that end in the middle of one get none.
+    delayed = self._delayed.pop(sock, b"")
+    # Faults apply to frames, so bytes with an incomplete frame get none.
     fault = None if len(data) % frames.SIZE else self._fault(data)
     first_frame, later_frames = data[: frames.SIZE], data[frames.SIZE :]
     if fault == "double":
-      return first_frame + data + held_back
+      return first_frame + data + delayed
     if fault == "reorder":
-      self._held_back[sock] = first_frame
-    return (data if fault is None else later_frames) + held_back
+      self._delayed[sock] = first_frame
+    return (data if fault is None else later_frames) + delayed
 
   def _fault(self, data: bytes) -> str | None:
     """Returns the kind of fault that applies to the first frame of `data`."""

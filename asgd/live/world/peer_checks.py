@@ -43,9 +43,9 @@ class Incarnation(NamedTuple):
 
   peer: int
   number: int  # 0: the first incarnation of the peer
-  rows: list[Event]  # from JOIN, which number 0 lacks, to LEAVE
+  rows: list[Event]  # from JOIN, which incarnation 0 lacks, to LEAVE
   exited_early: bool  # the incarnation exited before the end of the run
-  received: list[int]  # its jobs
+  received: list[int]  # jobs of its RECEIVE rows
 
   def rows_with(self, action: int) -> list[Event]:
     """Returns the rows that have an action."""
@@ -85,8 +85,8 @@ class _Checks:
     ]
 
   def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
-    """Replays the trace; returns its peers and records. Raises Broken if a live
-    peer's parameters differ from the replay's."""
+    """Replays the trace; returns the replayed peers and records. Raises Broken
+    if a live peer's parameters differ from the replayed ones."""
     with breaks_on_value_error(JOURNALS):
       trace = files.read_trace(self._run, len(self._journals))
     peers = simulator.Peers(
@@ -106,8 +106,9 @@ class _Checks:
     return peers, records
 
   def check_records(self, replayed: simulator.PeerRecords) -> None:
-    """Checks that the records equal the replay's. One record of each failed
-    incarnation may be missing: the peer exited before it wrote the record."""
+    """Checks that the written records equal the replayed ones. One record of
+    each failed incarnation may be missing: the peer may have exited before it
+    wrote the record."""
     for peer, events in enumerate(self._journals):
       written = files.read_peer_records(self._run, peer)
       path = records_path(self._run, peer)
@@ -162,8 +163,8 @@ class _Checks:
       require(has_ended, ROUNDS, "peer", peer, "received", received)
 
   def check_first_rows(self) -> None:
-    """Checks that all incarnations but a peer's first begin with JOIN; if they
-    started a job, ADOPT follows."""
+    """Checks that each incarnation after a peer's first begins with JOIN, and
+    that ADOPT follows if the incarnation started a job."""
     for incarnation in self._incarnations:
       actions = [row.action for row in incarnation.rows]
       adopts_first = actions[0] == base.JOIN and (
@@ -175,12 +176,12 @@ class _Checks:
 
   def check_broadcasts(self) -> None:
     """In rounds: checks which peers took a message. If its sender is alive at
-    the end, every neighbour alive at the end took the message. If the sender
-    exited, either all of these neighbours took the message or none."""
+    the end, all neighbours that are alive at the end took the message. If the
+    sender exited, all of these neighbours took the message, or none of them."""
     for sender in self._incarnations:
       for put in sender.rows_with(base.PUT):
-        # Receiver -> whether it took the message. A TAKE row has the sender as
-        # its job, and the sender's seq.
+        # Receiver -> whether it took the message. The `job` of a TAKE row is
+        # the sender, and its `seq` is that of the PUT row.
         took_message = {
           receiver.peer: any(
             (take.job, take.seq) == put.key
@@ -198,7 +199,7 @@ class _Checks:
   def _is_for(self, put: Event, receiver: Incarnation) -> bool:
     """Whether an incarnation, alive at the end, had to mix a sent message."""
     links, message = self._gossip.topology.links, put.job
-    first_message = 0  # number of the first one that the incarnation takes
+    first_message = 0  # number of the first message that the incarnation takes
     if receiver.number and receiver.received:
       round_index = receiver.received[0] // len(self._journals)
       # Message m is put in round m * every.
@@ -213,8 +214,8 @@ class _Checks:
 
   def check_exchanges(self) -> None:
     """In pairs: checks that a TAKE and a MIX row follow each PUT row, and that
-    two peers took each other's messages equally often. As many PUT rows may
-    stand alone as incarnations exited."""
+    two peers took each other's messages equally often. Each exit of an
+    incarnation may leave one PUT row of a peer without TAKE and MIX."""
     alive = [
       incarnation
       for incarnation in self._incarnations
@@ -233,7 +234,7 @@ class _Checks:
         *(EXCHANGE, "peer", incarnation.peer, "put", n_unanswered),
         *("messages that were never answered; allowed:", exits),
       )
-    # An exit of one of the two may cut an exchange short.
+    # An exit may cut an exchange short, so only peers without exits count.
     never_replaced = [
       incarnation for incarnation in alive if not incarnation.number
     ]
@@ -269,7 +270,7 @@ class _Checks:
 
 
 def _are_close(params: base.Params, other: base.Params) -> bool:
-  """Returns whether two trees of parameters are equal but for rounding."""
+  """Returns whether two trees of parameters are equal up to rounding."""
   leaves_close = jax.tree.map(
     lambda x, y: np.allclose(x, y, atol=_CLOSE), params, other
   )

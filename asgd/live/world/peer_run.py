@@ -56,7 +56,7 @@ class PeerCase(NamedTuple):
 _QSGD = (("codec", "qsgd"), ("gamma", 0.5))
 CASES = (
   PeerCase("d_psgd"),
-  PeerCase("d_psgd", peers=4, kills=False),  # some peers are no neighbours
+  PeerCase("d_psgd", peers=4, kills=False),  # not all peers are neighbours
   PeerCase("d_psgd", refill=False),
   PeerCase("sgp", peers=4, options=(("overlap", 2),)),
   PeerCase("sgp", kills=False),
@@ -122,7 +122,7 @@ class PeersRun(WorldRun):
 
   def make_hosts(self) -> WorldHosts:
     """See the base. A host that is a process executes waiting calls in a random
-    order, as calls over several connections arrive."""
+    order, because calls over several connections arrive in any order."""
     hosts = super().make_hosts()
     if self._case.kills:
       hosts.order = self.rng
@@ -162,7 +162,7 @@ class PeersRun(WorldRun):
       self._cluster.start(self._checkpoint and self._checkpoint[0])
       self.drive(self._step, self._pause_and_save)
     except (AllDied, NotFinite) as error:
-      # The command ended early; the next one resumes from the checkpoint.
+      # The driver ended early; the next one resumes from the checkpoint.
       self._check_all_exited(error)
 
   def _step(self) -> bool:
@@ -195,7 +195,8 @@ class PeersRun(WorldRun):
   def _save(self) -> None:
     """Makes a checkpoint while the peers are paused."""
     cluster, peers = self._cluster, self._case.peers
-    # Notes go through JSON, as those of a real checkpoint: keys become text.
+    # Notes are converted to JSON and back, as in a real checkpoint: keys become
+    # text.
     images = {
       peer: (tree, json.loads(json.dumps(notes)))
       for peer, (tree, notes) in cluster.images().items()
@@ -206,7 +207,7 @@ class PeersRun(WorldRun):
     )
 
   def _cut_back(self) -> None:
-    """Restores changed files that the last command refused, as its error asks.
+    """Restores changed files that the last driver refused, as its error asks.
     Then cuts all files back to the last checkpoint, or to nothing."""
     for change in reversed(self._flips):
       if self.outcome.refused and change.path.name in self.outcome.refused[-1]:
@@ -230,8 +231,8 @@ class PeersRun(WorldRun):
       for change in reversed(self._flips):
         if change.path == path and data.startswith(change.before[:-1]):
           data = change.before + data[len(change.before) :]
-      # Without the last row if a kill has torn it: the next incarnation of the
-      # peer removes it.
+      # Leave out a last row that a kill has torn: the peer's next incarnation
+      # removes it.
       data = data[: data.rfind(b"\n") + 1]
       if not data.startswith(self._checked_rows.get(path, b"")):
         raise Broken(f"{peer_checks.ROWS}: {path.name} at {self.scheduler.now}")
@@ -263,14 +264,13 @@ class PeersRun(WorldRun):
     new_change = flip(path, fault.seconds / 8) if path.exists() else None
     if new_change is None:
       return ()
+    # An earlier flip of the same bit: the byte is the original one again.
     undone_changes = [
       change
       for change in self._flips
       if change.path == path and change.after == new_change.before
     ]
-    if (
-      undone_changes
-    ):  # the same bit was flipped before, so the byte is original now
+    if undone_changes:
       self._flips.remove(undone_changes[-1])
     else:
       self._flips.append(new_change)

@@ -1,9 +1,9 @@
 """A run in a simulated world: commands, injected faults, and checks.
 
-A run is one command after another until one finishes. Each command starts a
-driver, which starts the other processes, in hosts. A fault may kill all of
-them; the next command then resumes. After the last fault the run must finish
-within bounded time.
+A command is one start of the program, as by a user. It starts a driver, which
+starts the other processes, in hosts. A fault may kill all of them; the next
+command then resumes the run. After the last fault the run must finish within
+bounded time.
 """
 
 import abc
@@ -29,9 +29,10 @@ from asgd.live.world.storage import Disk, flip
 
 LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 _SECONDS, _TURNS = 600.0, 200_000  # limits of one command
-_MOST_RESTARTS = 12  # of the same command, at most
+_MAX_RESTARTS = 12  # commands after the first
 _REASONS = {"fill", "remove memory", "flip"}  # faults that may end a command
-# Time that processes work on without a driver, as a part of a fault's seconds.
+# Time for which processes continue without a driver, as a part of a fault's
+# seconds.
 _WITHOUT_DRIVER = 0.1
 _JOB_SECONDS = 0.03  # mean seconds of a job
 
@@ -50,7 +51,7 @@ class WorldScript(faults.Script):
 
 @dataclasses.dataclass
 class SeedResult:
-  """The outcome of a scenario."""
+  """The result of a scenario's run."""
 
   seed: int
   injected: collections.Counter[str]
@@ -94,13 +95,13 @@ class WorldRun(abc.ABC):
     self.outcome = SeedResult(
       scenario.seed, armed_faults.injected, armed_faults.parties
     )
-    # Not the scheduler's generator: the lengths of jobs must not depend on the
-    # count of turns.
+    # A generator beside the scheduler's, so that the lengths of jobs do not
+    # depend on the count of turns.
     self.rng = random.Random(scenario.seed + 1)
     self.finished = False
-    # Seconds that processes work on without a driver, once it was killed.
+    # Seconds for which processes continue after their driver was killed.
     self._driverless_seconds = 0.0
-    # The last error of a command, and the count of faults injected before it.
+    # (the last ValueError of a command, number of faults injected before it).
     self._last_refusal = "", 0
     # Faults that wait until a job has begun, by job.
     self._waiting_faults: dict[int, list[Injection]] = (
@@ -159,7 +160,7 @@ class WorldRun(abc.ABC):
     calls.append(lambda: self._inject(fault))
 
   def _inject(self, fault: Injection) -> None:
-    """Injects a fault now, and counts it if it reached anything."""
+    """Injects a fault now, and counts it if it reached a part of the world."""
     if self.finished:  # the checks read what the run has left
       return
     parties = self.INJECT[fault.kind](self, fault)
@@ -176,23 +177,23 @@ class WorldRun(abc.ABC):
         self._waiting_faults[fault.job].append(fault)
       else:
         self._plan(fault, 0)
-    # [2] One command after the other until one finishes; then the checks.
+    # [2] Run commands until the run has finished, then the checks.
     try:
       while not self.finished:
         self._run_command(resumed=outcome.restarts > 0)
-        # This includes errors of workers that the driver has given up.
+        # Also errors of workers that the driver has given up.
         for error in scheduler.errors:
           if isinstance(error, Broken):
             raise error
         outcome.restarts += 1
-        if outcome.restarts > _MOST_RESTARTS:
-          raise Stuck(f"not finished after {_MOST_RESTARTS} restarts")
+        if outcome.restarts > _MAX_RESTARTS:
+          raise Stuck(f"not finished after {_MAX_RESTARTS} restarts")
       self.check()
     except (Broken, Stuck) as error:
       outcome.error = f"{type(error).__name__}: {error}"
     except Exception:
       outcome.error = self._without_folder(traceback.format_exc())
-    # [3] All processes end, whatever has happened.
+    # [3] End all processes in any case.
     finally:
       scheduler.close()
       self._close_files()
@@ -200,8 +201,8 @@ class WorldRun(abc.ABC):
     return outcome
 
   def _close_files(self) -> None:
-    """Closes files that the processes had open, as the kernel does at their
-    end: here the simulated processes share the test's descriptors."""
+    """Closes files that processes of the world had open. The kernel does this
+    for a real process, but here all processes are threads of the test."""
     for name in os.listdir("/proc/self/fd"):
       with contextlib.suppress(OSError):
         target = os.readlink(f"/proc/self/fd/{name}")
@@ -220,7 +221,7 @@ class WorldRun(abc.ABC):
     self._driverless_seconds = 0.0
     scheduler.run(lambda: not driver.alive, _SECONDS, _TURNS)
     if self._driverless_seconds:
-      # The time is over, or all wait for a driver: both are expected.
+      # Stuck is expected: the time is over, or all processes wait for a driver.
       with contextlib.suppress(Stuck):
         scheduler.run(lambda: False, self._driverless_seconds, _TURNS)
     scheduler.close()
@@ -235,8 +236,8 @@ class WorldRun(abc.ABC):
       raise error
     text = self._without_folder(error)
     count = self.outcome.injected.total()
-    # An error names a remedy, so the same error must not follow it unless
-    # another fault was injected.
+    # An error names a remedy, which the next command applies. So the same error
+    # must not follow unless another fault was injected.
     if (text, count) == self._last_refusal:
       raise Broken(f"refused again without another fault: {text}")
     self._last_refusal = text, count
@@ -276,7 +277,7 @@ class WorldRun(abc.ABC):
     return ("all",)
 
   def kill_driver(self, fault: Injection) -> Sequence[str]:
-    """Kills the driver. The other processes work on until they notice."""
+    """Kills the driver. The other processes continue until they notice."""
     self._driverless_seconds = fault.seconds * _WITHOUT_DRIVER
     return self.kill("driver", fault)
 
@@ -297,8 +298,8 @@ class WorldRun(abc.ABC):
     return ()
 
   def arm_reorder(self, fault: Injection) -> Sequence[str]:
-    """Arms a fault that changes the order of calls. Threads make calls in
-    order, so it is for processes only."""
+    """Arms a fault that changes the order of calls. It applies to processes
+    only, because threads execute calls in order."""
     return self.arm(fault) if self.scenario.case.kills else ()
 
   def fill(self, fault: Injection) -> Sequence[str]:

@@ -28,7 +28,7 @@ from asgd.server import accept_all, max_staleness
 KINDS = (
   "kill worker",  # as by `kill -9`
   "kill shard",
-  "kill driver",  # shards and workers work on until they notice
+  "kill driver",  # shards and workers continue until they notice
   "kill all",  # workers, shards and driver; the same command resumes
   "stop worker",  # for a while, then the process continues
   "stop shard",
@@ -60,10 +60,10 @@ class ServerCase(NamedTuple):
   shards: int = 1
   consistent: bool = False
   clip: bool = False  # by the norm over all shards, which needs totals
-  log: int = 8  # messages that a shard keeps for its successor; 0: none
-  # Factors on the time of each worker's jobs. With `slowdown` a worker waits
-  # for this time, and ends if its host does. With `computing` it computes, and
-  # a thread that computes continues after its host was given up.
+  log: int = 8  # messages that a shard stores for its successor; 0: none
+  # Factors on the time of each worker's jobs. With `slowdown` the worker waits
+  # in the longer time, so it ends when its host ends. With `computing` the
+  # worker computes, and a thread continues after its host was given up.
   slowdown: tuple[float, ...] = ()
   computing: tuple[float, ...] = ()
   kills: bool = True  # hosts are processes; False: threads
@@ -87,7 +87,7 @@ CASES = (
   ServerCase("dana_zero", shards=2, consistent=True),
   ServerCase("asgd", shards=2, consistent=True, clip=True, log=4),
   ServerCase("ssgd", Rules(round=3), shards=2, consistent=True),
-  # Workers with a state that lasts over their messages.
+  # Workers with a state from message to message.
   ServerCase("dana_slim", kills=False),
   ServerCase("dana_slim", Rules(depth=2), shards=2),
   ServerCase("easgd", shards=2, consistent=True, kills=False),
@@ -101,7 +101,7 @@ CASES = (
   ServerCase("asgd", shards=2, log=0, down=0.02),
   ServerCase("dana_zero", Rules(depth=2), log=0),
   ServerCase("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
-  # Packed messages: a worker keeps the codec's residual.
+  # Packed messages: a worker has the codec's residual as state.
   ServerCase("dana_zero", Rules(depth=2), log=4, tau=0.05),
   ServerCase("asgd", shards=2, wire="bfloat16", tau=0.05),
   ServerCase(
@@ -162,7 +162,7 @@ class Training(NamedTuple):
   steps: simulator.Steps
   plan: sharding.ShardPlan | None
   params: dict[str, np.ndarray]
-  batch: Callable[[int, int], Any]  # as the spec's, but without its pause
+  batch: Callable[[int, int], Any]  # as that of `spec`, but without a pause
   wire: str | None
   setup: Setup
   spec: WorkerSpec
@@ -216,9 +216,8 @@ def training(
   takes; `factor` is the slowdown of its worker."""
   rules = case.rules
   keeps_tickets = rules.cache or rules.fetch_every > 1
-  # Without a codec the compiled steps do not depend on the number of shards,
-  # so cases with one and with two shards share them. Nor do they depend on the
-  # fields that are left out here.
+  # The compiled steps do not depend on the fields that are left out here, and
+  # without a codec not on the number of shards. So several cases share them.
   shards = case.shards if case.tau is not None else 1
   compiled = compile_recipe(
     ServerCase(

@@ -17,7 +17,7 @@ from asgd.live.faults import Killed
 _KEEPS_TURN = 0.6  # probability that a process keeps its turn at a touch
 _SPELL = 60  # turns for which one process, or none, is starved
 _SELDOM = 0.05  # probability that a starved process is eligible in a turn
-_TURN_SECONDS = 2e-4  # seconds between two turns, on average
+_TURN_SECONDS = 2e-4  # mean time between two turns
 
 
 class Stuck(Exception):
@@ -48,7 +48,7 @@ class Process:
     self.alive = True
     self.result: Any = None
     self.error: BaseException | None = None
-    # Work of the kernel at the end of a process, such as closing sockets.
+    # Actions of the kernel at the end of a process, such as closing sockets.
     self.at_end: list[Callable[[], None]] = []
 
   def run(self) -> None:
@@ -104,7 +104,7 @@ class Scheduler:
     self.processes: list[Process] = []  # alive
     self.current: Process | None = None  # the process that has the turn
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
-    self.errors: list[BaseException] = []  # that have ended processes
+    self.errors: list[BaseException] = []  # errors that ended processes
     self.turns: list[tuple[float, str]] = []  # (time, name of the process)
     # Returns the process of the next turn; None gives the turn back to the
     # caller of `run` or `close`, which waits at `_caller_gate`.
@@ -130,8 +130,8 @@ class Scheduler:
     return process
 
   def kill(self, process: Process) -> None:
-    """Ends a process at its present point. Only the kernel's work at its end
-    is still done."""
+    """Ends a process at its present point. Only the calls of its `at_end` are
+    still made."""
     if process.alive and not process.doomed:
       process.doomed = True
       for call in process.at_end:
@@ -147,7 +147,7 @@ class Scheduler:
       raise Killed
 
   def touch(self) -> None:
-    """Is a fault point (`point`), at which the turn may also end."""
+    """Passes a fault point (`point`), at which the turn may also end."""
     self.point()
     if self.current is None:  # no process calls this: there is no turn
       return
@@ -171,7 +171,7 @@ class Scheduler:
     if successor is not process:
       self._hand_over(successor)
       process.thread.gate.acquire()
-    # It may have been killed while it waited.
+    # The process may have been killed while it waited.
     if process.doomed:
       raise Killed
 
@@ -196,7 +196,7 @@ class Scheduler:
 
   def _draw_runnable(self) -> Process:
     """Advances the time and returns the process of the next turn."""
-    # A seed stands for one order of draws: another order makes another run.
+    # The order of the draws below must not change: it defines a seed's run.
     now = self.now
     runnable = [p for p in self.processes if p.is_runnable(now)]
     while not runnable:  # skip the time until a timeout or the end of a stop
@@ -215,8 +215,8 @@ class Scheduler:
     return self._choose(runnable)
 
   def _choose(self, runnable: list[Process]) -> Process:
-    """Returns one of the processes. One is starved for a while, so that the
-    others come far ahead of it."""
+    """Draws one of the processes. For a while one process is starved, so that
+    the others get far ahead of it."""
     self._spell -= 1
     if self._spell < 0:
       self._spell = _SPELL
@@ -234,7 +234,7 @@ class Scheduler:
 
   def _give_turns(self, draw: Callable[[], Process | None]) -> None:
     """Gives turns to the processes that `draw` returns, until it returns None.
-    Raises its error, if it raises one."""
+    Raises the error of `draw`, if there is one."""
     self._draw, self._failure = draw, None
     successor = self._next_turn()
     if successor is not None:
@@ -290,7 +290,7 @@ class Scheduler:
     return thread.process
 
   def _remove(self, process: Process) -> None:
-    """Removes a process that has ended, and does the kernel's work."""
+    """Removes a process that has ended, and makes the calls of its `at_end`."""
     self.processes.remove(process)
     if process.error:
       self.errors.append(process.error)

@@ -1,7 +1,7 @@
 """Makes the shards and workers of a parameter server in a simulated world.
 
-They are the same objects as on a machine (`asgd.live.server.makers`), with the
-sockets, the memory and the disk of the world.
+Their classes are those of a real run (`asgd.live.server.makers`); the sockets,
+the memory and the disk are those of the world.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class WorldSite:
     return memory
 
   def shard(self, index: int) -> Shard | None:
-    """Returns a shard; None if its process has ended or has not made it."""
+    """Returns a shard; None if its process has ended or has not created it."""
     host = self._hosts.hosts.get((SHARD, index))
     if host is None or not host.is_alive or host.made_object is None:
       return None
@@ -62,11 +62,11 @@ def make(
   images: Sequence[Any] | None = None,
 ) -> ServerMakers:
   """Returns the makers of a run's shards and workers. `images` are those of a
-  checkpoint; None: the run starts new."""
+  checkpoint; None: there is no checkpoint."""
   parts: list[Any] = [training.params]
   if training.plan is not None:
     parts = sharding.split(training.plan, training.params)
-  # These have the methods of a `Site` and a `UnixNetwork` that makers use.
+  # They have the methods of a `Site` and of a `UnixNetwork` that makers call.
   world_site: Any = site
   network: Any = world.network
   return ServerMakers(

@@ -1,4 +1,4 @@
-"""Runs of the dense parameter server in a world."""
+"""Runs of the dense parameter server in a simulated world."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -20,9 +20,9 @@ from asgd.live.world.scheduler import Stuck
 
 
 class ServerHosts(WorldHosts):
-  """Hosts that report it as an error if the driver kills a live shard. A stop
-  of a shard is shorter than the driver's patience, so only a call with a cut
-  connection is a reason."""
+  """Hosts that raise an error if the driver kills a live shard without reason.
+  A shard is stopped for less than the driver's patience, so the only reason is
+  a call with a cut connection."""
 
   def kill(self, kind: str, index: int) -> None:
     """See the base."""

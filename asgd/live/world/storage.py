@@ -16,8 +16,8 @@ from asgd.live.world.broken import Broken
 from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Scheduler
 
-# The seconds of a fault select the write that is torn: one of the next _TEARS
-# writes (b""), or the next row with this text.
+# Seconds of a fault -> text of the write that is torn: the next write with this
+# text, or with b"" one of the next _TEARS writes.
 _TEARS = 4
 _TORN_TEXT = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
 
@@ -28,7 +28,7 @@ class Disk:
   def __init__(self, scheduler: Scheduler, faults: Faults):
     self._scheduler, self.faults = scheduler, faults
     self.full = False
-    # Writes that passed since a fault was armed that tears a later write.
+    # Writes since a fault was armed that tears one of the next _TEARS writes.
     self._writes_passed = 0
 
   def write(self, file: int, data: Any) -> int:
@@ -37,8 +37,8 @@ class Disk:
     return self.put(file, data)
 
   def put(self, file: int, data: Any) -> int:
-    """Writes without ending the turn. On a full disk it writes a part, or
-    raises OSError."""
+    """Writes without ending the turn. On a full disk writes half of the data,
+    or raises OSError for a single byte."""
     if self.full:
       if len(data) > 1:
         return os.write(file, data[: len(data) // 2])
@@ -82,12 +82,13 @@ class Memory(SharedMemory):
   ) -> None:
     super().__init__(*args, **options)
     self._scheduler, self._disk = scheduler, disk
-    # Returns the shard that reads these slots, if a worker opened the memory.
+    # Returns the shard that reads these slots; None in the shard's own memory.
     self.shard: Callable[[], Shard | None] = lambda: None
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """See the base. The writer may be killed during the write, but keeps its
-    turn: a worker notices only between two writes that it lost a slot."""
+    """See the base. The writer may be killed during the write, but the turn
+    does not end: a worker checks only between two writes whether it has lost
+    its slots."""
     self._scheduler.point()
     if shard := self.shard():
       self._check_owner(shard, slot, stamp)
@@ -95,7 +96,7 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.content_nbytes(kind, slot)
-    # Only a packed message has a checksum, by which its reader detects this.
+    # Only a packed message has a checksum, by which a reader detects the fault.
     is_packed, faults = not self._formats[kind].is_fixed, self._disk.faults
     if is_packed and length and (fault := faults.take("spoil", "message")):
       position = int(fault.which * (length - 1))
@@ -136,8 +137,8 @@ class Memory(SharedMemory):
       )
     return tree
 
-  # A snapshot is an image, then its description: the process may be killed
-  # between the two, and before the description is written.
+  # A snapshot is written as an image, then its description: the process may be
+  # killed between the two writes.
 
   def _save_image(self, tree: Any) -> None:
     super()._save_image(tree)
@@ -153,7 +154,7 @@ class Flip(NamedTuple):
   """A changed byte of a file."""
 
   path: Path
-  before: bytes  # the unchanged file, up to and including the byte
+  before: bytes  # content before the change, up to and including the byte
 
   @property
   def after(self) -> bytes:
@@ -169,14 +170,14 @@ class Flip(NamedTuple):
     return self.before + data[len(self.before) :]
 
   def restore(self) -> None:
-    """Restores the byte, if the file still has the changed one."""
+    """Restores the byte, if the file still has the change."""
     if (data := self.original()) is not None:
       self.path.write_bytes(data)
 
 
 def flip(path: Path, position: float) -> Flip | None:
-  """Changes the byte at a fraction, in [0, 1], of a file's length. Returns None
-  if the file is empty."""
+  """Changes the byte at `position`, a fraction in [0, 1] of a file's length.
+  Returns the change; None if the file is empty."""
   data = bytearray(path.read_bytes())
   if not data:
     return None
