@@ -24,10 +24,10 @@ class OpenJob:
 
   def __init__(self, frame: Frame, now: float):
     self.seq, self.job = frame.seq, frame.job
-    # The lead sent KEPT: the worker has the parameters of its latest ticket.
+    # 1 if the lead sent KEPT: the job uses the parameters of the last ticket.
     self.reuses_params = int(frame.flag == frames.KEPT)
     self.tickets: dict[int, Frame] = {}  # shard -> its TICKET
-    self.first_ticket = self.compute_start = now
+    self.first_ticket_time = self.compute_start = now
     self.compute_end = math.inf  # infinite until the job is computed
     self.result: Any = None  # (message, loss)
 
@@ -37,7 +37,7 @@ class OpenJob:
     return Frame(frames.FETCH, worker, self.seq, self.job, flag=flag)
 
   def push_frame(self, worker: int, finite: bool, loss: float) -> Frame:
-    """Returns the PUSH of the message, without the slot of a shard."""
+    """Returns the PUSH of the message; the caller adds each shard's slot."""
     push = Frame(frames.PUSH, worker, self.seq, self.job, flag=int(finite))
     return push._replace(value=loss)
 
@@ -56,9 +56,9 @@ class OpenJob:
     return zip(memories, tickets, strict=True)
 
   def has_unchanged_params(self, memories: Sequence[Any]) -> bool:
-    """Whether the slots of the job's parameters were not written again. The
-    computation reads these slots until it ends. If the shard wrote one, it had
-    ended the ticket, and the result is wrong."""
+    """Whether no shard has overwritten the slots of the job's parameters. The
+    computation reads these slots until it ends. A shard overwrites a slot only
+    after it has ended the ticket; then the result is wrong."""
     return all(
       memory.stamp(PARAMS, ticket.params) == int(ticket.value)
       for memory, ticket in self.memories_and_tickets(memories)
@@ -104,8 +104,8 @@ class IncarnationState:
     return None
 
   def acknowledge(self, shard: int, seq: int) -> Frame | None:
-    """Registers the ACK of a shard. Returns the PUSH for the lead if it waited
-    for this ACK alone, otherwise None."""
+    """Registers the ACK of a shard. Returns the PUSH for the lead if this was
+    the last ACK that it waited for, otherwise None."""
     self.unacked[shard].pop(seq, None)
     if any(seq in unacked for unacked in self.unacked):
       return None

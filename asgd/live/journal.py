@@ -24,7 +24,7 @@ class FileJournal(AppendOnlyFile):
   """A journal as a file: CSV with the columns `trace.JOURNAL_COLUMNS`."""
 
   def __init__(self, path: Path, **options: Any):
-    """Opens or makes the file. Raises ValueError if it is no journal."""
+    """Opens or creates the file. Raises ValueError if it is not a journal."""
     self._events = read_journal(path)
     super().__init__(path, **options)
     # A kill may have left the beginning of a row.
@@ -33,7 +33,7 @@ class FileJournal(AppendOnlyFile):
       self._add(f"{trace.JOURNAL_HEADER}\n".encode())
 
   def append(self, event: Event) -> None:
-    """Writes a row so that no kill loses it, or raises ValueError."""
+    """Writes a row; a later kill does not lose it. Raises ValueError."""
     self._add(f"{event.format(journal=True)}\n".encode())
     self._events.append(event)
 
@@ -43,8 +43,8 @@ class FileJournal(AppendOnlyFile):
 
 
 def read_journal(path: Path) -> list[Event]:
-  """Reads a journal; returns [] for a missing file. Raises a ValueError that
-  names the file and the line that is no row."""
+  """Reads a journal; returns [] for a missing file. If a line is not a row,
+  raises a ValueError that names the file and the line."""
   if not path.exists():
     return []
   with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
@@ -55,8 +55,8 @@ def read_journal(path: Path) -> list[Event]:
 
 
 def read_nonempty_journal(run: Path, path: Path) -> list[Event]:
-  """Reads a journal that must have a row. Raises ValueError for an empty or
-  missing journal, and the errors of `read_journal`."""
+  """Reads a journal that must have at least one row. Raises ValueError for an
+  empty or missing journal, and the errors of `read_journal`."""
   events = read_journal(path)
   if events:
     return events
@@ -69,7 +69,7 @@ def read_nonempty_journal(run: Path, path: Path) -> list[Event]:
 
 
 def cut_journal(path: Path, rows: int) -> None:
-  """Drops all but the first rows of a journal, which may have no file."""
+  """Cuts a journal after its first `rows` rows. The file may be missing."""
   if path.exists():
     with path.open("rb") as file:
       lines = b"".join(itertools.islice(file, rows + 1))  # 1: the header
@@ -77,8 +77,8 @@ def cut_journal(path: Path, rows: int) -> None:
 
 
 def check_joined_trace(run: Path, joined: base.Trace, **options: Any) -> None:
-  """Checks a trace made of all journals of a run, as `orders.check` does.
-  Raises ValueError with the folder of the run."""
+  """Checks the trace that joins all journals of a run, as `orders.check` does.
+  Raises a ValueError that names the folder of the run."""
   try:
     orders.check(joined, **options)
   except trace.TraceError as error:
@@ -89,10 +89,10 @@ def check_joined_trace(run: Path, joined: base.Trace, **options: Any) -> None:
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
-  """Checks that a shard could have written a journal. Raises ValueError with
-  the file, the first wrong line, and the reason."""
+  """Checks that a shard could have written a journal. Raises a ValueError that
+  names the file, the first wrong line, and the reason."""
   try:
-    # A journal does not have the depth of its run.
+    # A journal does not record the depth of its run, so any depth is allowed.
     orders.check(events, depth=math.inf, path=path)
   except ValueError as error:
     raise ValueError(

@@ -4,7 +4,7 @@
   compute          | compute 1  | compute 2 ...
   push                          | push 1 ...
 
-They are the three weakly synchronised threads of Dean et al., "Large scale
+These are the three weakly synchronised threads of Dean et al., "Large scale
 distributed deep networks", NIPS 2012. Jobs pass the stages in their order. A
 ticket that is fetched ahead (`Rules.depth`) has the version that it was sent
 with, so its staleness counts the updates during the earlier jobs.
@@ -46,7 +46,7 @@ class Stages:
       ThreadPoolExecutor(1, thread_name_prefix=name)
       for name in ("compute", "push")
     ]
-    # (job, its push), in the order in which the jobs began.
+    # (job, Future of its push), in the order in which the jobs began.
     self._jobs: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
 
   def begin(self, job: Any) -> None:
@@ -55,12 +55,12 @@ class Stages:
     computation = compute_thread.submit(self._compute, job)
 
     def push() -> Any:
-      computation.result()  # raises its error
+      computation.result()  # raises the error of `compute`
       return self._push(job)
 
     future = push_thread.submit(push)
     self._jobs.append((job, future))
-    # Only now: a call of `wake` promises that `is_ready` is True.
+    # Added after the append, so that `is_ready` is True when `wake` is called.
     future.add_done_callback(lambda future: self._wake())
 
   @property
@@ -69,8 +69,8 @@ class Stages:
     return bool(self._jobs) and self._jobs[0][1].done()
 
   def take(self) -> tuple[Any, Any]:
-    """Returns the next (job, result of its push); raises the error of either
-    thread."""
+    """Returns the next (job, result of its push). Raises the error of its
+    `compute` or `push`."""
     job, push_future = self._jobs.popleft()
     return job, push_future.result()
 

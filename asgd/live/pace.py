@@ -1,10 +1,10 @@
-"""Workers that are slow on purpose: each job takes a factor of its time."""
+"""Workers that are slow on purpose: a factor multiplies the time of a job."""
 
 from collections.abc import Callable, Sequence
 
 
 def factor_of(slowdown: Sequence[float], worker: int) -> float:
-  """Returns the factor on the time of a worker's jobs; 1 beyond the list."""
+  """Returns the factor of a worker: slowdown[worker], 1 beyond its length."""
   return slowdown[worker] if worker < len(slowdown) else 1.0
 
 
@@ -15,7 +15,13 @@ def slow_down(
   clock: Callable[[], float],
   wait: Callable[[float], None],
 ) -> None:
-  """Waits until a job has taken a factor of the time since its start.
+  """Waits until a job has taken `factor` times as long as it has taken so far.
+
+  Args:
+    factor: 1 or less: returns at once.
+    since: the start of the job, in seconds of `clock`.
+    clock: returns the present time in seconds.
+    wait: blocks for a number of seconds.
 
   Example:
     >>> from asgd.live import pace

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asgd import safe_files
 
-_MOST_FILES = 2**16  # open files of a process, if the system allows so many
+_MAX_FILES = 2**16  # open files of a process, if the system allows so many
 # Folders that only the descendants of this process use.
 TEMPORARY_FOLDERS: set[str] = set()
 
@@ -53,7 +53,7 @@ def allow_open_files() -> None:
   """Raises the limit of files that this process may have open, as far as the
   system allows: threads have both ends of all sockets of a run."""
   soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-  soft_limit = max(soft_limit, min(hard_limit, _MOST_FILES))
+  soft_limit = max(soft_limit, min(hard_limit, _MAX_FILES))
   resource.setrlimit(resource.RLIMIT_NOFILE, (soft_limit, hard_limit))
 
 
@@ -61,15 +61,15 @@ def process_stat(pid: int) -> tuple[str, str]:
   """Returns (state, start time) of a process, as the kernel writes them. Raises
   OSError if there is no such process."""
   text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-  # The name before ")" may itself have spaces and parentheses.
+  # The process's name, up to the last ")", may have spaces and parentheses.
   fields = text[text.rindex(")") + 1 :].split()
   return fields[0], fields[19]
 
 
 def write_pid(folder: Path, kind: str, index: int) -> None:
-  """Writes for `live_pids` which party this process is, such as worker 0."""
+  """Writes the `.pid` file of this process, the host of a kind and index."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
-  # Replaced at once: a reader never sees half of it.
+  # Renamed when it is complete, so that no reader sees half of it.
   temporary_path = path.with_suffix(f".{pid}")
   temporary_path.write_text(f"{pid} {process_stat(pid)[1]}")
   os.replace(temporary_path, path)
@@ -100,7 +100,7 @@ def kill_run(folder: Path) -> None:
 
 
 def descendants(pid: int | None = None) -> list[int]:
-  """Returns the descendants of a process, of this one by default."""
+  """Returns the ids of the descendants of a process, by default of this one."""
   parents = {}  # process id -> process id of the parent
   for path in Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ class Profile:
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """Writes the trace to the folder; None traces nothing."""
+    """Writes the trace to the folder; with None there is no trace."""
     self._folder, self._seconds, self._clock = folder, seconds, clock
     self._start_time: float | None = None
     self._stop_thread: threading.Thread | None = None

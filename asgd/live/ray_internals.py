@@ -1,4 +1,4 @@
-"""Parts of Ray that it does not promise to keep: see `asgd.internals`.
+"""Uses of names of Ray that are not stable: see `asgd.internals`.
 
 Imports happen at calls, as Ray need not be installed.
 """
@@ -13,7 +13,7 @@ from asgd import internals
 
 
 def driver_module() -> Any:
-  """Returns Ray's module of this process's connection to a cluster."""
+  """Returns the module of Ray with this process's connection to a cluster."""
   return internals.find("ray._private.worker")
 
 
@@ -44,8 +44,8 @@ def allow_loopback() -> Iterator[None]:
 def _start_node(
   gcs_address: str, address: str, resource: str, memory: int
 ) -> Any:
-  """Starts the processes of another node of a cluster on this machine, at an IP
-  address or on loopback."""
+  """Starts another node of a cluster on this machine, at an IP address, which
+  may be that of the loopback."""
   params = internals.find("ray._private.parameter.RayParams")(
     gcs_address=gcs_address,
     node_ip_address=address,
@@ -73,7 +73,7 @@ def second_node(resource: str, memory: int) -> Iterator[None]:
 
   Args:
     resource: name of a resource; only this node has it, in the amount 1.
-    memory: bytes of its object store.
+    memory: bytes of the node's object store.
   """
   ray_node = _start_node(node().gcs_address, "127.0.0.1", resource, memory)
   try:

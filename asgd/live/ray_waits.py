@@ -2,7 +2,7 @@
 
 A call of an actor that has exited ends with an error. If Ray's own processes
 were killed, however, calls of Ray wait for a minute, and then end this process
-with pages of text. So all waits for Ray are in this module, which checks every
+with pages of text. So others wait for Ray by this module, which checks every
 second whether Ray's processes are alive.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 from asgd.live import processes, ray_internals
 
 _CHECK_SECONDS = 1.0  # seconds between two checks of Ray's processes
-# Processes that Ray needs to answer any call -> their names in errors.
+# Kind of a process without which Ray answers no call -> its name in errors.
 _NAMES_BY_KIND = {"raylet": "raylet", "gcs_server": "GCS"}
 
 
@@ -24,7 +24,7 @@ def dead_processes() -> list[str]:
   """Returns the names of Ray's processes that this process started and that
   have exited."""
   node = ray_internals.node()
-  if node is None:  # a cluster that others started
+  if node is None:  # another process started the cluster
     return []
   dead_kinds = [kind for kind, _ in node.dead_processes()]
   return [name for kind, name in _NAMES_BY_KIND.items() if kind in dead_kinds]

@@ -2,7 +2,8 @@
 
 A new worker's ticket carries the complete parameters. Later tickets carry the
 packed updates since the previous ticket. The worker decodes the updates and
-adds them one after the other, as the shard did. So both have the same bits.
+adds them one after the other, as the shard did. So the parameters of the worker
+and of the shard have the same bits.
 """
 
 import functools
@@ -19,12 +20,12 @@ from asgd.live.slots import PARAMS, UPDATES, WrongSlot, message_stamp
 
 
 class OutOfStep(Exception):
-  """A ticket does not follow the latest ticket that the worker has taken."""
+  """A ticket does not follow the last one that the worker has read."""
 
 
 @functools.lru_cache(maxsize=32)
 def compile_rebuild(codec: compression.Codec) -> Any:
-  """Compiles (parameters, code) -> the parameters after an update, once."""
+  """Returns the compiled function (parameters, code) -> updated parameters."""
   return jax.jit(functools.partial(compression.rebuild, codec))
 
 
@@ -53,18 +54,18 @@ class RebuiltParams:
     self._params, self._version = None, -1
 
   def warm_up(self) -> None:
-    """Compiles the addition of an update, on zeros."""
+    """Compiles the addition of an update, by a call with zeros."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._shapes)
     with jax.default_device(_cpu()):
       jax.block_until_ready(self._rebuild(zeros, self._make_blank().code))
 
   def take(self, memory: Any, ticket: Frame) -> Any:
-    """Returns the shard's part of the parameters of a ticket, as arrays that
-    are no views of a slot. After an error the object is unchanged.
+    """Returns the shard's part of the parameters of a ticket, as arrays that do
+    not share memory with a slot. After an error the object is unchanged.
 
     Raises:
       WrongSlot: the slot of the ticket has been overwritten.
-      OutOfStep: the ticket does not follow the latest one.
+      OutOfStep: the ticket does not follow the last one.
       BadCode: the updates cannot be unpacked.
     """
     if ticket.flag == frames.WHOLE:
@@ -87,8 +88,8 @@ class RebuiltParams:
     return self._params
 
   def _read_updates(self, data: np.ndarray) -> tuple[list[Any], Any]:
-    """Returns (codes, statistics) of a ticket's packed updates, uint8[n]. The
-    statistics are None if `data` has none. Raises BadCode."""
+    """Unpacks a ticket's updates, uint8[n]. Returns (codes, statistics), with
+    None as statistics if `data` has none. Raises BadCode."""
     codes, stats = [], None
     end = data.size  # the end of the codes
     if end and self._stats_layout is not None:

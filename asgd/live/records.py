@@ -28,7 +28,7 @@ RECORD = np.dtype(
 
 
 def _checksums(rows: npt.NDArray[Any]) -> list[int]:
-  """Returns the CRC-32 of each row without its last column."""
+  """Returns the CRC-32 of each row, computed without its last column."""
   data, size = memoryview(rows.tobytes()), rows.itemsize
   checked_bytes = size - rows.dtype["crc32"].itemsize
   starts = range(0, len(data), size)
@@ -47,8 +47,7 @@ class FileSink(AppendOnlyFile):
   def __init__(
     self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
   ):
-    """Opens or makes the file. `options` are `disk` of `AppendOnlyFile`, for
-    simulations."""
+    """Opens or creates the file. `options` are those of `AppendOnlyFile`."""
     super().__init__(path, **options)
     self._dtype = dtype
     self._cut(self.count * dtype.itemsize)  # a row that a kill cut short
@@ -81,8 +80,8 @@ def count_records(path: Path, dtype: np.dtype[Any] = RECORD) -> int:
 def read_records(
   path: Path, start: int = 0, end: int | None = None
 ) -> base.Records:
-  """Returns rows `start`, ..., `end` - 1 of a file of records, and reads only
-  these rows. `end` None: all rows from `start` on. Raises ValueError if the
+  """Reads rows `start`, ..., `end` - 1 of a file of records, and no others. If
+  `end` is None, reads all rows from `start` on. Raises ValueError if the
   checksum of a row is wrong; the error names the first such row."""
   rows = read_rows(path, RECORD, start, end)
   if not len(rows):
@@ -93,8 +92,8 @@ def read_records(
 def read_rows(
   path: Path, dtype: np.dtype[Any], start: int = 0, end: int | None = None
 ) -> npt.NDArray[Any]:
-  """Returns rows as `read_records` does, for any dtype of rows, as one
-  structured array."""
+  """Reads rows of any dtype as `read_records` does. Returns one structured
+  array."""
   count = (count_records(path, dtype) if end is None else end) - start
   if count <= 0:
     return np.empty(0, dtype)
@@ -129,13 +128,12 @@ def check_records(
     path: the file, for the error.
     count: records in the file.
     events: rows of the journal.
-    whole: whether the run has ended. If it has, the file may lack as many
-      records as rollbacks undid messages. If not, the file may lack any number.
+    whole: whether the run has ended. Then the file may lack as many records as
+      rollbacks undid messages; otherwise it may lack any number.
 
   Raises:
     ValueError: for more records than messages, or if too many are missing.
   """
-  # The records of messages that a rollback undid may be lost.
   may_be_missing = trace.follow(events).undone if whole else len(events)
   check_count(path, count, events, may_be_missing)
 
@@ -149,7 +147,7 @@ def check_count(
 ) -> None:
   """Checks that a file has a record of each RECEIVE row of a journal. Raises
   ValueError if more than `may_be_missing` records are missing; `noun` is the
-  word for messages in its text."""
+  word for messages in the error."""
   received = sum(event.action == base.RECEIVE for event in events)
   if not received - may_be_missing <= count <= received:
     raise ValueError(

@@ -16,11 +16,11 @@ class Setup(NamedTuple):
   shards: int = 1
   consistent: bool = False  # all shards apply messages in the lead's order
   totals: bool = False  # the algorithm needs totals; consistent only
-  log: int = 16  # messages kept in slots until a snapshot; 0: no log
-  snapshot_seconds: float = 30.0  # between two snapshots, without a log
+  log: int = 16  # messages that stay in slots until a snapshot; 0: no log
+  snapshot_seconds: float = 30.0  # between two snapshots if there is no log
   owned: bool = False  # job j belongs to one worker index (sharded data)
   ladder: Ladder = Ladder()
-  # Counts of received messages at which parameters are kept, for evaluations.
+  # Counts of received messages at which shards store parameters to evaluate.
   keep_params_at: tuple[int, ...] = ()
   together: bool = False  # the first job waits until all workers have joined
 
@@ -38,12 +38,12 @@ class Setup(NamedTuple):
 def slot_counts(setup: Setup) -> SlotCounts:
   """Returns the counts of slots that a shard needs.
 
-  Slots of parameters: for the tickets that are open, that were open at the last
-  snapshot, or that workers keep. Slots of messages: for the messages that
-  workers write, and for the messages of the log.
+  Slots of parameters are needed for the tickets that are open, that were open
+  at the last snapshot, or that workers reuse. Slots of messages are needed for
+  the messages that workers write, and for the messages of the log.
   """
   rules = setup.rules
-  # A worker has up to `depth` open tickets, and may keep one more.
+  # A worker has up to `depth` open tickets, and may reuse one more.
   n_tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
   # Twice: the present tickets, and the tickets of the last snapshot. Two more:
   # the latest parameters that were sent, and their successor.

@@ -29,13 +29,13 @@ class SlotFormat(NamedTuple):
   """The form of the contents of slots."""
 
   nbytes: int  # of a slot
-  open: Callable[[np.ndarray], Slot]  # of its bytes, uint8[nbytes]
-  is_fixed: bool = False  # each content has `nbytes`
+  open: Callable[[np.ndarray], Slot]  # (bytes of a slot, uint8[nbytes]) -> Slot
+  is_fixed: bool = False  # each content has exactly `nbytes` bytes
   gives_views: bool = False  # `read` returns views of the slot
 
   def content_nbytes(self, stored_length: int) -> int:
-    """Returns how many bytes the content of a slot has. `stored_length` is the
-    length that the slot states. Another process may have written any number
+    """Returns the number of bytes of a slot's content. `stored_length` is the
+    length in the slot's trailer. Another process may have written any number
     there, so the result is limited to the bytes of a slot."""
     if self.is_fixed:
       return self.nbytes
@@ -67,7 +67,7 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
 
     return Slot(write_tree, lambda length: read())
 
-  # Numbers that are stored compressed are converted, so they are no views.
+  # Compressed numbers are converted by `read`, so the results are no views.
   gives_views = all(field.stored == field.dtype for field in layout.fields)
   return SlotFormat(
     layout.nbytes, open_tree, is_fixed=True, gives_views=gives_views
@@ -111,9 +111,9 @@ def _write_bytes(data: np.ndarray, slot: np.ndarray) -> int:
 def contents(
   codec: compression.Codec | None, params: Any, *, updates: bool
 ) -> tuple[Any, ...]:
-  """Returns what a shard's slots contain, as `slots.SharedMemory` takes it: for
-  slots of params, of messages and, if the shard sends `updates` to workers, of
-  updates. `params` may have only shapes and dtypes."""
+  """Returns the contents of a shard's slots, as `like` of `slots.SharedMemory`:
+  for slots of params, of messages and, if the shard sends `updates` to workers,
+  of updates. `params` may have only shapes and dtypes."""
   like = params, compression.layout(codec, params)
-  # A ticket carries the parameters if its updates have more bytes than these.
+  # Updates with more bytes than the parameters are never sent.
   return (*like, wire.layout(params).nbytes) if updates else like

@@ -4,12 +4,12 @@ There are slots of sent parameters, slots of messages, and two slots for
 snapshots of the shard. If the shard sends updates, the updates of a ticket lie
 in the updates slot with the index of its message slot. All slots are mapped
 files in the kernel's memory (/dev/shm). These files outlive a killed process,
-so they are a shard's log.
+so message slots serve as a shard's log.
 
   a slot     content ........ unused ........ | length | stamp |   whole pages
   written    [2] content             [1] stamp 0, [3] length, [4] stamp
 
-The reader compares the stamp with the stamp that it expects. So it refuses the
+A reader compares the stamp with the stamp that it expects. So it refuses the
 content of a replaced file, of another message, or of a write that a kill cut
 short. `SharedMemory` is the memory; `slot_formats` defines the contents.
 """
@@ -73,20 +73,20 @@ def message_stamp(worker: int, seq: int) -> int:
 
 
 def _stride(nbytes: int) -> int:
-  """Returns the bytes of a slot and its trailer, in whole pages."""
+  """Returns the bytes of a slot with its trailer, rounded up to whole pages."""
   return -(-(nbytes + _TRAILER.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def slots_nbytes(
   counts: SlotCounts, like: tuple[Any, ...], *, compress: str | None = None
 ) -> int:
-  """Returns how many bytes a shard's slots take, without the snapshots; `like`
-  are the contents of slots of params, messages and updates, as in
-  `SharedMemory`."""
+  """Returns how many bytes a shard's slots take, without the snapshots. `like`
+  has the contents of slots of params, messages and, if the shard sends updates,
+  of updates, as in `SharedMemory`."""
   formats = [slot_format(content, compress=compress) for content in like]
   strides = [_stride(form.nbytes) for form in formats]
-  kinds = zip(counts.of_kinds, strides, strict=False)  # perhaps no updates
-  return sum(count * stride for count, stride in kinds)
+  counts_and_strides = zip(counts.of_kinds, strides, strict=False)
+  return sum(count * stride for count, stride in counts_and_strides)
 
 
 def check_room(folder: Path | str, nbytes: int) -> None:
@@ -159,7 +159,7 @@ class SharedMemory:
     *,
     compress: str | None = None,
   ):
-    """Opens the files; a shard makes missing ones, a worker does not.
+    """Opens the files; a shard creates missing ones, a worker does not.
 
     Args:
       folder: the folder of the shard, best in memory (/dev/shm/NAME), readable
@@ -184,7 +184,7 @@ class SharedMemory:
     self._formats = [
       slot_format(content, compress=compress) for content in contents
     ]
-    # None in a worker, which neither makes files nor reads snapshots.
+    # None in a worker, which neither creates files nor reads snapshots.
     self._image_layout = None if snapshot is None else wire.layout(snapshot)
     kinds = zip(_NAMES, self._formats, counts.of_kinds, strict=False)
     maps = [self._map(name, form.nbytes, count) for name, form, count in kinds]
@@ -192,7 +192,7 @@ class SharedMemory:
     self._slots = [slots for slots, _ in maps]
     self._lengths = [trailers["length"] for _, trailers in maps]
     self._stamps = [trailers["stamp"] for _, trailers in maps]
-    # (kind, slot) -> the slot's functions, and its content on the device.
+    # (kind, slot) -> the slot's functions; (kind, slot) -> its device view.
     self._slot_functions: dict[tuple[int, int], Slot] = {}
     self._device_views: dict[tuple[int, int], Any] = {}
     self._images: list[np.ndarray] = []  # the two images; []: not mapped yet
@@ -252,9 +252,9 @@ class SharedMemory:
     self._stamps[kind][slot] = stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns views of a slot, valid until the slot is written again; of a slot
-    of codes the unpacked code. Raises WrongSlot if the slot has another stamp,
-    BadCode for bytes that do not unpack."""
+    """Returns views of a slot, valid until the slot is written again; for a
+    slot of codes, returns the unpacked code. Raises WrongSlot if the slot has
+    another stamp, BadCode if its bytes cannot be unpacked."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
     return self._slot(kind, slot).read(self.content_nbytes(kind, slot))
@@ -274,14 +274,14 @@ class SharedMemory:
     return self._device_views[kind, slot]
 
   def _slot(self, kind: int, slot: int) -> Slot:
-    """Returns the functions that write and read a slot, made once."""
+    """Returns the functions that write and read a slot."""
     if (kind, slot) not in self._slot_functions:
       data = self._slots[kind][slot]
       self._slot_functions[kind, slot] = self._formats[kind].open(data)
     return self._slot_functions[kind, slot]
 
   def content_nbytes(self, kind: int, slot: int) -> int:
-    """Returns how many bytes the content of a slot has."""
+    """Returns the number of bytes of a slot's content."""
     return self._formats[kind].content_nbytes(int(self._lengths[kind][slot]))
 
   def stamp(self, kind: int, slot: int) -> int:
@@ -335,8 +335,7 @@ class SharedMemory:
     """Marks this memory as that of the shard's journal. Raises ValueError if
     another process removed or replaced the memory's files."""
     try:
-      # Workers would map a file that replaced ours; this shard still maps the
-      # old one.
+      # This shard still maps the removed file; workers would map the new one.
       for path, inode in self._files.items():
         if path.stat().st_ino != inode:
           raise self._lost_memory_error()

@@ -1,6 +1,6 @@
-"""Spans: intervals of a worker's time, a file for each worker.
+"""Spans: intervals of a worker's time, in one file for each worker.
 
-  name,start,end,seq,job,checksum      a line, with the checksum of a journal
+  name,start,end,seq,job,checksum      a line; its checksum is as in a journal
 """
 
 import collections
@@ -24,15 +24,15 @@ class Span(NamedTuple):
 
 
 class SpanWriter:
-  """Writes the spans of workers, a job at a time."""
+  """Writes the spans of workers, all spans of a job at once."""
 
   def __init__(self, folder: Path):
     self._folder = folder
     self._lines: dict[int, list[str]] = collections.defaultdict(list)
 
   def __call__(self, worker: int, span: Span) -> None:
-    """Adds one span of a worker. The push, the last span of a job, writes the
-    spans of the job."""
+    """Adds one span of a worker. The push is the last span of a job: with it
+    the spans of the job are written."""
     name, start, end, seq, job = span
     path = spans_path(self._folder, worker)
     if worker not in self._lines and path.exists():
@@ -41,7 +41,6 @@ class SpanWriter:
     lines = self._lines[worker]
     line = f"{name},{start:.6f},{end:.6f},{seq},{job}"
     lines.append(f"{line},{checksum(line)}\n")
-    # One write for the three spans of a job.
     if name == "push":
       with safe_files.appending(path) as file:
         file.write("".join(lines).encode())
@@ -54,8 +53,8 @@ def spans_path(folder: Path, worker: int) -> Path:
 
 
 def read_spans(path: Path) -> list[Span]:
-  """Reads a worker's spans, without a last line that a kill cut short. Raises
-  ValueError with the file and the line that is no span."""
+  """Reads a worker's spans, without a last line that a kill cut short. Raises a
+  ValueError that names the file and the first line that is no span."""
   # The last element is empty, or the beginning of a line.
   *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []

@@ -3,7 +3,7 @@
 A *body* is bytes that only their writer understands: a request, a command, an
 image, a message. There are two kinds of files:
 
-  a file of one body, which is replaced at once      body, CRC-32
+  a file of one body, which is replaced as a whole   body, CRC-32
   a log, to which bodies are added one by one        length, CRC-32 of the body,
                                                      CRC-32 of these two, body
 
@@ -24,13 +24,13 @@ from asgd import safe_files
 from asgd.live.append_only import RERUN, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
-# Length, CRC-32 of the body, CRC-32 of these two. If the last one is wrong, the
-# length was changed; if it is right, a shorter body was cut short.
+# Length, CRC-32 of the body, CRC-32 of these two. If the last CRC is right and
+# the file ends before the body does, a kill cut the body short.
 _HEAD = struct.Struct("<III")
 
 
 class Changed(ValueError):
-  """A file is not as its writer left it."""
+  """A file was changed or removed since the run wrote it."""
 
   def __init__(self, path: Path | str):
     super().__init__(
@@ -45,11 +45,11 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
   Args:
     path: the path of the file.
     body: its content.
-    disk: writes and replaces as `os` does; a simulation has another.
+    disk: has the methods `write` and `replace` of `os`.
 
   Raises:
     Changed: if the folder was removed.
-    ValueError: if the disk does not take the body.
+    ValueError: if the body cannot be written.
 
   Example:
     >>> path = getfixture("tmp_path") / "image"
@@ -72,7 +72,7 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
 
 
 def read_body(path: Path) -> bytes:
-  """Returns the body of a file. Raises Changed for a missing or changed one."""
+  """Returns the body of a file. Raises Changed if it is missing or changed."""
   try:
     data = path.read_bytes()
   except OSError:
@@ -96,7 +96,7 @@ class Log(AppendOnlyFile):
   """
 
   def __init__(self, path: Path, disk: Any = os):
-    """Opens or makes the file; see `AppendOnlyFile`. Raises Changed."""
+    """Opens or creates the file; see `AppendOnlyFile`. Raises Changed."""
     data = Path(path).read_bytes() if Path(path).exists() else b""
     # Bodies of the file when it was opened; `append` does not add to them.
     self.bodies, size = _split(path, data)
@@ -109,12 +109,13 @@ class Log(AppendOnlyFile):
     return self._size
 
   def append(self, body: bytes) -> None:
-    """Adds a body so that no kill of the process loses it. Raises ValueError if
-    the disk does not take it."""
+    """Adds a body, which a later kill does not lose. Raises ValueError if it
+    cannot be written."""
     self._add(_with_head(body))
 
   def replace(self, bodies: Iterable[bytes] = ()) -> None:
-    """Replaces all bodies, at once."""
+    """Replaces all bodies in one step: a kill leaves the old or the new ones.
+    """
     self.bodies = []
     data = b"".join(map(_with_head, bodies))
     if not data:
@@ -135,7 +136,8 @@ def _with_head(body: bytes) -> bytes:
 
 
 def _split(path: Path, data: bytes) -> tuple[list[bytes], int]:
-  """Returns the bodies of a log, and how many bytes they take."""
+  """Returns (bodies of a log, their size in bytes with heads). Raises Changed.
+  """
   bodies, start = [], 0
   while start + _HEAD.size <= len(data):
     length, body_crc, head_crc = _HEAD.unpack_from(data, start)

@@ -1,12 +1,12 @@
 """One supervisor for the parties of a run: shards, workers, peers.
 
-It starts each party in a host, asks all of them at once, ends those that are
+It starts each party in a host, calls all parties at once, ends parties that are
 silent or hang, counts exits, and raises an error if parties exit over and over
 while no message is received. A protocol's cluster has a supervisor, and decides
 the rest: which parties to replace, which to admit, and when all are at rest.
 
-The supervisor reads the time from its hosts alone. So a simulated world can
-give it the same times and faults as the parties.
+The supervisor reads the time only from its hosts. So a simulated world can give
+it the same times and faults as the parties.
 """
 
 import math
@@ -18,15 +18,15 @@ from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
-_REST_CHECK_SECONDS = 0.01  # between two checks for rest
-_CALL_CHECK_SECONDS = 0.5  # seconds between two checks of open calls
+_REST_CHECK_SECONDS = 0.01  # between two checks whether parties are at rest
+_CALL_CHECK_SECONDS = 0.5  # between two checks of open calls
 _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
-# The next two are per party: a kind of n parties may have n times as many, even
-# all at one party.
+# The next two limits are per party: n parties of a kind may have n times as
+# many, even if one party has all of them.
 MOST_REFUSALS = 3  # refused messages in a row before a run ends
-_MOST_EXITS = 5  # exits between two received messages before a run ends
-_PATIENCE = 60.0  # least seconds after which a silent party is ended
-_REASON_SECONDS = 5.0  # for a party that has failed, to report the reason
+_MAX_EXITS = 5  # exits between two received messages before a run ends
+_PATIENCE = 60.0  # default seconds after which a silent party is ended
+_REASON_SECONDS = 5.0  # to wait until a failed party reports the reason
 _POLL_SECONDS = 0.5  # to wait for the answers to a poll
 
 
@@ -35,7 +35,7 @@ class Party:
 
   def __init__(self, kind: str, index: int, host: Host, make_call: Call):
     self.kind, self.index, self.host = kind, index, host
-    self.make_call = make_call  # makes the party's object
+    self.make_call = make_call  # creates the party's object
     self.run: Call | None = None  # the party's long call, while it is open
     self.has_done_job = False  # so the party has compiled
     self.hung = False  # the supervisor ended the party: it took too long
@@ -47,8 +47,8 @@ class Party:
 
   @property
   def is_ready(self) -> bool:
-    """Whether the party's object is made, and the party has not exited. Raises
-    the error of making the object."""
+    """Whether the party's object exists, and the party has not exited. Raises
+    the error of `make_call`."""
     return self.make_call.done() and answer_of(self.make_call) is not None
 
 
@@ -87,7 +87,8 @@ class Supervisor:
   # Starting and ending.
 
   def start(self, kind: str, index: int, make: Make) -> Party:
-    """Begins to make a party; it replaces an earlier one with its index."""
+    """Starts a party, without waiting for its object. The party replaces an
+    earlier one of its kind and index."""
     self.replaced[kind] += (kind, index) in self._started
     self._started.add((kind, index))
     host = self.hosts.start(kind, index, make)
@@ -96,9 +97,9 @@ class Supervisor:
     return party
 
   def await_made(self, parties: Sequence[Party]) -> list[Party]:
-    """Waits until the objects of parties are made, and ends the parties that
-    take too long. Returns the parties that exited. Raises the error of making
-    an object."""
+    """Waits until parties have their objects, and ends the parties that take
+    too long. Returns the parties that exited. Raises the error of a
+    `make_call`."""
     calls = {(party.kind, party.index): party.make_call for party in parties}
     limit = max(DEAD_FACTOR * self._start_seconds, self._patience)
     self._end_unanswered(calls, limit)
@@ -109,8 +110,8 @@ class Supervisor:
     self.hosts.kill(party.kind, party.index)
 
   def drop(self, party: Party) -> None:
-    """Forgets a party that has exited, or has lost its connection: it writes
-    no more."""
+    """Forgets a party that has exited or has lost its connection, and ends its
+    host."""
     if self.parties[party.kind].get(party.index) is party:
       del self.parties[party.kind][party.index]
     # A party that only lost its connection would write beside its successor.
@@ -125,14 +126,14 @@ class Supervisor:
     """Drops the parties of a kind that have exited or have ended their `run`.
 
     Yields (party, "died", "hung" or the result of its `run`). Raises the error
-    of a party if its object could not be made, or its `run` failed.
+    of a party if its object could not be created, or its `run` failed.
     """
     ended_parties = {party.index: party for party in self.exited_parties(kind)}
     for index, party in self.parties[kind].items():
       if party.run is not None and party.run.done():
         ended_parties[index] = party
     for _, party in sorted(ended_parties.items()):
-      answer_of(party.make_call)  # raises the error of making the object
+      answer_of(party.make_call)  # raises the error of `make_call`
       result = None
       if party.run is not None and party.run.done():
         result = answer_of(party.run)
@@ -151,8 +152,8 @@ class Supervisor:
     Args:
       kind: the kind of the parties.
       method: the method of their objects.
-      *args: of the method.
-      among: indices; None asks all of the kind.
+      *args: arguments of the method.
+      among: indices of the parties; None: all of the kind.
 
     Returns:
       index -> answer, without the parties that have exited, are silent for too
@@ -218,14 +219,14 @@ class Supervisor:
     restart: Callable[[int], None],
   ) -> list[Any]:
     """Calls a method of several parties of a kind, all at once. A party that
-    does not answer is replaced, and the next one is called.
+    does not answer is replaced, and its successor is called.
 
     Args:
       kind: the kind of the parties.
       method: the method of their objects; it may be called twice.
-      *args: of the method.
-      among: indices; None asks all of the kind.
-      restart: starts the party of an index again, or raises.
+      *args: arguments of the method.
+      among: indices of the parties; None: all of the kind.
+      restart: starts the party of an index again, or raises an error.
 
     Returns:
       The answers, in the order of the indices.
@@ -286,8 +287,8 @@ class Supervisor:
   # Exits.
 
   def count_received(self, received: int) -> None:
-    """Takes the number of messages received so far. If it has grown, the counts
-    of exits and refused messages start from 0 again."""
+    """Stores the number of messages received so far. If it has grown, resets
+    the counts of exits and refused messages to 0."""
     if received > self._received:
       self._received, self._refused = received, 0
       self._exits = dict.fromkeys(self._exits, 0)
@@ -297,7 +298,7 @@ class Supervisor:
     exit over and over."""
     self._exits[kind] += 1
     exits = self._exits[kind]
-    if exits <= _MOST_EXITS * self._counts[kind]:
+    if exits <= _MAX_EXITS * self._counts[kind]:
       return
     if kind in LOCAL:
       raise ShardsDie(
@@ -323,7 +324,7 @@ class Supervisor:
   # Jobs that take too long.
 
   def add_job(self, party: Party, seconds: float) -> None:
-    """Adds an ended job of a party; the deadlines follow from its seconds."""
+    """Adds the seconds of a party's finished job, for the deadlines."""
     self.deadlines.add_job(seconds)
     party.has_done_job = True
 
@@ -383,7 +384,7 @@ class Supervisor:
     self, are_at_rest: Callable[[], bool], seconds: float = math.inf
   ) -> bool:
     """Waits until `are_at_rest` returns True, for `seconds` at most. Returns
-    False if the time is over before."""
+    whether it did."""
     deadline = self.hosts.clock() + seconds
     while not are_at_rest():
       if self.hosts.clock() > deadline:

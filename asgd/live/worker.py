@@ -2,7 +2,7 @@
 
   TICKETs of all shards -> _begin: read the parameters, start the computation
   job computed          -> _write_message: write the message to its slots
-                        -> _submit: send a PUSH to each shard, keep it until ACK
+                        -> _submit: send each shard a PUSH, store it until ACK
 
 The loop (`WorkerLoop.run`) is the same in a thread and in a process; a
 `WorkerLink` carries its frames. With more than one ticket (`Rules.depth`), the
@@ -32,9 +32,9 @@ from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
 from asgd.live.worker_spec import WorkerSpec
 
-# Seconds between two signs of life to the lead, while the worker waits for
-# another shard.
-_SIGN_OF_LIFE = 0.5
+# Between two signs of life to the lead, while the worker waits for another
+# shard.
+_SIGN_SECONDS = 0.5
 
 
 def is_finite(message: Any, loss: float) -> bool:
@@ -63,11 +63,11 @@ class LoopContext(NamedTuple):
   clock: Callable[[], float]  # in seconds
   wait: Callable[[float], None]  # blocks for some seconds
   script: Script
-  span: Callable[[Span], None] | None  # takes the spans of jobs
+  span: Callable[[Span], None] | None  # called with each span of a job
   close: Callable[[], None]  # writes pending output, and disconnects
 
   def log_span(self, name: str, start: float, end: float, job: OpenJob) -> None:
-    """Logs a stretch of a job's time, if spans are recorded."""
+    """Reports an interval of a job's time, if spans are recorded."""
     if self.span:
       self.span(Span(name, start, end, job.seq, job.job))
 
@@ -109,7 +109,7 @@ class WorkerLoop:
     self._incarnation = self._new_incarnation(attempt=0)
     self._stages: Stages | None = None  # with `WorkerSpec.overlap`
     self.draining = False  # the loop ends after its open jobs
-    self._drain_sent = False  # the loop has asked for no further jobs
+    self._drain_sent = False  # the loop has asked the lead to send no more jobs
 
   def _new_incarnation(self, attempt: int) -> IncarnationState:
     """Returns the empty state of an incarnation; this loop had `attempt`
@@ -123,12 +123,12 @@ class WorkerLoop:
     self.wake()
 
   def wake(self) -> None:
-    """Ends a wait of the loop for a shard."""
+    """Ends the loop's wait for a frame, if it is waiting."""
     self._context.link.wake()
 
   def revoke(self) -> None:
-    """Takes the worker index from this loop: when this returns, the loop writes
-    to no slot any more."""
+    """Ends the loop's right to its worker index: when this returns, the loop
+    writes to no slot any more."""
     self._lease.revoke()
 
   def run(self) -> str:
@@ -144,7 +144,7 @@ class WorkerLoop:
     """Handles frames and jobs until the end; see `run`."""
     self._send(0, self._hello())
     while not self._lease.revoked:
-      # [1] Ask the lead for no further jobs, if the loop is to drain.
+      # [1] Ask the lead to send no more jobs, if the loop is to drain.
       if self.draining and not self._drain_sent:
         self._drain_sent = True
         self._send(0, Frame(frames.DRAIN, self._worker))
@@ -174,8 +174,8 @@ class WorkerLoop:
         self._handle(shard, frame)
       elif can_submit:
         self._submit_next()
-      # `receive` ended after `patience`, or by a `wake`. The wake of `drain`
-      # calls for step [1], and for no repetition of frames.
+      # `receive` ended after `patience`, or by a `wake`. After the wake of
+      # `drain` step [1] follows, and no frame is repeated.
       elif not running and (not self.draining or self._drain_sent):
         self._send_again(self._shards)
     return "replaced"
@@ -192,12 +192,12 @@ class WorkerLoop:
       self._reconnect(shard)
 
   def _reconnect(self, shard: int) -> None:
-    """Waits for a shard that the driver replaces, then sends it again the
-    frames that it has not answered."""
+    """Waits for a shard that the driver replaces, then resends the frames that
+    the shard has not answered."""
     link, clock = self._context.link, self._context.clock
     last_sign = clock()
     while not link.connect(shard) and not self._lease.revoked:
-      if shard and clock() - last_sign > _SIGN_OF_LIFE:
+      if shard and clock() - last_sign > _SIGN_SECONDS:
         last_sign = clock()
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
@@ -211,7 +211,7 @@ class WorkerLoop:
     return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
   def _send_again(self, shards: Iterable[int]) -> None:
-    """Sends to each shard again the frames that it has not answered. A shard
+    """Resends to each shard the frames that it has not answered. A shard
     ignores a frame that it has already applied."""
     incarnation, link = self._incarnation, self._context.link
     for shard in () if self._lease.revoked else shards:
@@ -233,8 +233,8 @@ class WorkerLoop:
     """Applies a frame of a shard, other than STOP."""
     incarnation = self._incarnation
     if frame.kind == frames.WELCOME and not shard:
-      # A WELCOME that answers a HELLO from before the latest EXPEL is meant for
-      # the earlier incarnation. A repeated WELCOME has the present number.
+      # A WELCOME with an earlier attempt answers a HELLO that was sent before
+      # the last EXPEL. A repeated WELCOME has the present number.
       is_current = frame.version == incarnation.attempt
       if is_current and frame.job != incarnation.number:
         incarnation.number = frame.job
@@ -256,7 +256,7 @@ class WorkerLoop:
 
   def _leave_lead(self, bye: Frame) -> None:
     """Sends BYE to the lead, and again after a reconnection. Without BYE the
-    lead would take later frames for those of the same incarnation."""
+    lead would attribute later frames to the same incarnation."""
     while not self._lease.revoked:
       try:
         self._context.link.send(0, bye)
@@ -302,11 +302,13 @@ class WorkerLoop:
         return
 
   def _begin(self, job: OpenJob) -> None:
-    """Reads a job's parameters, and computes it or passes it to the thread."""
+    """Reads a job's parameters, then computes the job, or with overlap passes
+    it to the compute thread."""
     incarnation, spec = self._incarnation, self._spec
     self._context.script.apply_to_job(self._worker, job.seq)
     job.compute_start = self._context.clock()
-    self._context.log_span("fetch", job.first_ticket, job.compute_start, job)
+    fetch_start = job.first_ticket_time
+    self._context.log_span("fetch", fetch_start, job.compute_start, job)
     parts = self._read_params(job)
     if parts is None:
       return
@@ -344,8 +346,8 @@ class WorkerLoop:
     return parts
 
   def _compute(self, task: tuple[Any, ...]) -> None:
-    """Computes a job, in the thread of the second stage; `task` has the
-    arguments of `_compute_job` after the first."""
+    """Computes a job, in the compute thread. `task` is (incarnation, job,
+    ticket, batch)."""
     _, job, _, _ = task
     job.compute_start = self._context.clock()
     with self._spec.on_device(self._worker):
@@ -354,7 +356,8 @@ class WorkerLoop:
     self._slow_down(job)
 
   def _slow_down(self, job: OpenJob) -> None:
-    """Waits until the job took as long as on a slow worker."""
+    """Waits until the job has taken as long as the worker's `factor` demands,
+    and stores the time of its end."""
     clock, wait = self._context.clock, self._context.wait
     factor = self._spec.factor(self._worker)
     pace.slow_down(factor, job.compute_start, clock=clock, wait=wait)
@@ -377,8 +380,8 @@ class WorkerLoop:
 
   def _write_message(self, task: tuple[Any, ...]) -> Frame | None:
     """Waits for the message of `task`, (incarnation, job, ...), and writes it
-    to its slots. With three stages the thread of the third calls this. Returns
-    the PUSH, or None if the ticket was lost."""
+    to its slots. With overlap the push thread calls this. Returns the PUSH, or
+    None if the ticket was lost."""
     incarnation, job, *_ = task
     message, loss = job.result
     script = self._context.script
@@ -400,8 +403,8 @@ class WorkerLoop:
     In a consistent run the lead itself makes sure of that (PREPARED). Otherwise
     the lead gets its PUSH once all other shards have acknowledged theirs.
     """
-    # All shards refuse a message with NaN or infinity, so the lead need not
-    # wait for it.
+    # All shards refuse a message with NaN or infinity. So the lead gets the
+    # PUSH of such a message at once.
     is_independent = not self._spec.consistent and len(self._shards) > 1
     lead_waits = push.flag and is_independent
     for shard in reversed(self._shards):
@@ -429,10 +432,10 @@ class WorkerLoop:
     return self._lease.use(write)
 
   def _push(self, shard: int, frame: Frame) -> None:
-    """Sends a PUSH to a shard, and keeps it until the shard's ACK."""
+    """Sends a PUSH to a shard, and stores it until the shard's ACK."""
     self._incarnation.unacked[shard][frame.seq] = frame
     script = self._context.script
-    # Scripted faults concern the PUSH to the lead: it is the last one sent.
+    # Scripted faults apply to the PUSH to the lead, which is sent last.
     pushes = [frame] if shard else script.apply_to_frame(self._worker, frame)
     for push in pushes:
       self._send(shard, push)

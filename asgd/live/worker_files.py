@@ -51,14 +51,14 @@ class WorkerFiles:
   def open(
     self, run: Path, index: int, disk: Any = os
   ) -> tuple[FileJournal, FileSink]:
-    """Opens or creates the journal and the records of a worker. `disk` makes
-    the writes to both."""
+    """Opens or creates the journal and the records of a worker. `disk` has the
+    methods `write` and `replace` of `os`."""
     path = records_path(run, index)
     journal = FileJournal(journal_path(run, index), disk=disk)
     return journal, FileSink(path, dtype=self.dtype, disk=disk)
 
   def columns(self, rows: np.ndarray) -> Any:
-    """Returns rows as columns."""
+    """Returns a structured array of rows as the NamedTuple of its columns."""
     names = self._columns._fields
     return self._columns(*(rows[name].copy() for name in names))
 
@@ -72,16 +72,16 @@ class WorkerFiles:
     return by_time([self.read(run, index) for index in range(workers)])
 
   def counts(self, run: Path, index: int) -> tuple[int, int]:
-    """Returns the numbers of rows and of records that a worker has written."""
+    """Returns the numbers (rows, records) that a worker has written."""
     rows = len(read_journal(journal_path(run, index)))
     return rows, len(self.read(run, index).loss)
 
   def checkpoint_counts(
     self, run: Path, workers: int, saved_counts: Mapping[int, Sequence[int]]
   ) -> list[Sequence[int]]:
-    """Returns (rows, records) of each worker that a checkpoint covers.
+    """Returns the numbers (rows, records) of each worker at a checkpoint.
 
-    These are the counts that were saved with the worker's state
+    These are the numbers that were saved with the worker's state
     (`saved_counts`), or all that the worker has written if its state was not
     saved.
     """
@@ -102,9 +102,8 @@ class WorkerFiles:
     Args:
       run: the folder of the run.
       workers: the number of workers.
-      count_lost: takes the rows of a worker, and returns how many of its
-        records may be missing.
-      noun: names the received jobs in the error.
+      count_lost: rows of a worker -> how many of its records may be missing.
+      noun: the word for received jobs in the error.
 
     Raises:
       ValueError: if a worker has more records than received jobs, or fewer than
@@ -145,7 +144,7 @@ class WorkerFiles:
       actual_rows = len(read_journal(path))
       check_rows(path, actual_rows, rows)
       dropped += actual_rows - rows
-    # [2] A kill between two cuts is harmless: the next command cuts again.
+    # [2] Cut. A kill between two cuts is harmless: the next driver cuts again.
     for path, rows in journals:
       cut_journal(path, rows)
     for index, (_, records) in enumerate(worker_counts):
@@ -184,7 +183,7 @@ class WorkerJournal:
 
   def write(self, seq: int, job: int, action: int, **fields: Any) -> Event:
     """Appends a row and returns it; `fields` are further fields of an Event."""
-    # Times never decrease, though the clock may after a restart.
+    # Times never decrease, even if the clock is behind after a restart.
     time = max(self._clock(), self._time)
     event = Event(time, self.index, seq, job, action, **fields)
     self._journal.append(event)

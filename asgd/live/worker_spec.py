@@ -19,7 +19,7 @@ from asgd import base, compression, sharding
 from asgd.live import pace, slot_formats
 from asgd.live.rebuilt_params import RebuiltParams
 
-_MEASURE_SECONDS = 1.0  # sum of the measured jobs, at least
+_MEASURE_SECONDS = 1.0  # least total time of the measured jobs
 
 
 class WorkerSpec(NamedTuple):
@@ -30,15 +30,15 @@ class WorkerSpec(NamedTuple):
   work: Callable[..., tuple[Any, Any, Any]]
   init: Callable[[Any], Any]  # parameters (shapes) -> the worker's state
   batch: Callable[[int, int], base.Batch]  # (worker, job) -> batch
-  root: jax.Array  # key, from which `work` derives a key of each job
+  root: jax.Array  # key from which `work` derives the key of each job
   params: Any  # shapes and dtypes of all parameters
   plan: sharding.ShardPlan | None  # division of `params`; None: one shard
   consistent: bool = False  # all shards follow the lead's order
   depth: int = 1  # most open tickets of a worker
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
   devices: tuple[jax.Device, ...] = ()  # of the workers; (): JAX's default
-  codec: compression.Codec | None = None  # packs messages, as a part of `work`
-  # Packs the updates that shards send; None: they send parameters.
+  codec: compression.Codec | None = None  # encodes messages, within `work`
+  # Encodes the updates that shards send; None: shards send parameters.
   codec_down: compression.Codec | None = None
   overlap: bool = False  # compute and write messages in separate threads
 
@@ -75,8 +75,8 @@ class WorkerSpec(NamedTuple):
 
   def example(self, worker: int) -> base.Batch:
     """Returns a batch with the shapes of a worker's batches."""
-    # Job 0 may be another worker's: a stream of data would then be read out of
-    # order, so some batch functions make an example.
+    # Job 0 may belong to another worker, and its batch would be read from a
+    # stream out of order. So some batch functions have a method `example`.
     example = getattr(self.batch, "example", None)
     return example(worker) if example else self.batch(worker, 0)
 
@@ -87,8 +87,8 @@ class WorkerSpec(NamedTuple):
     return self._replace(batch=kept_in(folder, worker)) if kept_in else self
 
   def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
-    """Compiles the work, for a batch like a worker's first by default, and
-    drops its result."""
+    """Compiles the work by doing one job with `batch`, by default with
+    `example(worker)`. Drops the result."""
     batch = self.example(worker) if batch is None else batch
     self._try_job(worker, self._first_state_and_ticket(worker), batch)
     for rebuilt_params in self.make_rebuilt_params() or ():
@@ -116,12 +116,12 @@ class WorkerSpec(NamedTuple):
     jax.block_until_ready(result)
 
   def warm_up_all(self, workers: int) -> None:
-    """Compiles the work of each of N workers, each program once."""
+    """Compiles the programs of all workers, each program once."""
     programs = []
     for worker in range(workers):
       batch = self.example(worker)
       device = worker % max(len(self.devices), 1)
-      # JAX compiles once for a device and the shapes of a batch.
+      # A program depends on the device and the shapes of a batch.
       program = device, [leaf.shape for leaf in jax.tree.leaves(batch)]
       if program not in programs:
         programs.append(program)
@@ -130,7 +130,7 @@ class WorkerSpec(NamedTuple):
   def measure(
     self, worker: int, jobs: int, wait: Callable[[float], None]
   ) -> float:
-    """Returns the median of the seconds that jobs take a worker.
+    """Returns the median time of a worker's jobs, in seconds.
 
     The worker does at least `jobs` jobs, for at least a second; their results
     are dropped. Call `warm_up` before. The cluster measures all workers at the
