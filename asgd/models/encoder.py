@@ -231,8 +231,8 @@ def pretrained(
 
   `folder_or_package` is a folder or a package, see `find`; the pooling "first"
   needs the pooler's weights. Raises DataError if there is no such encoder, it
-  is no BERT, or a tensor is missing, unknown, or of another shape than in its
-  config.
+  is not a BERT, or a tensor is missing, is unknown, or has another shape than
+  the config implies.
   """
   names.check("pooling", pooling, POOLINGS)
   folder = find(folder_or_package)
@@ -254,15 +254,15 @@ def pretrained(
       )
     return value
 
-  def fill(number, shapes):
+  def fill(layer_index, shapes):
     leaves = traverse_util.flatten_dict(shapes, sep=".")
     weights_of_layer = {}
-    for path in sorted(leaves, reverse=True):  # kernels before biases
-      leaf, (module, _, kind) = leaves[path], path.rpartition(".")
-      tensor_name = _TENSORS.get(module or path)
+    for leaf_name in sorted(leaves, reverse=True):  # kernels before biases
+      leaf, (module, _, kind) = leaves[leaf_name], leaf_name.rpartition(".")
+      tensor_name = _TENSORS.get(module or leaf_name)
       if tensor_name is None:  # the classifier
         continue
-      tensor_name = tensor_name.format(number - 1)
+      tensor_name = tensor_name.format(layer_index - 1)
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
         shape: tuple[int, ...] = outputs, leaf.size // outputs
@@ -273,7 +273,7 @@ def pretrained(
         shape = (leaf.size,) if module else leaf.shape  # embedding tables
         value = read(f"{tensor_name}.{suffix}", shape)
       value = value.reshape(leaf.shape)
-      weights_of_layer[path] = np.ascontiguousarray(value, np.float32)
+      weights_of_layer[leaf_name] = np.ascontiguousarray(value, np.float32)
     return traverse_util.unflatten_dict(weights_of_layer, sep=".")
 
   layers = bert(1, **sizes)
@@ -322,8 +322,8 @@ _SIZES = {
   "kinds": "type_vocab_size",
   "epsilon": "layer_norm_eps",
 }
-# Values of keys that change the model. A config may leave a key out, or must
-# have this value.
+# Keys that would change the model: a config must have these values, or lack the
+# keys.
 _REQUIRED_VALUES = {
   "model_type": "bert",
   "hidden_act": "gelu",
@@ -355,8 +355,8 @@ def _read_sizes(path: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path):
-  """Returns name -> array, with names as current transformers writes them (no
-  `bert.` prefix, LayerNorm.weight and .bias)."""
+  """Returns name -> array, with names as current versions of transformers write
+  them (no prefix `bert.`, LayerNorm.weight and .bias)."""
   try:
     import safetensors.numpy
   except ImportError:

@@ -26,8 +26,8 @@ def _conv(
 ) -> nn.Conv:
   """Returns a convolution with an output of the input's size / stride. Each of
   the `towers` reads its part of the channels."""
-  # Do not use "SAME" padding. For images of even size and stride 2 it pads only
-  # right and bottom, so kernels centre on odd pixels; shortcuts keep the even
+  # Not "SAME" padding: for images of even size and stride 2 it pads only right
+  # and bottom, so kernels centre on odd pixels, but shortcuts select the even
   # pixels.
   return nn.Conv(
     features,
@@ -318,8 +318,8 @@ def alexnet(
 ) -> Layers:
   """AlexNet: five convolutions in towers, two dense layers, Classifier.
 
-  The second, fourth and fifth convolution read the channels of their tower
-  alone: two devices that hold a tower each exchange activations only before the
+  The second, fourth and fifth convolution read only the channels of their
+  tower. So two devices with one tower each exchange activations only before the
   third convolution and the dense layers. Convolutions 1, 2 and 5 are followed
   by 2x2 pooling; the paper's 3x3 patches, local response normalisation and
   dropout are left out.
@@ -329,8 +329,8 @@ def alexnet(
     features: channels of the five convolutions; multiples of the towers.
     hidden: features of the two dense layers.
     towers: 2 in the paper; 1 is one network.
-    stride: the stride of the first convolution: 4 for images of ImageNet; the
-      kernel then has 11x11 pixels, not 5x5.
+    stride: the stride of the first convolution, 4 for images of ImageNet. Its
+      kernel has 5x5 pixels at stride 1, else 11x11.
   """
   checks.integer("classes", classes)
   _check_widths("features", features, least=5)
@@ -413,8 +413,8 @@ def wide_resnet(
   # last two.
   _check_norm(norm, groups, (16, 16 * widen), residual=True)
   blocks = _blocks(WideBlock, 16 * widen, (depth - 4) // 6, norm, groups)
-  # Each block begins with its norm, so the stem has none, and the head norms
-  # the last block's output.
+  # Each block begins with its norm, so the stem has none, and the head applies
+  # a norm to the last block's output.
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 

@@ -4,8 +4,8 @@ A model is a tuple of modules. layers[a:b] with params[a:b] is a stage; the
 complete model is the stage with a = 0, b = len(layers). A residual block with
 its skip connection is one layer. Parameters are also a tuple, with one dict for
 each layer; models with BatchNorm have `base.Variables` of two such tuples. A
-model that cannot be cut is a `Model` of `asgd.models.own`; the functions take
-both.
+model that cannot be cut is a `Model` of `asgd.models.own`; `init` and `apply`
+accept both.
 
 A layer is a flax module called as layer(x, train=bool). Index letters:
   B  examples
@@ -42,8 +42,8 @@ def init(
   the parameters are computed: this is cheap outside of jit, and works under it.
 
   Returns:
-    A tuple with a dict of weights per layer, {} for a layer without any; if a
-    layer keeps statistics, `base.Variables` of this tuple and of one with a
+    A tuple with a dict of weights per layer, {} for a layer without weights. If
+    a layer has statistics: `base.Variables` of this tuple and of a tuple with a
     dict of statistics per layer (mean 0, variance 1).
   """
   weights, stats = [], []
@@ -88,7 +88,7 @@ def _make_draw(layer, x, key, has_64_bit_types):
 
 def _shape_of_output(layer, x, has_64_bit_types):
   """Returns the shape and dtype of a layer's output. `has_64_bit_types` is a
-  setting of JAX, and only part of the cache's key."""
+  setting of JAX, which is only needed in the cache's key."""
   del has_64_bit_types
   draw = functools.partial(layer.init_with_output, train=False)
   key = jax.eval_shape(jax.random.key, 0)
@@ -105,7 +105,7 @@ def _call_cached(fn, layer, *arguments):
   """Calls a function of a layer, or returns the result of an earlier call."""
   try:
     return _call_hashable(fn, layer, *arguments)
-  except TypeError:  # the layer cannot be hashed, so the result is not kept
+  except TypeError:  # the layer cannot be hashed, so the result is not cached
     return fn(layer, *arguments)
 
 
@@ -125,7 +125,7 @@ def apply(
       apply dropout.
     key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
     first: index of layers[0] in the complete model, so that a stage draws the
-      same.
+      same numbers as the complete model.
 
   Returns:
     (y, stats): the output, and the statistics used, in the structure of

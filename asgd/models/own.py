@@ -4,11 +4,11 @@ transformed function of Haiku.
 Such a model cannot be cut into stages. Statistics of BatchNorm follow the rule
 of this library: a message holds those of its batch, and the server averages
 them in. Flax averages by itself, new = m old + (1 - m) batch. So the batch's
-statistics are (new - m old) / (1 - m), and the server uses the momentum m. One
-worker then keeps the same statistics as a loop of flax and optax.
+statistics are (new - m old) / (1 - m), and the server uses the momentum m. With
+one worker the statistics are then those of a loop of flax and optax.
 
-Haiku's state has no such rule: it may be any values. A message holds the state
-after its batch, and the server replaces its own by it (momentum 0).
+Haiku's state has no such rule: it may contain any values. A message holds the
+state after its batch, which replaces the server's state (momentum 0).
 """
 
 import inspect
@@ -26,12 +26,12 @@ from asgd import base, checks
 _MODES = {"train": True, "training": True, "is_training": True}
 _MODES |= {"deterministic": False, "use_running_average": False}
 _KEYS = "key", "rng"
-_STATE = "state"  # the name of a second argument of apply, as Haiku has it
+_STATE = "state"  # name of the second argument of apply in Haiku's form
 _FORMS = (
   "a flax.linen Module, a tuple of layers, a pair (init, apply), a transformed"
   " function of Haiku or, with an argument rngs, a flax.nnx Module"
 )
-DECAY = 0.9  # for statistics that a model returns as those of its batch
+DECAY = 0.9  # default momentum with which the server averages statistics
 
 
 class ModelError(ValueError):
@@ -55,12 +55,12 @@ class Model(NamedTuple):
 
 def as_model(value: Any) -> Any:
   """Returns the result of a user's function: layers unchanged, other models as
-  a Model. Raises ValueError if it is no model."""
+  a Model. Raises ValueError if the result is no model."""
   if isinstance(value, Model):
     return value
   if isinstance(value, nn.Module):
     return _model_of_linen(value)
-  # Layers before a pair: a flax module is callable, as are init and apply.
+  # Test for layers before a pair: a flax module is callable, too.
   if isinstance(value, list | tuple) and value:
     if all(isinstance(each, nn.Module) for each in value):
       for layer in value:
@@ -107,15 +107,16 @@ def _mode_arguments(arguments: Collection[str], train: bool) -> dict[str, Any]:
 
 
 def _batch_statistics(before, after, momentum):
-  """Returns the batch's statistics from flax's running ones before and
-  after."""
+  """Returns the batch's statistics, computed from flax's running statistics
+  before and after the batch."""
   return jax.tree.map(
     lambda old, new: (new - momentum * old) / (1 - momentum), before, after
   )
 
 
 def _one_momentum(momenta: set[float], name: str) -> float:
-  """Returns the only momentum; ModelError for several, none, or a bad one."""
+  """Returns the momentum that all layers have. Raises ModelError if there are
+  several or none, or if it is not in [0, 1)."""
   if len(momenta) > 1:
     raise ModelError(
       f"{name} has BatchNorm layers with several momenta, {sorted(momenta)},"
@@ -161,7 +162,7 @@ def _model_of_linen(module: nn.Module) -> Model:
   name = type(module).__name__
   # Arguments after self and the batch.
   arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
-  # All calls add to this set: JAX does not trace some parts again.
+  # All calls add to this set, because JAX may not trace a layer again.
   momenta_seen: set[float] = set()
 
   def init(key, example):
@@ -233,8 +234,9 @@ def _to_linen(params: Any, example: Any) -> dict[str, Any]:
 
 
 def check_layers(init: Callable[[jax.Array], Any], other_way: str) -> None:
-  """Raises ModelError if the layers of `init`, key -> parameters, average their
-  statistics: a message needs the batch's own. `other_way` ends the error."""
+  """Raises ModelError if the layers that `init` (key -> parameters) calls
+  average their statistics: a message needs the statistics of its batch.
+  `other_way` is the end of the error."""
   momenta: set[float] = set()
   with nn.intercept_methods(_record_momenta(momenta)):
     jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
@@ -260,8 +262,8 @@ def _record_momenta(momenta: set[float]):
 
 
 def of_nnx(make: Callable[..., Any]) -> Model:
-  """Returns the Model of a function rngs -> nnx.Module. It is called for each
-  batch, and its module filled with parameters and statistics."""
+  """Returns the Model of a function rngs -> nnx.Module. Each batch calls the
+  function and sets the module's parameters and statistics."""
   from flax import nnx
 
   def make_module(params, dropout):
@@ -404,8 +406,8 @@ def _model_with_state(
   """Returns the Model of an (init, apply) pair; apply takes and returns a
   state.
 
-  The statistics of this model are the state, in floating point numbers: the
-  server subtracts and adds statistics. A count is exact up to 2^24.
+  The statistics of this model are the state, as floating point numbers, because
+  the server subtracts and adds statistics. A count is exact up to 2^24.
 
   Args:
     draw: (key, example) -> (params, state).
@@ -428,7 +430,7 @@ def _model_with_state(
     return as_params(draw(key, example))
 
   def state_shapes(x):
-    """The state's structure and dtypes, which params alone do not show."""
+    """Returns the structure and dtypes of the state before `_as_float`."""
     example = jax.ShapeDtypeStruct(x.shape, x.dtype)
     shapes = jax.eval_shape(lambda key: draw(key, example), jax.random.key(0))
     return shapes[1]
@@ -477,6 +479,6 @@ def _model_with_state(
 
 
 def _as_float(value: jax.Array) -> jax.Array:
-  """Returns an array of integers or flags in floating point numbers."""
+  """Returns an array of integers or flags as floating point numbers."""
   is_inexact = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
   return jnp.asarray(value) if is_inexact else jnp.asarray(value, jnp.float32)

@@ -8,7 +8,7 @@ Index letters:
 References:
   Hochreiter and Schmidhuber, "Long short-term memory", Neural Computation 1997.
   Zaremba, Sutskever, Vinyals, "Recurrent neural network regularization", 2014,
-  arXiv:1409.2329: LSTMs in layers, with dropout between them alone.
+  arXiv:1409.2329: LSTMs in layers, with dropout only between layers.
 """
 
 from typing import Any
@@ -45,11 +45,12 @@ class Recurrent(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
-    # `param_dtype` is that of the state, too: a loop must keep its dtype.
+    # `param_dtype` is also the dtype of the state, which a loop cannot change.
     cell = nn.OptimizedLSTMCell(
       self.width, dtype=x.dtype, param_dtype=x.dtype, name="cell"
     )
-    outputs: Any = nn.RNN(cell, name="lstm")(x)  # or with the last state
+    # Its type also allows (outputs, last state).
+    outputs: Any = nn.RNN(cell, name="lstm")(x)
     y: jax.Array = outputs
     return y
 

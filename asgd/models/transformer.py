@@ -48,7 +48,7 @@ class Embed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
-    # A sequence may be shorter than the context: it has the first positions.
+    # A sequence that is shorter than the context gets the first positions.
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", INIT, (self.vocabulary, self.width))
@@ -60,7 +60,7 @@ class Embed(nn.Module):
 class Block(nn.Module):
   """Causal self-attention, then an MLP: float[B, T, C] -> the same.
 
-  Each reads the layer norm of the residual stream, and its output is added to
+  Both read a layer norm of the residual stream, and their outputs are added to
   the stream.
   """
 
@@ -95,7 +95,7 @@ class Unembed(nn.Module):
   def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
-    # Not tied to the embedding: the two may be in different stages.
+    # The weights are not shared with Embed, which may be in another stage.
     return nn.Dense(
       self.vocabulary, use_bias=False, dtype=x.dtype, kernel_init=INIT
     )(x)
