@@ -2,10 +2,11 @@
 
   rules + durations --> Dispatcher (`protocol`) --> rows --> base.Trace
 
-`makers` has one function for each protocol; `build` calls them by name. They
-play a `Dispatcher` with drawn `durations`, event by event (`play`) or in NumPy
-columns (`columns`), optionally over a `network`. `trace` defines the rows and
-the `Ledger` that follows them, `checking` finds rows that a protocol forbids.
+`makers` has one function for each protocol; `build` calls them by name. Makers
+play a `Dispatcher` with drawn `durations`, event by event (`play`), or compute
+its rows in NumPy columns (`columns`), optionally over a `network`. `trace`
+defines the rows, and the `Ledger` that tracks open tickets. `checking` finds
+rows that a protocol forbids.
 Start with the example in `trace`.
 """
 

@@ -40,7 +40,7 @@ class Arrivals:
     self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
     self._arrival_counter = itertools.count()
     # Messages that arrived on the earliest open ticket of their worker. Some of
-    # these tickets were closed since.
+    # these tickets may be closed by now.
     self._earliest: list[Key] = []
     self.round = self.n_granted = self.tickets = 0
 
@@ -60,7 +60,7 @@ class Arrivals:
     """Adds a message that has arrived, `seconds` after its ticket."""
     del seconds
     self._arrival_rank[key] = next(self._arrival_counter)
-    # Only the earliest open ticket of a worker can be received next.
+    # Only the message of a worker's earliest open ticket can be received next.
     if key[1] == next(iter(self._ledger.open[key[0]])):
       self._earliest.append(key)
 
@@ -85,13 +85,13 @@ class Arrivals:
   def take_ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
     """Returns the messages to be received now, in their order."""
     del more_to_come
-    # A ticket that was closed after its message arrived has no rank any more.
+    # A message has no rank any more if its ticket was closed.
     keys = {key for key in self._earliest if key in self._arrival_rank}
     self._earliest.clear()
     return sorted(keys, key=self._arrival_rank.__getitem__)
 
   def find_late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns no job: only jobs of a round are late."""
+    """Returns []: only jobs of rounds can be late."""
     del before
     return []
 
@@ -171,7 +171,8 @@ class RoundArrivals(Arrivals):
     return is_lost
 
   def _next_round(self) -> None:
-    """Starts the next round. The waiting messages are late from now on."""
+    """Starts the next round. Messages of the last round that still wait are
+    late from now on."""
     self.round += 1
     self.n_granted = self._received = 0
     self._late_workers.update(worker for worker, _ in self._on_time)

@@ -4,10 +4,10 @@
   worker 1   |--job 1--|
   worker 2   |--job 2------------------------------------|  dropped
 
-When the other jobs of a round have ended, an idle worker takes a late job, and
-the first of the two results counts. The late worker still finishes its copy,
-and the server drops it. Until then that worker is missing in the rounds, so
-another worker does two jobs.
+When the other jobs of a round have ended, an idle worker starts a late job
+again, and the first of the two results counts. The late worker still finishes
+its copy, and the server drops the result. Until then the late worker starts no
+other job, so another worker does two jobs in a round.
 """
 
 import bisect
@@ -136,8 +136,8 @@ class Copies:
   def least_median_time(self) -> float:
     """Returns a lower bound of `median_time` for all workers; infinity if no
     worker has a time."""
-    # The median is smallest for the slowest worker: it leaves the largest time
-    # out.
+    # The median of the other workers is smallest for the slowest worker, since
+    # it leaves out the largest time.
     last_index = len(self._sorted_times) - 1
     lower_bound = _median(
       self._sorted_times, last_index if last_index > 0 else None

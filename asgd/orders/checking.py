@@ -37,7 +37,8 @@ def check(
     path: file of the rows, for errors.
 
   Raises:
-    TraceError: for the first wrong row, naming it (of a file, its line).
+    TraceError: if a row is wrong. It names the first such row, or with `path`
+      the line in the file.
 
   Example:
     >>> from asgd import orders
@@ -80,8 +81,8 @@ def _is_valid(trace: base.Trace, depth: float) -> bool:
   if depth >= len(starts):
     return True
   # A worker that holds at most `depth` tickets starts its job k after its job
-  # k - depth has ended. Starts and ends are sorted by worker, so the position
-  # of a worker's first row plus k is the row of its job k.
+  # k - depth has ended. Starts and ends are sorted by worker, so job k of a
+  # worker is at the position of the worker's first job plus k.
   start_worker, end_worker = worker[starts], worker[ends]
   nth_job = np.arange(len(starts)) - np.searchsorted(start_worker, start_worker)
   needing_end = np.flatnonzero(nth_job >= math.ceil(depth))

@@ -3,10 +3,10 @@
 `asgd.orders.play` is the reference: it makes an order event by event, with the
 dispatcher of live runs. This module makes the same rows, to the bit, for
 protocols in which each worker has one ticket and no worker joins or leaves.
-Messages take no time here; the caller plays an order over a network. `make`
+Messages take no time here, so orders over a network are always played. `make`
 returns None for `Rules` with `depth` above 1, `cache`, `late` or `stages`, and
 for durations that are not regular (`_Irregular`). The caller then plays the
-order. `tests/asgd/orders/test_columns.py` compares the two on drawn protocols.
+order. `tests/asgd/orders/test_columns.py` compares both on drawn protocols.
 
 Without rounds and with a bound s, a worker starts its job k when it has ended
 its job k - 1 and all workers have ended their job k - s - 1:
@@ -52,8 +52,8 @@ def make(
     rules: the protocol.
     durations: how long each job of the N workers takes.
     workers: N.
-    messages: M, the least number of messages. If message M is one of those
-      that a round applies, the trace has all messages of this round.
+    messages: M, the least number of messages. If message M belongs to the
+      messages that a round applies, the trace has all messages of this round.
 
   Example:
     >>> from asgd.orders import columns, durations, protocol
@@ -149,15 +149,16 @@ def _trace(columns):
 
 
 class _Levels:
-  """Messages by level: level k has the job k of each worker.
+  """Messages by level: level k has the message of each worker's job k.
 
   A message is named by its index: all messages of level 0, sorted by worker,
   then those of level 1, and so on. Its rank is its position in the order in
   which the server receives messages.
   """
 
-  def __init__(self, rules, draws, workers, messages, begin):
-    self._workers, self._messages, self._begin = workers, messages, begin
+  def __init__(self, rules, draws, workers, messages, start_time):
+    self._workers, self._messages = workers, messages
+    self._start_time = start_time  # of the first job of each worker
     self._fetch_every, bound = rules.fetch_every, rules.bound
     self._bound = None if bound == math.inf else math.floor(bound)
     levels = self._draw_levels(draws)
@@ -175,9 +176,9 @@ class _Levels:
     levels include the first M messages and every job that starts before message
     M is received."""
     active_workers = np.arange(self._workers)
-    latest_ends = np.full(self._workers, self._begin)
+    latest_ends = np.full(self._workers, self._start_time)
     levels: list[Any] = []
-    # Latest end of each level; infinity if a worker was left out of it.
+    # Latest end of each level; infinity if the level lacks a worker.
     level_ends: list[Any] = []
     # Messages so far; an upper bound of the time of message M.
     count, horizon = 0, math.inf
@@ -255,11 +256,11 @@ class _Levels:
         ranks[levels == level] = last_rank_of[level]
       return ranks
 
-    # A tie is a group of messages with equal times. It is sorted by the ranks
-    # of their triggers. A trigger is earlier than its job's message, so the
-    # loop sorts the ties from the earliest on: the ranks of triggers are then
-    # final. Tie g has the positions tie_starts[g], ..., tie_stops[g] - 1 of
-    # `order`.
+    # A tie is a group of messages with equal times, which are sorted by the
+    # ranks of their triggers. A trigger is earlier than its job's message. So
+    # the loop sorts the ties from the earliest on, and the ranks of triggers
+    # are final when they are read. Tie g has the positions tie_starts[g], ...,
+    # tie_stops[g] - 1 of `order`.
     ends = self._end_time[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
     group_starts = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
@@ -306,7 +307,7 @@ class _Levels:
     end_rows = message_ranks + np.searchsorted(triggers, message_ranks)
     level = self._level[granted_indices]
     start_times = np.where(
-      triggers < 0, self._begin, self._end_time[order[triggers]]
+      triggers < 0, self._start_time, self._end_time[order[triggers]]
     )
     start_actions = np.where(level % self._fetch_every, base.KEEP, base.SEND)
     index_of_row = np.empty(len(start_rows) + len(end_rows), np.int64)
@@ -336,12 +337,13 @@ class _Rounds:
   def __init__(self, rules, draws, workers):
     self._draws, self._round_size = draws, rules.round
     self._jobs_of_round = rules.round + rules.backup
-    # [N], values of each worker's current job; the end of an idle worker is
+    # [N] each: values of a worker's current job. The end of an idle worker is
     # infinity.
     self._end_time = np.full(workers, math.inf)
     self._seq = np.full(workers, -1)
     self._job = np.zeros(workers, np.int64)
     self._round_of_job = np.zeros(workers, np.int64)
+    # Index of the round, number of jobs started, number of messages received.
     self._round = self._jobs = self._received = 0
     # float64[5, R] each, columns of R rows; integers below 2^53 are exact.
     self._rows = []

@@ -1,8 +1,8 @@
 """How long workers take: the clocks that an order is made from.
 
-A `Durations` gives each worker an endless stream of positive times. Streams
-are functions of the seed and the worker alone, so adding a worker leaves the
-times of the others as they were. Two options are shared:
+A `Durations` gives each worker an endless stream of positive times. A stream
+depends only on the seed and the worker, so adding a worker does not change the
+times of the others. Two options are shared:
 
 - `mean`: positive, in any unit of time;
 - `seed`: 0 or more.
@@ -29,7 +29,7 @@ _BLOCK = 256  # largest number of draws made at once; no stream depends on it
 
 
 def _repeat_draws(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
-  """Yields drawn times without an end. It draws more and more times at once."""
+  """Yields drawn times without an end, from larger and larger blocks."""
   count = 8  # few at first, as a short run uses few
   while True:
     count = min(2 * count, _BLOCK)
@@ -85,7 +85,7 @@ def gamma(
   V_m = 0 is a homogeneous cluster. With V_m > 0 the cluster is heterogeneous:
   each worker i has a mean p_i. V and V_m are coefficients of variation, the
   standard deviation over the mean. With V = 0.1, 0.94 % of the batches are
-  slower than 1.25 mean; with V_m = 0.6, too, 27.9 % are.
+  slower than 1.25 mean; with V = 0.1 and V_m = 0.6, 27.9 % are.
 
   Args:
     mean, seed: shared options; the DANA papers' mean is the batch size.
@@ -164,7 +164,7 @@ def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
     2019, arXiv:1907.11612.
 
   Example:
-    The times of a worker are alike, those of two workers are not.
+    The times of one worker are similar; the means of two workers differ.
 
     >>> import itertools
     >>> import statistics
@@ -231,13 +231,13 @@ def bursts(
 ) -> Durations:
   """Transient stragglers: each worker is slow for short series of batches.
 
-    time = slowdown^b x,   x as of `gamma`,   b in {0, 1} a Markov chain:
+    time = slowdown^b x,   x as in `gamma`,   b in {0, 1} a Markov chain:
     P(0 -> 1) = 1 / every,   P(1 -> 0) = 1 / length
 
   The mean of all times is mean (every + slowdown length) / (every + length).
 
   Args:
-    mean, seed: shared options; the mean is of batches that are not slow.
+    mean, seed: shared options; `mean` is that of batches that are not slow.
     variation: V of a batch, positive.
     slowdown: factor on the time of slow batches, 1 or more.
     every: mean number of batches between two bursts, 1 or more.
@@ -283,11 +283,11 @@ def failing(
   """Workers fail while they compute, and are replaced.
 
     time = x + sum over the failures of the batch of (f_k + mttr),
-    x as of `gamma`,   f_k the time computed in vain before failure k
+    x as in `gamma`,   f_k the time computed in vain before failure k
 
   A machine computes for a time drawn from Exp(mtbf) until it fails. `mttr`
   later a replacement begins the batch again, on the ticket of the batch. A
-  machine that waits does not fail. The mean of a batch of a constant x is
+  machine that waits does not fail. For a constant x the mean of all times is
 
     (mtbf + mttr) (exp(x / mtbf) - 1),
 
@@ -295,7 +295,7 @@ def failing(
   availability of a worker.
 
   Args:
-    mean, seed: shared options; the mean is of batches without a failure.
+    mean, seed: shared options; `mean` is that of batches without a failure.
     variation: V of a batch, positive.
     mtbf: mean time between failures, `mean` or more: the computing time of a
       machine from its start to its failure.
@@ -328,7 +328,7 @@ def failing(
     # A separate generator, so that batches without a failure take the times of
     # `gamma` with this seed.
     rng = np.random.default_rng((seed, worker, 2))
-    time_to_failure = rng.exponential(mtbf)  # seconds of computing
+    time_to_failure = rng.exponential(mtbf)  # computing time until then
     for time in base_clock.stream(worker):
       lost_time = 0.0
       while time_to_failure < time:
@@ -347,8 +347,8 @@ def measured(
 
   Args:
     samples: rows of positive times; worker i uses row i, modulo their number.
-    resample: draws from the row at random, with replacement.
-    seed: shared option, of the draws.
+    resample: whether to draw from the row at random, with replacement.
+    seed: shared option, for these draws.
 
   Returns:
     Durations in the unit of `samples`.

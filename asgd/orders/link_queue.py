@@ -1,8 +1,8 @@
-"""A queue of events on a network: parcels that arrive, and calls at a time.
+"""A queue of events on a network: arrivals of parcels, and scheduled calls.
 
 A parcel is a part of a message or of a ticket on `asgd.orders.network.Links`.
-The caller gives the clock: it sends parcels at a time, and runs the events up
-to a time.
+The caller has the clock: it passes the time at which a parcel is sent, and the
+time up to which events run.
 """
 
 import collections
@@ -18,7 +18,7 @@ Act = Callable[[float], None]  # called with the time of its event
 
 
 class _Parcel:
-  """An act that waits for the arrival of a part."""
+  """A part on its way, and the act to call when it is delivered."""
 
   def __init__(self, act: Act):
     self.act, self.has_arrived = act, False
@@ -41,13 +41,13 @@ class LinkQueue:
   def __init__(
     self, links: Links, count: Callable[[float], None] | None = None
   ):
-    """`count` gets the time that each parcel has waited at shards; the default
-    counts every parcel as a message of the links."""
+    """`count` is called with the time that each parcel has waited at shards.
+    The default counts every parcel as a message of the links."""
     self.links, self._count_waited = links, count or links.count_received
     self._heap: list[tuple[float, int, Act]] = []
-    self._count = 0
-    # Way of a parcel -> the parcels on this way, in the order of sending.
-    self._ways: dict[Hashable, collections.deque[_Parcel]] = (
+    self._n_scheduled = 0  # events so far
+    # (direction, worker, shard) -> parcels under way, in the order of sending.
+    self._streams: dict[Hashable, collections.deque[_Parcel]] = (
       collections.defaultdict(collections.deque)
     )
 
@@ -57,9 +57,9 @@ class LinkQueue:
     return self._heap[0][0] if self._heap else None
 
   def at(self, time: float, act: Act) -> None:
-    """Schedules a call."""
-    heapq.heappush(self._heap, (time, self._count, act))
-    self._count += 1
+    """Schedules a call of `act` at a time."""
+    heapq.heappush(self._heap, (time, self._n_scheduled, act))
+    self._n_scheduled += 1
 
   def send_up(
     self, time: float, worker: int, shard: int, nbytes: float, act: Act
@@ -67,14 +67,14 @@ class LinkQueue:
     """Sends bytes from a worker to a shard at a time, then calls `act`.
 
     Parcels of one worker, shard and direction are delivered in the order in
-    which they were sent: one that arrives before an earlier one waits for it.
+    which they were sent: a parcel that arrives before an earlier one waits.
     """
     self._send(self.links.message_part, time, worker, shard, nbytes, act)
 
   def send_down(
     self, time: float, worker: int, shard: int, nbytes: float, act: Act
   ) -> None:
-    """Sends bytes from a shard to a worker, as `send_up`."""
+    """Sends bytes from a shard to a worker; see `send_up`."""
     self._send(self.links.ticket_part, time, worker, shard, nbytes, act)
 
   def _send(
@@ -87,7 +87,7 @@ class LinkQueue:
     act: Act,
   ) -> None:
     parcel = _Parcel(act)
-    parcels = self._ways[make_part.__name__, worker, shard]
+    parcels = self._streams[make_part.__name__, worker, shard]
     parcels.append(parcel)
     part = make_part((parcels, parcel), worker, shard, nbytes)
     self._move(time, part=part, line=None)
@@ -116,6 +116,6 @@ class LinkQueue:
     act(time)
 
   def clear(self) -> None:
-    """Drops all events: parcels on their way do not arrive."""
+    """Drops all events: parcels under way do not arrive."""
     self._heap.clear()
-    self._ways.clear()
+    self._streams.clear()

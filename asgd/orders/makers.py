@@ -19,9 +19,9 @@ batch, and an epoch is one pass in total over all workers. Shared options:
 - `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
 - `warm_start`: number of messages that worker 0 sends alone, on one ticket at a
   time. Then all workers start on the same parameters, with equal clocks;
-- `stages`: pairs (workers, messages), both increasing: only so many workers
-  start jobs until so many messages are received. After the last stage all
-  workers do.
+- `stages`: pairs (workers, messages), both increasing. Until the number of
+  messages is received, only the number of workers start jobs. After the last
+  stage all workers start jobs.
 
 Each maker raises ValueError for a value out of its range, and for an incomplete
 last round.
@@ -190,7 +190,7 @@ def backup_workers(
 
 
 def _backup_rules(workers: int, backup: int) -> protocol.Rules:
-  """Returns rounds of the first N - b messages; raises ValueError."""
+  """Returns the rules of `backup_workers`. Raises ValueError."""
   checks.integer("workers", workers)
   if checks.integer("backup", backup, 0) >= workers:
     limit = f"at most {workers - 1}, of {workers} workers"
@@ -219,12 +219,12 @@ def backup_tasks(
     A Trace. Its DROP rows are the second results of repeated jobs.
 
   Source:
-    Dean et al., "Large scale distributed deep networks", NIPS 2012, as to
-    Sandblaster's portions, and Dean, Ghemawat, "MapReduce", OSDI 2004; that
-    the median decides is our own choice.
+    Dean et al., "Large scale distributed deep networks", NIPS 2012 (portions
+    of Sandblaster); Dean, Ghemawat, "MapReduce", OSDI 2004. The rule with the
+    median is ours.
 
   Example:
-    At 2 the jobs of workers 0 and 1 have taken 1, and worker 2's is late.
+    Workers 0 and 1 take 1, so at time 2 the job of worker 2 is late.
 
     >>> from asgd import orders
     >>> clock = orders.durations.constant(slowdown=[1, 1, 9])
@@ -384,14 +384,14 @@ def named(rules: protocol.Rules, workers: int) -> dict[str, Any]:
 
   Args:
     rules: the protocol.
-    workers: N, the number of messages of a round and backup workers together.
+    workers: N; with rounds, the messages of a round plus backup workers.
 
   Returns:
-    A dict with the arguments of `build`, beside the shared ones.
+    A dict with `name` and the maker's options: arguments of `build`.
 
   Raises:
-    ValueError: for rules that exclude one another, and for rounds of another
-      number of workers.
+    ValueError: if rules exclude one another, or if rounds need another number
+      of workers.
 
   Source:
     none: it names the protocols of the makers.
@@ -452,8 +452,8 @@ def start(
 
   Example:
     Two workers compute for 1. Their messages of 8 bytes meet at a port that
-    takes 4 bytes in a unit of time: the server receives the second message 2
-    later.
+    takes 4 bytes per unit of time: the server receives the second message 2
+    units later.
 
     >>> from asgd import orders
     >>> from asgd.orders import network, play

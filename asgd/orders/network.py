@@ -63,7 +63,7 @@ def check(network: Network) -> Network:
   for name in ("up", "down", "port"):
     checks.real(
       *(name, getattr(network, name), lambda value: value > 0),
-      "a bandwidth above 0, in bytes a unit of time",
+      "a bandwidth above 0, in bytes per unit of time",
       "; leave it out where it is no limit",
       finite=False,
     )
@@ -79,11 +79,11 @@ class Line:
   """Carries one part after the other, first come, first served."""
 
   def __init__(self) -> None:
-    self.free_at = 0.0  # time at which all parts so far are through
+    self.free_at = 0.0  # time at which all parts so far have passed
     self._busy = 0.0  # time taken by all parts so far
 
   def take(self, now: float, duration: float) -> float:
-    """Adds a part that takes `duration`; returns when the part begins."""
+    """Adds a part that takes `duration`; returns the time when it begins."""
     start = max(now, self.free_at)
     self.free_at = start + duration
     self._busy += duration
@@ -181,13 +181,13 @@ class Hop(NamedTuple):
 
 
 class MessagePart:
-  """The share of one shard in a message or a ticket, on its way."""
+  """The part of a message or of a ticket that goes to or from one shard."""
 
   def __init__(self, key: Any, hops: Sequence[Hop]):
     self.key, self._hops = key, hops  # the caller's key
     self.waited = 0.0  # time in queues of shards so far
-    self._next = 0
-    self._ready = 0.0  # time at which it may begin at the next hop
+    self._next = 0  # index of the next hop
+    self._ready = 0.0  # time at which the part may begin at the next hop
     self._last_byte = 0.0  # time at which its last byte is at the next hop
 
   @property
@@ -219,8 +219,8 @@ class LinkUse(NamedTuple):
 
   utilisation: float  # share of the time in which the busiest port was busy
   service: float  # the same for the service of the busiest shard
-  # Mean time in queues of shards that a shard's part of a message and of the
-  # message's ticket took together.
+  # Mean over messages and shards: time in queues of shards, of a shard's parts
+  # of the message and of its ticket together.
   waited: float
 
 
@@ -228,7 +228,7 @@ class Links:
   """All lines between N workers and S shards, and the parts on them.
 
   Example:
-    Two messages of 8 bytes meet at a port that takes 4 bytes a unit.
+    Two messages of 8 bytes meet at a port of 4 bytes per unit of time.
 
     >>> from asgd.orders.network import Links, Network
     >>> links = Links(Network(latency=1.0, port=4.0), workers=2)
@@ -279,11 +279,11 @@ class Links:
   def advance(
     self, now: float, part: MessagePart, line: Any = None
   ) -> list[LinkEvent]:
-    """Moves a part to its next line, or takes it off a shared line.
+    """Moves a part to its next line, or removes it from a shared line.
 
     Args:
       now: the time of the event.
-      part, line: of the event. For a part that sets out, `line` is None.
+      part, line: those of the event. `line` is None for a part that is sent.
 
     Returns:
       The events that follow. The caller passes each to `advance` at its time,
@@ -308,7 +308,7 @@ class Links:
       line.join(now, duration, part)
       return self._next_end(line)
     start = line.take(ready, duration)
-    # Waiting for the worker's own link is no queue at a shard.
+    # Waiting for a worker's link does not count: it is no queue at a shard.
     part.waited += 0.0 if is_worker_link else start - ready
     return [self._leave(now, part, start, start + duration)]
 
@@ -339,13 +339,13 @@ class Links:
     return max(part._ready, now), part, None
 
   def count_received(self, waited: float) -> None:
-    """Counts a received message. The parts of the message and of its ticket
-    have spent `waited` in queues of shards, all together."""
+    """Counts a received message. All parts of the message and of its ticket
+    together have spent the time `waited` in queues of shards."""
     self._messages += 1
     self._waited += waited
 
   def use(self, end: float) -> LinkUse:
-    """Returns the use until `end`, the time of the last message, above 0."""
+    """Returns the use until `end`, the time of the last message (above 0)."""
     port_busy = max(line.busy_time(end) for line in (*self._in, *self._out))
     service_busy = max(line.busy_time(end) for line in self._service)
     n_parts = max(self._messages, 1) * self.network.shards

@@ -73,8 +73,8 @@ class NetworkEvents:
     # (time, rank, worker if WAITING, insertion count, kind, subject)
     self._heap: list[tuple[float, int, int, int, str, Any]] = []
     self._last: Any = None  # the event that was popped last
-    self._count = self._sent = 0  # events and messages so far
-    # Messages that were not popped, by their index among all that were sent.
+    self._count = self._sent = 0  # numbers of events and of messages so far
+    # Messages that were not popped, by their index among all messages.
     self._messages: dict[int, Message] = {}
     # (direction, worker) -> indices of messages, in the order of sending
     self._streams: dict[tuple[str, int], collections.deque[int]] = (
@@ -84,8 +84,8 @@ class NetworkEvents:
   def put(self, time: float, rank: int, kind: str, subject: Any) -> None:
     """Schedules an event at a time.
 
-    Ties go by `rank`. The subject of a WAITING event is a worker: among these
-    events ties go by worker. All other ties go by insertion.
+    Events of equal times are ordered by `rank`, then by insertion. WAITING
+    events, which have a worker as subject, are ordered by worker instead.
     """
     self._count += 1
     order = subject if rank == WAITING else 0
@@ -102,7 +102,7 @@ class NetworkEvents:
       self._advance_part(part, None)
 
   def _add(self, index: int, message: Message) -> None:
-    """Registers a message, and makes its parts."""
+    """Registers a message, and creates its parts."""
     self._messages[index] = message
     up = message.direction == UP
     make_part = self.links.message_part if up else self.links.ticket_part

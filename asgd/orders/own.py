@@ -5,9 +5,10 @@
   base.Trace, or rows of five values     the rows, until enough are received
   a function                             it returns one of these, or Rules
 
-A function gets its options, and `durations`, `workers` and `messages` as far as
-its parameters name them. A function that takes neither durations nor messages,
-and returns `protocol.Rules`, is a protocol: live workers can follow it, too.
+A function gets its options, and those of `durations`, `workers` and `messages`
+that are among its parameters. A function that takes neither durations nor
+messages, and returns `protocol.Rules`, is a protocol: live workers can follow
+it, too.
 """
 
 import inspect
@@ -32,9 +33,9 @@ _FIELDS = 5  # number of values in a row of a trace
 
 
 def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
-  """Yields the rows of an order in which the server receives one worker after
-  the other. The worker gets the next ticket at once; all workers start at time
-  0.
+  """Yields the rows of an order in which the server receives one message in
+  each unit of time, and sends its worker the next ticket at once. All workers
+  start at time 0.
 
   Args:
     workers: N.
@@ -64,10 +65,10 @@ def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
 def read(
   source: Any, *, workers: int, messages: int | None = None
 ) -> base.Trace:
-  """Reads an order in the forms of the module, except functions.
+  """Reads an order in any form of the module's table but a function.
 
   Args:
-    source: a Trace, rows, or workers. It may have no end.
+    source: a Trace, rows, or workers. Rows or workers may have no end.
     workers: N; the rows may have workers from 0 to N - 1.
     messages: number of RECEIVE rows after which the trace ends; None: all.
 
@@ -75,8 +76,8 @@ def read(
     A Trace that ends with its last RECEIVE row.
 
   Raises:
-    ValueError: for another form, fewer messages, an unknown worker, and rows
-      that no protocol makes (`TraceError`, which names the row).
+    ValueError: if `source` has another form, fewer messages, an unknown worker,
+      or a row that no protocol makes (`TraceError`, which names the row).
   """
   if isinstance(source, base.Trace):
     trace = _truncate(source, messages)
@@ -161,7 +162,7 @@ def call_maker(
   maker: Callable[..., Any], name: str, options: Mapping[str, Any],
   **common: Any,
 ) -> Any:
-  """Returns the result of a user's function. The function gets the options, and
+  """Returns the result of a user's function. It gets the options, and those of
   the `common` arguments that it takes. Raises the errors of `names.call`."""
   parameters = inspect.signature(maker).parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
@@ -193,7 +194,7 @@ def make(
     **options: the function's own arguments.
 
   Raises:
-    ValueError: for a result of another form, and as `read`.
+    ValueError: if the result has another form; also the errors of `read`.
 
   Example:
     >>> import itertools

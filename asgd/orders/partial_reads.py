@@ -13,10 +13,10 @@ w_{k - tau_b}, with a staleness tau_b for each block. Messages are applied to
 all blocks at once.
 
 There is a trace for each block. All traces have the same RECEIVE rows. The SEND
-rows of a later block are later. `asgd.simulator.Sharded` replays them, with the
-blocks as shards: the Delay of each block has the staleness and the parameters
-of that block. In live runs, shards without a common order
-(`server.consistent=False`) have such reads.
+rows of a later block are later. `asgd.simulator.Sharded` replays the traces,
+with the blocks as shards: the Delay of each block has the staleness and the
+parameters of that block. In live runs, workers read in this way from shards
+without a common order (`server.consistent=False`).
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ def by_block(
 
   Returns:
     B traces. For jobs that have not ended, d is the time until the end of the
-    trace. A read at the time of a message precedes the message.
+    trace. A read at the same time as a message precedes the message.
 
   Raises:
     ValueError: for a value out of its range, and for a trace that rolls back.

@@ -31,16 +31,16 @@ from asgd.orders.network import Links, MessagePart, Network
 class Phase(NamedTuple):
   """The computation and the messages of P machines between two waits."""
 
-  flops: Sequence[float]  # P, floating point operations of each machine
-  sends: Sequence[Mapping[int, float]]  # P, receiver -> bytes of each machine
+  flops: Sequence[float]  # [P], floating point operations of each machine
+  sends: Sequence[Mapping[int, float]]  # [P], receiver -> bytes, by sender
 
 
 def check(phases: Sequence[Phase], flops: float) -> int:
   """Checks K phases and the operations per second of a machine; returns P.
 
-  Raises ValueError for no phase or machine, phases of different numbers of
-  machines, negative operations or bytes, a receiver that is not another
-  machine, or a speed that is not positive.
+  Raises ValueError if there is no phase or no machine, if phases have different
+  numbers of machines, if operations or bytes are negative, if a receiver is not
+  another machine, or if `flops` is not positive.
 
   Example:
     >>> from asgd.orders import phases
@@ -50,7 +50,7 @@ def check(phases: Sequence[Phase], flops: float) -> int:
   checks.positive("flops", flops)
   n_machines = len(phases[0].flops) if phases else 0
   if not n_machines:
-    raise ValueError("a step needs a phase at least, and a phase a machine")
+    raise ValueError("a step needs at least one phase and one machine")
   for index, phase in enumerate(phases):
     sizes = {len(phase.flops), len(phase.sends)}
     if sizes != {n_machines}:
@@ -84,9 +84,9 @@ class _Step:
     n_machines = len(phases[0].flops)
     self._phases, self._durations = phases, durations
     self._links = Links(network._replace(shards=n_machines), n_machines)
-    # By machine: the index of its present phase.
+    # By machine: the index of its present phase, and the time at which it has
+    # computed its part of the phase (infinity before).
     self._phase_of = [0] * n_machines
-    # By machine: the time at which it has computed its part of the phase.
     self._computed = [math.inf] * n_machines
     # [phase][machine]: number of messages that have not arrived, and the time
     # of the last arrival.
@@ -126,8 +126,8 @@ class _Step:
     """Sends the messages of a machine that has computed its part of a phase."""
     phase_index, n_machines = self._phase_of[machine], len(self._phase_of)
     messages = self._phases[phase_index].sends[machine]
-    # Each machine sends to the next higher one first. Otherwise all messages
-    # would meet at the port of the first machine.
+    # Each machine sends first to the machine with the next higher index.
+    # Otherwise all messages would meet at the port of the first machine.
     receivers = sorted(messages, key=lambda to: (to - machine) % n_machines)
     for receiver in receivers:
       nbytes = messages[receiver]
@@ -138,7 +138,8 @@ class _Step:
     self._end_phase(machine)
 
   def _move(self, now: float, part: MessagePart, line: Any) -> None:
-    """Moves a part of a message, and ends a phase that it completes."""
+    """Moves a message's part, and ends the phase of its receiver if the message
+    was the last that the receiver needed."""
     for time, next_part, next_line in self._links.advance(now, part, line):
       if next_part.has_arrived and next_line is None:
         phase_index, machine = next_part.key
@@ -172,7 +173,7 @@ def step_seconds(
 ) -> float:
   """Returns the seconds of a step, until its last machine has ended it.
 
-  Computing takes factor x operations / flops.
+  A machine computes for factor x operations / flops.
 
   Args:
     phases: K phases of P machines.
@@ -183,7 +184,7 @@ def step_seconds(
     factors: float[K, P], slowdown of each machine in each phase; None is 1.
 
   Raises:
-    ValueError: as `check`, and for a network out of range.
+    ValueError: the errors of `check`, and those of `network.check`.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3,
@@ -243,15 +244,15 @@ def partitioned(
     phases, network, flops: as in `step_seconds`.
     mean: time of a step on one machine, positive, in any unit.
     variation: V of the time of a machine in a phase, 0 or more (`gamma`).
-    seed: 0 or more. The times of a worker depend on the seed and its index
-      alone.
+    seed: 0 or more. The times of a worker depend only on the seed and its
+      index.
 
   Raises:
     ValueError: for a value out of its range, or no operations at all.
 
   Example:
-    Two machines halve the computation, and messages take the other half: no
-    faster than one machine.
+    Two machines compute for half the time of one machine, and send for the
+    other half: a step takes as long as on one machine.
 
     >>> from asgd.orders import network, phases
     >>> swap = phases.Phase([6.0, 6.0], [{1: 6.0}, {0: 6.0}])
