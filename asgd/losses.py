@@ -35,7 +35,7 @@ _FORMS = "(params, batch) or (params, batch, key)"
 
 
 def _takes_key(loss: Callable[..., Any]) -> bool:
-  """Whether to pass a key to a loss; LossError for other arguments."""
+  """Whether to pass a key to a loss. Raises LossError for wrong arguments."""
   if not callable(loss):
     raise LossError(
       f"the loss must be a function {_FORMS}, not {checks.shown(loss)}"
@@ -76,8 +76,8 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
     (params, batch, key) -> (float[], Aux).
 
   Raises:
-    LossError: for a function of other arguments; when traced, for a value that
-      is no scalar, or for statistics of another structure.
+    LossError: if the function has other arguments. When the result is called:
+      if the value is not a float[], or the statistics have another structure.
 
   Example:
     >>> import jax
@@ -94,7 +94,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
     result = loss(params, batch, key) if takes_key else loss(params, batch)
-    # Every other value is taken as the loss itself, and checked below.
+    # Any other result is treated as the value alone, which is checked below.
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     value, aux = result if is_pair else (result, Aux(()))
     _check_value(value)

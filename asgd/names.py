@@ -38,18 +38,17 @@ def canonical(name: Any, valid: Iterable[str]) -> Any:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-  """Returns a hint for a misspelt name: the nearest, if any, and all valid.
+  """Returns a hint for a misspelt name: the nearest valid name, if one is near,
+  and all valid names.
 
-  The initials of a name of several words count as near, as "lr" does.
+  The initials of several words are near: "lr" is near "learning_rate".
   """
   valid = sorted(set(valid))
-  words = {
-    valid_name: valid_name.split("_")
+  close_names = [
+    valid_name
     for valid_name in valid
     if "_" in valid_name
-  }
-  close_names = [
-    k for k, v in words.items() if "".join(w[:1] for w in v) == name
+    and "".join(word[:1] for word in valid_name.split("_")) == name
   ]
   if not close_names and isinstance(name, str):
     close_names = difflib.get_close_matches(name, valid, n=1, cutoff=0.55)
@@ -65,8 +64,8 @@ def check(kind: str, name: str, valid: Iterable[str]) -> None:
 
 
 class RecipeModule(types.ModuleType):
-  """A module with the name of a recipe. A caller that takes it for the recipe
-  gets an error that names the recipe."""
+  """A module with the name of a recipe. A call of the module, as if it were the
+  recipe, raises an error that names the recipe."""
 
   _recipe: str
 
@@ -83,20 +82,20 @@ def is_import(name: Any) -> bool:
   return isinstance(name, str) and ":" in name
 
 
-def imports(value: Any) -> Iterator[str]:
-  """Yields each MODULE:FUNCTION in plain data, also those in a text that lists
-  several. Nothing is imported.
+def import_paths(value: Any) -> Iterator[str]:
+  """Yields each MODULE:FUNCTION in plain data, also several from one text with
+  commas. Nothing is imported.
 
   Example:
-    >>> list(imports({"name": "own:make", "runs": [{"recipe": "asgd"}]}))
+    >>> list(import_paths({"name": "own:make", "runs": [{"recipe": "asgd"}]}))
     ['own:make']
   """
   if isinstance(value, Mapping):
     for inner in value.values():
-      yield from imports(inner)
+      yield from import_paths(inner)
   elif isinstance(value, list | tuple):
     for inner in value:
-      yield from imports(inner)
+      yield from import_paths(inner)
   elif is_import(value):
     for text in map(str.strip, value.split(",")):
       if all(part.isidentifier() for part in text.replace(":", ".").split(".")):
@@ -104,12 +103,12 @@ def imports(value: Any) -> Iterator[str]:
         yield from [text] * is_import(text)
 
 
-def imported(kind: str, name: str) -> Callable[..., Any]:
+def import_function(kind: str, name: str) -> Callable[..., Any]:
   """Returns the function that MODULE:FUNCTION names. Raises ValueError if it
   cannot be imported or is no function.
 
   Example:
-    >>> imported("schedule", "optax:cosine_decay_schedule").__name__
+    >>> import_function("schedule", "optax:cosine_decay_schedule").__name__
     'cosine_decay_schedule'
   """
   module, _, path = name.partition(":")
@@ -147,9 +146,9 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
 
 def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   """Returns table[name], or the function that MODULE:FUNCTION names; raises the
-  errors of `check` and `imported`."""
+  errors of `check` and `import_function`."""
   if is_import(name):
-    return imported(kind, name)
+    return import_function(kind, name)
   try:
     return lookup(kind, name, table)
   except ValueError as error:
@@ -163,8 +162,8 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   return table[name]
 
 
-# Kinds of plain data in configs; a bool does not count as a number.
-_KINDS = {
+# Type of plain data in configs -> its name in errors. A bool is no number.
+_TYPE_NAMES = {
   bool: "True or False",
   float: "a number",
   str: "a text",
@@ -172,22 +171,23 @@ _KINDS = {
   dict: "a dict",
   type(None): "None",
 }
-_BASES = (
+_TYPES_BY_BASE = (  # (base class, key of _TYPE_NAMES)
   *((bool, bool), (int | float, float), (str, str), (Sequence, list)),
   *((Mapping, dict), (type(None), type(None))),
 )
 
 
-def _kind(cls: Any) -> type | None:
-  """Returns which of _KINDS a type is; None for any other."""
+def _plain_type(cls: Any) -> type | None:
+  """Returns the key of _TYPE_NAMES for a type; None for any other type."""
   cls = typing.get_origin(cls) or cls
   if not isinstance(cls, type):
     return None
-  return next((kind for base, kind in _BASES if issubclass(cls, base)), None)
+  types_of_cls = (t for base, t in _TYPES_BY_BASE if issubclass(cls, base))
+  return next(types_of_cls, None)
 
 
-def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
-  """Raises ValueError if a value is plain data of a kind that the parameter's
+def _check_type(key: str, value: Any, parameter: inspect.Parameter) -> None:
+  """Raises ValueError if a value is plain data of a type that the parameter's
   annotation (or, without one, its default) does not allow."""
   # Without an annotation the type of the default decides.
   annotation, empty = parameter.annotation, parameter.empty
@@ -197,13 +197,13 @@ def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
   is_union = isinstance(annotation, types.UnionType)
   if is_union or typing.get_origin(annotation) is Union:
     members = typing.get_args(annotation)
-  kinds = list(dict.fromkeys(filter(None, map(_kind, members))))
-  value_kind, is_default = _kind(type(value)), value is parameter.default
-  if not kinds or Any in members or is_default:
+  allowed = list(dict.fromkeys(filter(None, map(_plain_type, members))))
+  is_default = value is parameter.default
+  if not allowed or Any in members or is_default:
     return
-  # A value of no plain kind, such as an array, is left to the maker.
-  if value_kind not in (None, *kinds):
-    words = " or ".join(_KINDS[kind] for kind in kinds)
+  # A value that is not plain data, such as an array, is left to the maker.
+  if _plain_type(type(value)) not in (None, *allowed):
+    words = " or ".join(_TYPE_NAMES[plain_type] for plain_type in allowed)
     raise ValueError(f"{key} must be {words}, not {checks.shown(value)}")
 
 
@@ -214,12 +214,14 @@ def check_arguments(
   missing one without a default."""
   arguments = list(arguments)
   parameters = inspect.signature(maker).parameters
-  kinds = {key: parameter.kind for key, parameter in parameters.items()}
-  keywords = inspect.Parameter.VAR_KEYWORD
-  variadic_kinds = inspect.Parameter.VAR_POSITIONAL, keywords
-  argument_names = [key for key in kinds if kinds[key] not in variadic_kinds]
+  var_keyword = inspect.Parameter.VAR_KEYWORD
+  variadic_kinds = inspect.Parameter.VAR_POSITIONAL, var_keyword
+  argument_names = [
+    key for key, p in parameters.items() if p.kind not in variadic_kinds
+  ]
+  takes_any = any(p.kind == var_keyword for p in parameters.values())
   for key in arguments:
-    if key not in argument_names and keywords not in kinds.values():
+    if key not in argument_names and not takes_any:
       hint = "it takes no options"
       if argument_names:
         hint = nearest(key, argument_names)
@@ -247,7 +249,7 @@ def call_with(
   except ValueError:  # it has no positional parameter for `first`
     raise ValueError(
       f"{kind} {name!r} is called with {checks.shown(first)}, and takes no"
-      " argument: give a function of one, and of options"
+      " argument: give a function with one positional argument, and options"
     ) from None
   failure = f"{kind} {name!r} fails with {checks.shown(first)}"
   with checks.user_code(failure, passes=(ValueError,)):
@@ -261,14 +263,14 @@ def call(
   kwargs: Mapping[str, Any],
 ) -> Any:
   """Calls maker(**kwargs). Raises ValueError for an unknown or missing
-  argument, and if the maker fails and an argument is of the wrong kind."""
+  argument, and if the maker fails and an argument has the wrong type."""
   check_arguments(kind, name, maker, kwargs)
   parameters = inspect.signature(maker).parameters
   try:
     return maker(**kwargs)
-  # Only a failed call is searched for a value of the wrong kind: a maker may
-  # accept more than its annotations.
+  # Types are checked only after a failed call, because a maker may accept more
+  # than its annotations.
   except (TypeError, AttributeError):
     for key in kwargs.keys() & parameters.keys():
-      _check_kind(key, kwargs[key], parameters[key])
+      _check_type(key, kwargs[key], parameters[key])
     raise

@@ -1,4 +1,4 @@
-"""Distances and norms of parameters: what the server records of a message."""
+"""Distances and norms of parameters that a server records for each message."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ import optax
 from asgd import base
 
 _FEW_LEAVES = 100  # XLA compiles a chain of this many additions in a second
-# For leaves of these sizes squares are summed in pieces of the smaller one:
-# on a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28 us. With
-# 200,704 there was no difference.
+# Squares of a leaf between these sizes are summed in pieces of up to _PIECE. On
+# a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28 us. With
+# 200,704 squares there was no difference.
 _PIECE, _LARGEST_IN_PIECES = 2**15, 2**17
 
 
@@ -22,7 +22,7 @@ def rms(tree: optax.Params) -> jax.Array:
     tree: a tree of float arrays.
 
   Returns:
-    float32[]; 0 of a tree without elements.
+    float32[]; 0 for a tree without elements.
 
   Example:
     >>> import jax.numpy as jnp
@@ -63,8 +63,8 @@ def _sum_of_squares(leaf: jax.Array) -> jax.Array:
 def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
   """Returns the sum of `numbers`, added in their order by a loop.
 
-  XLA copies a chain of additions into each of its readers, and its compile time
-  grows with the cube of their number."""
+  XLA would copy a chain of additions into each reader of the sum, in a compile
+  time that grows with the cube of the chain's length."""
   terms = jnp.stack(numbers)
 
   def add(i: int, total: jax.Array) -> jax.Array:
@@ -78,10 +78,10 @@ def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
   """Distance between the parameters and those that a message was computed on.
 
-    gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
+    gap = ||params - sent_params||_2 / sqrt(k),   k trained parameters in all
 
   Args:
-    params: the server's, when the message is received.
+    params: the server's parameters when the message is received.
     sent_params: like `params`. For an algorithm that looks ahead these are the
       predicted parameters that were sent.
 

@@ -46,9 +46,9 @@ def lbfgs(
 
   Args:
     learning_rate: not used: the search finds the step, and tries 1 first.
-    memory_size: pairs of differences that it keeps.
-    scale_init_precond: whether the first approximation is scaled by the last
-      pair.
+    memory_size: stored pairs (difference of parameters, of gradients).
+    scale_init_precond: whether the initial inverse Hessian is scaled by the
+      last pair.
 
   Returns:
     A transform. Its update reads two extra args: `value`, the loss at the
@@ -90,7 +90,7 @@ def lbfgs(
 
 
 def searches(value: str | Mapping[str, Any] | None) -> bool:
-  """Whether an optimizer, as `named` takes it, or None, searches along a line.
+  """Whether an optimizer searches along a line; `value` as in `named`, or None.
 
   Example:
     >>> from asgd import optimizers
@@ -101,8 +101,8 @@ def searches(value: str | Mapping[str, Any] | None) -> bool:
 
 
 def refuse_search(value: str | Mapping[str, Any] | None) -> None:
-  """Raises ValueError if an optimizer (as `named` takes it, or None) searches
-  along a line, because updates here are made from gradients alone."""
+  """Raises ValueError if an optimizer searches along a line, because a server
+  computes updates from gradients alone; `value` as in `named`, or None."""
   if searches(value):
     raise ValueError(_NEEDS_VALUE)
 
@@ -176,7 +176,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 
 
 def check(optimizer: Optimizer) -> None:
-  """Raises ValueError unless a user's optimizer makes, from gradients alone,
+  """Raises ValueError unless a user's optimizer computes, from gradients alone,
   updates with the structure of the parameters.
 
   Example:
@@ -201,12 +201,12 @@ def check(optimizer: Optimizer) -> None:
       lambda w: tx.update(w, tx.init(w), w, **loss), params
     )
     # A transform may return a scalar, or drop a leaf.
-    shapes = [jax.tree.structure(tree) for tree in (updates, params)]
+    structures = [jax.tree.structure(tree) for tree in (updates, params)]
   except Exception as error:  # a user's optimizer may raise anything
     raise ValueError(
       f"optimizer: an update cannot be made ({line_of(error)})"
     ) from error
-  if shapes[0] != shapes[1]:
+  if structures[0] != structures[1]:
     raise ValueError(
       "optimizer: its update has a different structure than the gradients;"
       " return one leaf for each parameter"
@@ -214,7 +214,7 @@ def check(optimizer: Optimizer) -> None:
 
 
 def momentum_of(optimizer: Any) -> float | None:
-  """Returns the momentum of plain SGD (0 without), None for other optimizers.
+  """Returns the momentum of plain SGD, 0 if it has none; None for others.
 
   Example:
     >>> import functools
@@ -230,7 +230,7 @@ def momentum_of(optimizer: Any) -> float | None:
     optimizer, options = optimizer.func, optimizer.keywords
   if optimizer is not optax.sgd or set(options) - {"momentum", "nesterov"}:
     return None
-  # A momentum that is a schedule or an array has no closed form here.
+  # A momentum that is a schedule or an array is no constant.
   momentum = options.get("momentum") or 0.0
   is_plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
   return float(momentum) if is_plain else None
@@ -259,10 +259,10 @@ def at_version(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer with a schedule that counts the server's updates.
 
-    u = optimizer(eta(version)),   however many updates it has made itself
+    u = optimizer(eta(version)),   version: number of updates of the server
 
-  A worker knows the server's count from its ticket. A state that a server keeps
-  for one worker is updated less often than the server itself.
+  A worker knows this number from its ticket. The optimizer's own count would be
+  smaller, if it runs at a worker or at the server for one worker.
 
   Args:
     optimizer: takes a learning rate, as in `Optimizer`.
@@ -347,7 +347,7 @@ def counting(
     return CountingState(jnp.zeros([], jnp.int32), tx.init(params))
 
   def update_fn(updates, state, params=None, **extra_args):
-    # It replaces a `version` that a server gives.
+    # The count replaces a `version` that a server passes.
     extra_args["version"] = state.count
     updates, inner = tx.update(updates, state.inner, params, **extra_args)
     return updates, CountingState(state.count + 1, inner)

@@ -138,7 +138,7 @@ def _by_file(path, characters):
 
 def _by_function(name, characters):
   """Returns (tokens, size) of a user's function."""
-  encode = names.imported("tokenizer", name)
+  encode = names.import_function("tokenizer", name)
   tokens = np.asarray(encode(characters))
   if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
     raise ValueError(

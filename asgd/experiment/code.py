@@ -29,7 +29,7 @@ def _imported_names(config: Mapping[str, Any]) -> list[str]:
       for entry in runs.values()
       if isinstance(entry, Mapping)
     ]
-  return list(dict.fromkeys(names.imports(config)))
+  return list(dict.fromkeys(names.import_paths(config)))
 
 
 def _owners(cell_folder: Path) -> set[int]:

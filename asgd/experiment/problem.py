@@ -252,7 +252,7 @@ def _call(
   and those of `extra_arguments`, are passed only if the function takes them.
   """
   name = section["name"]
-  make = names.imported(kind, name)
+  make = names.import_function(kind, name)
   parameters = inspect.signature(make).parameters
   # These keys of the section `data` have values even if the config sets none.
   data_keys = schema.keys_of(schema.SHARED_KEYS["data"])
@@ -309,7 +309,7 @@ def _load_users_problem(
     return problem._replace(rebatch=make)
 
   with prefix_errors("problem"):
-    function = names.imported("problem", name)
+    function = names.import_function("problem", name)
     if "batch_size" not in inspect.signature(function).parameters:
       raise ValueError(
         f"problem {name!r} takes no argument batch_size, which runs may set;"
@@ -393,7 +393,7 @@ def _check_model(model_name: str, model: Mapping[str, Any]) -> None:
   with prefix_errors("model", tuple(arguments)):
     if names.is_import(model_name):
       # A user's function is not called yet: its arguments' names must fit.
-      maker = names.imported("model", model_name)
+      maker = names.import_function("model", model_name)
       sizes = "classes", "context", "vocabulary", "rngs"
       keys = [*arguments, *models.takes(model_name, sizes)]
       names.check_arguments("model", model_name, maker, keys)

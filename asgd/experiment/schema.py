@@ -75,7 +75,7 @@ def _function_arguments(kind: str, caller_arguments: tuple[str, ...]) -> Any:
     name = section.get("name")
     if not isinstance(name, str) or not names.is_import(name):
       return []
-    parameters = inspect.signature(names.imported(kind, name)).parameters
+    parameters = inspect.signature(names.import_function(kind, name)).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = dict.fromkeys([*(section if takes_any else ()), *parameters])
     return [key for key in arguments if key not in (*caller_arguments, "name")]
@@ -344,7 +344,7 @@ def shared_of_run(key: str, config_value: Any, value: Any) -> Any:
   value. No user code is imported: options of MODULE:FUNCTION are unchecked."""
   node = SHARED_KEYS[key]
   merged = _merge(node, config_value, value)
-  unchecked = any(names.imports(merged))
+  unchecked = any(names.import_paths(merged))
   if unchecked and isinstance(node, Setting):  # an optimizer
     value = {"name": merged} if isinstance(merged, str) else merged
     return plain_data(value, key)

@@ -116,7 +116,7 @@ def importable(name: str) -> Any:
   if not names.is_import(name) or module == "__main__" or "<" in path:
     return None
   try:
-    return names.imported("function", name)
+    return names.import_function("function", name)
   except ValueError:
     return None
 

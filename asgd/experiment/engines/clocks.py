@@ -38,7 +38,7 @@ def build(name: str, **options: Any) -> durations.Durations:
       f"name must be a text, such as 'homogeneous', not {shown(name)}"
     )
   if names.is_import(name):
-    maker = names.imported("durations", name)
+    maker = names.import_function("durations", name)
     # A user's function need not take a seed.
     if "seed" not in inspect.signature(maker).parameters:
       options.pop("seed", None)

@@ -118,7 +118,7 @@ def own_order(run: Run) -> Any:
   # An object that a call passed: the config has a mark in place of a name.
   if name == GIVEN_MARK:
     return refusals.given_object(run, "order")
-  return names.imported("order", name) if names.is_import(name) else None
+  return names.import_function("order", name) if names.is_import(name) else None
 
 
 def _order_call(run: Run) -> tuple[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Scenarios that test live Sandblaster L-BFGS in the simulated world.
 
-Whatever the faults, a run must end with the state and the parameters of an
+With any faults a run must end with the state and the parameters of an
 undisturbed run.
 """
 

@@ -213,7 +213,7 @@ class TablesRun(WorldRun):
     self.finished = True
 
   def _save(self) -> None:
-    """Makes a checkpoint at a pause of all workers."""
+    """Makes a checkpoint while all workers pause."""
     cluster = self._cluster
     cluster.pause()
     images = cluster.images()
@@ -273,7 +273,7 @@ class TablesRun(WorldRun):
     for worker in range(WORKERS):
       events = read_journal(journal_path(self.folder, worker))
       jobs = [event.job for event in events if event.action == base.RECEIVE]
-      # Job j of the run is of worker j % WORKERS.
+      # Job j of the run belongs to worker j % WORKERS.
       expected = list(range(worker, WORKERS * JOBS, WORKERS))
       if may_lack:
         expected = [job for job in expected if job in jobs]
@@ -282,7 +282,8 @@ class TablesRun(WorldRun):
 
   def _check_records(self, worker: int, records: Any) -> None:
     """Compares a worker's records with those of the replay. One record of each
-    failed incarnation may be missing: it exited before it wrote the record."""
+    failed incarnation may be missing: the incarnation may have exited before it
+    wrote the record."""
     written = files.read_table_records(self.folder, worker)
     replayed = files.columns(records)
     rows = np.searchsorted(replayed.job, written.job)
@@ -291,7 +292,7 @@ class TablesRun(WorldRun):
     are_equal = len(records) - len(written.job) < n_incarnations
     for name in written._fields:
       column, replayed_column = getattr(written, name), getattr(replayed, name)
-      # NaN stands for a gap that no shard knows.
+      # The gap is NaN, because no shard knows it.
       are_equal &= np.array_equal(
         column, replayed_column[rows], equal_nan=name != "reads"
       )

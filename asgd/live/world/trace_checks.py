@@ -1,7 +1,7 @@
 """Checks a trace with code that is independent of the runtime.
 
-Neither a server nor a dispatcher is used. So these checks also find a fault in
-code that live runs and replays share, which a replay repeats.
+The checks call neither a server nor a dispatcher. So they also find a fault in
+code that live runs and replays share; a replay would only repeat the fault.
 """
 
 import collections
@@ -41,10 +41,8 @@ def received_messages(
   """
   count = 0  # accepted messages in the shard's state
   counts = []  # the count before each row, to which a ROLLBACK returns
-  versions: dict[tuple[int, int], int] = {}  # of open jobs' tickets, by key
-  latest_versions: dict[
-    int, int
-  ] = {}  # version of the latest ticket, by worker
+  versions: dict[tuple[int, int], int] = {}  # key of a job -> of its ticket
+  latest_versions: dict[int, int] = {}  # worker -> of its latest ticket
   messages = []
   for row, event in enumerate(events):
     counts.append(count)
@@ -78,14 +76,13 @@ class _RuleChecker:
     self._rules, self._jobs, self._owned = rules, jobs, owned
     self._present: set[int] = set()  # workers that have joined
     self._clocks = collections.Counter[int]()  # jobs ended, by worker
-    # By worker: seq of an open job -> index of the round it was started in.
+    # By worker: seq of an open job -> index of the round in which it started.
     self._open: dict[int, dict[int, int]] = collections.defaultdict(dict)
     self._started: set[int] = set()  # jobs
     self._lost: set[tuple[int, int]] = set()  # (job, its owner)
-    self._jobs_on_ticket = collections.Counter[
-      int
-    ]()  # jobs on the latest ticket
-    # By worker: clock of the slowest when its latest ticket was sent.
+    # By worker: number of jobs on the latest ticket.
+    self._jobs_on_ticket = collections.Counter[int]()
+    # By worker: the slowest worker's clock when the latest ticket was sent.
     self._slowest_at_send: dict[int, int] = {}
     # The present round, and the jobs received and started in it.
     self._round_index = self._received_in_round = self._started_in_round = 0
@@ -104,21 +101,21 @@ class _RuleChecker:
     )
 
   def _slowest(self) -> int:
-    """Returns the smallest clock of the workers that hold others back."""
+    """Returns the smallest clock of the workers for which others wait."""
     clocks = [
       self._clocks[worker] for worker in self._present if self._is_busy(worker)
     ]
     return min(clocks, default=0)
 
   def _start(self, event: Event) -> str:
-    """Takes a SEND or KEEP; returns the broken rule, "" if it is allowed."""
+    """Applies a SEND or KEEP; returns the broken rule, "" if it is allowed."""
     rules, worker, job = self._rules, event.worker, event.job
     # [1] The bound of staleness.
     clock = self._clocks[worker] + len(self._open[worker])
     clocks_ahead = clock - self._slowest()
     if clocks_ahead > rules.bound:
       return f"worker {worker} is {clocks_ahead} ahead of the slowest"
-    # [2] A ticket is kept for as many jobs as the rules say, and no longer.
+    # [2] A ticket is used for as many jobs as the rules say, and no more.
     jobs_on_ticket = self._jobs_on_ticket[worker]
     keeps = 0 < jobs_on_ticket < rules.fetch_every
     if rules.cache and jobs_on_ticket:
@@ -126,7 +123,7 @@ class _RuleChecker:
     if keeps != (event.action == base.KEEP):
       due_action = "KEEP" if keeps else "SEND"
       return f"{due_action} was due after {jobs_on_ticket} jobs on the ticket"
-    # [3] A job starts once, and again only where it was lost to its owner.
+    # [3] A job starts once, and again only if its owner has lost it.
     owned_job = job, self._owner(worker)
     if job in self._started and owned_job not in self._lost:
       return f"job {job} is another worker's, or done"
@@ -144,12 +141,12 @@ class _RuleChecker:
     return ""
 
   def apply(self, event: Event) -> str:
-    """Takes the next row; returns the broken rule, "" if it is allowed."""
+    """Applies the next row; returns the broken rule, "" if it is allowed."""
     worker, action = event.worker, event.action
     if action in STARTS:
       return self._start(event)
     if action == base.JOIN:
-      # A worker that joins late does not hold the others back.
+      # The other workers do not wait for a worker that joins late.
       self._clocks[worker] = max(self._clocks[worker], self._slowest())
       self._jobs_on_ticket[worker] = 0
       self._present.add(worker)
@@ -164,7 +161,7 @@ class _RuleChecker:
         self._round_index += 1
         self._received_in_round = self._started_in_round = 0
     elif action in (base.LOST, base.REJECT):
-      # The job is started again, in this round if that has not ended.
+      # The job is started again, in its round if that round has not ended.
       round_index = self._open[worker].pop(event.seq)
       self._started_in_round -= round_index == self._round_index
       self._lost.add((event.job, self._owner(worker)))
