@@ -214,7 +214,7 @@ FOUND = {
     Mutant("times go back", 6, batch_workers, last_time=_before_all),
     Mutant("evaluated anew", 0, _LIVE, begin=_begin_anew),
     Mutant("checkpoint in a repeat", 1101, _LIVE, image_at=_image_of_any),
-    Mutant("damaged twice", 1811, batch_worker, _RETRIES=1),
+    Mutant("damaged twice", 1811, batch_worker, _MAX_RETRIES=1),
     Mutant("does not come up", 1804, batch_workers, _MAX_LATE_STARTS=1),
     Mutant(
       *("nobody asks why a job failed", 1, batch_driver.Driver),

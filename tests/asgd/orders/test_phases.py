@@ -87,7 +87,7 @@ def test_times_of_jobs_are_in_steps_of_one_machine():
 @pytest.mark.parametrize(
   ("steps", "flops", "match"),
   [
-    ([], 1.0, "a step needs a phase"),
+    ([], 1.0, "at least one phase"),
     ([Phase([], [])], 1.0, "one phase and one machine"),
     ([Phase([1], [{}])], 0.0, "flops must be a positive"),
     ([Phase([1], [{}]), Phase([1, 1], [{}])], 1.0, "phase 1 .*not of 2 and 1"),
