@@ -9,10 +9,10 @@ import optax
 from asgd import base
 
 _FEW_LEAVES = 100  # XLA compiles a chain of this many additions in a second
-# Squares of a leaf between these sizes are summed in pieces of up to _PIECE. On
-# a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28 us. With
-# 200,704 squares there was no difference.
-_PIECE, _LARGEST_IN_PIECES = 2**15, 2**17
+# Squares of leaves between these sizes are summed in pieces of the smaller
+# size. On a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28
+# us. With 200,704 squares there was no difference.
+_PIECE_SIZE, _MAX_IN_PIECES = 2**15, 2**17
 
 
 def rms(tree: optax.Params) -> jax.Array:
@@ -52,8 +52,8 @@ def has_nonzero(tree: optax.Params) -> jax.Array:
 
 def _sum_of_squares(leaf: jax.Array) -> jax.Array:
   """Returns the sum of a leaf's squares, float[]."""
-  if _PIECE < leaf.size <= _LARGEST_IN_PIECES:
-    pieces = jnp.array_split(leaf, -(-leaf.size // _PIECE))
+  if _PIECE_SIZE < leaf.size <= _MAX_IN_PIECES:
+    pieces = jnp.array_split(leaf, -(-leaf.size // _PIECE_SIZE))
     return sum((jnp.vdot(x, x) for x in pieces), jnp.zeros([], leaf.dtype))
   # Sum over the leading axes first. XLA's CPU loops vectorize over the last
   # axis; a sum over all axes at once is one chain of additions.

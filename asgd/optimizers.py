@@ -29,7 +29,7 @@ _EXCLUDED = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
 _EXCLUDED += ("sophia",)
 
 
-_NEEDS_VALUE = (
+_SEARCH_ERROR = (
   "optimizer 'lbfgs' searches along a line, so it needs the loss of a batch as"
   " a function of the parameters, and a server receives only gradients: use"
   " engine='mesh', or the recipe 'sandblaster'"
@@ -78,7 +78,7 @@ def lbfgs(
   ):
     del extra_args
     if value is None or value_fn is None:
-      raise ValueError(_NEEDS_VALUE)
+      raise ValueError(_SEARCH_ERROR)
     return tx.update(
       *(updates, state, params),
       value=value,
@@ -104,7 +104,7 @@ def refuse_search(value: str | Mapping[str, Any] | None) -> None:
   """Raises ValueError if an optimizer searches along a line, because a server
   computes updates from gradients alone; `value` as in `named`, or None."""
   if searches(value):
-    raise ValueError(_NEEDS_VALUE)
+    raise ValueError(_SEARCH_ERROR)
 
 
 @functools.cache
@@ -309,7 +309,7 @@ def refuse_beside(
 class CountingState(NamedTuple):
   """State of `counting`."""
 
-  count: jax.Array  # int32[], updates made
+  count: jax.Array  # int32[], number of updates so far
   inner: optax.OptState  # of the wrapped transform
 
 

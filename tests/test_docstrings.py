@@ -118,7 +118,7 @@ def test_a_docstring_leaves_nothing_out(name):
 def test_all_that_is_registered_is_looked_at():
   assert {"algorithms.asgd", "transforms.scale_by_sent_rate"} <= set(DOCUMENTED)
   assert {"schedules.custom", "durations.gamma"} <= set(DOCUMENTED)
-  public = {f"orders.{name}" for name in vars(makers)["_PROTOCOLS"]}
+  public = {f"orders.{name}" for name in vars(makers)["_MAKERS"]}
   assert public | {"orders.build", "orders.named", "orders.start"} == {
     name for name in DOCUMENTED if name.startswith("orders.")
   }

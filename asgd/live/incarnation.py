@@ -43,7 +43,7 @@ class OpenJob:
 
   def ticket(self, worker: int, params: Any) -> base.Ticket:
     """Returns the ticket of the job, with the parameters of all shards."""
-    # NumPy scalars: to make jax arrays would take a dispatch each.
+    # NumPy scalars, because each jax array would need a dispatch.
     index: Any = np.int32(worker)
     version: Any = np.int32(self.tickets[0].version)
     return base.Ticket(index, version, params, np.bool_(not self.reuses_params))

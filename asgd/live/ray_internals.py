@@ -31,8 +31,8 @@ def disable_auto_connect() -> None:
 
 @contextlib.contextmanager
 def allow_loopback() -> Iterator[None]:
-  """Returns a context in which Ray keeps a loopback address, which it would
-  replace otherwise."""
+  """Returns a context in which Ray does not replace a loopback address by the
+  machine's own."""
   internals.find("ray._private.services.resolve_ip_for_localhost")
   services = internals.find("ray._private.services")
   with mock.patch.object(

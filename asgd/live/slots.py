@@ -263,8 +263,8 @@ class SharedMemory:
     """Returns the content of a slot for a compiled program; see `read`.
 
     The views are jax arrays if arrays of this thread's device can share the
-    memory of a slot. They are made once; JAX would convert NumPy arrays at each
-    call.
+    memory of a slot. They are cached, because JAX would convert NumPy arrays at
+    each call.
     """
     tree = self.read(kind, slot, stamp)
     if not self._formats[kind].gives_views:

@@ -177,7 +177,7 @@ class WorkerLoop:
       # `receive` ended after `patience`, or by a `wake`. After the wake of
       # `drain` step [1] follows, and no frame is repeated.
       elif not running and (not self.draining or self._drain_sent):
-        self._send_again(self._shards)
+        self._resend(self._shards)
     return "replaced"
 
   # Frames.
@@ -202,7 +202,7 @@ class WorkerLoop:
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
           link.send(0, self._hello(flag=1))
-    self._send_again((shard,))
+    self._resend((shard,))
 
   def _hello(self, flag: int = 0) -> Frame:
     """Returns the HELLO of the present incarnation; see `frames.Frame`."""
@@ -210,7 +210,7 @@ class WorkerLoop:
     worker, restarts = self._worker, self._restarts
     return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
-  def _send_again(self, shards: Iterable[int]) -> None:
+  def _resend(self, shards: Iterable[int]) -> None:
     """Resends to each shard the frames that it has not answered. A shard
     ignores a frame that it has already applied."""
     incarnation, link = self._incarnation, self._context.link
@@ -242,7 +242,7 @@ class WorkerLoop:
         for other_shard in self._shards[1:]:
           self._send(other_shard, self._hello())
     elif frame.kind == frames.TICKET:
-      self._take_ticket(shard, frame)
+      self._store_ticket(shard, frame)
     elif frame.kind == frames.ACK:
       if push := incarnation.acknowledge(shard, frame.seq):
         self._push(0, push)
@@ -276,7 +276,7 @@ class WorkerLoop:
     self._lease.use(replace)
     self._send(0, self._hello())
 
-  def _take_ticket(self, shard: int, frame: Frame) -> None:
+  def _store_ticket(self, shard: int, frame: Frame) -> None:
     """Stores a shard's part of a ticket. After the lead's part, the worker
     fetches the parts of independent shards."""
     incarnation = self._incarnation

@@ -100,7 +100,7 @@ class Dense(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
-    # He: the variance 2 / C keeps the size of activations through a ReLU.
+    # He: with the variance 2 / C a ReLU does not change the activations' size.
     he = nn.initializers.he_normal()
     return nn.relu(nn.Dense(self.features, kernel_init=he, name="dense")(x))
 

@@ -25,7 +25,7 @@ from asgd.models.own import Model
 
 Layers = tuple[nn.Module, ...]
 
-# Larger sizes are refused before a layer is made.
+# Larger sizes are refused before any layer is created.
 MOST_LAYERS = 200  # GPT-3 has 96 blocks, the ResNet of CIFAR 110 layers
 MOST_FEATURES = 10**6  # features of a layer, or rows of a table
 
@@ -96,7 +96,7 @@ def _shape_of_output(layer, x, has_64_bit_types):
 
 
 @functools.lru_cache(maxsize=2048)
-def _call_hashable(fn, *arguments):
+def _cached_result(fn, *arguments):
   """Calls a function, with a cache of results."""
   return fn(*arguments)
 
@@ -104,7 +104,7 @@ def _call_hashable(fn, *arguments):
 def _call_cached(fn, layer, *arguments):
   """Calls a function of a layer, or returns the result of an earlier call."""
   try:
-    return _call_hashable(fn, layer, *arguments)
+    return _cached_result(fn, layer, *arguments)
   except TypeError:  # the layer cannot be hashed, so the result is not cached
     return fn(layer, *arguments)
 

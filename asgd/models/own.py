@@ -45,7 +45,7 @@ class Model(NamedTuple):
   init: Callable[..., optax.Params]
   # (params, x, train, key or None) -> (output, the batch's own statistics)
   apply: Callable[..., tuple[jax.Array, Any]]
-  # example -> the part of the old statistics that an update keeps
+  # example -> the server's momentum: weight of the old statistics in an update
   decay: Callable[[Any], float] = lambda example: DECAY
   # Variables in the form of the model's package -> params of this model
   inward: Callable[[Any], optax.Params] = lambda variables: variables
@@ -79,7 +79,7 @@ def as_model(value: Any) -> Any:
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
-def _arguments(call, count: int, callee: str) -> list[str]:
+def _argument_names(call, count: int, callee: str) -> list[str]:
   """Returns the names of a function's arguments after the first `count`. Raises
   ValueError if one of them needs a value that no caller has."""
   parameters = list(inspect.signature(call).parameters.values())
@@ -114,7 +114,7 @@ def _batch_statistics(before, after, momentum):
   )
 
 
-def _one_momentum(momenta: set[float], name: str) -> float:
+def _common_momentum(momenta: set[float], name: str) -> float:
   """Returns the momentum that all layers have. Raises ModelError if there are
   several or none, or if it is not in [0, 1)."""
   if len(momenta) > 1:
@@ -161,7 +161,7 @@ def _model_of_linen(module: nn.Module) -> Model:
   """Returns the Model of a flax.linen module."""
   name = type(module).__name__
   # Arguments after self and the batch.
-  arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
+  arguments = _argument_names(type(module).__call__, 2, f"{name}.__call__")
   # All calls add to this set, because JAX may not trace a layer again.
   momenta_seen: set[float] = set()
 
@@ -197,7 +197,7 @@ def _model_of_linen(module: nn.Module) -> Model:
         variables, x, rngs=rngs, mutable=["batch_stats"], **options
       )
     momenta_seen.update(momenta)
-    momentum = _one_momentum(momenta_seen, name)
+    momentum = _common_momentum(momenta_seen, name)
     return y, _batch_statistics(
       params.stats, changed_variables["batch_stats"], momentum
     )
@@ -212,7 +212,7 @@ def _model_of_linen(module: nn.Module) -> Model:
         " selects the batch's or the running statistics; add it"
       )
     momenta_seen.update(momenta)
-    return _one_momentum(momenta, name)
+    return _common_momentum(momenta, name)
 
   return Model(init, apply, decay, _from_linen, _to_linen)
 
@@ -299,9 +299,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
       replace_values(module, nnx.BatchStat, params.stats)
     (module.train if train else module.eval)()
     function_name = f"{type(module).__name__}.__call__"
-    y = module(
-      x, **_mode_arguments(_arguments(module.__call__, 1, function_name), train)
-    )
+    arguments = _argument_names(module.__call__, 1, function_name)
+    y = module(x, **_mode_arguments(arguments, train))
     if not train or not has_statistics:
       return y, params.stats if has_statistics else ()
     statistics_after = values_of(module, nnx.BatchStat)
@@ -312,7 +311,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   def momentum_of(module):
     nodes = (node for _, node in nnx.iter_graph(module))
     momenta = {n.momentum for n in nodes if isinstance(n, nnx.BatchNorm)}
-    return _one_momentum(momenta, type(module).__name__) if momenta else DECAY
+    name = type(module).__name__
+    return _common_momentum(momenta, name) if momenta else DECAY
 
   def decay(example):
     del example
@@ -347,7 +347,7 @@ def _model_of_pair(
   names_between += [
     name for name in names[1 + len(names_between) :][:1] if name in _KEYS
   ]
-  arguments = _arguments(apply, 2 + len(names_between), "apply")
+  arguments = _argument_names(apply, 2 + len(names_between), "apply")
   draw = _make_draw(init)
   if _STATE in names_between:
     return _model_with_state(draw, apply, names_between, arguments)
@@ -386,7 +386,7 @@ def _make_draw(init: Callable[..., Any]) -> Callable[..., Any]:
     raise ValueError(f"init takes ({names}); write init(key) or init(key, x)")
   # Haiku's moving averages get their shapes only in training.
   mode_arguments = _mode_arguments(
-    _arguments(init, len(required_names), "init"), True
+    _argument_names(init, len(required_names), "init"), True
   )
 
   def draw(key, example):

@@ -82,9 +82,9 @@ class Arrivals:
     message of their job."""
     return []
 
-  def take_ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
+  def take_ready(self, has_jobs_left: Callable[[], bool]) -> list[Key]:
     """Returns the messages to be received now, in their order."""
-    del more_to_come
+    del has_jobs_left
     # A message has no rank any more if its ticket was closed.
     keys = {key for key in self._earliest if key in self._arrival_rank}
     self._earliest.clear()
@@ -183,7 +183,7 @@ class RoundArrivals(Arrivals):
     message of their job."""
     return self._copies.take_superseded()
 
-  def take_ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
+  def take_ready(self, has_jobs_left: Callable[[], bool]) -> list[Key]:
     """Returns late messages, which the server drops. If the round will get no
     further message, the messages of the round follow.
 
@@ -200,7 +200,7 @@ class RoundArrivals(Arrivals):
     n_missing = self._round_size - self._received
     if self._on_time and (
       len(self._on_time) >= n_missing
-      or not (more_to_come() or self._copies.awaited)
+      or not (has_jobs_left() or self._copies.awaited)
     ):
       rows = self._rows({worker for worker, _ in self._on_time})
       ready_rows += sorted(row for row in rows if row[2] == self.round)[

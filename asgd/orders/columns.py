@@ -1,7 +1,7 @@
-"""Orders made in columns, by NumPy: millions of rows in seconds.
+"""Orders computed in columns, by NumPy: millions of rows in seconds.
 
-`asgd.orders.play` is the reference: it makes an order event by event, with the
-dispatcher of live runs. This module makes the same rows, to the bit, for
+`asgd.orders.play` is the reference: it plays an order event by event, with the
+dispatcher of live runs. This module computes the same rows, to the bit, for
 protocols in which each worker has one ticket and no worker joins or leaves.
 Messages take no time here, so orders over a network are always played. `make`
 returns None for `Rules` with `depth` above 1, `cache`, `late` or `stages`, and
@@ -226,17 +226,17 @@ class _Levels:
     """Returns the rank of the trigger of each job of `indices`; -1 if the job
     starts at the beginning. A job has the index of its message."""
     predecessor = self._predecessor[indices]
-    triggers = np.where(predecessor < 0, -1, rank[predecessor])
+    trigger_ranks = np.where(predecessor < 0, -1, rank[predecessor])
     if self._bound is None:
-      return triggers
+      return trigger_ranks
     # With a bound s, job k also needs the last message of level k - s - 1. The
     # later of the two messages is the trigger.
     level = self._level[indices] - self._bound - 1
     is_bounded = level >= 0
-    triggers[is_bounded] = np.maximum(
-      triggers[is_bounded], level_ranks(level[is_bounded])
+    trigger_ranks[is_bounded] = np.maximum(
+      trigger_ranks[is_bounded], level_ranks(level[is_bounded])
     )
-    return triggers
+    return trigger_ranks
 
   def _ranks(self):
     """Returns (message indices in the order in which they are received, rank of
@@ -272,8 +272,8 @@ class _Levels:
       if start >= self._messages:
         break
       tie = order[start:stop]
-      triggers = self._trigger_ranks(tie, rank, level_ranks)
-      tie = tie[np.lexsort((self._worker[tie], triggers))]
+      trigger_ranks = self._trigger_ranks(tie, rank, level_ranks)
+      tie = tie[np.lexsort((self._worker[tie], trigger_ranks))]
       order[start:stop] = tie
       rank[tie] = np.arange(start, stop)
     return order, rank
@@ -287,14 +287,13 @@ class _Levels:
     # A level without all its workers never ends, so it is no trigger.
     last_ranks[~level_is_full] = len(rank)
     indices = np.arange(len(rank))
-    triggers = self._trigger_ranks(indices, rank, last_ranks.__getitem__)
-    granted_indices = np.flatnonzero(triggers < self._messages - 1)
+    trigger_ranks = self._trigger_ranks(indices, rank, last_ranks.__getitem__)
+    granted_indices = np.flatnonzero(trigger_ranks < self._messages - 1)
     # Jobs are numbered by trigger and then by worker.
-    sort_keys = (
-      triggers[granted_indices] * self._workers + self._worker[granted_indices]
-    )
+    sort_keys = trigger_ranks[granted_indices] * self._workers
+    sort_keys += self._worker[granted_indices]
     granted_indices = granted_indices[np.argsort(sort_keys)]
-    triggers = triggers[granted_indices]
+    trigger_ranks = trigger_ranks[granted_indices]
     jobs = np.empty(len(rank), np.int64)
     jobs[granted_indices] = np.arange(len(granted_indices))
     received_indices = order[: self._messages]
@@ -302,13 +301,12 @@ class _Levels:
     # Row numbers:
     #   row of the start of job j = j + (rank of its trigger + 1)
     #   row of message r = r + (number of jobs with a trigger of a rank below r)
-    start_rows = np.arange(len(granted_indices)) + triggers + 1
+    start_rows = np.arange(len(granted_indices)) + trigger_ranks + 1
     message_ranks = np.arange(self._messages)
-    end_rows = message_ranks + np.searchsorted(triggers, message_ranks)
+    end_rows = message_ranks + np.searchsorted(trigger_ranks, message_ranks)
     level = self._level[granted_indices]
-    start_times = np.where(
-      triggers < 0, self._start_time, self._end_time[order[triggers]]
-    )
+    trigger_times = self._end_time[order[trigger_ranks]]
+    start_times = np.where(trigger_ranks < 0, self._start_time, trigger_times)
     start_actions = np.where(level % self._fetch_every, base.KEEP, base.SEND)
     index_of_row = np.empty(len(start_rows) + len(end_rows), np.int64)
     times = np.empty(len(index_of_row))

@@ -1,4 +1,4 @@
-"""How long workers take: the clocks that an order is made from.
+"""How long jobs take: the clocks from which an order is computed.
 
 A `Durations` gives each worker an endless stream of positive times. A stream
 depends only on the seed and the worker, so adding a worker does not change the
@@ -25,14 +25,14 @@ class Durations(NamedTuple):
   stream: Callable[[int], Iterator[float]]  # worker -> its times, in order
 
 
-_BLOCK = 256  # largest number of draws made at once; no stream depends on it
+_MAX_BLOCK = 256  # most times drawn at once; streams do not depend on it
 
 
 def _repeat_draws(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
   """Yields drawn times without an end, from larger and larger blocks."""
   count = 8  # few at first, as a short run uses few
   while True:
-    count = min(2 * count, _BLOCK)
+    count = min(2 * count, _MAX_BLOCK)
     yield from draw(count).tolist()
 
 
@@ -214,8 +214,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
   """
   checks.positive("mean", mean)
   checks.integer("seed", seed, 0)
-  above = "above 1, or there is no mean"
-  checks.real("tail", tail, lambda value: value > 1, above)
+  required = "above 1, or there is no mean"
+  checks.real("tail", tail, lambda value: value > 1, required)
 
   def stream(worker):
     rng = np.random.default_rng((seed, worker))
@@ -266,7 +266,7 @@ def bursts(
   base_clock = gamma(mean, seed=seed, variation=variation)
 
   def stream(worker):
-    # A separate generator, so that batches that are not slow take the times of
+    # A separate generator, so that batches that are not slow have the times of
     # `gamma` with this seed.
     rng, is_slow = np.random.default_rng((seed, worker, 1)), False  # the chain
     for time in base_clock.stream(worker):
@@ -325,7 +325,7 @@ def failing(
   checks.nonnegative("mttr", mttr)
 
   def stream(worker):
-    # A separate generator, so that batches without a failure take the times of
+    # A separate generator, so that batches without a failure have the times of
     # `gamma` with this seed.
     rng = np.random.default_rng((seed, worker, 2))
     time_to_failure = rng.exponential(mtbf)  # computing time until then

@@ -323,8 +323,8 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 _MAKER_FUNCTIONS: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
 _MAKER_FUNCTIONS += [backup_workers, bulk_synchronous, stale_synchronous]
 _MAKER_FUNCTIONS += [fixed_delay, with_stops]
-_PROTOCOLS = {maker.__name__: maker for maker in _MAKER_FUNCTIONS}
-NAMES = tuple(_PROTOCOLS)  # names that `build` knows
+_MAKERS = {maker.__name__: maker for maker in _MAKER_FUNCTIONS}
+NAMES = tuple(_MAKERS)  # names that `build` knows
 
 
 def build(
@@ -356,7 +356,7 @@ def build(
     >>> orders.staleness(trace).tolist()
     [0, 1, 2, 2]
   """
-  maker = names.resolve("order", name, _PROTOCOLS)
+  maker = names.resolve("order", name, _MAKERS)
   checks.integer("workers", workers)
   common: dict[str, Any] = {"durations": durations, "workers": workers}
   if names.is_import(name):
@@ -475,7 +475,7 @@ def start(
       f"name {name!r} is an order that a network cannot delay; use"
       " asynchronous, or leave the network out"
     )
-  maker = names.lookup("order", name, _PROTOCOLS)
+  maker = names.lookup("order", name, _MAKERS)
   checks.integer("workers", workers)
   argument_names = "durations", "workers", "messages", *kwargs
   names.check_arguments("order", name, maker, argument_names)

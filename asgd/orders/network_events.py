@@ -72,7 +72,7 @@ class NetworkEvents:
     self.links, self.now = Links(network, workers), 0.0
     # (time, rank, worker if WAITING, insertion count, kind, subject)
     self._heap: list[tuple[float, int, int, int, str, Any]] = []
-    self._last: Any = None  # the event that was popped last
+    self._last_event: Any = None  # the event that was popped last
     self._count = self._sent = 0  # numbers of events and of messages so far
     # Messages that were not popped, by their index among all messages.
     self._messages: dict[int, Message] = {}
@@ -121,16 +121,16 @@ class NetworkEvents:
         # Progress of a part on the links is no event for the caller.
         self._advance_part(*subject)
         continue
-      self._last = event
+      self._last_event = event
       if kind == MESSAGE:
         return kind, self._messages.pop(subject)
       return kind, subject
 
   def put_back(self, subject: Any) -> None:
     """Undoes the last `pop`, which returned this subject."""
-    heapq.heappush(self._heap, self._last)
+    heapq.heappush(self._heap, self._last_event)
     if isinstance(subject, Message):
-      self._messages[self._last[-1]] = subject
+      self._messages[self._last_event[-1]] = subject
 
   def _advance_part(self, part: MessagePart, line: Any) -> None:
     """Moves a part one step along its links, or counts its arrival."""

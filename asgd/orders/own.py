@@ -29,7 +29,7 @@ FORMS = (
   "a sequence of workers, rows of a trace, or a function of durations, workers"
   " and messages"
 )
-_FIELDS = 5  # number of values in a row of a trace
+_N_FIELDS = 5  # number of values in a row of a trace
 
 
 def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
@@ -77,7 +77,7 @@ def read(
 
   Raises:
     ValueError: if `source` has another form, fewer messages, an unknown worker,
-      or a row that no protocol makes (`TraceError`, which names the row).
+      or a row that protocols forbid (`TraceError`, which names the row).
   """
   if isinstance(source, base.Trace):
     trace = _truncate(source, messages)
@@ -147,7 +147,7 @@ def _rows(
 def _row(value: Any) -> Event:
   """Returns a row that a user gives as an Event or a sequence of its values."""
   try:
-    time, worker, seq, job, action = tuple(value)[:_FIELDS]
+    time, worker, seq, job, action = tuple(value)[:_N_FIELDS]
     if isinstance(action, str):
       action = base.ACTIONS.index(action)
     return Event(float(time), int(worker), int(seq), int(job), int(action))
@@ -185,7 +185,7 @@ def make(
   maker: Callable[..., Any], name: str, durations: Durations, *,
   workers: int, messages: int, **options: Any,
 ) -> base.Trace:
-  """Returns the trace of an order that a user's function makes.
+  """Returns the trace of an order that a user's function returns.
 
   Args:
     maker: the function; see the module.

@@ -40,10 +40,10 @@ class Inside(NamedTuple):
   disk: Any = os  # has the methods `write` and `replace` of `os`
   # Makes a pool that runs one call at a time.
   make_pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
-  # (call, method, *args): runs `call` in another thread, then calls `method` of
-  # the object with (*args, a Future of the result of `call`). The default drops
-  # the call; each kind of host replaces it.
-  run_later: Callable[..., None] = lambda call, method, *args: None
+  # (function, method, *args): calls `function` in another thread, then calls
+  # `method` of the object with (*args, Future of the function's result). The
+  # default does nothing; each kind of host replaces it.
+  run_later: Callable[..., None] = lambda function, method, *args: None
   # Returns a handle of another host; its calls take as long as over a network.
   # The default adds no delay.
   wrap_host: Callable[["Host"], "Host"] = lambda host: host
@@ -85,7 +85,7 @@ class Host(abc.ABC):
 
   @abc.abstractmethod
   def call(self, method: str, *args: Any) -> Call:
-    """Calls a method of the object, once the host has made it.
+    """Calls a method of the object, once the host has created the object.
 
     The host runs one call at a time. Calls may run in any order if the
     caller has not waited for their results. If a method returns a

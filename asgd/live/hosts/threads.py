@@ -151,7 +151,7 @@ class ThreadHost(Host):
       raise Killed
 
   def _run_later(
-    self, call: Callable[[], Any], method: str, *args: Any
+    self, function: Callable[[], Any], method: str, *args: Any
   ) -> None:
     """See `Inside.run_later`."""
     if self._pool is None:
@@ -161,7 +161,7 @@ class ThreadHost(Host):
     def post(future: Future[Any]) -> None:
       self.call(method, *args, future)
 
-    self._pool.submit(call).add_done_callback(post)
+    self._pool.submit(function).add_done_callback(post)
 
   def _answer(
     self,

@@ -140,14 +140,14 @@ class RemoteNotes:
     self._calls = [call for call in self._calls if call not in ended_calls]
 
   def _send(self, job_spans: list[Span]) -> None:
-    """Converts the spans of a job to the lead's time, and makes the lead write
-    them."""
+    """Converts the spans of a job to the lead's time, and sends them to the
+    lead, which writes them."""
     if self._clock() - self._last_question_time > _ASK_SECONDS:
       has_answer = self._offset.error < float("inf")
       for _ in range(1 if has_answer else _FIRST_QUESTIONS):
-        ask_time = self._clock()
+        asked = self._clock()
         lead_time = self._call("clock")
-        self._offset.add_answer(ask_time, lead_time, self._clock())
+        self._offset.add_answer(asked, lead_time, self._clock())
       self._last_question_time = self._clock()
     offset = self._offset.seconds
     spans = [

@@ -203,13 +203,13 @@ class RayLink:
         self._listen_calls, timeout=max(pause, 0.0)
       )
       for ref in ended_calls:
-        self._take_packets(self._listen_calls.index(ref), ref)
+        self._receive_packets(self._listen_calls.index(ref), ref)
       if self._wake_event.is_set() or (not self._inbox and pause <= 0):
         self._wake_event.clear()
         return None
     return self._inbox.pop(0)
 
-  def _take_packets(self, shard: int, ref: Any) -> None:
+  def _receive_packets(self, shard: int, ref: Any) -> None:
     """Adds the frames that a call of `listen` returned to the inbox, and calls
     `listen` again."""
     packets = self._fetch(shard, ref)

@@ -35,7 +35,7 @@ class LiveBatchWorker(BatchWorker):
     super().__init__()
     self.party: Party | None = None  # the process; None: no process
     self.has_joined = False  # the process has created its worker
-    self.start_seconds = 0.0  # time that the start of the process has taken
+    self.start_seconds = 0.0  # time that its start has taken so far
     self.late_starts = 0  # incarnations in a row that took too long to start
 
   @property

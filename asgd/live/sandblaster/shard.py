@@ -76,7 +76,7 @@ class LiveShard(VectorShard):
       message_name(*key): rows for key, rows in stored.messages.items()
     }
     for command, _ in self._journal:
-      self._note_discard(command)
+      self._mark_discarded(command)
     self._vectors = None  # `_alive` rebuilds them by executing the journal
 
   # Methods that the driver calls.
@@ -132,9 +132,9 @@ class LiveShard(VectorShard):
     file."""
     super()._add_to_journal(command, answer)
     self._store.append_command(command, answer)
-    self._note_discard(command)
+    self._mark_discarded(command)
 
-  def _note_discard(self, command: Command) -> None:
+  def _mark_discarded(self, command: Command) -> None:
     """Records that a command discarded a message, so that a repeated push of
     the message does not store it again."""
     if command.operation == "discard":

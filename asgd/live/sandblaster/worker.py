@@ -68,7 +68,7 @@ class PortionLoader:
     return future
 
   def __call__(self, worker: int, portion: int) -> Any:
-    """Returns a batch, or raises the error of making it."""
+    """Returns a batch, or raises the error of the function that makes it."""
     del worker
     try:
       return self.load(portion).result()

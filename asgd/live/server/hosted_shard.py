@@ -44,7 +44,7 @@ class HostedShard:
     self._remote_workers: set[tuple[int, int]] = set()
     self._sessions: dict[Token, Session] = {}
     self._run, self._write_span = run, spans.SpanWriter(run)
-    # `serve` takes a thread until the end; the host then calls `end_run`.
+    # `serve` occupies a thread until the end; the host then calls `end_run`.
     inside.run_later(server.serve, "end_run")
 
   def end_run(self, call: Future[None]) -> None:

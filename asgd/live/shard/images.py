@@ -117,7 +117,7 @@ def restore(
     for worker, seq, base_version in meta["bases"]:
       ticket = state.tickets[worker, seq]._replace(base=base_version)
       state.tickets[worker, seq] = ticket
-  # [3] The uses of slots, as they were when the image was made.
+  # [3] The uses of slots at the time of the image.
   for worker, message_slots in meta["lost"]:
     for slot in message_slots:
       slots.keep_lost(worker, slots.take_message(slot))

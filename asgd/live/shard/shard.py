@@ -270,11 +270,11 @@ class Shard:
     self.role.pause_all()
 
   def tick(self, now: float) -> None:
-    """Writes records, takes a due snapshot and expels late workers. The host
-    calls this periodically."""
+    """Writes records, saves a snapshot if one is due, and expels workers that
+    count as dead. The host calls this periodically."""
     self.state.messages.flush()
     since_snapshot = now - self._last_snapshot_time
-    # With a log, `Role.commit` takes a snapshot whenever the log is full.
+    # With a log, `Role.commit` saves a snapshot whenever the log is full.
     if not self.setup.log and since_snapshot > self.setup.snapshot_seconds:
       images.save_snapshot(self.state)
       self._last_snapshot_time = now

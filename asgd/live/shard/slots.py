@@ -103,7 +103,7 @@ class SlotTable:
     self, params_slots: Iterable[int], message_slots: Iterable[int]
   ) -> None:
     """Recomputes the counts from the slots of all tickets. The slots of the
-    snapshot and of lost tickets stay taken; all others are free."""
+    snapshot and of lost tickets stay in use; all others are free."""
     self.published = None
     self.uses.clear()
     self.uses.update(params_slots)

@@ -180,8 +180,8 @@ class ShardState:
     key, slots = event.key, self.slots
     # [1] Compute the record's columns while the ticket is open.
     received, version = self._received_message(event), 0
-    # If each message makes one update, compute the next version here: reading
-    # it from the device would wait for the update.
+    # If each message is one update, compute the next version here: reading it
+    # from the device would wait for the update.
     if self.steps.alone:
       version = self.version_of(self.server)
     # [2] Apply the message.

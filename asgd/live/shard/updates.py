@@ -76,7 +76,7 @@ class SentUpdates(simulator.Traffic):
     nbytes = self.count_ticket(*key)
     if nbytes is None:
       return WHOLE
-    # `nbytes` is the total of the updates that the worker lacks: take the
+    # `nbytes` is the total of the updates that the worker lacks: select the
     # latest packets until they have that size.
     packets: list[bytes] = []
     while nbytes:

@@ -110,7 +110,7 @@ class TableCluster(Cluster):
     for worker in range(self._counts[WORKER]):
       worker_image = images.workers.get(worker) if images else None
       if images and worker_image is None and not self._refill:
-        continue  # the worker had left before the images were made
+        continue  # the worker had left before the checkpoint
       self._start_worker(worker, worker_image and worker_image[2])
 
   def _start_worker(self, worker: int, image: bytes | None = None) -> None:
@@ -291,7 +291,7 @@ class TableCluster(Cluster):
     # [1] Compute new cuts from the loads.
     loads = self._ask("load")
     cuts = division.by_load([load for _, load in loads])
-    # [2] Each shard gives the rows that move.
+    # [2] Each shard returns the rows that move to other shards.
     handovers = self._ask("give", cuts)
     # The version makes `move` idempotent: a shard that has this version ignores
     # a repeated call.

@@ -117,8 +117,8 @@ class JobJournal(WorkerJournal):
         included.
 
     Returns:
-      The message, with the records of those of its jobs that were not received;
-      None if there is no such message, or all its jobs were received.
+      The message, with the records only of jobs that were not received; None if
+      there is no such message, or all its jobs were received.
     """
     events = self._journal.events()
     if self._last_message is None:

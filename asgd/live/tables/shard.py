@@ -233,10 +233,10 @@ class ShardHost:
     if request.number == 0:  # JOIN: no row was sent to this incarnation
       start = 0
     reply = self._shard.reply(request, start)
-    self._note_sent(worker, reply.rows)
+    self._mark_sent(worker, reply.rows)
     return reply._replace(limit=self._limit)
 
-  def _note_sent(self, worker: int, rows: Rows) -> None:
+  def _mark_sent(self, worker: int, rows: Rows) -> None:
     """Records that rows were sent to a worker; the last row is the newest."""
     if rows:
       self._sent_counts[worker] = rows[-1][0] + 1
@@ -261,7 +261,7 @@ class ShardHost:
   def _take_unsent(self, worker: int) -> Rows:
     """Returns the unsent rows for a worker, and marks them as sent."""
     rows = self._shard.rows_from(worker, self._sent_counts.get(worker, 0))
-    self._note_sent(worker, rows)
+    self._mark_sent(worker, rows)
     return rows
 
   def listen(
@@ -309,7 +309,7 @@ class ShardHost:
     return Status(self._shard.jobs_done(), set(self._waiting))
 
   def leave(self, worker: int) -> None:
-    """Removes a worker for good, so that no other worker waits for it."""
+    """Removes a worker that is not replaced, so that no worker waits for it."""
     self._expel(worker)
     incarnation = max(self._shard.incarnation(worker), 0)
     self._write(Event(self._now(), worker, NO_SEQ, incarnation, base.LEAVE))

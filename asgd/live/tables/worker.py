@@ -113,7 +113,7 @@ class WorkerHost:
     self._limit = limit
     for shard, host in (restarted_hosts or {}).items():
       self._shards[shard] = self._inside.wrap_host(host)
-      # Calls at the earlier host get no reply: make them again.
+      # Calls at the earlier host get no reply: they are repeated.
       self._calls.pop(shard, None)
       self._polls.pop(shard, None)
     # The driver has collected the rows that shards had not sent to the worker.
@@ -148,7 +148,7 @@ class WorkerHost:
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
       # [3] Start the next job on the rows that have arrived.
-      self._take_rows()
+      self._pass_rows()
       self._resume(
         worker.job(
           self._write_start,
@@ -217,7 +217,7 @@ class WorkerHost:
     call = self._polls.pop(shard)
     self._worker.sessions.receive_rows(shard, call.result())
 
-  def _take_rows(self) -> None:
+  def _pass_rows(self) -> None:
     """Passes the rows that have arrived to the worker, and opens long polls."""
     for shard in self._shards:
       if self._worker.gets_server_push:

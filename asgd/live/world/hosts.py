@@ -69,7 +69,7 @@ class World(NamedTuple):
 
 
 class _InlinePool(Executor):
-  """A pool that makes each call at once, because the scheduler gives no turns
+  """A pool that runs each call at once, because the scheduler gives no turns
   to threads of a pool."""
 
   def submit(
@@ -210,14 +210,14 @@ class WorldHost(Host):
     self._inbox = [entry for entry in self._inbox if entry[0] is not call]
 
   def _run_later(
-    self, call: Callable[[], Any], method: str, *args: Any
+    self, function: Callable[[], Any], method: str, *args: Any
   ) -> None:
-    """Runs `call` in a helper process; see `Inside.run_later`."""
+    """Runs `function` in a helper process; see `Inside.run_later`."""
     future: Future[Any] = Future()
 
     def run() -> None:
       try:
-        future.set_result(call())
+        future.set_result(function())
       except Exception as error:
         future.set_exception(error)
       self._post(WorldCall(self._scheduler, self), method, (*args, future))

@@ -209,7 +209,7 @@ def _check_replay(
       **common,
     )
   # [2] Compare states, then records. The replay also has records of messages
-  # that a rollback undid. The indices select the records that the run kept.
+  # that a rollback undid. The indices select the records that the run wrote.
   for index, (shard, state) in enumerate(zip(shards, states, strict=True)):
     are_equal = bits(shard.state.server) == bits(state)
     require(are_equal, _REPLAY, f"shard {index}: the state differs")

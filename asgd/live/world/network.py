@@ -51,17 +51,17 @@ class Socket:
   @property
   def readable(self) -> bool:
     """Whether `recv` or `accept` would return something."""
-    return bool(self.data or self.backlog or self.at_end)
+    return bool(self.data or self.backlog or self.is_at_end)
 
   @property
-  def at_end(self) -> bool:
+  def is_at_end(self) -> bool:
     """Whether no more bytes can arrive."""
     return self.broken or (self.peer is not None and self.peer.closed)
 
   @property
   def writable(self) -> bool:
     """Whether `send` would accept at least a byte, or raise."""
-    if self.at_end or self.peer is None:
+    if self.is_at_end or self.peer is None:
       return True
     return len(self.peer.data) < _BUFFER
 
@@ -98,7 +98,7 @@ class Socket:
     self.network.scheduler.touch()
     self._check()
     if not self.data:
-      if self.at_end:
+      if self.is_at_end:
         return b""
       raise BlockingIOError
     data = bytes(self.data[:size])
@@ -226,10 +226,10 @@ class SimulatedNetwork:
 
   def connections(self) -> list[Socket]:
     """Returns one end of each open connection."""
-    # If one end is closed, `at_end` of the other is True. So both leave the
+    # If one end is closed, the other one `is_at_end`. So both leave the
     # list, which remains a list of pairs.
     self.sockets = [
-      sock for sock in self.sockets if not sock.closed and not sock.at_end
+      sock for sock in self.sockets if not sock.closed and not sock.is_at_end
     ]
     return self.sockets[::2] or self.sockets
 

@@ -225,7 +225,7 @@ class WorldRun(abc.ABC):
       with contextlib.suppress(Stuck):
         scheduler.run(lambda: False, self._driverless_seconds, _TURNS)
     scheduler.close()
-    self.world.disk.full = False  # the user makes room before the next command
+    self.world.disk.full = False  # a user frees the disk before a new command
     if driver.error is not None:
       self._check_refusal(driver.error)
 

@@ -279,7 +279,7 @@ class Scheduler:
       _Thread(self, process)
 
   def after_last_turn(self, thread: _Thread) -> Process | None:
-    """Ends the process of a thread and gives the turn away. Blocks until the
+    """Ends the process of a thread and begins the next turn. Blocks until the
     thread has another process to run, and returns that process."""
     successor = self._next_turn(ended=thread.process)
     if successor is not None and successor.thread is None:

@@ -24,7 +24,7 @@ def machines():
   """The first two times of many unequal machines, float64[MACHINES, 2]."""
   clock = durations.heterogeneous(3.0, seed=1)
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(durations, "_BLOCK", 2)  # no more than are taken
+    patch.setattr(durations, "_MAX_BLOCK", 2)  # no more than are taken
     return np.array([take(clock, worker, 2) for worker in range(MACHINES)])
 
 
@@ -122,7 +122,7 @@ def test_streams_are_functions_of_seed_and_worker(maker, monkeypatch):
   assert take(maker(seed=5), 2, 600) == [row[1] for row in drawn] != expected
   assert take(maker(seed=6), 0, 600) != expected
 
-  monkeypatch.setattr(durations, "_BLOCK", 7)
+  monkeypatch.setattr(durations, "_MAX_BLOCK", 7)
   assert take(maker(seed=5), 0, 600) == expected
 
 
