@@ -10,8 +10,8 @@ the server averages them.
 
   python -m launch.train --config=configs/cifar10.py
 
-Expected: the gap of NAG-ASGD is far above those of DANA-Zero and ASGD, which
-are near each other. NAG-ASGD collapses at 16 to 20 workers. The accuracy of
+Expected: DANA-Zero and ASGD have nearly equal gaps, and NAG-ASGD a far larger
+one. NAG-ASGD collapses at 16 to 20 workers. The accuracy of
 DANA-DC and DANA-Zero stays above that of Multi-ASGD, which stays above that of
 NAG-ASGD. The run has 2 million updates of ResNet-20 and needs an accelerator.
 """

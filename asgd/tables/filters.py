@@ -1,8 +1,8 @@
 """Filters: they select the rows of a message that are sent.
 
-A filter may hold back rows. The worker adds later updates to those of a row
-that is held back, and sends the sum at the end of the run at the latest. Under
-value_bounded a worker may hold back little (`ConsistencyRules.hold`).
+A filter may hold back rows. The worker adds up the updates of such a row, and
+sends the sum at the end of the run at the latest. Under value_bounded a worker
+may hold back little (`ConsistencyRules.hold`).
 
 Only `kkt` drops rows: gradients that cannot change the weights. The last
 message of a worker bypasses all filters.

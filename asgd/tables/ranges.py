@@ -130,7 +130,7 @@ class RangeClocks:
     return len(self._starts)
 
   def _split(self, key: int) -> int:
-    """Splits a range at `key`, if none starts there. Returns the index of the
+    """Splits a range at `key` unless one starts there. Returns the index of the
     range that starts at `key`."""
     starts = self._starts
     index = int(np.searchsorted(starts, key))

@@ -41,7 +41,7 @@ class TableSettings(NamedTuple):
   # Whether workers compute values to push (`Problem.updates`), not gradients.
   direct: bool = False
   workers: int | None = None  # N; None: the run gives it
-  # Jobs between messages; None: those of a clock, with a bandwidth 1.
+  # Jobs between messages; None: the jobs of a clock, or 1 with a bandwidth.
   push_every: int | None = None
   bandwidth: float = math.inf  # bytes per second (`tables.bandwidth`)
 

@@ -57,5 +57,5 @@ def get_figure():
       " delay compensation differ by less than a third of a point: open, as in"
       " the larger figure."
     ),
-    tuned="nothing: rates are those of dc_asgd, of another model and data",
+    tuned="nothing: rates are those of dc_asgd, for another model and data",
   )

@@ -70,7 +70,7 @@ def get_config(arg=None):
         entry,
         title=f"{title}, {'never' if mtbf == NEVER else mtbf}",
         durations=dict(
-          # Batches vary little, so that a round without a failure takes 1.
+          # Batches vary little: a round without a failure takes about 1.
           name="failing", variation=0.02, mtbf=float(mtbf), mttr=MTTR
         ),
       )
