@@ -197,7 +197,7 @@ def test_a_loop_takes_the_steps_of_an_unrolled_one(message, monkeypatch):
 
   results = []
   for most in (3, 2):
-    monkeypatch.setattr(worker_lib, "_UNROLLED", most)
+    monkeypatch.setattr(worker_lib, "_MAX_UNROLLED", most)
     worker = local(optax.sgd(0.1, 0.9), 3, message, variables_loss)
     given = worker.init(start), ticket(start), features(1, 3), KEY
     assert ("scan" in str(jax.make_jaxpr(worker.work)(*given))) == (most < 3)
