@@ -104,7 +104,7 @@ class EventQueue(LinkQueue):
     """Starts a job of a peer; `on_end` is called at the end of the job.
     `receives`: whether `on_end` adds the job's RECEIVE row."""
     if receives:
-      self._receiving.add(self._count)
+      self._receiving.add(self._n_scheduled)
     self.at(time + next(self._streams[peer]), on_end)
 
   def start_job(

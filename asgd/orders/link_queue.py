@@ -47,7 +47,7 @@ class LinkQueue:
     self._heap: list[tuple[float, int, Act]] = []
     self._n_scheduled = 0  # events so far
     # (direction, worker, shard) -> parcels under way, in the order of sending.
-    self._streams: dict[Hashable, collections.deque[_Parcel]] = (
+    self._parcels: dict[Hashable, collections.deque[_Parcel]] = (
       collections.defaultdict(collections.deque)
     )
 
@@ -87,7 +87,7 @@ class LinkQueue:
     act: Act,
   ) -> None:
     parcel = _Parcel(act)
-    parcels = self._streams[make_part.__name__, worker, shard]
+    parcels = self._parcels[make_part.__name__, worker, shard]
     parcels.append(parcel)
     part = make_part((parcels, parcel), worker, shard, nbytes)
     self._move(time, part=part, line=None)
@@ -118,4 +118,4 @@ class LinkQueue:
   def clear(self) -> None:
     """Drops all events: parcels under way do not arrive."""
     self._heap.clear()
-    self._streams.clear()
+    self._parcels.clear()
