@@ -71,7 +71,9 @@ def make(
   rules = rules._replace(fetch_every=min(rules.fetch_every, messages + 1))
   if rules.bound > messages:
     rules = rules._replace(bound=math.inf)
-  draws = _Draws(durations, workers, min(messages // workers + 8, _BLOCK))
+  # A time may be slow to draw (`asgd.orders.phases`): no more than M + 1.
+  block = min(messages // workers + 8, messages + 1, _BLOCK)
+  draws = _Draws(durations, workers, block)
   try:
     if rules.round:
       return _Rounds(rules, draws, workers).until(messages)

@@ -10,7 +10,7 @@ lower.
   asgd reproduce delayed_edge
   python -m launch.train --config=configs/figures/delayed_edge.py
 
-90 cells, 3 minutes on two cores; --quick in seconds.
+90 cells, 3 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ after three, model averaging after ten. Claims compare with computed values.
   asgd reproduce failures
   python -m launch.train --config=configs/figures/failures.py
 
-250 cells, about 15 minutes on two cores; --quick in two.
+250 cells, about 15 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

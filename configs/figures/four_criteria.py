@@ -9,7 +9,7 @@ after a fixed number of epochs, on handwritten digits.
   asgd reproduce four_criteria
   python -m launch.train --config=configs/figures/four_criteria.py
 
-40 cells, about 3 minutes on two cores; --quick in one.
+40 cells, about 3 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ peers.
   python -m launch.reproduce gossip_slow_peer
   python -m launch.train --config=configs/figures/gossip_slow_peer.py
 
-45 cells, about 4 minutes on two cores; --quick in two.
+45 cells, about 4 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

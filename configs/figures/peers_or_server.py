@@ -10,7 +10,7 @@ and AD-PSGD.
   asgd reproduce peers_or_server
   python -m launch.train --config=configs/figures/peers_or_server.py
 
-360 cells, about 8 minutes on two cores; --quick in two.
+360 cells, about 8 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

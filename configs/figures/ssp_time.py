@@ -10,7 +10,7 @@ workers compute.
   asgd reproduce ssp_time
   python -m launch.train --config=configs/figures/ssp_time.py
 
-70 cells, 6 minutes on two cores; --quick in three.
+70 cells, 6 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

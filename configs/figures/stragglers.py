@@ -8,9 +8,9 @@ digits, in simulated time (constant durations) and live (threads, real time).
   asgd reproduce stragglers
   python -m launch.train --config=configs/figures/stragglers.py
 
-80 cells, about 15 minutes on two cores; --quick in three. Live runs of one seed
-alternate between synchronous and asynchronous, every second seed in the
-opposite order, so other load on the machine affects both equally.
+80 cells, about 15 minutes on two cores; --quick under 3 minutes. Live runs of
+one seed alternate between synchronous and asynchronous, every second seed in
+the opposite order, so other load on the machine affects both equally.
 """
 
 import ml_collections

@@ -9,7 +9,7 @@ staleness, DANA-Zero, softsync and Gap-Aware, on handwritten digits.
   asgd reproduce transient_stragglers
   python -m launch.train --config=configs/figures/transient_stragglers.py
 
-280 cells, about 6 minutes on two cores; --quick in one.
+280 cells, about 6 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections
