@@ -149,7 +149,7 @@ def get_figure():
         scale=100.0,
       ),
     ],
-    quick={"epochs": 24.0, "evaluations": 96},
+    quick={"epochs": 40.0, "evaluations": 160},
     tuned=(
       "rates on seed 100: from 0.02 to 0.2 for SGD, from 0.005 to 0.02 for"
       " Downpour, from 0.002 to 0.01 with 200 workers"

@@ -281,7 +281,7 @@ def get_figure():
     claims=[*up_claims(), *down_claims(), *objective_claims()],
     notes=NOTES,
     panels=panels(),
-    quick={"epochs": 60.0},
+    quick={"epochs": 120.0},
     tuned=(
       "nothing: rate and slack are those of sparse_logistic with a delay of 2;"
       " bounds of the claims on the KKT filter were set after a look at one of"
