@@ -24,8 +24,8 @@ the same runs fine-tune MiniLM on SST-2 or on RTE:
 SST-2 has 18 cells of 2,048 sentences, a minute each. RTE takes five hours: 30
 cells with 57,600 microbatches, 0.31 s each on two cores.
 
-The figure has 30 cells, 15 minutes on two cores; --quick takes under 3 minutes.
-No other program should run at the start, while the layers are measured.
+30 cells, 15 minutes on two cores; --quick under 3 minutes. No other program
+should run at the start, while the layers are measured.
 """
 
 import ml_collections
