@@ -46,7 +46,7 @@ class Program(NamedTuple):
   together: bool  # as in `write`
   lanes: tuple[list[Instruction], ...]  # D lists, each sorted by slot
   places: list[list[int]]  # stage -> devices of its replicas
-  where: validate.TableRows
+  table_rows: validate.TableRows
   order: np.ndarray  # int[S, M], result of `analyze.update_order`
   # For forwards and backwards: versions and workers of their tickets, each
   # int[S, M].
@@ -82,7 +82,7 @@ def write(
   a lane in one instruction. Then ValueError is raised if a stage begins a batch
   before others have ended the previous one.
   """
-  where, places = validate.rows(schedule), schedule.places()
+  table_rows, places = validate.rows(schedule), schedule.places()
   streams = [1] * schedule.stages if streams is None else streams
   workers = versions.update % np.array(streams)[:, None]
   same_version = versions.backward == versions.forward
@@ -94,8 +94,8 @@ def write(
   lanes: list[list[Instruction]] = [[] for _ in range(schedule.devices)]
   readers = collections.defaultdict(list)
   program = Program(
-    schedule, together, tuple(lanes), places, where, order, reads, last_reads,
-    readers,
+    schedule, together, tuple(lanes), places, table_rows, order, reads,
+    last_reads, readers,
   )
   read_lists = [(v.tolist(), w.tolist()) for v, w in reads]
 
@@ -122,7 +122,7 @@ def write(
   # [2] One update instruction for each gradient, on the stage's first device.
   for stage, stage_devices in enumerate(places):
     for number, microbatch in enumerate(order[stage].tolist()):
-      row = where.weight[stage, microbatch]
+      row = table_rows.weight[stage, microbatch]
       slot, device = int(schedule.time[row]), int(schedule.device[row])
       group, position = divmod(number, schedule.every)
       op = Instruction(
@@ -135,7 +135,7 @@ def write(
         last_reads[ticket] = max(slot, last_reads.get(ticket, slot))
   # [3] Order the lanes: in a slot, updates follow the backward that they need.
   if together:
-    lanes = _merge_updates(lanes, schedule, where)
+    lanes = _merge_updates(lanes, schedule, table_rows)
   for lane in lanes:
     lane.sort(key=lambda op: (op.slot, op.kind == UPDATE))
   for ticket in sorted(last_reads):
@@ -143,11 +143,11 @@ def write(
   return program._replace(lanes=tuple(lanes))
 
 
-def _merge_updates(lanes, schedule, where):
+def _merge_updates(lanes, schedule, table_rows):
   """Returns the lanes with a batch's updates in one instruction at its end."""
   shape = schedule.stages, -1, schedule.every
-  batch_starts = schedule.time[where.forward].reshape(shape)
-  batch_ends = schedule.time[where.weight].reshape(shape).max((0, 2))
+  batch_starts = schedule.time[table_rows.forward].reshape(shape)
+  batch_ends = schedule.time[table_rows.weight].reshape(shape).max((0, 2))
   starts_early = (batch_starts.min((0, 2))[1:] <= batch_ends[:-1]).any()
   if not schedule.flush or starts_early:
     raise ValueError(

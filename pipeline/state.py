@@ -51,9 +51,9 @@ class PipelineResult(NamedTuple):
 def keys(program: Program, slot: int) -> set[tuple]:
   """Returns the keys of the whole table's state before a slot; of tickets only
   those that will be read."""
-  schedule, rows_of = program.schedule, program.where
+  schedule, table_rows = program.schedule, program.table_rows
   every = schedule.every
-  forward, backward, weight = (schedule.time[rows] for rows in rows_of)
+  forward, backward, weight = (schedule.time[rows] for rows in table_rows)
   entry_keys: set[tuple] = set()
 
   def add(kind, made_at, read_at, first_stage=0):
@@ -71,7 +71,7 @@ def keys(program: Program, slot: int) -> set[tuple]:
     update_slots = np.broadcast_to(update_slots.max(0), update_slots.shape)
   for stage, places in enumerate(program.places):
     later_microbatches = np.flatnonzero(weight[stage] >= slot)
-    rows = rows_of.weight[stage, later_microbatches]
+    rows = table_rows.weight[stage, later_microbatches]
     replica = np.searchsorted(places, schedule.device[rows])
     current = int(np.searchsorted(update_slots[stage], slot, "left"))
     # `n_waiting` messages belong to an update that is not made yet.
@@ -99,8 +99,9 @@ def lane_of(program: Program, key: tuple) -> int:
     return program.places[stage][0]
   if kind == TICKET:
     return program.places[stage][numbers[1]]
-  rows = program.where.backward if kind == "g" else program.where.forward
-  return int(program.schedule.device[rows[stage, numbers[0]]])
+  forward, backward, _ = program.table_rows
+  row = (backward if kind == "g" else forward)[stage, numbers[0]]
+  return int(program.schedule.device[row])
 
 
 def check(state: PipelineState, program: Program, at_worker: set) -> None:

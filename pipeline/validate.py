@@ -86,19 +86,20 @@ def validate(
   _check_doubles(schedule)
   _check_blocks(schedule)
   _check_forwards(schedule)
-  where = rows(schedule)
-  trains = bool((where.backward >= 0).any() or (where.weight >= 0).any())
+  table_rows = rows(schedule)
+  _, backward, weight = table_rows
+  trains = bool((backward >= 0).any() or (weight >= 0).any())
   if trains:
-    _check_complete(schedule, where)
-  _check_order(schedule, where, trains)
+    _check_complete(schedule, table_rows)
+  _check_order(schedule, table_rows, trains)
   if trains:
-    _check_batches(schedule, where)
+    _check_batches(schedule, table_rows)
     if max_in_flight is not None:
       limit = f"{max_in_flight + 1} in flight on its device; {max_in_flight=}"
       for row in np.flatnonzero(in_flight(schedule) > max_in_flight):
         _fail(schedule, f"{{}} makes {limit}", row)
   if transfers == "rendezvous":
-    _check_rendezvous(schedule, where)
+    _check_rendezvous(schedule, table_rows)
   return schedule
 
 
@@ -190,25 +191,25 @@ def _check_forwards(schedule):
   _fail(schedule, why, *same_cell)
 
 
-def _check_complete(schedule, where):
+def _check_complete(schedule, table_rows):
   """Checks that no backward is missing or on another device than its forward.
   """
-  for name, table in (("B or I", where.backward), ("B or W", where.weight)):
+  for name, table in zip(("B or I", "B or W"), table_rows[1:], strict=True):
     for stage, microbatch in np.argwhere(table < 0):
-      present = [t[stage, microbatch] for t in where]
+      present = [t[stage, microbatch] for t in table_rows]
       why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
       _fail(schedule, why, *[row for row in present if row >= 0])
   device = schedule.device
-  for table in (where.backward, where.weight):
-    for index in np.argwhere(device[table] != device[where.forward]):
-      row, forward = table[tuple(index)], where.forward[tuple(index)]
+  for table in (table_rows.backward, table_rows.weight):
+    for index in np.argwhere(device[table] != device[table_rows.forward]):
+      row, forward = table[tuple(index)], table_rows.forward[tuple(index)]
       why = f"{{}} is not on the device of its forward ({device[forward]})"
       _fail(schedule, why, row, forward)
 
 
-def _check_order(schedule, where, trains):
+def _check_order(schedule, table_rows, trains):
   """Checks that each task comes after the tasks that compute its inputs."""
-  forward, backward, weight = where
+  forward, backward, weight = table_rows
   dependencies = [(forward[1:], forward[:-1])]
   if trains:
     # A row B is both; only rows I and W are ordered between each other.
@@ -224,7 +225,7 @@ def _check_order(schedule, where, trains):
       _fail(schedule, "{} needs {}, which is not done before", row, earlier_row)
 
 
-def _check_batches(schedule, where):
+def _check_batches(schedule, table_rows):
   count, every = schedule.microbatches, schedule.every
   if count % every:
     why = f"{count} microbatches are not a multiple of the {every} of one"
@@ -233,13 +234,13 @@ def _check_batches(schedule, where):
     return
   # [stage, batch, microbatch of the batch].
   shape = schedule.stages, count // every, every
-  forward = schedule.time[where.forward].reshape(shape)
-  update_slots = schedule.time[where.weight].reshape(shape).max(2)
+  forward = schedule.time[table_rows.forward].reshape(shape)
+  update_slots = schedule.time[table_rows.weight].reshape(shape).max(2)
   too_early = np.argwhere(forward[:, 1:] <= update_slots[:, :-1, None])
   for stage, batch, offset in too_early:
-    update_rows = where.weight[stage, batch * every : (batch + 1) * every]
+    update_rows = table_rows.weight[stage, batch * every : (batch + 1) * every]
     last = update_rows[np.argmax(schedule.time[update_rows])]
-    row = where.forward[stage, (batch + 1) * every + offset]
+    row = table_rows.forward[stage, (batch + 1) * every + offset]
     why = f"{{}} is of batch {batch + 1}, and the stage is updated only after"
     _fail(schedule, f"{why} {{}}: flush first", row, last)
 
@@ -273,10 +274,10 @@ def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
   return all_pairs[devices[:, 0] != devices[:, 1]]
 
 
-def _check_rendezvous(schedule, where):
+def _check_rendezvous(schedule, table_rows):
   """Raises ScheduleError for a deadlock of sends that wait for the receiver."""
   received, sent = collections.defaultdict(list), collections.defaultdict(list)
-  for pair in map(tuple, transfers(schedule, where).tolist()):
+  for pair in map(tuple, transfers(schedule, table_rows).tolist()):
     sent[pair[0]].append(pair)
     received[pair[1]].append(pair)
   programs = [[] for _ in range(schedule.devices)]

@@ -25,8 +25,8 @@ from . import turns
 from .report import BenchReport, Measured
 from .turns import Contestant
 
-# The learning rate of an update: small, so that no parameter overflows.
-_RATE = 0.01
+# Small: no parameter overflows in many updates.
+_LEARNING_RATE = 0.01
 _WARM_UP_MESSAGES = 10  # sent while programs compile
 FAR = "far"  # resource of the worker's node
 _NEAR = "node:__internal_head__"  # resource that Ray gives to the first node
@@ -50,7 +50,7 @@ _CODECS: dict[str, Mapping[str, Any]] = {
 }
 # Codecs of messages to the server.
 _SENT_CODECS = "threshold, 0.1 %", "top_k, 0.1 %", "onebit", "int8"
-_MEGABYTES = 10  # of a message
+_MESSAGE_MB = 10
 _DENSITIES = 0.0001, 0.001, 0.01, 0.1  # fraction of elements that are sent
 _POSITIONS = 200_000  # number of positions that are coded at once
 _RATE_TURNS = 3  # turns of each codec in which it sends messages
@@ -195,7 +195,7 @@ class _Server:
 
     def update(params: Any, code: Any) -> Any:
       """Returns the parameters after a step of SGD."""
-      change = jax.tree.map(lambda x: -_RATE * x, decode(code))
+      change = jax.tree.map(lambda x: -_LEARNING_RATE * x, decode(code))
       return optax.apply_updates(params, change)
 
     # The parameters are donated: the server updates them in place.
@@ -291,7 +291,7 @@ def _stages(
   copy_call = copy(like)
   size = sum(x.nbytes for x in like.values())
   table = report.table(
-    f"speed on a message of {_MEGABYTES} MB of float32 in 4 leaves, one core",
+    f"speed on a message of {_MESSAGE_MB} MB of float32 in 4 leaves, one core",
     "codec",
     {"bytes": ".0f", "times less": ".1f", "encode": ".2f", "pack": ".2f"}
     | {"unpack": ".2f", "decode": ".2f", "MB/s packed": ".0f"}
@@ -369,7 +369,7 @@ def run(report: BenchReport, seconds: float = 3.0, rounds: int = 5) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, by CPU
   time on one core. Then it prints messages per second to a server and their CPU
   time, measured for `seconds` with each codec."""
-  like = message(_MEGABYTES)
+  like = message(_MESSAGE_MB)
   # One core: threads of XLA would share a codec's work unevenly.
   cores = take_core(0)
   _stages(report, like, rounds)

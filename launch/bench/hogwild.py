@@ -25,7 +25,7 @@ from asgd.data import sparse
 from .report import BenchReport, Measured
 
 _UPDATES = 200_000  # of all processes together
-_RATE = 0.05  # eta
+_LEARNING_RATE = 0.05  # eta
 _FEATURES, _EXAMPLES = 2_000, 5_000
 
 
@@ -65,10 +65,10 @@ def train(
     keys, values, label = examples[index]
     with lock:
       prediction = 1 / (1 + np.exp(-(weights[keys] @ values)))
-      weights[keys] -= _RATE * (prediction - label) * values
+      weights[keys] -= _LEARNING_RATE * (prediction - label) * values
 
 
-def _process(
+def _train_in_process(
   memory: Any, data: sparse.Sparse, part: slice, updates: int, lock: Any,
   barrier: Any,
 ) -> None:
@@ -104,7 +104,7 @@ def measure(
   parts = [slice(index, None, processes) for index in range(processes)]
   children = [
     context.Process(
-      target=_process,
+      target=_train_in_process,
       args=(memory, data, part, updates, lock, barrier),
       daemon=True,  # they end with this process, also if it fails
     )

@@ -43,16 +43,16 @@ _ENGINES = {
 }
 _LEAVES, _WIDTH = 4, 256  # of the parameters: matrices, and their columns
 _SPREAD = 0.5  # a job takes from 1 - _SPREAD to 1 + _SPREAD times the mean
-_RATE = 0.01  # learning rate; the loss does not matter
+_LEARNING_RATE = 0.01  # the loss does not matter
 FAR = "far"  # resource of the workers' machine
-_SHARE = {FAR: 0.001}  # resource that each worker asks for
-_MEMORY = 2**29  # bytes of Ray's object store on each machine
+_FAR_RESOURCE = {FAR: 0.001}  # resource that each worker asks for
+_OBJECT_STORE_BYTES = 2**29  # of Ray, on each machine
 _TARGET = "0.85 to 1.15"  # of simulated / live
 _JOBS = 40  # jobs in a live run of a worker that waits for no other
 # Least jobs of a worker that waits for others; its first does not count.
 _MIN_JOBS = 12
 # A measurement is repeated if jobs took 5 % longer than their waits.
-_LATE_LIMIT, _TRIES = 0.05, 2
+_LATE_LIMIT, _MAX_TRIES = 0.05, 2
 _T = TypeVar("_T")
 
 
@@ -169,7 +169,7 @@ def _train(
       "seeds": (0,),
       "batch_size": 1,
       "examples": messages,
-      "learning_rate": _RATE,
+      "learning_rate": _LEARNING_RATE,
       "evaluations": 1,
       "curvature_checks": 0,  # these would take time of the workers
       **config,
@@ -210,12 +210,12 @@ def _mean_lateness(files: live_files.LiveFiles, seconds: float) -> float:
 
 
 def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
-  """Makes a measurement, up to `_TRIES` times while other programs disturb it.
+  """Makes a measurement, again if other programs disturb it (`_MAX_TRIES`).
 
   Returns (result, lateness of jobs) of the least disturbed try.
   """
   tries: list[tuple[_T, float]] = []
-  while len(tries) < _TRIES and (not tries or tries[-1][1] > _LATE_LIMIT):
+  while len(tries) < _MAX_TRIES and (not tries or tries[-1][1] > _LATE_LIMIT):
     tries.append(call())
   return min(tries, key=lambda result_and_lateness: result_and_lateness[1])
 
@@ -339,11 +339,11 @@ class SeparateMachines(Threads):
 
   def _slow_links(self) -> dict[str, Any]:
     self._wire.limit(self.links.port)
-    return {"live": {"resources": _SHARE}}
+    return {"live": {"resources": _FAR_RESOURCE}}
 
   def _fast_links(self) -> dict[str, Any]:
     self._wire.limit(None)
-    return {"live": {"resources": _SHARE}}
+    return {"live": {"resources": _FAR_RESOURCE}}
 
 
 @contextlib.contextmanager
@@ -357,9 +357,9 @@ def machines(seconds: float) -> Iterator[SeparateMachines]:
     # Ray listens on all interfaces, which here lead to the wire's other end
     # only. Ray's helper processes would take time of the two cores.
     with ray_internals.without_unused_processes():
-      ray_runtime.start(None, allow_network=True, memory=_MEMORY)
+      ray_runtime.start(None, allow_network=True, memory=_OBJECT_STORE_BYTES)
     try:
-      with namespaces.far_node(wire, FAR, _MEMORY):
+      with namespaces.far_node(wire, FAR, _OBJECT_STORE_BYTES):
         yield SeparateMachines(seconds, wire)
     finally:
       ray_runtime.stop()

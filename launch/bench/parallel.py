@@ -62,7 +62,7 @@ _KEEP_MEMORY = {
 }
 
 
-def _problem(batch_size: int) -> problems.Problem:
+def _image_mlp(batch_size: int) -> problems.Problem:
   """Returns the MLP on images."""
   layers = models.mlp(10, hidden=_HIDDEN)
   return turns.image_problem(layers, batch_size, batch_size)
@@ -70,7 +70,7 @@ def _problem(batch_size: int) -> problems.Problem:
 
 def data_steps() -> dict[str, Contestant]:
   """Returns the step on one device, and on two at each stage of ZeRO."""
-  problem = _problem(_BATCH)
+  problem = _image_mlp(_BATCH)
   tx = optax.adam(1e-3)
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
   mesh = meshes.make({meshes.DATA: _DEVICES})
@@ -148,7 +148,7 @@ def tensor_steps(
 
 def reductions() -> dict[str, Contestant]:
   """Returns gradients that are reduced at the end, and layer by layer."""
-  problem = _problem(_SMALL_BATCH)
+  problem = _image_mlp(_SMALL_BATCH)
   mesh = meshes.make({meshes.DATA: _DEVICES})
   key = jax.random.key(0)
   params = meshes.place(problem.init(key), mesh)

@@ -105,7 +105,7 @@ def _one_device() -> tuple[Callable[..., Any], Callable[..., Any], Any]:
   return gradient, add, params
 
 
-def _work(microbatches: int) -> None:
+def _compute_gradients(microbatches: int) -> None:
   """Computes the gradients of so many microbatches in this process."""
   gradient, add, params = _one_device()
   total = gradient(params)
@@ -194,7 +194,7 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
 
     def run_on_one_core() -> None:
       """Computes the microbatches in that process."""
-      one_core.submit(_work, m).result()
+      one_core.submit(_compute_gradients, m).result()
 
     def measure(kind: str, open_engine: Callable[..., Any]) -> None:
       """Prints the rows of all tables on one kind of engine."""
@@ -215,7 +215,7 @@ def _speed(report: BenchReport, rounds: int, peer: str | None) -> None:
       measure("processes", _processes)
     else:
       print("no Ray, so no stages in processes: pip install 'asgd[ray]'")
-  for name, base_seconds, seconds in _peer(rounds, peer):
+  for name, base_seconds, seconds in _torch_times(rounds, peer):
     result_table.row(f"{name}, torch", *_cells(flushing, base_seconds, seconds))
 
 
@@ -234,7 +234,7 @@ def _cells(
   return [*milliseconds, Measured(base_seconds * bound / seconds, target)]
 
 
-def _peer(
+def _torch_times(
   rounds: int, python: str | None
 ) -> Iterator[tuple[str, npt.NDArray[Any], npt.NDArray[Any]]]:
   """Yields PyTorch's (schedule, seconds of one core, seconds)."""
@@ -259,7 +259,7 @@ def _peer(
     yield name, base, peer_seconds
 
 
-def _table(report: BenchReport) -> None:
+def _time_large_table(report: BenchReport) -> None:
   """Prints the times to make, check and analyse a large table."""
   result_table = report.table(
     f"a 1F1B schedule of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
@@ -375,6 +375,6 @@ def run(report: BenchReport, rounds: int = 3, peer: str | None = None) -> None:
   """Runs all measurements; `peer` is a Python with torch, None this one."""
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(report, rounds, peer)
-  _table(report)
+  _time_large_table(report)
   _overhead(report, rounds)
   _memory(report)

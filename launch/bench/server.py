@@ -307,7 +307,7 @@ def run(
     speeds = {}
     for size in sizes:
       params = compression.message(size)
-      cells, speeds[size] = _cells(params, seconds / _RUNS)
+      cells, speeds[size] = _measure_row(params, seconds / _RUNS)
       table.row(f"{size:g} MB", *cells)
     _print_parts(report, speeds, seconds)
   finally:
@@ -345,7 +345,7 @@ def _print_parts(
     table.row(f"{size:g} MB", *medians, *costs, Measured(share, "<= 0.05"))
 
 
-def _cells(
+def _measure_row(
   params: dict[str, np.ndarray], seconds: float
 ) -> tuple[list[float | Measured], list[Speed]]:
   """Runs the contestants in turns; returns the cells of a row, and the speeds

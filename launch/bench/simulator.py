@@ -32,7 +32,7 @@ from asgd.problems.problem import classification_loss
 from . import turns
 from .report import BenchReport, Measured, peak_bytes
 
-_RATE = 0.001  # learning rate at which no recipe diverges
+_LEARNING_RATE = 0.001  # at which no recipe diverges
 _EXAMPLES = 2048
 _MAX_WORKERS = 4096
 _STARTUP_CALLS = 3  # calls that measure the start-up
@@ -122,7 +122,7 @@ MODELS = (
 
 def _plain_sgd(problem: Problem, updates: int) -> turns.Contestant:
   """Returns a contestant that trains with one worker and no simulator."""
-  tx = optax.sgd(_RATE)
+  tx = optax.sgd(_LEARNING_RATE)
   step = turns.plain_step(problem, tx)
   batch, key = problem.batches(0, 1), jax.random.key(0)
   params, jobs = problem.init(key), itertools.count()
@@ -243,7 +243,7 @@ class TorchProcess:
     order = trace.worker[trace.action == base.RECEIVE].tolist()
     keys = "kind", "widths", "shape", "batch"
     sizes = {key: getattr(model, key) for key in keys}
-    self._write(**sizes, rate=_RATE, workers=workers, order=order)
+    self._write(**sizes, rate=_LEARNING_RATE, workers=workers, order=order)
 
     def make_updates() -> None:
       """Makes the updates; the process answers with a line."""
@@ -277,7 +277,7 @@ def _rates(
   # One turn more than those that count: the first turn compiles.
   updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
-  recipe = asgd.build(name, _RATE, workers)
+  recipe = asgd.build(name, _LEARNING_RATE, workers)
   trace, problem = _trace(workers, messages), model.problem(recipe)
   choice = _choice(recipe, problem, trace, messages)
   engine = _engine(choice, problem, trace, workers, updates)
@@ -306,7 +306,7 @@ def _speed(
   torch: TorchProcess | None,
 ) -> None:
   """Prints updates/s, and their ratios to the plain loop's and PyTorch's."""
-  problem = model.problem(asgd.asgd(_RATE, workers=1))
+  problem = model.problem(asgd.asgd(_LEARNING_RATE, workers=1))
   parameters = models.count(problem.init(jax.random.key(0)))
   names = ["plain/s", "engine/s", "simulate/s"]
   headers = ["engine / plain loop", "simulate / plain loop"]
@@ -344,7 +344,7 @@ def _speed(
 
 def _simulate_digits(workers: int, messages: int) -> None:
   """Calls `asgd.simulate` as a user would."""
-  recipe = asgd.asgd(_RATE, workers=workers)
+  recipe = asgd.asgd(_LEARNING_RATE, workers=workers)
   batch_size = MODELS[0].batch
   asgd.simulate(
     *(*MODELS[0].parts(), recipe),
@@ -373,7 +373,7 @@ def _whole_calls(report: BenchReport) -> None:
   _simulate_digits(few_workers, 2 * _MAX_WORKERS)
   peak_before = peak_bytes()
   _simulate_digits(_MAX_WORKERS, 2 * _MAX_WORKERS)
-  problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
+  problem = MODELS[0].problem(asgd.asgd(_LEARNING_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
   copies = (peak_bytes() - peak_before) / (_MAX_WORKERS - few_workers) / nbytes
   table.row("memory of each further worker", None, Measured(copies))

@@ -105,7 +105,7 @@ def _worker(
   )
 
 
-def _ours(
+def _live_jobs(
   rows: int,
   keys: Sequence[Any],
   stack: contextlib.ExitStack,
@@ -139,7 +139,7 @@ def _ours(
   return run_jobs
 
 
-def _canonical(
+def _ray_jobs(
   rows: int, keys: Sequence[Any], stack: contextlib.ExitStack
 ) -> Contestant:
   """Returns a contestant that does jobs of Ray's example: a gradient has all
@@ -190,10 +190,10 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
   with contextlib.ExitStack() as stack:
     run = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     yield {
-      "sparse": _ours(rows, sparse, stack, run / "sparse"),
-      "dense, as many bytes": _ours(rows, dense, stack, run / "dense"),
-      "Ray loop": _canonical(rows, sparse, stack),
-      f"Ray loop, {ROWS} rows": _canonical(ROWS, sparse, stack),
+      "sparse": _live_jobs(rows, sparse, stack, run / "sparse"),
+      "dense, as many bytes": _live_jobs(rows, dense, stack, run / "dense"),
+      "Ray loop": _ray_jobs(rows, sparse, stack),
+      f"Ray loop, {ROWS} rows": _ray_jobs(ROWS, sparse, stack),
     }
 
 
