@@ -99,13 +99,13 @@ def import_paths(value: Any) -> Iterator[str]:
   elif is_import(value):
     for text in map(str.strip, value.split(",")):
       if all(part.isidentifier() for part in text.replace(":", ".").split(".")):
-        # A text without a colon is no import, so it is yielded 0 times.
+        # A part without a colon is not an import path: it is yielded 0 times.
         yield from [text] * is_import(text)
 
 
 def import_function(kind: str, name: str) -> Callable[..., Any]:
   """Returns the function that MODULE:FUNCTION names. Raises ValueError if it
-  cannot be imported or is no function.
+  cannot be imported or is not a function.
 
   Example:
     >>> import_function("schedule", "optax:cosine_decay_schedule").__name__

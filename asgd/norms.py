@@ -63,8 +63,8 @@ def _sum_of_squares(leaf: jax.Array) -> jax.Array:
 def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
   """Returns the sum of `numbers`, added in their order by a loop.
 
-  XLA would copy a chain of additions into each reader of the sum, in a compile
-  time that grows with the cube of the chain's length."""
+  XLA would copy a chain of additions into each reader of the sum. Its compile
+  time would grow with the cube of the chain's length."""
   terms = jnp.stack(numbers)
 
   def add(i: int, total: jax.Array) -> jax.Array:

@@ -23,8 +23,8 @@ from asgd.checks import line_of, shown
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
 OptimizerLike = Optimizer | str | Mapping[str, Any] | None  # see `named`
 
-# Optimizers that need more than a gradient (values, keys, gradients of single
-# examples) or another transform. `lbfgs` below replaces optax.lbfgs.
+# Optimizers that need another transform, or more than a gradient (values, keys,
+# gradients of single examples). `lbfgs` below replaces optax.lbfgs.
 _EXCLUDED = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
 _EXCLUDED += ("sophia",)
 

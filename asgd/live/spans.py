@@ -54,7 +54,7 @@ def spans_path(folder: Path, worker: int) -> Path:
 
 def read_spans(path: Path) -> list[Span]:
   """Reads a worker's spans, without a last line that a kill cut short. Raises a
-  ValueError that names the file and the first line that is no span."""
+  ValueError that names the file and the first line that is not a span."""
   # The last element is empty, or the beginning of a line.
   *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []

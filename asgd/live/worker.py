@@ -218,7 +218,7 @@ class WorkerLoop:
       if shard and incarnation.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
-        # The order is that in which the worker first sent these frames.
+        # Frames are resent in the order in which they were first sent.
         link.send(shard, self._hello())
         if shard and not self._spec.consistent:
           for job in incarnation.jobs.values():

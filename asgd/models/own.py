@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
 def as_model(value: Any) -> Any:
   """Returns the result of a user's function: layers unchanged, other models as
-  a Model. Raises ValueError if the result is no model."""
+  a Model. Raises ValueError if the result is not a model."""
   if isinstance(value, Model):
     return value
   if isinstance(value, nn.Module):

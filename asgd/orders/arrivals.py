@@ -37,7 +37,8 @@ class Arrivals:
 
   def __init__(self, ledger: Ledger[StartedJob]):
     self._ledger = ledger
-    self._arrival_rank: dict[Key, int] = {}  # message -> earlier arrivals
+    # Message -> number of messages that arrived earlier.
+    self._arrival_rank: dict[Key, int] = {}
     self._arrival_counter = itertools.count()
     # Messages that arrived on the earliest open ticket of their worker. Some of
     # these tickets may be closed by now.
@@ -83,7 +84,8 @@ class Arrivals:
     return []
 
   def take_ready(self, has_jobs_left: Callable[[], bool]) -> list[Key]:
-    """Returns the messages to be received now, in their order."""
+    """Returns the messages to be received now, in their order.
+    `has_jobs_left()` is whether a job has yet to start."""
     del has_jobs_left
     # A message has no rank any more if its ticket was closed.
     keys = {key for key in self._earliest if key in self._arrival_rank}

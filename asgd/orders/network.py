@@ -109,7 +109,7 @@ class SharedLine:
 
   With n parts on the line each has 1 / n of the bandwidth. The line counts
   "served" time, which grows by time / n. A part that alone would take the time
-  d, and that entered at served V, is through at served V + d (processor
+  d, and that entered at served V, has passed at served V + d (processor
   sharing; Kleinrock, "Queueing systems", volume 2, 1976, section 4.4).
   """
 
@@ -117,7 +117,7 @@ class SharedLine:
     # Served time, the time up to which it is counted, and the time in use.
     self._served = self._served_at = self._busy = 0.0
     self._entered = 0  # parts that entered so far
-    # (served time at which the part is through, its rank of entry, the part)
+    # (served time at which the part has passed, its rank of entry, the part)
     self._heap: list[tuple[float, int, Any]] = []
 
   def _serve_until(self, now: float) -> None:
@@ -134,7 +134,7 @@ class SharedLine:
     self._entered += 1
 
   def next_end(self) -> tuple[float, Any] | None:
-    """Returns (time, part) of the first part to be through if no other part
+    """Returns (time, part) of the part that passes first if no other part
     enters before; None if the line is empty."""
     if not self._heap:
       return None
@@ -144,7 +144,7 @@ class SharedLine:
     return self._served_at + missing_service * len(self._heap), part
 
   def leave(self, now: float) -> None:
-    """Removes the first part, which is through."""
+    """Removes the part that has passed first."""
     self._serve_until(now)
     self._served = max(self._served, heapq.heappop(self._heap)[0])
 

@@ -42,7 +42,7 @@ def rows_in_turn(workers: int, order: Iterable[int]) -> Iterator[Event]:
     order: the worker of each message.
 
   Raises:
-    ValueError: for a value that is no worker from 0 to N - 1.
+    ValueError: for a value that is not a worker from 0 to N - 1.
 
   Example:
     >>> from asgd.orders import own

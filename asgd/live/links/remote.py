@@ -54,8 +54,8 @@ class Session:
     self._listener: Future[list[Packet]] | None = None
 
   def check_sender(self, frame: Frame) -> None:
-    """Stores the sender of the first frame. Raises BadFrame if the sender is no
-    worker, or another worker than the sender of the earlier frames."""
+    """Stores the sender of the first frame. Raises BadFrame if the sender is
+    not a worker, or not the worker that sent the earlier frames."""
     if frame.kind in frames.SHARD_KINDS:
       raise frames.BadFrame(f"no worker sends {frame}")
     self._sender = frames.sender_of(frame, self._sender)

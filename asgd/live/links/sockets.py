@@ -83,7 +83,7 @@ class _Connection:
 
   def read(self) -> list[Frame]:
     """Returns the frames that have arrived. Raises EOFError if the connection
-    is closed, ValueError for bytes that are no frame."""
+    is closed, ValueError for bytes that are not a frame."""
     try:
       data = self.sock.recv(64 * frames.SIZE)
     except BlockingIOError:
@@ -361,7 +361,7 @@ class ShardServer:
 
   def _receive_frames(self, seconds: float) -> None:
     """Waits for frames, for `seconds` at most, and handles them."""
-    # `key.data` is the waker, a peer, or this server, which is the listener's.
+    # `key.data` is the waker, a peer, or, for the listener, this server.
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()

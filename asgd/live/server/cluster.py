@@ -45,7 +45,7 @@ def _are_finished(statuses: Sequence[Status] | None) -> bool:
   return not any(shard["busy"] for shard in statuses)
 
 
-# A function of a module, so that pickle can send it to a shard by its name.
+# At module level, so that pickle can send the function to a shard by its name.
 def _take_params(received: int | None, shard: Shard) -> Any:
   """Returns a shard's parameters: the present ones if `received` is None, else
   those that the shard stored after `received` messages and now drops."""

@@ -115,8 +115,8 @@ class Independent(Role):
   decides = True
 
   def is_outdated(self, worker: int, incarnation: int) -> bool:
-    """See the base. If this shard has ended the tickets of an incarnation, it
-    is outdated, too, even if no later incarnation has joined."""
+    """See the base. An incarnation is outdated, too, if this shard has ended
+    its tickets, even if no later incarnation has joined."""
     is_ended = incarnation <= self.ended_incarnations.get(worker, -1)
     return is_ended or super().is_outdated(worker, incarnation)
 

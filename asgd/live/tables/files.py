@@ -241,8 +241,8 @@ class LastMessage:
     return sorted(int(number) for number in numbers if number.isdecimal())
 
   def write(self, row: Event, message: ClockMessage) -> None:
-    """Saves a message. If the disk refuses it, a later incarnation computes the
-    jobs again instead of sending the message."""
+    """Saves a message. If it cannot be written, a later incarnation computes
+    the jobs again instead of sending the message."""
     if not self._folder.is_dir():
       return
     head = _MESSAGE_HEAD.pack(row.seq, row.time)
@@ -292,8 +292,8 @@ class LastMessage:
 def write_image(
   folder: Path, data: bytes, rows: int, disk: Any = os
 ) -> None:
-  """Replaces the image of a shard, after `rows` rows of its trace. Raises
-  ValueError if the disk refuses it."""
+  """Replaces the image of a shard, which has `rows` rows of its trace. Raises
+  ValueError if the image cannot be written."""
   store.write_body(folder / "snapshots", _IMAGE_HEAD.pack(rows) + data, disk)
 
 

@@ -231,7 +231,7 @@ class WorldRun(abc.ABC):
 
   def _check_refusal(self, error: BaseException) -> None:
     """Records that a command was refused with a ValueError. Raises Broken if no
-    fault gives a reason, and any other error of the driver."""
+    injected fault is a reason. Raises any other error of the driver."""
     if not isinstance(error, ValueError):
       raise error
     text = self._without_folder(error)
