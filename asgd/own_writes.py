@@ -102,9 +102,9 @@ def own_writes(
     )
   if not server.alone:
     raise ValueError(
-      "a worker that keeps a ticket must know what its messages do, but this"
-      " server averages several messages or may drop them by a gate: leave out"
-      " cache and fetch_every, or the gate and the averaging"
+      "a worker that keeps a ticket must know the effect of its messages, but"
+      " this server averages several messages or may drop them by a gate: leave"
+      " out cache and fetch_every, or the gate and the averaging"
     )
 
   def decode(message: Any) -> optax.Updates:

@@ -107,7 +107,7 @@ class Play:
     self.links = Links(network or Network(), workers)
     no_bytes = [0.0] * self.links.network.shards
     self._sizes = sizes or fixed(no_bytes, no_bytes)
-    self._instant = self.links.network.is_instant
+    self._is_instant = self.links.network.is_instant
     self._streams, self._repeats_late_jobs = streams, rules.late < math.inf
     # Worker -> time at which it will have ended all jobs that it has begun.
     self._free_at = list(join_times or [0.0] * workers)
@@ -194,7 +194,7 @@ class Play:
       job = _Job(grant, next(self._streams[worker]))
       self._jobs[worker, seq] = job
       self._granted[worker].append(job)
-      if self._instant:
+      if self._is_instant:
         self._start_fetched_jobs(job)
         continue
       no_bytes = [0.0] * self.links.network.shards
@@ -254,7 +254,7 @@ class Play:
   def _end_job(self, job: _Job) -> None:
     """Ends the computation of a job, and sends its message."""
     job.is_computed = True
-    if self._instant:
+    if self._is_instant:
       self._receive(job)
       return
     self._compute_times[job.worker].extend((self.now - job.duration, self.now))

@@ -161,7 +161,7 @@ class _Job:
     self.worker, self.seq, self.number, self.keep = grant
     self.parts_left = shards  # parts of its ticket that the worker lacks
     self.unreceived = shards  # parts of its message that shards lack
-    self.is_counted = False  # whether the lead has received its part
+    self.lead_received = False  # whether the lead has received its part
     self.duration = duration
 
   def row(self, time: float, action: int) -> Event:
@@ -250,13 +250,13 @@ class _OverNetwork:
     if shard:
       self.rows[shard].append(job.row(time, base.RECEIVE))
     elif self._dispatcher.received < self._messages:
-      job.is_counted = True
+      job.lead_received = True
       self._dispatcher.arrive(job.worker, job.seq)
       self._dispatcher.deliver(time)
       if self._dispatcher.received < self._messages:
         self.grant(time)
     job.unreceived -= 1
-    self._n_complete += job.is_counted and not job.unreceived
+    self._n_complete += job.lead_received and not job.unreceived
     if self._n_complete == self._messages:
       # Jobs in flight do not use the links after the last counted part.
       self._end = time

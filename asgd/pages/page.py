@@ -16,7 +16,7 @@ import numpy as np
 
 from asgd.pages import panels
 
-# Pixels for each point of a figure, so that its text has the page's size.
+# Pixels per point of a figure; its text then has the size of the page's text.
 _PIXELS_PER_POINT = 1.45
 _DEFAULT_WIDTH = 760  # pixels; width of a picture without a known size
 # Pixels. A window that is narrower scrolls the picture and does not shrink it

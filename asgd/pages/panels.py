@@ -344,7 +344,7 @@ def _strip(progress: Mapping[str, Any]) -> Strip | None:
   return Strip(lanes, [*kinds, "wait"], texts[0], f"{texts[1]} {unit}", note)
 
 
-def _rate(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+def _rates(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
   """Returns (seconds, messages per second) between points."""
   previous, rates = (0.0, 0.0), []
   # A rollback lowers the count of messages: no rate is shown across it.
@@ -410,7 +410,7 @@ def _progress_panels(cell: CellFiles) -> Panels:
   tests = [(row.get("message"), row.get("test_loss")) for row in cell.rows]
   losses = {"train": [(p[1], p[2]) for p in points], "test": tests}
   charts = [
-    _curves("Rate", "seconds", {"messages/s": _rate(points)}, from_zero=True),
+    _curves("Rate", "seconds", {"messages/s": _rates(points)}, from_zero=True),
     _curves("Loss", "messages", losses, from_zero=False),
     _staleness(progress["staleness"]),
     _gap(progress["gap"]),

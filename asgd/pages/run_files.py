@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 PROGRESS = "progress.json"  # of a cell; asgd.experiment.cell_progress writes it
 _ARCHIVE = "cell.npz"  # has the files of a finished cell
 _MAX_PROGRESS_BYTES = 2**23  # a run writes some 100 kB
-_MAX_BYTES = 2**28  # of another file that is read whole
+_MAX_BYTES = 2**28  # of any other file, which is read as a whole
 
 # Errors of a damaged archive: `zipfile` documents only the first of them.
 _DAMAGES = (

@@ -78,10 +78,10 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       round_inputs = _put(round_inputs, received, row, is_returned)
       # [2] The number of this stage's pass: r M + m is round r of microbatch m.
       # Stage s begins s steps after stage 0.
-      number = time - stage
-      has_work = (number >= 0) & (number < rounds * n_microbatches)
-      number = jnp.clip(number, 0, rounds * n_microbatches - 1)
-      r, microbatch = number // n_microbatches, number % n_microbatches
+      pass_index = time - stage
+      has_work = (pass_index >= 0) & (pass_index < rounds * n_microbatches)
+      pass_index = jnp.clip(pass_index, 0, rounds * n_microbatches - 1)
+      r, microbatch = pass_index // n_microbatches, pass_index % n_microbatches
       # [3] Its input.
       new_input = x[microbatch]
       stage_0_input = jnp.where(r == 0, new_input, round_inputs[microbatch])

@@ -98,11 +98,11 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   chunks = _cut(jnp.asarray(x), devices)
   # A sum starts at its owner's neighbour and ends at its owner.
   total = chunks[(rank - step) % devices]
-  for turn in range(1, devices):
+  for round_number in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
-    # This sum began at the device `turn` steps back, with the chunk one step
-    # before that device.
-    total = total + chunks[(rank - (turn + 1) * step) % devices]
+    # This sum began at the device `round_number` steps back, with the chunk one
+    # step before that device.
+    total = total + chunks[(rank - (round_number + 1) * step) % devices]
   return total
 
 
@@ -289,21 +289,21 @@ def parameter_server(
     )
   chunks = _cut(x, shards)
 
-  def pairs(turn):
-    """Returns (worker, owner) pairs of a turn, in which each owner receives
+  def pairs(round_number):
+    """Returns (worker, owner) pairs of a round, in which each owner receives
     from one worker."""
-    return [pair for pair in _ring(devices, turn) if pair[1] < shards]
+    return [pair for pair in _ring(devices, round_number) if pair[1] < shards]
 
   # [1] Push: owners add up their chunks. As all devices run one program, a
   # device without a chunk computes a sum, too, and drops it.
   total = chunks[jnp.minimum(rank, shards - 1)]
-  for turn in range(1, devices):
-    part = chunks[jnp.minimum((rank + turn) % devices, shards - 1)]
-    total = total + jax.lax.ppermute(part, axis, pairs(turn))
-  # [2] Pull: in each turn an owner sends its sum to another worker.
+  for round_number in range(1, devices):
+    part = chunks[jnp.minimum((rank + round_number) % devices, shards - 1)]
+    total = total + jax.lax.ppermute(part, axis, pairs(round_number))
+  # [2] Pull: in each round an owner sends its sum to another worker.
   sums = [total]
-  for turn in range(1, devices):
-    to_worker = [(owner, worker) for worker, owner in pairs(turn)]
+  for round_number in range(1, devices):
+    to_worker = [(owner, worker) for worker, owner in pairs(round_number)]
     sums.append(jax.lax.ppermute(total, axis, to_worker))
   return _paste(_in_device_order(sums, rank, shards, -1), x)
 

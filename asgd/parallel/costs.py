@@ -77,8 +77,8 @@ def _chunk(size: float, pieces: int, grain: int) -> int:
 
 
 def ring_reduce_scatter(size: float, devices: int, *, grain: int = 1) -> Cost:
-  """Returns the cost of N - 1 rounds with (N - 1) / N S bytes in all, also that
-  of an all-gather to S bytes."""
+  """Returns the cost of N - 1 rounds with (N - 1) / N S bytes in all; an
+  all-gather to S bytes costs the same."""
   _check(size, devices, grain)
   link_bytes = (devices - 1) * _chunk(size, devices, grain)
   return Cost(devices - 1, link_bytes, link_bytes)

@@ -155,17 +155,17 @@ def _mesh_groups(
   parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
   # Cut each axis into parts, outermost first: `dims` are the lengths of all
   # parts, and `along` are the indices of the parts along which groups lie.
-  dims, along = [], []
+  dims, group_axes = [], []
   for name, length in shape.items():
     cuts = [(int(b or 1), int(n or length)) for a, b, n in parts if a == name]
     covered = 1
     for before, size in sorted(cuts):
       dims += [before // covered, size]
-      along.append(len(dims) - 1)
+      group_axes.append(len(dims) - 1)
       covered = before * size
     dims.append(length // covered)
-  grid = np.moveaxis(grid.reshape(dims), along, range(-len(along), 0))
-  return grid.reshape(-1, math.prod(dims[i] for i in along))
+  grid = np.moveaxis(grid.reshape(dims), group_axes, range(-len(group_axes), 0))
+  return grid.reshape(-1, math.prod(dims[i] for i in group_axes))
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:

@@ -286,9 +286,9 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
 
   # The maximum and the sum of the logits of each machine that has any.
   counts = stages[-1].activations.counts
-  holders = [i for i, count in enumerate(counts) if count]
+  with_logits = [i for i, count in enumerate(counts) if count]
   softmax: Sends = [
-    {to: 2 for to in holders if to != machine and machine in holders}
+    {to: 2 for to in with_logits if to != machine and machine in with_logits}
     for machine in machines
   ]
   first, *others = stages

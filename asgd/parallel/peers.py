@@ -106,10 +106,10 @@ class RoundMetrics(NamedTuple):
   """The metrics of each peer in a round."""
 
   loss: jax.Array  # float[n]
-  whole: jax.Array  # int32[n, 3], version, staleness, accepted
+  integers: jax.Array  # int32[n, 3], version, staleness, accepted
   # float32[n, 5], gap, message_norm, update_norm, mix_norm, and the RMS of the
   # codec's residual before the round
-  real: jax.Array
+  reals: jax.Array
   codes: Any  # [n, ...], the messages, if they are compressed; else ()
 
 

@@ -127,9 +127,9 @@ def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
     16.0
   """
   count = state.finite + 1
-  is_full = count >= rule.interval
-  raised_scale = jnp.where(is_full, state.scale * rule.factor, state.scale)
+  is_raised = count >= rule.interval
+  raised_scale = jnp.where(is_raised, state.scale * rule.factor, state.scale)
   scale = jnp.where(finite, raised_scale, state.scale / rule.factor)
   scale = jnp.clip(scale, rule.least, rule.most)
   # Both changes of the scale start the count again.
-  return LossScale(scale, jnp.where(finite & ~is_full, count, 0))
+  return LossScale(scale, jnp.where(finite & ~is_raised, count, 0))

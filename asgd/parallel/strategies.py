@@ -2,7 +2,7 @@
 
 From a Workload, Hardware and TrainingOptions `find` makes a Strategy for each
 way to divide the work. A Strategy has the bytes of a device, and the seconds of
-a step that a device computes, sends and waits.
+a step in which a device computes, sends and waits.
 
 Assumptions:
 
@@ -12,7 +12,7 @@ Assumptions:
   - `asgd.parallel.memory` gives the bytes. All layers have equal sizes: the
     stages of a pipeline differ by the layers that cannot be divided evenly;
   - each strategy takes the fastest microbatch that fits, unless the options
-    have one. The batch is of all devices together;
+    give one. The batch size counts the examples of all devices;
   - ZeRO-2 scatters gradients, and ZeRO-3 gathers weights twice, for each
     microbatch;
   - an asynchronous step is a message of each worker. Parameters and the
@@ -196,13 +196,13 @@ class _Planner(NamedTuple):
       costs.seconds(costs.ring_reduce_scatter(size, division.data), link)
       for size in (gradients, part * self.precision.weights)
     )
-    by_zero = (  # by the stage of ZeRO
+    seconds_of_stage = (  # by the stage of ZeRO
       costs.seconds(costs.ring(gradients, division.data), link),
       scatter + gather,
       count * scatter + gather,
       count * (scatter + 2 * gather),
     )
-    return by_zero[division.zero]
+    return seconds_of_stage[division.zero]
 
   def _tensor_seconds(
     self, division: _Division, micro: int, count: int

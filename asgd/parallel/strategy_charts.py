@@ -31,10 +31,10 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
   too much memory."""
   lines = []
   if not any(strategy.fits for strategy in strategies):
-    least = min(strategies, key=lambda strategy: strategy.bytes)
+    smallest = min(strategies, key=lambda strategy: strategy.bytes)
     lines.append(
-      f"nothing fits: the least is {least.bytes / memory.GB:.3g} GB a device,"
-      f" by {least.name}; use more devices, a smaller microbatch or"
+      f"nothing fits: the least is {smallest.bytes / memory.GB:.3g} GB a"
+      f" device, by {smallest.name}; use more devices, a smaller microbatch or"
       " activations=full"
     )
   titles = {False: "best", True: "best of those that do not wait"}

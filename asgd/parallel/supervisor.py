@@ -73,7 +73,7 @@ class _Supervisor:
         self._start(number, read_end)
       os.close(read_end)
       # [2] Wait for all processes, or for a failure and `_GRACE_SECONDS`.
-      failed = self._wait()
+      failure = self._wait()
     finally:
       # [3] Kill the processes that still run, and read the end of the output.
       for number, child in enumerate(self._children):
@@ -94,8 +94,8 @@ class _Supervisor:
       )
     if self._signal:
       sys.exit(128 + self._signal)  # as shells report a signal
-    if failed is not None:
-      number, status = failed
+    if failure is not None:
+      number, status = failure
       if status == INCOMPLETE:  # all exit with this status: no process failed
         print(self._last_line(number), file=sys.stderr)
         sys.exit(status)

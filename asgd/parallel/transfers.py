@@ -100,7 +100,7 @@ def of_weights(
   mesh: Mesh,
   replicas: Replicas,
   *,
-  also: frozenset[str] = frozenset(),
+  extra_axes: frozenset[str] = frozenset(),
   turns: int = 1,
 ) -> Iterator[Transfer]:
   """Yields the transfers of gradients and weights between replicas.
@@ -109,9 +109,9 @@ def of_weights(
     params: shapes with their shardings, as `data_parallel.Step.init` returns.
     mesh: a mesh with the axis "data".
     replicas: options of the step.
-    also: axes beside "data" along which devices add up the gradients of weights
-      that the axis does not divide: "tensor", if the stream is split by
-      positions.
+    extra_axes: axes beside "data" along which devices add up the gradients of
+      weights that the axis does not divide: "tensor", if the stream is split
+      by positions.
     turns: turns of a pipeline, which adds up a block's gradients in each turn.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
@@ -122,10 +122,10 @@ def of_weights(
     zero_spec = spec
     if replicas.zero:
       zero_spec = zero.add_data_axis(leaf.shape, spec, parts)
-    whole = zero.dimension(zero_spec) == zero.WHOLE
-    # [1] Along the axes `also`, on which the weight is whole.
-    for axis in also - {axis for axis in spec if axis is not None}:
-      part, along = 1 if whole else parts, frozenset({axis})
+    is_whole = zero.dimension(zero_spec) == zero.WHOLE
+    # [1] Along the extra axes, on which the weight is whole.
+    for axis in extra_axes - {axis for axis in spec if axis is not None}:
+      part, along = 1 if is_whole else parts, frozenset({axis})
       transfer = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
       # A pipeline's stack [v, L / v, ...]: a block's gradient in each turn.
       if meshes.PIPE in spec:
@@ -137,7 +137,7 @@ def of_weights(
     # [2] Along "data": devices all-reduce, or with ZeRO scatter and gather.
     if parts == 1:
       continue
-    if whole:
+    if is_whole:
       yield Transfer(REDUCE, data, count, size, 1, label="gradients")
       continue
     # XLA may add pieces up first, because the order of sums does not matter.
@@ -190,11 +190,11 @@ def of_stream(
   stages = mesh.shape.get(meshes.PIPE, 1)
   pieces, size = replicas.accumulate, replicas.compute
   positions = stream.sequences * length
-  whole = positions * width  # the stream of a replica
+  stream_size = positions * width  # numbers of a replica
   # Blocks that a device applies in a turn, and numbers of the stream in a turn.
-  turns, blocks, micro = turns_of(stream, mesh), depth, whole
+  turns, blocks, micro = turns_of(stream, mesh), depth, stream_size
   if stages > 1:
-    micro = whole // stream.microbatches
+    micro = stream_size // stream.microbatches
     blocks = depth // (stages * stream.rounds)
   # [1] Between tensor parallel devices. If the stream is split by positions, a
   # gather and a scatter replace each all-reduce.
@@ -206,7 +206,7 @@ def of_stream(
     for kind in kinds:
       # Embedding and logits have one transfer each. A block has two in the
       # forward and two in the backward.
-      yield Transfer(kind, axes, whole, size, 2 * pieces, label="ends")
+      yield Transfer(kind, axes, stream_size, size, 2 * pieces, label="ends")
       # If a block is computed again, its last sum is left out: it is not read.
       repeats = (2 if kind == GATHER else 1) if stream.recompute else 0
       times = (4 + repeats) * blocks * turns * pieces
@@ -217,7 +217,8 @@ def of_stream(
   # of the embedding's output; and the messages of each turn.
   if stages > 1:
     axes, part = frozenset({meshes.PIPE}), tensor if stream.sequence else 1
-    yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, label="ends")
+    elements = stream_size // part
+    yield Transfer(REDUCE, axes, elements, size, 2 * pieces, label="ends")
     for step, direction in ((1, "forward"), (-1, "backward")):
       # The message of the last turn is not read, so XLA may leave it out.
       times = turns * pieces

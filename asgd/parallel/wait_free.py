@@ -182,20 +182,20 @@ def _forward(
   number: int,
   x: Any,
   key: jax.Array,
-  sending: list[DenseGradient],
+  by_factors: list[DenseGradient],
   first: bool,
 ) -> tuple[Any, Callable[..., Any], Any]:
-  """Runs a layer; `sending` are its dense layers that send factors.
+  """Runs a layer; `by_factors` are its dense layers that send factors.
 
   Returns (y, backward, stats). backward(dy) returns three values: gradients by
-  path, without the kernels of `sending`; (x, dy) of these kernels by path; and
-  dx. If `first`, no layer before this one has weights, and dx is None.
+  path, without the kernels of `by_factors`; (x, dy) of these kernels by path;
+  and dx. If `first`, no layer before this one has weights, and dx is None.
   """
   reduced = traverse_util.flatten_dict(_weights_of(params)[number])
-  # The kernels of `sending` are constants: this device does not compute their
-  # gradients x^T dy.
-  kernels = {_kernel(d.path): reduced.pop(_kernel(d.path)) for d in sending}
-  taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in sending}
+  # The kernels of `by_factors` are constants: this device does not compute
+  # their gradients x^T dy.
+  kernels = {_kernel(d.path): reduced.pop(_kernel(d.path)) for d in by_factors}
+  taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in by_factors}
 
   def run(reduced, taps, x=x):
     weights = traverse_util.unflatten_dict(reduced | kernels)
@@ -206,11 +206,11 @@ def _forward(
     return y, (stats, factors)
 
   inputs = (reduced, taps) if first else (reduced, taps, x)
-  y, pull, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
+  y, pullback, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
 
   def backward(dy):
-    d_reduced, d_taps, *dx = pull(dy)
-    # (x, dy) of each kernel of `sending`.
+    d_reduced, d_taps, *dx = pullback(dy)
+    # (x, dy) of each kernel of `by_factors`.
     pairs = {path: (factors[path], d_taps[path]) for path in factors}
     return d_reduced, pairs, dx[0] if dx else None
 
@@ -318,15 +318,15 @@ def _forward_all(
   stats: list[Any] = []
   first = True  # whether no layer so far has weights
   for number, layer in enumerate(step_checks.layers_of(pieces)):
-    sending = [d for d in dense if d.factors and d.layer == number]
+    by_factors = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
-      layer, params, number, x, model_key, sending, first
+      layer, params, number, x, model_key, by_factors, first
     )
     first = first and not jax.tree.leaves(weights[number])
     backwards.append(backward)
     stats.extend(layer_stats)
-  loss, pull = jax.vjp(lambda y: pieces.criterion(y, batch), x)
-  (dy,) = pull(jnp.ones_like(loss))
+  loss, pullback = jax.vjp(lambda y: pieces.criterion(y, batch), x)
+  (dy,) = pullback(jnp.ones_like(loss))
   return loss, dy, backwards, stats
 
 

@@ -75,7 +75,7 @@ def asynchronous_throughput(
   It is the lesser of two rates. One is the rate of the workers: each worker
   computes, pushes S bytes and fetches S bytes. The other is the rate of the
   busiest link, of a worker that also has a shard: it carries S (N + P - 2) /
-  (P N) bytes each way for a message.
+  (P N) bytes in each direction for a message.
 
   Args:
     workers: N.

@@ -68,10 +68,10 @@ def k_means(
     >>> int(updates[:, -1].sum())  # each example counts once
     8
   """
-  dataset_loaded = data.load(dataset, data_dir=data_dir)
+  loaded_data = data.load(dataset, data_dir=data_dir)
   train, test = (
     np.asarray(x, np.float32).reshape(len(x), -1)
-    for x in (dataset_loaded.train_images, dataset_loaded.test_images)
+    for x in (loaded_data.train_images, loaded_data.test_images)
   )
   checks.integer("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
@@ -99,7 +99,7 @@ def k_means(
     inertia = _mean_squared_distance(params, train)
     return Evaluation(loss, measure=measure, more={"inertia": inertia})
 
-  data_of = lib.examples_of(train, dataset_loaded.train_labels, partition)
+  data_of = lib.examples_of(train, loaded_data.train_labels, partition)
   train_variance = float(
     np.square(train - train.mean(0), dtype=float).sum(1).mean()
   )

@@ -56,7 +56,7 @@ def input_of(batch: base.Batch) -> Any:
   return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
-class _OfModel(NamedTuple):
+class _ModelLoss(NamedTuple):
   """A model and a criterion, which together are a loss."""
 
   model: models.Model
@@ -81,7 +81,7 @@ class _OfModel(NamedTuple):
     return whole_loss(Pieces(self.model, prepare, self.criterion))
 
 
-def _read_model(loss, first_batch: base.Batch) -> _OfModel:
+def _read_model(loss, first_batch: base.Batch) -> _ModelLoss:
   """Reads a loss that is given as a pair (model, criterion)."""
   if len(loss) != 2:
     raise ValueError(
@@ -109,7 +109,7 @@ def _read_model(loss, first_batch: base.Batch) -> _OfModel:
   # Parameters are made for one example: they do not depend on the batch size.
   x = jnp.asarray(input_of(first_batch))
   example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-  return _OfModel(model, criterion, example)
+  return _ModelLoss(model, criterion, example)
 
 
 # The objects of one run.
@@ -159,7 +159,7 @@ class Objects:
       )
     self._stream = streams.read_data(dataset, batch_size)
     # [1] The loss and the parameters: from a model, or the caller's.
-    self._model: _OfModel | None = None
+    self._model: _ModelLoss | None = None
     self._constants = ""  # a checksum of the leaves that are not trained
     if isinstance(loss, nn.Module):
       raise ValueError(

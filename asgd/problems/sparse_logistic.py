@@ -143,8 +143,8 @@ def _batches(data, blocks, size):
 
     def batch(worker, job):
       del worker  # job j always belongs to worker j % N
-      turn_index, owner = divmod(int(job), workers)
-      pass_index, batch_index = divmod(turn_index, jobs)
+      worker_job, owner = divmod(int(job), workers)
+      pass_index, batch_index = divmod(worker_job, jobs)
       cycle, position = divmod(pass_index, blocks)
       order = np.random.default_rng((seed, cycle)).permutation(blocks)
       worker_rows = np.arange(owner, n, workers)

@@ -160,11 +160,11 @@ def _copy(leaf: Any) -> Any:
 
 def _share_memory(batch: Any, later_batch: Any) -> bool:
   """Whether a loader has refilled arrays of a batch for a later batch."""
-  arrays_of_both = [
+  array_lists = [
     [np.asarray(x) for x in jax.tree.leaves(tree) if hasattr(x, "__array__")]
     for tree in (batch, later_batch)
   ]
-  return any(map(np.may_share_memory, *arrays_of_both))
+  return any(map(np.may_share_memory, *array_lists))
 
 
 def is_key(leaf: Any) -> bool:

@@ -16,7 +16,8 @@ from asgd.data import text as text_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Pieces, Problem, cross_entropy
 
-_IMAGES, _SENTENCES = 500, 128  # examples of one call in an evaluation
+# Examples of one call in an evaluation.
+_IMAGES_PER_CALL, _SENTENCES_PER_CALL = 500, 128
 
 
 def classification(
@@ -68,7 +69,7 @@ def classification(
 
   task = _Task(criterion, score, conclude, float(np.log(classes)))
   options = batch_size, augment, partition, evaluation_examples
-  return _of_examples(dataset, layers, task, *options)
+  return _labelled_problem(dataset, layers, task, *options)
 
 
 def regression(
@@ -113,7 +114,7 @@ def regression(
   # The loss of a model that predicts the mean label.
   guess = float(dataset.train_labels.var(0).mean())
   task = _Task(criterion, score, conclude, guess)
-  return _of_examples(dataset, layers, task, batch_size, **options)
+  return _labelled_problem(dataset, layers, task, batch_size, **options)
 
 
 class _Task(NamedTuple):
@@ -126,7 +127,7 @@ class _Task(NamedTuple):
   guess: float  # see Problem
 
 
-def _of_examples(
+def _labelled_problem(
   dataset,
   layers,
   task,
@@ -177,7 +178,7 @@ def _of_examples(
 
   def evaluate(params):
     score_of = functools.partial(evaluate_batch, params)
-    sums = lib.totals(score_of, (test_images, test_labels), _IMAGES)
+    sums = lib.totals(score_of, (test_images, test_labels), _IMAGES_PER_CALL)
     return task.conclude(sums, test_labels)
 
   # Workers draw from all examples, or each from its part of a partition.
@@ -235,7 +236,7 @@ def classify_sentences(
 
   def init(key):
     params = models.init(layers, key, example)
-    return params if weights is None else _replace(params, weights)
+    return params if weights is None else _with_weights(params, weights)
 
   # The evaluated examples are the same at each evaluation.
   test_count = len(task.test_labels)
@@ -244,8 +245,8 @@ def classify_sentences(
 
   def evaluate(params):
     results = []
-    for start in range(0, len(indices), _SENTENCES):
-      rows = indices[start : start + _SENTENCES]
+    for start in range(0, len(indices), _SENTENCES_PER_CALL):
+      rows = indices[start : start + _SENTENCES_PER_CALL]
       batch = task.test_tokens[rows], task.test_labels[rows]
       results.append(jax.device_get(_score(layers, params, *batch)))
     # Scores such as F1 are no means over batches, so predictions are joined
@@ -274,7 +275,7 @@ def classify_sentences(
   )
 
 
-def _replace(params, weights):
+def _with_weights(params, weights):
   """Returns `params`, in which the entries of `weights` replace those of each
   layer."""
   layers = []

@@ -134,10 +134,10 @@ def _batches(data, batch_size):
       )
     def batch(worker, job):
       del worker  # job j always belongs to worker j % N
-      turn, owner = divmod(int(job), workers)
+      worker_job, owner = divmod(int(job), workers)
       worker_rows = np.arange(owner, n, workers)
       jobs = -(-len(worker_rows) // batch_size)  # of one worker in a pass
-      start = (turn % jobs) * batch_size
+      start = (worker_job % jobs) * batch_size
       return make_batch(worker_rows[start : start + batch_size])
 
     return batch
@@ -276,12 +276,12 @@ def _evaluate(model, data, params) -> Evaluation:
   loss = total / count
   measure = float("nan")
   if data.topics is not None:
-    measure = in_common(np.asarray(phi).T, data.topics)
+    measure = overlap(np.asarray(phi).T, data.topics)
   more = {"perplexity": float(np.exp(loss))}
   return Evaluation(loss, measure=measure, more=more)
 
 
-def in_common(estimated: np.ndarray, true: np.ndarray) -> float:
+def overlap(estimated: np.ndarray, true: np.ndarray) -> float:
   """Returns the overlap of two sets of topics, in their best order.
 
   Args:
@@ -294,7 +294,7 @@ def in_common(estimated: np.ndarray, true: np.ndarray) -> float:
   Example:
     >>> import numpy as np
     >>> from asgd.problems import topics
-    >>> topics.in_common(np.eye(3)[[2, 0, 1]], np.eye(3))
+    >>> topics.overlap(np.eye(3)[[2, 0, 1]], np.eye(3))
     1.0
   """
   # The import takes a third of a second.

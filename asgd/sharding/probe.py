@@ -56,7 +56,7 @@ def _halves(structs: optax.Params) -> ShardPlan:
   return ShardPlan(2, shapes, tuple(cuts))
 
 
-def _turn(
+def _train_step(
   algorithm: base.Algorithm,
   worker: Any,
   staleness: Any,
@@ -136,8 +136,8 @@ def differences(
     return [fn(*whole), *totals_lib.run_staged(step, parts, lambda x: add(*x))]
 
   @compile_fast
-  def turn(worker, staleness, params, states, sent, message):
-    step = functools.partial(_turn, algorithm, worker, staleness)
+  def train_step(worker, staleness, params, states, sent, message):
+    step = functools.partial(_train_step, algorithm, worker, staleness)
     outs = evaluate(step, params, states, sent, with_parts(message))
     return [list(column) for column in zip(*outs, strict=True)]
 
@@ -154,7 +154,7 @@ def differences(
       leaf = max(jax.tree.leaves(message), key=np.size)
       leaf[(-1,) * leaf.ndim] = np.nan
     staleness = step % 4
-    params, states, updates, ticket = turn(
+    params, states, updates, ticket = train_step(
       *(np.int32(step % 2), np.int32(staleness)),
       *(params, states, sent[-1 - staleness], message),
     )
@@ -203,17 +203,17 @@ def check(
     if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
       break
 
-  def first_turn(x, number):
-    return _turn(algorithm, number, number, x, algorithm.init(x), x, x)
+  def first_step(x, number):
+    return _train_step(algorithm, number, number, x, algorithm.init(x), x, x)
 
   # [1] Errors of the algorithm itself, at its own shapes, are raised unchanged.
   number = jax.ShapeDtypeStruct((), np.int32)
-  jax.eval_shape(first_turn, structs, number)
+  jax.eval_shape(first_step, structs, number)
   reason = failure = None
   try:
     # [2] A rule may depend on the number of rows: compare its traced programs.
     if small != large:
-      programs = [jax.make_jaxpr(first_turn)(x, number) for x in (small, large)]
+      programs = [jax.make_jaxpr(first_step)(x, number) for x in (small, large)]
       operations = [list(internals.operations(program)) for program in programs]
       if operations[0] != operations[1]:
         reason = "its traced program depends on the number of rows"

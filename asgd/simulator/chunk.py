@@ -439,7 +439,7 @@ class ChunkRun:
     time = np.asarray(self._trace.time)[self._plan.row[messages]]
     columns = time, self._worker[messages], self._job[messages]
     columns += bytes_up, bytes_down, norms
-    return of_columns(*columns, whole=integers, real=reals)
+    return of_columns(*columns, integers=integers, reals=reals)
 
 
 def _row(stored, index):

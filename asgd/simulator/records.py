@@ -30,9 +30,9 @@ def records(
   records of these messages."""
   columns = zip(*messages, strict=True) if messages else ((),) * 6
   rows = fetch(observations)
-  whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3)
-  real = np.array([row.real for row in rows], np.float32).reshape(-1, 4)
-  return of_columns(*columns, whole=whole, real=real)
+  integers = np.array([row.integers for row in rows], np.int32).reshape(-1, 3)
+  reals = np.array([row.reals for row in rows], np.float32).reshape(-1, 4)
+  return of_columns(*columns, integers=integers, reals=reals)
 
 
 def of_columns(
@@ -43,19 +43,19 @@ def of_columns(
   bytes_down: npt.ArrayLike,
   residual_norm: npt.ArrayLike,
   *,
-  whole: npt.NDArray[np.int32],
-  real: npt.NDArray[np.float32],
+  integers: npt.NDArray[np.int32],
+  reals: npt.NDArray[np.float32],
 ) -> base.Records:
   """Returns records of U messages.
 
   Args:
     time, worker, job, bytes_up, bytes_down, residual_norm: [U], the fields of
       `ReceivedMessage`.
-    whole: int32[U, 3], as in an Observation.
-    real: float32[U, 4], as in an Observation.
+    integers: int32[U, 3], as in an Observation.
+    reals: float32[U, 4], as in an Observation.
   """
-  version, staleness, accepted = whole.T
-  gap, loss, message_norm, update_norm = real.T
+  version, staleness, accepted = integers.T
+  gap, loss, message_norm, update_norm = reals.T
   # A job that pushes nothing sends no message (`server.pushed`).
   is_sent = accepted.astype(bool) | (message_norm != 0)
   return base.Records(

@@ -255,7 +255,7 @@ def abstract_call(
     ...   asgd.asgd(0.1, workers=4).server(), worker, jnp.zeros(()),
     ...   jnp.zeros(3), workers=4, messages=8, lanes=4,
     ... )
-    >>> function.lower(*arguments).out_info[1].real.shape
+    >>> function.lower(*arguments).out_info[1].reals.shape
     (12, 4)
   """
   function = compile_rounds(server, worker, lanes=lanes, shared=shared)

@@ -123,7 +123,7 @@ class Sharded:
       for part, trace in zip(sharding.split(plan, params), traces, strict=True)
     ]
     self.plan, self._shards, self._totals = plan, shards, totals
-    self._new_worker = lambda: worker.init(params)
+    self._first_worker_state = lambda: worker.init(params)
     self._steps, self._batch, self._root = steps, batch, root
     self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
     self._incarnations: dict[_Key, int] = {}  # message -> incarnation
@@ -204,7 +204,7 @@ class Sharded:
     ticket, worker = tickets[0]._replace(params=params), key[0]
     incarnation = worker, self._incarnations[key]
     if incarnation not in self._workers:
-      self._workers[incarnation] = self._new_worker()
+      self._workers[incarnation] = self._first_worker_state()
     self._workers[incarnation], message, metrics = self._steps.work(
       *(self._workers[incarnation], ticket, self._batch(worker, job)),
       *(self._root, np.int32(job)),
@@ -275,7 +275,7 @@ class Sharded:
     return {
       "servers": list(self.states),
       "sent": [parts[index] for index in notes["parts"]],
-      "workers": [self._new_worker() for _ in notes["states"]],
+      "workers": [self._first_worker_state() for _ in notes["states"]],
       "messages": [[compression.blank(codec, p) for p in parts]] * count,
       "losses": np.zeros(count),
     }

@@ -52,8 +52,8 @@ class Steps(NamedTuple):
 class Observation(NamedTuple):
   """The server's measurements of one message, on the device; see `records`."""
 
-  whole: jax.Array  # int32[3], version after the message, staleness, accepted
-  real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
+  integers: jax.Array  # int32[3], version after it, staleness, accepted
+  reals: jax.Array  # float32[4], gap, loss, message_norm, update_norm
 
 
 class WorkerDevices(NamedTuple):

@@ -126,7 +126,7 @@ def _gpt_plan(
   turns = transfers.turns_of(stream, mesh)
   transfer_list = [
     *transfers.of_weights(
-      weights, mesh, replicas, also=split_axes, turns=turns
+      weights, mesh, replicas, extra_axes=split_axes, turns=turns
     ),
     *transfers.of_stream(stream, mesh, replicas),
   ]

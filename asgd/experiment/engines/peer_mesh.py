@@ -234,8 +234,8 @@ class PeerMeshEngine(peers.PeerEngine):
     """Returns the n records of round k, one for each peer."""
     n = self.quantum
     # The program returns integers and floats as two arrays, one row per peer.
-    version, staleness, accepted = metrics.whole.T
-    gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
+    version, staleness, accepted = metrics.integers.T
+    gap, message_norm, update_norm, mix_norm, residual = metrics.reals.T
     bytes_up, bytes_down, mix_change = self._meter.count(
       k, metrics.codes, mix_norm
     )

@@ -63,7 +63,7 @@ def test_a_mesh_comes_to_what_the_simulator_comes_to(recipe):
     batches = stacking.stack([batch(i, k * N + i) for i in range(N)])
     state, told = rounds.round(state, rounds.place(batches), root, k)
     losses.append(told.loss)
-    kept.append(told.real[:, -1])
+    kept.append(told.reals[:, -1])
   for i, expected in enumerate(simulated.states):
     mine = jax.tree.map(lambda x, i=i: x[i], state.peers)
     kit.close(mine.server, expected.server, atol=1e-14)

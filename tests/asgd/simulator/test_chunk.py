@@ -255,7 +255,7 @@ def test_the_rounds_program_is_compiled_from_shapes_alone():
       **dict(workers=WORKERS, messages=16, lanes=4, shared=shared),
     )
     compiled = function.lower(*arguments).compile()
-    assert compiled.out_info[1].whole.shape == (20, 3)
+    assert compiled.out_info[1].integers.shape == (20, 3)
 
 
 @pytest.mark.parametrize("seed", range(8))
