@@ -6,7 +6,7 @@ process with its number and the address of process 0, or a scheduler that JAX
 knows starts them (AUTO). Any machine that can reach the coordinator's port can
 take part: use several machines on trusted networks only.
 
-Errors name the flags of a command with `role`'s arguments: --num_processes,
+Errors name the flags from which a command calls `role`: --num_processes,
 --process_id, --coordinator and --start_seconds.
 """
 
@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 from asgd import internals
 from asgd.parallel import meshes
 
-AUTO = "auto"  # as --coordinator: JAX finds the address of the coordinator
+AUTO = "auto"  # a --coordinator: JAX finds the address of the coordinator
 USAGE_ERROR = 2  # exit status of a process that could not take part
 INCOMPLETE = 3  # exit status of a process that ends without all cells
 # Environment variable with the read end of a pipe. The pipe closes when the
@@ -145,7 +145,7 @@ def devices_of_each(devices: int, count: int) -> int:
 def _connect(role: ProcessRole, n_devices: int | None) -> None:
   """Connects to the other processes, with `n_devices` devices of this process;
   None: all devices."""
-  # JAX's preemption service would take SIGTERM, by which runs save and end.
+  # JAX's preemption service would catch SIGTERM, on which runs save and end.
   jax.config.update("jax_enable_preemption_service", False)
   name = "this process"
   options: dict[str, Any] = {}
@@ -162,16 +162,16 @@ def _connect(role: ProcessRole, n_devices: int | None) -> None:
   def give_up():
     print(
       f"error: {name} waited {role.start_seconds:g} s at"
-      f" --coordinator={role.coordinator} and not all processes came: start"
-      " each with the same --num_processes and --coordinator and its own"
+      f" --coordinator={role.coordinator} and not all processes connected:"
+      " start each with the same --num_processes and --coordinator and its own"
       " --process_id, or wait longer with --start_seconds",
       file=sys.stderr,
       flush=True,
     )
     os._exit(USAGE_ERROR)
 
-  # JAX would end the process later, with a traceback. So its own limit is a
-  # minute longer.
+  # JAX would end the process with a traceback. So JAX's time limit is a minute
+  # longer.
   timer = threading.Timer(role.start_seconds, give_up)
   timer.daemon = True
   timer.start()
@@ -267,8 +267,8 @@ def share_arrays(tree: Any) -> Any:
 
 
 def fail_together(make: Callable[[], Any]) -> Any:
-  """Returns make(). If it fails on one process, raises ValueError on all
-  processes."""
+  """Returns make(). If make raises a ValueError or an OSError on a process,
+  this process raises it, and the others raise a ValueError."""
   if not jax.distributed.is_initialized():
     return make()
   value, error = None, None

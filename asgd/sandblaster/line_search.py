@@ -50,7 +50,7 @@ def options_of(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
   """Returns the options of a line search, completed by defaults.
 
   Args:
-    arguments: those of `optax.scale_by_zoom_linesearch`, except
+    arguments: arguments of `optax.scale_by_zoom_linesearch`, except
       `initial_guess_strategy` (which is "one") and `verbose`.
 
   Raises:
@@ -104,7 +104,8 @@ def _column_of(step, table):
 
 @functools.lru_cache(maxsize=8)
 def _program(options: tuple[tuple[str, Any], ...]) -> Any:
-  """Returns the search as a function of value, slope and table."""
+  """Returns the compiled search: (value, slope, table) -> (step, value there,
+  error of the decrease)."""
   search = optax.scale_by_zoom_linesearch(
     **dict(options), initial_guess_strategy="one"
   )
@@ -138,8 +139,8 @@ def _program(options: tuple[tuple[str, Any], ...]) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """Returns the CPU; None, for the default device, if JAX_PLATFORMS excludes
-  it."""
+  """Returns the CPU; None, which stands for the default device, if
+  JAX_PLATFORMS excludes the CPU."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:

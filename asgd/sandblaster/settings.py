@@ -87,8 +87,8 @@ def sandblaster_lbfgs(
     d = -H g;   x <- x + a d,   a by a line search (strong Wolfe),
     H from the last m pairs s = x' - x, y = g' - g (two-loop recursion)
 
-  The loss is the mean over a fixed batch. Workers compute portions of it; an
-  idle worker gets the next ones. There is no learning rate.
+  The loss is the mean over a fixed batch. Workers compute portions of the
+  batch; an idle worker gets the next ones. There is no learning rate.
 
   Args:
     learning_rate: checked and not used: the line search finds the step.
@@ -104,7 +104,7 @@ def sandblaster_lbfgs(
     tolerance: norm of the gradient at which the run ends.
     loading: time to load the data of a portion, which the worker then keeps; in
       the unit of the durations, for simulations only.
-    prefetch: load the data of the next job while computing.
+    prefetch: whether a worker loads the next job's data while it computes.
     restart: time until a killed worker restarts, for simulations only.
     line_search: arguments of `optax.scale_by_zoom_linesearch`.
     failures: (time, "worker", "shard" or "coordinator", index) of processes to
@@ -143,7 +143,7 @@ def sandblaster_lbfgs(
   checks.flag("prefetch", prefetch)
   if not isinstance(failures, Sequence):
     raise ValueError(
-      "failures must be a list of (time, what, index), as [(12.5, 'worker',"
+      "failures must be a list of (time, kind, index), as [(12.5, 'worker',"
       f" 0)], not {checks.shown(failures)}"
     )
   return Settings(
@@ -165,12 +165,12 @@ _search_options = line_search.options_of
 
 
 def _failure(failure: Sequence[Any], workers: int, shards: int) -> PlannedKill:
-  """Returns a failure of a config, checked."""
+  """Returns the PlannedKill of an entry of `failures`, which is checked."""
   try:
     time, kind, index = failure
   except (TypeError, ValueError):
     raise ValueError(
-      "a failure must be (time, what, index), as (12.5, 'worker', 0), not"
+      "a failure must be (time, kind, index), as (12.5, 'worker', 0), not"
       f" {checks.shown(failure)}"
     ) from None
   checks.nonnegative("the time of failures", time)

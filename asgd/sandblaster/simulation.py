@@ -47,8 +47,8 @@ class _SimulatedWorker(BatchWorker):
 
   def __init__(self, stream):
     super().__init__()
-    self._stream = stream  # of durations of portions
-    self._drawn = 0  # durations so far
+    self._stream = stream  # durations of portions
+    self._drawn = 0  # durations drawn so far
     self.reset()
 
   def reset(self) -> None:
@@ -145,7 +145,7 @@ class SandblasterSimulation(BatchDriver):
     """
     super().__init__(settings, params, RunLog(), saved and saved.notes)
     self._add_up = make_sums(work)
-    self._params: base.Params = None  # of the evaluation, on the device
+    self._params: base.Params = None  # those of the evaluation, on the device
     self._workers = BatchWorkers(
       [_SimulatedWorker(durations.stream(i)) for i in range(workers)],
       *(settings.jobs, self.run_log, lambda: self.now),

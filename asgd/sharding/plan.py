@@ -107,7 +107,7 @@ def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
 
 
 def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
-  """Returns one shard's part of a tree of arrays, or of their structs.
+  """Returns one shard's part of a tree of arrays, or of their shapes.
 
   Each leaf is a slice of the leading axis, without rows if the shard holds
   none; a leaf without axes becomes [1] or [0]. NumPy leaves are views, and jax
@@ -135,7 +135,7 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
   if len(parts) != plan.shards:
     raise ValueError(f"the plan has {plan.shards} shards, not {len(parts)}")
   structure: Any = jax.tree.structure(parts[0])
-  columns = []  # [S][L]
+  leaves_of_part = []  # [S][L]
   for s, tree in enumerate(parts):
     leaves, part_structure = jax.tree.flatten(tree)
     if structure != part_structure:
@@ -146,12 +146,12 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
       for shape, cut in zip(plan.shapes, plan.cuts, strict=True)
     ]
     _check_shapes(tree, leaves, shapes, f"part {s} of the plan")
-    columns.append(leaves)
+    leaves_of_part.append(leaves)
   full_leaves = []
   for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
-    # An empty leaf has no shard with rows: take the part of shard 0.
-    holders = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
-    pieces = [columns[s][i] for s in holders]
+    # No shard has rows of an empty leaf: use the part of shard 0.
+    owners = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
+    pieces = [leaves_of_part[s][i] for s in owners]
     if len(pieces) == 1:
       full_leaves.append(pieces[0] if shape else pieces[0].reshape(()))
     else:

@@ -200,7 +200,7 @@ def compile_chunk(
 
   Args:
     server: a server with updates that are not codes.
-    worker: a worker with batches of one shape in its jobs.
+    worker: a worker; the batches of its jobs have one shape.
     wire: as in `compile_steps`.
     joins: whether workers join; a join resets the worker's state.
   """
@@ -233,7 +233,7 @@ def make_chunk(
 
   Args:
     server: a server with updates that are not codes.
-    worker: a worker with batches of one shape in its jobs.
+    worker: a worker; the batches of its jobs have one shape.
     wire: as in `compile_steps`.
 
   Returns:

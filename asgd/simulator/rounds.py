@@ -70,8 +70,8 @@ def find_rounds(
   Args:
     plan: the tickets of the trace.
     worker: int32[U], worker of each message.
-    stateful: whether workers have a state. A job needs the state after the
-      worker's previous job, so a round then has one message of each worker.
+    stateful: whether workers have a state. Then a job needs the state after the
+      worker's previous job, so a worker has at most one message in a round.
     max_lanes: largest number of lanes.
 
   Example:
@@ -281,7 +281,7 @@ def abstract_call(
 
 
 def _with_rows(count, shapes):
-  """Returns the shapes of arrays with `count` such rows."""
+  """Adds a leading axis of `count` to shapes."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes
   )

@@ -36,8 +36,8 @@ class _Shard(ServerReplay):
   def __init__(self, state, steps, trace, worker_indices):
     super().__init__(state, steps, worker_indices, **replay_options(trace))
     self.events = list(trace_lib.events(trace))
-    # Kept until the job has ended at all shards: the lead may close a ticket
-    # although another shard receives its message.
+    # A ticket stays here until its job has ended at all shards: the lead may
+    # close the ticket before another shard receives the message.
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:

@@ -2,8 +2,8 @@
 
 Without a codec, parameters and messages have the bytes of their layout
 (`asgd.wire`); a code has the bytes of its packet. If a server's updates are
-codes, a ticket has the updates since the worker's last ticket, or the complete
-parameters if these are not more bytes, as for a new worker.
+codes, a ticket carries the updates since the worker's last ticket; if the
+complete parameters take no more bytes, as for a new worker, it carries these.
 """
 
 from typing import Any, NamedTuple
@@ -53,13 +53,14 @@ class Traffic:
     that were sent before, in a run that is continued."""
     params = state.params
     self.dense_nbytes = wire.layout(params, compress=steps.wire).nbytes
-    self._packing = self._updates = None
-    self.stats_layout = wire.layout(getattr(params, "stats", ()))  # as they are
+    self._code_layout = self._update_layout = None
+    # Statistics travel without a codec.
+    self.stats_layout = wire.layout(getattr(params, "stats", ()))
     if steps.codec is not None:
-      self._packing = compression.layout(steps.codec, params)
+      self._code_layout = compression.layout(steps.codec, params)
     update = compression.last_update(state.opt_state)
     if update is not None:
-      self._updates = packing.layout(update)
+      self._update_layout = packing.layout(update)
     self.sent = NOTHING_SENT
     self.resume(sent)
 
@@ -72,20 +73,21 @@ class Traffic:
 
   def measure_message(self, message: Any) -> tuple[int, float]:
     """Returns (bytes, residual norm) of a message; a code has NumPy arrays."""
-    if self._packing is None:
+    if self._code_layout is None:
       return self.dense_nbytes, 0.0
-    return len(packing.pack(self._packing, message)), float(message.residual)
+    packet = packing.pack(self._code_layout, message)
+    return len(packet), float(message.residual)
 
   def count_ticket(self, worker: int, seq: int) -> int | None:
     """Counts a ticket with new parameters. Returns the bytes of its codes; None
     if the ticket carries the complete parameters."""
-    if self._updates is None:
+    if self._update_layout is None:
       return None
     sent = self.sent
-    # A new worker counts as lacking more bytes than the parameters have.
+    # A new worker counts as lacking as many bytes as the parameters have.
     last_total = sent.total_at_ticket.get(worker, -self.dense_nbytes)
     code_nbytes = sent.total - last_total
-    # Statistics travel beside the codes of updates, without a codec.
+    # Statistics travel beside the codes of updates.
     nbytes = code_nbytes + (self.stats_layout.nbytes if code_nbytes else 0)
     sent.total_at_ticket[worker] = sent.total
     sent.tickets[worker, seq] = min(nbytes, self.dense_nbytes)
@@ -93,12 +95,12 @@ class Traffic:
 
   def sent_bytes(self, worker: int, seq: int) -> int:
     """Returns the bytes of an open ticket with new parameters."""
-    if self._updates is None:
+    if self._update_layout is None:
       return self.dense_nbytes
     return self.sent.tickets[worker, seq]
 
   def forget_worker(self, worker: int) -> None:
-    """Forgets the last ticket of a worker that joins: it has no parameters."""
+    """Forgets the last ticket of an index: a worker that joins has none."""
     self.sent.total_at_ticket.pop(worker, None)
 
   def drop_ticket(self, worker: int, seq: int) -> None:
@@ -108,13 +110,13 @@ class Traffic:
   def close_ticket(self, worker: int, seq: int, ticket: base.Ticket) -> int:
     """Drops the bytes of a closed ticket, and returns them; 0 for a ticket that
     a worker had kept."""
-    if self._updates is not None:
+    if self._update_layout is not None:
       return self.sent.tickets.pop((worker, seq), 0)
     return self.dense_nbytes if ticket.fresh else 0
 
   def count_update(self, state: base.ServerState) -> None:
     """Counts the update of a received message, if there is one."""
-    if self._updates is None or int(state.version) == self.sent.version:
+    if self._update_layout is None or int(state.version) == self.sent.version:
       return
     code = compression.last_update(state.opt_state)
     # Copied: the next update donates the server's state.
@@ -122,7 +124,7 @@ class Traffic:
     if not np.isfinite(code.residual):  # a diverged update is not encoded
       self.roll_back(state)
       return
-    packet = packing.pack(self._updates, code)
+    packet = packing.pack(self._update_layout, code)
     self.sent = self.sent._replace(
       total=self.sent.total + len(packet), version=int(state.version)
     )

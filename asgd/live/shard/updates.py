@@ -35,7 +35,7 @@ class SentUpdates(simulator.Traffic):
   @property
   def are_enabled(self) -> bool:
     """Whether tickets carry updates; otherwise all carry the parameters."""
-    return self._updates is not None
+    return self._update_layout is not None
 
   def _store_packet(self, packet: bytes) -> None:
     """Stores a packet, and drops the oldest packets that no ticket needs."""

@@ -204,7 +204,7 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
     ({"backup": -1}, "backup must be a whole number, 0 or more, not -1"),
     ({"weight_decay": -1}, "weight_decay must be 0 or more, not -1"),
     ({"prefetch": 1}, "prefetch must be True or False, not 1"),
-    ({"failures": [3]}, "a failure must be \\(time, what, index\\)"),
+    ({"failures": [3]}, "a failure must be \\(time, kind, index\\)"),
     ({"failures": [(1, "driver", 0)]}, "must be one of worker, shard, coord"),
     ({"failures": [(1, "worker", 2)]}, "worker must be at most 1, not 2"),
   ],
