@@ -143,7 +143,7 @@ test_runs_that_counts_are_not_for_are_refused = kit.refuses(
   [
     ({"codec": "int8"}, "codec 'int8' is for floats, and .* whole numbers"),
     ({"optimizer": "adagrad"}, "are for the function 'add' at the server,"),
-    ({"recipe": "dana_slim"}, "no gradient, for the recipe 'dana_slim'"),
+    ({"recipe": "dana_slim"}, "not gradients; the recipe 'dana_slim' of"),
   ],
   lambda run: table_kit.build(PROBLEM, {"run": run}, batch_size=9),
 )
