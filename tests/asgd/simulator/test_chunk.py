@@ -1,6 +1,8 @@
 """The chunk and rounds engines agree with the host engine, wherever a run is
 cut."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -42,6 +44,7 @@ CASES = {
 }
 
 
+@functools.cache
 def engines_of(name, other=simulator.make_chunk, **server):
   recipe = algorithms.build(name, 0.01, WORKERS)
   worker = recipe.make_worker(PROBLEM.loss)
@@ -201,8 +204,7 @@ def test_rounds_agree_in_float64_on_drawn_orders(name, seed, monkeypatch):
   end = len(trace.time)
   cuts = sorted(rng.choice(np.arange(1, end), 3, replace=False).tolist())
   with jax.enable_x64(True):
-    problem = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
-    data = {"batch": problem.batches(0, WORKERS), "root": jax.random.key(0)}
+    data = DATA | {"root": jax.random.key(0)}
     one, other = engines_of(recipe, simulator.make_rounds)
 
     def run(engine, ends):
