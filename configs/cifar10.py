@@ -54,7 +54,7 @@ def get_config(arg=None):
   # NAG-ASGD is expected to diverge with many workers: that is a result.
   config.on_nan = "record"
   if arg == "tiny":
-    config.model = dict(name="cnn", features=(2,), hidden=8)
+    config.model = dict(name="mlp", hidden=())
     config.workers, config.seeds, config.batch_size = (2,), (0,), 8
     config.examples, config.evaluations, config.curvature_checks = 64, 1, 0
     config.evaluation_examples = 32

@@ -44,7 +44,8 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
-    config.model.hidden, config.workers = (8, 8, 8), (2,)
+    config.model.hidden, config.workers = (8,), (2,)
+    config.runs.pipeline.stages = 2
     config.examples, config.evaluations = 256, 1
     config.learning_rate_schedule = dict()
   elif arg:

@@ -55,8 +55,8 @@ def get_config(arg=None):
   config.checkpoint_seconds = 60.0
   config.on_nan = "record"
   if arg == "tiny":
-    config.model = dict(name="cnn", features=(2, 2), hidden=8)
-    config.pipeline = dict(stages=4, cuts="time", microbatches=2)
+    config.model = dict(name="cnn", features=(2,), hidden=8)
+    config.pipeline = dict(stages=2, cuts="time", microbatches=2)
     config.batch_size, config.examples = 4, 16
     config.evaluations, config.evaluation_examples = 1, 32
     config.learning_rate_schedule = dict()

@@ -56,6 +56,7 @@ def get_config(arg=None):
   config.on_nan = "record"
   if arg == "tiny":
     config.model.hidden, config.seeds = (8, 8, 8), (0,)
+    config.pipeline.stages, config.runs.zb_v.stages = 2, 4
     config.examples, config.evaluations = 128, 1
     config.learning_rate_schedule = dict()
   elif arg:

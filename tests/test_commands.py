@@ -1,8 +1,10 @@
 """Each command of the documentation that trains is run, at the tiny size of
 its config, and its cells are counted.
 
-A command that says no more than a config, or a figure, is in `test_configs` and
-`claims/test_tiny_figures`. Workers that would be processes of Ray are threads.
+A command that names no run trains two; `test_configs` trains each. A command
+that says no more than a config, or a figure, is in `test_configs` and
+`asgd/figures/test_tiny_figures`. Workers that would be processes of Ray are
+threads.
 """
 
 import ast
@@ -92,6 +94,12 @@ def runs_on_ray(config):
   return 'config.engine = "ray"' in config.read_text()
 
 
+def two_runs(config):
+  """Returns the flag that trains the last two runs of a config."""
+  runs = kit.load_config_file(config).get_config("tiny").runs
+  return f"--config.only={','.join([*runs][-2:])}"
+
+
 def at_tiny(words, place):
   """Returns the words of a command at the tiny size, in a folder of tests."""
   live, out = False, []
@@ -100,6 +108,8 @@ def at_tiny(words, place):
     if key == "--config":
       live |= runs_on_ray(config_of(word))
       out.append(f"--config={config_of(word)}:tiny")
+      if not any(word.startswith("--config.only=") for word in words):
+        out.append(two_runs(config_of(word)))
     elif key == "--fault":  # the first job: there are few
       out.append(f"{key}={value.rpartition(':')[0]}:1")
     elif key in ("--engine", "--config.engine"):

@@ -19,12 +19,12 @@ EXAMPLES = 480 * BATCH
 def get_config(arg=None):
   config = dc_asgd.get_config(arg)
   with config.unlocked():
-    config.model = dict(name="asgd.models:resnet", depth=8, width=8)
     # `dc_asgd` judges the claims about time, so their runs are not repeated.
     for label in dc_asgd.TIMED:
       del config.runs[f"{label}-het"]
     if arg is None:
       config.data.name = "cifar10"
+      config.model = dict(name="asgd.models:resnet", depth=8, width=8)
       config.batch_size, config.examples = BATCH, EXAMPLES
       config.evaluation_examples = 4_000
       config.learning_rate_schedule = dict(

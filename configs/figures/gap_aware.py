@@ -49,7 +49,7 @@ def get_config(arg=None):
   config.on_nan = "record"
   if arg == "tiny":
     config.data.name = "digits"  # in the package: no download
-    config.model = dict(name="cnn", features=(2,), hidden=8)
+    config.model = dict(name="mlp", hidden=())
     config.workers, config.seeds, config.batch_size = (8,), (0,), 16
     config.examples, config.evaluation_examples = 128, 32
     config.learning_rate_schedule = dict()

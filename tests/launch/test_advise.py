@@ -48,7 +48,7 @@ def test_json_has_the_same_as_numbers():
 def test_a_model_of_another_engine_is_advised():
   words = "--config=configs/pipeline_gpt.py:tiny", "--config.only=gpipe"
   result = kit.call("advise", *words, status=0)
-  assert "for the run gpipe on pydoc" in result.stdout
+  assert "for the run gpipe on digits" in result.stdout
   assert "--engine=simulate" in result.stdout
 
 
