@@ -90,7 +90,7 @@ def _config(
 ) -> dict[str, Any]:
   """Returns the config of an experiment with one run of a caller's objects."""
   recipe = caller.recipe
-  named_recipe = getattr(recipe, "made", None)
+  named_recipe = getattr(recipe, "build", None)
   # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
   # only a record then.
   has_name = named_recipe and named_recipe.name.isidentifier()

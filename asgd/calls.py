@@ -96,7 +96,7 @@ def _recipe_error(value: Any, workers: int | None) -> str:
 
 def _with_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
   """Returns a recipe of peers with another topology."""
-  built_from = getattr(recipe, "made", None)
+  built_from = getattr(recipe, "build", None)
   if getattr(recipe, "gossip", None) is None or built_from is None:
     raise ValueError(
       "topology= is for a recipe of peers, such as asgd.d_psgd(0.01, workers="

@@ -136,7 +136,7 @@ def _rate(rate) -> str:
 def _build_call(recipe) -> Any:
   """Returns the name and the arguments of `algorithms.build` that made a
   recipe; None if another function made it."""
-  return getattr(recipe, "made", None)
+  return getattr(recipe, "build", None)
 
 
 def _describe_settings(value) -> str:
