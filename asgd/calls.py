@@ -234,7 +234,7 @@ def _read_durations(value: Any, workers: int) -> Any:
         f" not {checks.shown(value[worker])}; a function (worker) -> seconds is"
         " given without a list"
       )
-  with checks.below("durations", ("samples",)):
+  with checks.section_errors("durations", ("samples",)):
     orders.durations.measured(rows)
   return {"name": "measured", "samples": [row.tolist() for row in rows]}
 

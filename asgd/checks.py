@@ -68,7 +68,9 @@ def user_code(
 
 
 @contextlib.contextmanager
-def below(section: str, section_keys: Collection[str]) -> Iterator[None]:
+def section_errors(
+  section: str, section_keys: Collection[str]
+) -> Iterator[None]:
   """Prefixes a ValueError with the name of the section that it is about.
 
   - The message starts with one of `section_keys`: "density must be ..." becomes

@@ -1,8 +1,8 @@
 """Imports of unstable names of JAX and Ray, in one place.
 
 No other module of this repository imports `jax.extend`, `jax._src` or a private
-module of Ray (`asgd.live.ray_internals` uses `find`). If the installed version
-lacks a name, the error gives the versions of pyproject.toml.
+module of Ray (`asgd.live.ray_internals` calls `imported`). If the installed
+version lacks a name, the error gives the versions of pyproject.toml.
 """
 
 import importlib
@@ -12,25 +12,25 @@ from importlib import metadata
 from typing import Any
 
 
-def versions(library: str) -> str:
+def requirement(library: str) -> str:
   """Returns this package's requirement on a library, as pip takes it.
 
   Example:
-    >>> versions("no-such-library")
+    >>> requirement("no-such-library")
     'no-such-library'
   """
   try:
     requirements = metadata.requires("asgd") or []
   except metadata.PackageNotFoundError:  # asgd is not installed, only present
     requirements = []
-  for requirement in requirements:
-    match = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", requirement)
+  for line in requirements:
+    match = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", line)
     if match and match[1] == library and match[2]:
       return match[1] + match[2].strip()
   return library
 
 
-def find(path: str) -> Any:
+def imported(path: str) -> Any:
   """Imports a dotted name and returns its value.
 
   Raises:
@@ -38,7 +38,7 @@ def find(path: str) -> Any:
       error names the versions that do.
 
   Example:
-    >>> find("jax.extend.core.Literal").__name__
+    >>> imported("jax.extend.core.Literal").__name__
     'Literal'
   """
   library = path.partition(".")[0]
@@ -49,20 +49,20 @@ def find(path: str) -> Any:
     installed = metadata.version(library)
     raise ImportError(
       f"asgd uses {path}, which {library} {installed} does not have: pip"
-      f" install '{versions(library)}'"
+      f" install '{requirement(library)}'"
     ) from error
 
 
 # JAX's types for traced programs, which asgd inspects and rebuilds.
-ClosedJaxpr = find("jax.extend.core.ClosedJaxpr")
-DebugInfo = find("jax.extend.core.DebugInfo")
-Jaxpr = find("jax.extend.core.Jaxpr")
-Literal = find("jax.extend.core.Literal")
-dce_jaxpr = find("jax.interpreters.partial_eval.dce_jaxpr")
-jaxpr_as_fun = find("jax.extend.core.jaxpr_as_fun")
-jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
+ClosedJaxpr = imported("jax.extend.core.ClosedJaxpr")
+DebugInfo = imported("jax.extend.core.DebugInfo")
+Jaxpr = imported("jax.extend.core.Jaxpr")
+Literal = imported("jax.extend.core.Literal")
+dce_jaxpr = imported("jax.interpreters.partial_eval.dce_jaxpr")
+jaxpr_as_fun = imported("jax.extend.core.jaxpr_as_fun")
+jaxprs_in_params = imported("jax.extend.core.jaxprs_in_params")
 # Shows whether two calls are inside the same trace (jit, scan or grad).
-get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
+get_opaque_trace_state = imported("jax.extend.core.get_opaque_trace_state")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -82,10 +82,10 @@ def operations(jaxpr: Any) -> Iterator[str]:
 def xla_library() -> Any:
   """Returns JAX's compiled library. Its functions connect several processes on
   CPUs."""
-  return find("jax._src.xla_bridge._jax")
+  return imported("jax._src.xla_bridge._jax")
 
 
 def has_devices() -> bool:
   """Whether JAX has initialised its devices. Such a process must not be
   forked."""
-  return bool(find("jax._src.xla_bridge.backends_are_initialized")())
+  return bool(imported("jax._src.xla_bridge.backends_are_initialized")())

@@ -145,7 +145,7 @@ def as_codec(codec: Any, **options: Any) -> Codec:
         f" {', '.join(sorted(CODECS))}"
       )
     # An error about an option is prefixed by "codec".
-    with checks.below("codec", codec):
+    with checks.section_errors("codec", codec):
       return named(**{**options, **codec})
   if not isinstance(codec, Codec):
     raise ValueError(

@@ -79,7 +79,7 @@ class PeerState(NamedTuple):
 
   server: base.ServerState  # parameters, optimizer, count of own updates
   mixes: jax.Array  # int32[], count of mixes with messages of other peers
-  own: Any  # state of the rule
+  rule_state: Any  # made by `Rule.init`
 
 
 class Job(NamedTuple):
@@ -134,7 +134,7 @@ class Rule(NamedTuple):
   # state -> float32[], RMS of the update that the codec has not sent yet
   residual: Callable[[PeerState], jax.Array] = no_residual
   introduces: bool = False  # whether a newcomer's neighbours adopt its loans
-  refers: bool = False  # whether put only returns arrays of the state
+  is_reference: bool = False  # whether put only returns arrays of the state
   # codec of `asgd.compression` -> the rule with encoded messages; None: the
   # rule has a codec already
   coded: Callable[[Any], Any] | None = None
@@ -167,7 +167,7 @@ class Peer(NamedTuple):
   # Whether send, and whether put, only return arrays of the state, so that they
   # need not be compiled.
   sends_current: bool = False
-  refers: bool = False
+  is_reference: bool = False
   # state -> float32[], RMS of the update that the codec has not sent yet
   residual: Callable[[PeerState], jax.Array] = no_residual
 
@@ -267,5 +267,5 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
 
   return Peer(
     *(init, send, receive, rule.put, mix, rule.weight, lend, adopt),
-    *(server.sends_current, rule.refers, rule.residual),
+    *(server.sends_current, rule.is_reference, rule.residual),
   )

@@ -77,11 +77,11 @@ def average(codec: Any = None) -> Rule:
   def put(state, keep, key):
     del keep
     code, own_message = encode_message(codec, state.server.params, key)
-    return state._replace(own=own_message), code
+    return state._replace(rule_state=own_message), code
 
   def mix(state, codes, weights, slots):
     del slots
-    own_message = state.own
+    own_message = state.rule_state
     # Differences to the peer's own message, not to its present parameters: a
     # gradient applied since then must not be averaged away.
     messages = decode_messages(codec, codes)
@@ -92,7 +92,7 @@ def average(codec: Any = None) -> Rule:
   has_no_codec = codec is None
   return Rule(
     *(lambda params, slots: params, put, mix),
-    refers=has_no_codec,
+    is_reference=has_no_codec,
     coded=average if has_no_codec else None,
   )
 
@@ -100,13 +100,13 @@ def average(codec: Any = None) -> Rule:
 def _scale_update(state: PeerState, params: base.Params) -> base.Params:
   """Scales a peer's own update for `push_sum`: an update u of x = w z changes z
   by u / w."""
-  old_weights = base.weights_of(state.server.params)
+  mass, old_weights = state.rule_state, base.weights_of(state.server.params)
   scaled = jax.tree.map(
-    lambda a, b: b + (a - b) / state.own.astype(b.dtype),
+    lambda a, b: b + (a - b) / mass.astype(b.dtype),
     *(base.weights_of(params), old_weights),
   )
   # With weight 1 the parameters are used as they are, without rounding.
-  weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
+  weights = optax.tree.where(mass == 1, base.weights_of(params), scaled)
   return base.with_weights(params, weights)
 
 
@@ -116,7 +116,7 @@ def _add_unsent_part(
   """Adds to z what the receivers of the decoded z^ lack; the peer keeps
   `mass`."""
   # (1 - W_jj) / W_jj; a peer that gives all its mass away keeps nothing.
-  given_share = jnp.where(mass > 0, state.own / mass - 1, 0)
+  given_share = jnp.where(mass > 0, state.rule_state / mass - 1, 0)
 
   def add(z: jax.Array, received: jax.Array) -> jax.Array:
     return z + given_share.astype(z.dtype) * (z - received)
@@ -158,49 +158,50 @@ def push_sum(codec: Any = None) -> Rule:
 
   def put(state, keep, key):
     code, sent_params = encode_message(codec, state.server.params, key)
-    message, mass = (code, state.own), keep.astype(state.own.dtype) * state.own
+    mass = state.rule_state
+    message, mass = (code, mass), keep.astype(mass.dtype) * mass
     if codec is not None:
       state = _add_unsent_part(state, sent_params, mass)
-    return state._replace(own=mass), message
+    return state._replace(rule_state=mass), message
 
   def mix(state, codes, weights, slots):
     del slots
     # The received masses, and the peer's new mass.
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
     messages = decode_messages(codec, [code[0] for code in codes])
-    total = state.own
+    total = mass = state.rule_state
     for part in parts:
       total = total + part.astype(total.dtype)
     # The mean of all z, weighted by mass.
     params = jax.tree.map(
-      lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
+      lambda z: (mass / total).astype(z.dtype) * z, state.server.params
     )
     shares = jnp.stack([part / total for part in parts]) if parts else weights
     params = add_weighted(params, messages, shares)
-    return with_params(state, params)._replace(own=total)
+    return with_params(state, params)._replace(rule_state=total)
 
   def lend(state, slot):
     del slot
     # The newcomer's mass is taken from its lenders: the total stays the same.
-    half_mass = state.own / 2
-    return state._replace(own=half_mass), half_mass
+    half_mass = state.rule_state / 2
+    return state._replace(rule_state=half_mass), half_mass
 
   def adopt(state, params, loan, slot, first):
     del slot
-    old_mass = jnp.where(first, 0, state.own)  # a newcomer has no mass
+    old_mass = jnp.where(first, 0, state.rule_state)  # a newcomer has no mass
     total = old_mass + loan
 
     def mean(z, lent):
       return (old_mass * z + loan * lent) / total.astype(z.dtype)
 
     new_params = jax.tree.map(mean, state.server.params, params)
-    return with_params(state, new_params)._replace(own=total)
+    return with_params(state, new_params)._replace(rule_state=total)
 
   return Rule(
     init,
     put,
     mix,
-    weight=lambda state: state.own,
+    weight=lambda state: state.rule_state,
     step=_scale_update,
     lend=lend,
     adopt=adopt,
@@ -253,18 +254,19 @@ def choco(codec: Any, gamma: float) -> Rule:
 
   def put(state, keep, key):
     del keep
-    rule_state = state.own
+    rule_state = state.rule_state
     # x - its public copy: what the neighbours do not know yet.
     difference = optax.tree.sub(state.server.params, rule_state.public)
     code, codec_state = codec.encode(rule_state.codec, difference, key)
     # The sender updates its public parameters exactly as its neighbours will.
     public = optax.tree.add(rule_state.public, codec.decode(code))
     return state._replace(
-      own=Choco(codec_state, public, rule_state.copies)
+      rule_state=Choco(codec_state, public, rule_state.copies)
     ), code
 
   def mix(state, codes, weights, slots):
-    rule_state, copies, differences = state.own, state.own.copies, []
+    rule_state, differences = state.rule_state, []
+    copies = rule_state.copies
     for k, code in enumerate(codes):
       difference = codec.decode(code)
       copies = jax.tree.map(
@@ -277,27 +279,27 @@ def choco(codec: Any, gamma: float) -> Rule:
       )
     params = add_weighted(state.server.params, differences, gamma * weights)
     return with_params(state, params)._replace(
-      own=rule_state._replace(copies=copies)
+      rule_state=rule_state._replace(copies=copies)
     )
 
   def adopt(state, params, loan, slot, first):
     copies = jax.tree.map(
-      lambda c, x: c.at[slot].set(x), state.own.copies, loan
+      lambda c, x: c.at[slot].set(x), state.rule_state.copies, loan
     )
     # A newcomer lends its complete parameters, so they are all public.
     params, public = optax.tree.where(
-      first, (params, params), (state.server.params, state.own.public)
+      first, (params, params), (state.server.params, state.rule_state.public)
     )
-    rule_state = state.own._replace(public=public, copies=copies)
-    return with_params(state, params)._replace(own=rule_state)
+    rule_state = state.rule_state._replace(public=public, copies=copies)
+    return with_params(state, params)._replace(rule_state=rule_state)
 
   def residual(state):
-    difference = optax.tree.sub(state.server.params, state.own.public)
+    difference = optax.tree.sub(state.server.params, state.rule_state.public)
     return rms(base.weights_of(difference))
 
   return Rule(
     *(init, put, mix),
-    lend=lambda state, slot: (state, state.own.public),
+    lend=lambda state, slot: (state, state.rule_state.public),
     adopt=adopt,
     residual=residual,
     introduces=True,
@@ -397,26 +399,26 @@ def share(codec: Any) -> Rule:
 
   def put(state, keep, key):
     pending = state.server.opt_state
-    code, codec_state = codec.encode(state.own.codec, pending.update, key)
+    share = state.rule_state
+    code, codec_state = codec.encode(share.codec, pending.update, key)
     # The peer applies its own code, not its exact update, as all others do.
-    total = add_weighted(
-      state.own.total, [codec.decode(code)], jnp.stack([keep])
-    )
+    total = add_weighted(share.total, [codec.decode(code)], jnp.stack([keep]))
     zeros = optax.tree.zeros_like(pending.update)
     server = state.server._replace(opt_state=pending._replace(update=zeros))
-    return state._replace(server=server, own=Share(codec_state, total)), code
+    share = Share(codec_state, total)
+    return state._replace(server=server, rule_state=share), code
 
   def mix(state, codes, weights, slots):
     del slots
     updates = [codec.decode(code) for code in codes]
-    total = add_weighted(state.own.total, updates, weights)
+    total = add_weighted(state.rule_state.total, updates, weights)
     params = optax.tree.add(state.server.params, total)
     zeros = optax.tree.zeros_like(total)
     return with_params(state, params)._replace(
-      own=state.own._replace(total=zeros)
+      rule_state=state.rule_state._replace(total=zeros)
     )
 
   def residual(state):
-    return compression.residual_norm(state.own.codec)
+    return compression.residual_norm(state.rule_state.codec)
 
   return Rule(init, put, mix, wrap=_store_updates, residual=residual)

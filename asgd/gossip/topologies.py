@@ -447,7 +447,7 @@ def build(
         f"topology has workers {checks.shown(options['workers'])}, but always"
         f" covers all {workers} workers: leave workers out of the topology"
       )
-    with checks.below("topology", options):
+    with checks.section_errors("topology", options):
       topology = names.call_with("topology", name, maker, workers, options)
   if isinstance(topology, list | tuple) or hasattr(topology, "__array__"):
     topology = matrix(workers, weights=topology)

@@ -63,7 +63,7 @@ def track(codec: Any = None) -> Rule:
     del keep
     message = state.server.params, state.server.opt_state.tracker
     code, own_message = encode_message(codec, message, key)
-    return state._replace(own=own_message), code
+    return state._replace(rule_state=own_message), code
 
   def mix(state, codes, weights, slots):
     del slots
@@ -71,7 +71,7 @@ def track(codec: Any = None) -> Rule:
     # One message has parameters and tracker, so both get the same weights.
     own_values = server.params, server.opt_state.tracker
     messages = decode_messages(codec, codes)
-    differences = [optax.tree.sub(m, state.own) for m in messages]
+    differences = [optax.tree.sub(m, state.rule_state) for m in messages]
     mixed: Any = add_weighted(own_values, differences, weights)
     params, tracker = mixed
     tracking = server.opt_state._replace(tracker=tracker)
@@ -84,5 +84,8 @@ def track(codec: Any = None) -> Rule:
 
   has_no_codec, coded = codec is None, track if codec is None else None
   return Rule(
-    init, put, mix, wrap=_step_along_tracker, refers=has_no_codec, coded=coded
+    *(init, put, mix),
+    wrap=_step_along_tracker,
+    is_reference=has_no_codec,
+    coded=coded,
   )

@@ -14,7 +14,7 @@ from asgd import internals
 
 def driver_module() -> Any:
   """Returns the module of Ray with this process's connection to a cluster."""
-  return internals.find("ray._private.worker")
+  return internals.imported("ray._private.worker")
 
 
 def node() -> Any:
@@ -26,15 +26,15 @@ def node() -> Any:
 def disable_auto_connect() -> None:
   """Prevents Ray from starting a cluster by itself at a call without a cluster.
   Such a cluster would listen on all network interfaces."""
-  internals.find("ray._private.auto_init_hook").enable_auto_connect = False
+  internals.imported("ray._private.auto_init_hook").enable_auto_connect = False
 
 
 @contextlib.contextmanager
 def allow_loopback() -> Iterator[None]:
   """Returns a context in which Ray does not replace a loopback address by the
   machine's own."""
-  internals.find("ray._private.services.resolve_ip_for_localhost")
-  services = internals.find("ray._private.services")
+  internals.imported("ray._private.services.resolve_ip_for_localhost")
+  services = internals.imported("ray._private.services")
   with mock.patch.object(
     services, "resolve_ip_for_localhost", lambda host: host
   ):
@@ -46,7 +46,7 @@ def _start_node(
 ) -> Any:
   """Starts another node of a cluster on this machine, at an IP address, which
   may be that of the loopback."""
-  params = internals.find("ray._private.parameter.RayParams")(
+  params = internals.imported("ray._private.parameter.RayParams")(
     gcs_address=gcs_address,
     node_ip_address=address,
     num_cpus=1,
@@ -60,7 +60,7 @@ def _start_node(
   )
   params.dashboard_agent_listen_port = None
   with allow_loopback():
-    return internals.find("ray._private.node.Node")(
+    return internals.imported("ray._private.node.Node")(
       params, head=False, shutdown_at_exit=True, spawn_reaper=True
     )
 
@@ -104,7 +104,7 @@ _UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
 def without_unused_processes() -> Iterator[None]:
   """Returns a context in which Ray starts a cluster without three processes
   that run no tasks; `ray.init` would wait for them."""
-  node_class = internals.find("ray._private.node.Node")
+  node_class = internals.imported("ray._private.node.Node")
   with contextlib.ExitStack() as stack:
     for name in _UNUSED:
       if hasattr(node_class, name):
@@ -117,8 +117,8 @@ def without_unused_processes() -> Iterator[None]:
 def reread_environment() -> None:
   """Makes the parts of Ray that are already loaded read their environment
   variables again."""
-  internals.find("ray._raylet.Config").initialize("")
-  raylet = internals.find("ray._raylet")
+  internals.imported("ray._raylet.Config").initialize("")
+  raylet = internals.imported("ray._raylet")
   loader = getattr(raylet, "AuthenticationTokenLoader", None)  # from 2.52 on
   if loader is not None:
     loader.instance().reset_cache()
@@ -126,7 +126,7 @@ def reread_environment() -> None:
 
 def requires_token() -> bool:
   """Whether a cluster answers only calls with its token."""
-  raylet = internals.find("ray._raylet")
+  raylet = internals.imported("ray._raylet")
   get_mode = getattr(raylet, "get_authentication_mode", None)  # from 2.52 on
   if get_mode is None:
     return False

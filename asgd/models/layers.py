@@ -82,7 +82,7 @@ def _make_draw(layer, x, key, has_64_bit_types):
 
   steps, shapes = jax.make_jaxpr(draw_by_flax, return_shape=True)(key)
   structure = jax.tree.structure(shapes)
-  run_steps = internals.find("jax.extend.core.jaxpr_as_fun")(steps)
+  run_steps = internals.imported("jax.extend.core.jaxpr_as_fun")(steps)
   return lambda key: jax.tree.unflatten(structure, run_steps(key))
 
 

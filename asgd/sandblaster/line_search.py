@@ -70,7 +70,7 @@ def options_of(arguments: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     if name in options:
       raise ValueError(f"line_search.{name} cannot be set; drop it")
   names.check_arguments("line_search", "zoom", maker, options)
-  with checks.below("line_search", options):
+  with checks.section_errors("line_search", options):
     for name, value in options.items():
       if name == "max_linesearch_steps":
         options[name] = checks.integer(name, value, most=1000)

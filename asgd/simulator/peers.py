@@ -76,7 +76,7 @@ def compile_peer(
     return state, observation
 
   def put(state, keep, root, worker, seq):
-    key = None if peer.refers else gossip.message_key(root, worker, seq)
+    key = None if peer.is_reference else gossip.message_key(root, worker, seq)
     return peer.put(state, keep, key)
 
   def mix(state, codes, weights, slots):
@@ -87,7 +87,7 @@ def compile_peer(
     work if devices.devices == 1 else gathered_work,
     peer.send if peer.sends_current else jax.jit(peer.send),
     jax.jit(receive),
-    put if peer.refers else jax.jit(put),
+    put if peer.is_reference else jax.jit(put),
     *map(jax.jit, (mix, peer.lend, peer.adopt, peer.residual)),
   )
 

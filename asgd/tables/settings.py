@@ -323,7 +323,7 @@ def table(
     bandwidth=math.inf if bandwidth is None else float(bandwidth),
   )
   _check_uses(settings, filters)
-  with checks.below("codec", codec or ()):  # errors name the option
+  with checks.section_errors("codec", codec or ()):  # errors name the option
     settings.make_codec()
   settings.of_run(workers, 1)  # raises for what value_bounded cannot bound
   return settings
@@ -388,7 +388,7 @@ def _make_from_options(
       f"{name} must be a dict of options, as dict(l1=0.1), not"
       f" {checks.shown(options)}"
     )
-  with checks.below(name, ("learning_rate", *options)):
+  with checks.section_errors(name, ("learning_rate", *options)):
     options = {"learning_rate": learning_rate, **options, **required}
     return names.call("function", name, make, options)
 

@@ -15,7 +15,7 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(
   needs = ["numpy<3,>=2.0", 'jax<0.11,>=0.10; python_version > "3"']
   monkeypatch.setattr(internals.metadata, "requires", lambda name: needs)
   with pytest.raises(ImportError) as told:
-    internals.find(path)
+    internals.imported(path)
   assert str(told.value) == (
     f"asgd uses {path}, which jax {jax.__version__} does not have: pip install"
     " 'jax<0.11,>=0.10'"
@@ -23,8 +23,8 @@ def test_what_a_version_lacks_is_named_with_the_versions_that_have_it(
 
 
 def test_what_is_required_is_read_from_the_package(monkeypatch):
-  assert internals.versions("jax")[:4] in ("jax<", "jax>")
-  assert internals.versions("ray")[:4] in ("ray<", "ray>")  # of an extra
+  assert internals.requirement("jax")[:4] in ("jax<", "jax>")
+  assert internals.requirement("ray")[:4] in ("ray<", "ray>")  # of an extra
   for needs in (["ray[default]>=2,<3; extra == 'ray'"], None):
     monkeypatch.setattr(internals.metadata, "requires", lambda _, n=needs: n)
-    assert internals.versions("ray") == ("ray>=2,<3" if needs else "ray")
+    assert internals.requirement("ray") == ("ray>=2,<3" if needs else "ray")

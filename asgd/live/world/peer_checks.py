@@ -251,9 +251,9 @@ class _Checks:
     parameters."""
     topology, states = self._gossip.topology, peers.states
     for peer, other in itertools.permutations(self._views, 2):
-      rule_state = states[peer].own
+      rule_state = states[peer].rule_state
       if isinstance(rule_state, Choco) and topology.union[peer, other]:
-        public = states[other].own.public
+        public = states[other].rule_state.public
         slot = topology.slot(peer, other)
         copy = jax.tree.map(lambda x, i=slot: x[i], rule_state.copies)
         text = "peer", peer, "has", copy, "of peer", other, "which has"
@@ -263,7 +263,9 @@ class _Checks:
     """With `share`: checks that all peers have the same parameters."""
     states = [peers.states[peer] for peer in self._views]
     all_params = [
-      state.server.params for state in states if isinstance(state.own, Share)
+      state.server.params
+      for state in states
+      if isinstance(state.rule_state, Share)
     ]
     are_equal = all(_are_close(params, all_params[0]) for params in all_params)
     require(are_equal, SHARED, all_params)

@@ -151,7 +151,7 @@ def test_with_the_gamma_of_theorem_2_the_error_falls_as_it_says(topology):
 
   x, errors = start, []
   for after in states(recipe, linear, to_start, 40):
-    public = np.stack([state.own.public for state in after])
+    public = np.stack([state.rule_state.public for state in after])
     apart = np.square(x - start.mean(0)).sum()
     errors.append(apart + np.square(x - public).sum())
     x = np.stack([state.server.params for state in after])

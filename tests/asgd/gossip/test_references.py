@@ -150,7 +150,8 @@ def test_bluefog_associated_p_of_one_that_sends():
   weights = [float(peer.weight(state)) for state in (sender, receiver, other)]
   assert weights == [0.5, 1.5, 1.0]
   # x = w z: 3 / 2, 5 + 3 / 2 and 5
-  values = [float(s.own * s.server.params) for s in (sender, receiver, other)]
+  states = sender, receiver, other
+  values = [float(s.rule_state * s.server.params) for s in states]
   np.testing.assert_allclose(values, [1.5, 6.5, 5.0], atol=1e-15)
 
 
@@ -164,7 +165,7 @@ def test_bluefog_associated_p_is_what_a_tensor_of_ones_becomes():
   )
   peers, trace = averaging(recipe, np.ones((n, 2)), 10)
   peers.run(len(trace.time))
-  mass = np.array([float(state.own) for state in peers.states])
+  mass = np.array([float(state.rule_state) for state in peers.states])
   expected = np.ones(n)
   for matrix in weights:
     expected = matrix @ expected
@@ -195,7 +196,7 @@ def test_hivemind_allreduce_weighted():
   recipe = asgd.sgp(0.1, 4, topology="full")
   peers, trace = averaging(recipe, values, 1)
   for peer, w in zip(peers.peers, mass, strict=True):
-    peer.state = peer.state._replace(own=jnp.asarray(w))
+    peer.state = peer.state._replace(rule_state=jnp.asarray(w))
   peers.run(len(trace.time))
   for state in peers.states:
     expected = np.average(values, axis=0, weights=mass)

@@ -42,7 +42,7 @@ def peers(recipe, trace, *, batch=wanted, starts=None, loss=loss):
   result = peer_kit.peers(recipe, trace, START, loss, batch, trees)
   for peer, params in zip(result.peers, trees, strict=False):
     own = recipe.gossip.rule.init(params, recipe.gossip.topology.slots)
-    peer.state = peer.state._replace(own=own)
+    peer.state = peer.state._replace(rule_state=own)
   return result
 
 
@@ -327,9 +327,10 @@ def test_push_sum_conserves_mass_on_every_digraph(topology, overlap):
   result = peers(recipe, trace, starts=starts, loss=still)
   # Until the sends of round 7; with overlap messages were put in round 6.
   result.run(int(np.flatnonzero(trace.job == 42)[0]))
-  mass = sum(float(state.own) for state in result.states)
+  mass = sum(float(state.rule_state) for state in result.states)
   total = sum(
-    float(state.own) * flat(state.server.params) for state in result.states
+    float(state.rule_state) * flat(state.server.params)
+    for state in result.states
   )
   on_their_way = 0
   for (sender, seq), (params, weight) in result.codes.items():
@@ -400,7 +401,7 @@ def test_updates_of_half_are_added_as_they_arrive():
     end = [*end.tolist(), len(trace.time)][job + 1]
     rows = result.run(end)
     assert_all(params_of(result), expected, atol=0)
-    residuals = [state.own.codec.residual for state in result.states]
+    residuals = [state.rule_state.codec.residual for state in result.states]
     assert [float(r["b"][0]) for r in residuals] == list(left)
     # Each job but the first began before another peer's message arrived.
     assert rows.staleness.tolist() == [min(job, 1)]
@@ -443,7 +444,7 @@ def test_what_was_shared_and_what_is_left_is_the_sum_of_updates():
   result = peers(recipe, trace, loss=linear)
   result.run(len(trace.time))
   gradients = [wanted(job % N, job) for job in range(4 * N)]
-  left = [flat(state.own.codec.residual) for state in result.states]
+  left = [flat(state.rule_state.codec.residual) for state in result.states]
   for now in params_of(result):
     moved = (now - flat(START)) * N
     np.testing.assert_allclose(
@@ -466,9 +467,9 @@ def test_records_have_what_was_kept_back_of_all_before(name):
     state = result.states[trace.worker[row]]
     kept = flat(state.server.params)
     if name == "choco_sgd":
-      kept = kept - flat(state.own.public)
+      kept = kept - flat(state.rule_state.public)
     else:
-      kept = flat(state.own.codec.residual)
+      kept = flat(state.rule_state.codec.residual)
     (norm,) = result.run(row + 1).residual_norm
     np.testing.assert_allclose(norm, np.sqrt(np.mean(kept**2)), rtol=1e-6)
   assert norm > 0
@@ -589,15 +590,16 @@ def test_a_peer_that_left_adopts_what_its_neighbours_lend(name):
   assert result.present == [0, 1, 2]
   np.testing.assert_allclose(params_of(result)[1], without[0], atol=1e-15)
   states = result.states
-  mass = [float(result.states[i].own) for i in range(3)] if name == "sgp" else 0
+  mass = [float(states[i].rule_state) for i in range(3)] if name == "sgp" else 0
   if name == "sgp":  # it has half of what each had
     np.testing.assert_allclose(mass, [1 / 3, 2 / 3, 1 / 3], atol=1e-15)
   result.run(22)
   assert_all(params_of(result)[0], without[0])
   if name == "sgp":
-    assert sum(float(s.own) for s in result.states) == pytest.approx(sum(mass))
+    after = sum(float(state.rule_state) for state in result.states)
+    assert after == pytest.approx(sum(mass))
   if name == "choco_sgd":
-    states = [state.own for state in result.states]
+    states = [state.rule_state for state in result.states]
     assert_all(flat(states[1].public), without[0], atol=1e-15)
     for i in range(3):
       others = [j for j in range(3) if j != i]
