@@ -212,16 +212,7 @@ def get_figure():
     claims=list(claims()),
     notes=NOTES,
     panels=panels(),
-    quick={
-      "data.name": "digits",
-      "epochs": 40.0,
-      "batch_size": 8,
-      # Without H = 5 and 50.
-      "only": [
-        *(label(state, n) for n in (1, *FLAT, 100) for state in STATES),
-        *(label("slowmo", n) for n in (*FLAT, 100)),
-      ],
-    },
+    quick={"data.name": "digits", "epochs": 40.0, "batch_size": 8},
     tuned=(
       "the rate on seeds 100 and 101 at H = 1 and 20 with kept momentum: of"
       " 0.02, 0.05, 0.1 and 0.2 the two smallest are equally good at H = 1, and"

@@ -236,11 +236,6 @@ def get_figure():
       "data.name": "digits",
       "epochs": 60.0,
       "learning_rate": 0.02,
-      "only": [
-        *("one", label("linear", 4), label("linear", EDGE)),
-        label("warm", EDGE),
-        *(label(rule, count) for rule in RULES for count in (FLAT, MOST)),
-      ],
     },
     tuned=(
       "the rate of one worker on seeds 100 and 101, without momentum: 0.05 and"

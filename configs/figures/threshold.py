@@ -239,12 +239,6 @@ def get_figure():
       "learning_rate": 0.005,
       "learning_rate_schedule.decay_epochs": (4.0,),
       "evaluations": 1,
-      # Without the second tau, and the third without its residual.
-      "only": [
-        *("dense", "words", "dgc", "dgc-warm"),
-        *(label(tau) for tau in (TAUS[0], MIDDLE, LARGE)),
-        label(LARGE, residual=False),
-      ],
     },
     tuned=TUNED,
   )
