@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import algorithms
+from asgd import algorithms, base, gossip
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
 from asgd.live.gossip.cluster import Image, PeerCluster, PeerMaker
@@ -73,15 +73,26 @@ CASES = (
 
 
 @functools.cache
-def _make_spec(case: PeerCase) -> PeerSpec:
-  """Returns the spec of a case's peers, compiled once for all scenarios."""
-  options = dict(case.options)
-  recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
-  gossip = recipe.gossip
-  assert gossip, f"{case.recipe} is a recipe of peers"
-  settings = gossip._replace(every=case.every)
+def _compile(
+  name: str, peers: int, every: int, options: tuple[tuple[str, Any], ...]
+) -> tuple[gossip.Gossip, gossip.Peer, base.Worker]:
+  """Returns how peers exchange messages, the peer and its worker; the same
+  objects for all cases of these arguments, so they are compiled once."""
+  recipe = algorithms.build(name, 0.05, peers, **dict(options))
+  assert recipe.gossip, f"{name} is a recipe of peers"
+  settings = recipe.gossip._replace(every=every)
   recipe = recipe._replace(gossip=settings)
-  params, peer = server_scenario.first_params(), recipe.peer()
+  worker = recipe.make_worker(server_scenario.loss)
+  return settings, recipe.peer(), worker
+
+
+@functools.cache
+def _make_spec(case: PeerCase) -> PeerSpec:
+  """Returns the spec of a case's peers."""
+  settings, peer, worker = _compile(
+    case.recipe, case.peers, case.every, case.options
+  )
+  params = server_scenario.first_params()
   # Threads share arrays; a process gets copies.
   wire = array_wire(copies=case.kills)
   if settings.compressed:
@@ -89,7 +100,7 @@ def _make_spec(case: PeerCase) -> PeerSpec:
   return PeerSpec(
     gossip=settings,
     peer=peer,
-    worker=recipe.make_worker(server_scenario.loss),
+    worker=worker,
     params=params,
     batch=server_scenario.batch,
     root=server_scenario.ROOT,
