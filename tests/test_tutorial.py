@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -37,7 +38,7 @@ accuracy, killed = cnn.accuracy, []
 def accuracy_and_kill(params):
   hosts = [
     pid
-    for pid in processes.descendants(os.getpid())
+    for pid in processes.descendants(os.getppid())  # which has the nodes
     if "HostActor" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
   ]
   if hosts and not killed:
@@ -50,21 +51,8 @@ runpy.run_path("live.py", run_name="__main__")
 """
 
 
-def start(*arguments, script="live.py"):
-  path = os.pathsep.join([str(kit.ROOT), os.environ.get("PYTHONPATH", "")])
-  return subprocess.Popen(
-    [sys.executable, script, *arguments],
-    env={**os.environ, "PYTHONPATH": path},
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-  )
-
-
-def finish(process):
+def numbers(out):
   """Returns (accuracy, mean staleness), the last line that a run prints."""
-  out, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 0, out
   return [float(word) for word in out.splitlines()[-1].split()]
 
 
@@ -87,36 +75,42 @@ def test_the_plain_loop_and_the_simulations(folder, capsys):
   assert gap > 10 * own[2]
 
 
-def test_threads(folder, capsys):
-  result = finish(start("threads", "runs/threads", "1000"))
+@pytest.mark.usefixtures("blank_pictures")
+def test_threads(folder, capsys, monkeypatch):
+  words = ["live.py", "threads", "runs/threads", "500"]
+  monkeypatch.setattr(sys, "argv", words)
+  runpy.run_path("live.py", run_name="__main__")
+  result = numbers(capsys.readouterr().out)
   assert result[0] > 0.9 and 2.5 < result[1] < 3.5
   assert replay("threads", capsys) == "True"
 
 
 @pytest.mark.process
-def test_a_killed_worker_and_the_same_bits(folder, capsys):
-  pytest.importorskip("ray")
-  (folder / "kill.py").write_text(KILL)
-  process = start("ray", "runs/killed", "2000", script="kill.py")
-  assert finish(process)[0] > 0.9
-  (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
-  text = trace.read_text()
-  assert text.count("receive") == 2000 and "lost" in text
-  assert replay("killed", capsys) == "True"
-
-
-@pytest.mark.process
 @pytest.mark.filterwarnings("ignore:os.fork.. was called")
-def test_a_cluster_of_two_nodes(folder):
+def test_a_killed_worker_of_two_nodes_and_the_same_bits(folder, capsys):
   pytest.importorskip("ray")
   from ray import cluster_utils
 
+  (folder / "kill.py").write_text(KILL)
   node = dict(num_cpus=2, include_dashboard=False)
   with ray_internals.without_unused_processes():
     cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=node)
     cluster.add_node(num_cpus=2)
+  path = os.pathsep.join([str(kit.ROOT), os.environ.get("PYTHONPATH", "")])
+  words = "ray", "runs/killed", "1000", cluster.address
   try:
-    result = finish(start("ray", "runs/cluster", "1000", cluster.address))
+    done = subprocess.run(
+      [sys.executable, "kill.py", *words],
+      env={**os.environ, "PYTHONPATH": path},
+      capture_output=True,
+      text=True,
+      timeout=kit.DEADLINE,
+    )
   finally:
     cluster.shutdown()
-  assert result[0] > 0.9
+  assert done.returncode == 0, done.stderr
+  assert numbers(done.stdout)[0] > 0.9
+  (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
+  text = trace.read_text()
+  assert text.count("receive") == 1000 and "lost" in text
+  assert replay("killed", capsys) == "True"

@@ -12,6 +12,8 @@ from flax import linen as nn
 import asgd
 from asgd.data import columns, partitions
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 X = np.float32(kit.normal(48, 3))
 NAN = float("nan")
 

@@ -307,11 +307,9 @@ def test_a_model_that_is_a_tree_of_arrays_is_trained_live(tmp_path):
 
 DROPPING = {
   "ringmaster_asgd": {"threshold": 1},
-  "rennala_sgd": {"every": 2},
   "delay_adaptive": {"threshold": 1, "late": "drop"},
   "adadelay": {},
   "fedbuff": {"steps": 2, "every": 3},
-  "async_diloco": {"steps": 2},
 }
 
 

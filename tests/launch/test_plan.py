@@ -78,22 +78,23 @@ def test_it_says_whether_to_distribute_at_all(capsys, bandwidth, line):
 @pytest.mark.slow
 def test_a_config_is_counted(capsys):
   config = _config("pipeline_gpt")
+  config.config["model"]["depth"] = 2
   plan.main(config=config, devices=4, bandwidth=1.0, flops=0.05)
   said = capsys.readouterr().out
-  assert "gpt on pydoc: 316,928 parameters in 8 layers, counted" in said
+  assert "gpt on pydoc: 116,992 parameters in 4 layers, counted" in said
   assert "batch 32" in said  # 8 microbatches of 4 windows
   table = rows(said)
   assert {"tensor 4", "pipeline 4, 2BW", "data, ring"} <= set(table)
   assert float(table["one device"][2]) == pytest.approx(
-    316_928 * 16 / 1e9, rel=0.01
+    116_992 * 16 / 1e9, rel=0.01
   )
 
 
 def test_a_config_of_a_mesh_is_counted_without_its_devices(capsys):
-  plan.main(config=_config("mesh_gpt"), devices=512, bandwidth=1.0)
+  plan.main(config=_config("mesh_gpt", "tiny"), devices=512, bandwidth=1.0)
   said = capsys.readouterr().out
-  assert "gpt on pydoc: 216,960 parameters in 6 layers, counted" in said
-  assert "batch 32" in said
+  assert "gpt on pydoc: 9,920 parameters in 4 layers, counted" in said
+  assert "batch 16" in said
 
 
 def test_a_recurrent_model_sends_more_for_what_it_computes(capsys):
@@ -128,10 +129,10 @@ def test_dense_layers_of_a_config_may_send_factors(capsys):
   assert "tensor 4" not in table
 
 
-def _config(name):
+def _config(name, variant=None):
   import importlib
 
-  config = importlib.import_module(f"configs.{name}").get_config()
+  config = importlib.import_module(f"configs.{name}").get_config(variant)
   return schema.resolve(config, flags.ENGINES)
 
 

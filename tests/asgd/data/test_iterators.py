@@ -183,8 +183,15 @@ def interrupted(train, folder):
 SIZES = {"messages": 30, "every": 6, "checkpoint_seconds": 0}
 
 
-@pytest.mark.parametrize("engine", ["host", "chunk"])
-@pytest.mark.parametrize("kind", [Position, Streaming, of_grain])
+@pytest.mark.parametrize(
+  ("kind", "engine"),
+  [
+    (Position, "host"),
+    (Position, "chunk"),
+    (Streaming, "chunk"),
+    (of_grain, "host"),
+  ],
+)
 def test_a_resumed_simulation_is_an_uninterrupted_one(kind, engine, tmp_path):
   given = loss_of_dict if kind is Streaming else loss
   train = functools.partial(

@@ -132,7 +132,6 @@ def test_faults_of_links_to_a_server_are_refused(run, why):
 @pytest.mark.parametrize(
   ("run", "parallel"),
   [
-    ({"recipe": "d_psgd"}, "data"),
     ({"recipe": "d_psgd"}, "tensor"),
     ({"recipe": "table", "consistency": "bulk_synchronous"}, "data"),
     (BATCHES, "data"),

@@ -7,6 +7,8 @@ import pytest
 
 import asgd
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 BACKUP = {"name": "backup_workers", "backup": 1}
 LATE = {"name": "asynchronous", "depth": 1}
 DEEP = {"name": "asynchronous", "depth": 2}
@@ -127,7 +129,6 @@ def test_a_live_run_without_rounds_receives_any_count_of_messages(tmp_path):
 
 
 LIVE = (
-  ({"recipe": "ssgd"}, BACKUP),
   ({"recipe": "diloco", "steps": 2}, BACKUP),
   ({"recipe": "slowmo", "steps": 2, "optimizer_state": "averaged"}, DEEP),
   ({"recipe": "model_averaging", "steps": 2},

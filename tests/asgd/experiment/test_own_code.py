@@ -53,13 +53,10 @@ GPT = {
   "data": {"name": "own_things:words", "tokens": "characters", "context": 8},
   "model": {"name": "own_things:gpt"},
 }
-MLP = {"model": {"name": "own_things:mlp"}}
 CNN = {"model": {"name": "own_things:cnn", "dropout": 0.2}}
 # Model, recipe, optimizer.
 LIVE = {
-  "mlp, Gap-Aware, Muon": (MLP, {"recipe": "gap_aware"}, "muon"),
   "cnn, DC, SGD": (CNN, {"recipe": "dc_asgd_a"}, "sgd"),
-  "gpt, DANA, AdamW": (GPT, {"recipe": "dana_zero"}, "adamw"),
   # Muon on a GPT is compiled to other last bits if the message may be
   # overwritten: a replay must not do what the run did not.
   "gpt, DC, Muon": (GPT, {"recipe": "dc_asgd_a"}, "muon"),
@@ -101,8 +98,8 @@ def normalised(exp, batch):
   return (batch[0].astype(np.float32) - exp.dataset.mean) / exp.dataset.std
 
 
-@pytest.mark.parametrize("momentum", [0.99, 0.5])
-def test_one_worker_keeps_the_statistics_of_a_loop_of_flax_and_optax(momentum):
+def test_one_worker_keeps_the_statistics_of_a_loop_of_flax_and_optax():
+  momentum = 0.5
   exp = build(
     model={"name": "own_things:cnn", "momentum": momentum},
     learning_rate_schedule={"warmup_epochs": 0.0},
@@ -195,7 +192,6 @@ def test_what_cuts_layers_refuses_a_model_in_one_piece():
 
 
 DATA = {
-  "numbers": ({"name": "own_things:numbers"}, "mlp"),
   "two outputs": ({"name": "own_things:numbers", "outputs": 2}, "mlp"),
   "one's own model": ({"name": "own_things:numbers"}, "own_things:mlp"),
   "signs": ({"name": "own_things:signs", "examples": 48}, "own_things:mlp"),

@@ -97,6 +97,7 @@ LOCAL = {
 def local(**config):
   return experiment.build(
     {
+      "model": {"name": "mlp", "hidden": ()},
       "runs": LOCAL,
       "workers": (3,),
       "batch_size": 16,  # 89 batches in an epoch

@@ -53,9 +53,9 @@ def test_an_order_that_is_made_as_it_goes_is_the_one_made_before(
 @pytest.mark.parametrize("run", RUNS)
 def test_a_cell_of_codes_goes_on_from_a_checkpoint(run):
   coded = {"compress": QSGD} if run in ("rounds", "overlap", "pairs") else {}
-  options = {**coded, "durations": {"name": "gamma"}}
-  whole = kit.to_its_end(kit.simulation_of(build(run, **options)))
-  again = kit.resumed_simulation(lambda: build(run, **options), 12)
+  exp = build(run, **coded, durations={"name": "gamma"})
+  whole = kit.to_its_end(kit.simulation_of(exp))
+  again = kit.resumed_simulation(lambda: exp, 12)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
   assert again.columns() == whole.columns()

@@ -9,6 +9,8 @@ from asgd import base
 from asgd.experiment import cell_files, live_files, storage
 from asgd.live.journal import journal_path, read_journal
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 CONFIG = {
   "engine": "simulate",
   "examples": 576,

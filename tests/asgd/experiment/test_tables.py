@@ -14,6 +14,8 @@ from asgd.experiment import cell_files, engines, folder
 from asgd.experiment.engines import tables
 from asgd.experiment.signals import Stopped
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 FACTORISATION = {
   "name": "asgd.problems.factorisation:matrix_factorisation",
   "rank": 2,

@@ -2,6 +2,7 @@
 
 
 import coding
+import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
@@ -11,6 +12,8 @@ import asgd
 from asgd import base, compression
 from asgd.experiment import cell_files, folder, replay
 from asgd.experiment.engines import traffic
+
+pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 THRESHOLD = {"name": "threshold", "tau": 0.01}
 
@@ -217,9 +220,9 @@ def compressed(**codecs):
 def decoded(codec, count):
   """Of as many equal messages."""
   x = {"w": kit.normal(40, 50), "b": kit.normal(3)}
-  state, sent = codec.init(x), []
+  state, sent, encode = codec.init(x), [], jax.jit(codec.encode)
   for _ in range(count):
-    code, state = codec.encode(state, x, coding.ROOT)
+    code, state = encode(state, x, coding.ROOT)
     sent.append(codec.decode(code))
   return sent
 

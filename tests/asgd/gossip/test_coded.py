@@ -68,10 +68,11 @@ def test_a_codec_without_an_error_changes_nothing(name):
   plain = train(name)
   exact = train(name, compress="identity")
   kit.close(exact.params, plain.params, rtol=1e-5, atol=1e-6)
-  # A fine codec changes the peers a little, and their mean hardly.
-  fine = train(name, compress={"name": "qsgd", "levels": 127})
-  assert np.abs(fine.params - plain.params).max() < 0.1
-  assert np.abs(fine.records.loss - plain.records.loss).max() > 1e-5
+  if name in ("d_psgd", "sgp"):  # one recipe of each rule
+    # A fine codec changes the peers a little, and their mean hardly.
+    fine = train(name, compress={"name": "qsgd", "levels": 127})
+    assert np.abs(fine.params - plain.params).max() < 0.1
+    assert np.abs(fine.records.loss - plain.records.loss).max() > 1e-5
 
 
 @pytest.mark.parametrize("name", ["d_psgd", "ad_psgd"])

@@ -143,9 +143,10 @@ class Run:
     found = list(audit.findings(self.plan, self.place, failures or ()))
     wrong = {finding.check for finding in found if not finding.passed}
     assert wrong <= ({"deaths"} if failures is None else set()), found
-    replayed = replay.replay(self.place)
-    assert replayed.recorded == replayed.digest
-    if "records" not in {finding.check for finding in found}:
+    checks = {finding.check for finding in found}
+    assert "replay" in checks
+    if "records" not in checks:
+      replayed = replay.replay(self.place)
       with np.load(self.place / "records.npz") as records:
         for name, column in replayed.records._asdict().items():
           np.testing.assert_array_equal(records[name], column, name)
