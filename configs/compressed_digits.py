@@ -69,7 +69,7 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
-    config.model.hidden, config.workers, config.seeds = (8,), (2,), (0,)
+    config.model.hidden, config.workers, config.seeds = (), (2,), (0,)
     config.epochs, config.evaluations = 0.1, 1
     config.learning_rate_schedule = dict()
   elif arg:

@@ -34,7 +34,7 @@ def get_config(arg=None):
   config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0
   if arg == "tiny":
-    config.model.hidden, config.batch_size, config.epochs = (8,), 16, 0.2
+    config.model.hidden, config.batch_size, config.epochs = (), 16, 0.2
     config.learning_rate_schedule = dict()
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")

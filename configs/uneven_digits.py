@@ -39,7 +39,7 @@ def get_config(arg=None):
   config.live = dict(slowdown=(1, 3), late_seconds=20.0)
   config.curvature_checks = 0
   if arg == "tiny":
-    config.model.hidden, config.batch_size, config.seeds = (8,), 16, (0,)
+    config.model.hidden, config.batch_size, config.seeds = (), 16, (0,)
     config.runs.speed.allocation.jobs = 2
     config.epochs, config.evaluations = 0.5, 1
     config.learning_rate_schedule = dict()

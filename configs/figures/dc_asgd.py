@@ -58,7 +58,7 @@ def get_config(arg=None):
     config.data.name = "digits"  # in the package: no download
     config.model = dict(name="mlp", hidden=())
     config.seeds, config.batch_size = (0,), 16
-    config.examples, config.evaluation_examples = 128, 32
+    config.examples = 128
     config.learning_rate_schedule = dict()
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")

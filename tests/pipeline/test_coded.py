@@ -50,7 +50,6 @@ def params(compress=None, **pipeline):
     workers=(1,),
     pipeline=pipeline,
     compress=compress,
-    model={"name": "mlp", "hidden": (8, 8)},
   )
   return kit.train(exp).params
 
