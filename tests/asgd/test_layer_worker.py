@@ -61,7 +61,7 @@ MODELS = {
   ),
   "GPT, dropout": lambda: (
     models.build(
-      "gpt", 5, depth=2, width=8, heads=2, context=6, dropout=0.3
+      "gpt", 5, depth=1, width=8, heads=2, context=6, dropout=0.3
     ),
     np.arange(18, dtype=np.int32).reshape(3, 6) % 5,
   ),

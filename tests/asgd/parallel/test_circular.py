@@ -81,7 +81,6 @@ LAYERS = 12
 SHAPES = [
   (4, 1, 2, 1),  # fewer microbatches than stages
   (4, 3, 4, 1),  # as many as stages: nothing waits
-  (2, 3, 4, 1),
   (1, 1, 4, 1),
   (2, 2, 4, 4),  # beside data parallelism
 ]

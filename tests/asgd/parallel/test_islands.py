@@ -35,14 +35,15 @@ def test_a_round_is_that_of_a_server_with_as_many_workers(name):
   recipe, rounds = RECIPES[name], kit.normal(2, STEPS, 8, 5)
   # [1] A server, and the workers by themselves.
   server, worker = recipe.server(), recipe.make_worker(loss)
+  work, receive = jax.jit(worker.work), jax.jit(server.receive)
   state, workers = server.init(WEIGHTS), [worker.init(WEIGHTS)] * ISLANDS
   for batches in rounds:
     ticket = server.send(state, jnp.int32(0))
     for i, share in enumerate(jnp.split(batches, ISLANDS, axis=1)):
-      workers[i], message, _ = worker.work(
+      workers[i], message, _ = work(
         workers[i], ticket, share, jax.random.key(0)
       )
-      state, _ = server.receive(state, ticket, message)
+      state, _ = receive(state, ticket, message)
   # [2] Islands of one device, and of two.
   for shape in ({"data": ISLANDS}, {"data": ISLANDS, "island": 2}):
     step = make(recipe, shape)
