@@ -58,8 +58,8 @@ def get_config(arg=None):
   config.on_nan = "record"
   if arg == "tiny":
     # XLA compiles an MLP in a fraction of the time of a GPT.
-    config.data, config.evaluation_examples = dict(name="digits"), 0
-    config.model = dict(name="mlp", hidden=())
+    config.data, config.model = dict(name="digits"), dict(name="mlp", hidden=())
+    del config.evaluation_examples
     config.workers, config.seeds, config.batch_size = (2,), (0,), 16
     config.examples, config.evaluations = 256, 1
     config.learning_rate_schedule = dict()

@@ -80,11 +80,12 @@ def get_config(arg=None):
   config.on_nan = "record"
   if arg == "tiny":
     # XLA compiles an MLP in a fraction of the time of a GPT.
-    config.data, config.evaluation_examples = dict(name="digits"), 4
+    config.data = dict(name="digits")
     config.model = dict(name="mlp", hidden=(8, 8, 8))
+    del config.evaluation_examples
     config.pipeline = dict(stages=2, cuts="parameters", microbatches=4)
     config.runs.interleaved.stages = 4  # the tiny model has few layers
-    config.batch_size, config.examples, config.evaluations = 2, 16, 1
+    config.batch_size, config.examples, config.evaluations = 8, 64, 1
     config.learning_rate_schedule = dict()
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")

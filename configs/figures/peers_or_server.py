@@ -105,7 +105,8 @@ def get_config(arg=None):
   config.evaluations = 1  # the accuracy at the end
   config.curvature_checks = 0
   if arg == "tiny":
-    config.seeds, config.examples = (0,), 2 * N * BATCH
+    config.model.hidden, config.seeds = (), (0,)
+    config.examples = 2 * N * BATCH
     config.only = [
       f"{label}-{i}-{HIGHEST}" for label in RUNS for i in (FASTEST, SLOWEST)
     ]
