@@ -148,6 +148,16 @@ def commands_as_here():
 
 
 @pytest.fixture(scope="module")
+def commands_without_pictures(tmp_path_factory):
+  """Commands that are started find no matplotlib."""
+  folder = tmp_path_factory.mktemp("no_pictures")
+  (folder / "matplotlib.py").write_text("raise ImportError")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    yield
+
+
+@pytest.fixture(scope="module")
 def ray_session():
   """One session of Ray for the runs of a file, which use it in place of their
   own."""

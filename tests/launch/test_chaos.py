@@ -30,7 +30,9 @@ CONFIG = (
 )
 MESSAGES = 444
 
-pytestmark = pytest.mark.usefixtures("commands_as_here")
+pytestmark = pytest.mark.usefixtures(
+  "commands_as_here", "commands_without_pictures"
+)
 
 
 def chaos(*arguments, status=None):

@@ -12,6 +12,7 @@ from asgd.live import ray_internals
 
 pytestmark = [
   *(pytest.mark.slow, pytest.mark.process),
+  pytest.mark.usefixtures("no_pictures"),
   # Ray starts programs, which do not go on as this process.
   pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning"),
 ]

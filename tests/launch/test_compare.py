@@ -11,7 +11,7 @@ from asgd.experiment import live_files
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, commands_as_here):
+def trained(tmp_path_factory, commands_as_here, commands_without_pictures):
   """A live run of two workers, and what was said when it was compared."""
   out = tmp_path_factory.mktemp("trained") / "out"
   done = kit.call(
@@ -20,7 +20,7 @@ def trained(tmp_path_factory, commands_as_here):
     "--config.workers=2",
     "--config.model.hidden=(16,)",
     "--config.batch_size=64",
-    "--config.epochs=12",
+    "--config.epochs=6",
     "--config.live.slowdown=1,2",
     f"--workdir={out}",
     status=0,

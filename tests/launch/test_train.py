@@ -37,6 +37,7 @@ SMALL = (
   "--config.evaluations=3",
   "--config.curvature_checks=0",
 )
+TINY = "--config=configs/digits.py:tiny", "--config.only=nag_asgd"
 ONE = ("--jobs=1",)  # one process, which is all there is to start
 # Long enough to be stopped on the way.
 LONG = (
@@ -196,19 +197,8 @@ def test_a_command_checks_its_config_once(monkeypatch, tmp_path):
     return resolve(config, engines)
 
   monkeypatch.setattr(schema, "resolve", count)
-  finish("--config=configs/digits.py:tiny", *ONE, f"--workdir={tmp_path}")
+  finish(*TINY, *ONE, f"--workdir={tmp_path}")
   assert len(checked) == 1
-
-
-def test_two_processes_come_to_the_same_bits(finished, tmp_path):
-  workdir, _ = finished
-  result = finish(*SMALL, "--jobs=2", f"--workdir={tmp_path / 'out'}")
-  assert bits(tmp_path / "out") == bits(workdir)
-  for cell in bits(workdir):
-    assert f"{cell}: accuracy" in result.stderr
-  for name in ("metrics.jsonl", "figure.csv"):
-    ours, theirs = tmp_path / "out" / name, workdir / name
-    assert ours.read_text() == theirs.read_text()
 
 
 def test_shares_of_the_cells_are_together_the_whole(finished, tmp_path):
@@ -325,7 +315,7 @@ def test_an_interrupt_saves_and_the_same_command_goes_on(tmp_path, undisturbed):
   assert_same(workdir, undisturbed)
 
 
-def test_a_signal_to_several_processes_saves_and_they_go_on(
+def test_a_signal_to_two_processes_saves_and_two_go_on_to_the_same_bits(
   tmp_path, undisturbed, monkeypatch
 ):
   workdir = tmp_path / "out"
@@ -342,8 +332,12 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
     result = kit.call("train", *LONG, "--jobs=2", place)
   assert_stopped(result.returncode, result.stderr, signal.SIGTERM)
   assert "stopping: all training so far is saved first" in result.stderr
-  finish(*LONG, *ONE, place)
+  result = finish(*LONG, "--jobs=2", place)
   assert_same(workdir, undisturbed)
+  for cell in bits(workdir):
+    assert f"{cell}: accuracy" in result.stderr
+  for name in ("metrics.jsonl", "figure.csv"):
+    assert (workdir / name).read_text() == (undisturbed / name).read_text()
 
 
 def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):

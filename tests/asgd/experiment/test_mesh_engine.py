@@ -2,9 +2,7 @@
 
 import functools
 import json
-import os
 import signal
-import subprocess
 import warnings
 
 import flax.serialization
@@ -310,7 +308,7 @@ def test_islands_of_one_step_are_data_parallel():
     close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", ["model_averaging", "slowmo", "diloco"])
+@pytest.mark.parametrize("recipe", ["slowmo", "diloco"])
 def test_the_devices_of_an_island_divide_its_examples(recipe):
   recipe = {"recipe": recipe, "steps": 2}
   alone = digits(recipe, {"data": 2})
@@ -339,60 +337,39 @@ test_recipes_and_settings_without_islands_are_refused = kit.refuses(
 # Several processes.
 
 
-def train_apart(tmp_path, *arguments):
-  """Runs a command, which finds no matplotlib, to its end; returns (status,
-  what it said, its errors)."""
-  (tmp_path / "matplotlib.py").write_text("raise ImportError")
-  process = subprocess.run(
-    kit.command("train", *arguments),
-    cwd=kit.ROOT,
-    capture_output=True,
-    text=True,
-    env={
-      **os.environ,
-      "JAX_PLATFORMS": "cpu",
-      "PYTHONPATH": str(tmp_path),
-    },
-    timeout=kit.DEADLINE,
-  )
-  return process.returncode, process.stdout, process.stderr
-
-
 @pytest.mark.process
+@pytest.mark.usefixtures("commands_without_pictures")
 def test_two_processes_agree_with_one(replicas, tmp_path):
   """With tensors that are split, and positions."""
   exp, place, expected = replicas
   workdir = tmp_path / "out"
-  status, said, errors = train_apart(
-    tmp_path,
-    "--config=configs/mesh_gpt.py:tiny",
+  ended = kit.launch(
+    *("train", "--config=configs/mesh_gpt.py:tiny"),
     "--config.mesh.precision=float64",
     "--config.mesh.axes=data:2,tensor:2",
     "--config.mesh.zero=0",
     "--config.mesh.sequence=True",
     "--num_processes=2",
     f"--workdir={workdir}",
+    status=0,
   )
-  assert status == 0, errors
-  assert "GPT, AdamW" in said and "[Gloo]" not in said
+  assert "GPT, AdamW" in ended.stdout and "[Gloo]" not in ended.stdout
   assert (expected["processes"], result_of(workdir)["processes"]) == (1, 2)
   agree(exp, workdir, place)
 
 
 @pytest.mark.process
-def test_a_process_that_waits_in_vain_ends_with_one_line(tmp_path):
-  status, _, errors = train_apart(
-    tmp_path,
-    "--config=configs/mesh_gpt.py:tiny",
+def test_a_process_that_waits_in_vain_ends_with_one_line():
+  ended = kit.launch(
+    *("train", "--config=configs/mesh_gpt.py:tiny"),
     "--config.mesh.axes=data:2",
     "--num_processes=2",
     "--process_id=1",
     "--coordinator=127.0.0.1:9",
     "--start_seconds=0.5",
   )
-  assert status == 2
-  (line,) = errors.splitlines()
-  assert line.startswith("error: process 1 of 2 waited 0.5 s at --coordinator=")
+  start = "error: process 1 of 2 waited 0.5 s at --coordinator="
+  kit.assert_one_line(ended, start)
 
 
 TWO_ENGINES = """
