@@ -32,8 +32,7 @@ from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
 from asgd.live.spans import Span
 from asgd.live.worker_spec import WorkerSpec
 
-# Between two signs of life to the lead, while the worker waits for another
-# shard.
+# Between two signs of life to the lead, during a wait for another shard.
 _SIGN_SECONDS = 0.5
 
 
@@ -302,13 +301,12 @@ class WorkerLoop:
         return
 
   def _begin(self, job: OpenJob) -> None:
-    """Reads a job's parameters, then computes the job, or with overlap passes
-    it to the compute thread."""
+    """Reads a job's parameters, and computes it or passes it to the thread."""
     incarnation, spec = self._incarnation, self._spec
     self._context.script.apply_to_job(self._worker, job.seq)
-    job.compute_start = self._context.clock()
-    fetch_start = job.first_ticket_time
-    self._context.log_span("fetch", fetch_start, job.compute_start, job)
+    start, end = job.first_ticket_time, self._context.clock()
+    job.compute_start = end
+    self._context.log_span("fetch", start, end, job)
     parts = self._read_params(job)
     if parts is None:
       return

@@ -341,20 +341,14 @@ FINDING = (
 def get_figure():
   # SSGD's rate is not scaled with the workers, so its accuracy is not drawn.
   plotted = tuple(ALGORITHMS)[1:]  # all but SSGD
-  gap = dict(
-    column="gap_mean",
-    xlabel="workers",
-    ylabel="mean gap",
-    xlog=True,
-    yscale="log",
-  )
+  axes = dict(xlabel="workers", xlog=True)
+  gap = dict(axes, column="gap_mean", ylabel="mean gap", yscale="log")
   accuracy_loss = dict(
+    axes,
     column="test_accuracy",
-    xlabel="workers",
     ylabel="accuracy, points to one worker",
     minus="sgd",
     scale=100.0,
-    xlog=True,
     yscale="symlog",  # losses from a tenth of a point to 80
   )
   return dict(

@@ -273,8 +273,7 @@ class LiveEngine(engines.Engine):
     """Checks the cluster once, and reads its new records."""
     with self._errors():
       self._check_cluster(until)
-    # [1] Store the counts of replacements: they must survive a kill of the
-    # driver.
+    # [1] Store the counts of replacements, which must survive a killed driver.
     self._memory.write_running(self._replaced())
     self._check_files()
     # [2] The new records.
