@@ -344,8 +344,7 @@ class WorkerLoop:
     return parts
 
   def _compute(self, task: tuple[Any, ...]) -> None:
-    """Computes a job, in the compute thread. `task` is (incarnation, job,
-    ticket, batch)."""
+    """Computes a job (incarnation, job, ticket, batch), in its own thread."""
     _, job, _, _ = task
     job.compute_start = self._context.clock()
     with self._spec.on_device(self._worker):
@@ -401,9 +400,8 @@ class WorkerLoop:
     In a consistent run the lead itself makes sure of that (PREPARED). Otherwise
     the lead gets its PUSH once all other shards have acknowledged theirs.
     """
-    # All shards refuse a message with NaN or infinity. So the lead gets the
-    # PUSH of such a message at once.
     is_independent = not self._spec.consistent and len(self._shards) > 1
+    # All shards refuse a message with NaN or infinity: the lead gets it at once.
     lead_waits = push.flag and is_independent
     for shard in reversed(self._shards):
       frame = push._replace(message=job.tickets[shard].message)
