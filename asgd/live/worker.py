@@ -401,7 +401,7 @@ class WorkerLoop:
     the lead gets its PUSH once all other shards have acknowledged theirs.
     """
     is_independent = not self._spec.consistent and len(self._shards) > 1
-    # All shards refuse a message with NaN or infinity: the lead gets it at once.
+    # All shards refuse a NaN or infinite message: the lead gets it at once.
     lead_waits = push.flag and is_independent
     for shard in reversed(self._shards):
       frame = push._replace(message=job.tickets[shard].message)
