@@ -106,9 +106,12 @@ def test_one_worker_is_the_plain_optimizer(name, made):
 
 
 @pytest.mark.parametrize(
-  "name", ["model_averaging", "fedasync", "diloco", "worker_optimizer"]
+  ("name", "made"),
+  [
+    *(("model_averaging", "adamw"), ("model_averaging", "muon")),
+    *(("fedasync", "adamw"), ("diloco", "muon"), ("worker_optimizer", "adamw")),
+  ],
 )
-@pytest.mark.parametrize("made", ["adamw", "muon"])
 def test_local_steps_are_the_plain_optimizers(name, made):
   # One job of all steps: the server takes over where the worker ends.
   plainly = {
