@@ -333,7 +333,7 @@ def get_figure():
       " sequence and 25 on mixed-pipe; a pretrained encoder, fine-tuned on"
       " SST-2, loses none."
     ),
-    quick={"examples": 1280},
+    quick={"examples": 640},  # 20 updates
     tuned=(
       "nothing: rate, schedule and size are those of pipeline_sentences:topics"
     ),
