@@ -13,7 +13,7 @@ per unit of time. So the throughput of N workers is N / c up to N = c B / b, the
   asgd reproduce saturation
   python -m launch.train --config=configs/figures/saturation.py
 
-54 cells, about 3 minutes on two cores; --quick under 3 minutes.
+90 cells, about 3 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections

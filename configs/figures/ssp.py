@@ -8,7 +8,7 @@ through Parameter Server Consistency Models", AAAI 2015, arXiv 1410.8043.
   asgd reproduce ssp
   python -m launch.train --config=configs/figures/ssp.py
 
-70 cells, 5 minutes on two cores; --quick under 3 minutes.
+80 cells, 5 minutes on two cores; --quick under 3 minutes.
 """
 
 import ml_collections
