@@ -112,7 +112,7 @@ def _compare_all(workdir: Path, out: Path | None) -> None:
   with storage.naming_folder(stem.parent):
     storage.write_csv(stem.with_suffix(".csv"), rows)
     print(f"\n{comparison.race_table(rows, loss)}")
-    _draw(comparison_figure.draw_race, cells, loss, stem)
+    _draw(comparison_figure.draw_losses, cells, loss, stem)
   flags.publish(loss=loss, race=rows)
 
 

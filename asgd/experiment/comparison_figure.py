@@ -1,7 +1,7 @@
 """Draws the comparison of live cells with their simulations or replays.
 
 `points` gives the numbers of the picture that `draw` makes of one cell;
-`draw_race` draws the losses of several cells against time.
+`draw_losses` draws the losses of several cells against time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,9 +31,9 @@ _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
 def _edges(comparison: LiveComparison) -> np.ndarray:
-  """Returns the edges of the time bins, float[_BINS + 1], in seconds after
-  message number `first_messages`, when every worker has sent one. All runs have
-  the same bins: those of the longest run.
+  """Returns the edges of the time bins, float[_BINS + 1], in seconds. They
+  count from message number `first_messages`; by then every worker has sent a
+  message. All runs have the same bins: those of the longest run.
   """
   columns = (run.records.time for run in comparison.runs.values())
   last_index = comparison.first_messages - 1
@@ -75,7 +75,8 @@ def points(comparison: LiveComparison) -> list[dict[str, Any]]:
 
 
 def draw(comparison: LiveComparison, stem: Path) -> None:
-  """Draws a comparison as STEM.png, .svg, .pdf; ImportError without `viz`."""
+  """Draws a comparison as STEM.png, .svg and .pdf. Raises ImportError if the
+  extra `viz` is not installed."""
   with figure_lib.style():
     _draw(comparison, stem)
 
@@ -102,16 +103,16 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
     if panel == "staleness":
       width = _BAR_WIDTH
       centres = x + width * (kinds.index(kind) - 1)  # bars side by side
-      face = {"color": look["color"], "hatch": _HATCHES[kind], "label": kind}
-      staleness_axis.bar(centres, 100 * values, width, ec="white", lw=0, **face)
-      most_frequent = x[np.cumsum(values) < 0.99]
-      staleness_limit = max(staleness_limit, most_frequent.max(initial=0) + 1)
+      bar = {"color": look["color"], "hatch": _HATCHES[kind], "label": kind}
+      staleness_axis.bar(centres, 100 * values, width, ec="white", lw=0, **bar)
+      kept_staleness = x[np.cumsum(values) < 0.99]
+      staleness_limit = max(staleness_limit, kept_staleness.max(initial=0) + 1)
     elif panel == "throughput":
       rate = predict.rate(run, comparison.first_messages)
       label = f"{kind}: {rate:.4g} in the mean"
       edges = _edges(comparison)[: len(x) + 1]  # n bins have n + 1 edges
-      line = {"baseline": None, "lw": 1.1, "label": label}
-      rate_axis.stairs(values, edges, **line, **look)
+      options = {"baseline": None, "lw": 1.1, **look}
+      rate_axis.stairs(values, edges, label=label, **options)
     else:
       label = kind
       if np.isfinite(run.accuracy):
@@ -136,16 +137,16 @@ def _draw(comparison: LiveComparison, stem: Path) -> None:
   figure_lib.save(figure, heading(comparison), stem)
 
 
-def draw_race(
+def draw_losses(
   cells: Sequence[LiveComparison], target_loss: float, stem: Path
 ) -> None:
   """Draws the losses of all cells against time, and a horizontal line at
   `target_loss`: STEM.png, .svg and .pdf."""
   with figure_lib.style():
-    _draw_race(cells, target_loss, stem)
+    _draw_losses(cells, target_loss, stem)
 
 
-def _draw_race(
+def _draw_losses(
   cells: Sequence[LiveComparison], target_loss: float, stem: Path
 ) -> None:
   """Draws one axis with a curve for each cell and kind of run."""
@@ -160,8 +161,8 @@ def _draw_race(
     for kind, curve in loss_curves(cell, 0).items():
       label = figure_lib.plain_text(f"{cell.name}, {kind}")
       stride = max(len(curve.time) // 5, 1)  # five markers on a curve
-      line = {**look, "ls": dashes[kind], "markevery": stride, "label": label}
-      axis.plot(*curve, **line)
+      options = {**look, "ls": dashes[kind], "markevery": stride}
+      axis.plot(*curve, label=label, **options)
   axis.axhline(target_loss, color="gray", lw=0.8)
   axis.set(xlabel="seconds", ylabel=_LOSS)
   drawn_losses = [line.get_ydata() for line in axis.lines]

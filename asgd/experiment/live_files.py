@@ -99,7 +99,7 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
     records.append(read_records(path))
     n_records = len(records[-1].loss)
     if path.exists() or result:
-      check_records(path, n_records, journal, whole=result is not None)
+      check_records(path, n_records, journal, run_has_ended=result is not None)
     if result and not index and n_records != result.get("messages"):
       raise ValueError(
         f"{path} has {n_records} records, result.json {result.get('messages')}"

@@ -15,8 +15,8 @@ from asgd import safe_files
 
 # Remedies, for error messages.
 RERUN = "run the same command again to resume"
-ANEW = "or start anew in another folder (--workdir)"
-PUT_BACK = f"Put the file back as the run wrote it, {ANEW}"
+START_ANEW = "or start anew in another folder (--workdir)"
+PUT_BACK = f"Put the file back as the run wrote it, {START_ANEW}"
 
 
 class FileGone(ValueError):
@@ -25,7 +25,7 @@ class FileGone(ValueError):
   def __init__(self, path: Path | str):
     super().__init__(
       f"{path} is gone: it was deleted while the run wrote it. Put it back from"
-      f" a copy and {RERUN}, {ANEW}"
+      f" a copy and {RERUN}, {START_ANEW}"
     )
 
 
@@ -71,7 +71,7 @@ class AppendOnlyFile:
       raise ValueError(
         f"{self.name} has {status.st_size} bytes where this run wrote"
         f" {self._size}: another process changed it. Put it back as it was and"
-        f" {RERUN}, {ANEW}"
+        f" {RERUN}, {START_ANEW}"
       )
     unwritten = memoryview(data)
     try:

@@ -26,7 +26,7 @@ class OpenJob:
     self.seq, self.job = frame.seq, frame.job
     # 1 if the lead sent KEPT: the job uses the parameters of the last ticket.
     self.reuses_params = int(frame.flag == frames.KEPT)
-    self.tickets: dict[int, Frame] = {}  # shard -> its TICKET
+    self.ticket_frames: dict[int, Frame] = {}  # shard -> its TICKET
     self.first_ticket_time = self.compute_start = now
     self.compute_end = math.inf  # infinite until the job is computed
     self.result: Any = None  # (message, loss)
@@ -45,29 +45,29 @@ class OpenJob:
     """Returns the ticket of the job, with the parameters of all shards."""
     # NumPy scalars, because each jax array would need a dispatch.
     index: Any = np.int32(worker)
-    version: Any = np.int32(self.tickets[0].version)
+    version: Any = np.int32(self.ticket_frames[0].version)
     return base.Ticket(index, version, params, np.bool_(not self.reuses_params))
 
-  def memories_and_tickets(
+  def memories_and_frames(
     self, memories: Sequence[Any]
   ) -> Iterator[tuple[Any, Frame]]:
     """Returns (memory, TICKET) of each shard."""
-    tickets = (self.tickets[shard] for shard in range(len(memories)))
-    return zip(memories, tickets, strict=True)
+    ticket_frames = (self.ticket_frames[i] for i in range(len(memories)))
+    return zip(memories, ticket_frames, strict=True)
 
   def has_unchanged_params(self, memories: Sequence[Any]) -> bool:
     """Whether no shard has overwritten the slots of the job's parameters. The
     computation reads these slots until it ends. A shard overwrites a slot only
-    after it has ended the ticket; then the result is wrong."""
+    after it has closed the ticket; the caller then discards the result."""
     return all(
-      memory.stamp(PARAMS, ticket.params) == int(ticket.value)
-      for memory, ticket in self.memories_and_tickets(memories)
+      memory.stamp(PARAMS, frame.params) == int(frame.value)
+      for memory, frame in self.memories_and_frames(memories)
     )
 
 
 class IncarnationState:
-  """The state of one incarnation of a worker. An expelled loop starts the next
-  incarnation with an empty state."""
+  """The state of one incarnation of a worker. If a shard expels the worker, its
+  loop joins again as the next incarnation, with a new state."""
 
   def __init__(
     self,
@@ -76,11 +76,12 @@ class IncarnationState:
     attempt: int = 0,
   ):
     self.attempt = attempt  # count of the loop's earlier incarnations
-    # Each shard's parameters; None: each ticket carries the parameters.
+    # The parameters that the worker computes from updates (`compress_down`), by
+    # shard; None: each ticket carries the parameters.
     self.rebuilt_params = rebuilt_params
     self.number = -1  # the incarnation; -1 until the lead assigns it
-    self.state: Any = None  # of the worker's transform
-    self.jobs: dict[int, OpenJob] = {}  # seq -> job that is not started
+    self.transform_state: Any = None  # of the worker's transform
+    self.waiting_jobs: dict[int, OpenJob] = {}  # seq -> job not started
     self.started_seqs: set[int] = set()
     # Jobs in computation, in their order; at most `WorkerSpec.depth`.
     self.running: collections.deque[OpenJob] = collections.deque()
@@ -93,14 +94,14 @@ class IncarnationState:
   def take_ready_job(self, depth: int) -> OpenJob | None:
     """Returns the next job and counts it as started. Returns None if that job
     lacks a ticket, or if `depth` jobs are running."""
-    for seq, job in sorted(self.jobs.items()):
-      if 0 not in job.tickets:
+    for seq, job in sorted(self.waiting_jobs.items()):
+      if 0 not in job.ticket_frames:
         continue  # a shard sent a ticket that the lead has ended already
-      has_all_tickets = len(job.tickets) == len(self.unacked)
+      has_all_tickets = len(job.ticket_frames) == len(self.unacked)
       if not has_all_tickets or len(self.running) >= depth:
         return None
       self.started_seqs.add(seq)
-      return self.jobs.pop(seq)
+      return self.waiting_jobs.pop(seq)
     return None
 
   def acknowledge(self, shard: int, seq: int) -> Frame | None:

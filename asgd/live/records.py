@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asgd import base, simulator
-from asgd.live.append_only import ANEW, PUT_BACK, AppendOnlyFile
+from asgd.live.append_only import PUT_BACK, START_ANEW, AppendOnlyFile
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -42,7 +42,7 @@ def records_path(run: Path, index: int) -> Path:
 
 class FileSink(AppendOnlyFile):
   """A file of records. The rows have the dtype RECORD, or another dtype for the
-  records of a peer."""
+  records of a peer or of a worker of tables."""
 
   def __init__(
     self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
@@ -107,7 +107,7 @@ def read_rows(
   return rows
 
 
-def by_time(parts: Sequence[Any]) -> Any:
+def join_by_time(parts: Sequence[Any]) -> Any:
   """Joins the records of several workers and sorts the rows by time.
 
   Args:
@@ -120,7 +120,7 @@ def by_time(parts: Sequence[Any]) -> Any:
 
 
 def check_records(
-  path: Path, count: int, events: Sequence[Event], *, whole: bool
+  path: Path, count: int, events: Sequence[Event], *, run_has_ended: bool
 ) -> None:
   """Checks that a file has a record of each message of a shard's journal.
 
@@ -128,13 +128,13 @@ def check_records(
     path: the file, for the error.
     count: records in the file.
     events: rows of the journal.
-    whole: whether the run has ended. Then the file may lack as many records as
-      rollbacks undid messages; otherwise it may lack any number.
+    run_has_ended: whether the run has ended. Then only records of messages that
+      rollbacks undid may be missing; before the end any number may be.
 
   Raises:
     ValueError: for more records than messages, or if too many are missing.
   """
-  may_be_missing = trace.follow(events).undone if whole else len(events)
+  may_be_missing = trace.follow(events).undone if run_has_ended else len(events)
   check_count(path, count, events, may_be_missing)
 
 
@@ -153,5 +153,5 @@ def check_count(
     raise ValueError(
       f"{path} has {count} records, and the trace beside it {received} {noun}:"
       " one of the two was cut short or changed. Put it back as the run wrote"
-      f" it, {ANEW}"
+      f" it, {START_ANEW}"
     )

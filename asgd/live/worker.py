@@ -79,8 +79,8 @@ def _compute_job(
   batch: Any,
 ) -> None:
   """Computes a job; the result may be an array that JAX still computes."""
-  incarnation.state, message, metrics = spec.work(
-    incarnation.state, ticket, batch, spec.root, np.int32(job.job)
+  incarnation.transform_state, message, metrics = spec.work(
+    incarnation.transform_state, ticket, batch, spec.root, np.int32(job.job)
   )
   job.result = message, metrics.loss
 
@@ -220,8 +220,8 @@ class WorkerLoop:
         # Frames are resent in the order in which they were first sent.
         link.send(shard, self._hello())
         if shard and not self._spec.consistent:
-          for job in incarnation.jobs.values():
-            if shard not in job.tickets and 0 in job.tickets:
+          for job in incarnation.waiting_jobs.values():
+            if shard not in job.ticket_frames and 0 in job.ticket_frames:
               link.send(shard, job.fetch_frame(self._worker))
         for frame in list(incarnation.unacked[shard].values()):
           link.send(shard, frame)
@@ -237,7 +237,7 @@ class WorkerLoop:
       is_current = frame.version == incarnation.attempt
       if is_current and frame.job != incarnation.number:
         incarnation.number = frame.job
-        incarnation.state = self._spec.init(self._spec.params)
+        incarnation.transform_state = self._spec.init(self._spec.params)
         for other_shard in self._shards[1:]:
           self._send(other_shard, self._hello())
     elif frame.kind == frames.TICKET:
@@ -282,13 +282,14 @@ class WorkerLoop:
     # A ticket of the earlier incarnation, or one that a shard sent again.
     if incarnation.number < 0 or frame.seq in incarnation.started_seqs:
       return
-    job = incarnation.jobs.get(frame.seq)
+    job = incarnation.waiting_jobs.get(frame.seq)
     if job is None:
-      job = incarnation.jobs[frame.seq] = OpenJob(frame, self._context.clock())
+      job = OpenJob(frame, self._context.clock())
+      incarnation.waiting_jobs[frame.seq] = job
       if shard == 0 and not self._spec.consistent:
         for other_shard in self._shards[1:]:
           self._send(other_shard, job.fetch_frame(self._worker))
-    job.tickets[shard] = frame
+    job.ticket_frames[shard] = frame
 
   # Work.
 
@@ -324,7 +325,7 @@ class WorkerLoop:
   def _read_params(self, job: OpenJob) -> list[Any] | None:
     """Returns each shard's part of a ticket, None if one cannot be read."""
     rebuilt_params, parts = self._incarnation.rebuilt_params, []
-    tickets = enumerate(job.memories_and_tickets(self._memories))
+    tickets = enumerate(job.memories_and_frames(self._memories))
     for shard, (memory, ticket) in tickets:
       try:
         if rebuilt_params is not None:
@@ -404,7 +405,7 @@ class WorkerLoop:
     # All shards refuse a NaN or infinite message: the lead gets it at once.
     lead_waits = push.flag and is_independent
     for shard in reversed(self._shards):
-      frame = push._replace(message=job.tickets[shard].message)
+      frame = push._replace(message=job.ticket_frames[shard].message)
       if shard or not lead_waits:
         self._push(shard, frame)
       else:
@@ -422,7 +423,7 @@ class WorkerLoop:
       # After `_start_next_incarnation` another ticket may have the slots.
       for shard, memory in enumerate(self._memories):
         if incarnation is self._incarnation:
-          slot = job.tickets[shard].message
+          slot = job.ticket_frames[shard].message
           memory.write(MESSAGES, slot, parts[shard], stamp)
 
     return self._lease.use(write)

@@ -21,8 +21,8 @@ from asgd.live.journal import (
 from asgd.live.records import (
   RECORD,
   FileSink,
-  by_time,
   check_count,
+  join_by_time,
   read_rows,
   records_path,
 )
@@ -69,7 +69,7 @@ class WorkerFiles:
 
   def read_all(self, run: Path, workers: int) -> Any:
     """Returns the records of all workers, in the order of their times."""
-    return by_time([self.read(run, index) for index in range(workers)])
+    return join_by_time([self.read(run, index) for index in range(workers)])
 
   def counts(self, run: Path, index: int) -> tuple[int, int]:
     """Returns the numbers (rows, records) that a worker has written."""

@@ -99,8 +99,8 @@ class Arrivals:
 
 
 class RoundArrivals(Arrivals):
-  """Messages of rounds: the messages of a round are received together, in the
-  order of their jobs.
+  """Messages of rounds: the messages of a round are received together;
+  `take_ready` sorts them.
 
   Args:
     size: messages of a round.

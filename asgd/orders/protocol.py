@@ -1,18 +1,20 @@
-"""Which worker may start when, and on which data: protocols without a clock.
+"""Protocols: which worker may start a job, and on which data.
 
 A Dispatcher is called for each event (a worker joins, asks for work, sends a
-message, leaves) and decides which jobs start. Each decision is a row of a
-Trace. The rows and the waiting messages are the only state, so
-`Dispatcher.replay` restores it from a recorded trace after a crash. A simulated
-order calls it at drawn times, a live run at real ones. An event costs O(log N)
-for N workers: `asgd.orders.starters` keeps the workers that may start,
+message, leaves) and decides which jobs start. The caller passes the time: a
+simulated order a drawn one, a live run a real one. Each decision is a row of a
+Trace, from which `Dispatcher.replay` restores the state after a crash. The
+state lacks three things then: waiting messages, which their senders must send
+again, pauses, and the durations of jobs. Most events cost O(log N) for N
+workers: `asgd.orders.starters` keeps the workers that may start,
 `asgd.orders.arrivals` the messages that may be received.
 
   rules                          protocol
   Rules()                        asynchronous
   Rules(bound=s)                 stale synchronous parallel (Ho et al. 2013)
-  Rules(bound=s, cache=True)     the same; a worker reads its cache, with its
-                                 own updates, while the bound allows it
+  Rules(bound=s, cache=True)     the same; a worker computes on its cached
+                                 parameters, to which it adds its own updates,
+                                 as long as the bound allows
   Rules(round=n)                 bulk synchronous, n messages per update
   Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
   Rules(round=n, late=f)         rounds; an idle worker repeats a job that takes
@@ -87,8 +89,8 @@ def check_rules(rules: Rules) -> Rules:
     raise ValueError("backup workers need rounds: set the messages of a round")
   if rules.late < math.inf and (not rules.round or rules.backup):
     raise ValueError(
-      f"late {rules.late:g} is for the jobs of rounds without backup workers:"
-      " no worker is idle otherwise"
+      f"late {rules.late:g} needs rounds without backup workers: only there can"
+      " an idle worker repeat a job"
     )
   if rules.round and (rules.depth > 1 or rules.cache or rules.fetch_every > 1):
     raise ValueError(
@@ -99,8 +101,8 @@ def check_rules(rules: Rules) -> Rules:
     raise ValueError("a cache needs a finite bound, or it is never refreshed")
   if rules.cache and rules.fetch_every > 1:
     raise ValueError(
-      f"cache keeps a ticket for as long as the bound allows, and fetch_every"
-      f" {rules.fetch_every} would not be kept; use one of the two"
+      f"cache keeps a ticket for as long as the bound allows, so fetch_every"
+      f" {rules.fetch_every} would be ignored; use one of the two"
     )
   if rules.round and rules.warm_start:
     raise ValueError(
@@ -114,27 +116,27 @@ def check_rules(rules: Rules) -> Rules:
 
 
 class Grant(NamedTuple):
-  """A job that may start now."""
+  """A job that was started."""
 
   worker: int
   seq: int  # counts the jobs of the worker index; (worker, seq) names a message
   job: int
-  keep: bool  # computed on the ticket that the worker has
+  keep: bool  # whether the worker computes it on the ticket that it has
 
 
 @dataclasses.dataclass(slots=True)
 class _WorkerState:
   """The state of one worker index, except its tickets."""
 
-  finished: int = 0  # the worker's clock
-  on_ticket: int = 0  # jobs started on the latest ticket
+  clock: int = 0  # jobs finished; `catch_up` raises it
+  jobs_on_ticket: int = 0  # jobs started on the latest ticket
   slowest_at_send: int = 0  # slowest clock when the latest ticket was sent
   paused: bool = False  # the worker is about to leave: no new jobs
 
   def catch_up(self, slowest: int) -> None:
     """Raises the clock of a worker that starts late to the slowest clock;
     otherwise all others would wait for this worker."""
-    self.finished = max(self.finished, slowest)
+    self.clock = max(self.clock, slowest)
 
 
 class Dispatcher:
@@ -176,7 +178,7 @@ class Dispatcher:
     self._states = collections.defaultdict[int, _WorkerState](_WorkerState)
     self._lost_jobs = LostJobs(owned)
     self._next_job = 0
-    self._ledger: Ledger[StartedJob] = Ledger(self._open)
+    self._ledger: Ledger[StartedJob] = Ledger(self._open_ticket)
     self.received = 0  # messages
     self.lost = 0  # tickets, including those of rejected messages
     self._starters = Starters()
@@ -198,8 +200,8 @@ class Dispatcher:
     return incarnation
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """Removes a worker and frees its open jobs for other workers. Returns the
-    seqs of these jobs."""
+    """Removes a worker. Its open jobs are lost; `owned` says who repeats them.
+    Returns the seqs of these jobs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -222,8 +224,8 @@ class Dispatcher:
 
   def arrive(self, worker: int, seq: int, now: float | None = None) -> bool:
     """Adds a message that has arrived. Returns False if it has arrived before,
-    or if its ticket is closed. `now` is the end of the job's time, which
-    `Rules.late` compares."""
+    or if its ticket is closed. `now` is the time when the job ended;
+    None: unknown. `Rules.late` needs it for the job's duration."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrivals:
       return False
@@ -235,8 +237,9 @@ class Dispatcher:
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
     """Returns (worker, seq, job) of the messages to receive now, in order.
 
-    The messages of a round wait for each other. They are received in the order
-    of their jobs, so that a sum over them does not depend on their arrivals.
+    The messages of a round wait for each other. Their order does not depend on
+    their arrivals, and so neither does a sum over them; see
+    `RoundArrivals.take_ready`.
     """
     delivered = []
     for worker, seq in self._arrivals.take_superseded():
@@ -262,15 +265,17 @@ class Dispatcher:
       for worker in starters:
         job = self._choose_job(worker)
         if job is None:
-          self._update_starters(worker)
+          self._update_starters(worker)  # the worker is free again
           continue
         keep = self._keeps_ticket(worker)
         grants.append(self._start(now, worker, job, keep=keep))
-      # With one ticket each, all workers that could start have started.
+      # With one ticket per worker, one turn is enough. Not if jobs belong to
+      # workers: this turn may have chosen a worker that has no job, instead of
+      # one that has lost jobs.
       all_started = self.rules.depth == 1 and not self._owned
       if len(grants) == n_earlier or all_started:
         break
-    return grants + self._start_backup_tasks(now)
+    return grants + self._start_copies(now)
 
   def _start(self, now: float, worker: int, job: int, *, keep: bool) -> Grant:
     """Writes the row of a job that starts; returns its Grant."""
@@ -281,7 +286,7 @@ class Dispatcher:
   def _next_starters(self) -> Sequence[int]:
     """Returns the workers that may each start one job now, sorted by index. In
     a warm start this is the first worker that is not paused, if no ticket is
-    open; otherwise they are removed from the starters."""
+    open."""
     rules, starters = self.rules, self._starters
     if self._in_warm_start:
       if self._arrivals.tickets:
@@ -306,7 +311,7 @@ class Dispatcher:
     owners = (w for w in owners if starters.allows(w, limit))
     return sorted(owners)[:max_starters]
 
-  def _start_backup_tasks(self, now: float) -> list[Grant]:
+  def _start_copies(self, now: float) -> list[Grant]:
     """Starts backup tasks: copies of late jobs at idle workers."""
     grants: list[Grant] = []
     for late_time, _, job in sorted(self._arrivals.find_late_jobs(now)):
@@ -338,21 +343,21 @@ class Dispatcher:
     all_workers = self._count_new_jobs() > 0 or job_for_all
     return self._starters.slowest(all_workers=all_workers)
 
-  def _clock(self, worker: int) -> int:
+  def _next_start_clock(self, worker: int) -> int:
     """The worker's clock once its open jobs have ended."""
-    return self._states[worker].finished + len(self._ledger.open[worker])
+    return self._states[worker].clock + len(self._ledger.open[worker])
 
   def _keeps_ticket(self, worker: int) -> bool:
     """Whether the worker computes its next job on its latest ticket."""
     rules, state = self.rules, self._states[worker]
-    if not state.on_ticket:
+    if not state.jobs_on_ticket:
       return False
     # A cached ticket lacks the updates of the slowest worker since the ticket
     # was sent. So the bound counts from the slowest clock at that time.
     if rules.cache:
-      clocks_ahead = self._clock(worker) - state.slowest_at_send
+      clocks_ahead = self._next_start_clock(worker) - state.slowest_at_send
       return not self._in_warm_start and clocks_ahead <= rules.bound
-    return state.on_ticket < rules.fetch_every
+    return state.jobs_on_ticket < rules.fetch_every
 
   def _count_new_jobs(self) -> float:
     """The number of jobs that were never started; infinity without a limit."""
@@ -375,9 +380,9 @@ class Dispatcher:
     is_free = not state.paused and n_jobs < self.rules.depth
     self._starters.update(
       worker,
-      state.finished,
+      state.clock,
       has_job=bool(tickets) or self._lost_jobs.has_own(worker),
-      start_clock=state.finished + len(tickets) if is_free else None,
+      start_clock=state.clock + len(tickets) if is_free else None,
     )
 
   def _write(
@@ -405,7 +410,7 @@ class Dispatcher:
       self._end(event, ticket)
     elif action == base.JOIN:
       state = self._states[worker]
-      state.paused, state.on_ticket = False, 0
+      state.paused, state.jobs_on_ticket = False, 0
       state.catch_up(slowest)
     self._update_starters(worker)
     if self.rules.stages and action in (base.RECEIVE, base.JOIN, base.LEAVE):
@@ -426,19 +431,21 @@ class Dispatcher:
     for worker in present:
       self._update_starters(worker)
 
-  def _open(self, event: Event, kept_ticket: StartedJob | None) -> StartedJob:
+  def _open_ticket(
+    self, event: Event, kept_ticket: StartedJob | None
+  ) -> StartedJob:
     """Returns the ticket of a job that starts."""
     del kept_ticket
     job, state = event.job, self._states[event.worker]
-    # Lost jobs are granted before new ones.
+    # If the job was lost, it is the first of the lost jobs.
     self._lost_jobs.remove(event.worker, job)
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
-      state.on_ticket = 0
+      state.jobs_on_ticket = 0
       if self.rules.cache:
         self._update_starters(event.worker)
         state.slowest_at_send = self.slowest()
-    state.on_ticket += 1
+    state.jobs_on_ticket += 1
     ticket = StartedJob(job, self._arrivals.round, event.time)
     self._arrivals.add_ticket(event)
     return ticket
@@ -448,10 +455,10 @@ class Dispatcher:
     is_lost = self._arrivals.close_ticket(event, ticket)
     if event.action == base.RECEIVE:
       state = self._states[event.worker]
-      state.finished += 1
+      state.clock += 1
       self.received += 1
       if self.received == self.rules.warm_start:
-        clock = max(state.finished, self._starters.largest_clock)
+        clock = max(state.clock, self._starters.largest_clock)
         self._end_warm_start(clock)
     elif event.action != base.DROP:
       self.lost += 1
@@ -462,7 +469,7 @@ class Dispatcher:
   def _end_warm_start(self, clock: int) -> None:
     """Sets all clocks to the clock of the worker that was alone."""
     for state in self._states.values():
-      state.finished, state.on_ticket = clock, 0
+      state.clock, state.jobs_on_ticket = clock, 0
     for worker in list(self._starters.workers):
       self._update_starters(worker)
 

@@ -22,7 +22,7 @@ from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import by_time, records_path
+from asgd.live.records import join_by_time, records_path
 from asgd.live.setup import Setup
 from asgd.live.worker_files import WorkerFiles
 from asgd.orders.network import Network
@@ -219,14 +219,14 @@ class LiveEngine(engines.Engine):
       self._read_counts[index] += len(new_records.loss)
       records_of_writers.append(new_records)
     # Writers are independent, so rows are sorted by time.
-    records = by_time(records_of_writers)
+    records = join_by_time(records_of_writers)
     self._record_parts.append(records)
     return records
 
   def _joined_records(self) -> Any:
     """Returns all records."""
     if len(self._record_parts) > 1:
-      self._record_parts = [by_time(self._record_parts)]
+      self._record_parts = [join_by_time(self._record_parts)]
     return self._record_parts[0]
 
   @functools.cached_property

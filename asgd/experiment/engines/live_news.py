@@ -11,59 +11,59 @@ class ShardNews:
   """Turns the status of shards into lines of the run log, each once."""
 
   def __init__(
-    self, setup: Setup, memory: Path, message: int, *, resumed: bool
+    self, setup: Setup, memory: Path, received_before: int, *, resumed: bool
   ):
-    """Starts without any lines.
+    """Remembers the state before the first status.
 
     Args:
       setup: the setup of the cell.
       memory: folder of the cell's memory.
-      message: count of messages received before this start.
+      received_before: count of messages received before this start.
       resumed: whether the journals have rows.
     """
-    self._message = message
+    self._received_before = received_before
     self._rollbacks: list[Any] = [None] * setup.shards  # last reported ones
-    # If messages were received before, the start of the workers is over.
     self._resumed = resumed
-    self._expected_workers = 0 if message else setup.first_job_workers
+    # Workers of the start; 0 if the start is over, or its line was written.
+    self._expected_workers = 0 if received_before else setup.first_job_workers
     self._has_memory = (memory / "shard-0" / "messages").exists()
 
-  def new_lines(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
+  def new_lines(self, statuses: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the new lines, from the status of each shard."""
     news = []
     if self._resumed:
       # This line covers the rollbacks of the resume. Each later one has a line.
       self._resumed = False
-      news.append(self._resume_line(status))
-      self._rollbacks = [shard["rollback"] for shard in status]
-    for shard in status:
+      news.append(self._resume_line(statuses))
+      self._rollbacks = [shard["rollback"] for shard in statuses]
+    for shard in statuses:
       news += shard["news"]
-    for index, shard in enumerate(status):
+    for index, shard in enumerate(statuses):
       rollback = shard["rollback"]
       if rollback in (None, self._rollbacks[index]):  # none, or reported
         continue
       self._rollbacks[index] = rollback
-      subject = f"shard {index} " if len(status) > 1 else ""
+      subject = f"shard {index} " if len(statuses) > 1 else ""
       news.append(
         f"{subject}rolled back {rollback.updates} updates, to message"
         f" {rollback.message}{_reason(rollback)}"
       )
-    # The first message shows how many workers took part from the start.
-    if self._expected_workers and status[0]["received"]:
-      expected, present = self._expected_workers, len(status[0]["workers"])
+    # The workers present at the first message are those that began the run.
+    if self._expected_workers and statuses[0]["received"]:
+      expected, present = self._expected_workers, len(statuses[0]["workers"])
       self._expected_workers = 0
       # At the end of a short run workers have left already.
-      if present < expected and not status[0]["stopped"]:
+      if present < expected and not statuses[0]["stopped"]:
         news.append(
           f"it began with only {present} of {expected} workers; the others"
           " may still join"
         )
     return news
 
-  def _resume_line(self, status: Sequence[Mapping[str, Any]]) -> str:
+  def _resume_line(self, statuses: Sequence[Mapping[str, Any]]) -> str:
     """Returns the line about the state from which a run resumes."""
-    opening = f"resuming at message {self._message}, from"
-    rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
+    opening = f"resuming at message {self._received_before}, from"
+    rollbacks = [shard["rollback"] for shard in statuses if shard["rollback"]]
     if not rollbacks:
       # The shards replayed all rows, so no update was rolled back.
       return f"{opening} {'shared memory' if self._has_memory else 'the trace'}"

@@ -260,7 +260,7 @@ class LiveServerEngine(live_engine.LiveEngine):
           " (--workdir)"
         )
       n_records = records.count_records(records_path)
-      records.check_records(records_path, n_records, events, whole=True)
+      records.check_records(records_path, n_records, events, run_has_ended=True)
     plan, rows = self._plan, self.records()
     version, trace = int(images[0][0].version), from_events(journals[0])
     row = server_results.columns(plan, rows, version, trace)

@@ -150,7 +150,7 @@ class TableMakers(NamedTuple):
     journal = JobJournal(
       *(inside, self.folder, index),
       resumes=image is not None,
-      span=self.span,
+      on_span=self.span,
       memory=self.memory,
     )
     return WorkerHost(

@@ -73,7 +73,7 @@ def _replay(
   # A worker's records are in the order of its jobs; together they are sorted
   # by time, as the run's are.
   records_by_worker = [files.columns(rows) for rows in replayed.records]
-  records = files.by_time(records_by_worker).plain
+  records = files.join_by_time(records_by_worker).plain
   params = plan.join(replayed.tables)
   return Recomputed(_trace(folder, description), records, params)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from asgd import base, safe_files
 from asgd.live import slots
-from asgd.live.append_only import ANEW, RERUN, writing
+from asgd.live.append_only import RERUN, START_ANEW, writing
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 from asgd.live.shard import images
@@ -317,7 +317,7 @@ def _cut_trace_error(
   """Returns the error of a journal that has fewer rows than an image covers."""
   return (
     f"{journal_name} has {len(events)} rows, the {image_name} is of row {rows}:"
-    f" the trace was cut short. Put it back as the run wrote it, {ANEW}"
+    f" the trace was cut short. Put it back as the run wrote it, {START_ANEW}"
   )
 
 
@@ -346,11 +346,12 @@ def _check_image(
     raise _MismatchedFiles(
       f"{journal_name} is not the trace that the {image_name} was made of (at"
       f" row {meta['rows']}): one of the two was changed. Put it back as the"
-      f" run wrote it, {ANEW}"
+      f" run wrote it, {START_ANEW}"
     )
   if sink.count < meta["records"]:
     raise _MismatchedFiles(
       f"{sink.name} has {sink.count} records where the run had written"
-      f" {meta['records']}: it was removed or cut short. Put it back, {ANEW};"
+      f" {meta['records']}: it was removed or cut short. Put it back,"
+      f" {START_ANEW};"
       " a replay of the trace recomputes the parameters up to now"
     )

@@ -21,7 +21,7 @@ from asgd.live.journal import (
   read_journal,
   read_nonempty_journal,
 )
-from asgd.live.records import by_time as by_time
+from asgd.live.records import join_by_time as join_by_time
 from asgd.live.worker_files import WorkerFiles
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division

@@ -24,22 +24,22 @@ class JobJournal(WorkerJournal):
     index: int,
     *,
     resumes: bool = False,
-    span: Callable[[int, Span], None] | None = None,
+    on_span: Callable[[int, Span], None] | None = None,
     memory: Path | None = None,
   ):
     """Opens the files, which may have rows of earlier incarnations.
 
     Args:
-      inside: the functions of the worker's host.
+      inside: the clock, disk and `wait` of the worker's host.
       run: the folder of the run.
       index: the index of the worker.
-      resumes: whether the worker continues from an image, as the incarnation
-        that made the image.
-      span: called with (index, span) for each span of the worker's time.
+      resumes: whether the worker was restored from an image, its stored state.
+        Then it remains the incarnation that wrote the image.
+      on_span: called with (index, span) for each span of the worker's time.
       memory: the folder of the run's memory; None: the last message of a worker
         that is killed is lost.
     """
-    self._inside, self._span = inside, span or (lambda *_: None)
+    self._inside, self._on_span = inside, on_span or (lambda *_: None)
     # (seq, job) of jobs that have begun and are not received. If a clock has
     # several jobs, all of them are received at the end of the clock.
     self._open_jobs: list[tuple[int, int]] = []
@@ -100,7 +100,7 @@ class JobJournal(WorkerJournal):
     self, name: str, start: float, end: float, seq: int, job: int
   ) -> None:
     """Reports a span of the worker's time."""
-    self._span(self.index, Span(name, start, end, seq, job))
+    self._on_span(self.index, Span(name, start, end, seq, job))
 
   # The last message.
 

@@ -131,7 +131,7 @@ def test_pictures_are_drawn(tmp_path):
   pytest.importorskip("matplotlib")
   both = pair("a$b")
   comparison_figure.draw(both, tmp_path / "one")
-  comparison_figure.draw_race([both, pair()], 2.0, tmp_path / "two")
+  comparison_figure.draw_losses([both, pair()], 2.0, tmp_path / "two")
   assert {path.name for path in tmp_path.iterdir()} == {
     *("one.png", "one.svg", "one.pdf", "two.png", "two.svg", "two.pdf")
   }

@@ -226,12 +226,12 @@ def test_records_are_as_many_as_messages():
   def check(count, rows=(), **kwargs):
     check_records("records-0.bin", count, [*EVENTS, *rows], **kwargs)
 
-  check(1, whole=True)
-  check(0, whole=False)
-  for count, whole in ((0, True), (2, True), (2, False)):
+  check(1, run_has_ended=True)
+  check(0, run_has_ended=False)
+  for count, has_ended in ((0, True), (2, True), (2, False)):
     with pytest.raises(ValueError, match=f"records-0.bin has {count} records"):
-      check(count, whole=whole)
+      check(count, run_has_ended=has_ended)
   # What was seen of messages may be lost with what they had changed.
   back = event(2.0, 0, 2, base.ROLLBACK)
-  check(0, [back], whole=True)
-  check(1, [back], whole=True)
+  check(0, [back], run_has_ended=True)
+  check(1, [back], run_has_ended=True)

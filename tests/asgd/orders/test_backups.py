@@ -136,5 +136,5 @@ def test_late_is_a_factor_of_rounds():
   for late, why in ((0.5, "late must be a number, 1 or more"), ("2", "'2'")):
     with pytest.raises(ValueError, match=why):
       orders.backup_tasks(durations.constant(), **counts, late=late)
-  with pytest.raises(ValueError, match="late 2 is for the jobs of rounds"):
+  with pytest.raises(ValueError, match="late 2 needs rounds without"):
     Dispatcher(Rules(late=2))

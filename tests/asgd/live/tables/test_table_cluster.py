@@ -143,7 +143,7 @@ class Run:
     for name, rows in self.tables.items():
       assert rows.tobytes() == again.tables[name].tobytes()
     parts = [files.columns(rows) for rows in again.records]
-    pairs = zip(files.by_time(parts), self.records(), strict=True)
+    pairs = zip(files.join_by_time(parts), self.records(), strict=True)
     for mine, theirs in pairs:
       np.testing.assert_array_equal(mine, theirs)
     files.read_trace(self.folder, WORKERS)

@@ -268,13 +268,15 @@ def keeps_the_state_of_another_incarnation(patch):
 
   def begin(self, job):
     original(self, job)
-    states[id(self)] = self._incarnation.state
+    states[id(self)] = self._incarnation.transform_state
 
   def welcome(self, shard, frame):
     handle(self, shard, frame)
     incarnation = self._incarnation
-    if incarnation.state is not None and not incarnation.started_seqs:
-      self._incarnation.state = states.get(id(self), self._incarnation.state)
+    if incarnation.transform_state is not None and not incarnation.started_seqs:
+      incarnation.transform_state = states.get(
+        id(self), incarnation.transform_state
+      )
 
   states = {}
   original, handle = WorkerLoop._begin, WorkerLoop._handle
