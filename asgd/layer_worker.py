@@ -3,8 +3,9 @@
 The parameters of a ticket are in the host's memory, as in GeePS's parameter
 cache in CPU memory. A job is a list of instructions, known in advance: the
 forward of each group of layers, from the first to the last, then the backward
-of each, from the last to the first. A group is one layer with weights, and
-layers without weights beside it. An instruction needs blocks of arrays:
+of each, from the last to the first. A group is one layer with weights, and the
+layers without weights before it; the last group also has those after it. An
+instruction needs blocks of arrays:
 
   weights    of the group, read from the ticket
   batch      read by the first and the last group
@@ -125,7 +126,9 @@ def _plan_of_shapes(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
     stage = compile_stage(stage_fn(pieces, *layers), part, x, extra)
     groups.append(Group(layers, stage))
     y, stats, residuals = jax.eval_shape(stage.forward, part, x, extra)
-    gradient, gx = jax.eval_shape(stage.backward, part, residuals, floating(y))
+    gradient, input_cotangent = jax.eval_shape(
+      stage.backward, part, residuals, floating(y)
+    )
     # [1] The forward.
     inputs[g] = {(g, _WEIGHTS): part, (g, _INPUT): x, _BATCH: extra[0]}
     outputs[g] = {
@@ -137,7 +140,9 @@ def _plan_of_shapes(pieces: Pieces, data: tuple[Any, Any], key: Any) -> JobPlan:
       (g, _RESIDUALS): residuals,
       (g, _COTANGENT): floating(y),
     }
-    outputs[~g] = {(g, _GRADIENT): gradient, (g - 1, _COTANGENT): gx}
+    outputs[~g] = {
+      (g, _GRADIENT): gradient, (g - 1, _COTANGENT): input_cotangent
+    }
   ones = [np.ones((), y.dtype)]
   sizes = map(_block_bytes, inputs), map(_block_bytes, outputs)
   return JobPlan((params, batch, key), tuple(groups), *map(tuple, sizes), ones)
@@ -150,8 +155,8 @@ def _block_bytes(blocks: Mapping[Block, Any]) -> dict[Block, int]:
 
 
 def _cuts(weights: Any) -> list[int]:
-  """Returns where groups begin, and the end: each layer with weights ends a
-  group, and layers after the last one belong to it."""
+  """Returns where groups begin, and the end. Each layer with weights ends a
+  group; layers after the last such layer belong to the last group."""
   ends = [i + 1 for i, layer in enumerate(weights) if jax.tree.leaves(layer)]
   return [0, *ends[:-1], len(weights)]
 
@@ -179,27 +184,27 @@ def _run(
     memory.begin(g, plan.outputs[g])
     extra = memory.get(_BATCH) if g in (0, last) else (), key
     x = memory.get((g, _INPUT)) if g else ()
-    y, aux, residuals = call(
+    y, group_stats, residuals = call(
       group.stage.forward, memory.get((g, _WEIGHTS)), x, extra
     )
     memory.keep((g, _RESIDUALS), residuals)
     memory.keep((g + 1, _INPUT), y)
-    memory.keep((g, _STATS), aux)
-    del extra, x, y, aux, residuals  # only the memory may hold arrays
+    memory.keep((g, _STATS), group_stats)
+    del extra, x, y, group_stats, residuals  # only the memory may hold arrays
     stats.append(memory.host((g, _STATS)))
     _drop(memory, [(g, _INPUT), (g, _STATS)])
   loss = memory.host((last + 1, _INPUT))
   _drop(memory, [(last + 1, _INPUT), _BATCH])
   # [2] Backward.
   for g in range(last, -1, -1):
-    step = 2 * last + 1 - g
-    memory.begin(step, plan.outputs[step])
+    instruction = 2 * last + 1 - g
+    memory.begin(instruction, plan.outputs[instruction])
     values = [memory.get((g, kind)) for kind in _BACKWARD_BLOCKS[:-1]]
-    gradient, gx = call(plan.groups[g].stage.backward, *values)
+    gradient, input_cotangent = call(plan.groups[g].stage.backward, *values)
     memory.keep((g, _GRADIENT), gradient)
     if g:
-      memory.keep((g - 1, _COTANGENT), gx)
-    del values, gradient, gx
+      memory.keep((g - 1, _COTANGENT), input_cotangent)
+    del values, gradient, input_cotangent
     gradients.insert(0, memory.host((g, _GRADIENT)))
     _drop(memory, [(g, kind) for kind in _BACKWARD_BLOCKS])
   return loss, stats, gradients

@@ -89,7 +89,8 @@ def onebit_adam(
   Source:
     Tang et al., "1-bit Adam: communication efficient large-scale training with
     Adam's convergence speed", ICML 2021, arXiv:2102.02888, algorithm 1 and its
-    rule for the length of the warm-up; C is that of the authors' code.
+    rule for the length of the warm-up; the scale of the signs is that of the
+    authors' code.
 
   Example:
     >>> import jax

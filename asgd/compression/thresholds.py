@@ -36,7 +36,7 @@ class ThresholdState(NamedTuple):
 def threshold(
   tau: float, *, residual_clip: float | None = None, clip_every: int = 5
 ) -> Codec:
-  """Strom's threshold: an element above tau is sent as tau.
+  """Strom's threshold: an element above tau is sent as tau, below -tau as -tau.
 
     sent_i = tau if r_i > tau, -tau if r_i < -tau, else 0
     r <- r - sent,   r <- r + g before the next message

@@ -16,7 +16,7 @@ from asgd import checks
 from asgd.data import sentences, sources
 from asgd.data.download import DataError
 
-_EVERY = 5  # the test part is every 5th example
+_TEST_EVERY = 5  # the test part is every 5th example
 _BINS = 8  # bins of a number
 _SPECIAL = 4  # the first numbers in `sentences` stand for no word
 _CONTEXT = 64  # words of a sentence
@@ -65,13 +65,14 @@ def generated(
     >>> drawn.train_keys.shape, drawn.features
     ((80, 6), 50)
   """
-  checks.integer("examples", examples, _EVERY, most=10**8)
+  checks.integer("examples", examples, _TEST_EVERY, most=10**8)
   checks.integer("features", features, 2, most=10**9)
   checks.integer("nonzeros", nonzeros, most=features - 1)
   checks.integer("relevant", relevant, most=features - 1)
   rng = np.random.default_rng(checks.integer("seed", seed, 0))
-  # Selecting the features with the smallest exponential times draws them
-  # without replacement, in proportion to the rates.
+  # Each feature gets a random exponential time of its rate. The features with
+  # the smallest times are a draw without replacement, with probabilities in
+  # proportion to the rates.
   rates = 1 / np.arange(1, features)
   times = rng.exponential(size=(examples, features - 1)) / rates
   # Key 0 is the bias.
@@ -145,8 +146,8 @@ def from_rows(
 
   Raises:
     ValueError: for a key out of range or twice in an example, a value that is
-      not finite, and a label that is neither 0 nor 1. The error counts examples
-      from 1.
+      not finite, a label that is neither 0 nor 1, an empty test part, and
+      training examples of one class. The error counts examples from 1.
 
   Example:
     >>> from asgd.data import sparse
@@ -176,10 +177,14 @@ def from_rows(
     all_keys[i, 1 : 1 + len(keys)] = keys
     all_values[i, 1 : 1 + len(keys)] = values
   if test is None:
-    test = np.arange(len(rows)) % _EVERY == _EVERY - 1
+    test = np.arange(len(rows)) % _TEST_EVERY == _TEST_EVERY - 1
+    if not test.any():
+      raise ValueError(
+        f"{source} has {len(rows)} examples: give {_TEST_EVERY} or more"
+      )
   if not test.any():
     raise ValueError(
-      f"{source} has {len(rows)} examples: give {_EVERY} or more"
+      f"{source} has an empty test part: set `test` to True for some examples"
     )
   if len(np.unique(labels[~test])) < 2:
     raise ValueError(
@@ -221,7 +226,7 @@ def _load_breast_cancer(data_dir):
   sources.refuse_folder("breast_cancer", data_dir, "scikit-learn")
   datasets = sources.scikit_learn("datasets", "the data 'breast_cancer'")
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
-  is_training = np.arange(len(labels)) % _EVERY != _EVERY - 1
+  is_training = np.arange(len(labels)) % _TEST_EVERY != _TEST_EVERY - 1
   inner_edges = np.arange(1, _BINS) / _BINS  # as fractions of the examples
   bins = np.stack(
     [
@@ -256,16 +261,16 @@ def _load_sst2(data_dir):
     (1 + sentence - _SPECIAL, np.ones(len(sentence))) for sentence in words
   ]
   labels = np.concatenate([task.train_labels, task.test_labels])
-  test = np.arange(len(labels)) >= len(task.train_labels)
+  is_test = np.arange(len(labels)) >= len(task.train_labels)
   features = 1 + task.vocabulary - _SPECIAL
   return from_rows(
-    rows, labels, "sst2", task.source, features=features, test=test
+    rows, labels, "sst2", task.source, features=features, test=is_test
   )
 
 
-def _load_file(data_dir):
+def _load_file(path):
   """Returns the examples of a libsvm file."""
-  path = sources.file_of("data", data_dir)
+  path = sources.file_of("data", path)
   datasets = sources.scikit_learn("datasets", "a file of libsvm")
   try:
     matrix, labels = datasets.load_svmlight_file(str(path), zero_based=False)

@@ -200,8 +200,8 @@ class Dispatcher:
     return incarnation
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """Removes a worker. Its open jobs are lost; `owned` says who repeats them.
-    Returns the seqs of these jobs."""
+    """Removes a worker. Its open jobs are lost: with `owned`, the worker's next
+    incarnation repeats them, otherwise any worker. Returns their seqs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)

@@ -70,8 +70,9 @@ class Rows(NamedTuple):
   clock: int  # the least of all workers' clocks
   tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
   asked: bool = True  # whether the worker requested them: then it has the keys
-  # In a server push at a clock: the keys of outdated copies that are not in
-  # `tables`; all other copies of the worker have this clock. Otherwise None.
+  # In a server push at the end of a clock: keys of copies that stay outdated,
+  # because `tables` lacks them; all other copies of the worker are now as of
+  # `clock`. Otherwise None.
   late: Mapping[str, Keys] | None = None
 
   @property
@@ -141,8 +142,8 @@ class ValueCodec:
   """A codec for values of any number of rows.
 
   Values are padded to a power of two of rows, so that the codec is compiled for
-  few shapes. It has no error feedback: the client keeps the part of the values
-  that the codec leaves out.
+  few shapes. The client, not this class, does the error feedback: it keeps the
+  part of the values that the codec leaves out.
   """
 
   def __init__(self, name: str, **options: Any):
@@ -155,7 +156,7 @@ class ValueCodec:
         " top_k or int8"
       )
     self._encode = jax.jit(
-      lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]
+      lambda x, rng_key: self._codec.encode(self._codec.init(x), x, rng_key)[0]
     )
     self._decode = jax.jit(self._codec.decode)
     self._layout = functools.cache(self._make_layout)
@@ -163,8 +164,8 @@ class ValueCodec:
   def _make_layout(self, shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the layout of a packet for values of a shape."""
     like = jax.ShapeDtypeStruct(shape, dtype)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return packing.layout(jax.eval_shape(self._encode, like, key))
+    rng_key = jax.eval_shape(lambda: jax.random.key(0))
+    return packing.layout(jax.eval_shape(self._encode, like, rng_key))
 
   def pack(self, values: np.ndarray, key: jax.Array) -> bytes:
     """Returns values [n, ...] as a packet; `key` is the codec's JAX key."""

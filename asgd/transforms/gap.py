@@ -26,7 +26,7 @@ class GapAwareState(NamedTuple):
   inner: optax.OptState  # of the wrapped optimizer
 
 
-# Values of `average`: s is the gradient, or the optimizer's update.
+# Values of `average`: the squares of gradients or of updates are averaged.
 GRADIENTS, UPDATES = AVERAGES = "gradients", "updates"
 
 
@@ -49,11 +49,12 @@ def gap_aware(
   "gradients": s is the received gradient, without weight decay and penalty. A
     is updated before its use, so t counts this gradient. It is the published
     rule for SGD without momentum.
-  "updates": s is u, the optimizer's update divided by -eta, of penalised
-    gradients; for SGD, u is the velocity. A is updated after its use, so t
-    counts earlier updates, and the very first one is not penalised. It is the
-    published rule for an optimizer with momentum. (The authors' code counts the
-    velocity before the first update, 0, as a sample; this one does not.)
+  "updates": s is u, the update that the optimizer makes of the penalised
+    gradient, divided by -eta; for SGD, u is the velocity. A is updated after
+    its use, so t counts earlier updates, and the very first one is not
+    penalised. It is the published rule for an optimizer with momentum. (The
+    authors' code counts the velocity before the first update, 0, as a sample;
+    this one does not.)
 
   Decoupled weight decay inside the optimizer is not penalised.
 
@@ -79,7 +80,7 @@ def gap_aware(
     pipe/pipeline/gap_aware), by authors of the same group.
 
   Example:
-    All gradients are 4, so C is 0.5 4 = 2.
+    All gradients are 4, so C is 0.5 * 4 = 2.
 
     >>> import jax.numpy as jnp
     >>> import optax
@@ -90,7 +91,7 @@ def gap_aware(
     >>> print(update)
     -2.0
     >>> update, state = tx.update(g, state, now, sent_params=sent)
-    >>> print(f"{update:.3f}")  # -0.5 4 / (1 + |6 - 8| / 2)
+    >>> print(f"{update:.3f}")  # -0.5 * 4 / (1 + |6 - 8| / 2)
     -1.000
   """
   if average is not None:
@@ -206,9 +207,9 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
   checks.fraction("decay", decay)
 
   def init_fn(params):
-    last = jax.tree.map(jnp.asarray, params)
-    zeros = optax.tree.zeros_like(last)
-    return DivideByGapState(jnp.zeros([], jnp.int32), zeros, last)
+    last_params = jax.tree.map(jnp.asarray, params)
+    zeros = optax.tree.zeros_like(last_params)
+    return DivideByGapState(jnp.zeros([], jnp.int32), zeros, last_params)
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
@@ -219,24 +220,24 @@ def divide_by_gap(*, decay: float = 0.999, eps: float = 1e-8) -> base.Transform:
       lambda m, u: jnp.where(has_moved, decay * m + (1 - decay) * u * u, m),
       *(state.mean_square, steps),
     )
-    samples = state.samples + has_moved
+    n_samples = state.samples + has_moved
     # [2] Divide by the gap, in units of a typical step, which includes the
     # rate.
-    penalise = _penalty(samples, jnp.ones([]), decay, eps)
+    penalise = _penalty(n_samples, jnp.ones([]), decay, eps)
     updates = jax.tree.map(penalise, updates, mean_square, params, sent_params)
-    return updates, DivideByGapState(samples, mean_square, params)
+    return updates, DivideByGapState(n_samples, mean_square, params)
 
   return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
 
 
 def _penalty(
-  samples: jax.Array, largest_rate: jax.Array, decay: float, eps: float
+  n_samples: jax.Array, largest_rate: jax.Array, decay: float, eps: float
 ) -> Callable[..., jax.Array]:
   """Returns a function (gradient, mean square, parameters, sent parameters) ->
   gradient / (1 + gap / C)."""
   # Without a sample there is no typical size, and no penalty.
-  correction = 1 - decay ** jnp.maximum(samples, 1)
-  has_size = (samples > 0) & (largest_rate > 0)
+  correction = 1 - decay ** jnp.maximum(n_samples, 1)
+  has_size = (n_samples > 0) & (largest_rate > 0)
 
   def penalise(g, m, current, sent):
     # C, and then G = 1 + |params - sent_params| / C, elementwise: one number
@@ -254,8 +255,8 @@ def _published_average(
   """Returns the published average for an optimizer: UPDATES if its state grows
   with the parameters, otherwise GRADIENTS."""
 
-  # With another leading axis no parameter is a scalar. So a velocity has axes,
-  # and a count, which is a scalar for any parameters, has none.
+  # With one more axis on each parameter, the velocity of a scalar parameter has
+  # an axis, too. A count remains a scalar, whatever the parameters are.
   def add_axis(p):
     return jax.ShapeDtypeStruct((2, *jnp.shape(p)), jnp.result_type(p))
 

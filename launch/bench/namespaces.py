@@ -18,10 +18,16 @@ from collections.abc import Iterator, Sequence
 from asgd.live import ray_internals
 
 NEAR, FAR = "10.211.0.1", "10.211.0.2"  # addresses of the two ends
-# The token bucket passes at once the bytes of so many seconds.
+# Size of the token bucket: the bytes of this time may pass at once.
 _BURST_SECONDS = 0.002
 _MIN_BURST_BYTES = 4096  # more than a packet
 _MAX_QUEUE_DELAY = "50ms"  # packets that would wait longer are dropped
+# The devices of a new namespace: loopback, and one for each loaded module of
+# tunnels.
+_INITIAL_DEVICES = {
+  *("lo", "tunl0", "gre0", "gretap0", "erspan0", "ip_vti0"),
+  *("sit0", "ip6tnl0", "ip6gre0", "ip6_vti0"),
+}
 _HINT = (
   "it needs Linux with iproute2, and a new network namespace, which root can"
   " make: unshare --net COMMAND"
@@ -40,11 +46,10 @@ def _run(*words: str) -> str:
   return result.stdout
 
 
-def _check() -> None:
+def _check_namespace() -> None:
   """Raises ValueError unless this process is in a new network namespace."""
-  # A new namespace has the loopback device only.
   devices = [link["ifname"] for link in json.loads(_run("ip", "-json", "link"))]
-  if foreign_devices := sorted(set(devices) - {"lo"}):
+  if foreign_devices := sorted(set(devices) - _INITIAL_DEVICES):
     raise ValueError(
       f"this process is in the network of the machine (it has"
       f" {foreign_devices[0]}), which the benchmark must not change: {_HINT}"
@@ -85,9 +90,9 @@ class VirtualWire:
       if bandwidth is not None:
         burst = max(round(bandwidth * _BURST_SECONDS), _MIN_BURST_BYTES)
         # tc counts bits, not bytes.
-        limit = ["rate", f"{round(8 * bandwidth)}bit", "burst", str(burst)]
-        limit += ["latency", _MAX_QUEUE_DELAY]
-        _run(*words, "add", "dev", name, "root", "tbf", *limit)
+        options = ["rate", f"{round(8 * bandwidth)}bit", "burst", str(burst)]
+        options += ["latency", _MAX_QUEUE_DELAY]
+        _run(*words, "add", "dev", name, "root", "tbf", *options)
 
 
 @contextlib.contextmanager
@@ -98,7 +103,7 @@ def wire() -> Iterator[VirtualWire]:
     ValueError: if that is not permitted, with the command that failed and its
       error.
   """
-  _check()
+  _check_namespace()
   holder = subprocess.Popen(
     ["unshare", "--net", sys.executable, "-c", _WAIT_FOR_INPUT],
     stdin=subprocess.PIPE,
@@ -133,7 +138,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
+def far_node(link: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   """Adds a node at the other end of a wire to this process's cluster of Ray.
 
   Only this node has the resource, with amount 1. Its object store has `memory`
@@ -150,7 +155,7 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
     str(memory),
   )
   node = subprocess.Popen(
-    [*wire.prefix, sys.executable, "-c", code, *arguments],
+    [*link.prefix, sys.executable, "-c", code, *arguments],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
   )

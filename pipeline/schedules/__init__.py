@@ -1,4 +1,4 @@
-"""Makes the tables of the literature, each from the orders of its devices.
+"""Makes published schedules: tables, from the order of tasks on each device.
 
 Most schedules write the order of each device: 1F1B is some forwards, then one
 backward and one forward in turn. If the best order depends on the times of
@@ -12,9 +12,9 @@ choices become the order. A user's rule works in the same way (`custom`).
 
 Each is a function of this package and an entry of `SCHEDULES`. Synchronous
 schedules take `batches`, the number of batches with a flush between them, and
-`microbatches`, the size of each. `build` makes a table from the arguments of
-its function, `make` from the stages and the microbatches of a run, with the
-traits that the schedule declares.
+`microbatches`, the size of each. `build` passes its options to the schedule's
+function. `make` derives these from the stages and microbatches of a run, and
+from the traits that the schedule declares.
 """
 
 import importlib
@@ -69,8 +69,9 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 class OptionError(ValueError):
-  """An option of a run that does not fit. Its text begins with its key, so
-  `runs.LABEL.` before it makes it the key of a config."""
+  """An option of a run that does not fit. The text of the error begins with
+  the option's name; a caller writes `runs.LABEL.` before it, which gives the
+  key of a config."""
 
   def __init__(self, key: str, why: str):
     super().__init__(f"{key} {why}")
@@ -107,8 +108,9 @@ def build(name: str, **options: Any) -> Schedule:
 
 
 def forwards(options: Mapping[str, object]) -> int:
-  """Returns how many forwards a table of these options of its maker has, or
-  fewer. A value that is no number counts as 1: the maker refuses it.
+  """Returns a lower bound of the number of forwards in the table that a maker
+  would return for these options. A value that is no number counts as 1: the
+  maker refuses it.
 
   Example:
     >>> from asgd.pipeline import schedules
@@ -124,9 +126,9 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns the traits of a schedule of `SCHEDULES`, with its options. A file
-  that holds a table has none. Raises ValueError for an unknown name, naming the
-  nearest known one.
+  """Returns the traits of a schedule of `SCHEDULES`, with its options. For the
+  path of a table it returns traits without options. Raises ValueError for an
+  unknown name, naming the nearest known one.
 
   Example:
     >>> from asgd.pipeline import schedules
@@ -156,8 +158,9 @@ def make(
     total: microbatches of the run.
     batch: microbatches of an update if `every` is None and the schedule flushes
       or sums gradients.
-    every: microbatches of one update. None: for a file, those of its table; for
-      an asynchronous schedule that sums no gradients, 1; else `batch`.
+    every: microbatches of one update. None: 1 for an asynchronous schedule that
+      sums no gradients; for a file without a flush, those of its table; else
+      `batch`.
     **options: those of `describe(name).options`. `rule` may be a
       function or its name, MODULE:FUNCTION.
 
@@ -219,7 +222,7 @@ def _make_by_name(name, stages, total, batch, every, options):
   if name == "zero_bubble":
     options.setdefault("max_activations", stages)
   if "rule" in parameters:
-    options["rule"] = _function(options.get("rule"))
+    options["rule"] = _rule_of(options.get("rule"))
   flushes = options.get("flush", traits.flush)
   if every is None:
     every = batch if flushes or traits.sums else 1
@@ -244,35 +247,35 @@ def _check_option(key, value):
     raise OptionError(key, str(error).removeprefix(f"{key} ")) from None
 
 
-def _function(name):
+def _rule_of(rule):
   """Returns a function, or imports the function MODULE:NAME."""
-  if callable(name):
-    return name
-  module, _, attribute = (name if isinstance(name, str) else "").partition(":")
+  if callable(rule):
+    return rule
+  module, _, attribute = (rule if isinstance(rule, str) else "").partition(":")
   try:
     return getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError, TypeError) as error:
     raise OptionError(
       "rule",
       "must name a function, as in 'my_module:my_rule', not"
-      f" {name!r} ({error})",
+      f" {rule!r} ({error})",
     ) from None
 
 
 def _read_file(path, stages, total, batch, every, options):
   """Reads a user's table. It must have the microbatches of the run."""
   if options:
-    why = f"is no option: all of the run is in {path}; drop it"
+    why = f"is no option of a table in a file: {path} is complete; drop it"
     raise OptionError(next(iter(options)), why)
   try:
     table = validate.validate(table_lib.read(Path(path)))
   except OSError as error:
     why = f"{path} cannot be read: {error.strerror}"
     raise OptionError("schedule", why) from error
-  if user_actions := sorted(set(table.action.tolist()) - set(KNOWN)):
+  if unknown_actions := sorted(set(table.action.tolist()) - set(KNOWN)):
     raise OptionError(
       "schedule",
-      f"{path} has actions {user_actions}, for which there are no functions"
+      f"{path} has actions {unknown_actions}, for which there are no functions"
       " here: use asgd.pipeline.executor, or drop them",
     )
   if stages is not None and stages != table.stages:
@@ -292,8 +295,9 @@ def _read_file(path, stages, total, batch, every, options):
     raise OptionError(
       "schedule",
       f"{path} has {table.microbatches} microbatches, {table.every} in an"
-      " update; a table that flushes must be of one update, and divide the"
-      f" {total} microbatches of the run, another must have them all",
+      f" update; the run has {total}. A table that flushes must contain one"
+      " update, and the run a multiple of it; any other table must contain all"
+      " microbatches of the run",
     )
   return table
 
@@ -333,7 +337,7 @@ def recompute_of(
 
 
 def weights_of(table: Schedule, weights: str | None = None) -> str:
-  """Returns which weights backwards of a table read; see `analyze.versions`.
+  """Returns the choice of weights of backwards, as in `analyze.versions`.
 
   Args:
     table: any valid one.
@@ -341,7 +345,8 @@ def weights_of(table: Schedule, weights: str | None = None) -> str:
       default of the schedule with the table's name; "stash" for an unknown one.
 
   Raises:
-    OptionError: for weights of asynchronous schedules and a table that flushes.
+    OptionError: if the table flushes, and `weights` is neither "latest" nor
+      "stash".
     ValueError: as `analyze.versions`.
 
   Example:

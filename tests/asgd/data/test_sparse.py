@@ -76,3 +76,7 @@ def test_what_is_not_there_is_named(tmp_path):
     sparse.from_rows([([1], [1.0])], [2])
   with pytest.raises(ValueError, match="has only one class"):
     sparse.from_rows([([1], [1.0])] * 5, [1] * 5)
+  with pytest.raises(ValueError, match="has 4 examples: give 5 or more"):
+    sparse.from_rows([([1], [1.0])] * 4, [0, 1] * 2)
+  with pytest.raises(ValueError, match="has an empty test part: set `test`"):
+    sparse.from_rows([([1], [1.0])] * 6, [0, 1] * 3, test=np.zeros(6, bool))

@@ -142,7 +142,7 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   )
   loop = make_loop(spec, link, memory)
   job = OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
-  job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
+  job.ticket_frames[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._incarnation
   loop._start_next_incarnation()
   loop._write_to_slots(before, job, params)

@@ -115,14 +115,14 @@ class AskingDispatcher(Dispatcher):
       return False
     if rules.round:
       return self._arrivals.n_granted < rules.round + rules.backup
-    return self._clock(worker) - slowest <= rules.bound
+    return self._next_start_clock(worker) - slowest <= rules.bound
 
   def slowest(self):
     if self._in_warm_start:
-      return max((p.finished for p in self._states.values()), default=0)
+      return max((p.clock for p in self._states.values()), default=0)
     return min(
       (
-        self._states[worker].finished
+        self._states[worker].clock
         for worker in self._ledger.present
         if self.tickets(worker) or self._choose_job(worker) is not None
       ),

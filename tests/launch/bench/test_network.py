@@ -117,6 +117,12 @@ def test_the_network_of_a_machine_is_left_alone(faked):
     next(iter(namespaces.wire().gen))
 
 
+def test_a_new_namespace_may_have_devices_of_tunnels(faked):
+  _, answers = faked
+  answers["link"] = '[{"ifname": "lo"}, {"ifname": "sit0"}]'
+  namespaces._check_namespace()
+
+
 def test_a_command_that_fails_is_named():
   with pytest.raises(ValueError, match="false x failed .it does not say why."):
     namespaces._run("false", "x")
