@@ -10,13 +10,15 @@ trained like any experiment, in a separate folder; the same command resumes it.
 Each claim is printed with its effect, the interval that decides it, and PASS,
 FAIL or UNDECIDED. A claim that fails is a result: it does not change the exit
 status. If a cell has no valid result, no claim is judged, and the exit status
-is 3. --docs also copies verdicts and picture to docs/figures and rewrites the
-page docs/figures.md; without a name it only rewrites the page.
+is 3. With --all the other figures are trained nevertheless, also if the data of
+one are missing. --docs also copies verdicts and picture to docs/figures and
+rewrites the page docs/figures.md; without a name it only rewrites the page.
 """
 
 from pathlib import Path
 
-from asgd.experiment import shipped, storage
+from asgd.data import DataError
+from asgd.experiment import folder, shipped, storage
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar
 from asgd.experiment.signals import Signals
@@ -52,8 +54,9 @@ def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
 def main(name: str | None = None) -> None:
   """Reproduces the named figure, or all figures."""
   all_figures, quick = _FLAGS["all"].value, _FLAGS["quick"].value
-  if all_figures and _FLAGS["workdir"].value:
-    raise ValueError("--workdir is the folder of one figure: drop it or --all")
+  for key in ("workdir", "data_dir"):
+    if all_figures and _FLAGS[key].value:
+      raise ValueError(f"--{key} is the folder of one figure: drop it or --all")
   if _FLAGS["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
@@ -63,9 +66,17 @@ def main(name: str | None = None) -> None:
     # All files are read before the first is trained: a mistake in the last one
     # is found at once.
     tasks = [reproduce.load(p, flags.ENGINES, quick=quick) for p in paths]
-    signals = Signals()
+    signals, failures = Signals(), []
     for task in tasks:
-      _reproduce(task, signals)
+      try:
+        _reproduce(task, signals)
+      except (DataError, folder.Incomplete) as error:
+        if not all_figures:
+          raise
+        failures.append(f"{task.figure.name}: {error}")
+        print(failures[-1])
+    if failures:
+      raise folder.Incomplete("not reproduced: " + "; ".join(failures))
   if _FLAGS["docs"].value:
     # The page of all stored figures, not only of these.
     print(f"page      {gallery.write(_DOCS)}")

@@ -1,7 +1,11 @@
 """The command that reproduces figures."""
 
+from pathlib import Path
+
 import kit
 import pytest
+
+from asgd.data import DataError
 
 
 @pytest.mark.parametrize(
@@ -12,6 +16,7 @@ import pytest
     (["no/file.py"], "no/file.py: there is no such file"),
     (["dana", "--all"], "give one figure: a NAME"),
     (["--all", "--workdir=x"], "--workdir is the folder of one figure"),
+    (["--all", "--data_dir=x"], "--data_dir is the folder of one figure"),
     (["dana", "stragglers"], "unexpected argument 'stragglers'"),
     (["{}"], "claim 'c', of: unknown run 'nag'; known: nag_asgd"),
     (["delayed_edge", "--quick", "--workdir={}"], "is a file"),
@@ -37,3 +42,22 @@ def test_figures_are_listed():
   said = kit.call("reproduce", "--list", status=0).stdout
   titles = dict(line.split(None, 1) for line in said.splitlines() if line)
   assert titles["delayed_edge"] == "The stability edge of delayed SGD"
+
+
+def test_all_figures_but_those_without_data_are_trained(monkeypatch):
+  trained = []
+
+  def reproduce(task, *_, **options):
+    if task.figure.name == "dc_asgd_resnet":
+      raise DataError("cannot download cifar10")
+    trained.append(task.figure.name)
+    return Path()
+
+  figure = {"title": "t"}
+  monkeypatch.setattr("asgd.figures.reproduce.reproduce", reproduce)
+  monkeypatch.setattr("asgd.experiment.storage.read_json", lambda _: figure)
+  done = kit.call("reproduce", "--all", "--quick", status=3)
+  assert len(trained) == 27
+  assert done.stderr == (
+    "error: not reproduced: dc_asgd_resnet: cannot download cifar10\n"
+  )
