@@ -1,13 +1,12 @@
 """Protocols: which worker may start a job, and on which data.
 
 A Dispatcher is called for each event (a worker joins, asks for work, sends a
-message, leaves) and decides which jobs start. The caller passes the time: a
-simulated order a drawn one, a live run a real one. Each decision is a row of a
-Trace, from which `Dispatcher.replay` restores the state after a crash. The
-state lacks three things then: waiting messages, which their senders must send
-again, pauses, and the durations of jobs. Most events cost O(log N) for N
-workers: `asgd.orders.starters` keeps the workers that may start,
-`asgd.orders.arrivals` the messages that may be received.
+message, leaves) and decides which jobs start. The caller passes the time, which
+is drawn in a simulated order and real in a live run. Each decision is a row of
+a Trace. After a crash, `Dispatcher.replay` restores the state from the rows,
+except waiting messages (their senders must send them again), pauses, and the
+durations of jobs. Most events cost O(log N) for N workers: `starters` keeps the
+workers that may start, `arrivals` the messages that may be received.
 
   rules                          protocol
   Rules()                        asynchronous
