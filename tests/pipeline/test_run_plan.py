@@ -169,7 +169,7 @@ def test_a_table_of_a_file_is_obeyed(tmp_path):
   stale = schedules.pipedream(STAGES, MICROBATCHES * UPDATES - 1)
   for table, overrides, said in (
     (mine, {"pipeline.microbatches": 4}, "8 microbatches in an update.*=8"),
-    (stale, {}, "another must have them all"),
+    (stale, {}, "any other table must contain all"),
     (mine, {"runs.x.stages": 3}, "stages 3 are not the 2 of"),
   ):
     path.write_text(table_lib.to_csv(table))
