@@ -18,7 +18,7 @@ from asgd import base, checks
 class Aux(NamedTuple):
   """The second value that a loss returns."""
 
-  stats: Any  # the batch's own statistics, as `Variables.stats`; () if none
+  stats: Any  # statistics of this batch, like `Variables.stats`; () if none
 
 
 Loss = Callable[
@@ -30,7 +30,7 @@ class LossError(ValueError):
   """A loss has the wrong arguments or the wrong return value."""
 
 
-_KEYS = "key", "rng"  # names by which an optional third argument gets a key
+_KEY_NAMES = "key", "rng"  # an optional third argument gets a key by these
 _FORMS = "(params, batch) or (params, batch, key)"
 
 
@@ -48,11 +48,11 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
   by_position = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD
   positional = [p for p in parameters if p.kind in by_position]
   required = [p for p in positional if p.default is empty]
-  takes_more = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
+  has_star_args = any(p.kind is Parameter.VAR_POSITIONAL for p in parameters)
   needs_keyword = any(
     p.kind is Parameter.KEYWORD_ONLY and p.default is empty for p in parameters
   )
-  has_too_few = len(positional) < 2 and not takes_more
+  has_too_few = len(positional) < 2 and not has_star_args
   if len(required) > 3 or needs_keyword or has_too_few:
     arguments = ", ".join(map(str, parameters)) or "nothing"
     raise LossError(
@@ -60,7 +60,7 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
       " other arguments with functools.partial"
     )
   # An optional third argument gets a key only if its name says so.
-  has_optional_key = len(positional) > 2 and positional[2].name in _KEYS
+  has_optional_key = len(positional) > 2 and positional[2].name in _KEY_NAMES
   return len(required) == 3 or has_optional_key
 
 
@@ -69,8 +69,8 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
 
   Args:
     loss: (params, batch) or (params, batch, key) -> a float[], or (float[],
-      aux). If the parameters are `Variables`, aux is the batch's own
-      statistics; otherwise aux is dropped.
+      aux). If the parameters are `Variables`, aux is the batch's statistics, or
+      an `Aux`. Otherwise an aux that is no `Aux` is dropped.
 
   Returns:
     (params, batch, key) -> (float[], Aux).
@@ -94,7 +94,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
     result = loss(params, batch, key) if takes_key else loss(params, batch)
-    # Any other result is treated as the value alone, which is checked below.
+    # A result that is no pair is the value alone.
     is_pair = isinstance(result, (tuple, list)) and len(result) == 2
     value, aux = result if is_pair else (result, Aux(()))
     _check_value(value)
@@ -117,7 +117,7 @@ def _check_value(value: Any) -> None:
   if jnp.shape(value):
     raise LossError(
       f"the loss must be a scalar, not an array of shape {jnp.shape(value)}:"
-      " return its mean, losses.mean()"
+      " return its mean over the examples"
     )
   if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
     raise LossError(

@@ -64,13 +64,13 @@ def table(
 
 
 @contextlib.contextmanager
-def ends_with_its_reader() -> Iterator[None]:
+def exit_on_broken_pipe() -> Iterator[None]:
   """Exits silently, with SIGPIPE's status, if the output's reader closes it, as
   in `asgd --list | head -1`. The output is flushed at the end of the block: if
   flushing failed while Python exits, Python would print a traceback.
 
   Example:
-    >>> @ends_with_its_reader()
+    >>> @exit_on_broken_pipe()
     ... def main():
     ...   print("listed")
     >>> main()

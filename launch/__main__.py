@@ -27,7 +27,7 @@ def _exact_name(name: str) -> str:
   return name
 
 
-@output.ends_with_its_reader()
+@output.exit_on_broken_pipe()
 def main() -> None:
   """Runs the named command with the other words as its command line."""
   name, *words = sys.argv[1:] or ["--help"]

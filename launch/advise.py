@@ -76,11 +76,11 @@ def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
   )
 
 
-def _show(name: str, step_costs: Any, training: Any, advice: Any) -> None:
+def _show(name: str, step_costs: Any, rule: Any, advice: Any) -> None:
   """Prints measurements, ways and advice."""
   columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
   print(f"measured on this machine, for {name}")
-  lines = advice_lib.describe(step_costs, training)
+  lines = advice_lib.describe(step_costs, rule)
   all_topics = {**lines, **advice.reasons}
   width = max(map(len, all_topics)) + 2
 
@@ -109,20 +109,20 @@ def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
     config.runs.values(), key=lambda run: max(run.config["workers"]) > 1
   )
   run = runs[0]
-  training = ways_lib.step_rule(run, config.config)
+  rule = ways_lib.step_rule(run, config.config)
   cluster = _cluster(values, config.config)
   dataset, problem = problem_lib.load(
     {**config.config, **run.config}, data_dir=values["data_dir"]
   )
   batches = learning_rates.budget_batches(run, problem)
-  step_costs = ways_lib.measure(problem, training, batches)
-  advice = advice_lib.advise(step_costs, cluster, training, run.config)
+  step_costs = ways_lib.measure(problem, rule, batches)
+  advice = advice_lib.advise(step_costs, cluster, rule, run.config)
   if run.recipe != advice.recipe:
     text = f" It replaces the recipe {run.recipe} of the run {run.label}"
     if any(".momentum=" in flag for flag in advice.flags):
-      text += f", and keeps its momentum of {training.momentum:g}"
+      text += f", and keeps its momentum of {rule.momentum:g}"
     advice.reasons["recipe"] += f"{text}."
-  _show(f"the run {run.label} on {dataset.name}", step_costs, training, advice)
+  _show(f"the run {run.label} on {dataset.name}", step_costs, rule, advice)
   replaced = {word.partition("=")[0] for word in advice.flags}
   words = ["asgd train"]
   words += [
@@ -141,7 +141,7 @@ def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
   result = advice._asdict()
   result |= {"way": advice.way._asdict()}
   result |= {"ways": [way._asdict() for way in advice.ways]}
-  flags.publish(run=run.label, measured=step_costs._asdict(), **result)
+  flags.add_json(run=run.label, measured=step_costs._asdict(), **result)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def _report(
 ) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, run.failures)}\n")
-  flags.publish(workdir=str(workdir), injected=len(run.failures))
+  flags.add_json(workdir=str(workdir), injected=len(run.failures))
   data_dir, passed = _FLAGS["data_dir"].value, True
   # [1] Each cell against the failures that were injected into it.
   for cell in exp.cells:
@@ -147,7 +147,7 @@ def _report(
 
 def _print_finding(check: str, text: str, passed: bool) -> None:
   """Prints the line of one check, and adds it to the object of --json."""
-  flags.append("checks", {"what": check, "result": text, "passed": passed})
+  flags.append_json("checks", {"what": check, "result": text, "passed": passed})
   print(f"{'ok' if passed else 'FAILED':6}  {check}: {text}", flush=True)
 
 
@@ -206,7 +206,7 @@ def _simulate() -> None:
     )
     sys.exit(128 + signal.SIGINT)  # as a shell reports a signal
   print(tally.table())
-  flags.publish(seeds=n_seeds, failed=sorted(tally.failed_seeds))
+  flags.add_json(seeds=n_seeds, failed=sorted(tally.failed_seeds))
   if n_failed := len(tally.failed_seeds):
     raise flags.Failed(f"chaos: {n_failed} of {n_seeds} seeds failed")
 

@@ -1,4 +1,4 @@
-"""A command line before any library is imported: --help, and wrong flags.
+"""Answers --help and refuses wrong flags, before any library is imported.
 
 `dispatch` needs a tenth of a second. It prints --help, and refuses a flag that
 the command does not have; the error proposes the nearest flag or key of a
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, CONFIG_COMMANDS, OPTIONAL, Flag, Usage
+from .command_flags import COMMANDS, CONFIG_COMMANDS, OPTIONAL, Command, Flag
 
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
@@ -73,7 +73,7 @@ def overview() -> str:
   return "\n".join(lines)
 
 
-def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+def _two_columns(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
   """Yields the lines of (name, text) rows in two columns."""
   columns = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
   rows = list(rows)
@@ -120,8 +120,8 @@ def _key_text(kind: str, default: Any) -> str:
 
 def help_text(name: str, *, everything: bool = True) -> str:
   """Returns the text of `asgd NAME --help=all`: usage, description, flags, and
-  the keys of a config if the command takes one. Without `everything` returns
-  the text of --help, which is shorter for commands with a first screen."""
+  the keys of a config if the command takes one. Without `everything` the text
+  has only the flags and keys of `command.first_screen`, if there are some."""
   command = COMMANDS[name]
   first_screen = () if everything else command.first_screen
   head, _, rest = _docstring(name).partition("\n")
@@ -140,18 +140,18 @@ def help_text(name: str, *, everything: bool = True) -> str:
       "--config=FILE": text,
       "--config.KEY=VALUE": "Set a key.",
     }
-    lines += _entries(config_help.items())
+    lines += _two_columns(config_help.items())
   flags = sorted(
     (flag, row)
     for flag, row in command.flags.items()
     if not first_screen or flag in first_screen
   )
-  lines += _entries(_flag_help(*item) for item in flags)
+  lines += _two_columns(_flag_help(*item) for item in flags)
   if command.config:
     keys = catalogue()["keys"].items()
     keys = [row for row in keys if not first_screen or row[0] in first_screen]
     lines += ["", f"keys of a config (asgd {name} {command.config} ...):"]
-    lines += _entries((key, _key_text(*row)) for key, row in keys)
+    lines += _two_columns((key, _key_text(*row)) for key, row in keys)
     lines += ["", "asgd --list has the names of recipes, models and data."]
   if first_screen:
     n_more_flags = len(command.flags) - len(flags)
@@ -167,7 +167,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
 
 
 def _given_flags(
-  words: Sequence[str], command: Usage
+  words: Sequence[str], command: Command
 ) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
   remaining = iter(words)
@@ -187,7 +187,7 @@ def _given_flags(
       next(remaining, None)  # the next word is the value
 
 
-def _is_known(name: str, command: Usage) -> bool:
+def _is_known(name: str, command: Command) -> bool:
   """Whether a command, or absl, has a flag."""
   # absl accepts --noNAME for a switch.
   switch = name.removeprefix("no")
@@ -205,7 +205,7 @@ def _is_known(name: str, command: Usage) -> bool:
   return name in flags.FLAGS or switch in flags.FLAGS
 
 
-def closest(name: str, command: Usage) -> str | None:
+def closest(name: str, command: Command) -> str | None:
   """Returns the flag, or the key of a config, that a wrong flag resembles.
 
   Example:
@@ -248,7 +248,7 @@ def mistake(name: str, words: Sequence[str]) -> str | None:
   return None
 
 
-@output.ends_with_its_reader()
+@output.exit_on_broken_pipe()
 def dispatch(name: str, words: Sequence[str]) -> None:
   """Ends the process for --help, for --list and for an unknown flag."""
   # After "--" even --help is an argument.
@@ -267,10 +267,10 @@ def dispatch(name: str, words: Sequence[str]) -> None:
     fail(error)
 
 
-@output.ends_with_its_reader()
+@output.exit_on_broken_pipe()
 def run(main: Callable[..., None], name: str) -> None:
-  """Runs the main function of a command without flags, on its words. Such a
-  command needs neither absl nor JAX."""
+  """Runs a command that has no flags: calls `main` with the words of the
+  command line. Such a command needs neither absl nor JAX."""
   words = sys.argv[1:]
   dispatch(name, words)
   if "--" in words:  # the words that follow are no flags

@@ -13,8 +13,9 @@ if workers were independent (on shared cores they are not). The time of a job
 includes the server's work and the wait for it, so a prediction holds for this
 number of workers on equally busy machines.
 
-Cells of peers, tables and Sandblaster have no server that decides their order:
-they are compared with their replay; the first record that differs is named.
+In runs of peers, tables and Sandblaster no single server decides the order of
+messages. Their cells are compared with their replay, and the first record that
+differs is named.
 
 WORKDIR alone compares each of its live cells with its simulations, and prints
 when each cell reached a common loss. --durations_of=WORKDIR/cells/OTHER takes
@@ -28,9 +29,9 @@ first trains a config, as asgd train does with the same flags.
 
 draws experiments of any engines in one figure, with one table and one
 report.html, in --out or the next free runs/compare-001, -002, ... It imports no
-code that their configs name. The simulations of the other forms run that code,
-so they require --trust if another user made the folder. If that folder is
-read-only, their results are written to runs/compare-001, -002, ..., too.
+code that their configs name. The other forms import this code, so they require
+--trust if another user made the folder. If that folder is read-only, their
+results are written to runs/compare-001, -002, ..., too.
 """
 
 import subprocess
@@ -58,9 +59,10 @@ def _draw(draw: Callable[..., None], *arguments: Any) -> None:
   stem = arguments[-1]  # path without a suffix
   try:
     draw(*arguments)
-    print(f"picture  {stem}.png, .svg, .pdf; its numbers {stem}.csv")
+    print(f"picture  {stem}.png, .svg, .pdf; its numbers are in {stem}.csv")
   except ImportError:
-    print(f"picture  not drawn: pip install 'asgd[viz]'; {stem}.csv")
+    need = "pip install 'asgd[viz]'"
+    print(f"picture  not drawn: {need}; its numbers are in {stem}.csv")
 
 
 def _compare_cell(
@@ -85,7 +87,8 @@ def _compare_cell(
     storage.write_csv(out / "durations.csv", result.jobs)
     print(comparison.describe(result, rows, times_folder))
     _draw(comparison_figure.draw, result, stem)
-  flags.append("cells", {"cell": result.name, "out": str(out), "rows": rows})
+  json_cell = {"cell": result.name, "out": str(out), "rows": rows}
+  flags.append_json("cells", json_cell)
   return result
 
 
@@ -113,7 +116,7 @@ def _compare_all(workdir: Path, out: Path | None) -> None:
     storage.write_csv(stem.with_suffix(".csv"), rows)
     print(f"\n{comparison.race_table(rows, loss)}")
     _draw(comparison_figure.draw_losses, cells, loss, stem)
-  flags.publish(loss=loss, race=rows)
+  flags.add_json(loss=loss, race=rows)
 
 
 def _check_live() -> None:
@@ -128,7 +131,7 @@ def _check_live() -> None:
 
 
 def main(*folders: str) -> None:
-  """Runs one of the three forms of the command, see the module."""
+  """Compares several folders, one folder, or a config that it first trains."""
   config = flags.has_config()
   first_folder = folders[0] if folders else None
   if first_folder is not None and config:
@@ -146,7 +149,7 @@ def main(*folders: str) -> None:
     paths = list(map(Path, folders))
     out = out or flags.next_free_folder(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
-    flags.publish(out=str(out), folders=list(folders))
+    flags.add_json(out=str(out), folders=list(folders))
     return
   # [2] A config: train it first, in a new folder.
   if config:

@@ -324,12 +324,12 @@ def _parse(name: str, argv: Sequence[str]) -> Sequence[str]:
 _results: dict[str, Any] = {}
 
 
-def publish(**results: Any) -> None:
+def add_json(**results: Any) -> None:
   """Adds results to the object that --json prints when the command ends."""
   _results.update(results)
 
 
-def append(key: str, result: Any) -> None:
+def append_json(key: str, result: Any) -> None:
   """Adds a result to a list of the object that --json prints."""
   _results.setdefault(key, []).append(result)
 
@@ -365,7 +365,7 @@ def _stdout() -> Iterator[None]:
       print(storage.to_json(_results))
 
 
-@output.ends_with_its_reader()
+@output.exit_on_broken_pipe()
 def run(main: Callable[..., None], name: str) -> None:
   """Parses the flags of a command and runs main with its other arguments.
 

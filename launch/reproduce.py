@@ -48,7 +48,7 @@ def _reproduce(task: reproduce.Reproduction, signals: Signals) -> None:
     docs=_DOCS if _FLAGS["docs"].value else None,
   )
   verdicts = figure_folder / f"{task.figure.name}.json"
-  flags.append("figures", storage.read_json(verdicts))
+  flags.append_json("figures", storage.read_json(verdicts))
 
 
 def main(name: str | None = None) -> None:

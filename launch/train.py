@@ -279,7 +279,7 @@ def _publish(experiment: cells.Experiment, workdir: Path) -> None:
   results = folder.read_results(workdir)
   # The folder may have cells of other commands.
   names = {cell.name for cell in experiment.cells}
-  flags.publish(
+  flags.add_json(
     workdir=str(workdir),
     report=str(workdir / "report.html"),
     cells=[row for row in results if row["cell"] in names],
@@ -299,7 +299,7 @@ def _dry_run(resolved: schema.Resolved) -> None:
   if not isinstance(cells_at_once, int):
     cells_at_once = jobs.default_jobs()
   print(dry_run.describe(rows, cells_at_once))
-  flags.publish(dry_run=rows)
+  flags.add_json(dry_run=rows)
 
 
 def _start_crew(runs: Mapping[str, schema.Run]) -> jobs.Crew:

@@ -203,8 +203,8 @@ def model_averaging(
 
   Source:
     Stich, "Local SGD converges fast and communicates little", ICLR 2019,
-    arXiv:1805.09767. The states: Wang, Tantia, Ballas, Rabbat, "SlowMo", ICLR
-    2020, arXiv:1910.00643.
+    arXiv:1805.09767. `optimizer_state` is from Wang, Tantia, Ballas, Rabbat,
+    "SlowMo", ICLR 2020, arXiv:1910.00643.
 
   Example:
     From 8, one worker steps to 5 and the other to 6.

@@ -34,9 +34,9 @@ def staleness_aware(
 
   Source:
     Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
-    learning", IJCAI 2016, arXiv:1511.05950. The mean: Gupta, Zhang, Wang,
-    "Model accuracy and runtime tradeoff in distributed deep learning" (Rudra),
-    ICDM 2016, arXiv:1509.04210.
+    learning", IJCAI 2016, arXiv:1511.05950. The divisor "mean" is from Gupta,
+    Zhang, Wang, "Model accuracy and runtime tradeoff in distributed deep
+    learning" (Rudra), ICDM 2016, arXiv:1509.04210.
 
   Example:
     Three workers compute a gradient of 4 at the same parameters.
@@ -130,7 +130,7 @@ def adadelay(
   weight_decay: float = 0.0, strength: float = 1.0,
   optimizer: OptimizerLike = None
 ) -> Recipe:
-  """AdaDelay: steps that shorten with the updates and with their delay.
+  """AdaDelay: the step shrinks with the number of updates and the staleness.
 
     params <- params - alpha_t g,   alpha_t = (L + c sqrt(t + tau_t))^-1
     L = 1 / eta;   t = 1, 2, ... counts updates, tau_t is the staleness
@@ -150,7 +150,8 @@ def adadelay(
 
   Source:
     Sra, Yu, Li, Smola, "AdaDelay: delay adaptive distributed stochastic
-    optimization", AISTATS 2016, arXiv:1508.05003, with one c for all elements.
+    optimization", AISTATS 2016, arXiv:1508.05003; `strength` is the paper's c,
+    the same for all parameters.
 
   Example:
     L = 2. The second gradient is one update late: sqrt(2 + 1).

@@ -116,8 +116,8 @@ def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
   return codec.for_run(workers, epoch)
 
 
-def composed(codec: Codec, compose: Callable[[Codec], Any]) -> Any:
-  """Returns the `for_run` of compose(codec)."""
+def fit_then_compose(codec: Codec, compose: Callable[[Codec], Any]) -> Any:
+  """Returns the `for_run` of compose(codec): it fits `codec`, then composes."""
   if codec.for_run is None:
     return None
   return lambda *size: compose(fitted(codec, *size))
@@ -209,7 +209,7 @@ def error_feedback(codec: Codec) -> Codec:
       residual = codec.limit(inner, residual)
     return code, Residual(residual, inner)
 
-  for_run = composed(codec, error_feedback)
+  for_run = fit_then_compose(codec, error_feedback)
   return Codec(init, encode, codec.decode, feedback=OWN, for_run=for_run)
 
 
@@ -249,7 +249,7 @@ def clip(codec: Codec, norm: float) -> Codec:
   def encode(state, tree, key):
     return codec.encode(state, clipped(tree, norm), key)
 
-  for_run = composed(codec, lambda codec: clip(codec, norm))
+  for_run = fit_then_compose(codec, lambda codec: clip(codec, norm))
   # Clipping shortens messages: their mean is not x, and the codec's delta does
   # not include this error.
   other_fields = {"unbiased": False, "delta": None, "for_run": for_run}
@@ -302,7 +302,8 @@ def in_words(codec: Codec) -> Codec:
     code, state = codec.encode(state, tree, key)
     return jax.tree.map(without_coding, code, is_leaf=is_leaf), state
 
-  return codec._replace(encode=encode, for_run=composed(codec, in_words))
+  for_run = fit_then_compose(codec, in_words)
+  return codec._replace(encode=encode, for_run=for_run)
 
 
 def power_below(x: jax.Array) -> jax.Array:

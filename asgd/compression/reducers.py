@@ -11,7 +11,7 @@ import jax
 import optax
 
 from asgd import base
-from asgd.compression.codec import Codec, composed
+from asgd.compression.codec import Codec, fit_then_compose
 
 MOST_STEPS = 2**31 - 1  # a reducer counts steps in an int32
 
@@ -64,4 +64,4 @@ def average(codec: Codec) -> Reducer:
     code, state = codec.encode(state, tree, key)
     return jax.lax.pmean(codec.decode(code), axis), state
 
-  return Reducer(codec.init, reduce, composed(codec, average))
+  return Reducer(codec.init, reduce, fit_then_compose(codec, average))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from asgd import base, checks, sharding
-from asgd.compression.codec import Codec, composed
+from asgd.compression.codec import Codec, fit_then_compose
 
 # The contract of each function, for the error if it fails.
 _CONTRACT = {
@@ -109,10 +109,10 @@ be float32[3]
       decoded = jax.eval_shape(codec.decode, code_struct)
     result = "what decode returns"
     _check_like(name, result, decoded, "the message", tree_struct)
-    # With another state, each message would compile again.
+    # For a state of other shapes or dtypes, JAX would compile again.
     result = "the state of encode"
     _check_like(name, result, next_struct, "that of init", state_struct)
     return code, next_state
 
-  for_run = composed(codec, lambda codec: checked(codec, name))
+  for_run = fit_then_compose(codec, lambda codec: checked(codec, name))
   return codec._replace(init=init, encode=encode, for_run=for_run)

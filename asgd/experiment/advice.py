@@ -1,4 +1,4 @@
-"""Advice: whether to distribute a config, and how, each with its number.
+"""Advises whether and how to distribute a config, with a number per reason.
 
 `asgd.experiment.ways` measures a step, and simulates the ways of training.
 `advise` adds recipe, learning rate and memory. Recipes follow the questions of
@@ -31,7 +31,7 @@ from asgd.parallel import memory
 _FEW_WORKERS = 8  # workers up to which plain `asgd` loses little
 _SLOW_FACTOR = 4  # a machine this many times as slow sends very old messages
 _RUN = "advised"  # label of the proposed run
-_MESH_WARM_UP_FACTOR = 10  # a mesh starts at the peak rate over this factor
+_MESH_WARM_UP_FACTOR = 10  # the warm-up of a mesh starts at peak rate / this
 
 
 class Recommendation(NamedTuple):
@@ -58,42 +58,42 @@ def show_seconds(seconds: float) -> str:
   return f"{float(f'{seconds * 1e6:.2g}'):g} us"
 
 
-# Rules. Each returns its result and the sentences that give the reason.
+# Rules. Those for recipe and rate also return the sentences of their reason.
 
 
 def recipe_for(
-  way: Way, training: StepRule, cluster: Machines, nbytes: float
+  way: Way, rule: StepRule, cluster: Machines, nbytes: float
 ) -> tuple[str, str]:
   """Returns the recipe of a way of training.
 
   Args:
     way: the chosen one.
-    training: how the config takes its steps.
+    rule: how the config takes its steps.
     cluster: the machines.
     nbytes: the bytes of the parameters.
   """
-  workers, momentum = way.workers, training.momentum
+  workers, momentum = way.workers, rule.momentum
   if way.name in (ONE_MACHINE, MESH):
     recipe_name = "asgd" if way.name == ONE_MACHINE else "ssgd"
     return recipe_name, "Nothing is stale: no rule against staleness is needed."
   if way.name == LOCAL:
-    return ways_lib.local_recipe(training, cluster), (
+    return ways_lib.local_recipe(rule, cluster), (
       f"Workers send a message after {way.steps} steps, so there are"
       f" {way.steps} times fewer messages."
     )
   if way.name == CODED:
-    codec = ways_lib.message_codec(training)["name"]
+    codec = ways_lib.message_codec(rule)["name"]
     return "asgd", (
       f"The codec {codec} makes messages small"
       + (", and keeps the momentum at the workers." if momentum else ".")
     )
-  if training.optimizer is not None:
-    recipe_name = training.optimizer["name"]
+  if rule.optimizer is not None:
+    recipe_name = rule.optimizer["name"]
     return (
       "asgd",
       f"{recipe_name} applies each message; asgd runs any optimizer.",
     )
-  if momentum and training.down is not None:
+  if momentum and rule.down is not None:
     return "multi_asgd", (
       f"The config has momentum {momentum:g}: each worker has one. DANA looks"
       " ahead, which config.compress_down does not allow."
@@ -113,7 +113,7 @@ def recipe_for(
         " workers."
       )
     return "dana_zero", text
-  # The spread of machines, not of steps: one late step makes one old message.
+  # Compare machines, not steps: a single late step makes one old message only.
   if cluster.spread > _SLOW_FACTOR:
     return "gap_aware", (
       f"The slowest machine takes {cluster.spread:.2g} times as long as the"
@@ -122,8 +122,8 @@ def recipe_for(
     )
   if workers <= _FEW_WORKERS:
     return "asgd", (
-      f"Without momentum {workers} workers lose little to staleness"
-      f" (at most {_FEW_WORKERS})."
+      f"Without momentum, {workers} workers lose little to staleness"
+      f" (up to {_FEW_WORKERS} workers do)."
     )
   return "dc_asgd_a", (
     f"Without momentum, but with {workers} workers (more than {_FEW_WORKERS}),"
@@ -132,29 +132,29 @@ def recipe_for(
 
 
 def stability_limit(
-  recipe_name: str, way: Way, training: StepRule, step_costs: StepCosts,
+  recipe_name: str, way: Way, rule: StepRule, step_costs: StepCosts,
   cluster: Machines,
 ) -> float:
   """Returns the quadratic limit: the largest product of learning rate and
   curvature at which a recipe is stable; NaN if that is not known."""
-  is_unknown = training.optimizer is not None or way.name == LOCAL
+  is_unknown = rule.optimizer is not None or way.name == LOCAL
   if is_unknown or not math.isfinite(step_costs.sharpness):
     return math.nan
-  if way.name == CODED and training.momentum:
+  if way.name == CODED and rule.momentum:
     # The codec has one momentum per worker, as multi_asgd has.
     recipe_name = "multi_asgd"
-  recipe = ways_lib.build_recipe(recipe_name, training, way.workers)
+  recipe = ways_lib.build_recipe(recipe_name, rule, way.workers)
   trace = orders.build(
     *(recipe.order, ways_lib.job_durations(step_costs, cluster)),
     workers=way.workers,
     messages=40 * way.workers,
   )
-  rate = training.rate
+  rate = rule.rate
   return rate * diagnosis.curvature_limit(recipe, trace, learning_rate=rate)
 
 
 def rate_for(
-  way: Way, training: StepRule, sharpness: float, limit: float
+  way: Way, rule: StepRule, sharpness: float, limit: float
 ) -> tuple[float, bool, str]:
   """Returns (peak learning rate, whether it needs a warm-up, reason).
 
@@ -164,15 +164,15 @@ def rate_for(
   rate times curvature is above `limit`, a warm-up from a lower rate is needed;
   the peak is lowered if the warm-up would begin above `limit`, too.
   """
-  rate, workers = training.rate, way.workers
+  rate, workers = rule.rate, way.workers
   text = f"{rate:g}, as in the config."
   if way.name == MESH:
-    power = 1.0 if training.optimizer is None else 0.5
+    power = 1.0 if rule.optimizer is None else 0.5
     rate *= workers**power
     factor_text = f"{workers}" if power == 1 else f"the root of {workers}"
     text = (
       f"{rate:.3g}: an update is on {workers} batches, so the rate of the"
-      f" config, {training.rate:g}, is multiplied by {factor_text}, and warmed"
+      f" config, {rule.rate:g}, is multiplied by {factor_text}, and warmed"
       " up."
     )
   if not math.isfinite(limit):
@@ -205,16 +205,16 @@ def rate_for(
 
 
 def memory_for(
-  way: Way, recipe_name: str, training: StepRule, step_costs: StepCosts
+  way: Way, recipe_name: str, rule: StepRule, step_costs: StepCosts
 ) -> tuple[float, float]:
   """Returns the bytes at a worker and at the server, 0.0 without a server."""
-  options = ways_lib.optimizer_options(recipe_name, training)
+  options = ways_lib.optimizer_options(recipe_name, rule)
   if way.name == CODED:
     options = {}  # the codec has the momentum
-  need = memory.recipe_bytes(recipe_name, way.workers, **options)
-  at_worker = 2 * step_costs.dense + need.worker * step_costs.parameters
-  at_worker += step_costs.residuals
-  state = need.total * step_costs.parameters
+  per_parameter = memory.recipe_bytes(recipe_name, way.workers, **options)
+  at_worker = per_parameter.worker * step_costs.parameters
+  at_worker += 2 * step_costs.dense + step_costs.residuals
+  state = per_parameter.total * step_costs.parameters
   if way.name in (ONE_MACHINE, MESH):
     return at_worker + state, 0.0
   return at_worker, step_costs.dense + state
@@ -230,19 +230,20 @@ def _distribution_reason(
   cluster: Machines,
 ) -> str:
   """Returns whether to distribute, and why."""
+  start, one_machine = cluster.start_seconds, step_costs.one_machine_seconds
   text = (
     f"One machine trains all {step_costs.batches:,.0f} steps in"
-    f" {show_seconds(step_costs.one_machine)}."
+    f" {show_seconds(one_machine)}."
   )
   if len(candidates) == 1:
     return f"No: there is one machine. {text}"
   fastest = max(candidates, key=lambda each: each.speed)
   if way.name != ONE_MACHINE:
-    seconds = cluster.start + step_costs.one_machine / way.speed
+    seconds = start + one_machine / way.speed
     return (
       f"Yes. {text} {way.workers} workers, each on a machine like this one,"
-      f" need {show_seconds(seconds)}, of which {show_seconds(cluster.start)}"
-      " pass until they have started."
+      f" need {show_seconds(seconds)}, of which {show_seconds(start)} pass"
+      " until they have started."
     )
   if fastest.speed < WORTHWHILE_SPEEDUP:
     return (
@@ -250,11 +251,11 @@ def _distribution_reason(
       f" workers) is {fastest.speed:.3g} times as fast; below"
       f" {WORTHWHILE_SPEEDUP:g} it is not worth it."
     )
-  seconds = cluster.start + step_costs.one_machine / fastest.speed
+  seconds = start + one_machine / fastest.speed
   return (
     f"No. {text} The fastest other way ({fastest.name}, {fastest.workers}"
-    f" workers) needs {show_seconds(seconds)}, of which"
-    f" {show_seconds(cluster.start)} pass until its workers have started."
+    f" workers) needs {show_seconds(seconds)}, of which {show_seconds(start)}"
+    " pass until its workers have started."
   )
 
 
@@ -272,8 +273,8 @@ def _way_reason(
     + 2 * step_costs.dense / network.up
   )
   sentences = [
-    f"Fewer workers than these {workers} (of {cluster.machines}) would give"
-    f" less than {100 * ways_lib.NEAR_FASTEST:.0f} % of its greatest speed.",
+    f"{workers} of {cluster.machines} machines are the fewest that give"
+    f" {100 * ways_lib.NEAR_FASTEST:.0f} % of this way's greatest speed.",
     f"A dense message takes {show_seconds(message_seconds)} on its way and at"
     f" the server, a step {show_seconds(step_costs.mean)}; the slowest machine"
     f" takes {cluster.spread:.2g} times as long as the fastest.",
@@ -292,11 +293,11 @@ def _way_reason(
 
 
 def _flags(
-  way: Way, recipe_name: str, rate: float, warm_up: bool, training: StepRule,
+  way: Way, recipe_name: str, rate: float, warm_up: bool, rule: StepRule,
   config: Mapping[str, Any],
 ) -> tuple[str, ...]:
   """Returns the flags of asgd train for the advice."""
-  options = dict(training.own)
+  options = dict(rule.repeated_options)
   if way.name == CODED or "momentum" not in algorithms.options(recipe_name):
     options.pop("momentum", None)
   if way.steps > 1:
@@ -314,7 +315,7 @@ def _flags(
   else:
     overrides["workers"] = way.workers
   if way.name == CODED:
-    codec = ways_lib.message_codec(training)
+    codec = ways_lib.message_codec(rule)
     codecs = ("compress", codec), ("compress_down", {"name": "top_k"})
     for key, section in codecs:
       overrides |= {f"{key}.{option}": x for option, x in section.items()}
@@ -326,7 +327,7 @@ def _flags(
 
 
 def advise(
-  step_costs: StepCosts, cluster: Machines, training: StepRule,
+  step_costs: StepCosts, cluster: Machines, rule: StepRule,
   config: Mapping[str, Any],
 ) -> Recommendation:
   """Returns the advice for measurements and machines.
@@ -334,19 +335,19 @@ def advise(
   Args:
     step_costs: the costs of a step, measured on this machine.
     cluster: the machines and links that may be used.
-    training: how the config takes its steps.
+    rule: how the config takes its steps.
     config: resolved.
   """
-  candidates = ways_lib.find_ways(step_costs, cluster, training)
+  candidates = ways_lib.find_ways(step_costs, cluster, rule)
   way = ways_lib.choose(candidates, step_costs, cluster)
   recipe_name, recipe_reason = recipe_for(
-    way, training, cluster, step_costs.dense
+    way, rule, cluster, step_costs.dense
   )
-  limit = stability_limit(recipe_name, way, training, step_costs, cluster)
+  limit = stability_limit(recipe_name, way, rule, step_costs, cluster)
   rate, warm_up, rate_reason = rate_for(
-    way, training, step_costs.sharpness, limit
+    way, rule, step_costs.sharpness, limit
   )
-  at_worker, at_server = memory_for(way, recipe_name, training, step_costs)
+  at_worker, at_server = memory_for(way, recipe_name, rule, step_costs)
   reasons = {
     "distribute": _distribution_reason(candidates, way, step_costs, cluster)
   }
@@ -369,11 +370,11 @@ def advise(
     if exceeds_memory
     else ""
   )
-  flags = _flags(way, recipe_name, rate, warm_up, training, config)
+  flags = _flags(way, recipe_name, rate, warm_up, rule, config)
   return Recommendation(way, candidates, recipe_name, rate, flags, reasons)
 
 
-def describe(step_costs: StepCosts, training: StepRule) -> dict[str, str]:
+def describe(step_costs: StepCosts, rule: StepRule) -> dict[str, str]:
   """Returns topic -> sentence about a measurement."""
   times = sorted(step_costs.seconds)
   median = statistics.median(times)
@@ -391,7 +392,7 @@ def describe(step_costs: StepCosts, training: StepRule) -> dict[str, str]:
     "message": (
       f"{bytes_text(step_costs.dense)} for {step_costs.parameters:,}"
       f" parameters; {bytes_text(step_costs.coded)} with the codec"
-      f" {ways_lib.message_codec(training)['name']}"
+      f" {ways_lib.message_codec(rule)['name']}"
     ),
   }
   if math.isfinite(step_costs.sharpness):

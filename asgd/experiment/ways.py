@@ -56,7 +56,7 @@ class Machines(NamedTuple):
   machines: int  # most workers
   network: Network  # in bytes per second, and seconds
   memory: float  # bytes of each machine
-  start: float  # seconds until the workers of a live run train
+  start_seconds: float  # until the workers of a live run train
   slowness: tuple[float, ...]  # of each machine's steps; 1 is this machine
 
   @property
@@ -71,7 +71,7 @@ class StepRule(NamedTuple):
   rate: float  # peak learning rate of one gradient
   momentum: float  # of SGD
   optimizer: Any  # other than SGD, as `optimizers.named` takes it; or None
-  own: dict[str, Any]  # options that a new run has to repeat
+  repeated_options: dict[str, Any]  # options that a new run has to repeat
   up: Any  # codec of messages, or None
   down: Any  # codec of the server's updates, or None
 
@@ -93,7 +93,7 @@ class StepCosts(NamedTuple):
     return statistics.fmean(self.seconds)
 
   @property
-  def one_machine(self) -> float:
+  def one_machine_seconds(self) -> float:
     """Seconds of the whole run on one machine."""
     return self.batches * self.mean
 
@@ -386,7 +386,7 @@ def choose(
   way = next(
     way for way in candidates if WORTHWHILE_SPEEDUP * way.speed >= max_speed
   )
-  one_machine = step_costs.one_machine
-  if cluster.start + one_machine / way.speed >= one_machine:
+  one_machine = step_costs.one_machine_seconds
+  if cluster.start_seconds + one_machine / way.speed >= one_machine:
     return candidates[0]
   return way

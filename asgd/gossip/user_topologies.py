@@ -23,7 +23,8 @@ def graph(
     edges: pairs (i, j), or integers [E, 2]: i sends to j; unless `directed`, j
       also sends to i.
     directed: whether links have one direction.
-    weights: one of WEIGHTS.
+    weights: "metropolis" or "uniform". None is "metropolis" if all links have
+      both directions, else "uniform".
 
   Raises:
     ValueError: for an edge that is no pair of two different peers.

@@ -5,9 +5,9 @@
   push                          | push 1 ...
 
 These are the three weakly synchronised threads of Dean et al., "Large scale
-distributed deep networks", NIPS 2012. Jobs pass the stages in their order. A
-ticket that is fetched ahead (`Rules.depth`) has the version that it was sent
-with, so its staleness counts the updates during the earlier jobs.
+distributed deep networks", NIPS 2012. Each stage processes jobs in the order in
+which they began. With `Rules.depth` above 1, a worker fetches parameters before
+its earlier jobs end, so a job's staleness counts the updates made meanwhile.
 """
 
 import collections
@@ -50,7 +50,7 @@ class Stages:
     self._jobs: collections.deque[tuple[Any, Future[Any]]] = collections.deque()
 
   def begin(self, job: Any) -> None:
-    """Computes and pushes a job after the earlier jobs."""
+    """Queues a job to be computed and pushed after the earlier jobs."""
     compute_thread, push_thread = self._threads
     computation = compute_thread.submit(self._compute, job)
 

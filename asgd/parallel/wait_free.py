@@ -6,11 +6,12 @@ is computed layer by layer, and each all-reduce depends only on gradients that
 are complete, so that XLA may overlap the two. (XLA combines small all-reduces,
 up to a size that depends on the backend.)
 
-Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
-[K, M] and dy [K, N], K rows of a batch. If K is small, all devices gather x and
-dy and multiply them, instead of adding up products of M x N numbers; by
-Poseidon's rule this moves fewer bytes for some layers. If other code also uses
-a kernel, as in a tied embedding, devices reduce its gradient.
+Sufficient factors: the gradient of a dense layer's kernel is x^T dy, with x of
+shape [K, M], dy of shape [K, N], and K rows in the batch. All devices can
+gather x and dy and multiply them, instead of adding up products of M x N
+numbers. By Poseidon's rule this moves fewer bytes for layers with a small K. If
+other code also uses a kernel, as in a tied embedding, devices reduce its
+gradient.
 
 Everything here is for use inside `jax.shard_map` with check_vma=False.
 
@@ -62,7 +63,7 @@ class DenseGradient(NamedTuple):
 
 
 @contextlib.contextmanager
-def _watch(
+def _record_dense(
   calls: list[tuple[Any, ...]], taps: Mapping[Path, jax.Array]
 ) -> Iterator[None]:
   """Records calls of nn.Dense as (path, input float[..., M], output
@@ -139,10 +140,10 @@ def choose(
   order.
 
   Layers that are called twice, and layers with a kernel that other code reads,
-  are left out: their gradient is not one product. `params` and `batch` of one
-  device may be shapes. `factors` is "rule" for Poseidon's rule
-  (`costs.prefers_factors`), "always" or "never". Raises ValueError for another
-  value.
+  are left out: their gradient is not one product. `batch` is that of one
+  device; `params` and `batch` may be shapes. `factors` is "rule" for Poseidon's
+  rule (`costs.prefers_factors`), "always" or "never". Raises ValueError for
+  another value.
   """
   checks.one_of("factors", factors, FACTORS)
   choices: list[DenseGradient] = []
@@ -161,7 +162,7 @@ def choose(
     for number, layer in enumerate(step_checks.layers_of(pieces)):
       calls: list[tuple[Any, ...]] = []
       read_once = _weights_read_once(layer, params, number, x, key)
-      with _watch(calls, {}):
+      with _record_dense(calls, {}):
         x, _ = apply_layer(layer, weights[number], params, number, x, key)
       times = collections.Counter(path for path, *_ in calls)
       choices.extend(
@@ -183,36 +184,37 @@ def _forward(
   x: Any,
   key: jax.Array,
   by_factors: list[DenseGradient],
-  first: bool,
+  needs_no_dx: bool,
 ) -> tuple[Any, Callable[..., Any], Any]:
   """Runs a layer; `by_factors` are its dense layers that send factors.
 
   Returns (y, backward, stats). backward(dy) returns three values: gradients by
   path, without the kernels of `by_factors`; (x, dy) of these kernels by path;
-  and dx. If `first`, no layer before this one has weights, and dx is None.
+  and dx, which is None if `needs_no_dx`: no layer before this one has weights.
   """
-  reduced = traverse_util.flatten_dict(_weights_of(params)[number])
+  other_weights = traverse_util.flatten_dict(_weights_of(params)[number])
   # The kernels of `by_factors` are constants: this device does not compute
   # their gradients x^T dy.
-  kernels = {_kernel(d.path): reduced.pop(_kernel(d.path)) for d in by_factors}
+  kernel_paths = [_kernel(d.path) for d in by_factors]
+  kernels = {path: other_weights.pop(path) for path in kernel_paths}
   taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in by_factors}
 
-  def run(reduced, taps, x=x):
-    weights = traverse_util.unflatten_dict(reduced | kernels)
+  def run(other_weights, taps, x=x):
+    weights = traverse_util.unflatten_dict(other_weights | kernels)
     calls: list[tuple[Any, ...]] = []
-    with _watch(calls, taps):
+    with _record_dense(calls, taps):
       y, stats = apply_layer(layer, weights, params, number, x, key)
     factors = {path: x for path, x, _ in calls if path in taps}
     return y, (stats, factors)
 
-  inputs = (reduced, taps) if first else (reduced, taps, x)
+  inputs = (other_weights, taps) if needs_no_dx else (other_weights, taps, x)
   y, pullback, (stats, factors) = jax.vjp(run, *inputs, has_aux=True)
 
   def backward(dy):
-    d_reduced, d_taps, *dx = pullback(dy)
+    d_weights, d_taps, *dx = pullback(dy)
     # (x, dy) of each kernel of `by_factors`.
     pairs = {path: (factors[path], d_taps[path]) for path in factors}
-    return d_reduced, pairs, dx[0] if dx else None
+    return d_weights, pairs, dx[0] if dx else None
 
   return y, backward, stats
 
@@ -269,7 +271,7 @@ def gradient(
     def mean(tree):
       return jax.tree.map(lambda x: x / devices, tree)
 
-    def send(layers):
+    def all_reduce_mean(layers):
       """All-reduces gradients of some layers, as one array for each dtype."""
       size = bytes_of(layers) or 1
       sums = collectives.all_reduce_tree(
@@ -277,7 +279,7 @@ def gradient(
       )
       return mean(sums)
 
-    def multiply(x, dy, dtype):
+    def gathered_product(x, dy, dtype):
       """Returns the mean over devices of x^T dy, from the rows of all devices.
       """
       flat = (part.reshape(-1, part.shape[-1]) for part in (x, dy))
@@ -289,12 +291,13 @@ def gradient(
 
     # [3] The backward sends gradients when they are complete.
     grads = _backward_all(
-      base.weights_of(params), backwards, dy, send, multiply, bucket_bytes
+      *(base.weights_of(params), backwards, dy),
+      *(all_reduce_mean, gathered_product, bucket_bytes),
     )
     loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
     if isinstance(params, base.Variables):
-      # jax.grad also returns zeros: in training the loss does not depend on the
-      # given statistics.
+      # In training the loss does not depend on the given statistics, so their
+      # gradient is zero, as in the result of jax.grad.
       grads = base.Variables(grads, optax.tree.zeros_like(params.stats))
     return (loss, losses_lib.Aux(stats)), grads
 
@@ -316,13 +319,13 @@ def _forward_all(
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
   backwards: list[Callable[..., Any]] = []
   stats: list[Any] = []
-  first = True  # whether no layer so far has weights
+  needs_no_dx = True  # whether no layer so far has weights
   for number, layer in enumerate(step_checks.layers_of(pieces)):
     by_factors = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
-      layer, params, number, x, model_key, by_factors, first
+      layer, params, number, x, model_key, by_factors, needs_no_dx
     )
-    first = first and not jax.tree.leaves(weights[number])
+    needs_no_dx = needs_no_dx and not jax.tree.leaves(weights[number])
     backwards.append(backward)
     stats.extend(layer_stats)
   loss, pullback = jax.vjp(lambda y: pieces.criterion(y, batch), x)
@@ -334,16 +337,21 @@ def _backward_all(
   weights: Any,
   backwards: list[Callable[..., Any]],
   dy: Any,
-  send: Callable[[dict[int, Any]], dict[int, Any]],
-  multiply: Callable[..., jax.Array],
+  all_reduce_mean: Callable[[dict[int, Any]], dict[int, Any]],
+  gathered_product: Callable[..., jax.Array],
   bucket_bytes: int,
 ) -> tuple[Any, ...]:
   """Runs the backward from the last layer to the first, and sends gradients
   meanwhile; returns the gradients of all layers.
 
-  `dy` is the derivative at the last layer's output. `send`, {layer: gradient}
-  -> {layer: gradient}, and `multiply`, (x, dy, dtype) -> a kernel's gradient,
-  average over devices.
+  Args:
+    weights: the weights of all layers.
+    backwards: each layer's backward, as in `_forward`.
+    dy: the derivative at the last layer's output.
+    all_reduce_mean: averages {layer: gradient} over devices.
+    gathered_product: (x, dy, dtype) -> a kernel's gradient, averaged over
+      devices.
+    bucket_bytes: as in `gradient`.
   """
   # The lowest layer with weights.
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
@@ -355,13 +363,13 @@ def _backward_all(
     waiting[number], pairs, dy = backwards[number](dy)
     flat = traverse_util.flatten_dict(weights[number])
     products[number] = {
-      _kernel(path): multiply(*pair, flat[_kernel(path)].dtype)
+      _kernel(path): gathered_product(*pair, flat[_kernel(path)].dtype)
       for path, pair in pairs.items()
     }
     if bytes_of(waiting) >= max(bucket_bytes, 1):
-      sent |= send(waiting)
+      sent |= all_reduce_mean(waiting)
       waiting = {}
-  sent |= send(waiting)
+  sent |= all_reduce_mean(waiting)
   # The gradients of each layer, in the structure of its weights.
   return tuple(
     traverse_util.unflatten_dict(sent.get(i, {}) | products.get(i, {}))

@@ -5,8 +5,8 @@ updates. A read returns copy + unsent updates (read my writes), also after a
 new copy has arrived.
 
 A message has the updates that the filters pass, encoded by the codec. The
-client holds back all other updates for a later message. Updates that are larger
-than the rules allow a worker to hold back bypass the filters and the codec.
+client holds back all other updates for a later message. The rules limit the
+size of updates that are held back. Larger updates bypass filters and codec.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,10 +36,10 @@ class TableSpec(NamedTuple):
   stop: int | None = None  # 1 + the last key of a dense table; None: sparse
 
 
-class Held(NamedTuple):
+class FilterCounts(NamedTuple):
   """Counts of rows that filters removed from messages."""
 
-  back: int  # held back, and sent later
+  held_back: int  # sent later
   dropped: int  # never sent
 
 
@@ -82,7 +82,8 @@ class Client:
     Args:
       worker: its index.
       specs: the specs of the tables, by name.
-      rules: the rules of reads.
+      rules: how old the copies may be that are read, and how large the updates
+        that are held back.
       filters: the filters of messages; each filter gets the rows that the
         previous filter passed.
       codec: the codec of values; None: values are sent as they are.
@@ -100,9 +101,9 @@ class Client:
     self.factor = 1.0  # a read returns copy + factor * unsent updates
     self._key_caching = key_caching
     self.key_cache = KeyCache(sends_digests=key_caching)
-    self.held = Held(0, 0)
+    self.held = FilterCounts(0, 0)
     self.flushes = 0  # messages so far
-    # Changes of the copies by the last message: table -> (keys, changes).
+    # Changes that the last flush added to the copies: table -> (keys, changes).
     self.in_flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
   def _new_rows(self, name: str, keys: Any) -> dict[str, np.ndarray]:
@@ -153,7 +154,7 @@ class Client:
       rows.write(keys, "clock", message.clock)
     if message.late is None:
       return
-    # A server push at a clock: every copy that is not late has this clock.
+    # The server pushed all changed rows at this clock, except those in `late`.
     for name, rows in self._rows.items():
       late_keys = message.late.get(name)
       clock = rows.columns["clock"]
@@ -185,7 +186,7 @@ class Client:
   # Writing.
 
   def write(self, values: Mapping[str, tuple[Keys, Any]]) -> None:
-    """Adds the worker's updates to rows that it has read.
+    """Adds to the worker's unsent updates, also for rows without a copy.
 
     Raises:
       RowNotFinite: for a row that is not finite; nothing is written then.
@@ -213,12 +214,12 @@ class Client:
     # Each message draws from its own stream, so a replay draws the same.
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
     packed, self.in_flight = {}, {}
-    for table, (name, rows) in enumerate(self._rows.items()):
+    for table_index, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
         keys = self._filter(rows, keys, rng)
       if keys.size:
-        packed[name] = self._encode_updates(name, keys, table)
+        packed[name] = self._encode_updates(name, keys, table_index)
       if self.rules.pulls_all:  # each job pulls its rows: drop the copies
         rows.keep(rows.columns["written"])
     self.flushes += 1
@@ -242,8 +243,8 @@ class Client:
         rows.write(dropped_keys, "own", 0)
         rows.write(dropped_keys, "written", False)
       n_held_back = int((~verdict.send).sum()) - n_dropped
-      back_before, dropped_before = self.held
-      self.held = Held(back_before + n_held_back, dropped_before + n_dropped)
+      held_back, dropped = self.held
+      self.held = FilterCounts(held_back + n_held_back, dropped + n_dropped)
       keys = keys[verdict.send]
     return np.sort(np.concatenate([keys, urgent_keys]))
 
@@ -253,20 +254,22 @@ class Client:
     change = np.abs(updates.reshape(len(updates), -1)).max(1, initial=0)
     return abs(self.factor) * change > self.rules.hold
 
-  def _encode_updates(self, name: str, keys: Keys, table: int) -> RowValues:
+  def _encode_updates(
+    self, name: str, keys: Keys, table_index: int
+  ) -> RowValues:
     """Returns the unsent updates of some rows, encoded, and applies them to the
     copies. The part that the codec leaves out stays unsent.
 
     Args:
       name: the name of the table.
       keys: the keys of the rows.
-      table: index of the table; the codec draws differently for each.
+      table_index: the codec draws differently for each table.
     """
     rows = self._rows[name]
     updates = values = rows.read(keys, "own")
     if self._codec is not None:
       key = jax.random.fold_in(self._key, self.flushes)
-      packet = self._codec.pack(updates, jax.random.fold_in(key, table))
+      packet = self._codec.pack(updates, jax.random.fold_in(key, table_index))
       shape, dtype = updates.shape[1:], updates.dtype
       decoded = self._codec.unpack(packet, len(keys), shape, dtype)
       values = packet
@@ -293,9 +296,9 @@ class Client:
     }
 
   def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
-    """Returns the tables of an earlier incarnation's message, with digests for
-    lists of keys that this client has sent. The keys in `tables` must be
-    complete."""
+    """Repacks the tables of an earlier incarnation's message: a list of keys
+    that this client has sent becomes its digest. `tables` must have all keys
+    (`with_keys`)."""
     return {
       name: RowValues(self.key_cache.pack(key_list.keys), values)
       for name, (key_list, values) in tables.items()
@@ -334,7 +337,7 @@ class Client:
       name: KeyedRows.unpack(packed) for name, packed in tree["rows"].items()
     }
     self.key_cache = KeyCache(tree["cached"], sends_digests=self._key_caching)
-    self.held = Held(*tree["held"])
+    self.held = FilterCounts(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
     self.in_flight = {
       name: (keys, changes) for name, (keys, changes) in tree["flight"].items()

@@ -29,7 +29,7 @@ def lookahead(
   tx: optax.GradientTransformation,
   workers: Callable[[jax.Array], jax.Array],
 ) -> base.Algorithm:
-  """Sends the parameters after predicted optimizer steps on zero gradients.
+  """Sends the parameters to which the optimizer would move on zero gradients.
 
     for j in workers(i): params <- params + tx(0, worker=j);   send params
 
@@ -241,7 +241,7 @@ class PrecedeState(NamedTuple):
 def precede(
   algorithm: base.Algorithm, *transforms: optax.GradientTransformation
 ) -> base.Algorithm:
-  """Puts transforms of the gradient before an Algorithm, with its send rule.
+  """Applies transforms to gradients before an Algorithm; keeps its send rule.
 
     params <- params + algorithm(last(... first(g)))
 

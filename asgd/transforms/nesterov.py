@@ -27,8 +27,9 @@ def delayed_nesterov(
                 u = (1 - c N + c) mu v + g / N
     the others: u = c mu v + g / N
 
-  The N updates between two changes of v add up to mu v + S / N: Nesterov's
-  momentum on the mean of N messages. N = 1 is Nesterov's momentum.
+  N updates, from one that changes v to the last before the next change, add up
+  to mu v + (sum of their N messages) / N: Nesterov's momentum on the mean of N
+  messages. N = 1 is Nesterov's momentum.
 
   Args:
     momentum: mu, in [0, 1).
@@ -69,21 +70,21 @@ def delayed_nesterov(
   def update_fn(updates, state, params=None, **extra_args):
     del params, extra_args
     total = optax.tree.add(state.total, updates)
-    is_full = state.count + 1 == every
+    is_nth = state.count + 1 == every
     velocity = jax.tree.map(
       lambda v, s: jnp.where(
-        is_full, (momentum * v + s / every).astype(v.dtype), v
+        is_nth, (momentum * v + s / every).astype(v.dtype), v
       ),
       *(state.velocity, total),
     )
 
     def step(g, v):
-      weight = jnp.where(is_full, 1 - share * every + share, share)
+      weight = jnp.where(is_nth, 1 - share * every + share, share)
       return (weight * momentum).astype(v.dtype) * v + g / every
 
     next_state = DelayedNesterovState(
-      jnp.where(is_full, 0, state.count + 1),
-      jax.tree.map(lambda s: jnp.where(is_full, 0, s), total),
+      jnp.where(is_nth, 0, state.count + 1),
+      jax.tree.map(lambda s: jnp.where(is_nth, 0, s), total),
       velocity,
     )
     return jax.tree.map(step, updates, velocity), next_state

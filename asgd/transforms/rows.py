@@ -76,7 +76,7 @@ def write(
 
 
 def peek(rows: WorkerRows, worker: jax.Array) -> Any:
-  """Returns a worker's row, for a caller that does not write.
+  """Returns the state of one worker from the rows of all; writes nothing.
 
   Args:
     rows: the rows of all workers, such as `PerWorkerState.inner`.

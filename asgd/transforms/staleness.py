@@ -108,7 +108,7 @@ class AdaDelayState(NamedTuple):
 def scale_by_adadelay(
   learning_rate: optax.ScalarOrSchedule, strength: float = 1.0
 ) -> base.Transform:
-  """AdaDelay: the step shortens with the updates and with the staleness.
+  """AdaDelay: the step shrinks with the number of updates and the staleness.
 
     u <- u / (1 + c eta sqrt(t + staleness)),   t = 1, 2, ...
 
@@ -125,7 +125,8 @@ def scale_by_adadelay(
 
   Source:
     Sra, Yu, Li, Smola, "AdaDelay: delay adaptive distributed stochastic
-    optimization", AISTATS 2016, arXiv:1508.05003, with one c for all elements.
+    optimization", AISTATS 2016, arXiv:1508.05003; `strength` is the paper's c,
+    the same for all parameters.
 
   Example:
     >>> import jax.numpy as jnp

@@ -141,8 +141,8 @@ def tensor_steps(
   )
   placed = meshes.place(params, mesh, specs), meshes.place(x, mesh)
   return {
-    "one device": turns.alone(jax.jit(gradient(False)), params, x),
-    "two devices": turns.alone(jax.jit(shared), *placed),
+    "one device": turns.fixed_call(jax.jit(gradient(False)), params, x),
+    "two devices": turns.fixed_call(jax.jit(shared), *placed),
   }
 
 
@@ -165,7 +165,7 @@ def reductions() -> dict[str, Contestant]:
       out_specs=P(),
       check_vma=False,  # JAX cannot check the ring's replication
     )
-    return turns.alone(jax.jit(step), params, batch, key)
+    return turns.fixed_call(jax.jit(step), params, batch, key)
 
   return {
     "all at the end": contestant(bucket_bytes=_ALL_IN_ONE_BUCKET),
@@ -209,7 +209,8 @@ def _make_sums(
   argument, donated_argument = (
     meshes.place(zeros, mesh, spec) for _ in range(2)
   )
-  return turns.alone(new, argument), turns.repeated(in_place, donated_argument)
+  updated = turns.repeated(in_place, donated_argument)
+  return turns.fixed_call(new, argument), updated
 
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:

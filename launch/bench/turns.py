@@ -18,20 +18,21 @@ Contestant = Callable[[], object]  # does its work once, to the end
 Contestants = Mapping[str, Contestant]  # by name
 
 
-def alone(step: Callable[..., Any], *args: Any) -> Contestant:
+def fixed_call(step: Callable[..., Any], *args: Any) -> Contestant:
   """Returns a contestant that calls `step` with the same arguments."""
-  # JAX returns before the work is done; a time would miss it.
+  # JAX returns before the work is done: the call alone would seem too short.
   return lambda: jax.block_until_ready(step(*args))
 
 
 def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
-  """Returns a contestant that calls `step` on the state of its last call."""
+  """Returns a contestant that calls `step` on the state that its previous call
+  returned."""
 
-  def make_step() -> None:
+  def call_once() -> None:
     nonlocal state
     state = jax.block_until_ready(step(state))
 
-  return make_step
+  return call_once
 
 
 def take_turns(
@@ -47,19 +48,19 @@ def take_turns(
     contestants: the contestants, by name.
     rounds: number of rounds that count.
     calls: number of calls of each contestant in a round.
-    clock: a clock in seconds. If it is the CPU time of the process, other
-      programs on the core cost a contestant little.
+    clock: a clock in seconds. `time.process_time` does not count the time that
+      other programs take on the core.
 
   Returns:
     float64[rounds], seconds of a call, for each.
   """
   seconds: dict[str, list[float]] = {name: [] for name in contestants}
-  for turn in range(rounds + 1):
+  for round_index in range(rounds + 1):
     for name, contestant in contestants.items():
       start = clock()
       for _ in range(calls):
         contestant()
-      if turn:  # turn 0 compiles
+      if round_index:  # round 0 compiles
         seconds[name].append((clock() - start) / calls)
   return {name: np.array(times) for name, times in seconds.items()}
 
@@ -81,12 +82,12 @@ def against(
 
 
 def image_problem(
-  layers: models.Layers, images: int, batch_size: int
+  layers: models.Layers, n_images: int, batch_size: int
 ) -> problems.Problem:
-  """Returns a problem of 10 classes, on so many 28 x 28 images of noise."""
+  """Returns a problem of 10 classes on `n_images` random 28 x 28 images."""
   rng = np.random.default_rng(0)
-  x = rng.integers(0, 256, (images, 28, 28, 1), np.uint8)
-  labels = rng.integers(0, 10, images, np.int32)
+  x = rng.integers(0, 256, (n_images, 28, 28, 1), np.uint8)
+  labels = rng.integers(0, 10, n_images, np.int32)
   mean, std = np.array([128], np.float32), np.array([74], np.float32)
   dataset = data.Dataset(  # the test examples are not used
     "random", "drawn here", x, labels, x[:64], labels[:64], 10, mean, std
@@ -94,11 +95,11 @@ def image_problem(
   return problems.classification(dataset, layers, batch_size=batch_size)
 
 
-def python_with_torch(peer: str | None) -> str | None:
-  """Returns the Python that PyTorch is measured in: `peer`, or this one if it
-  has torch; else None, and prints how to name one."""
-  if peer is not None or importlib.util.find_spec("torch") is not None:
-    return peer or sys.executable
+def python_with_torch(python_path: str | None) -> str | None:
+  """Returns the Python that PyTorch is measured in: `python_path`, or this one
+  if it has torch; else None, and prints how to name one."""
+  if python_path is not None or importlib.util.find_spec("torch") is not None:
+    return python_path or sys.executable
   print("no torch to compare with: pip install torch, or --peer=PYTHON")
   return None
 

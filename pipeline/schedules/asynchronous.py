@@ -283,7 +283,7 @@ def ftpipe(
 
   Source:
     Eliad et al., "Fine-tuning giant neural networks on commodity hardware with
-    automatic pipeline model parallelism", USENIX ATC 2021; of the supremum,
+    automatic pipeline model parallelism", USENIX ATC 2021; `supremum` is from
     the schedule "virtual_stages_1f1b" of its released code.
 
   Example:

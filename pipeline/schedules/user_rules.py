@@ -21,7 +21,7 @@ def custom(
   flush: bool = True,
   name: str = "custom",
 ) -> Schedule:
-  """Returns the table that the user's rule leads to.
+  """A schedule that a user's rule decides, step by step.
 
   The rule is asked when a device is idle and something has changed, until the
   last step of a stage has begun, with the device's number and its `RuleState`.

@@ -66,7 +66,7 @@ def zero_bubble(
   costs: Times = None,
   batches: int = 1,
 ) -> Schedule:
-  """Split backwards for any stages on any devices, within a memory.
+  """Split backwards for any placement of stages, within a limit of memory.
 
     minimize max over devices of (end of its last task - begin of its first)
     forwards - backwards of weights <= max_activations on each device, always
@@ -164,7 +164,8 @@ def zb_h1(
       stages.
 
   Source:
-    Qi et al., ICLR 2024, figure 2.
+    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241,
+    figure 2.
 
   Example:
     >>> from asgd.pipeline import analyze, schedules, table
@@ -245,7 +246,8 @@ def zb_v(
     ValueError: as `zb_h1`.
 
   Source:
-    Qi et al., NeurIPS 2024.
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
 
   Example:
     >>> from asgd.pipeline import analyze, schedules, table
@@ -376,7 +378,8 @@ def v_half(
     ValueError: as `zb_h1`.
 
   Source:
-    Qi et al., NeurIPS 2024.
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
 
   Example:
     >>> from asgd.pipeline import analyze, schedules
@@ -413,7 +416,8 @@ def v_min(
     ValueError: as `zb_h1`.
 
   Source:
-    Qi et al., NeurIPS 2024.
+    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+    arXiv:2405.15362.
 
   Example:
     >>> from asgd.pipeline import analyze, schedules

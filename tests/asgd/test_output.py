@@ -13,7 +13,7 @@ PRINTS = """
 import runpy
 import sys
 
-@runpy.run_path("asgd/output.py")["ends_with_its_reader"]()
+@runpy.run_path("asgd/output.py")["exit_on_broken_pipe"]()
 def main():
   print("a line")
   sys.exit(1)

@@ -2,9 +2,9 @@
 
 The driver takes no part in the training: it sees no message. Its supervisor
 starts and calls shards and workers, and counts their exits. `ServerCluster`
-also replaces workers that the lead has expelled, collects the
-images of all shards at one row, and ends tickets that stay open when all
-messages are received.
+also replaces workers that the lead (shard 0) has expelled. It collects each
+shard's image, its state for a checkpoint. When the lead has all messages, it
+ends the tickets that are still open.
 """
 
 import collections
@@ -29,8 +29,8 @@ from asgd.live.supervisor import MOST_REFUSALS, Party, Supervisor
 from asgd.live.worker_spec import WorkerSpec
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
-# Rows between a request for images and the row of the images: the request must
-# reach all shards before that row.
+# Images are requested for a journal row this far ahead, so that the request
+# reaches all shards before that row.
 _ROWS_AHEAD = 20
 _END_SECONDS = 5.0  # for shards to write pending rows
 _CHECK_SECONDS = 0.1  # seconds between two checks of shards
@@ -87,7 +87,7 @@ class ServerCluster(Cluster):
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
-    self._loop_counts = collections.Counter[int]()  # by worker
+    self._hosts_started = collections.Counter[int]()  # for each worker
     self._image_row = -1  # the row of the requested images; -1: none
     # Workers that this cluster has replaced since the last status of the lead.
     # The next status may name their former incarnations as expelled: this is
@@ -139,18 +139,19 @@ class ServerCluster(Cluster):
       self._run_worker(measured_worker or self._make_worker(worker))
 
   def _start_shard(self, index: int, resumed: bool = False) -> None:
-    # The successor of a shard is not `resumed`: other participants are alive.
+    # A successor is never `resumed`: to a resumed shard, no worker and no other
+    # shard is alive.
     make = self._makers.shard(index, resumed)
     party = self._supervisor.start(SHARD, index, make)
     party.run = party.host.call("run")
 
   def add_worker(self, worker: int) -> None:
-    """Starts the next loop of a worker."""
+    """Starts a worker, or the successor of one that has exited."""
     self._run_worker(self._make_worker(worker))
 
   def _make_worker(self, worker: int) -> Party:
-    make = self._makers.worker(worker, self._loop_counts[worker])
-    self._loop_counts[worker] += 1
+    make = self._makers.worker(worker, self._hosts_started[worker])
+    self._hosts_started[worker] += 1
     self._absent_since.pop(worker, None)
     return self._supervisor.start(WORKER, worker, make)
 
@@ -176,7 +177,7 @@ class ServerCluster(Cluster):
   def _replace_worker(self, worker: int, ending: str) -> None:
     """Reports the exit of a worker to the shards, and replaces the worker
     unless the run needs no replacement."""
-    news, restarts = self._supervisor.news, self._loop_counts[worker] - 1
+    news, restarts = self._supervisor.news, self._hosts_started[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
       shard.host.call("worker_exited", worker, restarts)
     if ending == "stopped":  # after the last job
@@ -212,7 +213,8 @@ class ServerCluster(Cluster):
       self._stopped = lead["stopped"]
       self._replace_lost_workers(lead)
       self._replaced_workers.clear()
-      # No message follows for the open tickets of other shards: end them.
+      # The lead has all messages, so tickets still open at other shards would
+      # never end.
       if _are_finished([lead]) and any(s["busy"] for s in statuses.values()):
         self._call_shards(Shard.end_open_tickets)
     self.statuses = None
@@ -276,9 +278,9 @@ class ServerCluster(Cluster):
     return parts[0] if self._plan is None else sharding.join(self._plan, parts)
 
   def images(self) -> list[tuple[Any, Any]] | None:
-    """Returns the `Shard.image` of all shards, in a consistent run at the same
-    row. Returns None until there are such images: call this again. Raises
-    Disconnected if a shard has exited."""
+    """Returns the `Shard.image` of each shard. In a consistent run all images
+    are of the same journal row; None: call this again, they do not exist yet.
+    Raises Disconnected if a shard has exited."""
     if not self.setup.consistent or self.setup.shards == 1:
       return self._call_all_shards(Shard.image)
     # [1] Take the images of the row that was requested earlier.

@@ -16,7 +16,9 @@ from launch import flags
 ASYNCHRONOUS = ways.ASYNCHRONOUS
 EQUAL = 1.0, 1.0, 1.0, 1.0
 TRAINING = ways.StepRule(0.1, 0.0, None, {}, None, None)
-WITH_MOMENTUM = TRAINING._replace(momentum=0.9, own={"momentum": 0.9})
+WITH_MOMENTUM = TRAINING._replace(
+  momentum=0.9, repeated_options={"momentum": 0.9}
+)
 ADAM = TRAINING._replace(optimizer={"name": "adam"})
 # A step takes 1 s; 100 parameters; a run of 1,000 steps.
 MEASURED = ways.StepCosts((1.0, 1.0), 1000.0, 100, 400, 40, 1000, 2.0)
@@ -116,7 +118,7 @@ def test_the_simplest_way_that_is_nearly_the_fastest(fastest, start, chosen):
   [
     (Way(ONE_MACHINE, 1, 1.0), TRAINING, {}, "asgd", "Nothing is stale"),
     (Way(MESH, 4, 3.0), TRAINING, {}, "ssgd", "Nothing is stale"),
-    (Way(ASYNCHRONOUS, 8, 4.0, 7, 9), TRAINING, {}, "asgd", "at most 8"),
+    (Way(ASYNCHRONOUS, 8, 4.0, 7, 9), TRAINING, {}, "asgd", "up to 8"),
     (Way(ASYNCHRONOUS, 9, 4.0, 8, 9), TRAINING, {}, "dc_asgd_a", "9 workers"),
     (Way(ASYNCHRONOUS, 4, 4.0, 3, 5), WITH_MOMENTUM, {}, "dana_zero", "0.9"),
     (
