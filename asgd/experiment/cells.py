@@ -148,6 +148,7 @@ def build(
   data_dir: str | None = None,
   dataset: problem.Dataset | None = None,
   measurements: dict[str, Any] | None = None,
+  plans_all: bool = True,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
 
@@ -161,6 +162,8 @@ def build(
       recipe (`own.Objects`), for all runs.
     measurements: the measurements of an earlier build, on which plans depend;
       None: measure.
+    plans_all: whether to plan all cells, which checks them. False, for a config
+      that was checked so: a cell is planned when it is trained.
 
   Raises:
     ValueError: for anything wrong, naming the key, the value and the remedy.
@@ -177,7 +180,7 @@ def build(
   # [3] Data and model; checks that they fit each other.
   experiment = _load(config, engines, data_dir, dataset, measurements)
   # [4] A plan for each run and number of workers; its checks raise here.
-  for cell in experiment.cells:
+  for cell in experiment.cells if plans_all else ():
     experiment.plan(cell)
   return experiment
 

@@ -221,9 +221,10 @@ def _train_groups(
   experiment = None
   try:
     for cell in itertools.chain.from_iterable(groups):
-      # Built for the first cell: a process without cells loads no data.
+      # Built for the first cell: a process without cells loads no data. The
+      # parent has planned, and so checked, all cells.
       experiment = experiment or cells_lib.build(
-        resolved, engines=ENGINES, data_dir=data_dir
+        resolved, engines=ENGINES, data_dir=data_dir, plans_all=False
       )
       _train_unless_in_use(experiment, cell, workdir, **train_options)
       if signals.received:
