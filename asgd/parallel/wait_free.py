@@ -9,8 +9,8 @@ up to a size that depends on the backend.)
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, with x of
 shape [K, M], dy of shape [K, N], and K rows in the batch. All devices can
 gather x and dy and multiply them, instead of adding up products of M x N
-numbers. By Poseidon's rule this moves fewer bytes for layers with a small K. If
-other code also uses a kernel, as in a tied embedding, devices reduce its
+numbers. By Poseidon's rule this moves fewer bytes if K is small beside M and N.
+If other code also uses a kernel, as in a tied embedding, devices reduce its
 gradient.
 
 Everything here is for use inside `jax.shard_map` with check_vma=False.
@@ -344,14 +344,9 @@ def _backward_all(
   """Runs the backward from the last layer to the first, and sends gradients
   meanwhile; returns the gradients of all layers.
 
-  Args:
-    weights: the weights of all layers.
-    backwards: each layer's backward, as in `_forward`.
-    dy: the derivative at the last layer's output.
-    all_reduce_mean: averages {layer: gradient} over devices.
-    gathered_product: (x, dy, dtype) -> a kernel's gradient, averaged over
-      devices.
-    bucket_bytes: as in `gradient`.
+  `dy` is the derivative at the last layer's output. `all_reduce_mean` averages
+  {layer: gradient} over devices. `gathered_product` turns (x, dy, dtype) into a
+  kernel's gradient, averaged over devices.
   """
   # The lowest layer with weights.
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))

@@ -387,11 +387,11 @@ class WorldHosts(Hosts):
     for host in self.hosts.values():
       self.world.scheduler.kill(host.process)
 
-  def cut(self, which: float, *, arrives: bool = True) -> Sequence[str]:
+  def cut(self, target: float, *, arrives: bool = True) -> Sequence[str]:
     """Breaks the connection of an open call.
 
     Args:
-      which: selects the call, in [0, 1).
+      target: selects the call, in [0, 1).
       arrives: whether the host still receives the call.
 
     Returns:
@@ -406,7 +406,7 @@ class WorldHosts(Hosts):
     if not open_calls:
       return ()
     self.cuts += 1
-    call = open_calls[int(which * len(open_calls))]
+    call = open_calls[int(target * len(open_calls))]
     call.is_cut = True
     if not arrives:
       call.host.lose(call)

@@ -23,7 +23,7 @@ class Injection(NamedTuple):
   job: int  # the fault waits until this job has begun; 0: it does not wait
   step: int  # of the scheduler, counted from the beginning of that job
   kind: str  # one of a menu's kinds
-  which: float  # in [0, 1): selects a process, connection or file
+  target: float  # in [0, 1): selects a process, connection or file
   seconds: float  # length of a stop or a jump
 
 
@@ -51,7 +51,7 @@ class Scenario(NamedTuple):
       condition = f" after job {fault.job} has begun" if fault.job else ""
       lines.append(
         f"  fault {index}: {fault.kind} at step {fault.step}{condition}"
-        f" (which {fault.which:.2f}, {fault.seconds:g} s)"
+        f" (target {fault.target:.2f}, {fault.seconds:g} s)"
       )
     return "\n".join(lines)
 
@@ -76,9 +76,9 @@ def draw(seed: int, menu: Menu) -> Scenario:
     elif faults and rng.random() < _SOON:
       job = faults[-1].job
       step = faults[-1].step + int(_SOON_STEPS ** rng.random())
-    kind, which = rng.choice(kinds), rng.random()
+    kind, target = rng.choice(kinds), rng.random()
     seconds = rng.choice((0.05, 0.5, 2.0, 8.0))
-    faults.append(Injection(job, step, kind, which, seconds))
+    faults.append(Injection(job, step, kind, target, seconds))
   return Scenario(seed, case, tuple(sorted(faults)))
 
 

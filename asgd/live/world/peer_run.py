@@ -268,8 +268,8 @@ class PeersRun(WorldRun):
 
   def flip(self, fault: Injection) -> Sequence[str]:
     """Changes a byte of a peer's journal or records, and kills the peer."""
-    peer = int(fault.which * self._case.peers)
-    fraction = fault.which * self._case.peers - peer
+    peer = int(fault.target * self._case.peers)
+    fraction = fault.target * self._case.peers - peer
     path_of = journal_path if fraction < 0.5 else records_path
     path = path_of(self.folder, peer)
     new_change = flip(path, fault.seconds / 8) if path.exists() else None
@@ -296,7 +296,7 @@ class PeersRun(WorldRun):
 
   def _stop_peer(self, fault: Injection) -> Sequence[str]:
     """Stops a peer with its helper threads, or the job counter."""
-    kind = "counter" if fault.which < 0.2 else "peer"
+    kind = "counter" if fault.target < 0.2 else "peer"
     return self.stop(kind, fault) or self.stop("peer", fault)
 
   INJECT = {  # noqa: RUF012

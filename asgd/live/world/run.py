@@ -259,7 +259,7 @@ class WorldRun(abc.ABC):
     """Returns the process of a kind that a fault selects; None if the world has
     no process of that kind."""
     processes = self.processes(kind)
-    return processes[int(fault.which * len(processes))] if processes else None
+    return processes[int(fault.target * len(processes))] if processes else None
 
   def kill(self, kind: str, fault: Injection) -> Sequence[str]:
     """Kills the process of a kind that the fault selects."""
@@ -310,13 +310,13 @@ class WorldRun(abc.ABC):
 
   def jump(self, fault: Injection) -> Sequence[str]:
     """Moves the clock, forward in four of five cases, else back."""
-    self.world.skew[0] += fault.seconds * (1 if fault.which < 0.8 else -1)
+    self.world.skew[0] += fault.seconds * (1 if fault.target < 0.8 else -1)
     return ("clock",)
 
   def cut(self, fault: Injection) -> Sequence[str]:
     """Breaks the connection of a call. With "cut" the answer is lost; with
     "drop" the call does not arrive."""
-    return self.hosts.cut(fault.which, arrives=fault.kind != "drop")
+    return self.hosts.cut(fault.target, arrives=fault.kind != "drop")
 
   def flip(self, fault: Injection) -> Sequence[str]:
     """Changes a byte of a file in memory, and kills the file's process."""
@@ -328,7 +328,7 @@ class WorldRun(abc.ABC):
     ]
     if not paths:
       return ()
-    path = paths[int(fault.which * len(paths))]
+    path = paths[int(fault.target * len(paths))]
     flip(path, fault.seconds / 8)  # 8 is the largest number of seconds drawn
     # "shard-1/snapshot" is of process "shard 1", "worker-2-0.message" of
     # "worker 2".

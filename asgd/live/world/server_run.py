@@ -97,7 +97,7 @@ class ServerRun(WorldRun):
     connections = self.world.network.connections()
     if not connections:
       return ()
-    self.world.network.cut(connections[int(fault.which * len(connections))])
+    self.world.network.cut(connections[int(fault.target * len(connections))])
     return ("connection",)
 
   def _drain(self, fault: Injection) -> Sequence[str]:

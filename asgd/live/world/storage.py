@@ -64,7 +64,7 @@ class Disk:
     text = _TORN_TEXT[fault.seconds]
     if text not in data:
       return
-    if not text and self._writes_passed < int(fault.which * _TEARS):
+    if not text and self._writes_passed < int(fault.target * _TEARS):
       self._writes_passed += 1
       return
     self._writes_passed = 0
@@ -99,7 +99,7 @@ class Memory(SharedMemory):
     # Only a packed message has a checksum, by which a reader detects the fault.
     is_packed, faults = not self._formats[kind].is_fixed, self._disk.faults
     if is_packed and length and (fault := faults.take("spoil", "message")):
-      position = int(fault.which * (length - 1))
+      position = int(fault.target * (length - 1))
       self._slots[kind][slot][position] ^= 0x10
     self._scheduler.point()
 
