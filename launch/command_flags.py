@@ -27,7 +27,7 @@ ACTIVATIONS = "plain", "sequence", "full"
 WEIGHTS = "latest", "stash", "2bw", "vertical"
 
 
-class Command(NamedTuple):
+class Usage(NamedTuple):
   """The arguments and flags of a command."""
 
   arguments: str  # of the usage line
@@ -262,31 +262,31 @@ _FIRST_SCREEN = (
   *("learning_rate", "evaluations"),
 )
 _CELL_FOLDER = "WORKDIR/cells/NAME"  # the folder of one cell
-COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
-  "train": Command(
+COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
+  "train": Usage(
     "--config=CONFIG", _TRAIN, config="digits", first_screen=_FIRST_SCREEN
   ),
-  "replay": Command(_CELL_FOLDER, _REPLAY, max_words=1),
-  "chaos": Command("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
-  "compare": Command(
+  "replay": Usage(_CELL_FOLDER, _REPLAY, max_words=1),
+  "chaos": Usage("--config=CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "compare": Usage(
     f"{_CELL_FOLDER} | WORKDIR... | --config=CONFIG",
     _COMPARE,
     max_words=24,
     config="straggler_digits",
   ),
-  "reproduce": Command("FIGURE", _REPRODUCE, max_words=1),
-  "timeline": Command(_CELL_FOLDER, _TIMELINE, max_words=1),
-  "show": Command("WORKDIR", {}, max_words=1),
-  "new": Command("DIR", {}, max_words=1),
-  "watch": Command("WORKDIR", WATCH, max_words=1),
-  "advise": Command("--config=CONFIG", ADVISE, config="digits"),
-  "plan": Command("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
-  "draw_schedule": Command(
+  "reproduce": Usage("FIGURE", _REPRODUCE, max_words=1),
+  "timeline": Usage(_CELL_FOLDER, _TIMELINE, max_words=1),
+  "show": Usage("WORKDIR", {}, max_words=1),
+  "new": Usage("DIR", {}, max_words=1),
+  "watch": Usage("WORKDIR", WATCH, max_words=1),
+  "advise": Usage("--config=CONFIG", ADVISE, config="digits"),
+  "plan": Usage("--config=CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
     {**DRAW_SCHEDULE, **_text_flags(SCHEDULE_OPTIONS), **_text_flags(TIMES)},
   ),
-  "bench": Command("[NAME]", _BENCH, max_words=20),
-  "completion": Command("bash | zsh", {}, max_words=1),
+  "bench": Usage("[NAME]", _BENCH, max_words=20),
+  "completion": Usage("bash | zsh", {}, max_words=1),
 }
 # Commands that take a config as their first word, instead of --config.
 CONFIG_COMMANDS = tuple(

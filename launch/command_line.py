@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from asgd import output
 
-from .command_flags import COMMANDS, CONFIG_COMMANDS, OPTIONAL, Command, Flag
+from .command_flags import COMMANDS, CONFIG_COMMANDS, OPTIONAL, Flag, Usage
 
 USAGE_ERROR = 2  # exit status
 HELP_ALL = "--help=all", "--helpfull"
@@ -167,7 +167,7 @@ def help_text(name: str, *, everything: bool = True) -> str:
 
 
 def _given_flags(
-  words: Sequence[str], command: Command
+  words: Sequence[str], command: Usage
 ) -> Iterator[tuple[str, str]]:
   """Yields (name, word) of each flag on a command line."""
   remaining = iter(words)
@@ -187,7 +187,7 @@ def _given_flags(
       next(remaining, None)  # the next word is the value
 
 
-def _is_known(name: str, command: Command) -> bool:
+def _is_known(name: str, command: Usage) -> bool:
   """Whether a command, or absl, has a flag."""
   # absl accepts --noNAME for a switch.
   switch = name.removeprefix("no")
@@ -205,7 +205,7 @@ def _is_known(name: str, command: Command) -> bool:
   return name in flags.FLAGS or switch in flags.FLAGS
 
 
-def closest(name: str, command: Command) -> str | None:
+def closest(name: str, command: Usage) -> str | None:
   """Returns the flag, or the key of a config, that a wrong flag resembles.
 
   Example:

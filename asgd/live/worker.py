@@ -305,9 +305,8 @@ class WorkerLoop:
     """Reads a job's parameters, and computes it or passes it to the thread."""
     incarnation, spec = self._incarnation, self._spec
     self._context.script.apply_to_job(self._worker, job.seq)
-    start, end = job.first_ticket_time, self._context.clock()
-    job.compute_start = end
-    self._context.log_span("fetch", start, end, job)
+    start, job.compute_start = job.first_ticket_time, self._context.clock()
+    self._context.log_span("fetch", start, job.compute_start, job)
     parts = self._read_params(job)
     if parts is None:
       return

@@ -187,8 +187,7 @@ class Dispatcher:
       self._arrivals = RoundArrivals(self._ledger, rules.round, rules.late)
 
   def join(self, worker: int, now: float) -> int:
-    """Adds a worker at a free index; returns the number of its incarnation,
-    from 0."""
+    """Adds a worker at a free index; returns its incarnation, from 0."""
     if worker in self._ledger.present:
       raise ValueError(
         f"worker {worker} is registered already: it must leave before its next"
@@ -223,8 +222,7 @@ class Dispatcher:
 
   def arrive(self, worker: int, seq: int, now: float | None = None) -> bool:
     """Adds a message that has arrived. Returns False if it has arrived before,
-    or if its ticket is closed. `now` is the time when the job ended;
-    None: unknown. `Rules.late` needs it for the job's duration."""
+    or its ticket is closed. `Rules.late` needs `now`, when the job ended."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrivals:
       return False
