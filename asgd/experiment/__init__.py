@@ -1,8 +1,13 @@
 """Experiments: one config, cells, one run loop, one folder, one report.
 
+  config -> schema.resolve -> cells.build -> plans -> jobs -> loop -> folder
+  folder -> report, figure, overlay, replay, audit, comparison
+
 This is the only room of asgd with files and clocks. A config names runs on a
 problem, and an engine (`asgd.experiment.engines`) executes a run. Engines of
 other packages are passed as arguments: `{**ENGINES, "pipeline": PIPELINE}`.
+
+Begin with `cells.build`, then `loop`.
 """
 
 from asgd.experiment.cells import Cell, Experiment, build
