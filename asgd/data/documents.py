@@ -188,7 +188,9 @@ def from_texts(
   return divided._replace(source=source)
 
 
-def _vocabulary(pieces, source, least, most):
+def _vocabulary(
+  pieces: Sequence[Sequence[str]], source: str, least: int, most: int
+) -> tuple[str, ...]:
   """Returns the words that are neither rare nor too common, sorted."""
   counts = collections.Counter(w for words in pieces for w in set(words))
   # With few documents, the upper limit must not fall below `least`.
@@ -203,7 +205,12 @@ def _vocabulary(pieces, source, least, most):
   return tuple(sorted(frequent_words[:most]))
 
 
-def _divide(name, source, documents, vocabulary) -> Documents:
+def _divide(
+  name: str,
+  source: str,
+  documents: Sequence[np.ndarray],
+  vocabulary: tuple[str, ...],
+) -> Documents:
   """Puts every tenth document into the test part, if it has two words."""
   in_test_part = [
     i % _EVERY == _EVERY - 1 and len(document) > 1
@@ -234,7 +241,7 @@ def _divide(name, source, documents, vocabulary) -> Documents:
   )
 
 
-def _load_pydoc(data_dir):
+def _load_pydoc(data_dir: Any) -> tuple[str, list[str]]:
   """Returns (source, pieces of the pages of Python's language reference)."""
   source, characters = text.read("pydoc", data_dir=data_dir)
   paragraphs = re.split(r"\n\s*\n", characters)
@@ -244,7 +251,9 @@ def _load_pydoc(data_dir):
   return source, [piece for piece in pieces if _WORD.search(piece.lower())]
 
 
-def _load_newsgroups(data_dir):
+def _load_newsgroups(
+  data_dir: str | os.PathLike[str] | None,
+) -> tuple[str, list[str]]:
   """Returns (source, the messages of 20 newsgroups)."""
   datasets = sources.scikit_learn("datasets", "the data 'newsgroups'")
   remove = "headers", "footers", "quotes"

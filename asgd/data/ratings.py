@@ -85,7 +85,14 @@ def generated(
   return _divide("generated", source, pairs, values, users, items)
 
 
-def _divide(name, source, pairs, values, users, items):
+def _divide(
+  name: str,
+  source: str,
+  pairs: np.ndarray,
+  values: np.ndarray,
+  users: int,
+  items: int,
+) -> Ratings:
   """Moves a tenth of the ratings to the test part. The only rating of a user or
   an item stays in the training part."""
   pairs = pairs.astype(np.int32)
@@ -174,7 +181,9 @@ def read(
   )
 
 
-def _indices_of(kind, ids, training_ids, path):
+def _indices_of(
+  kind: str, ids: np.ndarray, training_ids: np.ndarray, path: str | Path
+) -> np.ndarray:
   """Returns the indices of ids among those of the training part; ValueError for
   an id without a training rating."""
   indices = np.searchsorted(training_ids, ids).clip(max=len(training_ids) - 1)
@@ -190,7 +199,7 @@ def _indices_of(kind, ids, training_ids, path):
   return indices
 
 
-def _read_lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _read_lines(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns users, items and ratings of a file."""
   try:
     lines = path.read_text().splitlines()
@@ -203,7 +212,9 @@ def _read_lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   return np.array(users, np.int64), np.array(items, np.int64), np.array(values)
 
 
-def _parse_lines(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
+def _parse_lines(
+  path: Path, lines: Iterable[str]
+) -> Iterable[tuple[Any, ...]]:
   """Yields (user, item, rating) of each line after the header."""
   has_rows = False
   for number, line in enumerate(lines, 1):

@@ -117,7 +117,9 @@ def split(sentence: str) -> list[str]:
   return _WORD.findall(sentence.lower())
 
 
-def _word_vocabulary(train: Examples):
+def _word_vocabulary(
+  train: Examples,
+) -> tuple[int, Callable[[Examples, int], np.ndarray]]:
   """Returns (size, encode) of a vocabulary of complete words."""
   counts: collections.Counter[str] = collections.Counter()
   for column in zip(*train.sentences, strict=True):
@@ -147,7 +149,9 @@ def _word_vocabulary(train: Examples):
   return len(number_of), encode
 
 
-def _pretrained_tokenizer(folder: Path):
+def _pretrained_tokenizer(
+  folder: Path,
+) -> tuple[int, Callable[[Examples, int], np.ndarray]]:
   """Returns (size, encode) of the tokenizer of a pretrained model."""
   path = folder / "tokenizer.json"
   if not path.is_file():
@@ -176,8 +180,11 @@ _PARAGRAPH = re.compile(r"\n\s*\n")
 _SENTENCE_BREAK = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
-def _load_topics(name, data_dir):
-  """Returns the largest topics of Python's manual.
+def _load_topics(
+  name: str, data_dir: str | os.PathLike[str] | None
+) -> tuple[str, int, *tuple[Examples, ...]]:
+  """Returns (source, classes, training part, test part) of the largest topics
+  of Python's manual.
 
   Topics share sentences. So the size of a topic is the number of its sentences
   that are in no topic selected before, and a sentence in two of the selected
@@ -251,8 +258,11 @@ _ARCHIVE = "glue_sst2_rte_mrpc_cola.tar.xz"
 _FILES = ("train.tsv", "dev.tsv")
 
 
-def _load_glue(name, data_dir):
-  """Returns the parts of a task of GLUE, from a folder or the archive."""
+def _load_glue(
+  name: str, data_dir: str | os.PathLike[str] | None
+) -> tuple[str, int, *tuple[Examples, ...]]:
+  """Returns (source, classes, training part, test part) of a task of GLUE, from
+  a folder or the archive."""
   form = _FORMS[name]
   if data_dir is None:
     raise ValueError(
@@ -268,7 +278,7 @@ def _load_glue(name, data_dir):
   return f"file {location}", len(form.labels), *parts
 
 
-def _from_folder(form, location):
+def _from_folder(form: _Form, location: Path) -> list[tuple[str, bytes]]:
   """Returns (path, content) of a task's files in a folder."""
   roots = location, location / form.folder, location / "glue_data" / form.folder
   for folder in roots:
@@ -281,7 +291,7 @@ def _from_folder(form, location):
   )
 
 
-def _from_archive(form, location):
+def _from_archive(form: _Form, location: Path) -> list[tuple[str, bytes]]:
   """Returns (path, content) of a task's files in the archive."""
   if not location.is_file():
     raise DataError(f"{location} does not exist; give a folder or an archive")

@@ -200,7 +200,9 @@ def from_rows(
   return Sparse._make((name, source, *train_part, *test_part, features))
 
 
-def _fault_of(keys, values, label, features) -> str | None:
+def _fault_of(
+  keys: np.ndarray, values: np.ndarray, label: float, features: int
+) -> str | None:
   """Returns the fault of an example, as the end of a sentence, or None."""
   if keys.shape != values.shape or keys.ndim != 1:
     return f"has {keys.size} keys and {values.size} values"
@@ -221,7 +223,7 @@ def _fault_of(keys, values, label, features) -> str | None:
   return None if label in (0, 1) else f"has the label {label:g}: use 0 or 1"
 
 
-def _load_breast_cancer(data_dir):
+def _load_breast_cancer(data_dir: str | os.PathLike[str] | None) -> Sparse:
   """Returns the breast cancer data, with numbers as bins."""
   sources.refuse_folder("breast_cancer", data_dir, "scikit-learn")
   datasets = sources.scikit_learn("datasets", "the data 'breast_cancer'")
@@ -252,7 +254,7 @@ def _load_breast_cancer(data_dir):
   return from_rows(rows, labels, "breast_cancer", source, features=first_key)
 
 
-def _load_sst2(data_dir):
+def _load_sst2(data_dir: str | os.PathLike[str] | None) -> Sparse:
   """Returns the sentences of SST-2 as sets of words."""
   task = sentences.load("sst2", context=_CONTEXT, data_dir=data_dir)
   tokens = np.concatenate([task.train_tokens, task.test_tokens])[:, 0]
@@ -268,7 +270,7 @@ def _load_sst2(data_dir):
   )
 
 
-def _load_file(path):
+def _load_file(path: str | os.PathLike[str] | None) -> Sparse:
   """Returns the examples of a libsvm file."""
   path = sources.file_of("data", path)
   datasets = sources.scikit_learn("datasets", "a file of libsvm")

@@ -97,6 +97,7 @@ def from_string(
     raise DataError(
       f"{source} has {len(characters)} characters; give a text of 1,000 or more"
     )
+  vocabulary: str | int
   if tokenizer == CHARACTERS:
     tokens, vocabulary = _by_character(characters)
   elif tokenizer == BYTES:
@@ -114,7 +115,7 @@ def from_string(
   return Text(name, source, tokens[:cut], tokens[cut:], vocabulary)
 
 
-def _by_character(characters):
+def _by_character(characters: str) -> tuple[np.ndarray, str]:
   """Returns (tokens, vocabulary) with a number for each common character."""
   characters_sorted, counts = np.unique(list(characters), return_counts=True)
   frequent = characters_sorted[counts >= _MIN_COUNT]
@@ -127,7 +128,7 @@ def _by_character(characters):
   return codes[np.array(list(characters)).view(np.uint32)], vocabulary
 
 
-def _by_file(path, characters):
+def _by_file(path: str, characters: str) -> tuple[np.ndarray, int]:
   """Returns (tokens, size) of a tokenizer's file."""
   if not Path(path).is_file():
     raise ValueError(f"tokenizer {path} is no file")
@@ -136,7 +137,7 @@ def _by_file(path, characters):
   return np.array(tokens, np.int32), tokenizer.get_vocab_size()
 
 
-def _by_function(name, characters):
+def _by_function(name: str, characters: str) -> tuple[np.ndarray, int]:
   """Returns (tokens, size) of a user's function."""
   encode = names.import_function("tokenizer", name)
   tokens = np.asarray(encode(characters))
@@ -155,7 +156,8 @@ def _by_function(name, characters):
   return tokens.astype(np.int32), size
 
 
-def _load_pydoc(data_dir):
+def _load_pydoc(data_dir: str | None) -> tuple[str, str]:
+  """Returns (source, characters) of the Python language reference."""
   if data_dir is not None:
     raise ValueError(
       "pydoc is part of Python: leave data_dir out, or use 'file'"
@@ -166,7 +168,7 @@ def _load_pydoc(data_dir):
   return "Python (embedded)", "\n".join(pages)
 
 
-def _load_file(data_dir):
+def _load_file(data_dir: str | None) -> tuple[str, str]:
   """Returns (path, characters) of a UTF-8 file."""
   path = sources.file_of("text", data_dir)
   try:

@@ -354,7 +354,7 @@ def _read_sizes(path: Path) -> dict[str, Any]:
   return sizes
 
 
-def _read_tensors(path):
+def _read_tensors(path: Path) -> dict[str, np.ndarray]:
   """Returns name -> array, with names as current versions of transformers write
   them (no prefix `bert.`, LayerNorm.weight and .bias)."""
   try:

@@ -7,7 +7,8 @@ References:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,13 @@ _EPSILON = 1e-5  # added to variances, by both norms
 
 
 def _conv(
-  features, size=3, *, stride=1, bias=False, towers=1, name
+  features: int,
+  size: int = 3,
+  *,
+  stride: int = 1,
+  bias: bool = False,
+  towers: int = 1,
+  name: str,
 ) -> nn.Conv:
   """Returns a convolution with an output of the input's size / stride. Each of
   the `towers` reads its part of the channels."""
@@ -41,7 +48,9 @@ def _conv(
   )
 
 
-def _norm(layer, x: jax.Array, train: bool, name: str) -> jax.Array:
+def _norm(
+  layer: nn.Module, x: jax.Array, train: bool, name: str
+) -> jax.Array:
   """Applies a layer's norm."""
   if layer.norm == "group":
     return nn.GroupNorm(layer.groups, epsilon=_EPSILON, name=name)(x)
@@ -153,7 +162,9 @@ class TowerConv(nn.Module):
   def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
     _check_images(x)
-    options = {"stride": self.stride, "bias": True, "towers": self.towers}
+    options: dict[str, Any] = {
+      "stride": self.stride, "bias": True, "towers": self.towers
+    }
     x = nn.relu(_conv(self.features, self.size, **options, name="conv")(x))
     return _pool(x) if self.pools else x
 
@@ -259,7 +270,9 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
     checks.integer(f"each width of {name}", width, most=MOST_FEATURES)
 
 
-def _check_norm(norm, groups, channels, *, residual=False) -> None:
+def _check_norm(
+  norm: str, groups: int, channels: Sequence[int], *, residual: bool = False
+) -> None:
   """Raises ValueError unless the norm fits the channels of all layers."""
   names.check("norm", norm, NORMS)
   checks.integer("groups", groups, most=MOST_FEATURES)
@@ -380,7 +393,13 @@ def resnet(
   return (Stem(width, norm, groups), *blocks, Head(classes))
 
 
-def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
+def _blocks(
+  block: Callable[..., nn.Module],
+  width: int,
+  count: int,
+  norm: str,
+  groups: int,
+) -> list[nn.Module]:
   """Returns three groups of blocks; the second and third halve the image."""
   blocks = []
   for multiplier in (1, 2, 4):

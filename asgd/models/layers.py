@@ -13,6 +13,7 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,7 +64,7 @@ def init(
   return tuple(weights)
 
 
-def _draw(layer, key, x):
+def _draw(layer: nn.Module, key: jax.Array, x: jax.ShapeDtypeStruct) -> Any:
   """Returns the variables of a layer, for an input of the shape of `x`."""
   if isinstance(key, jax.core.Tracer):
     # `own.check_layers` intercepts the calls of layers while this is traced.
@@ -72,7 +73,12 @@ def _draw(layer, key, x):
   return _call_cached(_make_draw, layer, x, key.aval, has_64_bit_types)(key)
 
 
-def _make_draw(layer, x, key, has_64_bit_types):
+def _make_draw(
+  layer: nn.Module,
+  x: jax.ShapeDtypeStruct,
+  key: jax.core.ShapedArray,
+  has_64_bit_types: bool,
+) -> Callable[[jax.Array], Any]:
   """Returns a function of a key that repeats the steps of `lazy_init`, without
   tracing the layer again: tracing took most of the time."""
   del has_64_bit_types
@@ -86,7 +92,9 @@ def _make_draw(layer, x, key, has_64_bit_types):
   return lambda key: jax.tree.unflatten(structure, run_steps(key))
 
 
-def _shape_of_output(layer, x, has_64_bit_types):
+def _shape_of_output(
+  layer: nn.Module, x: jax.ShapeDtypeStruct, has_64_bit_types: bool
+) -> jax.ShapeDtypeStruct:
   """Returns the shape and dtype of a layer's output. `has_64_bit_types` is a
   setting of JAX, which is only needed in the cache's key."""
   del has_64_bit_types
@@ -101,7 +109,9 @@ def _cached_result(fn, *arguments):
   return fn(*arguments)
 
 
-def _call_cached(fn, layer, *arguments):
+def _call_cached(
+  fn: Callable[..., Any], layer: nn.Module, *arguments: Any
+) -> Any:
   """Calls a function of a layer, or returns the result of an earlier call."""
   try:
     return _cached_result(fn, layer, *arguments)
@@ -161,7 +171,7 @@ def apply(
   return x, tuple(stats) if has_stats else ()
 
 
-def _cast(x, weights):
+def _cast(x: jax.Array, weights: Any) -> jax.Array:
   """Returns a floating point `x` in the dtype of the weights."""
   x, leaves = jnp.asarray(x), jax.tree.leaves(weights)
   if leaves and jnp.issubdtype(x.dtype, jnp.floating):

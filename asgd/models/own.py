@@ -79,7 +79,9 @@ def as_model(value: Any) -> Any:
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
-def _argument_names(call, count: int, callee: str) -> list[str]:
+def _argument_names(
+  call: Callable[..., Any], count: int, callee: str
+) -> list[str]:
   """Returns the names of a function's arguments after the first `count`. Raises
   ValueError if one of them needs a value that no caller has."""
   parameters = list(inspect.signature(call).parameters.values())
@@ -106,7 +108,7 @@ def _mode_arguments(arguments: Collection[str], train: bool) -> dict[str, Any]:
   }
 
 
-def _batch_statistics(before, after, momentum):
+def _batch_statistics(before: Any, after: Any, momentum: float) -> Any:
   """Returns the batch's statistics, computed from flax's running statistics
   before and after the batch."""
   return jax.tree.map(
@@ -139,7 +141,9 @@ def _common_momentum(momenta: set[float], name: str) -> float:
 # flax.linen.
 
 
-def _trace_variables(init, example, name) -> tuple[Any, set[float]]:
+def _trace_variables(
+  init: Callable[..., Any], example: jax.ShapeDtypeStruct, name: str
+) -> tuple[Any, set[float]]:
   """Returns the shapes of a module's variables, and the momenta of its
   BatchNorm layers."""
   momenta: set[float] = set()
@@ -247,7 +251,7 @@ def check_layers(init: Callable[[jax.Array], Any], other_way: str) -> None:
     )
 
 
-def _record_momenta(momenta: set[float]):
+def _record_momenta(momenta: set[float]) -> Callable[..., Any]:
   """Returns an interceptor that adds the momentum of each called BatchNorm."""
 
   def intercept(call, args, kwargs, context):

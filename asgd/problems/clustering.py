@@ -117,7 +117,7 @@ def centres(params: jax.Array) -> jax.Array:
   return params[:, :-1] / params[:, -1:]
 
 
-def _squared_distances(params, examples):
+def _squared_distances(params: jax.Array, examples: jax.Array) -> jax.Array:
   """Returns the squared distance of each example to each centre, float[B,
   k]."""
   means = centres(params)
@@ -133,7 +133,7 @@ def _total_squared_distance(params, examples):
   return _squared_distances(params, examples).min(1).sum()
 
 
-def _mean_squared_distance(params, examples) -> float:
+def _mean_squared_distance(params: jax.Array, examples: np.ndarray) -> float:
   """Returns the mean squared distance to the nearest centre."""
   total = lib.totals(
     *(functools.partial(_total_squared_distance, params), [examples]),
@@ -148,7 +148,9 @@ def _loss(params, batch: base.Batch, key):
   return squares.min(1).mean(), losses_lib.Aux(())
 
 
-def _updates(params, batch: base.Batch, key):
+def _updates(
+  params: jax.Array, batch: base.Batch, key: jax.Array | None
+) -> tuple[tuple[jax.Array, losses_lib.Aux], jax.Array]:
   """Returns the loss, and the sum and number of each cluster's examples."""
   del key
   examples = jnp.asarray(batch[0], params.dtype)

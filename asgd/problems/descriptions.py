@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import numbers
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -124,7 +124,7 @@ def importable(name: str) -> Any:
 _UPDATES = 0, 1, 10, 100, 1000, 10_000  # counts at which rates are sampled
 
 
-def _rate(rate) -> str:
+def _rate(rate: float | Callable[[int], Any]) -> str:
   """Returns a learning rate as text, a schedule by samples."""
   if callable(rate):
     rates = (float(rate(update_count)) for update_count in _UPDATES)
@@ -139,7 +139,7 @@ def _build_call(recipe) -> Any:
   return getattr(recipe, "build", None)
 
 
-def _describe_settings(value) -> str:
+def _describe_settings(value: Any) -> str:
   """Describes settings field by field, by the names of configs. The text of a
   run must not change if a class or module of asgd is renamed."""
   if hasattr(value, "_asdict"):
@@ -181,7 +181,7 @@ def describe_object(value: Any) -> str:
   return f"{name_of(value)} {digest}"
 
 
-def _is_plain(value) -> bool:
+def _is_plain(value: Any) -> bool:
   """Whether a value is made of numbers, strings, lists and dicts."""
   if isinstance(value, Mapping):
     return all(map(_is_plain, value.values()))

@@ -9,6 +9,8 @@ Index letters used in shape comments:
   d  components of a word's vector
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,9 +127,11 @@ def skip_gram(
   )
 
 
-def _pair_sampler(data, window, negatives, power):
+def _pair_sampler(
+  data: words_lib.Words, window: int, negatives: int, power: float
+) -> Callable[..., tuple[np.ndarray, np.ndarray]]:
   """Returns a function (tokens, count, generator) that draws pairs with
-  negatives from a part of a text."""
+  negatives from a part of a text: int32[B] and int32[B, 1 + N]."""
   shortest = min(len(data.train), len(data.test))
   if shortest <= 2 * window:
     raise ValueError(

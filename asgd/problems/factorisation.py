@@ -24,7 +24,9 @@ _RATINGS_PER_CALL = 100_000  # ratings of one call in an evaluation
 
 
 @functools.lru_cache(maxsize=4)
-def _load(name, test, options):
+def _load(
+  name: str, test: str | None, options: tuple[tuple[str, Any], ...]
+) -> ratings_lib.Ratings:
   """Returns the ratings of a name or a file; ValueError for wrong options."""
   # "generated" and "movielens" include a test part: `test` is for files only.
   if name in ("generated", "movielens") and test is not None:

@@ -6,7 +6,7 @@ Each error is a ValueError about the caller's arguments.
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -81,7 +81,7 @@ class _ModelLoss(NamedTuple):
     return whole_loss(Pieces(self.model, prepare, self.criterion))
 
 
-def _read_model(loss, first_batch: base.Batch) -> _ModelLoss:
+def _read_model(loss: Sequence[Any], first_batch: base.Batch) -> _ModelLoss:
   """Reads a loss that is given as a pair (model, criterion)."""
   if len(loss) != 2:
     raise ValueError(
@@ -220,6 +220,7 @@ class Objects:
     return self._problem(self._stream)
 
   def _problem(self, stream: streams.Stream) -> Problem:
+    """Returns the Problem with the batches of a stream."""
     resize = stream.resize
 
     def rebatch(size: int) -> Problem:
@@ -259,7 +260,8 @@ class Objects:
     description = descriptions.describe_object(self.evaluate)
     return {"evaluate": description.rpartition(" ")[2]}
 
-  def _evaluate(self, params) -> Evaluation:
+  def _evaluate(self, params: Any) -> Evaluation:
+    """Returns the result of the caller's evaluation; NaN if there is none."""
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
     # Copy: the caller may keep them, and a runtime donates its buffers.
@@ -273,14 +275,14 @@ class Objects:
         )
     return evaluation
 
-  def _check(self):
+  def _check(self) -> None:
     """Traces a job and its update now, so that no error follows in the run."""
     first, recipe = self._stream.first, self.recipe
     shapes = check_loss(self._init, self._loss, first)
     if isinstance(recipe, algorithms.Recipe):  # plans check other protocols
       self._check_job(shapes)
 
-  def _check_job(self, shapes):
+  def _check_job(self, shapes: Any) -> None:
     """Traces a job and its update, for a recipe of gradients or models."""
     first, recipe = self._stream.first, self.recipe
     # `eval_shape` computes nothing, so these checks take little time.
@@ -305,7 +307,9 @@ class Objects:
       with checks.user_code(failure, _remedy_for(error)):
         raise
 
-  def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
+  def _identify(
+    self, loss: Any, params: Any, dataset: Any, batch_size: int | None
+  ) -> dict[str, Any]:
     """Returns the description in a results folder, as data for JSON."""
     stream, key = self._stream, jax.random.key(0)
     # Two batches represent data that are not in memory. An iterator without a

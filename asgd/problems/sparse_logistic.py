@@ -11,6 +11,7 @@ Index letters used in shape comments:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -114,7 +115,9 @@ def sparse_logistic_regression(
   )
 
 
-def _batches(data, blocks, size):
+def _batches(
+  data: sparse.Sparse, blocks: int, size: int
+) -> tuple[Callable[..., Any], base.Batch, int]:
   """Returns (batches, probe, batches per epoch), as a `DataOf` does: a function
   (seed, workers) -> Batches, a batch to measure curvature on, and an int. A
   batch is (int32[B, Z] keys, float32[B, Z] values, int32[B] labels, float32[B]
@@ -162,7 +165,9 @@ def _logits(params, keys, values):
   return (params[_TABLE][:, 0][keys] * values).sum(1)
 
 
-def _loss(params, batch: base.Batch, key):
+def _loss(
+  params: Any, batch: base.Batch, key: jax.Array | None
+) -> tuple[jax.Array, losses_lib.Aux]:
   """The mean log loss of a batch, without the penalty."""
   del key
   keys, values, labels, weights, _ = batch
@@ -171,7 +176,9 @@ def _loss(params, batch: base.Batch, key):
   return (weights * losses).mean(), losses_lib.Aux(())
 
 
-def _updates(params, batch: base.Batch, key):
+def _updates(
+  params: Any, batch: base.Batch, key: jax.Array | None
+) -> tuple[tuple[jax.Array, losses_lib.Aux], dict[str, jax.Array]]:
   """Returns the loss, and gradient and curvature of the block's features."""
   keys, values, labels, weights, is_in_block = batch
   logits = _logits(params, keys, values)
@@ -197,7 +204,7 @@ def _score(params, keys, values, labels):
   return losses.mean(), ((logits > 0) == labels).mean()
 
 
-def _evaluate(data, l1, params) -> Evaluation:
+def _evaluate(data: sparse.Sparse, l1: float, params: Any) -> Evaluation:
   """Evaluates weights on the test examples, and F on the training examples."""
   weights = np.asarray(params[_TABLE])[:, 0]
   loss, accuracy = _score(

@@ -224,7 +224,7 @@ def _of_rows(
   return Stream(batches, first, size, count // size, resize, stored=stored)
 
 
-def _of_arrays(user_data, size):
+def _of_arrays(user_data: Any, size: int | None) -> Stream:
   """Reads arrays with a leading axis of examples."""
   # Not copied: `take` copies the rows of each batch.
   arrays = as_batch(user_data, "data", np.asarray)
@@ -250,7 +250,7 @@ def _of_arrays(user_data, size):
   return _of_rows(take, count, size, lambda: [("data", arrays)])
 
 
-def _of_indexed(user_data, size):
+def _of_indexed(user_data: Any, size: int | None) -> Stream:
   """Reads a list of batches, or a data set of examples."""
   count = len(user_data)
   if not count:
@@ -303,7 +303,7 @@ def _of_indexed(user_data, size):
   return _of_rows(take, count, size, stored_elements)
 
 
-def _of_function(function, size):
+def _of_function(function: Callable[..., Any], size: int | None) -> Stream:
   """Reads a function (worker, job) -> batch."""
   if not accepts(function, 2):
     raise ValueError(
@@ -372,7 +372,9 @@ def _takes_worker_alone(function: Callable[..., Any]) -> bool:
   return accepts(function, 1)
 
 
-def _of_iterators(make_iterator, size):
+def _of_iterators(
+  make_iterator: Callable[..., Any], size: int | None
+) -> Stream:
   """Reads a function worker -> iterator of batches."""
   if size is not None:
     raise ValueError(
@@ -406,7 +408,7 @@ def _of_iterators(make_iterator, size):
   )
 
 
-def _as_batch_of_arrays(value, label):
+def _as_batch_of_arrays(value: Any, label: str) -> base.Batch:
   """Returns an iterator's batch as NumPy arrays."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(value):
     if isinstance(leaf, (bool, int, float, str)) and path:

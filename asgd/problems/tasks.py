@@ -128,13 +128,13 @@ class _Task(NamedTuple):
 
 
 def _labelled_problem(
-  dataset,
-  layers,
-  task,
-  batch_size,
-  augment=False,
-  partition=partitions.SHARED,
-  evaluation_examples=0,
+  dataset: data.Dataset,
+  layers: models.Layers | models.Model,
+  task: _Task,
+  batch_size: int,
+  augment: bool = False,
+  partition: partitions.Partition = partitions.SHARED,
+  evaluation_examples: int = 0,
 ) -> Problem:
   """Returns the problem of a task on labelled examples."""
   checks.nonnegative("evaluation_examples", evaluation_examples)
@@ -275,7 +275,9 @@ def classify_sentences(
   )
 
 
-def _with_weights(params, weights):
+def _with_weights(
+  params: Any, weights: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], ...]:
   """Returns `params`, in which the entries of `weights` replace those of each
   layer."""
   layers = []

@@ -10,6 +10,7 @@ Index letters used in shape comments:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -113,7 +114,9 @@ def lda(
   )
 
 
-def _batches(data, batch_size):
+def _batches(
+  data: documents_lib.Documents, batch_size: int
+) -> tuple[Callable[..., Any], base.Batch, int]:
   """Returns (batches, probe, batches per epoch), as a `DataOf` does: a function
   (seed, workers) -> Batches, a batch to measure curvature on, and an int. A
   batch is (int32[B] documents, int32[B, L] words, int32[B] lengths), padded
@@ -189,7 +192,9 @@ class _Model:
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * is_word
     return losses.sum() / is_word.sum(), losses_lib.Aux(())
 
-  def _document_counts(self, z, lengths):
+  def _document_counts(
+    self, z: jax.Array, lengths: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """Returns topic counts of documents, float[B, T], and which positions hold
     words, bool[B, L]."""
     is_word = jnp.arange(z.shape[1]) < lengths[:, None]
@@ -219,8 +224,10 @@ class _Model:
     updated = jax.tree.map(jnp.add, params, updates)
     return self.loss(updated, batch, key), updates
 
-  def _sample(self, counts, position):
-    """Draws the topic of one word, on the counts of all other words."""
+  def _sample(self, counts: Any, position: Any) -> tuple[Any, jax.Array]:
+    """Draws the topic of one word, on the counts of all other words; returns
+    (counts, topic). Counts are (float[B, T] of documents, int32[V, T] of words,
+    int32[T] of all words)."""
     document_counts, words, totals = counts
     row, word, topic_before, is_word, uniform = position
     unit = is_word.astype(words.dtype)
@@ -267,7 +274,9 @@ class _Model:
     return (losses * is_predicted).sum(), is_predicted.sum()
 
 
-def _evaluate(model, data, params) -> Evaluation:
+def _evaluate(
+  model: _Model, data: documents_lib.Documents, params: Any
+) -> Evaluation:
   """Returns the test loss, and the overlap with the true topics."""
   phi = model.word_frequencies(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
