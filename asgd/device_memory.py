@@ -251,14 +251,17 @@ class DeviceMemory:
     traffic = {k: getattr(self.traffic, k) + v for k, v in counts.items()}
     self.traffic = self.traffic._replace(**traffic)
 
-  def _fetch(self, block):
+  def _fetch(self, block: Block) -> None:
+    """Copies a block to the device, unless the device holds it."""
     if block in self._memory.held:
       return
     self._admit(block, self._sizes[block])
     self._device[block] = self._copies.to_device(self._host[block])
     self._count(fetched=self._sizes[block])
 
-  def _admit(self, block, size):
+  def _admit(self, block: Block, size: int) -> None:
+    """Reserves `size` bytes of the device for a block; evicts others if needed.
+    """
     for evicted in self._memory.admit(block, size, self._op_index):
       # The host's copy must be current before the device's is dropped.
       self.host(evicted)

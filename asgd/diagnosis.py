@@ -148,8 +148,10 @@ _START = 1e-3  # initial w, small enough that all rules are linear at it
 
 
 def _growths(
-  server, worker, slot_count, workers, actions, count, curvatures
-):
+  server: base.Server, worker: base.Worker, slot_count: int,
+  workers: jax.Array, actions: jax.Array, count: jax.Array,
+  curvatures: jax.Array,
+) -> jax.Array:
   """Returns float[P], log(|w| in the trace's last quarter / in its second).
 
   Args:

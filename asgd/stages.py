@@ -14,7 +14,7 @@ derives the backward from the stage's program (jaxpr):
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,7 +62,13 @@ def compile_stage(fn: Callable, params: Any, x: Any, extra: Any) -> Stage:
 
 
 @functools.lru_cache(maxsize=256)
-def _compile(fn, tree, *leaves):
+def _compile(
+  fn: Callable[..., Any],
+  tree: jax.tree_util.PyTreeDef,
+  *leaves: jax.ShapeDtypeStruct,
+) -> Stage:
+  """Compiles a stage; `tree` and `leaves` are the shapes of (params, x, extra).
+  """
   shapes = params, *inputs = jax.tree.unflatten(tree, leaves)
   if not floating(params):
     raise ValueError(
@@ -84,12 +90,15 @@ def _compile(fn, tree, *leaves):
     return backward(params, residuals_of(params, x, extra), gy)
 
   halves = _split_jaxpr(backward, params, residuals, floating(y))
-  functions = forward, residuals_of, backward, recompute, *halves
+  functions: tuple[Callable[..., Any], ...] = (
+    *(forward, residuals_of, backward, recompute),
+    *halves,
+  )
   size = sum(s.size * s.dtype.itemsize for s in residuals)
   return Stage(*map(jax.jit, functions), size, y)
 
 
-def _check_shapes(name, actual, expected):
+def _check_shapes(name: str, actual: Any, expected: Any) -> None:
   """Raises ValueError for other shapes than those the stage was compiled for.
 
   The program would silently compute a wrong result from other shapes.
@@ -107,7 +116,9 @@ def _shape(x):
   return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.result_type(x))
 
 
-def _differentiate(fn, params, x, extra):
+def _differentiate(
+  fn: Callable[..., Any], params: Any, x: Any, extra: Any
+) -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
   """Returns (forward, which also returns residuals; backward, which takes the
   residuals; their shapes)."""
 
@@ -172,7 +183,12 @@ def _differentiate(fn, params, x, extra):
   return forward, backward, tuple(_shape(v.aval) for v in stored)
 
 
-def _split_jaxpr(backward, params, residuals, gy):
+def _split_jaxpr(
+  backward: Callable[..., Any],
+  params: Any,
+  residuals: tuple[Any, ...],
+  gy: Sequence[Any],
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
   """Splits a backward into (input, weight): `input` computes the gradient of
   inputs and `half`, `weight` with `half` the gradient of weights."""
   jaxpr, shapes = _inline(backward, params, residuals, gy)
@@ -217,7 +233,7 @@ def _variables(atoms):
   return list(dict.fromkeys(v for v in atoms if not _is_literal(v)))
 
 
-def _inline(function, *args):
+def _inline(function: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
   """Returns (a function's program with all calls inlined, the shapes of its
   outputs)."""
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -225,7 +241,8 @@ def _inline(function, *args):
   return jax.make_jaxpr(run)(*map(_shape, closed.in_avals)), shapes
 
 
-def _evaluate(closed, *args):
+def _evaluate(closed: Any, *args: Any) -> list[Any]:
+  """Runs a program, with all calls inlined; returns its outputs."""
   values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
   values.update(zip(closed.jaxpr.invars, args, strict=True))
 
@@ -252,7 +269,9 @@ def _run_equations(invars, eqns, outvars, *args):
   return internals.jaxpr_as_fun(internals.ClosedJaxpr(jaxpr, ()))(*args)
 
 
-def _needed_equations(eqns, outs, *, effects=True):
+def _needed_equations(
+  eqns: Sequence[Any], outs: Sequence[Any], *, effects: bool = True
+) -> list[Any]:
   """Returns, in the order of the program, the equations that `outs` depend on
   and, if `effects`, those with side effects."""
   wanted_vars = set(_variables(outs))
@@ -265,7 +284,12 @@ def _needed_equations(eqns, outs, *, effects=True):
   return needed[::-1]
 
 
-def _make_function(closed, invars, outs, eqns=None):
+def _make_function(
+  closed: Any,
+  invars: Sequence[Any],
+  outs: Sequence[Any],
+  eqns: Sequence[Any] | None = None,
+) -> Callable[..., Any]:
   """Returns a function from `invars` to `outs` that runs `eqns`; None: the
   needed equations of `closed`."""
   eqns = _needed_equations(closed.jaxpr.eqns, outs) if eqns is None else eqns

@@ -49,6 +49,7 @@ class RoundEvents:
     self.queue.compute(time, i, functools.partial(self._end, i))
 
   def _put(self, i: int, time: float) -> None:
+    """Sends a peer's message to its receivers, once in `every` rounds."""
     m, wait = divmod(self._round_of[i], self._every)
     if wait:  # message m is put in round m * every
       return
@@ -59,6 +60,7 @@ class RoundEvents:
       self.queue.carry(time, i, j, arrive, seq=m)
 
   def _end(self, i: int, time: float) -> None:
+    """Ends the job of a peer's present round."""
     k, n = self._round_of[i], self._topology.workers
     self._add(time, i, k, k * n + i, base.RECEIVE)
     self._job_ended[i] = True
@@ -81,6 +83,7 @@ class RoundEvents:
         self._to_end.popleft()
 
   def _end_round(self, i: int, time: float) -> None:
+    """Ends the round of a peer if it is complete, and starts the next one."""
     if not self._job_ended[i]:
       return
     ended_rounds = self._round_of[i] + 1

@@ -309,6 +309,7 @@ class SharedMemory:
     wire.write(self._layout, tree, self._images[self._next_image])
 
   def _save_meta(self, meta: Any) -> None:
+    """Replaces the file that names the valid image, and has `meta`."""
     text = json.dumps({"image": self._next_image, "meta": meta})
     try:
       store.write_body(self._folder / _SNAPSHOT, text.encode())

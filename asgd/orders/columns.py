@@ -25,7 +25,7 @@ Index letters:
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -119,7 +119,9 @@ def _next_times(stream: Iterator[float], count: int) -> np.ndarray:
   return times
 
 
-def _without_rounds(rules, draws, workers, messages):
+def _without_rounds(
+  rules: Rules, draws: _Draws, workers: int, messages: int
+) -> base.Trace:
   """Returns the trace of a protocol without rounds: first the warm start of
   worker 0, then all workers. The bound may be infinite."""
   warm_jobs = min(rules.warm_start, messages)  # jobs of the warm start
@@ -173,7 +175,9 @@ class _Levels:
     self._level = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     self._predecessor = self._predecessors()
 
-  def _draw_levels(self, draws):
+  def _draw_levels(
+    self, draws: _Draws
+  ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns (workers, times at which their jobs end) of each level. The
     levels include the first M messages and every job that starts before message
     M is received."""
@@ -215,7 +219,7 @@ class _Levels:
         active_workers = active_workers[ends <= horizon]
     return levels
 
-  def _predecessors(self):
+  def _predecessors(self) -> np.ndarray:
     """Returns the index of the same worker's previous message, or -1."""
     # A stable sort by worker puts each message after its worker's previous one.
     order = np.argsort(self._worker, kind="stable")
@@ -224,7 +228,12 @@ class _Levels:
     predecessor[: self._offsets[1]] = -1
     return predecessor
 
-  def _trigger_ranks(self, indices, rank, level_ranks):
+  def _trigger_ranks(
+    self,
+    indices: np.ndarray,
+    rank: np.ndarray,
+    level_ranks: Callable[[np.ndarray], np.ndarray],
+  ) -> np.ndarray:
     """Returns the rank of the trigger of each job of `indices`; -1 if the job
     starts at the beginning. A job has the index of its message."""
     predecessor = self._predecessor[indices]
@@ -240,7 +249,7 @@ class _Levels:
     )
     return trigger_ranks
 
-  def _ranks(self):
+  def _ranks(self) -> tuple[np.ndarray, np.ndarray]:
     """Returns (message indices in the order in which they are received, rank of
     each message). Messages of equal times are sorted by the ranks of their
     triggers, then by worker."""
@@ -364,7 +373,9 @@ class _Rounds:
       rows = rows[:, : receive_rows[messages - 1] + 1]
     return _trace(rows)
 
-  def _start(self, workers, times):
+  def _start(
+    self, workers: np.ndarray, times: np.ndarray | float
+  ) -> np.ndarray:
     """Starts a job at each of these workers; returns the rows."""
     self._end_time[workers] = times + self._draws.peek(workers)
     self._draws.use(workers)
@@ -375,7 +386,7 @@ class _Rounds:
     return self._columns(workers, times, base.SEND)
 
   def _columns(
-    self, workers: np.ndarray, times: np.ndarray, action: int
+    self, workers: np.ndarray, times: np.ndarray | float, action: int
   ) -> np.ndarray:
     """Returns rows, float[5, W], of the current jobs of W workers."""
     rows = np.empty((len(base.Trace._fields), len(workers)))
@@ -420,7 +431,9 @@ class _Rounds:
     self._rows.append(received[:, np.argsort(received[3])])
     return now
 
-  def _next_arrivals(self, jobs_left, messages_left):
+  def _next_arrivals(
+    self, jobs_left: int, messages_left: int
+  ) -> tuple[np.ndarray, int]:
     """Returns (workers, n_restarts): the workers in the order of their next
     messages, and how many of them, from the first on, start another job.
 

@@ -86,6 +86,8 @@ class LinkQueue:
     nbytes: float,
     act: Act,
   ) -> None:
+    """Adds a parcel to those under way, and moves its part to the first line.
+    """
     parcel = _Parcel(act)
     parcels = self._parcels[make_part.__name__, worker, shard]
     parcels.append(parcel)

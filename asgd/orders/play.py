@@ -225,7 +225,7 @@ class Play:
       sort_key = next_part.key.sort_key
       self._put(time, sort_key, self._move, (next_part, next_line))
 
-  def _arrive(self, job):
+  def _arrive(self, job: _Job) -> None:
     """Counts a part of a ticket that has arrived at its worker, or a part of a
     message that a shard has processed."""
     job.parts_left -= 1

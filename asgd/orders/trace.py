@@ -331,6 +331,7 @@ class Ledger(Generic[T]):
     return ticket
 
   def _open(self, event: Event) -> T:
+    """Opens the ticket of a SEND or KEEP row, and returns it."""
     worker, kept_ticket = event.worker, None
     if event.seq in self.open[worker]:
       self.refuse(event, BEGUN)

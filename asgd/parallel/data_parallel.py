@@ -221,9 +221,10 @@ class _Program(NamedTuple):
     worker = jnp.int32(0)
     return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
-  def _objective(self, params, key, scale, dims):
-    """Returns the function (weights, piece, number of the piece) -> (scaled
-    loss, (loss, statistics))."""
+  def _objective(
+    self, params: optax.Params, key: jax.Array, scale: jax.Array, dims: Any
+  ) -> Callable[..., tuple[jax.Array, Any]]:
+    """Returns (weights, piece, number) -> (scaled loss, (loss, statistics))."""
     policy = self.policy
 
     def gather(leaf, dim):
@@ -396,8 +397,7 @@ class _Program(NamedTuple):
 def _differentiable_value(
   value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
 ) -> Callable[[Any], jax.Array]:
-  """Returns weights -> float[], with the gradient of `value_and_grad` as its
-  derivative."""
+  """Returns weights -> float[]; its derivative is that of `value_and_grad`."""
 
   @jax.custom_vjp
   def value_fn(weights):

@@ -154,8 +154,14 @@ def _check_gpt(layers: models.Layers) -> tuple[int, int]:
 
 
 def _pipelined_logits(
-  layers, params, tokens, key, microbatches, rounds, recompute
-):
+  layers: models.Layers,
+  params: tuple[Any, Any, Any],
+  tokens: jax.Array,
+  key: jax.Array,
+  microbatches: int,
+  rounds: int,
+  recompute: bool,
+) -> jax.Array:
   """Returns the logits of a GPT in a pipeline of its blocks, int[B, T] ->
   float[B, T, V]; `params` are the result of `_stack`."""
   first, stages, last = params

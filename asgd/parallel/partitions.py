@@ -181,6 +181,8 @@ def _check(layers: Any) -> None:
 def _shape_after(
   layer: nn.Module, x: jax.ShapeDtypeStruct
 ) -> jax.ShapeDtypeStruct:
+  """Returns the shape of a layer's outputs for inputs of the shape `x`."""
+
   def run(x):
     return layer.init_with_output(jax.random.key(0), x, train=False)[0]
 

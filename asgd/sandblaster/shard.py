@@ -36,7 +36,8 @@ def dot(x: Rows, y: Rows) -> float:
   return sum(map(_leaf_dot, jax.tree.leaves(x), jax.tree.leaves(y)), 0.0)
 
 
-def _leaf_dot(x, y):
+def _leaf_dot(x: Any, y: Any) -> float:
+  """Returns the dot product of two arrays of one shape; see `dot`."""
   if isinstance(x, jax.Array) or isinstance(y, jax.Array):
     dtype = np.float64 if jax.config.jax_enable_x64 else np.float32
     dtype = jnp.promote_types(jnp.promote_types(x.dtype, y.dtype), dtype)

@@ -163,7 +163,11 @@ def _reason_for_rounds(
 
 
 @functools.lru_cache(maxsize=32)  # cells with the same worker call it again
-def _has_convolution(worker, structure, leaves) -> bool:
+def _has_convolution(
+  worker: base.Worker,
+  structure: jax.tree_util.PyTreeDef,
+  leaves: tuple[jax.ShapeDtypeStruct, ...],
+) -> bool:
   """Returns whether a job has a convolution; `leaves` and `structure` are the
   shapes of (params, batch)."""
   params, batch = jax.tree.unflatten(structure, leaves)

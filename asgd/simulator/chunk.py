@@ -102,7 +102,7 @@ class ProgramParts(NamedTuple):
   receive: Callable[[Carry, Messages, ComputedMessage], tuple[Carry, Any]]
 
 
-def _send(pure, carry):
+def _send(pure: steps_lib.PureSteps, carry: Carry) -> Carry:
   """Returns the carry with the latest ticket in its slot."""
   ticket = pure.send(carry.server, carry.sent_worker)
   params, version = jax.tree.map(
@@ -351,7 +351,7 @@ class ChunkRun:
       {},
     )
 
-  def _send_between_messages(self):
+  def _send_between_messages(self) -> None:
     """Sends the tickets between two messages that the loop cannot send."""
     sends = self._plan.sends.get(self._received)
     if sends is not None and self._received_at_sends < self._received:
@@ -368,7 +368,7 @@ class ChunkRun:
     self._carry = self._program.sends(self._carry, np.int32(count), *rows)
 
   @functools.cached_property
-  def _call_size(self):
+  def _call_size(self) -> int:
     """The number of messages of a call."""
     # Measure the batch of the next job, as an iterator cannot return to an
     # earlier batch.
@@ -425,7 +425,7 @@ class ChunkRun:
       bytes_up, norms = zip(*sizes, strict=True)
     return *observations, *(np.resize(x, count) for x in (bytes_up, norms))
 
-  def _records(self, messages, results):
+  def _records(self, messages: slice, results: list[Any]) -> base.Records:
     """Returns the records of a slice of messages, from the results of `_fetch`.
     """
     if not results:
@@ -438,8 +438,8 @@ class ChunkRun:
     bytes_down = self._traffic.dense_nbytes * is_new
     time = np.asarray(self._trace.time)[self._plan.row[messages]]
     columns = time, self._worker[messages], self._job[messages]
-    columns += bytes_up, bytes_down, norms
-    return of_columns(*columns, integers=integers, reals=reals)
+    traffic = bytes_up, bytes_down, norms
+    return of_columns(*columns, *traffic, integers=integers, reals=reals)
 
 
 def _row(stored, index):

@@ -341,7 +341,7 @@ class RoundsRun(chunk.ChunkRun):
       shared=self._rounds.shared,
     )
 
-  def _call(self, stop):
+  def _call(self, stop: int) -> tuple[Any, ...]:
     """Starts the computation of the next messages, as in a ChunkRun. The call
     ends after a complete round if `stop` and the size of a call allow that."""
     # [1] The messages of the call, from the start of the present round.

@@ -123,7 +123,10 @@ class StepwiseRun:
         replay.receive(event, (ticket, message, loss))
       # A dropped message changes the worker's state only.
 
-  def _work(self, worker, state, ticket, job):
+  def _work(
+    self, worker: int, state: Any, ticket: Any, job: int
+  ) -> tuple[Any, Any, Any]:
+    """Does a job; returns (the worker's state after it, message, loss)."""
     state, message, metrics = self._steps.work(
       state, ticket, self._batch(worker, job), self._root, np.int32(job)
     )

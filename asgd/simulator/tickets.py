@@ -152,7 +152,7 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
   )
 
 
-def _end_rows(trace, row):
+def _end_rows(trace: base.Trace, row: _Rows) -> _Rows:
   """Returns the row that ends each started job, or the number of rows; raises
   NotCompiled for jobs with the same (worker, seq)."""
   action = np.asarray(trace.action)
@@ -177,7 +177,7 @@ def _end_rows(trace, row):
   return end
 
 
-def _opening_starts(trace, row):
+def _opening_starts(trace: base.Trace, row: _Rows) -> tuple[_Rows, _Ints]:
   """Returns for each start (the start that opened its ticket, the number of
   earlier jobs on that ticket)."""
   action, worker = np.asarray(trace.action)[row], np.asarray(trace.worker)[row]
@@ -199,7 +199,13 @@ def _opening_starts(trace, row):
   return opening_start, earlier_jobs
 
 
-def _last_uses(trace, row, end, group, opening_start):
+def _last_uses(
+  trace: base.Trace,
+  row: _Rows,
+  end: _Rows,
+  group: _Rows,
+  opening_start: _Rows,
+) -> _Rows:
   """Returns the last row that needs each group of tickets."""
   action = np.asarray(trace.action)
   last_use = np.zeros(group.max(initial=-1) + 1, np.int64)
@@ -216,7 +222,7 @@ def _last_uses(trace, row, end, group, opening_start):
   return last_use
 
 
-def _assign_slots(first_rows, last_use):
+def _assign_slots(first_rows: _Rows, last_use: _Rows) -> tuple[_Rows, int]:
   """Assigns each group of tickets a slot that no other group uses from its row
   in `first_rows` to its row in `last_use`; returns (slot of each group, number
   of slots)."""
@@ -240,7 +246,13 @@ def _assign_slots(first_rows, last_use):
   return slot_of, n_slots
 
 
-def _sends_after(trace, starts, messages_before, slots, messages):
+def _sends_after(
+  trace: base.Trace,
+  starts: Starts,
+  messages_before: _Rows,
+  slots: int,
+  messages: int,
+) -> tuple[_Ints, _Ints, dict[int, Sends]]:
   """Returns (sent_slot, sent_worker, sends) of a TicketPlan."""
   sent_slot = np.full(messages, slots, np.int32)
   sent_worker, sends = np.zeros(messages, np.int32), {}
@@ -276,7 +288,9 @@ def _sends_after(trace, starts, messages_before, slots, messages):
   return sent_slot, sent_worker, sends
 
 
-def _first_messages(trace, receive_rows):
+def _first_messages(
+  trace: base.Trace, receive_rows: _Rows
+) -> npt.NDArray[np.bool_]:
   """Returns bool[U]: whether each message is the first message of a worker that
   joined."""
   is_first = np.zeros(len(receive_rows), bool)

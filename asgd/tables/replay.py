@@ -115,6 +115,7 @@ class _Incarnation:
     )
 
   def _store_message(self, message: ClockMessage) -> None:
+    """Stores a message, as the next incarnation may resend it."""
     self._messages[message.done] = message
     # The next incarnation resends the last message that reached a shard. If the
     # last message reached none, it is the message before. So keep two.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from asgd import base, simulator
-from asgd.experiment import engines, live_figures, live_files
+from asgd.experiment import checkpoint, engines, live_figures, live_files
 from asgd.experiment.engines import (
   allocations,
   live_clusters,
@@ -119,7 +119,9 @@ class LiveServerEngine(live_engine.LiveEngine):
   def _network(self):
     return self._plan.network
 
-  def _unpack(self, saved):
+  def _unpack(
+    self, saved: checkpoint.Restored
+  ) -> list[tuple[base.ServerState, Any]]:
     """Returns the shards' images in a checkpoint."""
     server, shard_params = self._plan.server, self._run.shard_params
     states = saved.tree(

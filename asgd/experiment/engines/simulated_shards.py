@@ -63,7 +63,7 @@ class ShardedEngine(SimulatedEngine):
     self._simulation.until(None if end == self.total else end)
     return self._simulation.records(self.done - self._earlier_messages)[0]
 
-  def _trace(self):
+  def _trace(self) -> tuple[base.Trace, int]:
     """Returns the lead's trace, and its next row; see the base."""
     lead = self._traces[0]
     row_after_message = simulator.end_of_message(lead)

@@ -139,6 +139,7 @@ class ServerCluster(Cluster):
       self._run_worker(measured_worker or self._make_worker(worker))
 
   def _start_shard(self, index: int, resumed: bool = False) -> None:
+    """Starts a shard, or the successor of one that has exited."""
     # A successor is never `resumed`: to a resumed shard, no worker and no other
     # shard is alive.
     make = self._makers.shard(index, resumed)
