@@ -164,7 +164,7 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   return _times_by_row(schedule, cost.overlap, seconds, inputs, flush=flush)
 
 
-def _update_indices(schedule):
+def _update_indices(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
   """Returns two columns, int[T]: the update that a forward waits for, and the
   update that a backward counts for; -1 for none."""
   batch = schedule.microbatch // schedule.every
@@ -175,7 +175,14 @@ def _update_indices(schedule):
   return awaited_update, np.where(is_gradient, update, -1)
 
 
-def _times_by_row(schedule, overlap, durations, inputs, *, flush):
+def _times_by_row(
+  schedule: Schedule,
+  overlap: float | None,
+  durations: Sequence[float],
+  inputs: Sequence[np.ndarray],
+  *,
+  flush: bool,
+) -> spans_lib.Timing:
   """Does what `times` does, row by row: faster for tables of few devices."""
   count, every = len(durations), schedule.every
   local_inputs, remote_inputs, transfers = inputs
@@ -186,8 +193,7 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
   free_at = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
   previous_cell = (-1, -1)
-  # A task starts when its device is free, its inputs have arrived and, in a
-  # synchronous schedule, the update of the batch before is done.
+  # A task waits for its device, its inputs and, with flushes, an update.
   for row, task in enumerate(zip(*columns, strict=True)):
     slot, device, stage, batch, action, local_input, remote_input, transfer = (
       task
@@ -215,7 +221,7 @@ def _times_by_row(schedule, overlap, durations, inputs, *, flush):
   return spans_lib.Timing(np.array(start), np.array(end))
 
 
-def _input_rows(schedule, cost):
+def _input_rows(schedule: Schedule, cost: Costs) -> tuple[np.ndarray, ...]:
   """Returns three columns. Two, int[T], have the rows that each row needs, -1
   for none: one on the same device, and one perhaps on another device. The third
   column, float[T], has the time of the transfer from that other device."""
@@ -293,8 +299,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
   if (table_rows.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
   forward, backward, update = np.empty((3, *shape), np.int64)
-  # The version at a slot is the number of a stage's gradients before the slot,
-  # divided by `every`.
+  # The version at a slot: the stage's gradients before it, over `every`.
   gradient_slots = np.sort(schedule.time[table_rows.weight], axis=1)
   update_index = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), update_index, 1)
@@ -475,7 +480,9 @@ def analyze(
   )
 
 
-def _peaks(schedule, timing, activation):
+def _peaks(
+  schedule: Schedule, timing: spans_lib.Timing, activation: Times
+) -> np.ndarray:
   """Returns float[D]: the largest sum of activations on each device."""
   is_forward = schedule.action == FORWARD
   is_freed = np.isin(schedule.action, (BACKWARD, WEIGHT))

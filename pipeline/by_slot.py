@@ -40,7 +40,9 @@ class _Blocks(NamedTuple):
     return np.where(is_step, step_index, len(self.kind))
 
 
-def _read_blocks(orders, known_actions) -> _Blocks | None:
+def _read_blocks(
+  orders: Sequence[Sequence[Any]], known_actions: Sequence[str]
+) -> _Blocks | None:
   """Returns the steps in columns; None if one is not (name, int, int)."""
   action_index = {name: index for index, name in enumerate(known_actions)}
   columns, sizes, block_counts = [], [], []
@@ -82,7 +84,9 @@ class _StepInputs(NamedTuple):
   missing_steps: np.ndarray  # int64[gates + 1], missing steps of each update
 
 
-def _inputs_of_steps(blocks, every, flush) -> _StepInputs | None:
+def _inputs_of_steps(
+  blocks: _Blocks, every: int, flush: bool
+) -> _StepInputs | None:
   """Returns the ends that steps wait for. None if a step occurs twice, or if
   stages or microbatches are negative or too large."""
   kind, stage, microbatch = blocks[:3]
@@ -182,7 +186,13 @@ def lay_out(
   return *(column.astype(np.int32) for column in columns), actions
 
 
-def _block_slots(blocks, steps, inputs, *, counts_updates):
+def _block_slots(
+  blocks: _Blocks,
+  steps: np.ndarray,
+  inputs: _StepInputs,
+  *,
+  counts_updates: bool,
+) -> np.ndarray | None:
   """Returns int[K], the slot of each block; None for a deadlock."""
   width = steps.shape[1]
   input_index = inputs.input_index[steps].reshape(-1, 2 * width)

@@ -35,7 +35,7 @@ _NEW, _ENTRY, _FLUSH = range(3)  # kinds of messages
 Take = Callable[[int, tuple, Any], None]  # lane, key, tree of NumPy arrays
 
 
-def _anonymous_file(size):
+def _anonymous_file(size: int) -> int:
   """Returns a descriptor of a file without a name, in shared memory if there is
   room."""
   for folder in (_MEMORY, None):
@@ -147,7 +147,7 @@ class Receivers:
     self._listener.close()
     self._folder.cleanup()
 
-  def _receive(self, peer):
+  def _receive(self, peer: connection.Connection) -> None:
     """Stores segments and entries of one process until it exits."""
     segments: list[np.ndarray] = []
     # Either process may exit at any time; the driver reports the cause.

@@ -1,8 +1,7 @@
 """The engine `pipeline`: stages on devices, which execute a table.
 
 Stages run on the devices of this process, which they may share, or in processes
-of Ray, with the same parameters to the bit. If a process exits, the run loop
-starts a new one, and the cell resumes from its last checkpoint.
+of Ray, to the same bits. If one exits, the cell resumes from its checkpoint.
 
   from asgd import experiment
   from asgd.pipeline.engine import PIPELINE
@@ -14,14 +13,14 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import checks, device_memory, simulator
+from asgd import base, checks, device_memory, simulator
 from asgd import stages as stage_lib
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
 from asgd.experiment.cell_progress import MAX_ROWS, Segment
@@ -41,12 +40,13 @@ from asgd.pipeline.run_plan import PipelinePlan
 from asgd.pipeline.state import PipelineState
 from asgd.problems.cuts import slice_of
 
-# Options of the executor that a plan has.
-_OPTIONS = "weights", "recompute", "together", "room", "codec"
+_OPTIONS = "weights", "recompute", "together", "room", "codec"  # of a plan
 _ADVANCE_SECONDS = 1.0  # intended for an `advance` of an asynchronous table
 
 
-def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
+def _arguments(
+  plan: PipelinePlan, seed: int, clock: Callable[[], float]
+) -> dict[str, Any]:
   """Returns the arguments of the executor for a cell."""
   init_key, _ = jax.random.split(jax.random.key(seed))
   params = plan.problem.init(init_key)
@@ -72,7 +72,9 @@ def _extras(plan: PipelinePlan, seed: int) -> Callable[[int, int], Any]:
   )
 
 
-def _remote_arguments(config, dataset, measurements, cell):
+def _remote_arguments(
+  config: Any, dataset: Any, measurements: dict[str, Any], cell: cells.Cell
+) -> dict[str, Any]:
   """Rebuilds `_arguments` from config and data, in a process of Ray."""
   import ray
 
@@ -83,11 +85,11 @@ def _remote_arguments(config, dataset, measurements, cell):
     measurements=measurements,
   )
   plan = experiment.plan(cell)
-  # Wall time, so that the spans of several machines can be compared.
-  return _arguments(plan, cell.seed, time.time)
+  return _arguments(plan, cell.seed, time.time)  # comparable between machines
 
 
 def _make_processes(context: engines.Context) -> processes.Processes:
+  """Starts and returns the processes of a cell."""
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
   dataset = machine.ray_reference(plan.dataset)  # which starts Ray
@@ -110,6 +112,7 @@ def _make_processes(context: engines.Context) -> processes.Processes:
 
 
 def _make_executor(context: engines.Context) -> executor.Executor:
+  """Returns a cell's executor on the devices of this process."""
   plan, local = context.plan, jax.local_devices()
   return executor.Executor(
     **_arguments(plan, context.cell.seed, time.perf_counter),
@@ -206,7 +209,7 @@ class PipelineEngine(engines.Engine):
         " checkpoint"
       ) from error
 
-  def _warm_up(self):
+  def _warm_up(self) -> None:
     """Compiles all programs by a short training, then restores the state."""
     if self.done == self.total:
       return
@@ -315,16 +318,13 @@ class PipelineEngine(engines.Engine):
     options = {"weights": plan.weights, "activation": activation_bytes}
     facts = analyze.analyze(schedule, costs, **options)
     return {
-      "messages": self.done,
-      "updates": self._update(),
+      "messages": self.done, "updates": self._update(),
       "schedule": schedule.name,
-      "stages": schedule.stages,
-      "devices": schedule.devices,
+      "stages": schedule.stages, "devices": schedule.devices,
       "cuts": list(plan.cuts),
       "weights": plan.weights,
       "recompute": list(map(int, plan.recompute)),
-      "every": schedule.every,
-      "seconds": self._seconds,
+      "every": schedule.every, "seconds": self._seconds,
       "stage_staleness": records.staleness.max(1, initial=0).tolist(),
       "staleness_mean": mean(records.staleness),
       "staleness_max": int(records.staleness.max(initial=0)),
@@ -337,7 +337,7 @@ class PipelineEngine(engines.Engine):
       **plan.predicted_times(), **self._traffic(),
     }
 
-  def _traffic(self):
+  def _traffic(self) -> dict[str, int]:
     """Returns bytes moved between devices and host; {} without a limit."""
     if self._plan.room is None:
       return {}
@@ -361,14 +361,13 @@ class PipelineEngine(engines.Engine):
     notes = {
       "at": [state.slot, state.microbatch],
       "of": self._identity,
-      "leaves": len(leaves),
-      "state": on_its_way,
-      "seconds": self._seconds,
-      "moved": list(self._traffic().values()),
+      "leaves": len(leaves), "state": on_its_way,
+      "seconds": self._seconds, "moved": list(self._traffic().values()),
     }
     return passes * schedule.slots + state.slot, tree, notes
 
-  def _restore(self, context, first_state):
+  def _restore(self, context: engines.Context, first_state: Any) -> Any:
+    """Returns the state of the last checkpoint; without one, `first_state`."""
     template = self._executor.fetch(first_state)
 
     def unpack(saved):
@@ -420,7 +419,9 @@ def _split(entries):
   return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 
 
-def _delays(records, first_update=0):
+def _delays(
+  records: Iterable[base.Records], first_update: int = 0
+) -> Iterator[np.ndarray]:
   """Returns staleness and gaps of all stages' updates, from an update on."""
   return (
     np.concatenate([getattr(rows, name)[first_update:] for rows in records])
@@ -449,6 +450,7 @@ def _percent(share):
 
 
 def _describe_result(result: Mapping[str, Any]) -> str:
+  """Returns the line that is printed of a cell's result."""
   traffic = ""
   if "weights_fetched_bytes" in result:
     names = ("fetched", "written", "peak")
@@ -489,8 +491,7 @@ PIPELINE = engines.EngineKind(
     Column("peak MiB", "peak_bytes", 2**-20, "{:.3g}"),
     Column("bubble %", "bubble_measured", 100, "{:.0f}"),
     Column("predicted %", "bubble_predicted", 100, "{:.0f}"),
-    # Only runs with device_megabytes have these.
-    Column("MB fetched", "weights_fetched_bytes", 1e-6),
+    Column("MB fetched", "weights_fetched_bytes", 1e-6),  # device_megabytes
     Column("written", "weights_written_bytes", 1e-6),
     Column("held", "weights_peak_bytes", 1e-6),
   ),

@@ -143,7 +143,11 @@ def write(
   return program._replace(lanes=tuple(lanes))
 
 
-def _merge_updates(lanes, schedule, table_rows):
+def _merge_updates(
+  lanes: Sequence[Sequence[Instruction]],
+  schedule: Schedule,
+  table_rows: validate.TableRows,
+) -> list[list[Instruction]]:
   """Returns the lanes with a batch's updates in one instruction at its end."""
   shape = schedule.stages, -1, schedule.every
   batch_starts = schedule.time[table_rows.forward].reshape(shape)

@@ -152,7 +152,7 @@ class LaneThreads:
     for leaf in leaves:  # also if it is ready: this raises its errors
       leaf.block_until_ready()
 
-  def _share(self):
+  def _share(self) -> None:
     """Wakes or adds a thread for the lanes that are ready."""
     with self._lock:
       if self._ready and self._n_idle:
@@ -161,14 +161,16 @@ class LaneThreads:
       elif self._ready and len(self._threads) < len(self.boxes):
         self._add_thread()
 
-  def _add_thread(self):
+  def _add_thread(self) -> None:
+    """Starts another thread."""
     thread = threading.Thread(
       target=self._work, name=f"lanes-{len(self._threads)}", daemon=True
     )
     self._threads.append(thread)
     thread.start()
 
-  def _work(self):
+  def _work(self) -> None:
+    """Runs ready lanes, in a thread, until the run ends."""
     with jax.enable_x64(self._x64):
       while (lane := self._next()) is not None:
         if self._run_lane(lane):
@@ -177,7 +179,7 @@ class LaneThreads:
             if not self._unfinished:
               self.stop()
 
-  def _next(self):
+  def _next(self) -> int | None:
     """Returns a lane that is ready; None at the end of the run."""
     with self._lock:
       self._n_turns += 1

@@ -1,10 +1,9 @@
 """Lanes run the instructions of a program and exchange the tasks' results.
 
 Every device has a lane, which runs the device's instructions in their order and
-waits only for the inputs of a task. The results that lanes exchange are the
-entries of a state (`asgd.pipeline.state`). A lane has a box with its entries;
-other lanes put entries into the box, copied to the device of its lane.
-`asgd.pipeline.lane_threads` has the threads.
+waits only for the inputs of a task. Lanes exchange the entries of a state
+(`asgd.pipeline.state`): a lane puts an entry into the box of another lane,
+copied to the device of that lane. `asgd.pipeline.lane_threads` has the threads.
 """
 
 import collections
@@ -20,11 +19,11 @@ import optax
 
 from asgd import base, compression, sharding, simulator
 from asgd import server as server_lib
-from asgd import stages as stage_lib
 from asgd.pipeline.instructions import (
   OF_NOW,
   TICKET,
   UPDATE,
+  Instruction,
   Program,
   TicketKey,
 )
@@ -50,23 +49,19 @@ class PipelineError(RuntimeError):
 class ExecutorOptions(NamedTuple):
   """Options of an Executor, which runs the table of a schedule."""
 
-  # Which weights tasks read, by a name of `analyze.versions`; None: "latest" if
-  # the schedule is synchronous, otherwise "stash".
+  # As in `analyze.versions`. None: "latest" if synchronous, otherwise "stash".
   weights: str | None = None
-  # Whether to store a stage's input instead of residuals, and run its forward
-  # again in the backward: one bool for all stages, or one for each stage. With
-  # weights="latest" that forward reads the newest weights.
+  # Whether a backward runs its forward again, from the stored input; one
+  # bool, or one for each stage. With weights="latest" it reads the newest.
   recompute: bool | Sequence[bool] = False
   # Whether all stages of a synchronous schedule are updated together at the end
-  # of a batch, so that norms (`sharding.total`) are over all stages. Otherwise
-  # each stage is updated by itself, with the norm of this stage.
+  # of a batch, with norms (`sharding.total`) over all stages, not of each.
   together: bool = False
   # The user's actions: device -> anything.
   own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
   clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
   # Bytes of weights, optimizer states and sums of gradients that a device holds
-  # at once; the rest is in the host's memory (`residence`). None: all are on
-  # the devices.
+  # at once; the host holds the rest (`residence`). None: the device holds all.
   room: int | None = None
   codec: compression.Codec | None = None  # of messages between stages
 
@@ -74,7 +69,7 @@ class ExecutorOptions(NamedTuple):
 class CompiledPart(NamedTuple):
   """One stage's programs."""
 
-  stage: stage_lib.Stage | None  # None where all of its lanes are elsewhere
+  stage: Any  # stages.Stage; None where all of its lanes are elsewhere
   steps: simulator.Steps  # compiled steps of its server
   at_worker: optax.GradientTransformationExtraArgs | None
   correct: Callable[[base.ServerState], Any] | None = None
@@ -90,10 +85,8 @@ class CompiledProgram(NamedTuple):
   elsewhere: Mapping[int, Any]  # lane of another process -> its queue
   extra: Callable[[int, int], Any]
   options: ExecutorOptions
-  # Whether a lane waits for its results: on a CPU, or if tasks are timed.
-  waits: bool
-  # Lane -> memory, if its device is too small for the weights of its stages.
-  memories: Mapping[int, LaneMemory]
+  waits: bool  # whether lanes wait for results: on a CPU, or if tasks are timed
+  memories: Mapping[int, LaneMemory]  # lane -> memory; {} without `room`
 
   def now(self, slot: int = 0) -> float:
     """Returns the time of the clock; without a clock, the slot."""
@@ -146,9 +139,8 @@ def _copies(device):
 def copier_of(device: jax.Device, tree: Any) -> Callable[[Any], Any]:
   """Returns a function that copies trees like this one to a device.
 
-  Leaves are arrays of NumPy or of any device, and share no memory with the
-  copy. Small trees reach a CPU by a compiled program: `jax.device_put` takes
-  ten times as long."""
+  Leaves, of NumPy or any device, share no memory with the copy. Small trees
+  reach a CPU by a compiled program: `device_put` takes ten times as long."""
   leaves = jax.tree.leaves(tree)
   # Keys have dtypes that NumPy does not know.
   is_numeric = all(isinstance(getattr(x, "dtype", x), np.dtype) for x in leaves)
@@ -198,8 +190,7 @@ class LaneRun:
     }
 
   def run(self) -> PipelineResult:
-    """Runs the program until all lanes are at the last slot; raises the first
-    PipelineError of any lane."""
+    """Runs all lanes to the stop slot; raises their first PipelineError."""
     self._threads.run(self._compiled.inboxes)
     if self._failures:
       raise self._failures[0]
@@ -223,7 +214,7 @@ class LaneRun:
 
   # Entries.
 
-  def _deliver(self, lane, key, value):
+  def _deliver(self, lane: int, key: tuple[Any, ...], value: Any) -> None:
     """Moves an entry that a lane has made to the lane that needs it."""
     target, devices = lane_of(self._program, key), self._compiled.devices
     if target == lane:
@@ -259,7 +250,7 @@ class LaneRun:
     places = self._program.places
     return [stage for stage, lanes in enumerate(places) if lanes[0] == lane]
 
-  def _adopt(self, lane):
+  def _adopt(self, lane: int) -> None:
     """Starts a lane's memory with the state of its stages."""
     memory, box = self._compiled.memories[lane], self._boxes[lane]
     for stage in self._stages_of(lane):
@@ -272,7 +263,7 @@ class LaneRun:
         memory.adopt((stage, SUM), total)
         box[SUM, stage] = None, oldest
 
-  def _give_back(self, lane):
+  def _give_back(self, lane: int) -> None:
     """Moves the lane's memory on the host into servers and entries."""
     memory, box = self._compiled.memories[lane], self._boxes[lane]
     for stage in self._stages_of(lane):
@@ -288,7 +279,7 @@ class LaneRun:
 
   # Instructions.
 
-  def _run_lane(self, lane):
+  def _run_lane(self, lane: int) -> bool:
     """Runs a lane until it lacks an entry; returns whether it is done."""
     op, ops = None, self._ops[lane]
     memory = self._compiled.memories.get(lane)
@@ -326,7 +317,8 @@ class LaneRun:
     jax.block_until_ready(self._compiled.options.own[op.kind](lane))
     return start
 
-  def _forward(self, lane, op):
+  def _forward(self, lane: int, op: Instruction) -> float:
+    """Does a forward; returns its start time."""
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
     x = self._boxes[lane].pop(("x", stage, number)) if stage else ()
     params = self._params(lane, op)
@@ -343,7 +335,8 @@ class LaneRun:
       self._deliver(lane, ("x", stage + 1, number), y)
     return start
 
-  def _weight(self, lane, op):
+  def _weight(self, lane: int, op: Instruction) -> float:
+    """Does a backward of weights; returns its start time."""
     cell, box = (op.stage, op.microbatch), self._boxes[lane]
     params = self._params(lane, op, backward=True)
     (residuals, aux), half = box.pop((RESIDUALS, *cell)), box.pop((HALF, *cell))
@@ -354,7 +347,8 @@ class LaneRun:
     self._submit(lane, op, gradient, aux)
     return start
 
-  def _backward(self, lane, op):
+  def _backward(self, lane: int, op: Instruction) -> float:
+    """Does a backward, B or I; returns its start time."""
     compiled, box = self._compiled, self._boxes[lane]
     stage, number = cell = op.stage, op.microbatch
     stage_fns = compiled.parts[stage].stage
@@ -382,9 +376,10 @@ class LaneRun:
       self._submit(lane, op, gradient, aux)
     return start
 
-  def _submit(self, lane, op, gradient, aux):
-    """Sends a gradient to the stage's server, with the forward's ticket, and
-    drops the tickets that no later microbatch reads."""
+  def _submit(
+    self, lane: int, op: Instruction, gradient: Any, aux: Any
+  ) -> None:
+    """Sends a gradient to its server, and drops tickets without later reads."""
     ticket = self._boxes[lane][op.tickets[0]]
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
@@ -393,7 +388,7 @@ class LaneRun:
       if self._program.last_reads[key] == op.slot:
         self._boxes[lane].pop(key, None)
 
-  def _receive(self, lane, op):
+  def _receive(self, lane: int, op: Instruction) -> float:
     """Receives a message; the last of an update makes a new version."""
     ops = op, *op.also
     box = self._boxes[lane]
@@ -414,9 +409,10 @@ class LaneRun:
       self._publish(lane, update_op, server, row)
     return start
 
-  def _arguments(self, lane, op, message, ticket):
-    """Returns arguments of `Steps.receive`: (server, ticket, message, loss).
-    Returns None until all messages of an update have arrived."""
+  def _arguments(
+    self, lane: int, op: Instruction, message: Any, ticket: base.Ticket
+  ) -> tuple[Any, ...] | None:
+    """Returns (server, ticket, message, loss); None if messages are missing."""
     stage, box = op.stage, self._boxes[lane]
     every = self._program.schedule.every
     memory = self._compiled.memories.get(lane)
@@ -454,7 +450,9 @@ class LaneRun:
       ticket = ticket._replace(params=params)
     return server, ticket, message, np.float32(0)
 
-  def _receive_together(self, lane, ops, arguments):
+  def _receive_together(
+    self, lane: int, ops: Sequence[Instruction], arguments: Sequence[Any]
+  ) -> list[Any]:
     """Receives with totals over all stages: lanes exchange their summands."""
     totals = ()
     steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
@@ -482,7 +480,9 @@ class LaneRun:
       sorted_operands = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(sorted_operands),)
 
-  def _publish(self, lane, op, server, row):
+  def _publish(
+    self, lane: int, op: Instruction, server: base.ServerState, row: Any
+  ) -> None:
     """Stores a new version, and sends it to the lanes that read it."""
     self._settle(server.params)
     if lane in self._compiled.memories:

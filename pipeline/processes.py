@@ -31,7 +31,7 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -196,7 +196,7 @@ class _StageProcess:
   def params(self):
     return state_lib.to_host(self._executor.params(self._state))
 
-  def _keep_state(self, state):
+  def _keep_state(self, state: PipelineState) -> None:
     """Stores a state, and waits until every entry that this process sent has
     arrived. If an entry never arrives, because its receiver is silent, the
     driver raises ProcessDied, and `Processes.close` kills this process too."""
@@ -264,7 +264,8 @@ class Processes:
       **{**_OPTIONS, **(options or {}), "max_concurrency": _CONCURRENT_CALLS}
     )
     self._actors = list(map(actor.remote, self.lanes, cores or [None] * count))
-    self._failure, self._serial = None, 0
+    self._failure: str | None = None
+    self._serial = 0
     pairs = zip(self._actors, self.lanes, strict=True)
     try:
       addresses = self._call_all("listen")
@@ -277,7 +278,7 @@ class Processes:
       self.close()
       raise
 
-  def _call_all(self, name, *args):
+  def _call_all(self, name: str, *args: Any) -> list[Any]:
     """Calls a method of all actors; returns the results in order of lanes."""
     if self._failure:
       raise PipelineError(
@@ -311,7 +312,9 @@ class Processes:
         raise ProcessDied(self._failure)
     return self._ray.get(calls, timeout=_HEARTBEAT_TIMEOUT)
 
-  def _first_cause(self, calls, open_calls):
+  def _first_cause(
+    self, calls: Sequence[Any], open_calls: Sequence[Any]
+  ) -> tuple[type[PipelineError], str]:
     """Stops all processes; returns the first cause as error type and text.
 
     One failure makes other calls fail, too. So causes have ranks: an exited
@@ -348,7 +351,8 @@ class Processes:
     self._serial += 1
     return RemoteState(slot, microbatch, self._serial)
 
-  def _check_latest(self, state):
+  def _check_latest(self, state: RemoteState) -> None:
+    """Raises ValueError for a state that is not the latest."""
     if state.serial != self._serial:
       raise ValueError(
         f"state {state.serial} is no longer in the processes, which keep state"
@@ -411,7 +415,7 @@ def _process_name(lanes):
   return f"the process of devices {', '.join(map(str, lanes))}"
 
 
-def _merge_stages(parts):
+def _merge_stages(parts: Iterable[Sequence[Any]]) -> tuple[Any, ...]:
   """Returns each stage's value: from the process where it is not None."""
   return tuple(
     # A stage's server is in one process only; the others have None.

@@ -7,7 +7,7 @@ A measured run is drawn beside its plan, in the same tracks.
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,7 +151,9 @@ def describe(drawing: Drawing) -> str:
   return text
 
 
-def _describe_measured(table, facts, measured):
+def _describe_measured(
+  table: Schedule, facts: analyze.Analysis, measured: Sequence[TaskSpan]
+) -> str:
   """Returns the plan's bubbles beside those of the measured run, as text."""
   tasks = spans_lib.measured(table, measured)
   plan = spans_lib.idle(spans_lib.planned(table, facts.timing), table.devices)
@@ -306,7 +308,7 @@ def gantt(
       safe_files.save_figure(figure, path, dpi=110, metadata=metadata)
 
 
-def _bars(run, position, positions):
+def _bars(run: spans_lib.Timeline, position: int, positions: int) -> np.ndarray:
   """Returns float[T, 4]: start, end, top and bottom of each task. The row of
   device d is from d to d + 1; tasks that overlap share its height."""
   lane, lanes = _lanes(run)
@@ -316,7 +318,7 @@ def _bars(run, position, positions):
   return np.stack([run.start, run.end, top, top + 0.94 * bar], 1)
 
 
-def _lanes(run):
+def _lanes(run: spans_lib.Timeline) -> tuple[np.ndarray, np.ndarray]:
   """Returns int[T], int[T]: the lane of each task, and the number of lanes that
   its group of overlapping tasks needs."""
   lane = np.zeros(len(run.start), np.int64)
@@ -334,15 +336,23 @@ def _lanes(run):
   return lane, lanes
 
 
-def _paler(colours, share):
+def _paler(colours: Sequence[str], share: float | np.ndarray) -> np.ndarray:
   """Returns float[..., 3]: colours mixed with the share `share` of white."""
   from matplotlib.colors import to_rgba_array
 
-  colours = to_rgba_array(colours)[:, :3]
-  return colours + (1 - colours) * np.asarray(share)[..., None]
+  rgb = to_rgba_array(colours)[:, :3]
+  mixed: np.ndarray = rgb + (1 - rgb) * np.asarray(share)[..., None]
+  return mixed
 
 
-def _draw(axes, run, bars, colours, stages, room):
+def _draw(
+  axes: Any,
+  run: spans_lib.Timeline,
+  bars: np.ndarray,
+  colours: Mapping[str, str],
+  stages: int,
+  room: tuple[float, float],
+) -> None:
   """Draws the bars of a run, and numbers on them."""
   from matplotlib.collections import PolyCollection
 
@@ -350,7 +360,7 @@ def _draw(axes, run, bars, colours, stages, room):
   share = _PALEST * np.maximum(run.stage, 0) / max(stages - 1, 1)
   fill = _paler([colours[action] for action in run.action.tolist()], share)
   left, right, top, bottom = bars.T
-  corners = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
+  corners: Any = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
   is_dense = len(bars) > _MAX_VECTORS
   axes.add_collection(
     PolyCollection(
@@ -378,7 +388,13 @@ def _draw(axes, run, bars, colours, stages, room):
       axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)
 
 
-def _label_axes(axes, schedule, idle, end, room):
+def _label_axes(
+  axes: Any,
+  schedule: Schedule,
+  idle: Sequence[spans_lib.Idle],
+  end: float,
+  room: float,
+) -> None:
   """Writes around the axes; `room` is the height of a row."""
   size = float(np.clip(72 * room * 0.6 / len(idle), 2, 9))
   devices = range(schedule.devices)
@@ -411,7 +427,8 @@ def _label_axes(axes, schedule, idle, end, room):
   axes.set_title(title, fontsize=10, loc="left")
 
 
-def _legend(figure, colours, stages):
+def _legend(figure: Any, colours: Mapping[str, str], stages: int) -> None:
+  """Draws the colour of each action, and those of the first and last stage."""
   from matplotlib.patches import Patch
 
   labels = {_WORDS.get(action, action): c for action, c in colours.items()}

@@ -67,7 +67,8 @@ def _list_or(*keywords: Any, kind: str) -> checks.Check:
 
 
 @checks.with_schema(enum=[True, False, *prediction.NAMES])
-def _check_predict(value, key):
+def _check_predict(value: Any, key: str) -> Any:
+  """Returns a value of the setting `predict`; raises ValueError for others."""
   if type(value) is not bool and value not in prediction.NAMES:
     allowed_names = ", ".join(map(repr, prediction.NAMES))
     raise ValueError(
@@ -313,7 +314,10 @@ def _count_microbatches(run: Run, problem: problems.Problem) -> int:
   return total
 
 
-def _table(run, section, stages, total) -> Schedule:
+def _table(
+  run: Run, section: Mapping[str, Any], stages: int | None, total: int
+) -> Schedule:
+  """Returns the table of a run; errors name the key of the config."""
   name = section["schedule"]
   option_names = schedules.describe(name).options
   try:
@@ -367,7 +371,14 @@ _servers = build_cache.BuildCache(256)  # of stages
 # Where layers are cut.
 
 
-def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
+def _cuts(
+  experiment: Any,
+  section: Mapping[str, Any],
+  stages: int,
+  problem: Any,
+  shapes: Any,
+) -> list[int]:
+  """Returns the layers at which stages begin, and the number of layers."""
   setting, layers = section["cuts"], problem.pieces.layers
   if isinstance(setting, list) and stages == section["stages"]:
     if len(setting) != stages + 1:
@@ -392,7 +403,7 @@ def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
   return [0, *(layer_ends[stage[-1]] for stage in nodes)]
 
 
-def _layer_ends(problem, shapes) -> list[int]:
+def _layer_ends(problem: Any, shapes: Any) -> list[int]:
   """Returns the ends of layers at which the model may be cut.
 
   Each piece must have weights, so a layer without weights stays with the next
@@ -403,7 +414,9 @@ def _layer_ends(problem, shapes) -> list[int]:
   return [*layer_ends[:-1], len(problem.pieces.layers)]
 
 
-def _partition_keys(experiment, run, problem, shapes) -> dict[str, Any]:
+def _partition_keys(
+  experiment: Any, run: Run, problem: Any, shapes: Any
+) -> dict[str, Any]:
   """Runs the partitioner of a run. Returns the keys of the section that it
   sets: stages, cuts, and the stages' devices or replicas.
   """
@@ -436,7 +449,7 @@ def _partition_keys(experiment, run, problem, shapes) -> dict[str, Any]:
   return {**keys, "stages": len(inner_cuts), "cuts": cuts}
 
 
-def _recompute_mode(run, section) -> str:
+def _recompute_mode(run: Run, section: Mapping[str, Any]) -> str:
   """Returns the stages that recompute forwards, in `mixed_pipe`'s terms."""
   recompute = section["recompute"]
   if recompute is None:
@@ -449,7 +462,7 @@ def _recompute_mode(run, section) -> str:
   return {True: "all", False: "none"}.get(recompute, recompute)
 
 
-def _profile(problem, params, **times):
+def _profile(problem: Any, params: Any, **times: Any) -> graph.Graph:
   """Returns the graph of the model's layers; `times`: see `graph.profile`."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
@@ -461,7 +474,7 @@ def _profile(problem, params, **times):
   return graph.profile(problem.pieces.layers, params, x, key=key, **times)
 
 
-def _layer_seconds(experiment, problem) -> list[list[float]]:
+def _layer_seconds(experiment: Any, problem: Any) -> list[list[float]]:
   """Returns the seconds of each layer, forward and backward.
 
   They are measured once, when the experiment begins. A resumed experiment

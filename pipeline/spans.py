@@ -8,7 +8,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -221,7 +221,10 @@ def read(path: Path) -> list[TaskSpan]:
   return read_as(from_json, path)
 
 
-def _is_span(device, stage, microbatch, action, start, end):
+def _is_span(
+  device: Any, stage: Any, microbatch: Any, action: Any, start: Any, end: Any
+) -> bool:
+  """Returns whether values of a file can be the fields of a TaskSpan."""
   integers = device, stage, microbatch
   return (
     {type(number) for number in integers} == {int}

@@ -397,7 +397,8 @@ def from_text(text: str) -> Schedule:
   return make(name, rows, every=every, flush=flush)
 
 
-def _head(number, line):
+def _head(number: int, line: str) -> tuple[str, int, bool]:
+  """Returns name, every and flush of a title; `number` is that of its line."""
   if not (match := _HEAD.fullmatch(line.strip())):
     raise ScheduleError(
       f"line {number}: {line!r} must be '# NAME; every N', and '; flush' if the"

@@ -3,7 +3,8 @@
 import collections
 import graphlib
 import itertools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -103,7 +104,9 @@ def validate(
   return schedule
 
 
-def _fail(schedule, reason, *marked):
+def _fail(
+  schedule: Schedule, reason: str, *marked: int | np.integer[Any]
+) -> NoReturn:
   """Raises `reason`, in which {0}, {1}, ... are the marked rows in words."""
   tasks = []
   for row in marked:
@@ -115,7 +118,7 @@ def _fail(schedule, reason, *marked):
   raise table_lib.ScheduleError(f"{schedule.name}: {reason}{table}")
 
 
-def _window(schedule, marked):
+def _window(schedule: Schedule, marked: Sequence[Any] | np.ndarray) -> str:
   """Returns the table around the marked rows, which stand between two !."""
   marked = np.asarray(marked, np.int64)
   first_slot = max(int(schedule.time[marked].min()) - _AROUND, 0)
@@ -148,7 +151,7 @@ def _keys(schedule, selected):
   return stage * schedule.microbatches + schedule.microbatch[selected]
 
 
-def _check_doubles(schedule):
+def _check_doubles(schedule: Schedule) -> None:
   """Checks that no action of a stage on a microbatch occurs twice."""
   for actions in _ACTIONS:
     task_rows = np.flatnonzero(np.isin(schedule.action, actions))
@@ -160,7 +163,7 @@ def _check_doubles(schedule):
       _fail(schedule, "{} was done before, as {}", row, earlier)
 
 
-def _check_blocks(schedule):
+def _check_blocks(schedule: Schedule) -> None:
   """Checks that a device does one task at a time, or a forward and a backward.
   """
   # Rows are sorted, so those of one device and slot are adjacent.
@@ -173,7 +176,7 @@ def _check_blocks(schedule):
       _fail(schedule, f"{why} and one backward", row + 1, row)
 
 
-def _check_forwards(schedule):
+def _check_forwards(schedule: Schedule) -> None:
   """Checks that no forward is missing.
 
   This runs before anything allocates an array of stages by microbatches: a
@@ -191,7 +194,7 @@ def _check_forwards(schedule):
   _fail(schedule, why, *same_cell)
 
 
-def _check_complete(schedule, table_rows):
+def _check_complete(schedule: Schedule, table_rows: TableRows) -> None:
   """Checks that no backward is missing or on another device than its forward.
   """
   for name, table in zip(("B or I", "B or W"), table_rows[1:], strict=True):
@@ -207,7 +210,9 @@ def _check_complete(schedule, table_rows):
       _fail(schedule, why, row, forward)
 
 
-def _check_order(schedule, table_rows, trains):
+def _check_order(
+  schedule: Schedule, table_rows: TableRows, trains: bool
+) -> None:
   """Checks that each task comes after the tasks that compute its inputs."""
   forward, backward, weight = table_rows
   dependencies = [(forward[1:], forward[:-1])]
@@ -225,7 +230,8 @@ def _check_order(schedule, table_rows, trains):
       _fail(schedule, "{} needs {}, which is not done before", row, earlier_row)
 
 
-def _check_batches(schedule, table_rows):
+def _check_batches(schedule: Schedule, table_rows: TableRows) -> None:
+  """Checks that the forwards of a batch come after the update before it."""
   count, every = schedule.microbatches, schedule.every
   if count % every:
     why = f"{count} microbatches are not a multiple of the {every} of one"
@@ -274,7 +280,7 @@ def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
   return all_pairs[devices[:, 0] != devices[:, 1]]
 
 
-def _check_rendezvous(schedule, table_rows):
+def _check_rendezvous(schedule: Schedule, table_rows: TableRows) -> None:
   """Raises ScheduleError for a deadlock of sends that wait for the receiver."""
   received, sent = collections.defaultdict(list), collections.defaultdict(list)
   for pair in map(tuple, transfers(schedule, table_rows).tolist()):

@@ -178,7 +178,9 @@ def merge_weightless(blocks: Blocks, length: int) -> None:
     )
 
 
-def _merge_lightest(blocks, block, adjacencies):
+def _merge_lightest(
+  blocks: Blocks, block: int, adjacencies: Iterable[dict[int, set[int]]]
+) -> bool:
   """Merges a block with its lightest neighbour that closes no cycle."""
 
   def rank(neighbour):

@@ -248,7 +248,7 @@ def profile(
   stats: Any = params.stats if isinstance(params, base.Variables) else None
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
   if measure is None:
-    x = jax.ShapeDtypeStruct(example.shape, dtype)
+    x: Any = jax.ShapeDtypeStruct(example.shape, dtype)
   else:
     x = _array(example).astype(dtype)
 
@@ -334,7 +334,8 @@ def _stash(vjp: Callable[..., Any], args: tuple[Any, ...]) -> int:
   return memory.bytes_of(list(residuals.values()))
 
 
-def _array(leaf):
+def _array(leaf: Any) -> jax.Array:
+  """Returns a leaf as an array; for a shape, an array of 0.5 or of 0."""
   if not isinstance(leaf, jax.ShapeDtypeStruct):
     return jnp.asarray(leaf)
   # Not zeros: some hardware is faster with zeros.

@@ -138,7 +138,7 @@ class Refinement:
     units: Blocks,
     stages: Sequence[Sequence[int]],
     devices: Sequence[int],
-    bandwidth: float,
+    bandwidth: float | None,
     sizes: Mapping[int, float],
     memory: float | None,
   ) -> None:
@@ -184,7 +184,7 @@ def cost(
   stage: Sequence[int],
   devices: Sequence[int],
   weights: Sequence[float],
-  bandwidth: float,
+  bandwidth: float | None,
 ) -> tuple[float, float]:
   """Returns the objective, in seconds for a microbatch, and the bytes sent
   between devices; stages and weights are of nodes, devices of stages."""
@@ -295,7 +295,9 @@ class _NoRoom(ValueError):
   """The blocks of some L do not fit in the memory."""
 
 
-def _repeat_until_consistent(graph, devices, options):
+def _repeat_until_consistent(
+  graph: Graph, devices: int, options: MixedPipeOptions
+) -> Mixed:
   """Repeats the search until it ends with the last stage that it assumed."""
   results: dict[frozenset[int], Mixed] = {}  # assumed -> the partition
   spared: frozenset[int] = frozenset()
@@ -313,7 +315,9 @@ def _repeat_until_consistent(graph, devices, options):
   return min(results.values(), key=lambda r: (r.objective, not r.settled))
 
 
-def _sweep(graph, devices, options, spared):
+def _sweep(
+  graph: Graph, devices: int, options: MixedPipeOptions, spared: frozenset[int]
+) -> Mixed:
   """Returns the best of all L; the forward of the nodes `spared` is not
   recomputed."""
   recompute = options.recompute
@@ -328,7 +332,7 @@ def _sweep(graph, devices, options, spared):
     stash = sum(graph.nodes[i].stash for i in nodes)
     sizes[unit] = options.copies * graph_lib.parameters(graph, nodes) + stash
   states, tried, failure = {}, [], None
-  for length in options.lengths:
+  for length in options.lengths or ():
     try:
       states[length] = _attempt(units, length, sizes, devices, options)
       tried.append((length, float(states[length].score[0])))
@@ -362,7 +366,13 @@ def _sweep(graph, devices, options, spared):
   )
 
 
-def _attempt(units, length, sizes, devices, options):
+def _attempt(
+  units: Blocks,
+  length: int,
+  sizes: Mapping[int, float],
+  devices: int,
+  options: MixedPipeOptions,
+) -> Refinement:
   """Returns the refined stages of about `length` blocks."""
   bandwidth, memory = options.bandwidth, options.memory
   blocks = coarsen(units, length, bandwidth, options.scopes, options.seed)

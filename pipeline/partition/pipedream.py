@@ -152,7 +152,10 @@ def pipedream(
   return PipeDreamPlan(partition, replicas, time, noam, np.array(sizes, float))
 
 
-def _levels(machines, bandwidth):
+def _levels(
+  machines: int | Sequence[int], bandwidth: float | Sequence[float]
+) -> list[_Level]:
+  """Returns the levels, checked, the innermost first."""
   counts = machines if isinstance(machines, Sequence) else (machines,)
   speeds = bandwidth if isinstance(bandwidth, Sequence) else (bandwidth,)
   if not counts or len(counts) != len(speeds):
@@ -171,7 +174,10 @@ def _levels(machines, bandwidth):
   return result
 
 
-def _explain_failure(graph, total, places, settings):
+def _explain_failure(
+  graph: Graph, total: int, places: int, settings: PipeDreamOptions
+) -> str:
+  """Returns why no partition fits, with the remedy, as text."""
   if settings.memory is None:
     return (
       f"{total} machines cannot all be used: there are {places} places to end a"
@@ -187,7 +193,9 @@ def _explain_failure(graph, total, places, settings):
   )
 
 
-def _states(graph, cuts, groups):
+def _states(
+  graph: Graph, cuts: str, groups: Sequence[Sequence[int]]
+) -> list[int]:
   """Returns the sets of nodes that may lie before a cut, as bit masks."""
   count = len(graph.nodes)
   if cuts == "order":
@@ -227,7 +235,9 @@ def _nodes_in(mask):
   return (i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
-def _closures(predecessors, groups):
+def _closures(
+  predecessors: Sequence[set[int]], groups: Sequence[Sequence[int]]
+) -> list[int]:
   """Returns for each node, as a bit mask, the nodes that are before a cut if
   this node is: itself, its group, and all predecessors of these with theirs."""
   direct = [set(nodes) for nodes in predecessors]

@@ -193,7 +193,15 @@ def _maker(name: str):
   return names.lookup("schedule", name, SCHEDULES)
 
 
-def _make_by_name(name, stages, total, batch, every, options):
+def _make_by_name(
+  name: str,
+  stages: Any,
+  total: int,
+  batch: int,
+  every: int | None,
+  options: dict[str, Any],
+) -> Schedule:
+  """Returns the table of a schedule of `SCHEDULES`, as `make`."""
   maker = _maker(name)
   traits, parameters = maker.traits, inspect.signature(maker).parameters
   for key in options:
@@ -247,7 +255,7 @@ def _check_option(key, value):
     raise OptionError(key, str(error).removeprefix(f"{key} ")) from None
 
 
-def _rule_of(rule):
+def _rule_of(rule: Any) -> Any:
   """Returns a function, or imports the function MODULE:NAME."""
   if callable(rule):
     return rule
@@ -262,7 +270,14 @@ def _rule_of(rule):
     ) from None
 
 
-def _read_file(path, stages, total, batch, every, options):
+def _read_file(
+  path: str,
+  stages: int | None,
+  total: int,
+  batch: int,
+  every: int | None,
+  options: Mapping[str, Any],
+) -> Schedule:
   """Reads a user's table. It must have the microbatches of the run."""
   if options:
     why = f"is no option of a table in a file: {path} is complete; drop it"

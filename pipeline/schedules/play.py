@@ -107,7 +107,7 @@ class _Clock:
     self._places, self._cost = places, cost
     self._batches = {"every": every, "flush": flush}
     columns = cost.forward, cost.backward, cost.input, cost.weight
-    self._durations = {
+    self._durations: dict[str, list[float]] = {
       a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)
     }
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
@@ -160,7 +160,9 @@ class _Clock:
       if action in KNOWN:
         self._schedule_results(device, end, action, stage, microbatch)
 
-  def _remove_ready(self, device, action, stage, microbatch):
+  def _remove_ready(
+    self, device: int, action: str, stage: int, microbatch: int
+  ) -> float:
     """Removes a step from the ready steps; returns its duration."""
     if action not in KNOWN:
       self._user_actions += 1
@@ -182,7 +184,9 @@ class _Clock:
       ) from None
     return self._durations[action][stage]
 
-  def _schedule_results(self, device, end, action, stage, microbatch):
+  def _schedule_results(
+    self, device: int, end: float, action: str, stage: int, microbatch: int
+  ) -> None:
     """Schedules the events that follow from a step that ends at `end`."""
     if action == FORWARD:
       # The forward is in flight until its backward of weights ends.

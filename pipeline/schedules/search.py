@@ -15,15 +15,15 @@ Reference:
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd.pipeline import analyze
 from asgd.pipeline.schedules import layout
 from asgd.pipeline.schedules.layout import Orders
-from asgd.pipeline.schedules.play import Rule, play
+from asgd.pipeline.schedules.play import Rule, RuleState, play
 from asgd.pipeline.table import FORWARD, INPUT, WEIGHT, Step
 
 _ACTIONS = FORWARD, INPUT, WEIGHT
@@ -117,21 +117,21 @@ class Gaps:
     """Returns (score, orders) of the best orders found, starting with orders
     that can be run within the limits, the most activations of each device. A
     round is two passes; one that does not shorten the table is the last."""
-    orders = [list(map(self._index_of, order)) for order in orders]
-    start = self._earliest_starts(orders, self._forward_time)
-    best = self._score_of_starts(orders, start), orders
+    indices = [list(map(self._index_of, order)) for order in orders]
+    start = self._earliest_starts(indices, self._forward_time)
+    best = self._score_of_starts(indices, start), indices
     for _ in range(rounds):
       for direction, opposite in (
         (self._forward_time, self._reverse_time),
         (self._reverse_time, self._forward_time),
       ):
-        orders = self._pull_forward(orders, start, direction, limits)
-        orders = [order[::-1] for order in orders]
-        start = self._earliest_starts(orders, opposite)
-      score = self._score_of_starts(orders, start)
+        indices = self._pull_forward(indices, start, direction, limits)
+        indices = [order[::-1] for order in indices]
+        start = self._earliest_starts(indices, opposite)
+      score = self._score_of_starts(indices, start)
       if score >= best[0]:
         break
-      best = score, orders
+      best = score, indices
     return best[0], [list(map(self._step_at, order)) for order in best[1]]
 
   def _index_of(self, step: Step) -> int:
@@ -149,7 +149,9 @@ class Gaps:
     ends = [start[order[-1]] + self._time[order[-1]] for order in orders]
     return _score_of([start[order[0]] for order in orders], ends)
 
-  def _earliest_starts(self, orders, direction):
+  def _earliest_starts(
+    self, orders: Sequence[Sequence[int]], direction: _Direction
+  ) -> list[float]:
     """Returns when each step starts, at the earliest."""
     inputs, time = direction.inputs, self._time
     start = [-1.0] * len(time)  # negative: not known yet
@@ -179,7 +181,13 @@ class Gaps:
         remaining -= i - first_index
     return start
 
-  def _pull_forward(self, orders, start, direction, limits):
+  def _pull_forward(
+    self,
+    orders: list[list[int]],
+    start: list[float],
+    direction: _Direction,
+    limits: Sequence[int],
+  ) -> list[list[int]]:
     """Returns orders in which each step is in the earliest gap for it. Sets
     `start` to the new starts, which may be later than necessary."""
     inputs, time = direction.inputs, self._time
@@ -223,7 +231,7 @@ class Gaps:
           or count[index - 1] >= limit
         ):
           break
-        index, gap_end = index - 1, start[previous]
+        index, gap_end = index - 1, start[order[index - 1]]
       # [3] Move the step, and correct the activations between the two indices.
       if target is None:
         continue
@@ -234,7 +242,9 @@ class Gaps:
     return orders
 
 
-def _next_weight(state, costs, patience, is_memory_full):
+def _next_weight(
+  state: RuleState, costs: analyze.Costs, patience: float, is_memory_full: bool
+) -> Step | None:
   """Returns the next W if memory is full, or if it fits before the next known
   step; else None."""
   step = state.first(WEIGHT)
@@ -244,7 +254,12 @@ def _next_weight(state, costs, patience, is_memory_full):
   return step if wait >= (patience - 1e-9) * costs.weight[step[1]] else None
 
 
-def _follow(orders, limits, costs, patience) -> Rule:
+def _follow(
+  orders: Sequence[Sequence[Any]],
+  limits: Limits,
+  costs: analyze.Costs,
+  patience: float,
+) -> Rule:
   """Returns a rule that follows `orders`, and does the W that they lack in
   between."""
   next_index = [0] * len(orders)
@@ -268,7 +283,12 @@ def _follow(orders, limits, costs, patience) -> Rule:
   return rule
 
 
-def _greedy(stages_by_device, limits, costs, patience) -> Rule:
+def _greedy(
+  stages_by_device: Sequence[Sequence[int]],
+  limits: Limits,
+  costs: analyze.Costs,
+  patience: float,
+) -> Rule:
   """Returns a rule: backwards of inputs, then forwards that memory allows, then
   W.
 
@@ -293,7 +313,7 @@ def _greedy(stages_by_device, limits, costs, patience) -> Rule:
 
 
 def best(
-  places: Sequence[tuple[int]],
+  places: Sequence[tuple[int, ...]],
   microbatches: int,
   costs: analyze.Costs,
   limits: Sequence[int],
@@ -395,7 +415,13 @@ class _Search:
       best_found = self._shortest([best_found[1]], rules, costs, limits)
     return best_found
 
-  def _rules(self, known_orders, costs, limits, patiences):
+  def _rules(
+    self,
+    known_orders: Iterable[Orders],
+    costs: analyze.Costs,
+    limits: Limits,
+    patiences: Sequence[float],
+  ) -> Iterator[Rule]:
     """Yields rules that follow known orders, and greedy ones."""
     for orders in known_orders:
       for patience in patiences:
@@ -403,7 +429,13 @@ class _Search:
     for patience in patiences:
       yield _greedy(self._stages_by_device, limits, costs, patience)
 
-  def _shortest(self, candidates, rules, costs, limits):
+  def _shortest(
+    self,
+    candidates: list[Orders],
+    rules: Iterable[Rule],
+    costs: analyze.Costs,
+    limits: Limits,
+  ) -> tuple[Score, Orders]:
     """Returns the best of some orders and the rules' orders, shortened."""
     places, count = self._places, self._microbatches
     is_large = self.tasks > _LARGE

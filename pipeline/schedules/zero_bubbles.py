@@ -11,18 +11,25 @@ each, the microbatches of a batch, and `costs` of stages.
 
 import collections
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from asgd.pipeline.analyze import Costs
 from asgd.pipeline.schedules import layout, search
-from asgd.pipeline.table import INPUT, Schedule, check_positive
+from asgd.pipeline.table import INPUT, Schedule, Step, check_positive
 
 Times = Costs | None  # of F, I, W and transfers; None is 1, 1, 1 and 0
 
 
-def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
+def _best(
+  name: str,
+  places: Sequence[tuple[int, ...]],
+  microbatches: int,
+  costs: Times,
+  limits: Sequence[int],
+  batches: int,
+) -> Schedule:
   """Returns the table of the best orders that `search` finds within the limits.
 
   The search also tries the orders of named schedules on these devices, and
@@ -129,7 +136,14 @@ def _line(devices):
   return [(device,) for device in range(devices)]
 
 
-def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
+def _of_line(
+  name: str,
+  stages: int,
+  microbatches: int,
+  costs: Times,
+  batches: int,
+  times: int,
+) -> Schedule:
   """Returns the best table of one stage on each device, with the activations of
   1F1B (`times` = 1) or about twice as many (2)."""
   check_positive(stages=stages, microbatches=microbatches)
@@ -267,7 +281,9 @@ def _vee(devices):
   return [(device,) for device in (*range(devices), *range(devices)[::-1])]
 
 
-def _of_vee(name, devices, microbatches, costs, batches) -> Schedule:
+def _of_vee(
+  name: str, devices: int, microbatches: int, costs: Times, batches: int
+) -> Schedule:
   """Returns the best table of a V within the memory of its schedule."""
   check_positive(devices=devices, microbatches=microbatches)
   limits = [_OF_VEE[name](devices)] * devices
@@ -283,7 +299,9 @@ _OF_VEE = {
 }
 
 
-def _orders_of_vee(devices, microbatches, limit):
+def _orders_of_vee(
+  devices: int, microbatches: int, limit: int
+) -> Iterator[list[list[Step]]]:
   """Yields the orders of V schedules within `limit` activations, for equal
   times of F, I and W. The schedule with the most activations comes first."""
   p = devices
@@ -310,7 +328,7 @@ def _orders_of_vee(devices, microbatches, limit):
     yield _pattern(slots, microbatches)
 
 
-def _zb_v(device, devices, microbatches):
+def _zb_v(device: int, devices: int, microbatches: int) -> list[Step]:
   """Returns the order of a device if F, I and W take the same time."""
   stages = device, 2 * devices - 1 - device
   counts = collections.Counter()
@@ -340,7 +358,9 @@ def _zb_v(device, devices, microbatches):
   return order
 
 
-def _pattern(times, microbatches):
+def _pattern(
+  times: Sequence[tuple[int, ...]], microbatches: int
+) -> list[list[Step]]:
   """Returns the orders of a V in which forwards and backwards repeat every 6
   slots. `times` has for each device the first slots of F down, F up, I up and I
   down."""
