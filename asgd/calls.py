@@ -96,12 +96,18 @@ def _recipe_error(value: Any, workers: int | None) -> str:
 
 def _with_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
   """Returns a recipe of peers with another topology."""
-  built_from = getattr(recipe, "build", None)
-  if getattr(recipe, "gossip", None) is None or built_from is None:
+  if getattr(recipe, "gossip", None) is None:
     raise ValueError(
       "topology= is for a recipe of peers, such as asgd.d_psgd(0.01, workers="
       f"{recipe.workers}, topology=...): drop it, or use such a recipe"
     )
+  if not algorithms.is_as_built(recipe):
+    raise ValueError(
+      "topology= builds the recipe again, but this Recipe was made or changed"
+      " by hand: give topology= to its function, such as asgd.d_psgd, and"
+      " change the result"
+    )
+  built_from = recipe.build
   if "topology" in built_from.options:
     raise ValueError(
       f"topology={checks.shown(topology)}, but the recipe was built with"

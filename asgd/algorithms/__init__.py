@@ -218,10 +218,7 @@ def rebuild(
     # A schedule is compared by identity, a number by value.
     if fits_workers and (rate is learning_rate or rate == learning_rate):
       return recipe
-    # Identity, not equality: fields may hold arrays, and == of arrays is no
-    # bool.
-    pairs = zip(recipe_build.parts, recipe[:-1], strict=True)
-    if all(part is field for part, field in pairs):
+    if is_as_built(recipe):
       options = recipe_build.options
       return _make(
         recipe_build.name, recipe_build.maker, learning_rate, workers, options
@@ -231,6 +228,15 @@ def rebuild(
     f" {workers} are needed, at learning rate {checks.shown(learning_rate)}:"
     " enter it in asgd.RECIPES and build it by its name"
   )
+
+
+def is_as_built(recipe: Recipe) -> bool:
+  """Whether a recipe was built by its name and not changed by hand since."""
+  if recipe.build is None:
+    return False
+  # Identity, not equality: fields may hold arrays, and == of arrays is no bool.
+  pairs = zip(recipe.build.parts, recipe[:-1], strict=True)
+  return all(part is field for part, field in pairs)
 
 
 def recipe_function(name: str) -> Callable[..., Recipe]:

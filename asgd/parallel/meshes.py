@@ -22,11 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from asgd import checks
+from asgd import checks, internals
 
 DATA, TENSOR, PIPE = "data", "tensor", "pipe"  # names of axes
 ROWS, COLUMNS = "rows", "columns"
 ISLAND = "island"
+# Devices of a process. JAX takes a device above this number for a device of
+# another process.
+MAX_DEVICES = 2048
 
 
 def cpu_devices() -> int:
@@ -37,7 +40,14 @@ def cpu_devices() -> int:
 
 
 def want_cpu_devices(count: int) -> None:
-  """Gives JAX at least `count` CPU devices if it has not started yet."""
+  """Gives JAX at least `count` CPU devices if it has not started yet. Raises
+  ValueError for more than a process can have."""
+  # Of several processes, which have started JAX, each has a part of `count`.
+  if count > MAX_DEVICES and not internals.has_devices():
+    raise ValueError(
+      f"{count:,} devices are too many: JAX makes at most {MAX_DEVICES:,} in a"
+      " process; use a smaller mesh"
+    )
   if cpu_devices() < count:
     with contextlib.suppress(RuntimeError):  # JAX has started
       jax.config.update("jax_num_cpu_devices", count)

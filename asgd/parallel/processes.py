@@ -36,9 +36,6 @@ INCOMPLETE = 3  # exit status of a process that ends without all cells
 # supervisor exits.
 LIFELINE = "ASGD_LIFELINE"
 _SAVE_SECONDS = 10.0  # time to save after the supervisor has exited
-# Devices of a process. JAX takes a device above this number for a device of
-# another process.
-_MAX_DEVICES = 2048
 _MAX_ERROR = 300  # bytes of an error that is sent to the other processes
 
 
@@ -134,10 +131,10 @@ def devices_of_each(devices: int, count: int) -> int:
       f"{total} cannot be divided among --num_processes={count}: use another"
       f" mesh, or a divisor of {devices}"
     )
-  if devices // count > _MAX_DEVICES:
+  if devices // count > meshes.MAX_DEVICES:
     raise ValueError(
       f"{total} are {devices // count:,} for each process; JAX makes at most"
-      f" {_MAX_DEVICES:,}: use a smaller mesh, or more --num_processes"
+      f" {meshes.MAX_DEVICES:,}: use a smaller mesh, or more --num_processes"
     )
   return devices // count
 

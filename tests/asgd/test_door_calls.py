@@ -390,6 +390,11 @@ def test_there_are_59_calls():
   assert last == 29 + len(MISTAKES) == 59
 
 
+def test_a_topology_does_not_undo_changes_of_a_recipe():
+  with pytest.raises(ValueError, match="was made or changed by hand"):
+    simulate(PEERS._replace(every=2), topology=WEIGHTS)
+
+
 def test_a_module_that_is_called_names_its_recipe():
   with pytest.raises(TypeError, match="call asgd.sandblaster_lbfgs"):
     asgd.sandblaster(1.0, workers=2)

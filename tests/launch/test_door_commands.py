@@ -248,7 +248,7 @@ def test_a_damaged_cell_is_named_below_the_rest_of_the_folder(
   assert "DANA-Zero" in result.stdout  # the table
   (said,) = result.stderr.splitlines()
   assert said.startswith(f"error: {path} is damaged, empty or cut short: ")
-  assert "asgd train that made it" in said
+  assert "repeat its asgd train" in said
 
 
 def test_a_damaged_folder_is_no_wrong_usage(folders, tmp_path):

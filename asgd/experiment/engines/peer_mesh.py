@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from asgd import base, gossip, simulator, stacking
-from asgd.experiment import checkpoint, engines, schema
+from asgd.experiment import checkpoint, engines, refusals, schema
 from asgd.experiment.engines import mesh_plan, parameter_server, peers
 from asgd.experiment.engines.simulated import Restore
 from asgd.experiment.schema import Run
@@ -29,6 +29,13 @@ ONE_MODEL_KEYS = [
 def check(run: Run) -> None:
   """Raises ValueError for a mesh that does not fit the workers or the batch."""
   mesh_axes = run.config["mesh"]["axes"]
+  count = run.config["mesh"]["devices"]
+  for workers in run.config["workers"] if count else ():
+    if count < (needed := workers * _peer_devices(run)):
+      raise ValueError(
+        f"config.mesh.devices {count} is less than the {needed} devices of"
+        f" config.workers {workers}: leave it out"
+      )
   if not mesh_axes:  # then there is one device per worker
     return
   for workers in run.config["workers"]:
@@ -42,7 +49,12 @@ def check(run: Run) -> None:
         " D devices in each peer"
       )
   peer_devices, size = _peer_devices(run), run.config["batch_size"]
-  if peer_devices < 1 or size % peer_devices:
+  if peer_devices == -1:
+    raise ValueError(
+      "config.mesh.axes.island must be a number of devices, not -1: the number"
+      " of peers is config.workers"
+    )
+  if size % peer_devices:
     raise ValueError(
       f"config.mesh.axes.island {peer_devices} must divide config.batch_size"
       f" {size}, the examples of a peer"
@@ -65,8 +77,8 @@ def axes(run: Run, workers: int) -> dict[str, int]:
 
 def devices(run: Run) -> int:
   """Returns the number of devices that a run needs."""
-  most = max(run.config["workers"]) * _peer_devices(run)
-  return max(most, run.config["mesh"]["devices"] or 1)
+  needed = max(run.config["workers"]) * _peer_devices(run)
+  return max(needed, run.config["mesh"]["devices"] or 1)
 
 
 def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
@@ -88,8 +100,8 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if result.gossip.order != gossip.ROUNDS:
     raise ValueError(
-      f"config.runs.{run.label}.recipe {run.recipe!r} has no rounds, but all"
-      " peers of a mesh compute in rounds: use engine simulate"
+      f"{refusals.recipe_text(run)} has no rounds, but all peers of a mesh"
+      " compute in rounds: use engine simulate"
     )
   return result
 
