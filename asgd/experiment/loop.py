@@ -42,7 +42,7 @@ _DIVERGENCE_FACTOR = 1.2  # loss at the end / at the start, for positive losses
 # A loss above this fraction of the loss of guessing is no better than guessing.
 # The margin covers noise and class imbalance.
 _GUESSING_FRACTION = 0.95
-_SEARCHED_JOBS = 64  # jobs after the last message, searched for a bad value
+_SEARCHED_JOBS = 64  # before and after the last message, for a bad value
 
 
 def has_diverged(loss: np.ndarray, window: int, guess: float) -> bool:
@@ -385,8 +385,10 @@ class _Attempt(contextlib.ExitStack):
       self._machine.show(f"warning: {fault}")
 
   def _next_jobs(self) -> Iterable[tuple[int, int]]:
-    """Yields the (worker, job) pairs that the next messages may have."""
-    jobs = range(self.counted, self.counted + _SEARCHED_JOBS)
+    """Yields the (worker, job) pairs that the next messages may have. A job
+    that a live run repeats may be earlier than the last message."""
+    first = max(self.counted - _SEARCHED_JOBS, 0)
+    jobs = range(first, self.counted + _SEARCHED_JOBS)
     return itertools.product(range(self._cell.workers), jobs)
 
   def _not_finite(
