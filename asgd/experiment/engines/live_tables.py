@@ -386,10 +386,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  words = (
-    "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
-    " {differential_mean:.2f} (least {differential_least}), {seconds:.3g} s"
-  ).format_map(result)
+  words = f"{tables.loss_text(result)}, {result['seconds']:.3g} s"
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
   words += f", {megabytes:.3g} MB" + tables.filters_text(result)
   if n_moved := result.get("ranges_moved"):

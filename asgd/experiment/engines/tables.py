@@ -480,13 +480,21 @@ def filters_text(result: Mapping[str, Any]) -> str:
   return f", filters held back {held_back:,} rows and dropped {dropped:,}"
 
 
+def loss_text(result: Mapping[str, Any]) -> str:
+  """Returns the losses and clocks of a cell in a few words; without a test loss
+  if it was not evaluated."""
+  test_loss = result["test_loss"]
+  test_text = "" if math.isnan(test_loss) else f" (test {test_loss:.4g})"
+  return (
+    f"{result['order']}, loss {result['train_loss']:.4g}{test_text}, clock"
+    f" differential {result['differential_mean']:.2f} (least"
+    f" {result['differential_least']})"
+  )
+
+
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  text = (
-    "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
-    " {differential_mean:.2f} (least {differential_least}), time"
-    " {simulated_time:.4g}"
-  ).format_map(result)
+  text = f"{loss_text(result)}, time {result['simulated_time']:.4g}"
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
   text += f", {megabytes:.3g} MB" + filters_text(result)
   return text + networks.describe(result)

@@ -384,6 +384,8 @@ def test_what_is_said_of_a_cell_of_tables():
   plain = {"rows_held_back": 0, "rows_dropped": 0, "done_again": 0, "missed": 0}
   words = "ssp, loss 0.5 (test 0.25), clock differential -1.50 (least -3), 2 s"
   assert live_tables.describe(result | plain) == f"{words}, 1 MB"
+  untested = live_tables.describe(result | plain | {"test_loss": np.nan})
+  assert untested == f"{words}, 1 MB".replace(" (test 0.25)", "")
   more = {"rows_held_back": 1200, "rows_dropped": 3, "done_again": 1}
   assert live_tables.describe(result | plain | more) == (
     f"{words}, 1 MB, filters held back 1,200 rows and dropped 3, 1 job"
