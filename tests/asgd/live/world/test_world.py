@@ -23,10 +23,10 @@ from asgd.orders.starters import Starters
 
 # The last seeds of each list have rare events.
 SEEDS = {
-  "server": [*range(61), 13711],
-  "tables": [*range(30), 49, 89, 204],
-  "sandblaster": [*range(30), 47, 61, 4745, 52733],
-  "gossip": [*range(32), 63, 204, 8671],
+  "server": [*range(120), 13711],
+  "tables": [*range(60), 89, 204],
+  "sandblaster": [*range(62), 4745, 52733],
+  "gossip": [*range(60), 63, 204, 8671],
 }
 
 
@@ -95,7 +95,7 @@ def test_results_of_seeds_agree_with_their_traces(protocol):
 def test_peers_that_add_arrivals_stay_equal_under_any_faults(tmp_path):
   """The cases of the seeds are replaced by one that no seed draws."""
   codec = (("codec", "top_k"),)
-  for seed in range(10):
+  for seed in range(16):
     case = peer_run.PeerCase(
       "async_threshold_sharing", options=codec, kills=bool(seed % 2)
     )
@@ -165,7 +165,7 @@ def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
   cases = [c for c in scenario.CASES if c.shards == 2 and not c.consistent]
   monkeypatch.setattr(scenario, "CASES", cases)
   monkeypatch.setattr(scenario, "KINDS", ("nan",) * 4)
-  for outcome in explore.run_seeds(range(20)):
+  for outcome in explore.run_seeds(range(60)):
     assert not outcome.error, explore.explain(outcome)
 
 
