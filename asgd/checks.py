@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+RERUN = "run the same command again to resume"  # the remedy in errors and logs
 _MAX_SHOWN = 120  # characters of a value in an error
 
 

@@ -1,4 +1,4 @@
-"""Imports of unstable names of JAX and Ray, in one place.
+"""Imports of unstable names of JAX and Ray, in one module.
 
 No other module of this repository imports `jax.extend`, `jax._src` or a private
 module of Ray (`asgd.live.ray_internals` calls `imported`). If the installed

@@ -13,7 +13,6 @@ from asgd import checks, problems
 from asgd.experiment import build_cache, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Engine, evaluation_messages
-from asgd.experiment.signals import RERUN
 
 _CURVATURE_COLUMNS = "sharpness", "rate_x_sharpness"  # of some evaluations
 # Columns of a result that the rows of evaluations do not have.
@@ -171,7 +170,7 @@ def _evaluate(
   function, model or data may raise it."""
   failure = f"{cell.name}: evaluate(params) fails at message {message}"
   remedy = ": mend the function, or the model or data that it uses, and"
-  with checks.user_code(failure, f"{remedy} {RERUN}"):
+  with checks.user_code(failure, f"{remedy} {checks.RERUN}"):
     return problem.evaluate(params)
 
 

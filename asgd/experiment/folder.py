@@ -40,11 +40,11 @@ from typing import Any
 import jax
 
 from asgd import safe_files
+from asgd.checks import RERUN
 from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import ARCHIVE, FILES, locked_cell, read_file
 from asgd.experiment.live_memory import RUNNING
-from asgd.experiment.signals import RERUN
 
 VERSION = 3  # of the layout; folders of other versions are refused
 # Ends of errors, and words that several errors share.

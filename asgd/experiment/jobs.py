@@ -30,11 +30,12 @@ from unittest import mock
 import jax
 
 from asgd import internals
+from asgd.checks import RERUN
 from asgd.experiment import cell_files, code, folder, loop, provenance, schema
 from asgd.experiment import cells as cells_lib
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import RERUN, NoSignals, Stopped
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live import ray_waits
 from asgd.parallel import processes
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from asgd import safe_files
+from asgd.checks import RERUN
 from asgd.experiment import (
   cell_files,
   cell_log,
@@ -33,7 +34,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.evaluations import Evaluations, compile_evaluation
 from asgd.experiment.machine import Machine
-from asgd.experiment.signals import RERUN, NoSignals, Stopped
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.parallel import processes
 from asgd.problems import finite
 

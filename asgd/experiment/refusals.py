@@ -19,7 +19,7 @@ OPTION_PREFIX = "recipe."
 
 def given_object(run: Run, key: str) -> Any:
   """Returns the object that a call passed for `key`; the config has GIVEN_MARK
-  in its place. Raises ValueError if no call passed one."""
+  instead. Raises ValueError if no call passed one."""
   if key not in run.objects:
     raise ValueError(
       f"config.{key} {schema.GIVEN_MARK!r} stands for an object that a call was"

@@ -13,9 +13,9 @@ import sys
 import threading
 from typing import Any
 
+from asgd.checks import RERUN
 from asgd.live import processes
 
-RERUN = "run the same command again to resume"  # the remedy in errors and logs
 _GRACE_SECONDS = 3.0  # in which the process has to end after a second signal
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from asgd import safe_files
+from asgd.checks import RERUN
 
 # Remedies, for error messages.
-RERUN = "run the same command again to resume"
 START_ANEW = "or start anew in another folder (--workdir)"
 PUT_BACK = f"Put the file back as the run wrote it, {START_ANEW}"
 

@@ -25,8 +25,8 @@ import jax
 import numpy as np
 
 from asgd import safe_files, wire
+from asgd.checks import RERUN
 from asgd.live import store
-from asgd.live.append_only import RERUN
 from asgd.live.slot_formats import Slot, slot_format
 
 PARAMS, MESSAGES, UPDATES = range(3)  # kinds of slots

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from asgd import safe_files
-from asgd.live.append_only import RERUN, AppendOnlyFile, writing
+from asgd.checks import RERUN
+from asgd.live.append_only import AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
 # Length, CRC-32 of the body, CRC-32 of these two. If the last CRC is right and

@@ -42,7 +42,7 @@ class _Trained:
 class ModelTree(NamedTuple):
   """A callable model without the arrays that are trained."""
 
-  template: Any  # the model, with a _Trained in place of each trained array
+  template: Any  # the model, with a _Trained for each trained array
 
   def join(self, arrays: Any) -> Any:
     """Returns the model with these arrays: name -> array."""

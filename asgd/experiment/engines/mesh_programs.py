@@ -4,7 +4,6 @@ The same programs train: the step of one model on all axes, and the rounds of
 peers, with and without messages (local SGD, if peers average every few rounds).
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -156,7 +155,8 @@ def peer_rounds(
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
   axes = peer_mesh.axes(run, workers)
-  if (needed := math.prod(axes.values())) != len(target.devices):
+  needed = peer_mesh.device_count(run, workers)
+  if needed != len(target.devices):
     raise ValueError(
       f"config.workers {workers} on engine mesh need {needed} devices, and"
       f" {target.name} has {len(target.devices)}: use all of them"

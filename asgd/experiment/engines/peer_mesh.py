@@ -31,7 +31,7 @@ def check(run: Run) -> None:
   mesh_axes = run.config["mesh"]["axes"]
   count = run.config["mesh"]["devices"]
   for workers in run.config["workers"] if count else ():
-    if count < (needed := workers * _peer_devices(run)):
+    if count < (needed := device_count(run, workers)):
       raise ValueError(
         f"config.mesh.devices {count} is less than the {needed} devices of"
         f" config.workers {workers}: leave it out"
@@ -75,9 +75,14 @@ def axes(run: Run, workers: int) -> dict[str, int]:
   return result
 
 
+def device_count(run: Run, workers: int) -> int:
+  """Returns the number of devices that the peers of a run need."""
+  return workers * _peer_devices(run)
+
+
 def devices(run: Run) -> int:
   """Returns the number of devices that a run needs."""
-  needed = max(run.config["workers"]) * _peer_devices(run)
+  needed = device_count(run, max(run.config["workers"]))
   return max(needed, run.config["mesh"]["devices"] or 1)
 
 
@@ -91,11 +96,11 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
       f"config.runs.{run.label}.recipe {run.recipe!r} has peers, and a mesh of"
       " peers needs one process: drop --num_processes, or use engine ray"
     )
-  device_count, needed = len(jax.devices()), workers * _peer_devices(run)
-  if device_count < needed:
+  available, needed = len(jax.devices()), device_count(run, workers)
+  if available < needed:
     raise ValueError(
       f"config.workers {workers} on engine mesh needs {needed} devices, and"
-      f" this process has {device_count}: use fewer, or engine simulate"
+      f" this process has {available}: use fewer, or engine simulate"
     )
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if result.gossip.order != gossip.ROUNDS:

@@ -115,7 +115,7 @@ def own_order(run: Run) -> Any:
   """Returns a user's own order of a run, a function or a Trace; None for an
   order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
   name = run.config["order"]["name"]
-  # An object that a call passed: the config has a mark in place of a name.
+  # An object that a call passed: the config has a mark instead of a name.
   if name == GIVEN_MARK:
     return refusals.given_object(run, "order")
   return names.import_function("order", name) if names.is_import(name) else None

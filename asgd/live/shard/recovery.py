@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import base, safe_files
+from asgd.checks import RERUN
 from asgd.live import slots
-from asgd.live.append_only import RERUN, START_ANEW, writing
+from asgd.live.append_only import START_ANEW, writing
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 from asgd.live.shard import images

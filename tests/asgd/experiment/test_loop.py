@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from asgd import experiment
+from asgd.checks import RERUN
 from asgd.experiment import folder, jobs, loop, storage
 from asgd.experiment.engines import (
   NonFiniteResult,
@@ -15,7 +16,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
-from asgd.experiment.signals import RERUN, Stopped
+from asgd.experiment.signals import Stopped
 from asgd.live import faults
 
 # When evaluations are.
