@@ -221,24 +221,26 @@ def make_folder(path: Path) -> None:
       os.close(_open_folder(path))
 
 
-def hold_folder(path: Path) -> int:
-  """Opens a folder that only this user can open. It and its parents are made if
-  they are missing.
+def hold_folder(path: Path, *, create: bool = True) -> int:
+  """Opens a folder that only this user can open.
 
   Args:
     path: the path of the folder; those above it may be links.
+    create: whether the folder and its parents are made if they are missing.
 
   Returns:
     A descriptor of the folder. `/proc/self/fd/DESCRIPTOR` names this folder
     even if another one replaces it at `path` later.
 
   Raises:
+    FileNotFoundError: the folder is missing, and `create` is False.
     ValueError: if the path is a link, a file or a folder of another user.
   """
-  with _explain_errors(path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-      path.mkdir(mode=0o700)
+  if create:
+    with _explain_errors(path):
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
   # The descriptor keeps the folder that was checked, whatever happens at the
   # path.
   handle = _open_folder(path)

@@ -58,10 +58,15 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def _open_memory(memory: Path) -> Iterator[Path]:
-  """Opens a memory; creates it if it does not exist. Yields a path to the open
-  folder, by its descriptor. Raises ValueError, with the reason, if the folder
-  is not the memory of a run."""
+def _open_memory(memory: Path, *, create: bool = False) -> Iterator[Path]:
+  """Opens a memory. Yields a path to the open folder, by its descriptor. Only a
+  run's driver creates a missing memory: a reader that did so would leave an
+  empty folder behind, if the run ends and removes its memory at that moment.
+
+  Raises:
+    FileNotFoundError: the memory does not exist, and `create` is False.
+    ValueError: the folder is not the memory of a run; the text is the reason.
+  """
   # [1] The path: absolute, below a folder, and named after this user.
   name = _NAME.fullmatch(memory.name)
   if not memory.is_absolute() or ".." in memory.parts or name is None:
@@ -70,7 +75,7 @@ def _open_memory(memory: Path) -> Iterator[Path]:
     raise ValueError("it is no folder of this user's")
   # [2] The folder itself: of this user, and no link.
   try:
-    descriptor = safe_files.hold_folder(memory)
+    descriptor = safe_files.hold_folder(memory, create=create)
   except ValueError as error:
     raise ValueError("it is no folder of this user's") from error
   # [3] Its files. The path leads to this folder, whatever is at `memory` later.
@@ -144,13 +149,14 @@ def read_running(cell_folder: Path) -> Running | None:
   if content is None:
     raise changed_error("its checksum is wrong or missing")
   memory = Path(content["memory"])
-  if os.path.lexists(memory):  # a restart of the machine removes it
-    try:
-      with _open_memory(memory):
-        pass  # its checks only
-    except ValueError as error:
-      reason = f"{memory} is not the memory of a run: {error}"
-      raise changed_error(reason) from error
+  try:
+    with _open_memory(memory):
+      pass  # its checks only
+  except FileNotFoundError:
+    pass  # the end of a run and a restart of the machine remove it
+  except ValueError as error:
+    reason = f"{memory} is not the memory of a run: {error}"
+    raise changed_error(reason) from error
   return Running(**{**content, "memory": memory})
 
 
@@ -205,7 +211,9 @@ class LiveMemory:
     # [2] Open and lock it. An error closes what was opened.
     with contextlib.ExitStack() as stack:
       try:
-        fd_path = stack.enter_context(_open_memory(self.folder))
+        fd_path = stack.enter_context(
+          _open_memory(self.folder, create=True)
+        )
       except ValueError as error:
         raise ValueError(
           f"{self.folder} cannot be the memory of the run: {error}. Remove it,"
@@ -245,7 +253,10 @@ class LiveMemory:
 
   def remove(self) -> None:
     """Removes the memory, from which the cell can then no longer resume."""
-    with contextlib.ExitStack() as stack:
+    with (
+      contextlib.suppress(FileNotFoundError),  # it was removed
+      contextlib.ExitStack() as stack,
+    ):
       fd_path = self._fd_path or stack.enter_context(_open_memory(self.folder))
       _remove(fd_path, self.folder)
     # Last: a kill before this line leaves a running.json with the path of a
@@ -270,9 +281,11 @@ def remove_leftover(cell_folder: Path) -> None:
   if running is None:
     return
   memory = running.memory
-  if os.path.lexists(memory):
-    with _open_memory(memory) as fd_path:
-      if _belongs_to(fd_path, running, cell):
-        processes.kill_run(fd_path)
-        _remove(fd_path, memory)
+  with (
+    contextlib.suppress(FileNotFoundError),  # it was removed
+    _open_memory(memory) as fd_path,
+  ):
+    if _belongs_to(fd_path, running, cell):
+      processes.kill_run(fd_path)
+      _remove(fd_path, memory)
   (cell_folder / RUNNING).unlink(missing_ok=True)

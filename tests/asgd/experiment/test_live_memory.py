@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from asgd import safe_files
 from asgd.experiment import live_memory, storage
 
 
@@ -143,6 +144,24 @@ def test_what_is_not_what_a_run_wrote_is_one_line(cell, text):
   (cell / "running.json").write_text(text)
   with pytest.raises(ValueError, match="running.json is not what a run wrote"):
     live_memory.read_running(cell)
+
+
+@pytest.mark.parametrize(
+  "read", [live_memory.read_running, live_memory.remove_leftover]
+)
+def test_a_reader_does_not_create_a_memory_that_the_run_removes_meanwhile(
+  cell, memory_dir, monkeypatch, read
+):
+  """`asgd chaos` reads running.json while the run ends."""
+  memory, hold_folder = stopped(cell, memory_dir), safe_files.hold_folder
+
+  def remove_first(path, **options):
+    shutil.rmtree(path)
+    return hold_folder(path, **options)
+
+  monkeypatch.setattr(safe_files, "hold_folder", remove_first)
+  read(cell)
+  assert not memory.exists()
 
 
 def test_a_memory_that_is_gone_is_no_mistake(cell, memory_dir):
