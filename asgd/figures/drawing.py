@@ -154,8 +154,9 @@ def _draw_panel(
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
-    next_ticks = [*ticks[1:], math.inf]  # drop labels that would overlap
-    ticks = [x for x, y in zip(ticks, next_ticks, strict=True) if y > 1.3 * x]
+    # Drop labels that would overlap. A panel without points has no ticks.
+    pairs = itertools.pairwise([*ticks, math.inf])
+    ticks = [x for x, next_x in pairs if next_x > 1.3 * x]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
   if panel.yscale == "log":

@@ -179,6 +179,15 @@ def test_points_are_of_each_seed_and_of_the_paper(tmp_path):
     assert (tmp_path / "drawn").with_suffix(suffix).stat().st_size
 
 
+def test_a_panel_without_points_is_drawn_empty(tmp_path):
+  """A quick version may leave out all cells of a panel."""
+  axes = {"title": "p", "column": "test_accuracy", "xlabel": "x", "ylabel": "y"}
+  panel = axes | {"series": {"A": [(4, "a@4"), (8, "a@8")]}, "xlog": True}
+  data = figure(claim("bound", of="one", above=0.0), panels=[panel])
+  drawing.draw(data, [], tmp_path / "drawn", "heading")
+  assert (tmp_path / "drawn.svg").stat().st_size
+
+
 BOUND = claim("bound", of="a@4", above=0.0)
 STEPS = claim("ordering", order="rises", runs=["a@4", "a@8"])
 CROSSES = claim(
