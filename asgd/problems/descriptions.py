@@ -141,17 +141,24 @@ def _build_call(recipe) -> Any:
 
 def _describe_settings(value: Any) -> str:
   """Describes settings field by field, by the names of configs. The text of a
-  run must not change if a class or module of asgd is renamed."""
+  run must not change if a class or module of asgd is renamed. Functions have
+  the values that they close over, or a checksum of them: their names do not
+  tell one rate or threshold from another."""
   if hasattr(value, "_asdict"):
-    fields = value._asdict().items()
-    return (
-      f"({', '.join(f'{key}={_describe_settings(x)}' for key, x in fields)})"
-    )
+    return _describe_fields(value._asdict())
   if isinstance(value, tuple):
     return f"({', '.join(map(_describe_settings, value))})"
   if getattr(value, "__module__", "").startswith("asgd."):
-    return value.__qualname__.partition(".")[0]
-  return repr(value) if _is_plain(value) else name_of(value)
+    name = value.__qualname__.partition(".")[0]
+    options = inspect.getclosurevars(value).nonlocals
+    return name + _describe_fields(options) if options else name
+  return repr(value) if _is_plain(value) else describe_object(value)
+
+
+def _describe_fields(fields: Mapping[str, Any]) -> str:
+  """Describes settings by name."""
+  texts = (f"{key}={_describe_settings(x)}" for key, x in fields.items())
+  return f"({', '.join(texts)})"
 
 
 def describe_recipe(recipe: Any) -> str:
@@ -170,8 +177,9 @@ def describe_recipe(recipe: Any) -> str:
 
 
 def describe_object(value: Any) -> str:
-  """Returns the name and a checksum of an order, durations or a codec. The
-  checksum has the rows of a trace, or source and constants of functions."""
+  """Returns the name and a checksum of an order, durations, a codec, or a
+  function. The checksum has the rows of a trace, or source and constants of
+  functions."""
   is_trace = isinstance(value, base.Trace)
   texts = [column.tobytes() for column in value] if is_trace else []
   # A trace has no source, and a function has no columns.
@@ -206,12 +214,14 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 def digest_of_code(recipe: Any, *functions: Any) -> str:
   """Returns a checksum of the source of `functions`, and of the functions among
-  the options of a recipe. A Recipe that `algorithms.build` did not make has no
-  options: its transforms' constants are in the checksum instead."""
+  the options of a recipe with the values that they close over. A Recipe that
+  `algorithms.build` did not make has no options: its transforms' constants are
+  in the checksum instead."""
   build = _build_call(recipe)
-  options = build.options.values() if build else ()
+  options = tuple(build.options.values()) if build else ()
   texts = [text for x in (*functions, *options) for text in _code_of(x)]
   parts = [text.encode() for text in texts]
-  if build is None and isinstance(recipe, algorithms.Recipe):
-    parts += _constants(recipe, set())
+  if isinstance(recipe, algorithms.Recipe):
+    given = [tuple(_closed_over(option)) for option in options]
+    parts += _constants(given if build else recipe, set())
   return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -210,6 +210,21 @@ def top_k(density):
   return asgd.compression.named("top_k", density=density)
 
 
+def clipped(limit):
+  clip = optax.clip(limit)
+  return asgd.asgd(
+    0.02, workers=2, optimizer=lambda rate: optax.chain(clip, optax.sgd(rate))
+  )
+
+
+def of_tables(rate=0.01, **options):
+  return {"recipe": asgd.table(rate, workers=2, **options)}
+
+
+def skip(probability):
+  return {"name": "random_skip", "probability": probability}
+
+
 def call(folder, *, recipe=None, x=X, **options):
   recipe = recipe or asgd.asgd(0.02, workers=2)
   return asgd.simulate(
@@ -230,8 +245,17 @@ def call(folder, *, recipe=None, x=X, **options):
     ({}, {"x": changed(-1)}),
     ({"compress": top_k(0.5)}, {"compress": top_k(0.9)}),
     ({"durations": FIRST}, {"durations": OTHER}),
+    ({"recipe": clipped(0.1)}, {"recipe": clipped(0.2)}),
+    (of_tables(optimizer=optax.sgd), of_tables(optimizer=optax.adam)),
+    (of_tables(ftrl={"l1": 0.1}), of_tables(ftrl={"l1": 0.2})),
+    (of_tables(optax.constant_schedule(0.1)),
+     of_tables(optax.constant_schedule(0.2))),
+    (of_tables(filters=skip(0.1)), of_tables(filters=skip(0.2))),
   ],
-  ids=["rate", "momentum", "last row", "codec", "lambdas of one line"],
+  ids=[
+    *("rate", "momentum", "last row", "codec", "lambdas of one line"),
+    *("optimizer", "optimizer of tables", "ftrl", "schedule", "filter"),
+  ],
 )
 def test_a_folder_of_other_objects_is_refused(first, other, tmp_path):
   result = call(tmp_path, **first)

@@ -818,7 +818,7 @@ def test_settings_are_described_without_names_of_classes_and_modules():
     "failures=((time=1.0, kind='worker', index=1)), workers=2)"
   )
   assert said[1].startswith("tables(rules=(consistency=(name='ssp', need=")
-  assert "filters=(random_skip)" in said[1]
+  assert "filters=(random_skip(probability=0.5))" in said[1]
   assert "Settings" not in str(said)
   assert "asgd" not in str(said)
 
