@@ -199,7 +199,7 @@ def _merged_identity(
   differ in more than runs, workers and seeds."""
   differences = identities.changes(old_identity, new_identity)
   if differences:
-    text = "; ".join(differences[:3])
+    text = identities.summary(differences)
     raise _refusal(f"--workdir={folder} holds another experiment ({text})")
   return identities.merge(old_identity, new_identity)
 

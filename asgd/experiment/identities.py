@@ -4,7 +4,9 @@ An identity is the content of config.json (`folder.identity`): the config, the
 data, and values that may change.
 """
 
+import difflib
 import itertools
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -13,22 +15,60 @@ from asgd.experiment import schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _MAX_SHOWN = 3  # differences in a summary
-_MAX_CHARACTERS = 200  # of a summary
+_MAX_CHARACTERS = 300  # of a summary
+_MAX_VALUE = 80  # characters of a value in a difference
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-  """Returns a line for each leaf in which two trees of plain data differ.
+  """Returns a line for each leaf in which two trees of plain data differ, and
+  for each part in which two long texts differ.
 
   Example:
     >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
     ['a.b was 1, now 3']
+    >>> differences([1, [2, 3]], [1, [2, 4]], "a")
+    ['a[1][1] was 3, now 4']
   """
   if isinstance(old, Mapping) and isinstance(new, Mapping):
     lines, prefix = [], f"{path}." if path else ""
     for key in {**old, **new}:
       lines += differences(old.get(key), new.get(key), prefix + key)
     return lines
-  return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
+  if old == new:
+    return []
+  is_list = isinstance(old, list) and isinstance(new, list)
+  if is_list and len(old) == len(new):
+    pairs = enumerate(zip(old, new, strict=True))
+    return [line for i, x in pairs for line in differences(*x, f"{path}[{i}]")]
+  pairs = [(old, new)]
+  if isinstance(old, str) and isinstance(new, str) and len(old) > _MAX_VALUE:
+    pairs, path = _different_parts(old, new), f"a part of {path}"
+  return [
+    f"{path} was {_shown(old)}, now {_shown(new)}" for old, new in pairs
+  ]
+
+
+def _shown(value: Any) -> str:
+  return shortened(repr(value), _MAX_VALUE)
+
+
+def _different_parts(old: str, new: str) -> list[tuple[str, str]]:
+  """Returns the parts in which two descriptions differ, such as the settings of
+  a recipe.
+
+  Example:
+    >>> _different_parts("f(a=1, b=(2, 3), c=4)", "f(a=0, b=(2, 5), c=4)")
+    [('a=1', 'a=0'), ('3', '5')]
+  """
+  # The parentheses of a call without arguments belong to its name.
+  ends = re.compile(r"(?:\((?!\))|(?<!\()\)|,)+ ?")
+  texts = [ends.split(text) for text in (old, new)]
+  changes = difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
+  return [
+    (", ".join(texts[0][i:j]), ", ".join(texts[1][k:end]))
+    for tag, i, j, k, end in changes
+    if tag != "equal"
+  ]
 
 
 def summary(lines: Sequence[str]) -> str:

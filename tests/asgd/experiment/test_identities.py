@@ -6,12 +6,15 @@ import types
 import kit
 import pytest
 
+import asgd
 from asgd import experiment
 from asgd.experiment import cells, folder, identities, schema, storage
 from asgd.pipeline.engine import PIPELINE
+from asgd.problems import descriptions
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 DATASET = {"name": "digits", "sha256": "0"}
+SKIP = {"name": "random_skip", "probability": 0.5}
 
 
 def stored(content):
@@ -103,3 +106,21 @@ def test_what_the_config_says_beside_them_is_compared(common, changed, said):
   identity, _ = written({"runs": entries, **changed})
   label = "pipeline" if "stages" in said else "mesh"
   assert f"config.{said}" in identities.difference_from(before[label], identity)
+
+
+def test_of_a_long_description_the_changed_settings_are_shown():
+  """As of tables, whose description has a thousand characters."""
+  old, new = (
+    descriptions.describe_recipe(asgd.table(0.1, workers=4, bound=2, **options))
+    for options in ({}, {"clock_every": 5, "filters": SKIP})
+  )
+  skip = "filters=, random_skip, probability=0.5"
+  assert identities.differences({"recipe": old}, {"recipe": new}) == [
+    "a part of recipe was 'clock_every=1', now 'clock_every=5'",
+    f"a part of recipe was 'filters=()', now {skip!r}",
+  ]
+
+
+def test_a_long_value_is_shortened():
+  (line,) = identities.differences({"a": [1.5] * 500}, {"a": [1.5] * 400})
+  assert line.startswith("a was [1.5, 1.5,") and len(line) < 200
