@@ -238,6 +238,9 @@ class _Attempt(contextlib.ExitStack):
       self._open_log(engine, self._folder, evaluations.rows)
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
+    # Live engines say it themselves, with the source of their state.
+    if engine.done and not self._engine_kind.journaled:
+      self._bar.line(f"{self._cell.name}: resuming at message {engine.done}")
     # [2] Training and evaluations.
     self._train(engine, evaluations)
     # [3] The result.

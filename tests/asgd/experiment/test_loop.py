@@ -157,9 +157,10 @@ def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
   bar = Lines()
   cell = mortal(exp, [3, 3, 9])
   result = loop.train(exp, cell, tmp_path / "died", bar=bar)
-  assert bar.lines == [
-    "fine-n2-s0: a process died; resuming from the last checkpoint"
-  ] * 3
+  died = "fine-n2-s0: a process died; resuming from the last checkpoint"
+  resuming = "fine-n2-s0: resuming at message {}".format
+  expected_lines = [(died, resuming(done)) for done in (3, 3, 9)]
+  assert bar.lines == [line for lines in expected_lines for line in lines]
   result["wall_seconds"] = expected["wall_seconds"]
   assert storage.to_json(result) == storage.to_json(expected)
 
