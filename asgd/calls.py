@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from asgd import algorithms, base, checks, compression, names, orders
-from asgd.call_options import CONFIG_KEYS, RunOptions
+from asgd.call_options import CONFIG_KEYS, RunOptions, SimulateOptions
 from asgd.experiment import protocol, schema
 from asgd.experiment.checks import MOST_COUNT
 from asgd.experiment.engines import server_orders
@@ -290,6 +290,10 @@ def check_keys(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> None:
   for key in config:
     if key not in allowed_keys:
       hint = names.nearest(key, [*allowed_keys, *RunOptions._fields])
+      if key == "topology":
+        hint = "give it to the recipe, as asgd.d_psgd(0.01, 4, topology='ring')"
+      elif key in SimulateOptions.__annotations__:
+        hint = "asgd.simulate takes it"
       raise ValueError(f"unknown argument {key!r}; {hint}")
 
 
@@ -455,7 +459,7 @@ _REPLACEMENTS = (
     r"(?:runs\.[\w-]+(?:\.|: ))?(?:{}(?:\.|: ))?",
     "",
   ),
-  ("the recipe 'given'", "the recipe"),
+  (r"(?:the )?(model|recipe) 'given'", r"the \1"),
   (r"use engine='simulate'(?:(?:, | or )'\w+')*", "use asgd.simulate"),
   ("run the same command again", "make the same call again"),
 )

@@ -8,9 +8,11 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union
+from typing import Any, TypeVar, Union, cast
 
 from asgd import checks
+
+_Maker = TypeVar("_Maker", bound=Callable[..., Any])
 
 _DIGITS = {"1": "one", "2": "two"}  # in names such as one_f_one_b
 
@@ -274,3 +276,14 @@ def call(
     for key in kwargs.keys() & parameters.keys():
       _check_type(key, kwargs[key], parameters[key])
     raise
+
+
+def checked_recipe(maker: _Maker) -> _Maker:
+  """Decorates a recipe: a wrong argument is an error of `call`."""
+
+  @functools.wraps(maker)
+  def recipe(learning_rate: Any, workers: int, **options: Any) -> Any:
+    shared = {"learning_rate": learning_rate, "workers": workers}
+    return call("recipe", maker.__name__, maker, {**shared, **options})
+
+  return cast(_Maker, recipe)

@@ -38,8 +38,8 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return []
   is_list = isinstance(old, list) and isinstance(new, list)
   if is_list and len(old) == len(new):
-    pairs = enumerate(zip(old, new, strict=True))
-    return [line for i, x in pairs for line in differences(*x, f"{path}[{i}]")]
+    items = enumerate(zip(old, new, strict=True))
+    return [line for i, x in items for line in differences(*x, f"{path}[{i}]")]
   pairs = [(old, new)]
   if isinstance(old, str) and isinstance(new, str) and len(old) > _MAX_VALUE:
     pairs, path = _different_parts(old, new), f"a part of {path}"
@@ -62,11 +62,11 @@ def _different_parts(old: str, new: str) -> list[tuple[str, str]]:
   """
   # The parentheses of a call without arguments belong to its name.
   ends = re.compile(r"(?:\((?!\))|(?<!\()\)|,)+ ?")
-  texts = [ends.split(text) for text in (old, new)]
-  changes = difflib.SequenceMatcher(None, *texts, autojunk=False).get_opcodes()
+  old_parts, new_parts = ends.split(old), ends.split(new)
+  matcher = difflib.SequenceMatcher(None, old_parts, new_parts, autojunk=False)
   return [
-    (", ".join(texts[0][i:j]), ", ".join(texts[1][k:end]))
-    for tag, i, j, k, end in changes
+    (", ".join(old_parts[i:j]), ", ".join(new_parts[k:end]))
+    for tag, i, j, k, end in matcher.get_opcodes()
     if tag != "equal"
   ]
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from asgd import checks
+from asgd import checks, names
 from asgd.sandblaster import line_search
 
 WORKER, SHARD, COORDINATOR = "worker", "shard", "coordinator"
@@ -65,6 +65,7 @@ class Settings(NamedTuple):
     return range(start, min(start + self.push_every, self.portions))
 
 
+@names.checked_recipe
 def sandblaster_lbfgs(
   learning_rate: optax.ScalarOrSchedule,
   workers: int,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import optax
 
-from asgd import base, checks, names
+from asgd import base, checks, names, optimizers
 from asgd.tables import consistency as consistency_lib
 from asgd.tables import filters as filters_lib
 from asgd.tables import functions
@@ -187,14 +187,13 @@ def _function_at_server(
     maker = functions.ftrl_proximal
     ftrl = _make_from_options(name, maker, option, learning_rate)
     return functions.by_row(ftrl)
-  if not callable(option):
-    raise ValueError(
-      "optimizer must be an optimizers.Optimizer, as optimizers.named('adam')"
-      f" is, not {checks.shown(option)}"
-    )
+  if isinstance(option, str | Mapping):
+    option = optimizers.named(option)
+  optimizers.check(option)
   return functions.by_row(option(learning_rate))
 
 
+@names.checked_recipe
 def table(
   learning_rate: optax.ScalarOrSchedule,
   workers: int,
@@ -213,7 +212,7 @@ def table(
   key_caching: bool = True,
   ftrl: Mapping[str, float] | None = None,
   proximal: Mapping[str, float] | None = None,
-  optimizer: Any = None,
+  optimizer: optimizers.OptimizerLike = None,
 ) -> TableSettings:
   """Recipe of a parameter server of keyed rows, under a consistency model.
 
@@ -255,8 +254,8 @@ def table(
     proximal: options of `functions.proximal`, which becomes the function at the
       server with the run's learning rate. It requires a problem that computes
       its values, such as `sparse_logistic.sparse_logistic_regression`.
-    optimizer: an `optimizers.Optimizer`, which runs by row at the server; None:
-      the server adds increments.
+    optimizer: as that of other recipes (`optimizers.OptimizerLike`); it runs by
+      row at the server. None: the server adds increments.
 
   Raises:
     ValueError: for a value out of its range or not used by the model, and for

@@ -31,6 +31,11 @@ def simulate(workers=4, *, recipe=None, **options):
   return asgd.simulate(*parts, batch_size=8, progress=False, **options)
 
 
+def mesh(**options):
+  parts = loss, np.zeros(3, np.float32), (X, X.sum(1)), optax.sgd(0.1)
+  return asgd.train_mesh(*parts, messages=4, batch_size=8, **options)
+
+
 def of_model(model, data, criterion=lambda y, batch: (y**2).mean()):
   recipe = asgd.asgd(0.02, workers=2)
   parts = (model, criterion), None, data, recipe
@@ -167,6 +172,30 @@ REFUSED = {
     lambda: simulate(messages=12.0),
     "messages must be a positive whole number, not 12.0, .*: write 12",
   ),
+  "topology of a mesh": (
+    lambda: mesh(topology="ring"),
+    r"unknown argument 'topology'; give it to the recipe, as asgd.d_psgd\(",
+  ),
+  "order of a mesh": (
+    lambda: mesh(order="asynchronous"),
+    "unknown argument 'order'; asgd.simulate takes it",
+  ),
+  "model that is not named": (
+    lambda: mesh(axes={"tensor": 2}),
+    "axes data 1 x tensor 2 and the model: this problem has no layers",
+  ),
+  "argument of tables": (
+    lambda: asgd.table(0.1, workers=2, bounds=3),
+    "recipe 'table' takes no argument 'bounds'; did you mean 'bound'",
+  ),
+  "argument of sandblaster": (
+    lambda: asgd.sandblaster_lbfgs(0.1, workers=2, portion=3),
+    "recipe 'sandblaster_lbfgs' takes no argument 'portion'; did you mean",
+  ),
+  "optimizer of tables": (
+    lambda: asgd.table(0.1, workers=2, optimizer="adm"),
+    "unknown optimizer 'adm'; did you mean 'adam'",
+  ),
   "a large float": (
     lambda: simulate(messages=1e18),
     r"not 1e\+18, which is a float: write 1000000000000000000",
@@ -246,7 +275,7 @@ def call(folder, *, recipe=None, x=X, **options):
     ({"compress": top_k(0.5)}, {"compress": top_k(0.9)}),
     ({"durations": FIRST}, {"durations": OTHER}),
     ({"recipe": clipped(0.1)}, {"recipe": clipped(0.2)}),
-    (of_tables(optimizer=optax.sgd), of_tables(optimizer=optax.adam)),
+    (of_tables(optimizer="sgd"), of_tables(optimizer=optax.adam)),
     (of_tables(ftrl={"l1": 0.1}), of_tables(ftrl={"l1": 0.2})),
     (of_tables(optax.constant_schedule(0.1)),
      of_tables(optax.constant_schedule(0.2))),

@@ -238,7 +238,7 @@ def test_a_filter_that_would_send_nothing_is_refused(given, wrong):
     (dict(ftrl=dict(l1=-1)), "^ftrl.l1 must be 0 or more, not -1"),
     (dict(ftrl=dict(x=1)), "function 'ftrl' takes no argument 'x'"),
     (dict(proximal=dict(l1=-1)), "^proximal.l1 must be 0 or more, not -1"),
-    (dict(optimizer="adam"), "optimizer must be an optimizers.Optimizer"),
+    (dict(optimizer=3), "optimizer must be a name, a dict of a name and"),
     (dict(learning_rate=np.nan), "learning_rate must be a positive finite"),
   ],
 )
