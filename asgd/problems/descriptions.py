@@ -6,6 +6,7 @@ an address in memory.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -83,10 +84,13 @@ def _closed_over(function: Any) -> Iterator[Any]:
 
 def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   """Yields the values of an object that change its results: those that its
-  functions close over, such as the rates of a transform of optax, however deep.
-  `seen` has the identities of functions that were visited."""
+  functions close over, such as the rates of a transform of optax, however deep,
+  and the attributes of dataclasses and of a user's callable objects. `seen` has
+  the identities of functions and objects that were visited."""
   if isinstance(value, functools.partial):
     value = value.func, value.args, value.keywords
+  elif inspect.ismethod(value):
+    value = value.__func__, value.__self__
   if isinstance(value, np.ndarray | jax.Array):
     if streams.is_key(value):
       value = jax.random.key_data(value)
@@ -108,6 +112,22 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
       yield from _constants((*defaults, *_closed_over(function)), seen)
   else:
     yield name_of(value).encode()
+    attributes = _attributes(value)
+    if attributes and id(value) not in seen:
+      seen.add(id(value))
+      yield from _constants(attributes, seen)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+  """Returns the fields of a dataclass, such as a Topology, or the attributes of
+  a user's callable object; {} for other values."""
+  if isinstance(value, type):
+    return {}
+  if dataclasses.is_dataclass(value):
+    fields = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name, None) for name in fields}
+  is_users = type(value).__module__.partition(".")[0] not in _LIBRARIES
+  return dict(vars(value)) if is_users and callable(value) else {}
 
 
 def importable(name: str) -> Any:
@@ -173,7 +193,8 @@ def describe_recipe(recipe: Any) -> str:
     f"{key}={value if _is_plain(value) else name_of(value)!s}"
     for key, value in options.items()
   )
-  return f"{build.name}({_rate(build.learning_rate)}, {text})"
+  change = "" if algorithms.is_as_built(recipe) else ", changed by hand"
+  return f"{build.name}({_rate(build.learning_rate)}, {text}){change}"
 
 
 def describe_object(value: Any) -> str:
@@ -200,9 +221,11 @@ def _is_plain(value: Any) -> bool:
 
 def plain_arguments(recipe: Any) -> dict[str, Any] | None:
   """Returns the arguments of `algorithms.build` for a recipe that was built
-  from plain data; None for others."""
+  from plain data, and not changed since; None for others."""
   build = _build_call(recipe)
-  if build is None or not _is_plain([build.learning_rate, build.options]):
+  if build is None or not algorithms.is_as_built(recipe):
+    return None
+  if not _is_plain([build.learning_rate, build.options]):
     return None
   return {
     "name": build.name,
@@ -213,15 +236,17 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 
 def digest_of_code(recipe: Any, *functions: Any) -> str:
-  """Returns a checksum of the source of `functions`, and of the functions among
-  the options of a recipe with the values that they close over. A Recipe that
-  `algorithms.build` did not make has no options: its transforms' constants are
-  in the checksum instead."""
+  """Returns a checksum of the source of `functions`, and of the objects among
+  the arguments of a recipe with their constants. A Recipe that was made or
+  changed by hand has no arguments: its own constants are in the checksum."""
   build = _build_call(recipe)
   options = tuple(build.options.values()) if build else ()
   texts = [text for x in (*functions, *options) for text in _code_of(x)]
   parts = [text.encode() for text in texts]
   if isinstance(recipe, algorithms.Recipe):
-    given = [tuple(_closed_over(option)) for option in options]
-    parts += _constants(given if build else recipe, set())
+    given: Any = recipe._replace(build=None)
+    if build and algorithms.is_as_built(recipe):
+      arguments = build.learning_rate, *options
+      given = [value for value in arguments if not _is_plain(value)]
+    parts += _constants(given, set())
   return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -11,6 +11,7 @@ from flax import linen as nn
 
 import asgd
 from asgd.data import columns, partitions
+from asgd.gossip import topologies
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -246,6 +247,36 @@ def clipped(limit):
   )
 
 
+def of_peers(topology, **options):
+  return {"recipe": asgd.d_psgd(0.02, 2, topology=topology, **options)}
+
+
+class Momentum:
+  """A user's optimizer, as an object or its method."""
+
+  def __init__(self, decay):
+    self.decay = decay
+
+  def __call__(self, rate):
+    return optax.sgd(rate, self.decay)
+
+  make = __call__
+
+
+def asgd_with(optimizer):
+  return {"recipe": asgd.asgd(0.02, workers=2, optimizer=optimizer)}
+
+
+def dropping(update):
+  rate = asgd.rates.warmup_steps(0.02, boundaries=(update,))
+  return {"recipe": asgd.asgd(rate, workers=2)}
+
+
+def changed_recipe(limit):
+  recipe = asgd.asgd(0.02, workers=2)
+  return {"recipe": recipe._replace(at_server=optax.clip(limit))}
+
+
 def of_tables(rate=0.01, **options):
   return {"recipe": asgd.table(rate, workers=2, **options)}
 
@@ -280,10 +311,22 @@ def call(folder, *, recipe=None, x=X, **options):
     (of_tables(optax.constant_schedule(0.1)),
      of_tables(optax.constant_schedule(0.2))),
     (of_tables(filters=skip(0.1)), of_tables(filters=skip(0.2))),
+    (of_peers(np.full((2, 2), 0.5)), of_peers([[0.75, 0.25], [0.25, 0.75]])),
+    (of_peers(topologies.ring(2)),
+     of_peers(topologies.lazy(topologies.ring(2)))),
+    ({"recipe": asgd.choco_sgd(0.02, 2, codec=top_k(0.4), gamma=0.1)},
+     {"recipe": asgd.choco_sgd(0.02, 2, codec=top_k(0.8), gamma=0.1)}),
+    (asgd_with(Momentum(0.1)), asgd_with(Momentum(0.2))),
+    (asgd_with(Momentum(0.1).make), asgd_with(Momentum(0.2).make)),
+    (dropping(2), dropping(9)),
+    (changed_recipe(0.1), changed_recipe(0.2)),
+    ({}, {"recipe": asgd.asgd(0.02, workers=2).in_rounds(2)}),
   ],
   ids=[
     *("rate", "momentum", "last row", "codec", "lambdas of one line"),
     *("optimizer", "optimizer of tables", "ftrl", "schedule", "filter"),
+    *("matrix", "topology", "codec of peers", "callable object", "method"),
+    *("drop of a rate", "changed by hand", "rounds by hand"),
   ],
 )
 def test_a_folder_of_other_objects_is_refused(first, other, tmp_path):
