@@ -33,8 +33,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, compression, sharding
+from asgd import base, compression, optimizers, sharding
 from asgd.transforms.lookahead import VelocityState
+from asgd.transforms.staleness import AdaDelayState
 
 
 class OwnState(NamedTuple):
@@ -181,7 +182,10 @@ def _after_fetch(
   return copy._replace(params=params)
 
 
-_SCHEDULE_STATES = optax.ScaleByScheduleState, VelocityState
+_SCHEDULE_STATES = (
+  *(optax.ScaleByScheduleState, VelocityState),
+  *(AdaDelayState, optimizers.CountingState),
+)
 
 
 def _with_schedule_counts(

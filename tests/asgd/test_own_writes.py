@@ -62,6 +62,10 @@ def run(recipe, trace, *, workers=1, shards=0, codec=None):
   return simulation.server.params, records
 
 
+def halved(update):
+  return 0.5**update
+
+
 def plan(run, order):
   config = TINY_RUN | {"runs": {"a": run}, "order": order}
   built = experiment.build(config, engines=experiment.ENGINES)
@@ -163,6 +167,24 @@ def test_a_copy_that_is_fetched_anew_has_the_updates_of_others():
   recipe = asgd.asgd(0.125, workers=3)
   eager = run(recipe, ssp(0, workers=3, cache=False), workers=3)
   same(run(recipe, ssp(0, workers=3), workers=3), eager)
+
+
+@pytest.mark.parametrize(
+  ("recipe", "step"),
+  [
+    (asgd.nag_asgd(halved, 2, momentum=0.5), 2**-5),
+    # Adam's first step has the size of the rate.
+    (asgd.multi_asgd(halved, 2, optimizer=optax.adam), 2**-5),
+    (asgd.adadelay(halved, 2), 1 / (2**5 + 6**0.5)),
+  ],
+  ids=["velocity", "optimizer per worker", "adadelay"],
+)
+def test_a_fetch_sets_the_updates_that_a_rate_counts(recipe, step):
+  worker = asgd.gradient_worker(lambda w, batch: w * batch)
+  worker, w = own_lib.own_writes(worker, recipe.server()), jnp.float32(8.0)
+  ticket = asgd.Ticket(jnp.int32(0), jnp.int32(5), w)
+  state, _, _ = worker.work(worker.init(w), ticket, jnp.float32(1.0), ROOT)
+  np.testing.assert_allclose(state.own.params, 8.0 - step, rtol=1e-6)
 
 
 NOT_KEPT = {
