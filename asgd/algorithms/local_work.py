@@ -282,6 +282,7 @@ def slowmo(
     3.0
   """
   checks.positive("slow_rate", slow_rate)
+  checks.fraction("slow_momentum", slow_momentum)
   optimizers.refuse_beside(optimizer, momentum=(momentum, 0.9))
   momentum = momentum if optimizer is None else 0.0
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
@@ -471,6 +472,7 @@ def fedbuff(
     1 2.0
   """
   rates.check("outer_rate", outer_rate)
+  checks.fraction("outer_momentum", outer_momentum)
   every = workers if every is None else every
   discount_of_staleness = transforms.polynomial_discount(decay)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay)

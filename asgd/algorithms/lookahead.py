@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import optax
 
-from asgd import optimizers, transforms
+from asgd import checks, optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, velocity
 from asgd.optimizers import OptimizerLike
@@ -152,6 +152,7 @@ def multi_asgd(
     5.0
     6.0
   """
+  checks.flag("look_ahead", look_ahead)
   gamma = _momentum_of_sgd(optimizer, momentum, weight_decay)
   if gamma is None:
     # Without a look-ahead the slice is empty: no update is made.

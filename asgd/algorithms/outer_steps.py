@@ -2,7 +2,7 @@
 
 import optax
 
-from asgd import base, optimizers, rates, transforms
+from asgd import base, checks, optimizers, rates, transforms
 from asgd.algorithms.local_work import displacement_recipe
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import at_server, decay_weights, velocity
@@ -66,6 +66,7 @@ def diloco(
     5.75
   """
   rates.check("outer_rate", outer_rate)
+  checks.fraction("outer_momentum", outer_momentum)
   optimizers.refuse_beside(
     outer_optimizer, outer_momentum=(outer_momentum, 0.9)
   )
@@ -156,7 +157,9 @@ def async_diloco(
     5.75
   """
   rates.check("outer_rate", outer_rate)
+  checks.fraction("outer_momentum", outer_momentum)
   every = workers if momentum_every is None else momentum_every
+  checks.integer("momentum_every", every)
   outer = optax.chain(
     transforms.delayed_nesterov(
       outer_momentum, every=every, share=momentum_share

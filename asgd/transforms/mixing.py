@@ -103,7 +103,7 @@ def make_discount(
 
   Args:
     name: "constant", "polynomial" or "hinge", in the order of the formulas.
-    decay: a, positive; None is the discount's default.
+    decay: a, positive; None is the discount's default. "constant" has none.
     grace: b, used by "hinge".
 
   Returns:
@@ -123,6 +123,9 @@ def make_discount(
     0.25
   """
   names.check("discount", name, ("constant", "polynomial", "hinge"))
+  if name == "constant" and decay is not None:
+    raise ValueError(f"discount 'constant' has no decay, not {decay}: drop it")
+  checks.nonnegative("grace (b)", grace)
   # The two discounts have different default decays, so None is not passed on.
   options = {} if decay is None else {"decay": decay}
   if name == "polynomial":
