@@ -96,7 +96,8 @@ class PeerLinks:
     return code, nbytes
 
   def mix(self, peer: int) -> list[Taken]:
-    """Returns the messages that a peer has taken since its last mix."""
+    """Returns the messages that a peer has taken since its last mix. Those of a
+    peer that was killed are dropped in this way when it joins again."""
     keys, self._inboxes[peer] = self._inboxes[peer], []
     messages = [(sender, self.messages[sender, seq]) for sender, seq in keys]
     for key in keys:
@@ -109,10 +110,6 @@ class PeerLinks:
     self._takes_left[key] -= 1
     if not self._takes_left[key]:
       del self.messages[key], self._takes_left[key]
-
-  def join(self, peer: int) -> None:
-    """Empties the inbox of a peer when its next incarnation joins."""
-    self._inboxes[peer].clear()
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a tree of arrays and JSON, for `restore`."""
@@ -150,10 +147,8 @@ class PeerLinks:
       self._inboxes[i].append(key)
     elif event.action == base.ADOPT and key in self.messages:
       self._takes_left[key] -= 1
-    elif event.action == base.MIX:
+    elif event.action in (base.MIX, base.JOIN):
       for taken in self._inboxes[i]:
         if taken in self.messages:
           self._takes_left[taken] -= 1
       self._inboxes[i] = []
-    elif event.action == base.JOIN:
-      self._inboxes[i].clear()

@@ -364,7 +364,7 @@ class Peers:
         work = peer.work(job, batch, event.job)
         rows.append(peer.receive(event, job, work))
       elif event.action == base.JOIN:
-        self._links.join(event.worker)
+        self._links.mix(event.worker)
         self._newcomers.add(event.worker)
         peer.begin(*self._first_states())
       elif event.action in (base.PUT, base.LEND):

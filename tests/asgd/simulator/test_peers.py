@@ -610,6 +610,21 @@ def test_a_peer_that_left_adopts_what_its_neighbours_lend(name):
   assert np.isfinite(params_of(result)).all()
 
 
+def test_a_message_that_a_peer_took_before_it_left_is_dropped():
+  take = "1.5,1,0,0,take\n2.0,1,0,1,lost\n"
+  trace = rows_of(LEAVES.replace("2.0,1,0,1,lost\n", take))
+  recipe = asgd.build("d_psgd", 0.1, 3, topology="full")
+  first, second = (peers(recipe, trace) for _ in range(2))
+  first.run(11)
+  assert (0, 0) in first.codes
+  second.restore(*first.save())
+  for each in (first, second):
+    each.run(16)  # peer 1 has joined again
+    assert (0, 0) not in each.codes
+    each.run(len(trace.time))
+    assert not each.codes
+
+
 @pytest.mark.parametrize(
   ("row", "why"),
   [
