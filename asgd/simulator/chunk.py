@@ -34,6 +34,7 @@ from asgd.simulator.tickets import (
   NotCompiled,
   TicketPlan,
   plan_tickets,
+  row_count,
   sends_from,
   tickets_at,
   why_only_host,
@@ -52,8 +53,8 @@ class Carry(NamedTuple):
   (`sent_slot`, `sent_worker`) is written at the start of the next message."""
 
   server: base.ServerState
-  params: base.Params  # parameters of tickets, `TicketPlan.slots` + 1 rows
-  version: jax.Array  # int32[slots + 1], versions of tickets
+  params: base.Params  # parameters of tickets, `row_count` rows
+  version: jax.Array  # int32[rows], versions of tickets
   sent_slot: jax.Array  # int32[], slot of the ticket that is sent now
   sent_worker: jax.Array  # int32[], worker of the ticket in `sent_slot`
   workers: rows_lib.WorkerRows  # N states
@@ -426,8 +427,7 @@ class ChunkRun:
     return *observations, *(np.resize(x, count) for x in (bytes_up, norms))
 
   def _records(self, messages: slice, results: list[Any]) -> base.Records:
-    """Returns the records of a slice of messages, from the results of `_fetch`.
-    """
+    """Returns the records of messages, from the results of `_fetch`."""
     if not results:
       return concatenate([])
     integers, reals, bytes_up, norms = map(
@@ -464,8 +464,9 @@ def _initial_carry(
   The tickets in `copied_slots` have the present parameters of the server."""
   server, states = simulation.server, simulation.workers
   ticket_now = fetch((server.params, server.version))
+  shape = (row_count(plan, server.params),)
   stored = jax.tree.map(
-    lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), ticket_now
+    lambda x: np.zeros(shape + x.shape, x.dtype), ticket_now
   )
   starts = plan.starts
   opened, latest = tickets_at(starts, trace, simulation.event)

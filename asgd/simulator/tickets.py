@@ -20,6 +20,12 @@ import numpy.typing as npt
 from asgd import base, compression
 from asgd.orders import trace as trace_lib
 
+# A small model has this many slots at least: cells with few workers, and seeds
+# with other orders, then share a compiled program. The program of a digits MLP
+# takes 1.9 s to compile.
+_MIN_SLOTS = 32
+_MAX_MIN_BYTES = 2**23  # of these slots
+
 _Ints = npt.NDArray[np.int32]
 _Rows = npt.NDArray[np.int64]
 
@@ -79,6 +85,14 @@ class TicketPlan(NamedTuple):
   sends: dict[int, Sends]
   starts: Starts
   slots: int  # number of slots in the buffer
+
+
+def row_count(plan: TicketPlan, params: base.Params) -> int:
+  """Returns the rows of the buffer of tickets: one for each slot, unused ones,
+  and one for `sent_slot` where it names no slot."""
+  nbytes = sum(x.nbytes for x in jax.tree.leaves(params))
+  min_slots = _MIN_SLOTS if _MIN_SLOTS * nbytes <= _MAX_MIN_BYTES else 0
+  return max(plan.slots, min_slots) + 1
 
 
 def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:

@@ -305,6 +305,18 @@ def test_rows_are_as_many_as_versions_in_flight():
     assert plan.slots <= count
 
 
+def test_small_models_have_the_same_rows_whatever_their_order():
+  """So cells of a sweep over workers share a compiled program."""
+  few, many = (
+    tickets.plan_tickets(orders.fixed_delay(delay=delay, messages=200), shared=True)
+    for delay in (1, 99)
+  )
+  assert (few.slots, many.slots) == (2, 100)
+  rows = [tickets.row_count(p, np.zeros(5)) for p in (few, many)]
+  assert rows == [33, 101]
+  assert tickets.row_count(few, np.zeros(2**20)) == 3  # 8 MB a row
+
+
 def test_what_one_engine_alone_replays_is_named():
   _, many = engines_of("asgd")
   trace = order_of(orders.asynchronous)
