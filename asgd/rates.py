@@ -208,13 +208,11 @@ def named(
   # optax has three names for the peak; a schedule takes one of them.
   peak_names = [key for key in _PEAKS if key in parameters][:1]
   arguments = {**dict.fromkeys(peak_names, peak), **arguments}
-  # A warm-up starts at 0, unless the options say otherwise.
-  if "peak_value" in parameters:
-    arguments.setdefault("init_value", 0.0)
-    if "init_value" not in parameters:
-      del arguments["init_value"]
-  if "end_value" in parameters:
-    arguments.setdefault("end_value", 0.0)
+  # A warm-up starts at 0, and a decay ends there. A default of the schedule
+  # stays: 0 would be the limit of a rate that grows.
+  for key in ("init_value", "end_value"):
+    if key in parameters and parameters[key].default is inspect.Parameter.empty:
+      arguments.setdefault(key, 0.0)
   # By default an optax schedule decays until the last update.
   for key in ("decay_steps", "transition_steps"):
     if key in parameters:

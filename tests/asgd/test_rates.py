@@ -163,6 +163,23 @@ def test_a_named_schedule_counts_in_units():
   ]
 
 
+def test_a_named_schedule_may_grow():
+  made = rates.named(
+    "exponential_decay", 0.1, updates=10, options={"decay_rate": 4.0}
+  )
+  assert [round(float(made(u)), 6) for u in (0, 5, 10)] == [0.1, 0.2, 0.4]
+
+
+def falling(init_value, decay_steps, end_value=0.02):
+  """A schedule of a user's, whose end is not 0."""
+  return optax.linear_schedule(init_value, end_value, decay_steps)
+
+
+def test_a_users_schedule_keeps_its_defaults():
+  made = rates.named(f"{__name__}:falling", 0.1, updates=10)
+  assert [round(float(made(u)), 6) for u in (0, 5, 10)] == [0.1, 0.06, 0.02]
+
+
 def test_a_warm_up_comes_before_a_named_schedule():
   made = rates.named("cosine_decay", 0.1, updates=10)
   warm = rates.after_warmup(made, made(0), warmup=4, start=0.02)
