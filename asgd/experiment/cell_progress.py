@@ -317,8 +317,7 @@ class ProgressFile:
     self._calls = collections.deque(maxlen=_MAX_CALLS)
 
   def advance(self, until: int) -> engines.Progress:
-    """Advances the engine, and counts its progress. Returns it without the
-    rows of records, which only this file needs."""
+    """Advances the engine, counts its progress, and returns it."""
     start = time.monotonic() - self._clock_start
     progress: engines.Progress = self._engine.advance(until)
     if progress.seconds is not None:
@@ -335,7 +334,7 @@ class ProgressFile:
       self._calls.append(Segment(0, "compute", start, end))
     if time.monotonic() >= self._next_write:
       self._write(end)
-    return progress._replace(rows=None)
+    return progress
 
   def finish(self) -> None:
     """Writes the file of a finished cell, with the totals of all records."""

@@ -338,7 +338,8 @@ class _Attempt(contextlib.ExitStack):
         self._machine.show(line)
       if progress.messages:
         self.counted += progress.messages
-        self._bar.update(self._cell, progress)
+        # Without rows: a bar may be in another process, and shows no rows.
+        self._bar.update(self._cell, progress._replace(rows=None))
         if processes.is_first() and not self._engine_kind.in_other_processes:
           self._machine.after_job()
       if progress.broken:

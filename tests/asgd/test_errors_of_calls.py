@@ -273,6 +273,18 @@ def test_a_batch_of_a_function_is_named_by_worker_and_job(name):
     CALLS[name](data, batch_size=None)
 
 
+@pytest.mark.parametrize("folder", [None, "run"])
+def test_a_batch_of_one_worker_is_named(folder, tmp_path):
+  def data(worker, job):
+    x = X[:8].copy()
+    x[5, 1] = np.nan if worker == 1 and job > 4 else 1.0
+    return x, DATA[1][:8]
+
+  said = r"^[^:]*: data\(1, \d\)\[0\]\[5, 1\] is nan; no learning rate"
+  with pytest.raises(NonFiniteResult, match=said):
+    simulate(data, batch_size=None, folder=folder and tmp_path / folder)
+
+
 def test_an_element_of_a_list_is_named_by_its_index():
   batches = [(X[i : i + 8], DATA[1][i : i + 8]) for i in range(0, 48, 8)]
   batches[3] = (batches[3][0], np.full(8, np.inf, np.float32))

@@ -80,7 +80,7 @@ def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
   engine = Fake(rows)
   file = cell_progress.ProgressFile(tmp_path, {"workers": 2}, engine)
   while engine.done < engine.total:
-    assert file.advance(engine.total).rows is None
+    file.advance(engine.total)
   file.finish()
   content = run_files.read_progress(tmp_path)
   points = np.array(content["points"], float)
