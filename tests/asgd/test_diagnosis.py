@@ -167,6 +167,19 @@ def test_a_stopped_job_does_not_change_the_limit():
   assert rate * limits[0] > delayed_sgd_limit(1) / STEP
 
 
+def test_a_dropped_message_does_not_change_the_limit():
+  clock = durations.heterogeneous(seed=0)
+  trace = orders.backup_tasks(clock, workers=4, messages=160, late=1.5)
+  kept = trace.action != base.DROP
+  assert kept.sum() < len(kept) - 10
+  recipe = algorithms.build("ssgd", 0.1, 4)
+  limits = [
+    diagnosis.curvature_limit(recipe, rows, learning_rate=0.1)
+    for rows in (trace, base.Trace(*(column[kept] for column in trace)))
+  ]
+  assert limits[0] == limits[1]
+
+
 def test_synchronous_workers_have_the_limit_of_one():
   trace = orders.bulk_synchronous(
     durations.homogeneous(), workers=4, messages=600
