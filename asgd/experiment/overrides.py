@@ -127,7 +127,7 @@ def _drop_dependents(
   """Removes the keys of a section or run that belong to a key's old value."""
   # [1] Another model, dataset, optimizer, ...: all other keys were chosen for
   # the former one.
-  if key == "name":
+  if key == "name" and (parents[0] != "runs" or len(parents) > 2):
     section.clear()
     return
   # [2] Another recipe of a run: the options that the new recipe lacks.

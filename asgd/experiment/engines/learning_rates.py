@@ -3,11 +3,12 @@
 Epochs and examples of a config become updates of the engine.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from asgd import problems, rates
 from asgd.experiment import build_cache, checks
-from asgd.experiment.schema import Run
+from asgd.experiment.schema import SHARED_KEYS, Run, default_of
 
 
 def budget_batches(run: Run, problem: problems.Problem) -> float:
@@ -50,6 +51,18 @@ def schedule(
 
 
 _schedule_cache = build_cache.BuildCache()
+_OF_STEPS = "decay_epochs", "decay_examples", "decay_factor"
+
+
+def _refuse_unused(section: Mapping[str, Any]) -> None:
+  """Raises ValueError for a key that the named schedule does not read."""
+  name, unused = section["name"], {"count"}
+  if name != rates.STEPS:
+    unused = {*_OF_STEPS} - {*rates.arguments(name)}
+  defaults = default_of(SHARED_KEYS["learning_rate_schedule"])
+  for key in sorted(unused):
+    if section[key] != defaults[key]:
+      raise ValueError(f"{key} is not for the schedule {name!r}: drop it")
 
 
 def _build_schedule(
@@ -66,6 +79,7 @@ def _build_schedule(
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
   with checks.prefix_errors("learning_rate_schedule"):
+    _refuse_unused(section)
     for name in ("warmup", "decay"):
       if section[f"{name}_epochs"] and section[f"{name}_examples"]:
         raise ValueError(
@@ -82,11 +96,6 @@ def _build_schedule(
         f"{last_update:.3g} updates are more than can be counted"
       )
     if section["name"] != rates.STEPS:
-      if drops:
-        raise ValueError(
-          f"decay_epochs and decay_examples are of the schedule"
-          f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
-        )
       units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
       # The named schedule covers the updates after the warm-up.
       updates = max(round(budget_batches(run, problem) / batches) - warmup, 1)

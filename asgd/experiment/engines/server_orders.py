@@ -222,7 +222,8 @@ def plan_order(
     if key == _WARM_EPOCHS:
       order[in_messages] = messages(value, key)
       continue
-    if not all(isinstance(s, tuple | list) and len(s) == 2 for s in value):
+    pairs = value if isinstance(value, tuple | list) else [value]
+    if not all(isinstance(s, tuple | list) and len(s) == 2 for s in pairs):
       raise ValueError(
         f"config.order.{key} must be pairs (workers, epochs), as ((1, 0.5), (4,"
         f" 1.0)), not {shown(value)}"
