@@ -29,6 +29,11 @@ _FINISHED = "cell.npz", "result.json"
 # Name of data and model in the config of a Python call, as
 # `asgd.problems.own.Objects` has it.
 _GIVEN = "given"
+# The names of `asgd.algorithms.PEER_RECIPES`; a test compares them.
+PEER_RECIPES = (
+  *("ad_psgd", "async_threshold_sharing", "choco_sgd", "d2", "d_psgd"),
+  *("gradient_tracking", "local_d_psgd", "sgp", "threshold_sharing"),
+)
 # Columns of results.csv that are shown, with their headers.
 _COLUMNS = {
   "algorithm": "run",
@@ -41,13 +46,25 @@ _COLUMNS = {
 }
 
 
+def _worker_counts(
+  run: Mapping[str, Any], config: Mapping[str, Any]
+) -> list[int]:
+  """Returns the numbers of workers of a run's cells."""
+  engine = run.get("engine")
+  is_peers = engine == "mesh" and run.get("recipe") in PEER_RECIPES
+  if engine in ("mesh", "pipeline") and not is_peers:
+    return [1]  # all devices train one model
+  # A run may have other numbers of workers than the config, or one number.
+  workers = run.get("workers") or config["workers"]
+  return workers if isinstance(workers, list) else [workers]
+
+
 def _cell_names(config: Mapping[str, Any]) -> list[str]:
   """Returns the names of a config's cells, as `asgd.experiment.cells` does."""
   return [
     f"{label}-n{workers}-s{seed}"
     for label, run in config["runs"].items()
-    # A run may have other numbers of workers than the config.
-    for workers in run.get("workers") or config["workers"]
+    for workers in _worker_counts(run, config)
     for seed in config["seeds"]
   ]
 

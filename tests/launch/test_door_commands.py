@@ -13,7 +13,9 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import dry_run
+from asgd import algorithms, experiment
+from asgd.experiment import dry_run, folder, storage
+from asgd.pipeline.engine import PIPELINE
 from asgd.problems import own
 from launch import command_line, new, show
 
@@ -293,6 +295,27 @@ def test_a_short_time_is_in_seconds(minutes, text):
   row = dict.fromkeys(dry_run._HEADER, 1) | {"minutes": minutes}
   said = dry_run.describe([row], 1)
   assert text in said and ("0.0" not in said)
+
+
+def test_the_cells_of_every_engine_are_named(tmp_path):
+  assert set(show.PEER_RECIPES) == set(algorithms.PEER_RECIPES)
+  runs = {
+    "one": {"recipe": "asgd", "workers": 4},
+    "mesh": {"recipe": "asgd", "engine": "mesh"},
+    "peers": {"recipe": "d_psgd", "engine": "mesh"},
+    "pipe": {"recipe": "asgd", "engine": "pipeline"},
+  }
+  exp = experiment.build(
+    {"data": {"name": "digits"}, "runs": runs, "workers": (2,), "epochs": 0.2},
+    engines={**experiment.ENGINES, "pipeline": PIPELINE},
+    plans_all=False,
+  )
+  identity = storage.to_json(folder.identity(exp))
+  (tmp_path / "config.json").write_text(identity)
+  said, faults = show.describe(tmp_path)
+  assert not faults
+  (to_do,) = re.findall("to do     (.*)", said)
+  assert sorted(to_do.split(", ")) == sorted(cell.name for cell in exp.cells)
 
 
 def test_the_problem_of_a_python_call_is_named_as_its_report_does(tmp_path):
