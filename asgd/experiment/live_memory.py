@@ -134,8 +134,6 @@ def read_running(cell_folder: Path) -> Running | None:
   Raises ValueError if the file was changed, or names a folder that is not the
   memory of a run."""
   path = cell_folder / RUNNING
-  if not path.exists():
-    return None
 
   def changed_error(reason: str) -> ValueError:
     """Returns the error for a file that was changed."""
@@ -147,6 +145,8 @@ def read_running(cell_folder: Path) -> Running | None:
 
   content = storage.read_sealed(path)
   if content is None:
+    if not path.exists():  # looked at last: the end of a run removes the file
+      return None
     raise changed_error("its checksum is wrong or missing")
   memory = Path(content["memory"])
   try:

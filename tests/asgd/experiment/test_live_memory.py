@@ -164,6 +164,20 @@ def test_a_reader_does_not_create_a_memory_that_the_run_removes_meanwhile(
   assert not memory.exists()
 
 
+def test_a_running_json_that_a_run_removes_meanwhile_is_no_mistake(
+  cell, memory_dir, monkeypatch
+):
+  stopped(cell, memory_dir)
+  read = storage.read_sealed
+
+  def read_late(path):
+    path.unlink()
+    return read(path)
+
+  monkeypatch.setattr(storage, "read_sealed", read_late)
+  assert live_memory.read_running(cell) is None
+
+
 def test_a_memory_that_is_gone_is_no_mistake(cell, memory_dir):
   memory = stopped(cell, memory_dir)
   shutil.rmtree(memory)
