@@ -11,6 +11,7 @@ events.
 """
 
 import collections
+import contextlib
 import functools
 import itertools
 import multiprocessing
@@ -354,10 +355,16 @@ def _train_in_processes(
     crew = Crew(count)
   try:
     for index, pipe in enumerate(crew.pipes):
-      pipe.send(work if index < count else None)
+      _send(pipe, work if index < count else None)
     return _watch(crew, groups, bar, signals)
   finally:
     crew.close()
+
+
+def _send(pipe: connection.Connection, value: Any) -> None:
+  """Sends a value to a process; does nothing if it has exited."""
+  with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+    pipe.send(value)
 
 
 def _watch(
@@ -379,7 +386,7 @@ def _watch(
     for pipe in open_pipes.intersection(ready_pipes):
       try:
         event = pipe.recv()
-      except EOFError:  # the process has exited
+      except (EOFError, ConnectionResetError):  # the process has exited
         open_pipes.remove(pipe)
         exited = crew.pipes[pipe]
         exited.join()
@@ -391,7 +398,7 @@ def _watch(
       # [3] Answer a process that is idle, or show the event.
       if event == ("next",):
         has_work = waiting and not crew.stop.is_set()
-        pipe.send(waiting.pop(0) if has_work else None)
+        _send(pipe, waiting.pop(0) if has_work else None)
       elif _handle_event(event, bar):
         end_events.append(event)
         crew.stop.set()

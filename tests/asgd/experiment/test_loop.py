@@ -16,7 +16,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
-from asgd.experiment.signals import Stopped
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live import faults
 
 # When evaluations are.
@@ -209,6 +209,19 @@ def test_all_cells_that_were_stopped_are_named(tmp_path, monkeypatch):
 
 
 # Live runs.
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("has_work", [False, True])
+def test_a_process_that_is_killed_before_it_reads_its_work_is_named(has_work):
+  crew = jobs.Crew(1)
+  ((pipe, child),) = crew.pipes.items()
+  if has_work:
+    pipe.send(None)  # it is still importing
+  child.kill()
+  child.join()
+  (end,) = jobs._train_in_processes(None, [], 1, None, NoSignals, crew)
+  assert end == ("error", f"process {child.pid} ended with status -9; {RERUN}")
 
 
 def test_an_evaluation_is_compiled_before_a_live_run_begins(tmp_path):
