@@ -133,14 +133,13 @@ class CellLog:
 
 def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
   """Replaces the boards of finished seeds in WORKDIR/tensorboard by one board
-  for each run and number of workers. Without tensorboardX it does nothing."""
+  for each run and number of workers. Without tensorboardX it does nothing. The
+  caller holds the lock of the folder."""
   if not boards.is_available():
     return
-  # Another command with the same folder may end at the same time.
-  with storage.locked_folder(workdir):
-    for group in figure.group_by(results, "label", "workers").values():
-      if len(group) > 1 and group[0]["label"] in experiment.runs:
-        _join_seeds(workdir, experiment, group)
+  for group in figure.group_by(results, "label", "workers").values():
+    if len(group) > 1 and group[0]["label"] in experiment.runs:
+      _join_seeds(workdir, experiment, group)
 
 
 def _join_seeds(

@@ -371,6 +371,18 @@ def write(
   Returns:
     The table and the paths as text; "" if no cell is finished.
   """
+  if not safe_files.is_writable(workdir):
+    return _write(workdir, experiment, notes)
+  # Commands that share a folder may end at the same time. They write one after
+  # the other, so the last one finds the cells of all.
+  with storage.locked_folder(workdir):
+    return _write(workdir, experiment, notes)
+
+
+def _write(
+  workdir: Path, experiment: Experiment, notes: Sequence[str]
+) -> str:
+  """See `write`; the caller holds the lock of a folder that is writable."""
   results = folder.read_results(workdir)
   if not results:
     return ""

@@ -364,7 +364,9 @@ def reproduce(
     gallery.check_destination(docs, task.figure.name, size=_size(task))
   # [1] Train.
   experiment, result_folder = train(task, engines, **options)
-  cell_log.join(result_folder, experiment, folder.read_results(result_folder))
+  with storage.locked_folder(result_folder):
+    results = folder.read_results(result_folder)
+    cell_log.join(result_folder, experiment, results)
   # [2] Judge the claims.
   claim_verdicts, points, data = judge(task, experiment, result_folder)
   # [3] Draw and write.

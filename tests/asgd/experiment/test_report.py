@@ -1,5 +1,7 @@
 """The line of a cell, its warnings, and the table."""
 
+import fcntl
+
 import kit
 import pytest
 
@@ -187,6 +189,23 @@ def test_what_was_not_tested_has_the_loss_of_training():
 
 
 # When an experiment ends.
+
+
+def test_commands_write_the_report_of_a_folder_one_after_the_other(
+  tmp_path, monkeypatch
+):
+  exp = kit.train_tiny(tmp_path)
+  locked = []
+
+  def write_tables(out, *_):
+    with (out / ".lock").open() as file, pytest.raises(BlockingIOError):
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    locked.append(out)
+    return ""
+
+  monkeypatch.setattr(report, "write_tables", write_tables)
+  report.write(tmp_path, exp)
+  assert locked == [tmp_path]
 
 
 def test_an_experiment_that_is_stopped_has_a_report_of_what_is_finished(
