@@ -149,10 +149,13 @@ def compare(
   cell_folder = live_files.only_cell(folder)
   folders.finished_result(cell_folder, repeatable=False)
   files = live_files.read(cell_folder)
-  timed_files = live_files.read(durations_of) if durations_of else files
+  timed_folder, timed_files = cell_folder, files
+  if durations_of:
+    timed_folder = live_files.only_cell(durations_of)
+    timed_files = live_files.read(timed_folder)
   # [2] Whether a server decides the order, so that it can be simulated.
   live = protocol.of_cell(cell_folder, files.description).live
-  timed_live = protocol.of_cell(cell_folder, timed_files.description).live
+  timed_live = protocol.of_cell(timed_folder, timed_files.description).live
   if durations_of and not (live.simulation and timed_live.simulation):
     raise ValueError(
       f"--durations_of={durations_of}: in this cell or in {folder} no server"
@@ -173,7 +176,7 @@ def compare(
   # [4] The simulations: an order from the durations, then training in it.
   joins = predict.join_times(journal, cell.workers)
   network, sizes = _transport(files)
-  streams_by_kind = _streams(cell, files, timed_files, durations_of or folder)
+  streams_by_kind = _streams(cell, files, timed_files, timed_folder)
   for kind, streams in streams_by_kind.items():
     trace = predict.play(
       rules, streams, joins, messages, network=network, sizes=sizes

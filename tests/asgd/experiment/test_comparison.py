@@ -1,11 +1,16 @@
 """A live cell beside its simulations: quantities, tables and pictures."""
 
+import json
+import shutil
+from pathlib import Path
+
 import kit
 import numpy as np
 import pytest
 
 from asgd.experiment import comparison, comparison_figure
 
+LIVE = Path(__file__).parents[2] / "golden" / "live"
 
 def pair(name="a-n2-s0", factor=2.0):
   """A live run, and simulations that take `factor` times its time."""
@@ -48,6 +53,25 @@ def test_a_live_cell_is_compared_whatever_its_protocol(protocol, tmp_path):
   message = "no server decides the order of jobs. Drop the flag, or name two"
   with pytest.raises(ValueError, match=message):
     comparison.compare(place, durations_of=place)
+
+
+def test_durations_of_a_users_recipe_of_peers_are_refused(
+  tmp_path, monkeypatch
+):
+  dense, peers = (
+    shutil.copytree(LIVE / name, tmp_path / name)
+    for name in ("dense", "peers_rounds")
+  )
+  content = json.loads((peers / "cell.json").read_text())
+  for run in content["config"]["runs"].values():
+    run["recipe"] = "own_module:make"
+  (peers / "cell.json").write_text(json.dumps(content))
+  # The stored cells have no parameters, and other names.
+  monkeypatch.setattr(
+    comparison.folders, "finished_result", lambda *_, **options: None
+  )
+  with pytest.raises(ValueError, match="no server decides the order of jobs"):
+    comparison.compare(dense, durations_of=peers)
 
 
 def test_the_table_has_ratios():
