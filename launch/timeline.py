@@ -43,8 +43,9 @@ def _track(tracks: tracks_lib.Tracks, worker: int, lane: int = 0) -> int:
 
 def _has_tables(cell: live_files.LiveFiles) -> bool:
   """Whether workers recorded the jobs (tables), and not the first shard."""
-  # A server's jobs are the rows of the lead shard's journal.
-  return cell.jobs is not cell.journals[0]
+  # A server's jobs are the rows of the lead shard's journal; peers have no
+  # shards.
+  return bool(cell.journals) and cell.jobs is not cell.journals[0]
 
 
 def _jobs(

@@ -202,6 +202,14 @@ def test_jobs_of_tables_are_those_that_workers_wrote_down():
   assert track(events, "shard 0") == []
 
 
+def test_peers_have_spans_and_no_shards():
+  spans = [Span("fetch", 0, 1, 0, 0), Span("push", 1, 2, 0, 0)]
+  of_peers = live_files.LiveFiles({}, [], {0: spans}, [], kit.JOURNAL)
+  events = timeline.events(of_peers)
+  assert [name for name, *_ in track(events, "worker 0")] == ["fetch", "push"]
+  assert set(kit.track_names(events).values()) == {"worker 0", "worker 1"}
+
+
 def test_every_event_is_one_that_viewers_know():
   events = timeline.events(cell())
   assert json.loads(json.dumps(events)) == events
