@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from asgd.checks import shortened
-from asgd.experiment import schema
+from asgd.experiment import protocol, schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _MAX_SHOWN = 3  # differences in a summary
@@ -155,7 +155,8 @@ def _differences_from(
   # [1] The cell's entry of `runs` has only the options of the recipe. They must
   # be the same in the experiment's entry, which has other keys too.
   entry, run = config["runs"][label], dict(cell_config["runs"][label])
-  expected = {key: entry[key] for key in run if key in entry}
+  options = run.keys() | (_options(entry.get("recipe")) - config.keys())
+  expected = {key: value for key, value in entry.items() if key in options}
   for key in ("recipe", "title"):  # an entry may lack these
     expected.setdefault(key, run.get(key) if key == "recipe" else label)
   lines = differences(run, expected, f"config.runs.{label}")
@@ -174,6 +175,12 @@ def _differences_from(
   # [3] The data.
   old, new = description["dataset"], identity["dataset"]
   return sorted(lines) + differences(old, new, "dataset")
+
+
+def _options(recipe: Any) -> Set[str]:
+  """Returns the options of a recipe; none of one that is not of asgd."""
+  known = recipe in protocol.recipes()
+  return schema.options_of(recipe).keys() if known else set()
 
 
 def _drop_keys(section: Any, settings: Set[str]) -> Any:

@@ -108,6 +108,21 @@ def test_what_the_config_says_beside_them_is_compared(common, changed, said):
   assert f"config.{said}" in identities.difference_from(before[label], identity)
 
 
+@pytest.mark.parametrize(
+  ("old", "new", "said"),
+  [
+    (ASGD, ASGD | {"momentum": 0.9}, "momentum was None, now 0.9"),
+    (ASGD | {"momentum": 0.9}, ASGD, "momentum was 0.9, now None"),
+    ({"recipe": "table"}, {"recipe": "table", "bound": 2}, "bound was None"),
+  ],
+)
+def test_an_option_that_only_one_of_the_two_has_is_a_difference(old, new, said):
+  _, before = written({"runs": {"run": old}})
+  identity, _ = written({"runs": {"run": new}})
+  found = identities.difference_from(before["run"], identity)
+  assert found.startswith(f"config.runs.run.{said}")
+
+
 def test_of_a_long_description_the_changed_settings_are_shown():
   """As of tables, whose description has a thousand characters."""
   old, new = (
