@@ -156,7 +156,7 @@ def recorded(
         worker, seconds = _parse_row(path, reader.line_num, fields)
         # Workers may alternate in the file; each keeps its order.
         seconds_by_worker.setdefault(worker, []).append(seconds)
-  except (OSError, TypeError, UnicodeDecodeError) as error:
+  except (OSError, TypeError, UnicodeDecodeError, csv.Error) as error:
     raise ValueError(
       f"path {shown(path)} cannot be read as times ({checks.text_of(error)}):"
       " give a CSV file, as asgd compare writes it (durations.csv)"

@@ -165,6 +165,7 @@ def test_times_of_a_file_are_played_back(tmp_path):
     ("worker,seconds\n0,0\n", "line 2 must be .* not '0,0'"),
     ("worker,seconds\nx,1\n", "line 2 must be .* not 'x,1'"),
     ("worker,seconds\n0\n", "line 2 must be .* not '0'"),
+    ("0" * 10**6, "cannot be read as times .*larger than field limit"),
   ],
 )
 def test_a_file_that_holds_no_times_is_refused(tmp_path, text, message):
