@@ -142,11 +142,16 @@ def read_options(
     positional: values of the first fields of `RunOptions`.
     further: values of its other fields, and keys of a config.
 
-  Raises ValueError for a folder that is no path.
+  Raises ValueError for a folder that is no path, and a machine that is none.
   """
   fields = RunOptions._fields[len(positional) :]
   run_fields = {key: further[key] for key in fields if key in further}
   if run_fields.get("folder") is not None:
     run_fields["folder"] = checks.path("folder", run_fields["folder"])
+  if not isinstance(machine := run_fields.get("machine"), Machine | None):
+    raise ValueError(
+      "machine must be an asgd.experiment.machine.Machine, not"
+      f" {checks.shown(machine)}"
+    )
   config = {k: v for k, v in further.items() if k not in run_fields}
   return RunOptions(*positional, **run_fields), config

@@ -269,7 +269,9 @@ def _check_function(value: Any) -> None:
 def _read_slowdown(config: dict[str, Any], workers: int) -> None:
   """Replaces the durations of a live run by its `slowdown`: real workers have
   real speeds, which can only be lowered."""
-  value, live = config.pop("durations"), dict(config.get("live") or {})
+  value, live = config.pop("durations"), config.get("live") or {}
+  if not isinstance(live, Mapping):
+    return  # the check of the config refuses it
   is_list = isinstance(value, list | tuple | np.ndarray)
   rows = _read_durations(value, workers)["samples"] if is_list else ()
   if "slowdown" in live or not rows or max(map(len, rows)) > 1:
@@ -279,8 +281,8 @@ def _read_slowdown(config: dict[str, Any], workers: int) -> None:
       f" {checks.shown(value)}: workers are slowed down, and have real times"
     )
   least = min(row[0] for row in rows)
-  live["slowdown"] = [row[0] / least for row in rows]
-  config["live"] = live
+  slowdown = [row[0] / least for row in rows]
+  config["live"] = {**live, "slowdown": slowdown}
 
 
 def check_keys(config: Mapping[str, Any], allowed_keys: Iterable[str]) -> None:

@@ -29,6 +29,16 @@ def given_object(run: Run, key: str) -> Any:
   return run.objects[key]
 
 
+def refuse_codec_object(run: Run, key: str) -> None:
+  """Raises ValueError if a call passed a codec as an object for `key`."""
+  if run.config[key]["name"] == schema.GIVEN_MARK:
+    raise ValueError(
+      f"config.{key}: {recipe_text(run)} on engine {run.engine!r} takes a codec"
+      " by its name, as 'top_k', or as a dict of its name and options: give it"
+      " instead of an object"
+    )
+
+
 def recipe_text(run: Run) -> str:
   """Returns the name of a run's recipe for an error."""
   if run.given_recipe is not None:  # a call gave the recipe, and has no config

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 
 import asgd
+from asgd import compression
 from asgd.data import columns, partitions
 from asgd.gossip import topologies
 
@@ -35,6 +36,12 @@ def simulate(workers=4, *, recipe=None, **options):
 def mesh(**options):
   parts = loss, np.zeros(3, np.float32), (X, X.sum(1)), optax.sgd(0.1)
   return asgd.train_mesh(*parts, messages=4, batch_size=8, **options)
+
+
+def live(**options):
+  parts = loss, np.zeros(3, np.float32), (X, X.sum(1))
+  recipe = asgd.asgd(0.02, workers=4)
+  return asgd.train_live(*parts, recipe, messages=4, batch_size=8, **options)
 
 
 def of_model(model, data, criterion=lambda y, batch: (y**2).mean()):
@@ -75,6 +82,7 @@ class Haiku:
 TABLE = Table(image=np.zeros((4, 2)), label=np.arange(4))
 WEIGHTS = np.full((4, 4), 0.25)
 RINGS = {"name": "dirichlet", "concentration": 1e308}
+CODEC = compression.named(name="top_k")
 BOTH = {"image": X, "tokens": X}
 
 
@@ -196,6 +204,22 @@ REFUSED = {
   "optimizer of tables": (
     lambda: asgd.table(0.1, workers=2, optimizer="adm"),
     "unknown optimizer 'adm'; did you mean 'adam'",
+  ),
+  "a codec of tables": (
+    lambda: simulate(recipe=asgd.table(0.1, workers=4), compress=CODEC),
+    "compress: this recipe on engine 'simulate' takes a codec by its name, as",
+  ),
+  "a codec of a mesh": (
+    lambda: mesh(axes={"data": 1}, compress=CODEC),
+    "compress: this recipe on engine 'mesh' takes a codec by its name, as",
+  ),
+  "a machine": (
+    lambda: simulate(machine="here"),
+    "machine must be an asgd.experiment.machine.Machine, not 'here'",
+  ),
+  "durations and a text": (
+    lambda: live(live="x", durations=[1, 1, 1, 3]),
+    "live must be a dict, not 'x'",
   ),
   "a large float": (
     lambda: simulate(messages=1e18),

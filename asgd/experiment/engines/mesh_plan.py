@@ -311,6 +311,7 @@ def _reducer(
   section = run.config["compress"]
   if section is None:
     return None
+  refusals.refuse_codec_object(run, "compress")
   if optimizers.searches(run.config["optimizer"]):
     raise ValueError(
       f"config.compress {section['name']!r} is not for config.optimizer"

@@ -16,18 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import (
-  base,
-  names,
-  optimizers,
-  orders,
-  problems,
-  sharding,
-  tables,
-)
+from asgd import base, names, optimizers, orders, problems, sharding, tables
 from asgd import worker as worker_lib
 from asgd.checks import blame_batch
-from asgd.experiment import checkpoint, checks, engines
+from asgd.experiment import checkpoint, checks, engines, refusals
 from asgd.experiment.engines import (
   learning_rates,
   networks,
@@ -270,6 +262,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   with checks.prefix_errors(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(shapes, settings.shards)
   if config["compress"] is not None:
+    refusals.refuse_codec_object(run, "compress")
     if settings.codec:
       raise ValueError(
         f"config.runs.{run.label}.codec {dict(settings.codec)['name']!r} and"
