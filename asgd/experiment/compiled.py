@@ -69,11 +69,13 @@ def keep_programs() -> None:
 def _trim(cache: Path) -> None:
   """Removes the oldest programs if there are too many. JAX's own limit would
   look at each file whenever a program is added."""
-  files = [entry for entry in os.scandir(cache) if entry.is_file()]
-  stats = sorted((e.stat().st_mtime, e.stat().st_size, e.path) for e in files)
+  stats = []
+  for file in filter(os.DirEntry.is_file, os.scandir(cache)):
+    with contextlib.suppress(FileNotFoundError):  # another command trims, too
+      stats.append((file.stat().st_mtime, file.stat().st_size, file.path))
   total_bytes = sum(size for _, size, _ in stats)
-  for _, size, path in stats:  # the oldest first
+  for _, size, path in sorted(stats):  # the oldest first
     if total_bytes <= _MAX_BYTES:
       return
-    Path(path).unlink(missing_ok=True)  # another command may trim, too
+    Path(path).unlink(missing_ok=True)
     total_bytes -= size

@@ -61,6 +61,17 @@ def test_the_oldest_programs_are_removed(place, monkeypatch):
 
 
 @pytest.mark.process
+def test_programs_that_another_command_removes_meanwhile(place, monkeypatch):
+  place.mkdir(parents=True, mode=0o700)
+  for name in ("removed", "kept"):
+    (place / name).write_bytes(bytes(100))
+  entries = [*os.scandir(place)]
+  (place / "removed").unlink()
+  monkeypatch.setattr(compiled.os, "scandir", lambda _: entries)
+  compiled.keep_programs()
+  assert os.environ[NAMES[0]] == str(place)
+
+
 def test_the_next_process_reads_what_one_has_compiled(place):
   code = """
 import jax
