@@ -308,7 +308,9 @@ def test_rows_are_as_many_as_versions_in_flight():
 def test_small_models_have_the_same_rows_whatever_their_order():
   """So cells of a sweep over workers share a compiled program."""
   few, many = (
-    tickets.plan_tickets(orders.fixed_delay(delay=delay, messages=200), shared=True)
+    tickets.plan_tickets(
+      orders.fixed_delay(delay=delay, messages=200), shared=True
+    )
     for delay in (1, 99)
   )
   assert (few.slots, many.slots) == (2, 100)
