@@ -108,7 +108,9 @@ class PeerArrivals(Counted):
   def store_message(self, frame: PeerFrame) -> None:
     """Receives a message, from its sender or forwarded by the driver."""
     messages = self._messages.setdefault(frame.sender, {})
-    if frame.seq not in messages:
+    # The messages of a sender come in order, so an earlier one was mixed. It
+    # may have been dropped, and be forwarded by a receiver that still has it.
+    if frame.seq > max(messages, default=-1):
       messages[frame.seq] = frame
       messages.pop(frame.seq - _MAX_UNACKNOWLEDGED, None)
       self._arrived_frames.append(frame)
