@@ -284,20 +284,22 @@ class ServerCluster(Cluster):
     Raises Disconnected if a shard has exited."""
     if not self.setup.consistent or self.setup.shards == 1:
       return self._call_all_shards(Shard.image)
-    # [1] Take the images of the row that was requested earlier.
+    # [1] If all shards are at the same row, take images now. An image that was
+    # requested earlier may be of a row that they have passed long ago.
     row = self._image_row
     answers = self._call_all_shards(methodcaller("requested_image", row))
-    images = [image for _, image in answers if image is not None]
-    if len(images) == self.setup.shards:
-      self._image_row = -1
-      return images
-    # [2] If all shards are at the same row, take images now.
     rows = [shard_rows for shard_rows, _ in answers]
     if len(set(rows)) == 1:
       images = self._call_all_shards(Shard.image)
       # Further rows may have arrived between the two calls.
       if len({meta["rows"] for _, meta in images}) == 1:
+        self._image_row = -1
         return images
+    # [2] Take the images of the row that was requested earlier.
+    images = [image for _, image in answers if image is not None]
+    if len(images) == self.setup.shards:
+      self._image_row = -1
+      return images
     # [3] Request images of a row in the future. A shard may have passed the
     # row of an earlier request without an image: the successor of a shard does
     # not know that request.

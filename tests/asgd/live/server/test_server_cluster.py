@@ -191,3 +191,15 @@ def test_a_shard_that_has_failed_is_not_asked_for_parameters(monkeypatch):
   with pytest.raises(Disconnected, match="shard 1 cannot be reached"):
     cluster.images()
   assert cluster.status() is None
+
+
+def test_images_of_a_row_in_the_past_are_not_those_of_shards_at_rest():
+  bench = Bench(team(jobs=30))
+  cluster, _ = started(bench)
+  bench.join()
+  lead = bench.lead.state
+  lead.rows += 1  # the lead is ahead: images of a later row are requested
+  assert cluster.images() is None
+  lead.rows -= 1
+  bench.complete()
+  assert [meta["rows"] for _, meta in cluster.images()] == [lead.rows] * 2
