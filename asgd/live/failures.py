@@ -1,4 +1,9 @@
-"""Errors that end a live run. The driver raises them, not a participant."""
+"""Errors that end a live run. The driver raises them; `process_failure` returns
+the error that a participant in another process reports to it."""
+
+import traceback
+
+from asgd.live.hosts.base import HostExited
 
 
 class AllDied(RuntimeError):
@@ -18,12 +23,15 @@ class ShardsDie(ValueError):
 
 
 def process_failure(failure: str, error: Exception) -> Exception:
-  """Returns the error to raise for the failure of a process: one line if the
-  user can mend it, otherwise the traceback. `error` has the traceback as its
-  text; `failure` is, for example, "worker 0 failed"."""
-  # The last line of a traceback: "ValueError: the message".
-  last_line = str(error).strip().splitlines()[-1]
-  error_name, _, message = last_line.partition(": ")
-  if error_name in ("ValueError", "OSError", "FileNotFoundError"):
-    return ValueError(f"{failure}: {message}")
-  return RuntimeError(f"{failure}: {error}")
+  """Returns the error by which a host reports the failure of its object to
+  another process: one line if the user can mend it, otherwise the traceback.
+
+  Not the error itself: an exception with a constructor of its own often cannot
+  be unpickled. `failure` is, for example, "worker 0 failed".
+  """
+  if isinstance(error, HostExited):
+    return error
+  if isinstance(error, ValueError | OSError):
+    return ValueError(f"{failure}: {error}")
+  text = "".join(traceback.format_exception(error))
+  return RuntimeError(f"{failure}: {text}")

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ _LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _CLOSE_SECONDS = 5.0  # to close objects at the end
 _MAX_DRIVER_CALLS = 16  # open calls of the driver at one object
 _QUERY_SECONDS = 1.0  # seconds between two queries of a cluster that grows
+
+
+def _kill_process() -> None:
+  os.kill(os.getpid(), signal.SIGKILL)
 
 
 class HostActor:
@@ -69,26 +73,35 @@ class HostActor:
     signal.signal(signal_number, signal.SIG_DFL)
     os.kill(os.getpid(), signal_number)
 
+  @contextlib.contextmanager
+  def _reporting(self, failure: str) -> Iterator[None]:
+    """Raises the errors of the block as `process_failure` returns them."""
+    try:
+      yield
+    except Exception as error:
+      text = f"{self._kind} {self._index} {failure}"
+      raise process_failure(text, error) from error
+
   def make(self, make: Make) -> None:
     """Makes the object."""
-
-    def kill() -> None:
-      os.kill(os.getpid(), signal.SIGKILL)
-
-    if self._kind in LOCAL:  # the predecessor may still write its files
-      path = self._memory / f"{self._kind}-{self._index}.lock"
-      processes.lock(path, _LOCK_SECONDS)
-
-    self._host = ThreadHost(self._kind, self._index, make, self._clock, kill)
-    with contextlib.suppress(OSError):  # without a socket Ray carries all calls
-      self._server = HostServer(self._host, self._path)
-    self._started.set()
-    self._host.make_call.result()
+    with self._reporting("cannot start"):
+      if self._kind in LOCAL:  # the predecessor may still write its files
+        path = self._memory / f"{self._kind}-{self._index}.lock"
+        processes.lock(path, _LOCK_SECONDS)
+      self._host = ThreadHost(
+        self._kind, self._index, make, self._clock, _kill_process
+      )
+      # Without a socket, Ray carries all calls.
+      with contextlib.suppress(OSError):
+        self._server = HostServer(self._host, self._path)
+      self._started.set()
+      self._host.make_call.result()
 
   def call(self, method: str, args: Sequence[Any]) -> Any:
     """Calls a method of the object."""
     self._started.wait()
-    return self._host.call(method, *args).result()
+    with self._reporting("failed"):
+      return self._host.call(method, *args).result()
 
   def serve(self) -> None:
     """Returns when the host has ended. The driver keeps this call open: the end
@@ -106,8 +119,8 @@ class HostActor:
 class ActorCall(Call):
   """A call of an actor."""
 
-  def __init__(self, ref: Any, kind: str, index: int, failure: str = "failed"):
-    self.ref, self._party, self._failure = ref, (kind, index), failure
+  def __init__(self, ref: Any, kind: str, index: int):
+    self.ref, self._party = ref, (kind, index)
 
   def done(self) -> bool:
     """See the base."""
@@ -123,15 +136,21 @@ class ActorCall(Call):
     try:
       return ray.get(self.ref, timeout=_FETCH_SECONDS)
     except ray.exceptions.RayTaskError as error:
-      if isinstance(error.cause, HostExited):
-        raise error.cause from None
-      text = "{} {} {}".format(*self._party, self._failure)
-      raise process_failure(text, error) from error
+      raise error.cause from error
     except ray.exceptions.RayError as error:
       if getattr(error, "actor_init_failed", False):
-        text = "{} {} cannot start".format(*self._party)
-        raise process_failure(text, error) from error
+        raise _init_failure(error, *self._party) from error
       raise HostExited(*self._party) from error
+
+
+def _init_failure(error: Exception, kind: str, index: int) -> Exception:
+  """Returns the error for an actor that could not be created. Ray passes only
+  the text of the traceback on; a ValueError is that of `prepare_process`."""
+  last_line = str(error).strip().splitlines()[-1]
+  message, failure = last_line.removeprefix("ValueError: "), "cannot start"
+  if message != last_line:
+    return ValueError(f"{kind} {index} {failure}: {message}")
+  return RuntimeError(f"{kind} {index} {failure}: {error}")
 
 
 def host_of(kind: str, index: int, actor: Any, path: Path) -> Host:
@@ -270,9 +289,8 @@ class ActorHosts(Hosts):
     )
     # Ray starts the process in the background; these calls wait for it.
     self._serve_calls[kind, index] = actor.serve.remote()
-    self._make_calls[kind, index] = ActorCall(
-      actor.make.remote(make), kind, index, "cannot start"
-    )
+    make_ref = actor.make.remote(make)
+    self._make_calls[kind, index] = ActorCall(make_ref, kind, index)
     self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
 

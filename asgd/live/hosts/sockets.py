@@ -11,7 +11,6 @@ import contextlib
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -78,18 +77,20 @@ class HostServer:
         except OSError:
           raise
         except Exception as error:  # the answer cannot be pickled
-          connection.send((None, f"{type(error).__name__}: {error}"))
+          connection.send((None, self._failure(error)))
     self._connections.discard(connection)
 
   def _answer(self, method: str, args: Sequence[Any]) -> tuple[Any, Any]:
-    """Calls the method; returns (result, None), or (None, error) with a
-    HostExited or the text of a traceback as error."""
+    """Calls the method; returns (result, None) or (None, error)."""
     try:
       return self._host.call_here(method, *args), None
-    except HostExited as error:
-      return None, error
     except Exception as error:
-      return None, "".join(traceback.format_exception(error))
+      return None, self._failure(error)
+
+  def _failure(self, error: Exception) -> Exception:
+    """Returns the error that a caller raises; see `process_failure`."""
+    text = f"{self._host.kind} {self._host.index} failed"
+    return process_failure(text, error)
 
   def close(self) -> None:
     """Ends all connections; waiting callers raise HostExited."""
@@ -136,16 +137,13 @@ class SocketCall(Call):
     try:
       if connection is None:
         raise EOFError
-      value, error_or_traceback = connection.recv()
+      value, error = connection.recv()
     except (EOFError, OSError):
       raise HostExited(self._host.kind, self._host.index) from None
     self._host.idle_connections.append(connection)
-    if error_or_traceback is None:
-      return value
-    if isinstance(error_or_traceback, HostExited):
-      raise error_or_traceback
-    text = f"{self._host.kind} {self._host.index} failed"
-    raise process_failure(text, RuntimeError(error_or_traceback))
+    if error is not None:
+      raise error
+    return value
 
 
 class SocketHost(Host):

@@ -124,12 +124,14 @@ class RemoteNotes:
 
   def close(self) -> None:
     """Waits until the lead has written all spans, for `_CLOSE_SECONDS` at most.
-    """
+    Raises the error by which the lead failed to write some."""
     futures.wait(self._calls, _CLOSE_SECONDS)
-    self._drop_ended_calls()
-    # Ends the tries of a call to a lead that has no successor.
-    self._closed = True
-    self._pool.shutdown(wait=False, cancel_futures=True)
+    try:
+      self._drop_ended_calls()
+    finally:
+      # Ends the tries of a call to a lead that has no successor.
+      self._closed = True
+      self._pool.shutdown(wait=False, cancel_futures=True)
 
   def _drop_ended_calls(self) -> None:
     """Drops the calls that have ended. Raises the error of a call that
@@ -163,8 +165,9 @@ class RemoteNotes:
         self._lead = self._lead or self._find_lead()
         ref = self._lead.call.remote(name, args)
         return self._ray.get(ref, timeout=_ANSWER_SECONDS)
-      except self._ray.exceptions.RayTaskError:
-        raise  # such as a full disk, which the successor would have as well
+      except self._ray.exceptions.RayTaskError as error:
+        # Such as a full disk, which the successor would have as well.
+        raise error.cause from error
       except (ValueError, self._ray.exceptions.RayError):
         # There is no lead now: the supervisor starts its successor.
         self._lead = None

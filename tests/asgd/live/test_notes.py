@@ -23,7 +23,8 @@ class RayError(Exception):
 
 
 class RayTaskError(RayError):
-  pass
+  def __init__(self, cause):
+    self.cause = cause
 
 
 class World:
@@ -63,7 +64,7 @@ class World:
         try:
           return getattr(actor, name)(*args)
         except OSError as error:
-          raise RayTaskError from error
+          raise RayTaskError(error) from error
 
       return call
 
@@ -169,8 +170,27 @@ def test_a_fault_is_written_before_it_happens(world):
 def test_a_disk_that_takes_nothing_ends_the_worker(world, tmp_path):
   told = made_notes(world)
   world.leads[0]._run = tmp_path / "gone"
-  with pytest.raises(RayTaskError):
+  with pytest.raises(FileNotFoundError):
     told.send_fault(Fault(2, 7, "kill"))
+
+
+def test_no_thread_goes_on_after_a_span_that_was_not_written(
+  world, monkeypatch
+):
+  monkeypatch.setattr(notes, "_CLOSE_SECONDS", 0.01)
+  told = made_notes(world)
+  told._wait = lambda seconds: time.sleep(0.001)
+  (world.run / "spans-2.csv").mkdir()
+  do(told, AHEAD, 0)
+  futures.wait(told._calls)
+  world.leads = []
+  told._pool.submit(told._call, "clock")
+  with pytest.raises(IsADirectoryError):
+    told.close()
+  (thread,) = told._pool._threads
+  thread.join(10)
+  is_alive, told._closed = thread.is_alive(), True
+  assert not is_alive
 
 
 # One machine's clock and another's.

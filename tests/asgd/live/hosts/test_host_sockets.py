@@ -9,14 +9,24 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from asgd.live.append_only import FileGone
 from asgd.live.faults import Killed
-from asgd.live.hosts import HostExited, sockets
+from asgd.live.hosts import HostExited, actors, sockets
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost, ThreadHosts
+from asgd.safe_files import DiskFull
+
+
+class OddError(Exception):
+  """Cannot be unpickled."""
+
+  def __init__(self, one, two):
+    super().__init__(one + two)
 
 
 class Rows:
@@ -41,8 +51,17 @@ class Rows:
   def fail(self):
     raise ValueError("not so")
 
+  def fill(self):
+    raise DiskFull(errno.ENOSPC, "No space left on device", "a.csv")
+
+  def lose_file(self):
+    raise FileGone("a.csv")
+
   def err(self):
     raise KeyError("ours")
+
+  def err_oddly(self):
+    raise OddError("a", "b")
 
   def other_is_gone(self):
     raise HostExited("shard", 7)
@@ -93,15 +112,20 @@ def test_an_answer_that_is_put_off_is_in_no_others_way(served):
   assert len(near.idle_connections) == 2
 
 
+FAILURES = [
+  ("fail", ValueError, "^shard 3 failed: not so$"),
+  ("fill", ValueError, "^shard 3 failed: cannot write a.csv"),
+  ("lose_file", ValueError, "^shard 3 failed: a.csv is gone: it was deleted"),
+  ("err", RuntimeError, "KeyError: 'ours'"),
+  ("err_oddly", RuntimeError, "OddError: ab"),
+  ("other_is_gone", HostExited, "shard 7 has exited"),
+  ("nobody", RuntimeError, "no attribute 'nobody'"),
+]
+
+
 @pytest.mark.parametrize(
   ("method", "error", "says"),
-  [
-    ("fail", ValueError, "^shard 3 failed: not so$"),
-    ("err", RuntimeError, "KeyError: 'ours'"),
-    ("other_is_gone", HostExited, "shard 7 has exited"),
-    ("no_data", RuntimeError, "Can't pickle"),
-    ("nobody", RuntimeError, "no attribute 'nobody'"),
-  ],
+  [*FAILURES, ("no_data", RuntimeError, "Can't pickle")],
 )
 def test_what_a_method_raises_is_told_and_ends_nothing(
   served, method, error, says
@@ -110,6 +134,23 @@ def test_what_a_method_raises_is_told_and_ends_nothing(
   with pytest.raises(error, match=says):
     near.call(method).result()
   assert near.call("add", 1).result()[0] == 1.0
+
+
+@pytest.mark.parametrize(("method", "error", "says"), FAILURES)
+def test_what_an_actor_raises_can_be_unpickled(
+  folder, monkeypatch, method, error, says
+):
+  monkeypatch.setattr(actors, "prepare_process", lambda *args, **options: None)
+  monkeypatch.setattr(actors, "node_id", lambda: "far")
+  site = SimpleNamespace(memory=folder, machine="near", clock=time.monotonic)
+  actor = actors.HostActor("shard", 3, site, 0.0, folder / "actor.sock")
+  actor.make(Rows)
+  with pytest.raises(error) as raised:
+    actor.call(method, ())
+  with pytest.raises(error, match=says):
+    raise pickle.loads(pickle.dumps(raised.value))
+  actor.end()
+  actor._server.close()
 
 
 @pytest.mark.parametrize(
