@@ -148,8 +148,9 @@ class WorkerFiles:
     for path, rows in journals:
       cut_journal(path, rows)
     for index, (_, records) in enumerate(worker_counts):
-      path = records_path(run, index)
-      FileSink(path, dtype=self.dtype).truncate(records)
+      sink = FileSink(records_path(run, index), dtype=self.dtype)
+      sink.truncate(records)
+      sink.close()
     return dropped
 
 
@@ -193,3 +194,8 @@ class WorkerJournal:
   def counts(self) -> tuple[int, int]:
     """Returns the numbers of rows and of records."""
     return len(self._journal.events()), self._sink.count
+
+  def close(self) -> None:
+    """Closes the journal and the records."""
+    self._journal.close()
+    self._sink.close()

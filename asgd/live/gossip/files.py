@@ -147,5 +147,6 @@ def write_leave(
     if start_row and end_action is None:  # its last job was open
       journal.append(Event(now, index, start_row.seq, start_row.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
+  journal.close()
   lost = [start_row.job] if start_row and end_action != base.RECEIVE else []
   return JobsAtExit(begun, lost)

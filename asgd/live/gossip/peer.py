@@ -176,6 +176,10 @@ class LivePeer:
       raise HostExited(PEER, self.index) from error
     return answer
 
+  def close(self) -> None:
+    """Closes the peer's files."""
+    self.rows.journal.close()
+
   # Methods that the driver calls by `ask`.
 
   def set_peers(self, others: Mapping[int, Neighbour]) -> None:

@@ -371,3 +371,8 @@ class Driver(BatchDriver, Cluster):
     notes = self._notes()
     self._save_notes(notes)
     return SavedRun(notes, images)
+
+  def close(self) -> None:
+    """Ends all parties, and closes the files of the log."""
+    super().close()
+    self.run_log.close()

@@ -66,6 +66,11 @@ class LiveRunLog(RunLog):
     super().receive(*message)
     self._sink.append(self.records(len(self.messages) - 1))
 
+  def close(self) -> None:
+    """Closes the files."""
+    self._journal.close()
+    self._sink.close()
+
 
 def last_time(events: list[Event]) -> float:
   """Returns the time of the last row; 0 if there is none."""

@@ -216,6 +216,7 @@ def write_leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
   incarnation = count_incarnations(events) - 1
   if incarnation >= 0:
     journal.append(Event(now, worker, NO_SEQ, incarnation, base.LEAVE))
+  journal.close()
 
 
 class LastMessage:

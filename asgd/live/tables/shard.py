@@ -352,3 +352,8 @@ class ShardHost:
   def image(self) -> tuple[int, bytes]:
     """Returns (rows of the trace, image of the shard)."""
     return self._rows, wire.dump(self._shard.pack())
+
+  def close(self) -> None:
+    """Closes the shard's files."""
+    self._journal.close()
+    self._log.close()

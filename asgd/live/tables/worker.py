@@ -167,6 +167,10 @@ class WorkerHost:
     """Returns counts of rows: (held back by filters, dropped by filters)."""
     return self._worker.held_counts()
 
+  def close(self) -> None:
+    """Closes the worker's files."""
+    self._journal.close()
+
   # Requests.
 
   def _resume(self, steps: Steps) -> None:

@@ -242,6 +242,15 @@ def running():
   return found
 
 
+def open_files(folder):
+  """Returns the files of a folder that this process has open."""
+  found = []
+  for path in Path("/proc/self/fd").iterdir():
+    with contextlib.suppress(OSError):
+      found.append(os.readlink(path))
+  return [path for path in found if path.startswith(f"{folder}/")]
+
+
 @pytest.fixture(scope="module")
 def ray():
   """Ray, as engine `ray` starts it; nothing is left when it has ended."""
@@ -288,6 +297,7 @@ def test_each_party_is_killed_once_and_the_run_replays(
   assert result["replaced"] == replaced
   workers = [index for _, kind, index in done if kind in ("worker", "peer")]
   assert run.left() == sorted(workers)
+  assert open_files(tmp_path) == []
   missed = result.get("missed", 0)
   assert missed == case.missed
   assert result["messages"] + missed == run.plan.messages
