@@ -20,7 +20,7 @@ from typing import Any
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.links.sockets import UnixNetwork
-from asgd.live.slots import MESSAGES, PARAMS
+from asgd.live.slots import MESSAGES, PARAMS, UPDATES
 from asgd.orders.link_queue import LinkQueue
 from asgd.orders.network import Links, Network
 
@@ -150,6 +150,8 @@ class ThrottledNetwork(UnixNetwork):
       nbytes = self._memory(shard).content_nbytes(MESSAGES, frame.message)
     elif frame.kind == frames.TICKET and frame.flag == frames.WHOLE:
       nbytes = self._memory(shard).content_nbytes(PARAMS, frame.params)
+    elif frame.kind == frames.TICKET and frame.flag == frames.UPDATES:
+      nbytes = self._memory(shard).content_nbytes(UPDATES, frame.message)
     send(frame.worker, shard, nbytes, deliver)
 
 

@@ -2,8 +2,13 @@
 
 import math
 import threading
+from types import SimpleNamespace
 
-from asgd.live.links.throttled import Throttle
+import pytest
+
+from asgd.live import frames, slots
+from asgd.live.frames import Frame
+from asgd.live.links.throttled import Throttle, ThrottledNetwork
 from asgd.orders.network import Network
 
 
@@ -68,6 +73,26 @@ def test_when_more_may_be_due_is_told():
   clock.carry("up", 0, 2, "a")
   assert clock.throttle.deliver_due() == 1.0
   assert clock.at(math.inf) == [(1.0, "a")]
+
+
+@pytest.mark.parametrize(
+  ("kind", "flag", "content"),
+  [
+    (frames.PUSH, 1, (slots.MESSAGES, 5)),
+    (frames.TICKET, frames.WHOLE, (slots.PARAMS, 4)),
+    (frames.TICKET, frames.UPDATES, (slots.UPDATES, 5)),
+    (frames.TICKET, frames.KEPT, 0),
+    (frames.ACK, 0, 0),
+  ],
+)
+def test_a_frame_takes_the_time_of_the_content_that_it_names(
+  kind, flag, content
+):
+  memory = SimpleNamespace(content_nbytes=lambda kind, slot: (kind, slot))
+  network, carried = ThrottledNetwork(None, lambda shard: memory), []
+  frame = Frame(kind, flag=flag, params=4, message=5)
+  network._carry(lambda *args: carried.append(args), 1, frame, "deliver")
+  assert carried == [(0, 1, content, "deliver")]
 
 
 def test_a_thread_delivers_and_ends():
