@@ -249,6 +249,10 @@ class TableShard:
     """The worker's latest incarnation that joined; -1 if no incarnation has."""
     return self._sessions[worker].incarnation
 
+  def has_left(self, worker: int) -> bool:
+    """Whether the worker has left for good."""
+    return self._sessions[worker].left
+
   def jobs_done(self) -> dict[int, int]:
     """Returns worker -> number of jobs that the shard has received."""
     return {worker: session.done for worker, session in self._sessions.items()}

@@ -309,7 +309,10 @@ class ShardHost:
     return Status(self._shard.jobs_done(), set(self._waiting))
 
   def leave(self, worker: int) -> None:
-    """Removes a worker that is not replaced, so that no worker waits for it."""
+    """Removes a worker that is not replaced, so that no worker waits for it.
+    Does nothing for a worker that was removed before a kill of this shard."""
+    if self._shard.has_left(worker):
+      return
     self._expel(worker)
     incarnation = max(self._shard.incarnation(worker), 0)
     self._write(Event(self._now(), worker, NO_SEQ, incarnation, base.LEAVE))

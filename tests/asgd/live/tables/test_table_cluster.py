@@ -312,6 +312,26 @@ def test_a_shard_that_dies_as_it_comes_back_comes_back_again(run_of):
   run.check_replay()
 
 
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_shard_that_dies_as_it_removes_a_worker_removes_it_once(
+  run_of, shard
+):
+  left = [shard]
+
+  class Dying(ShardHost):
+    def leave(self, worker):
+      super().leave(worker)
+      if self._folder.name == f"shard-{shard}" and left:
+        left.pop()
+        self._inside.kill()
+
+  run = run_of(SSP, {4: kill("worker", 1)}, refill=False)
+  run.shard_host = Dying
+  run.train()
+  assert run.cluster.replaced == {"worker": 0, "shard": 1}
+  run.check_replay()
+
+
 def test_a_shard_that_dies_over_and_over_ends_the_run(run_of):
   run = run_of(SSP)
   dying(run, 100)
