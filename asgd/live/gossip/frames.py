@@ -21,7 +21,6 @@ from asgd import base, gossip, simulator
 from asgd.compression import packing
 
 MESSAGE, ASK, GRANT, ANSWER, LOAN = "message", "ask", "grant", "answer", "loan"
-CODES = MESSAGE, GRANT, ANSWER  # kinds of frames with a code
 
 
 class PeerFrame(NamedTuple):
