@@ -131,7 +131,7 @@ def curvature_limit(
   # Powers of two, so that traces of similar length share a program.
   slot_count = max(32, 1 << (workers - 1).bit_length())
   length = max(4096, 1 << (len(trace.worker) - 1).bit_length())
-  # A job that was stopped, or whose message was dropped, changes nothing.
+  # A stopped job changes nothing, and neither does a dropped message.
   rows = np.isin(trace.action, (base.SEND, base.RECEIVE))
   columns = [
     np.pad(np.asarray(x[rows], np.int32), (0, length - rows.sum()))
