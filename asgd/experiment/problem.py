@@ -364,6 +364,14 @@ def _check_problem(problem: problems.Problem) -> None:
       " numpy.random.default_rng((seed, worker, job))"
     )
   params = own_problem.check_loss(problem.init, problem.loss, batch)
+  if problem.keyed is not None:
+    with user_code("keyed.keys(batch) fails"):
+      keys = jax.tree.structure(problem.keyed.keys(batch))
+    if keys != (tables := jax.tree.structure(params)):
+      raise ValueError(
+        "keyed.keys(batch) must return an array of keys for each table,"
+        f" {shown(tables)}, not {shown(keys)}"
+      )
   if problem.updates is not None:
     _check_updates(problem.updates, params, batch)
 

@@ -207,6 +207,11 @@ def moving(batch_size):
   return fit(batch_size)._replace(batches=batches)
 
 
+def other_tables(batch_size):
+  keyed = problems.Keyed(lambda batch: {"v": np.arange(3)}, lambda *_: None)
+  return fit(batch_size)._replace(keyed=keyed)
+
+
 def no_size():
   return fit(4)
 

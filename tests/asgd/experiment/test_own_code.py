@@ -323,6 +323,8 @@ MISTAKES = (
    "^config.problem: the loss fails on the first batch, .*KeyError: 'v'"),
   (problem_of("moving"),
    "^config.problem: .* gave two different batches for one job; make it a fun"),
+  (problem_of("other_tables"),
+   r"^config.problem: keyed.keys\(batch\) must return .*'w'.*, not .*'v'"),
   (problem_of("no_size"), "takes no argument batch_size"),
   ({"problem.name": "own_things:numbers"},
    "^config.problem: .*takes no argument batch_size"),
