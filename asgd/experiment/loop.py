@@ -223,7 +223,9 @@ class _Attempt(contextlib.ExitStack):
     """Whether a checkpoint exists that the cell can resume from."""
     if self._folder is None:
       return self.start > 0
-    return any((self._folder / "checkpoints").glob("[0-9]*"))
+    # A save that was killed has left a folder of another name.
+    saved = (self._folder / "checkpoints").glob("*")
+    return any(path.name.isdecimal() for path in saved)
 
   def run(self, on_end: EndCallback | None) -> dict[str, Any]:
     """Trains the cell from its last checkpoint to its end; returns its result.

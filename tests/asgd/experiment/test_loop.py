@@ -165,6 +165,15 @@ def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
   assert storage.to_json(result) == storage.to_json(expected)
 
 
+def test_a_save_that_was_killed_is_no_checkpoint(tmp_path):
+  exp = exploding()
+  bare = exp.cells[0], tmp_path, Silent(), Machine(), NoSignals
+  place = tmp_path / "cells" / exp.cells[0].name / "checkpoints"
+  for name, has_saved in (("8.orbax-checkpoint-tmp", False), ("8", True)):
+    (place / name).mkdir(parents=True)
+    assert loop._Attempt(exp, *bare).has_saved is has_saved
+
+
 def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
   exp = exploding(only=("fine",))
   cell = mortal(exp, [0, 0, 0, 0])
