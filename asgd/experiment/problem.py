@@ -365,9 +365,10 @@ def _check_problem(problem: problems.Problem) -> None:
     )
   params = own_problem.check_loss(problem.init, problem.loss, batch)
   if problem.keyed is not None:
+    tables: Any = jax.tree.structure(params)
     with user_code("keyed.keys(batch) fails"):
-      keys = jax.tree.structure(problem.keyed.keys(batch))
-    if keys != (tables := jax.tree.structure(params)):
+      keys: Any = jax.tree.structure(problem.keyed.keys(batch))
+    if keys != tables:
       raise ValueError(
         "keyed.keys(batch) must return an array of keys for each table,"
         f" {shown(tables)}, not {shown(keys)}"
