@@ -136,11 +136,19 @@ def digest(path: Path, rows: int) -> str:
 
 
 def read_orders(run: Path, shards: int, workers: int) -> Orders:
-  """Returns the traces of a run; ValueError if a file is empty."""
-  paths = [order_path(run, shard) for shard in range(shards)]
-  paths += [journal_path(run, worker) for worker in range(workers)]
-  rows = [read_nonempty_journal(run, path) for path in paths]
-  return Orders(rows[:shards], rows[shards:])
+  """Returns the traces of a run; ValueError if a file is empty. A worker that
+  exited before it joined, and was not replaced, has only the header."""
+  shard_paths = [order_path(run, shard) for shard in range(shards)]
+  worker_paths = [journal_path(run, worker) for worker in range(workers)]
+  rows_of_workers = [
+    read_journal(path)
+    if path.exists() and path.stat().st_size
+    else read_nonempty_journal(run, path)  # raises the error
+    for path in worker_paths
+  ]
+  return Orders(
+    [read_nonempty_journal(run, path) for path in shard_paths], rows_of_workers
+  )
 
 
 def read_rows_of_workers(run: Path) -> list[Event]:

@@ -290,6 +290,21 @@ def test_ranges_move_without_one_who_is_not_replaced(run_of):
   run.check_replay()
 
 
+def test_one_who_died_before_it_joined_has_no_rows(run_of):
+  run = run_of(SSP, refill=False)
+  start = run.worker
+
+  def worker(index, shards, image):
+    make = start(index, shards, image)
+    return make if index else lambda inside: inside.kill()
+
+  run.worker = worker
+  run.cluster._makers = cluster_lib.Makers(run.shard, worker)
+  run.train()
+  assert "worker 0 died; the run continues without it" in run.news
+  run.check_replay()
+
+
 def dying(run, times):
   """Kills the first hosts of shard 1 while they are made."""
   left = [True] * times
