@@ -54,6 +54,7 @@ def _code_of(value: Any) -> list[str]:
     return [*_code_of(value.func), *args]
   if isinstance(value, (tuple, list)):
     return [text for part in value for text in _code_of(part)]
+  value = _python_function(value)
   source_owner = value if inspect.isroutine(value) else type(value)
   module = getattr(source_owner, "__module__", None) or ""  # None: made by exec
   if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
@@ -75,6 +76,11 @@ def _code_of(value: Any) -> list[str]:
   return [text, *(repr(x) for x in _closed_over(source_owner) if _is_plain(x))]
 
 
+def _python_function(value: Any) -> Any:
+  """Returns the function that `jax.jit` compiles; other values as they are."""
+  return value if inspect.isfunction(value) else inspect.unwrap(value)
+
+
 def _closed_over(function: Any) -> Iterator[Any]:
   """Yields the values of variables that a function closes over."""
   for cell in getattr(function, "__closure__", None) or ():
@@ -85,12 +91,14 @@ def _closed_over(function: Any) -> Iterator[Any]:
 def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   """Yields the values of an object that change its results: those that its
   functions close over, such as the rates of a transform of optax, however deep,
-  and the attributes of dataclasses and of a user's callable objects. `seen` has
-  the identities of functions and objects that were visited."""
+  and the attributes of dataclasses and of a user's callable objects; and the
+  source of those functions. `seen` has the identities of functions and objects
+  that were visited; if there are none, the source of the first is known."""
+  value = _python_function(value)
   if isinstance(value, functools.partial):
     value = value.func, value.args, value.keywords
   elif inspect.ismethod(value):
-    value = value.__func__, value.__self__
+    value = value.__func__, _attributes(value.__self__, is_owner=True)
   if isinstance(value, np.ndarray | jax.Array):
     if streams.is_key(value):
       value = jax.random.key_data(value)
@@ -103,31 +111,32 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   elif isinstance(value, tuple | list):
     for part in value:
       yield from _constants(part, seen)
-  elif callable(value) and inspect.isfunction(inspect.unwrap(value)):
-    function: Any = inspect.unwrap(value)
-    yield name_of(function).encode()
-    if id(function) not in seen:
-      seen.add(id(function))
-      defaults = function.__defaults__, function.__kwdefaults__
-      yield from _constants((*defaults, *_closed_over(function)), seen)
   else:
     yield name_of(value).encode()
-    attributes = _attributes(value)
-    if attributes and id(value) not in seen:
+    parts: Any = _attributes(value)
+    if inspect.isfunction(value):
+      parts = value.__defaults__, value.__kwdefaults__, *_closed_over(value)
+    if parts and id(value) not in seen:
+      if seen:
+        yield from (text.encode() for text in _code_of(value))
       seen.add(id(value))
-      yield from _constants(attributes, seen)
+      yield from _constants(parts, seen)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
-  """Returns the fields of a dataclass, such as a Topology, or the attributes of
-  a user's callable object; {} for other values."""
+def _attributes(value: Any, *, is_owner: bool = False) -> dict[str, Any]:
+  """Returns the fields of a dataclass, such as a Topology or a flax module, or
+  the attributes of a user's object, if it is callable or the owner of a method;
+  {} for other values."""
   if isinstance(value, type):
     return {}
   if dataclasses.is_dataclass(value):
-    fields = (field.name for field in dataclasses.fields(value))
-    return {name: getattr(value, name, None) for name in fields}
+    fields = dataclasses.fields(value)
+    pairs = ((field, getattr(value, field.name, None)) for field in fields)
+    # Another release of flax may have more fields: leave out their defaults.
+    return {field.name: x for field, x in pairs if x is not field.default}
   is_users = type(value).__module__.partition(".")[0] not in _LIBRARIES
-  return dict(vars(value)) if is_users and callable(value) else {}
+  has_attributes = is_users and (callable(value) or is_owner)
+  return getattr(value, "__dict__", {}) if has_attributes else {}
 
 
 def importable(name: str) -> Any:
@@ -168,7 +177,8 @@ def _describe_settings(value: Any) -> str:
     return _describe_fields(value._asdict())
   if isinstance(value, tuple):
     return f"({', '.join(map(_describe_settings, value))})"
-  if getattr(value, "__module__", "").startswith("asgd."):
+  module = getattr(value, "__module__", None) or ""  # None: made by exec
+  if inspect.isfunction(value) and module.startswith("asgd."):
     name = value.__qualname__.partition(".")[0]
     options = inspect.getclosurevars(value).nonlocals
     return name + _describe_fields(options) if options else name
@@ -235,18 +245,26 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
   }
 
 
-def digest_of_code(recipe: Any, *functions: Any) -> str:
-  """Returns a checksum of the source of `functions`, and of the objects among
-  the arguments of a recipe with their constants. A Recipe that was made or
-  changed by hand has no arguments: its own constants are in the checksum."""
+def digest_of_code(recipe: Any, loss: Any, params: Any, dataset: Any) -> str:
+  """Returns a checksum of the source of a caller's functions, of the constants
+  of the loss and of a function that makes batches, and of the objects among the
+  arguments of a recipe with their constants. A Recipe that was made or changed
+  by hand has no arguments: its own constants are in the checksum."""
   build = _build_call(recipe)
   options = tuple(build.options.values()) if build else ()
-  texts = [text for x in (*functions, *options) for text in _code_of(x)]
-  parts = [text.encode() for text in texts]
+  functions = loss, params, dataset, *options
+  parts = [text.encode() for x in functions for text in _code_of(x)]
+  # Parameters and data in memory are in another checksum.
+  users = [*loss] if isinstance(loss, tuple | list) else [loss]
+  users += [dataset] if callable(dataset) else []
+  for value in users:
+    name, *constants = _constants(value, set())
+    # Two None: a function without defaults that closes over nothing.
+    parts += [name, *constants] if constants not in ([], [b"None"] * 2) else []
   if isinstance(recipe, algorithms.Recipe):
     given: Any = recipe._replace(build=None)
     if build and algorithms.is_as_built(recipe):
       arguments = build.learning_rate, *options
       given = [value for value in arguments if not _is_plain(value)]
-    parts += _constants(given, set())
+    parts += _constants(given, {id(recipe)})
   return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

@@ -10,6 +10,7 @@ be cut into shards and be saved without the model's package.
 import dataclasses
 import functools
 import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -60,6 +61,8 @@ class ModelTree(NamedTuple):
     for leaf in leaves:
       if isinstance(leaf, np.ndarray):
         texts.append(f"{leaf.dtype}{leaf.shape}{leaf.tobytes().hex()}")
+      elif inspect.isfunction(leaf):
+        texts.append(descriptions.describe_object(leaf))
       else:
         texts.append(descriptions.name_of(leaf))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]

@@ -526,6 +526,101 @@ def test_a_loss_of_another_source_is_another_training(tmp_path, monkeypatch):
   assert "code" in error_of(train, scaled(3.0), "closure")
 
 
+def weighted(weight):
+  def inner(params, batch):
+    return (weight * (batch[0] @ params["w"] - batch[1]) ** 2).mean()
+
+  return inner
+
+
+def calling(function):
+  return lambda params, batch: function(params, batch)
+
+
+def with_default(factor):
+  def inner(params, batch, *, factor=factor):
+    return factor * loss(params, batch)
+
+  return inner
+
+
+class Scaled:
+  def __init__(self, factor):
+    self.factor = factor
+
+  def __call__(self, params, batch):
+    return self.factor * loss(params, batch)
+
+
+class Owner:
+  def __init__(self, factor):
+    self.factor = factor
+
+  def loss(self, params, batch):
+    return self.factor * loss(params, batch)
+
+
+class Scaling(nn.Module):
+  factor: float
+
+  @nn.compact
+  def __call__(self, x):
+    return self.factor * nn.Dense(1)(x)[..., 0]
+
+
+def at_rate(schedule):
+  return asgd.asgd(schedule, workers=4)
+
+
+def with_factors(factors):
+  def optimizer(rate, factors):
+    return optax.sgd(rate * factors.mean())
+
+  given = functools.partial(optimizer, factors=factors)
+  return asgd.asgd(0.1, workers=4, optimizer=given)
+
+
+@pytest.mark.parametrize(
+  ("make", "one", "other"),
+  [
+    (weighted, np.float32(1.0), np.float32(2.0)),
+    (weighted, np.ones(8), np.arange(8)),
+    (calling, scaled(1.0), scaled(2.0)),
+    (calling, lambda p, b: loss(p, b), lambda p, b: 2 * loss(p, b)),
+    (jax.jit, scaled(1.0), scaled(2.0)),
+    (jax.jit, loss, lambda params, batch: 2 * loss(params, batch)),
+    (with_default, 1.0, 2.0),
+    (lambda bias: calling(Affine(1.0, bias)), 1.0, 2.0),
+    (Scaled, 1.0, 2.0),
+    (lambda factor: Scaled(factor).__call__, 1.0, 2.0),
+    (lambda factor: Owner(factor).loss, 1.0, 2.0),
+    (lambda weight: functools.partial(loss, weight=weight),
+     np.ones(8), np.arange(8)),
+    (lambda factor: (Scaling(factor), criterion), 1.0, 2.0),
+    (at_rate, optax.piecewise_constant_schedule(0.1, {50: 0.1}),
+     optax.piecewise_constant_schedule(0.1, {60: 0.1})),
+    (with_factors, np.ones(2), np.arange(2)),
+  ],
+)  # fmt: skip
+def test_other_values_in_a_function_are_another_training(make, one, other):
+  def digest(value):
+    made = make(value)
+    is_recipe = isinstance(made, asgd.Recipe)
+    recipe = made if is_recipe else dana()
+    given = loss if is_recipe else made
+    return descriptions.digest_of_code(recipe, given, PARAMS, DATA)
+
+  assert digest(one) == digest(one) != digest(other)
+
+
+def test_other_constants_of_a_model_are_another_training():
+  def digest(factor):
+    model = Affine(**PARAMS, rest=(lambda x: factor * x,))
+    return own_params.read(model).model.digest()
+
+  assert digest(1.0) == digest(1.0) != digest(2.0)
+
+
 def test_a_live_run_is_its_replay(tmp_path):
   args = loss, PARAMS, DATA, dana(2)
   train = functools.partial(
