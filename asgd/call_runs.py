@@ -4,6 +4,7 @@
 the messages, trains the cell like a cell of a config, and collects its results.
 """
 
+import collections
 import contextlib
 import os
 import tempfile
@@ -45,9 +46,7 @@ class Result(NamedTuple):
 
   def __repr__(self) -> str:
     """Returns a few lines: the records and parameters have too many numbers."""
-    columns = self.records
-    if not isinstance(columns, Mapping):
-      columns = columns._asdict()
+    columns = self.records._asdict()
     lines = [f"Result of {len(columns['loss']):,} messages"]
     lines.append(f"  folder       {self.folder or 'none: nothing is kept'}")
     if len(columns["loss"]):
@@ -279,11 +278,12 @@ def _read_finished(
 ) -> tuple[Any, Any, list[dict[str, Any]]]:
   """Returns records, parameters and evaluations of a finished cell."""
   columns = cell_files.read_records(cell_folder)
-  records: Any = columns
-  # Servers and simulators write `Records`; peers, tables and Sandblaster have
-  # other columns.
-  if set(columns) == set(base.Records._fields):
-    records = base.Records(**columns)
+  # Peers, meshes and pipelines have other columns than `Records`.
+  records_type: Any = base.Records
+  if set(columns) != set(base.Records._fields):
+    namedtuple: Any = collections.namedtuple  # with fields known at run time
+    records_type = namedtuple("Records", columns)
+  records = records_type(**columns)
   # The file holds arrays alone; the initial parameters give their structure.
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])

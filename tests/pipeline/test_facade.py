@@ -90,7 +90,23 @@ def test_a_flush_schedule_trains_as_one_device_does(tmp_path):
   assert [row["message"] for row in result.evaluations] == [8, 16]
   again = train(recipe, **arguments)  # it is finished
   kit.same(again.params, result.params)
+  kit.same(again.records._asdict(), result.records._asdict())
   assert again.evaluations == result.evaluations
+
+
+@pytest.mark.parametrize(
+  ("layers", "criterion"),
+  [
+    ((LAYERS[0], nn.relu, LAYERS[2]), criterion),
+    (LAYERS, lambda y, batch: abs(y[:, 0] - batch[1]).mean()),
+  ],
+)
+def test_a_folder_of_other_layers_is_refused(layers, criterion, tmp_path):
+  options = {"messages": 8, "folder": tmp_path, "progress": False}
+  recipe = asgd.asgd(0.01, workers=1)
+  train(recipe, messages=8, folder=tmp_path)
+  with pytest.raises(ValueError, match="holds another experiment"):
+    pipeline.train(layers, criterion, batch, recipe, **options)
 
 
 def test_an_asynchronous_schedule_takes_any_recipe_and_optimizer():
