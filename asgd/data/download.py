@@ -69,7 +69,6 @@ def fetch(
     )
   digest = _md5()
   try:
-    path.unlink(missing_ok=True)
     with (
       written_whole(path) as file,
       urllib.request.urlopen(url, timeout=_TIMEOUT) as response,

@@ -7,6 +7,7 @@ import io
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import kit
 import numpy as np
@@ -424,6 +425,17 @@ def test_file_urls_work_through_the_real_opener(tmp_path, monkeypatch):
     download.fetch(
       (tmp_path / "none").as_uri(), tmp_path / "c", "0", remedy="do this"
     )
+
+
+def test_a_file_that_another_process_completes_is_kept(tmp_path, monkeypatch):
+  monkeypatch.undo()
+  path, none = tmp_path / "complete", (tmp_path / "none").as_uri()
+  path.write_bytes(b"content")
+  # It was not there when this process looked.
+  monkeypatch.setattr(Path, "is_file", lambda self: False)
+  with pytest.raises(data.DataError, match="cannot download"):
+    download.fetch(none, path, kit.md5(b"content"), remedy="none")
+  assert path.read_bytes() == b"content"
 
 
 def test_diabetes_is_a_regression_in_standard_deviations():
