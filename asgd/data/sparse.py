@@ -182,6 +182,7 @@ def from_rows(
       raise ValueError(
         f"{source} has {len(rows)} examples: give {_TEST_EVERY} or more"
       )
+  test = np.asarray(test, bool)
   if not test.any():
     raise ValueError(
       f"{source} has an empty test part: set `test` to True for some examples"

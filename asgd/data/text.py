@@ -201,12 +201,7 @@ def make_batches(
   """
   checks.integer("batch_size", batch_size)
   checks.integer("context", context)
-  if len(tokens) <= context + 1:
-    raise ValueError(
-      f"a text of {len(tokens)} tokens has no windows of {context + 1}; use"
-      " a shorter context"
-    )
-  windows = np.lib.stride_tricks.sliding_window_view(tokens, context + 1)
+  windows = windows_of(tokens, context, "a text")
 
   def batch(worker, job):
     del worker
@@ -214,3 +209,14 @@ def make_batches(
     return windows[rng.integers(0, len(windows), batch_size)]
 
   return batch
+
+
+def windows_of(tokens: np.ndarray, context: int, name: str) -> np.ndarray:
+  """Returns all windows of context + 1 tokens, a view int32[n - T, T + 1].
+  Raises ValueError, with the name of the tokens, if there is none."""
+  if len(tokens) <= context:
+    raise ValueError(
+      f"{name} of {len(tokens)} tokens has no windows of {context + 1}; use"
+      " a shorter context"
+    )
+  return np.lib.stride_tricks.sliding_window_view(tokens, context + 1)

@@ -23,34 +23,22 @@ _SIDES = "users", "items"
 _RATINGS_PER_CALL = 100_000  # ratings of one call in an evaluation
 
 
-@functools.lru_cache(maxsize=4)
 def _load(
-  name: str, test: str | None, options: tuple[tuple[str, Any], ...]
+  name: str, test: str | None, options: dict[str, Any]
 ) -> ratings_lib.Ratings:
   """Returns the ratings of a name or a file; ValueError for wrong options."""
   # "generated" and "movielens" include a test part: `test` is for files only.
   if name in ("generated", "movielens") and test is not None:
     raise ValueError(f"ratings {name!r} have a test part: drop test_ratings")
   if name == "generated":
-    return names.call("ratings", name, ratings_lib.generated, dict(options))
+    return names.call("ratings", name, ratings_lib.generated, options)
   if options:
     raise ValueError(
-      f"{options[0][0]} is an option of ratings='generated' only; drop it"
+      f"{next(iter(options))} is an option of ratings='generated' only; drop it"
     )
   if name == "movielens":
     return ratings_lib.movielens()
   return ratings_lib.read(name, test)
-
-
-def _hashable(generate: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-  """Returns options as pairs: a hashable part of the key of `_load`'s cache.
-  Raises ValueError for a list or a dict, which cannot be hashed."""
-  for key, value in generate.items():
-    if isinstance(value, list | dict):
-      raise ValueError(
-        f"generate.{key} must be a number, not {checks.shown(value)}"
-      )
-  return tuple(sorted(generate.items()))
 
 
 def matrix_factorisation(
@@ -110,7 +98,7 @@ def matrix_factorisation(
   checks.integer("rank", rank, most=10**5)
   checks.nonnegative("l2", l2)
   checks.positive("scale", scale)
-  data = _load(ratings, test_ratings, _hashable(generate or {}))
+  data = _load(ratings, test_ratings, generate or {})
   sizes = dict(zip(_SIDES, (data.users, data.items), strict=True))
   # m; the tables learn the deviations from it.
   mean_rating = np.float32(data.values.mean())

@@ -343,7 +343,7 @@ def language(
     return criterion(logits, tokens), hits.mean()
 
   # Views, not copies: the text is in memory once.
-  windows = np.lib.stride_tricks.sliding_window_view(text.test, context + 1)
+  windows = text_lib.windows_of(text.test, context, "a test part")
   windows = windows[lib.spread(len(windows), evaluation_windows)]
 
   def evaluate(params):

@@ -80,3 +80,12 @@ def test_what_is_not_there_is_named(tmp_path):
     sparse.from_rows([([1], [1.0])] * 4, [0, 1] * 2)
   with pytest.raises(ValueError, match="has an empty test part: set `test`"):
     sparse.from_rows([([1], [1.0])] * 6, [0, 1] * 3, test=np.zeros(6, bool))
+
+
+@pytest.mark.parametrize("form", [list, np.array])
+def test_the_test_part_may_be_marked_by_numbers(form):
+  rows = [([1, number], [1.0, 2.0]) for number in range(2, 8)]
+  marks = form([0, 1, 0, 0, 1, 0])
+  divided = sparse.from_rows(rows, [0, 1] * 3, test=marks)
+  assert divided.train_keys[:, 2].tolist() == [2, 4, 5, 7]
+  assert divided.test_keys[:, 2].tolist() == [3, 6]

@@ -97,7 +97,17 @@ MISTAKES = {
     ),
     "9 tokens has no windows of 10; use a shorter context",
   ),
+  "too short a test part": (
+    lambda: text.windows_of(np.zeros(3, np.int32), 3, "a test part"),
+    "a test part of 3 tokens has no windows of 4; use a shorter context",
+  ),
 }
+
+
+def test_a_text_of_one_window_has_it_in_all_batches():
+  tokens = np.arange(5, dtype=np.int32)
+  batches = text.make_batches(tokens, batch_size=2, context=4, seed=0)
+  assert batches(0, 3).tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -51,5 +51,16 @@ def test_options_of_other_ratings_are_refused(tmp_path):
     problem_of(ratings="movielens")
   with pytest.raises(ValueError, match="'generated' takes no argument 'x'"):
     factorisation.matrix_factorisation(16, generate={"x": 3})
-  with pytest.raises(ValueError, match="generate.users must be a number"):
+  with pytest.raises(ValueError, match="users must be a positive whole"):
     factorisation.matrix_factorisation(16, generate={"users": [3]})
+
+
+def test_a_file_that_was_edited_is_read_again(tmp_path):
+  path = tmp_path / "ratings.csv"
+
+  def probe_of(factor):
+    rows = (f"{i % 20},{i % 7},{i * factor % 5}" for i in range(100))
+    path.write_text("\n".join(rows))
+    return factorisation.matrix_factorisation(4, ratings=str(path)).probe[1]
+
+  assert (probe_of(1) != probe_of(3)).any()
