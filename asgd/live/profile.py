@@ -36,8 +36,8 @@ class Profile:
     if self._folder is None or self._stop_thread:
       return
     if self._start_time is None:  # the first job has compiled the programs
-      self._start_time = self._clock()
       jax.profiler.start_trace(str(self._folder))
+      self._start_time = self._clock()
     elif self._clock() - self._start_time >= self._seconds:
       self._stop()
 

@@ -38,6 +38,18 @@ def test_a_trace_ends_with_its_work(profiler):
   assert profiler == ["folder", "stop"]
 
 
+def test_the_trace_of_another_goes_on(profiler, monkeypatch):
+  def refuse(folder):
+    raise RuntimeError("a profile has been started")
+
+  monkeypatch.setattr(jax.profiler, "start_trace", refuse)
+  profile = Profile("folder")
+  with pytest.raises(RuntimeError):
+    profile.after_job()
+  profile.close()
+  assert profiler == []
+
+
 @pytest.mark.parametrize("folder", [None, "folder"])
 def test_without_a_folder_or_work_there_is_no_trace(profiler, folder):
   profile = Profile(folder)
