@@ -195,17 +195,16 @@ def compile_sends(pure: steps_lib.PureSteps) -> Callable[..., Carry]:
 
 @functools.lru_cache(maxsize=32)
 def compile_chunk(
-  server: base.Server, worker: base.Worker, wire: str | None, joins: bool
+  server: base.Server, worker: base.Worker, joins: bool
 ) -> ChunkPrograms:
   """Compiles the program of a server and its workers, once.
 
   Args:
     server: a server with updates that are not codes.
     worker: a worker; the batches of its jobs have one shape.
-    wire: as in `compile_steps`.
     joins: whether workers join; a join resets the worker's state.
   """
-  pure = steps_lib.pure_steps(server, worker, wire)
+  pure = steps_lib.pure_steps(server, worker)
   parts = program_parts(server, worker, pure, joins)
 
   @functools.partial(jax.jit, donate_argnums=0)
@@ -227,15 +226,12 @@ def compile_chunk(
   return ChunkPrograms(messages, compile_sends(pure), pure)
 
 
-def make_chunk(
-  server: base.Server, worker: base.Worker, *, wire: str | None = None
-) -> Simulator:
+def make_chunk(server: base.Server, worker: base.Worker) -> Simulator:
   """Builds the chunk engine of a server and its workers.
 
   Args:
     server: a server with updates that are not codes.
     worker: a worker; the batches of its jobs have one shape.
-    wire: as in `compile_steps`.
 
   Returns:
     A Simulator. Its `follow` raises NotCompiled for a trace that only the host
@@ -243,7 +239,7 @@ def make_chunk(
   """
 
   def follow(wrapped_worker, simulation, trace, *, batch, root):
-    parts = server, wrapped_worker, wire
+    parts = server, wrapped_worker
     return ChunkRun(parts, simulation, trace, batch=batch, root=root)
 
   return make_simulator(server, worker, follow)
@@ -254,15 +250,15 @@ class ChunkRun:
 
   def __init__(
     self,
-    parts: tuple[base.Server, base.Worker, Any],
+    parts: tuple[base.Server, base.Worker],
     simulation: SimulationState,
     trace: base.Trace,
     *,
     batch: Batches,
     root: jax.Array,
   ) -> None:
-    """Continues a SimulationState; `parts` are server, worker and wire."""
-    server, worker, _ = parts
+    """Continues a SimulationState; `parts` are server and worker."""
+    server, worker = parts
     # [1] Check, and plan all messages of the trace.
     state = simulation.server.opt_state
     if reason := why_only_host(state, simulation.workers[:1], trace):
@@ -285,7 +281,7 @@ class ChunkRun:
     # program computes the tickets.
     slots, workers = sends_from(plan, trace, self._event)
     copied_slots = slots
-    if not server.sends_current or parts[2] is not None:
+    if not server.sends_current:
       copied_slots = slots[:0]
     self._carry = _initial_carry(
       plan, trace, simulation, server.alone, copied_slots

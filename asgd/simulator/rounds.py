@@ -142,7 +142,6 @@ def _job_of(
 def compile_rounds(
   server: base.Server,
   worker: base.Worker,
-  wire: str | None = None,
   joins: bool = False,
   *,
   lanes: int,
@@ -151,7 +150,7 @@ def compile_rounds(
   """Compiles the program of a server and its workers, once.
 
   Args:
-    server, worker, wire, joins: as in `chunk.compile_chunk`.
+    server, worker, joins: as in `chunk.compile_chunk`.
     lanes: L.
     shared: whether all jobs of a round have one ticket.
 
@@ -159,7 +158,7 @@ def compile_rounds(
     (carry, root, count, Spans, Messages, batches) -> (carry, Observations,
     codes). Messages and batches have C + L rows.
   """
-  pure = steps_lib.pure_steps(server, worker, wire)
+  pure = steps_lib.pure_steps(server, worker)
   parts = chunk.program_parts(server, worker, pure, joins)
   # Axes of vmap over lanes. A shared ticket has none: its parameters are read
   # once, and XLA multiplies one matrix with the examples of all lanes.
@@ -287,9 +286,7 @@ def _with_rows(count, shapes):
   )
 
 
-def make_rounds(
-  server: base.Server, worker: base.Worker, *, wire: str | None = None
-) -> Simulator:
+def make_rounds(server: base.Server, worker: base.Worker) -> Simulator:
   """Builds the rounds engine of a server and its workers.
 
   In float64 its gradients agree with the gradients of the host engine to 1e-12.
@@ -297,14 +294,14 @@ def make_rounds(
   jobs in another order; parameters after some hundred messages agree to 1e-5.
 
   Args:
-    server, worker, wire: as in `make_chunk`.
+    server, worker: as in `make_chunk`.
 
   Returns:
     A Simulator. Its `follow` raises NotCompiled, as in `make_chunk`.
   """
 
   def follow(wrapped_worker, simulation, trace, *, batch, root):
-    parts = server, wrapped_worker, wire
+    parts = server, wrapped_worker
     return RoundsRun(parts, simulation, trace, batch=batch, root=root)
 
   return make_simulator(server, worker, follow)
@@ -315,14 +312,14 @@ class RoundsRun(chunk.ChunkRun):
 
   def __init__(
     self,
-    parts: tuple[base.Server, base.Worker, Any],
+    parts: tuple[base.Server, base.Worker],
     simulation: SimulationState,
     trace: base.Trace,
     *,
     batch: Batches,
     root: jax.Array,
   ) -> None:
-    """Continues a SimulationState; `parts` are server, worker and wire."""
+    """Continues a SimulationState; `parts` are server and worker."""
     super().__init__(parts, simulation, trace, batch=batch, root=root)
     params_nbytes = sum(
       x.nbytes for x in jax.tree.leaves(simulation.server.params)
