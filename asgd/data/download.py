@@ -62,6 +62,9 @@ def fetch(
         f"download, or {remedy}"
       )
     _log.warning("%s has md5 %s, not %s: fetching it again", path, actual, md5)
+    # Only here: another process may complete a file that was missing.
+    with contextlib.suppress(OSError):
+      path.unlink()
   if not download:
     raise DataError(
       f"{path.name} is neither installed nor in the cache {path.parent}, and "
