@@ -83,7 +83,7 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
   return {
     "version": VERSION,
     "config": config,
-    "dataset": experiment.dataset_identity,
+    "dataset": identities.of_data(experiment),
     "free": {
       **free,
       "data source": experiment.dataset.source,

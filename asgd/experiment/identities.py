@@ -8,14 +8,18 @@ import difflib
 import itertools
 import re
 from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from asgd.checks import shortened
-from asgd.experiment import protocol, schema
+from asgd.experiment import protocol, schema, storage
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _MAX_SHOWN = 3  # differences in a summary
 _MAX_CHARACTERS = 300  # of a summary
+# Keys of a config that may name a file: of recorded durations, and of the table
+# of a pipeline's schedule.
+_FILE_KEYS = "path", "schedule"
 _MAX_VALUE = 80  # characters of a value in a difference
 
 
@@ -69,6 +73,23 @@ def _different_parts(old: str, new: str) -> list[tuple[str, str]]:
     for tag, i, j, k, end in matcher.get_opcodes()
     if tag != "equal"
   ]
+
+
+def of_data(experiment: Any) -> dict[str, Any]:
+  """Returns the identity of an experiment's data, with the checksums of the
+  files that its config names."""
+  return {**experiment.dataset_identity, **_checksums(experiment.config)}
+
+
+def _checksums(section: Mapping[str, Any]) -> dict[str, str | None]:
+  """Returns the checksums of the files that a section of a config names."""
+  checksums: dict[str, str | None] = {}
+  for key, value in section.items():
+    if isinstance(value, Mapping):
+      checksums |= _checksums(value)
+    elif key in _FILE_KEYS and isinstance(value, str) and Path(value).is_file():
+      checksums[f"file {value}"] = storage.file_digest(Path(value))
+  return checksums
 
 
 def summary(lines: Sequence[str]) -> str:
@@ -172,8 +193,9 @@ def _differences_from(
     else:
       old, new = _drop_keys(old, settings), _drop_keys(new, settings)
     lines += differences(old, new, f"config.{key}")
-  # [3] The data.
-  old, new = description["dataset"], identity["dataset"]
+  # [3] The data. The experiment also has checksums of files.
+  old = description["dataset"]
+  new = {key: identity["dataset"].get(key) for key in old}
   return sorted(lines) + differences(old, new, "dataset")
 
 

@@ -139,3 +139,22 @@ def test_of_a_long_description_the_changed_settings_are_shown():
 def test_a_long_value_is_shortened():
   (line,) = identities.differences({"a": [1.5] * 500}, {"a": [1.5] * 400})
   assert line.startswith("a was [1.5, 1.5,") and len(line) < 200
+
+
+@pytest.mark.parametrize(
+  "entry",
+  [
+    ASGD | {"durations": {"name": "recorded", "path": "rows.csv"}},
+    STAGES | {"schedule": "rows.csv", "stages": 1},
+  ],
+)
+def test_a_file_that_a_config_names_is_a_part_of_the_identity(
+  tmp_path, monkeypatch, entry
+):
+  monkeypatch.chdir(tmp_path)
+  identity_of = []
+  for text in ("F0", "F0 B0"):
+    (tmp_path / "rows.csv").write_text(text)
+    identity_of.append(written({"runs": {"a": entry}, "workers": (1,)})[0])
+  (line,) = identities.changes(*identity_of)
+  assert line.startswith("dataset.file rows.csv was '")
