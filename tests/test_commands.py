@@ -44,6 +44,10 @@ ELSEWHERE = {
   "mesh_gpt.py --config.mesh.axes=data:2,tensor:2,pipe:2": (  # the default
     "test_configs.py::test_each_run_trains_at_the_tiny_size_and_its_cells_count"
   ),
+  "reproduce --all": (
+    "launch/test_reproduce.py::"
+    "test_all_figures_but_those_without_data_are_trained"
+  ),
   "--num_processes=2": (
     "asgd/experiment/test_mesh_engine.py::test_two_processes_agree_with_one"
   ),
@@ -122,7 +126,7 @@ def at_tiny(words, place):
 def is_plain(module, words):
   """Whether a command is of a config, or of a figure, and no more."""
   if module == "reproduce":
-    return True
+    return not is_elsewhere(module, words)
   config = words[0] if module == "train" else ""
   return at_tiny(words, "") == (at_tiny([config], "") if config else None)
 

@@ -39,7 +39,7 @@ def accuracy_and_kill(params):
   hosts = [
     pid
     for pid in processes.descendants(os.getppid())  # which has the nodes
-    if "HostActor" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
+    if "HostActor-worker" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()
   ]
   if hosts and not killed:
     killed.append(max(hosts))
