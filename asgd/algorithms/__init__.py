@@ -146,7 +146,7 @@ def build(
       be a name or a dict (see `optimizers.named`).
 
   Returns:
-    The Recipe; its `made` holds these arguments.
+    The Recipe; its `build` holds these arguments.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, and
@@ -188,7 +188,7 @@ def _make(
     )
   recipe = recipe._replace(workers=workers)
   # `rebuild` compares these to detect a recipe that was changed by hand. The
-  # last field is `made` itself.
+  # last field is `build` itself.
   parts = tuple(recipe[:-1])
   recipe_build = RecipeBuild(name, maker, learning_rate, dict(options), parts)
   return recipe._replace(build=recipe_build)

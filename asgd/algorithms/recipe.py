@@ -22,7 +22,7 @@ class RecipeBuild:
   maker: Callable[..., "Recipe"]
   learning_rate: optax.ScalarOrSchedule
   options: Mapping[str, Any]  # as given to `build`
-  parts: tuple[Any, ...]  # the recipe's fields after building, without `made`
+  parts: tuple[Any, ...]  # the recipe's fields after building, without `build`
 
 
 class Recipe(NamedTuple):

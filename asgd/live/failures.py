@@ -26,8 +26,8 @@ def process_failure(failure: str, error: Exception) -> Exception:
   """Returns the error by which a host reports the failure of its object to
   another process: one line if the user can mend it, otherwise the traceback.
 
-  Not the error itself: an exception with a constructor of its own often cannot
-  be unpickled. `failure` is, for example, "worker 0 failed".
+  Not the error itself: an exception with a custom constructor often cannot be
+  unpickled. `failure` is, for example, "worker 0 failed".
   """
   if isinstance(error, HostExited):
     return error

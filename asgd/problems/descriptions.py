@@ -172,7 +172,7 @@ def _describe_settings(value: Any) -> str:
   """Describes settings field by field, by the names of configs. The text of a
   run must not change if a class or module of asgd is renamed. Functions have
   the values that they close over, or a checksum of them: their names do not
-  tell one rate or threshold from another."""
+  distinguish two rates or thresholds."""
   if hasattr(value, "_asdict"):
     return _describe_fields(value._asdict())
   if isinstance(value, tuple):
