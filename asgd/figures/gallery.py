@@ -28,8 +28,8 @@ judging: PASS if the interval of its effect lies in the claimed range, FAIL if
 it lies outside, UNDECIDED if it contains a bound or there are too few seeds.
 All parts of a claim must hold. Settings were tuned on other seeds, and a claim
 that fails is kept. Runs are compared seed by seed. With `--quick` the command
-trains a small version of the figure. `asgd reproduce --all --quick` takes 47
-minutes on two cores; Fashion-MNIST and CIFAR-10 must be on the machine.
+trains a small version of the figure. `asgd reproduce --all --quick` took 47
+minutes on two cores, without the figure that needs CIFAR-10.
 
 The kind of a claim decides its interval, unless the claim names a statistic. A
 claim that runs have an order, or rise or fall, has the median and the interval
