@@ -138,16 +138,18 @@ def digest(path: Path, rows: int) -> str:
 def read_orders(run: Path, shards: int, workers: int) -> Orders:
   """Returns the traces of a run; ValueError if a file is empty. A worker that
   exited before it joined, and was not replaced, has only the header."""
+
+  def read_worker(path: Path) -> list[Event]:
+    """Returns the rows of a worker; there may be none below the header."""
+    if path.exists() and path.stat().st_size:
+      return read_journal(path)
+    return read_nonempty_journal(run, path)  # raises the error
+
   shard_paths = [order_path(run, shard) for shard in range(shards)]
   worker_paths = [journal_path(run, worker) for worker in range(workers)]
-  rows_of_workers = [
-    read_journal(path)
-    if path.exists() and path.stat().st_size
-    else read_nonempty_journal(run, path)  # raises the error
-    for path in worker_paths
-  ]
   return Orders(
-    [read_nonempty_journal(run, path) for path in shard_paths], rows_of_workers
+    [read_nonempty_journal(run, path) for path in shard_paths],
+    [read_worker(path) for path in worker_paths],
   )
 
 
