@@ -139,13 +139,14 @@ def check(specs: ColumnSpecs) -> None:
     # Both keys, or none, leave the axis of the comparison open.
     if kind == "at" and len(set(ALONG) & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'time' or 'epoch'")
-    if kind == "first":
-      # The column of a "first" must have a value for each number of workers.
-      cell_columns = [k for k in specs if not is_over_workers(specs, k)]
-      known_columns = [*RESULTS, *cell_columns]
-      names.check(f"column of {where}:", spec["column"], known_columns)
     if kind in _ONE_SIDED and len(_SIDES.keys() & set(spec)) != 1:
       raise ValueError(f"{where} needs either 'below' or 'above'")
+  # The column of a "first" must have a value for each number of workers.
+  cell_columns = [k for k in specs if not is_over_workers(specs, k)]
+  for name, spec in specs.items():
+    if name not in cell_columns:
+      known_columns, where = [*RESULTS, *cell_columns], f"column {shown(name)}"
+      names.check(f"column of {where}:", spec["column"], known_columns)
 
 
 def all_columns(specs: ColumnSpecs) -> list[str]:
@@ -232,7 +233,7 @@ class CellTable:
       }
       # Seeds evaluate at slightly different times in a live run; the point is
       # drawn at their mean x.
-      xs = [_number(row.get(along)) for row in ith_rows.values()]
+      xs = [_time_or_epoch(row, along) for row in ith_rows.values()]
       values = {
         seed: _number(row.get(column)) for seed, row in ith_rows.items()
       }
@@ -395,6 +396,9 @@ def _noise_scale(cell: CellResult, since: float) -> float:
   message_examples, update_examples = (
     result["examples"] / result[k] for k in ("messages", "updates")
   )
+  # One message in each update: the two batches must differ.
+  if message_examples == update_examples:
+    return math.nan
   rows = slice(int(since * len(records["update_norm"])), None)
   # SGD without momentum: the change is the rate times the mean gradient, so
   # this is g_B, the norm of an update's mean gradient.

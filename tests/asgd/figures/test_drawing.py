@@ -60,14 +60,16 @@ def test_a_histogram_has_the_shares_of_what_each_cell_counted(tmp_path):
       made(places, column="staleness.csv", **{key: value})
 
 
-def test_a_run_is_a_curve_along_its_evaluations(monkeypatch):
-  """Seed 2 has diverged after one of them; places are seeds here."""
+@pytest.mark.parametrize("clock", ["time", "seconds"])
+def test_a_run_is_a_curve_along_its_evaluations(monkeypatch, clock):
+  """Seed 2 has diverged after one of them; places are seeds here. The clock of
+  a live run has another name."""
 
   def read_rows(place):
     del place
     seed = next(seeds)
     return [
-      {"time": i + seed / 2, "test_loss": 10.0 * i + seed}
+      {clock: i + seed / 2, "test_loss": 10.0 * i + seed}
       for i in range(1 if seed == 2 else 2)
     ]
 

@@ -362,6 +362,10 @@ def test_the_noise_scale_of_known_gradients(tmp_path):
   made = {"x": dict(kind="noise_scale")}
   own = columns.CellTable({("a", 4, 0): cell}, made)
   assert own.values("x", "a", 4)[0] == pytest.approx(8.0)
+  # Unknown, if each message is an update.
+  alone = cell._replace(result=cell.result | {"updates": 2})
+  own = columns.CellTable({("a", 4, 0): alone}, made)
+  assert math.isnan(own.values("x", "a", 4)[0])
 
 
 CHANGE = {"kind": "change", "column": "train_loss"}
@@ -397,6 +401,11 @@ COLUMNS = (
 )
 
 
+# A "first" needs the kinds of the columns after it, too.
 test_a_column_that_cannot_be_made_is_named = kit.refuses(
-  COLUMNS, lambda made: figure(BOUND, columns={"x": made}), plain=True
+  COLUMNS,
+  lambda made: figure(
+    BOUND, columns={"first": FIRST | {"below": 0.5}, "x": made}
+  ),
+  plain=True,
 )
