@@ -305,7 +305,7 @@ def _figure_row(name: str, data: Mapping[str, Any]) -> str:
     f"[![{data['title']}]({_FOLDER}/{name}.svg)](#{anchor})\n",
     '<div markdown="1">\n',
     f"**[{data['title']}](#{anchor})**<br>\n{_counts_text(claims)};"
-    f" `asgd reproduce {name}`, {_duration_text(data['seconds'])}\n",
+    f" {_command(name, data)}, {_duration_text(data['seconds'])}\n",
     *bullets,
     "\n</div>\n\n</div>\n",
   ]
@@ -317,6 +317,11 @@ def _anchor(data: Mapping[str, Any]) -> str:
   title = data["title"].lower()
   characters = "".join(c for c in title if c.isalnum() or c in " -")
   return "-".join(characters.split())
+
+
+def _command(name: str, data: Mapping[str, Any]) -> str:
+  """Returns the command that trains a figure at its size, as code."""
+  return f"`asgd reproduce {name}{' --quick' * (data['size'] == 'quick')}`"
 
 
 def _duration_text(seconds: float) -> str:
@@ -382,13 +387,12 @@ def _figure_section(name: str, data: Mapping[str, Any]) -> str:
   # Verdicts can be stored before all cells have run.
   if data["cells"] < data["of_cells"]:
     size += f", of which {data['cells']} of {data['of_cells']} cells have run"
-  quick = " --quick" if data["size"] == "quick" else ""
   lines = [
     f"## {data['title']}\n",
     f"{data['paper']}\n",
     f"{data['about']}\n",
     f"![{data['title']}]({_FOLDER}/{name}.svg)\n",
-    f"`asgd reproduce {name}{quick}`: {size}, {data['cells']} cells"
+    f"{_command(name, data)}: {size}, {data['cells']} cells"
     f" ({data['diverged']} diverged), {data['messages']:,} gradients, seeds"
     f" {seeds}, {_duration_text(data['seconds'])} of training, of all cells"
     f" together, on {machine['cores']} cores ({machine['devices']};"

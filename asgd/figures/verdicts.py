@@ -78,9 +78,11 @@ class _ColumnValues:
     self._claim, self._table, self._counts = claim, table, counts
 
   def __call__(self, cell_name: str) -> dict[int, float]:
-    """Returns seed -> value; {} for a cell that this size does not have."""
+    """Returns seed -> value; {} for a cell that this size does not have. Only
+    some seeds may have run: the others have NaN."""
     cell = figure_file.cell_of(cell_name, self._counts)
-    return self._table.values(self._claim.column, *cell) if cell else {}
+    values = self._table.values(self._claim.column, *cell) if cell else {}
+    return {s: values.get(s, math.nan) for s in self._table.seeds if values}
 
   def cells_of_run(self, label: str) -> list[str]:
     """Returns the cells of a run, ordered by their number of workers."""

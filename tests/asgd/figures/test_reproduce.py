@@ -275,6 +275,11 @@ def test_a_row_of_the_front_has_two_examples_and_every_failure(docs):
   assert "4 PASS, 1 FAIL, 0 UNDECIDED; `asgd reproduce stragglers`" in front
 
 
+def test_both_commands_of_a_quick_figure_are_quick(docs):
+  text = gallery.page(docs(lambda data, claim, part: data.update(size="quick")))
+  assert text.count("`asgd reproduce stragglers --quick`") == 2
+
+
 def test_a_row_of_the_page_is_one_line_without_tags(docs):
   said = {"says": "a\n<script>x</script> | b < c", "note": "x\n\n</td>"}
   text = gallery.page(docs(lambda data, claim, part: claim.update(said)))

@@ -146,6 +146,11 @@ def test_what_was_not_run_is_undecided():
   assert said.parts[0].why == "not run at this size"
   data = claim("monotone", order="rises", runs="a")
   assert judged(data, {"a": (FIVE, FIVE)}, few).verdict == "UNDECIDED"
+  # One seed of one cell: the other four must not decide alone.
+  of = {"a": (FIVE, FIVE), "b": (FIVE, FIVE[:4])}
+  data = claim("difference", of="b@8", to="a@8", above=-1.0)
+  (part,) = judged(data, of).parts
+  assert part.why == "1 of 5 seeds have no value, or infinite ones"
 
 
 def test_a_part_survives_json():
