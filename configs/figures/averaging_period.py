@@ -202,7 +202,7 @@ def get_figure():
     ),
     finding=(
       "Averaging every 10 or 20 steps costs no loss, and SlowMo helps; that"
-      " 100 steps are too many does not show in one epoch."
+      " 100 steps are too many does not show in four epochs."
     ),
     about=(
       "Eight workers with equally many batches in all; the last average is of"

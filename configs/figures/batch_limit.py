@@ -144,9 +144,9 @@ def claims():
   yield dict(
     name="noise scale predicts the limit",
     says=(
-      "the batch at which the linear rate takes twice the epochs is within a"
-      " factor of 4 of the noise scale: the latter lies between a quarter of"
-      f" {flat} and four times {BATCH * EDGE:,} examples"
+      f"the linear rate comes to take twice the epochs between {flat} and"
+      f" {BATCH * EDGE:,} examples; the noise scale lies between a quarter of"
+      " the one and four times the other"
     ),
     kind="bound",
     column=NOISE,
@@ -216,8 +216,8 @@ def get_figure():
       " training, arXiv 1812.06162"
     ),
     finding=(
-      "The linear rate holds up to a batch that the noise scale predicts"
-      " within a factor of 4; that a warm-up extends it is open."
+      "With the linear rate the epochs double between 512 and 2,048 examples,"
+      " and the noise scale is 3,750; that a warm-up extends this is open."
     ),
     about=(
       "Synchronous SGD without momentum; each worker has a batch of 32, and the"

@@ -126,7 +126,7 @@ def claims():
     ),
     dict(
       name="both directions",
-      says="signs in both directions send a tenth of the bytes, or less",
+      says="signs in both directions send a tenth of the bytes down, or less",
       kind="bound",
       column="compression_down",
       of=["both-onebit", "both-sign"],
@@ -156,7 +156,7 @@ def get_figure():
     paper=PAPER,
     finding=(
       "Sparse codes send least; signs in both directions send 26 times fewer"
-      " bytes, but lose 5 points in an epoch of 234 rounds."
+      " bytes down, but lose 5 points in an epoch of 234 rounds."
     ),
     about=(
       "Each codec has one setting, with error feedback if it is biased. Bytes"

@@ -84,7 +84,7 @@ def get_config(arg=None):
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of DANA": (
-    "12.9 times in the geometric mean, 7 to 24 over seeds, depending on when"
+    "12.9 times in the geometric mean, 1.2 to 22 over seeds, depending on when"
     " the slow batches happen."
   ),
   "gap under SSP": (

@@ -30,6 +30,22 @@ def test_failures_and_filters_have_the_cells_of_their_docstrings():
     assert len(quick.counts) <= len(task.counts)
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_loss_is_never_reached_in_no_fewer_epochs_than_a_run_has(quick):
+  task = reproduce.load(FIGURES / "asgd_parity.py", ENGINES, quick=quick)
+  epochs = task.resolved.config["epochs"]
+  assert task.figure.columns["never from"]["above"] >= epochs
+
+
+def test_the_claim_of_a_filter_leaves_out_what_key_caching_saves():
+  task = reproduce.load(FIGURES / "filters.py", ENGINES)
+  runs = task.resolved.config["runs"]
+  for claim in task.figure.claims:
+    if claim.name == "significantly modified":
+      of, to = (runs[claim.data[key]] for key in ("of", "to"))
+      assert of.get("key_caching", True) == to.get("key_caching", True)
+
+
 def failing(mtbf, seed):
   """Returns durations of the failures figure, without variation."""
   return orders.durations.failing(
