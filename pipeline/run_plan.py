@@ -84,9 +84,7 @@ _CUTS = _list_or(
   kind="'parameters', 'time', or a list of layers from 0 to their number",
 )
 _RECOMPUTE = _list_or(
-  True,
-  False,
-  "but_last",
+  *(True, False, "but_last"),
   kind="True or False, 'but_last', or a list of stages from 0",
 )
 
@@ -226,14 +224,19 @@ def check(run: Run) -> None:
   with checks.prefix_errors(f"runs.{run.label}"):
     traits = schedules.describe(name)
   if partitioner is None:
+    if section["bandwidth"] != SECTIONS["pipeline"].keys["bandwidth"].default:
+      raise ValueError(
+        f"{key_path}.bandwidth is for a partitioner: set {key_path}.partition,"
+        " or leave bandwidth at its default"
+      )
     return
   if traits.partitioner != partitioner:
     raise ValueError(
       f"{key_path}.partition={partitioner} is not for the schedule {name}: use"
       f" {'pipedream' if partitioner == 'pipedream' else 'ftpipe'}"
     )
-  for key in ("devices", "replicas"):
-    if key in section:
+  for key in ("devices", "replicas", "cuts"):
+    if section.get(key, "time") not in ("parameters", "time"):
       raise ValueError(
         f"{key_path}.{key} follows from {key_path}.partition: drop one of them"
       )
@@ -380,7 +383,7 @@ def _cuts(
 ) -> list[int]:
   """Returns the layers at which stages begin, and the number of layers."""
   setting, layers = section["cuts"], problem.pieces.layers
-  if isinstance(setting, list) and stages == section["stages"]:
+  if isinstance(setting, list):
     if len(setting) != stages + 1:
       raise ValueError(
         f"{stages} stages are cut at {stages + 1} layers, from 0 to"
@@ -404,11 +407,8 @@ def _cuts(
 
 
 def _layer_ends(problem: Any, shapes: Any) -> list[int]:
-  """Returns the ends of layers at which the model may be cut.
-
-  Each piece must have weights, so a layer without weights stays with the next
-  layer.
-  """
+  """Returns the ends of layers at which the model may be cut. Each piece must
+  have weights, so a layer without weights stays with the next layer."""
   layers = enumerate(base.weights_of(shapes), 1)
   layer_ends = [end for end, weights in layers if models.count(weights)]
   return [*layer_ends[:-1], len(problem.pieces.layers)]
@@ -437,13 +437,13 @@ def _partition_keys(
       result = pipedream.pipedream(chain, count, bandwidth)
       keys = {"replicas": list(result.replicas)}
     else:
+      mode = _recompute_mode(run, section)
       result = mixed_pipe.mixed_pipe(
-        chain,
-        count,
-        bandwidth=bandwidth,
-        recompute=_recompute_mode(run, section),
+        chain, count, bandwidth=bandwidth, recompute=mode
       )
-      keys = {"devices": [device for (device,) in result.partition.devices]}
+      # A device may have no stage, and tables number those that have one.
+      devices = np.unique(result.partition.devices, return_inverse=True)[1]
+      keys = {"devices": devices.ravel().tolist()}
     inner_cuts = placement.cuts(result.partition)[1:]
   cuts = [0, *(layer_ends[node - 1] for node in inner_cuts)]
   return {**keys, "stages": len(inner_cuts), "cuts": cuts}

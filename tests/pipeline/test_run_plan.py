@@ -149,6 +149,11 @@ def test_a_partitioner_places_the_stages():
   # 4 + 1 and 2 + 3, where no cut of a chain does better than 6 and 4.
   assert mixed.cuts == (0, 2, 3, 4, 5)
   assert mixed.table.places() == [[0], [1], [0], [1]]
+  # Two of three devices are enough where the last layer takes longest.
+  config["runs"]["mixed"]["stages"] = 3
+  seconds = [[0.0, 0.0], *[[1.0, 2.0]] * 3, [4.0, 8.0]]
+  exp = build_pipelines(config=config, measurements={"layer_seconds": seconds})
+  assert plan_of(exp, "mixed").table.places() == [[1], [0]]
 
 
 @pytest.mark.slow
@@ -171,6 +176,7 @@ def test_a_table_of_a_file_is_obeyed(tmp_path):
     (mine, {"pipeline.microbatches": 4}, "8 microbatches in an update.*=8"),
     (stale, {}, "any other table must contain all"),
     (mine, {"runs.x.stages": 3}, "stages 3 are not the 2 of"),
+    (mine, {"runs.x.cuts": "0,2,3,4,5"}, "2 stages are cut at 3 layers"),
   ):
     path.write_text(table_lib.to_csv(table))
     with pytest.raises(ValueError, match=said):
@@ -441,6 +447,10 @@ OF_A_RUN = [
    "mixed_pipe is not for the schedule gpipe: use ftpipe"),
   (dict(devices=(0, 1), **PLACED),
    "config.runs.x.devices follows from config.runs.x.partition"),
+  (dict(cuts=(0, 2, 5), **PLACED),
+   "config.runs.x.cuts follows from config.runs.x.partition"),
+  (dict(bandwidth=50.0),
+   "config.runs.x.bandwidth is for a partitioner: set .*partition"),
   (dict(schedule="custom"), "config.runs.x.rule must name a function"),
   (dict(schedule="stale", weights="newest"), "config.runs.x.weights .*newest"),
   (dict(weights="2bw"), "is for asynchronous"),
