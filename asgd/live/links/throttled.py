@@ -11,6 +11,7 @@ simulation (`asgd.orders.network`), with a real clock.
 
 import contextlib
 import functools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -180,5 +181,11 @@ class _ThrottledSocket:
   sendall = send
 
   def _deliver(self, packed_frame: bytes) -> None:
-    with contextlib.suppress(OSError):  # the receiver closed it meanwhile
-      self._sock.sendall(packed_frame)
+    # The receiver has closed it meanwhile, or has read nothing for so long that
+    # there is no room. Then the frame is lost, and no other may follow it: both
+    # ends notice the end of the connection.
+    with contextlib.suppress(OSError):
+      try:
+        self._sock.sendall(packed_frame)
+      except OSError:
+        self._sock.shutdown(socket.SHUT_RDWR)

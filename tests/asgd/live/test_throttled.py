@@ -1,6 +1,7 @@
 """Links that take the time of a network, by a clock that the test holds."""
 
 import math
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -8,7 +9,11 @@ import pytest
 
 from asgd.live import frames, slots
 from asgd.live.frames import Frame
-from asgd.live.links.throttled import Throttle, ThrottledNetwork
+from asgd.live.links.throttled import (
+  Throttle,
+  ThrottledNetwork,
+  _ThrottledSocket,
+)
 from asgd.orders.network import Network
 
 
@@ -93,6 +98,25 @@ def test_a_frame_takes_the_time_of_the_content_that_it_names(
   frame = Frame(kind, flag=flag, params=4, message=5)
   network._carry(lambda *args: carried.append(args), 1, frame, "deliver")
   assert carried == [(0, 1, content, "deliver")]
+
+
+def test_a_receiver_that_reads_nothing_loses_its_connection():
+  sender, receiver = socket.socketpair()
+  throttled = _ThrottledSocket(sender, lambda frame, deliver: deliver())
+  throttled.setblocking(False)
+  sent, received = b"", b""
+  for first in (0, 10_000):
+    # The second time there is room again, after frames that were lost.
+    numbers = range(first, first + 10_000)
+    packed = b"".join(frames.pack(Frame(frames.ACK, seq=i)) for i in numbers)
+    sent += packed
+    throttled.send(packed)
+    received += receiver.recv(2**20)
+  sender.close()
+  while part := receiver.recv(2**20):
+    received += part
+  receiver.close()
+  assert received == sent[: len(received)]
 
 
 def test_a_thread_delivers_and_ends():
