@@ -118,7 +118,7 @@ def compressed(
     sent_message = parts[0] if plan is None else Parts(tuple(parts))
     return CompressedState(inner, codecs), sent_message, metrics
 
-  return base.Worker(init, work, worker.kept)
+  return worker._replace(init=init, work=work)
 
 
 def residual_norm(state: Any) -> jax.Array:

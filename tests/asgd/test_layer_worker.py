@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 
 import asgd
-from asgd import device_memory, models, problems, simulator
+from asgd import compression, device_memory, models, problems, simulator
 from asgd import layer_worker as lib
 from asgd.device_memory import DeviceMemory, DeviceTraffic
 
@@ -162,6 +162,18 @@ def test_bytes_by_hand(room, traffic, monkeypatch):
     [layer["Dense_0"]["kernel"] for layer in linear_params()]
   )
   kit.close([layer["Dense_0"]["kernel"] for layer in message], plain, atol=1e-4)
+
+
+def test_a_codec_leaves_the_job_in_several_programs():
+  worker, codec = lib.layer_worker(SUM, 152), compression.identity()
+  ticket = asgd.Ticket(np.int32(0), np.int32(0), linear_params())
+  results = []
+  for each in (worker, compression.compressed(worker, codec)):
+    work = simulator.compile_work(each)
+    state = each.init(linear_params())
+    results.append(work(state, ticket, BATCH, jax.random.key(3), np.int32(7)))
+  (_, message, _), (_, coded, _) = results
+  kit.same(compression.decode(codec, coded), message)
 
 
 def test_a_room_below_the_least_is_refused():
