@@ -35,7 +35,7 @@ import optax
 
 from asgd import base, compression, optimizers, sharding
 from asgd.transforms.lookahead import VelocityState
-from asgd.transforms.staleness import AdaDelayState
+from asgd.transforms.rows import WorkerRows
 
 
 class OwnState(NamedTuple):
@@ -146,7 +146,7 @@ def own_writes(
     copy, _ = server.receive(copy, copy_ticket, decode(message))
     return OwnState(inner, copy, jnp.bool_(True)), message, metrics
 
-  return base.Worker(init, work, base.OWN)
+  return worker._replace(init=init, work=work, kept=base.OWN)
 
 
 def wrap_state(
@@ -182,10 +182,7 @@ def _after_fetch(
   return copy._replace(params=params)
 
 
-_SCHEDULE_STATES = (
-  *(optax.ScaleByScheduleState, VelocityState),
-  *(AdaDelayState, optimizers.CountingState),
-)
+_SCHEDULE_STATES = VelocityState, optimizers.CountingState
 
 
 def _with_schedule_counts(
@@ -194,9 +191,16 @@ def _with_schedule_counts(
   """Sets the counts of schedules to `version`, but not those of moments."""
 
   def is_schedule(node: Any) -> bool:
-    return isinstance(node, _SCHEDULE_STATES)
+    # The state of a schedule of optax, also of a weight decay or of another
+    # hyperparameter, has no other field; that of moments has.
+    is_count = getattr(node, "_fields", None) == ("count",)
+    return is_count or isinstance(node, _SCHEDULE_STATES)
+
+  def is_leaf(node: Any) -> bool:
+    return is_schedule(node) or isinstance(node, WorkerRows)
 
   def set_count(node: Any) -> Any:
+    # The rows of workers count the messages of each worker, as the server does.
     if not is_schedule(node):
       return node
     fields = {
@@ -205,4 +209,4 @@ def _with_schedule_counts(
     }
     return node._replace(**fields | {"count": jnp.asarray(version)})
 
-  return jax.tree.map(set_count, opt_state, is_leaf=is_schedule)
+  return jax.tree.map(set_count, opt_state, is_leaf=is_leaf)

@@ -169,6 +169,16 @@ def test_a_copy_that_is_fetched_anew_has_the_updates_of_others():
   same(run(recipe, ssp(0, workers=3), workers=3), eager)
 
 
+INJECTED = optax.inject_hyperparams(optax.sgd)
+DECAYED, COUNTED = (
+  algorithms.Recipe(asgd.as_algorithm(optax.chain(tx, optax.sgd(1.0))))
+  for tx in (
+    optax.add_decayed_weights(halved),
+    asgd.per_worker(optax.scale_by_schedule(halved), 2),
+  )
+)
+
+
 @pytest.mark.parametrize(
   ("recipe", "step"),
   [
@@ -176,8 +186,15 @@ def test_a_copy_that_is_fetched_anew_has_the_updates_of_others():
     # Adam's first step has the size of the rate.
     (asgd.multi_asgd(halved, 2, optimizer=optax.adam), 2**-5),
     (asgd.adadelay(halved, 2), 1 / (2**5 + 6**0.5)),
+    (asgd.asgd(halved, 2, optimizer=INJECTED), 2**-5),
+    (DECAYED, 1 + 2**-5 * 8),
+    # The server counts the messages of each worker, and this is its first.
+    (COUNTED, 1.0),
   ],
-  ids=["velocity", "optimizer per worker", "adadelay"],
+  ids=[
+    *("velocity", "optimizer per worker", "adadelay", "hyperparameters"),
+    *("weight decay", "schedule per worker"),
+  ],
 )
 def test_a_fetch_sets_the_updates_that_a_rate_counts(recipe, step):
   worker = asgd.gradient_worker(lambda w, batch: w * batch)
