@@ -7,16 +7,20 @@ an address in memory.
 import ast
 import contextlib
 import dataclasses
+import dis
 import functools
 import hashlib
 import inspect
 import numbers
+import sysconfig
 import textwrap
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from flax import linen as nn
 
 from asgd import algorithms, base, names
 from asgd.problems import streams
@@ -42,6 +46,10 @@ def name_of(value: Any) -> str:
 
 
 _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
+# Folders of Python's and of installed modules.
+_INSTALLED = tuple(
+  sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")
+)
 
 
 def _code_of(value: Any) -> list[str]:
@@ -88,12 +96,61 @@ def _closed_over(function: Any) -> Iterator[Any]:
       yield cell.cell_contents
 
 
+def _globals_read(function: types.FunctionType) -> Iterator[Any]:
+  """Yields the constants and the user's functions among the global variables
+  that a user's function reads and does not set."""
+  if not _is_users(function):
+    return
+  codes, names_read, names_set = [function.__code__], set(), set()
+  for code in codes:  # which grows: a function contains others
+    codes += (c for c in code.co_consts if isinstance(c, types.CodeType))
+    for instruction in dis.get_instructions(code):
+      if instruction.opname == "LOAD_GLOBAL":
+        names_read.add(instruction.argval)
+      elif instruction.opname == "STORE_GLOBAL":
+        names_set.add(instruction.argval)
+  for name in sorted(names_read - names_set):
+    value = function.__globals__.get(name)
+    if value is not None and _is_constant(value):
+      yield value
+
+
+def _is_constant(value: Any) -> bool:
+  """Whether a global variable is in the checksum of a function: numbers, texts,
+  arrays, modules of flax, dataclasses of plain values, functions of the user,
+  and tuples, lists and dicts of these."""
+  if isinstance(value, dict):
+    return all(map(_is_constant, value.values()))
+  if isinstance(value, tuple | list):
+    return all(map(_is_constant, value))
+  kinds = str, numbers.Number, np.generic, np.ndarray, jax.Array
+  if value is None or isinstance(value, kinds):
+    return True
+  if isinstance(value, nn.Module):
+    return True
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    return _is_plain(_attributes(value))
+  return _is_users(_python_function(value))
+
+
+def _is_users(value: Any) -> bool:
+  """Whether a value is a Python function that no installed library defines."""
+  if not inspect.isfunction(value):
+    return False
+  module = value.__module__ or ""  # None: made by exec
+  path = value.__code__.co_filename
+  return module.partition(".")[0] not in _LIBRARIES and not path.startswith(
+    _INSTALLED
+  )
+
+
 def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   """Yields the values of an object that change its results: those that its
   functions close over, such as the rates of a transform of optax, however deep,
-  and the attributes of dataclasses and of a user's callable objects; and the
-  source of those functions. `seen` has the identities of functions and objects
-  that were visited; if there are none, the source of the first is known."""
+  or read as globals, and the attributes of dataclasses and of a user's callable
+  objects; and the source of those functions. `seen` has the identities of
+  functions and objects that were visited; if there are none, the source of the
+  first is known."""
   value = _python_function(value)
   if isinstance(value, functools.partial):
     value = value.func, value.args, value.keywords
@@ -116,6 +173,7 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
     parts: Any = _attributes(value)
     if inspect.isfunction(value):
       parts = value.__defaults__, value.__kwdefaults__, *_closed_over(value)
+      parts += *_globals_read(value),
     if parts and id(value) not in seen:
       if seen:
         yield from (text.encode() for text in _code_of(value))

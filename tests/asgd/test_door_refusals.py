@@ -2,6 +2,7 @@
 anything runs, in one line with its value and the remedy."""
 
 import itertools
+from unittest import mock
 
 import kit
 import numpy as np
@@ -309,16 +310,32 @@ def skip(probability):
   return {"name": "random_skip", "probability": probability}
 
 
-def call(folder, *, recipe=None, x=X, **options):
+SCALES, SHIFT = np.ones(3, np.float32), {"shift": 0.0}
+
+
+def scaled(x):
+  return x * SCALES
+
+
+def scaled_loss(w, batch):
+  return loss(w, (scaled(batch[0]), batch[1])) + SHIFT["shift"]
+
+
+def scaled_by(**variables):
+  return {"loss": scaled_loss, "variables": variables}
+
+
+def call(folder, *, recipe=None, x=X, loss=loss, variables=(), **options):
   recipe = recipe or asgd.asgd(0.02, workers=2)
-  return asgd.simulate(
-    *(loss, np.zeros(3, np.float32), (x, X.sum(1)), recipe),
-    messages=12,
-    batch_size=8,
-    folder=folder,
-    progress=False,
-    **options,
-  )
+  with mock.patch.dict(globals(), variables):
+    return asgd.simulate(
+      *(loss, np.zeros(3, np.float32), (x, X.sum(1)), recipe),
+      messages=12,
+      batch_size=8,
+      folder=folder,
+      progress=False,
+      **options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,12 +362,16 @@ def call(folder, *, recipe=None, x=X, **options):
     (dropping(2), dropping(9)),
     (changed_recipe(0.1), changed_recipe(0.2)),
     ({}, {"recipe": asgd.asgd(0.02, workers=2).in_rounds(2)}),
+    (scaled_by(), scaled_by(SHIFT={"shift": 1.0})),
+    (scaled_by(), scaled_by(SCALES=np.full(3, 2, np.float32))),
+    (scaled_by(), scaled_by(scaled=lambda x: 2 * x)),
   ],
   ids=[
     *("rate", "momentum", "last row", "codec", "lambdas of one line"),
     *("optimizer", "optimizer of tables", "ftrl", "schedule", "filter"),
     *("matrix", "topology", "codec of peers", "callable object", "method"),
     *("drop of a rate", "changed by hand", "rounds by hand"),
+    *("global number", "global of a function", "global function"),
   ],
 )
 def test_a_folder_of_other_objects_is_refused(first, other, tmp_path):
