@@ -181,9 +181,8 @@ class _ThrottledSocket:
   sendall = send
 
   def _deliver(self, packed_frame: bytes) -> None:
-    # The receiver has closed it meanwhile, or has read nothing for so long that
-    # there is no room. Then the frame is lost, and no other may follow it: both
-    # ends notice the end of the connection.
+    """Sends a frame, or ends the connection if the receiver has read nothing
+    for so long that there is no room: no other frame may follow a lost one."""
     with contextlib.suppress(OSError):
       try:
         self._sock.sendall(packed_frame)
