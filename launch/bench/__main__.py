@@ -61,6 +61,18 @@ def _given_options(name: str) -> dict[str, Any]:
   return {k: value for k, value in options.items() if k in parameters}
 
 
+def _check_taken(name: str) -> None:
+  """Raises ValueError for a flag that the named benchmark does not take. With
+  --all, each benchmark takes its own."""
+  parameters = inspect.signature(_runner(name)).parameters
+  for key in _PASSED_FLAGS:
+    if _FLAGS[key].value is not None and key not in parameters:
+      taken = ", ".join(f"--{k}" for k in _PASSED_FLAGS if k in parameters)
+      raise ValueError(
+        f"--{key}: the benchmark {name} does not have it, it has {taken}"
+      )
+
+
 def _measure_busy_share(when: str) -> float:
   """Returns the share of the cores that others use; warns of a large one."""
   share = report.busy_share()
@@ -167,6 +179,7 @@ def main(name: str = "", *files: str) -> None:
       _list()
       return
     names.check("benchmark", name, BENCHMARKS)
+    _check_taken(name)
   # --json alone prints the object, so all other output moves to stderr.
   json_target = _FLAGS["json"].value
   output_stream = sys.stderr if json_target == WITHOUT_TEXT else sys.stdout

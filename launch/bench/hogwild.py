@@ -12,7 +12,7 @@ make the same number of updates, so that their losses can be compared.
 
 import contextlib
 import multiprocessing
-import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 
 from asgd.data import sparse
+from asgd.experiment import provenance
 
 from .report import BenchReport, Measured
 
 _UPDATES = 200_000  # of all processes together
 _LEARNING_RATE = 0.05  # eta
 _FEATURES, _EXAMPLES = 2_000, 5_000
+_PATIENCE = 240.0  # seconds to wait for the processes: they may have failed
 
 
 class Example(NamedTuple):
@@ -96,11 +98,12 @@ def loss_of(
 def measure(
   data: sparse.Sparse, processes: int, updates: int, *, has_lock: bool
 ) -> tuple[float, float]:
-  """Returns (updates per second, loss) of processes that share the updates."""
+  """Returns (updates per second, loss) of processes that share the updates.
+  Raises ValueError if one of them fails."""
   context = multiprocessing.get_context("spawn")  # JAX has threads: no fork
   memory = context.RawArray("d", data.features)
   lock = context.Lock() if has_lock else None
-  barrier = context.Barrier(processes + 1)
+  barrier = context.Barrier(processes + 1, timeout=_PATIENCE)
   parts = [slice(index, None, processes) for index in range(processes)]
   children = [
     context.Process(
@@ -112,9 +115,14 @@ def measure(
   ]
   for child in children:
     child.start()
-  barrier.wait()  # all have loaded their examples
-  start = time.perf_counter()
-  barrier.wait()
+  try:
+    barrier.wait()  # all have loaded their examples
+    start = time.perf_counter()
+    barrier.wait()
+  except threading.BrokenBarrierError:
+    raise ValueError(
+      f"one of {processes} processes has failed, or took over {_PATIENCE:g} s"
+    ) from None
   seconds = time.perf_counter() - start
   for child in children:
     child.join()
@@ -126,7 +134,7 @@ def run(report: BenchReport, rounds: int = 3) -> None:
   """Prints updates/s, and the loss after equally many updates, for each number
   of processes."""
   data = sparse.generated(_EXAMPLES, _FEATURES, nonzeros=20, relevant=200)
-  cores = os.cpu_count() or 1
+  cores = provenance.cores()
   contestants = {
     "1 process": (1, False),
     "2 processes": (2, False),

@@ -344,7 +344,7 @@ def run(report: BenchReport, rounds: int = 3) -> None:
       title,
       f"against {base_name}",
       {"ms": ".1f"},
-      {"speed / one device": ".2f"},
+      {f"speed / {base_name}": ".2f"},
     )
     for name, base_seconds, seconds in turns.against(
       baseline, contestants, rounds, calls=3

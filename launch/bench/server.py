@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asgd import algorithms, base, orders, simulator
-from asgd.experiment import ray_runtime
+from asgd.experiment import provenance, ray_runtime
 from asgd.live import frames, processes
 from asgd.live.hosts.actors import ActorHosts
 from asgd.live.hosts.site import Site
@@ -289,7 +289,7 @@ def run(
   Each contestant runs for `seconds` at each size."""
   # The table has only the name of the minimum.
   print(
-    f"{WORKERS} workers, {os.cpu_count()} cores; minimum: message"
+    f"{WORKERS} workers, {provenance.cores()} cores; minimum: message"
     " in, update and parameters out in one thread of NumPy\n",
     flush=True,
   )

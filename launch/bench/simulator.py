@@ -227,6 +227,11 @@ class TorchProcess:
     except BrokenPipeError:
       raise self._failed() from None
 
+  def _wait_for_line(self) -> None:
+    """Waits for an answer; ValueError if the process has ended."""
+    if not self._output.readline():
+      raise self._failed()
+
   def _failed(self) -> ValueError:
     """Returns the error of a process that has ended."""
     command = " ".join(self._command)
@@ -237,7 +242,8 @@ class TorchProcess:
   ) -> turns.Contestant:
     """Returns a contestant that makes `updates` updates in the trace's order.
 
-    It replaces the loop of an earlier call.
+    It replaces the loop of an earlier call. The process has chosen its threads
+    when the call returns.
     """
     # The order alone, not the times: PyTorch's loop has no clock.
     order = trace.worker[trace.action == base.RECEIVE].tolist()
@@ -245,11 +251,12 @@ class TorchProcess:
     sizes = {key: getattr(model, key) for key in keys}
     self._write(**sizes, rate=_LEARNING_RATE, workers=workers, order=order)
 
+    self._wait_for_line()
+
     def make_updates() -> None:
       """Makes the updates; the process answers with a line."""
       self._write(updates=updates)
-      if not self._output.readline():
-        raise self._failed()
+      self._wait_for_line()
 
     return make_updates
 

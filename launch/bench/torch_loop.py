@@ -9,8 +9,9 @@ of them. The loop needs only torch, which may belong to another Python:
   python launch/bench/torch_loop.py
 
 reads JSON objects, one per line. {"kind": "mlp" or "cnn", "widths", "shape",
-"batch", "rate", "workers", "order": worker of each message} starts a loop;
-{"updates": n} makes n of its updates, and prints {"seconds": s}.
+"batch", "rate", "workers", "order": worker of each message} starts a loop, and
+prints {"threads": n} when their number is chosen; {"updates": n} makes n of its
+updates, and prints {"seconds": s}.
 """
 
 import json
@@ -120,6 +121,7 @@ def main() -> None:
     else:
       loop = SnapshotLoop(command)
       loop.choose_threads()
+      print(json.dumps({"threads": torch.get_num_threads()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ MISTAKES = {
   "text": (["server", "--sizes=1,x"], "--sizes must be numbers of MB"),
   "none": (["server", "--sizes=0"], "--sizes must be above 0 to 100000 MB"),
   "nan": (["server", "--sizes=nan"], "--sizes must be above 0 to 100000 MB"),
+  "other": (["hogwild", "--sizes=1"], "--sizes: the benchmark hogwild does n"),
   "links": (["network", "--links=udp"], "should be one of <threads|tc>"),
   "peer": (["pipeline", "--peer=/nix"], "--peer=/nix: there is no such progr"),
   "files": (["--table"], "--table needs the FILEs that --json=FILE has wri"),

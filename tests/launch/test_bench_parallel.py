@@ -7,6 +7,7 @@ import pytest
 
 from asgd.parallel import collectives, costs
 from launch.bench import parallel
+from launch.bench.report import BenchReport
 
 
 def test_a_link_is_found_again():
@@ -58,3 +59,16 @@ def test_one_device_and_two_compute_the_same():
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
     *(one(), two()),
   )
+
+
+def test_a_speed_is_named_after_its_baseline(monkeypatch):
+  names = {"data_steps": "one device", "reductions": "all at the end"}
+  for maker in ("data_steps", "tensor_steps", "reductions"):
+    steps = {name: lambda: 0 for name in (names.get(maker, "one device"), "b")}
+    monkeypatch.setattr(parallel, maker, lambda steps=steps: steps)
+  monkeypatch.setattr(jax.config, "update", lambda *_: None)
+  report = BenchReport()
+  monkeypatch.setattr(report, "add_from", lambda *_: None)
+  parallel.run(report, rounds=1)
+  columns = [next(iter(row["measured"])) for row in report.rows]
+  assert columns == ["speed / one device"] * 2 + ["speed / all at the end"]

@@ -1,12 +1,15 @@
 """The benchmark of processes that share weights without locks."""
 
 import contextlib
+import os
+import types
 
 import numpy as np
 import pytest
 
 from asgd.data import sparse
 from launch.bench import hogwild
+from launch.bench.report import BenchReport
 
 FREE = contextlib.nullcontext()
 
@@ -47,3 +50,25 @@ def test_processes_train_the_same_weights(has_lock):
   order = np.random.default_rng(0).integers(len(examples), size=1000)
   hogwild.train(weights, examples, order, FREE)
   assert loss < hogwild.loss_of(weights, examples) < np.log(2)
+
+
+class Fatal(types.SimpleNamespace):
+  """Data that end the process which reads them."""
+
+  def __reduce__(self):
+    return os._exit, (3,)
+
+
+@pytest.mark.process
+def test_a_process_that_fails_is_not_awaited_forever(monkeypatch):
+  monkeypatch.setattr(hogwild, "_PATIENCE", 10.0)
+  with pytest.raises(ValueError, match="one of 1 processes has failed"):
+    hogwild.measure(Fatal(features=4), 1, 10, has_lock=False)
+
+
+def test_processes_are_as_many_as_the_cores_of_this_process(monkeypatch):
+  monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+  monkeypatch.setattr(hogwild, "measure", lambda *_, **__: (1.0, 1.0))
+  report = BenchReport()
+  hogwild.run(report, rounds=1)
+  assert report.rows[-1]["name"] == "6 processes"

@@ -18,6 +18,16 @@ def test_each_protocol_is_measured_by_workers(monkeypatch, capsys):
   assert "growth" in capsys.readouterr().out
 
 
+def test_the_first_call_does_not_count(monkeypatch):
+  monkeypatch.setattr(orders, "_WORKERS", (4, 8))
+  monkeypatch.setattr(orders, "_protocols", lambda *_: {"any": None})
+  seconds = iter([9.0, 1.0, 2.0, 1.0, 2.0])
+  report = BenchReport()
+  orders._by_workers(report, "t", lambda *_: next(seconds), 2)
+  (row,) = report.rows
+  assert row["measured"]["growth to 8,192 workers"]["range"] == [2.0, 2.0]
+
+
 @pytest.mark.process
 def test_a_large_order_is_made_in_a_process_of_its_own(monkeypatch):
   monkeypatch.setattr(orders, "_LARGE", {16: 64})

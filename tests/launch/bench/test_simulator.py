@@ -1,5 +1,7 @@
 """What takes turns in the simulator's benchmark computes the same."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
@@ -79,3 +81,15 @@ def test_a_python_without_torch_is_named():
   with pytest.raises(ValueError, match=r"^false .* has this Python torch\?$"):
     torch.loop(SMALL, simulator._trace(2, 2), 2, 1)()
   torch.close()
+
+
+def test_torch_chooses_its_threads_before_the_turns(tmp_path):
+  """Otherwise it would choose while this process compiles."""
+  chosen, python = tmp_path / "chosen", tmp_path / "python"
+  python.write_text(
+    f"#!/bin/sh\nread line\nsleep 0.2\ntouch {chosen}\necho\nread line\n"
+  )
+  python.chmod(0o755)
+  with contextlib.closing(simulator.TorchProcess(str(python))) as torch:
+    torch.loop(SMALL, simulator._trace(2, 2), 2, 1)
+    assert chosen.exists()
