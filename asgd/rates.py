@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 import optax.schedules
 
-from asgd import checks, names
+from asgd import checks, hoisting, names
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -59,8 +59,16 @@ def after_warmup(
   """
   if not warmup:
     return schedule
+  # `start` depends on the number of workers: cells that differ in it share a
+  # program.
+  below_peak = hoisting.constant(start - peak)
+
+  def rise(count):
+    """As `optax.linear_schedule(start, peak, warmup)`."""
+    missing = 1 - jnp.clip(count, 0, warmup) / warmup
+    return below_peak[0] * missing + peak
+
   # join_schedules restarts the count of `schedule` at the boundary.
-  rise = optax.linear_schedule(start, peak, warmup)
   return optax.join_schedules([rise, schedule], [warmup])
 
 

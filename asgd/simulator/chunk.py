@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, stacking
+from asgd import base, hoisting, stacking
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, of_columns
 from asgd.simulator.simulation import (
@@ -182,7 +182,7 @@ def blank_results(
 def compile_sends(pure: steps_lib.PureSteps) -> Callable[..., Carry]:
   """Compiles (carry, count, slots, workers) -> carry, which sends tickets."""
 
-  @functools.partial(jax.jit, donate_argnums=0)
+  @functools.partial(hoisting.jit, donate_argnums=(0,))
   def sends(carry, count, slots, workers):
     def step(index, carry):
       slot, worker = slots[index], workers[index]
@@ -207,7 +207,7 @@ def compile_chunk(
   pure = steps_lib.pure_steps(server, worker)
   parts = program_parts(server, worker, pure, joins)
 
-  @functools.partial(jax.jit, donate_argnums=0)
+  @functools.partial(hoisting.jit, donate_argnums=(0,))
   def messages(carry, root, count, rows, batches):
     results = blank_results(parts, carry, root, rows, batches)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, compression, sharding
+from asgd import base, compression, hoisting, sharding
 from asgd import worker as worker_lib
 
 _MANY_LEAVES = 3000
@@ -252,8 +252,8 @@ def compile_steps(
     return pure.receive(state, ticket, message, loss)
 
   # Do not donate params and version: open tickets refer to them.
-  donating_receive = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
-  reading_receive = jax.jit(receive_parts, donate_argnums=(0, 1))
+  donating_receive = hoisting.jit(receive_parts, donate_argnums=(0, 1, 2))
+  reading_receive = hoisting.jit(receive_parts, donate_argnums=(0, 1))
 
   def receive(state, ticket, message, loss):
     leaves = jax.tree.leaves(message)
@@ -268,7 +268,7 @@ def compile_steps(
 
   send = server.send
   if not server.sends_current or wire is not None:
-    send = jax.jit(pure.send)
+    send = hoisting.jit(pure.send)
   work = compile_work(worker, group) if worker else None
   stage = jax.jit(sharding.staged(pure.receive))
   return Steps(

@@ -1,0 +1,132 @@
+"""Numbers of a compiled function as its arguments.
+
+XLA compiles a number of Python into a program, so two functions that differ in
+one number are two programs. `constant` marks a number. `jit` compiles a
+function whose marked numbers are arguments, so that functions which differ in
+these alone share a program in JAX's cache of compiled programs on disk.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from asgd import internals
+
+
+def constant(value: float) -> jax.Array:
+  """Returns a number, float[1], that `jit` makes an argument of a program.
+
+  A function that closes over the array uses its element 0. Like a number of
+  Python, the element takes the dtype of the array that it is combined with.
+
+  Example:
+    >>> from asgd import hoisting
+    >>> half = hoisting.constant(0.5)
+    >>> (half[0] * jnp.ones(2, jnp.bfloat16)).dtype
+    dtype(bfloat16)
+  """
+  return jnp.reshape(jnp.asarray(value), (1,))
+
+
+class _Traced(NamedTuple):
+  """A function that was traced for arguments of one signature."""
+
+  signature: Any  # tree and types of the arguments
+  program: Any  # ClosedJaxpr
+  structure: Any  # PyTreeDef of the result
+
+
+class HoistedFunction:
+  """A compiled function whose numbers of `constant` are arguments."""
+
+  def __init__(
+    self, function: Callable[..., Any], donate_argnums: Sequence[int]
+  ) -> None:
+    """See `jit`."""
+    self._function = function
+    self._first: _Traced | None = None  # of the first call
+    self._numbers: list[jax.Array] = []  # float[1] each, from the first trace
+
+    @functools.wraps(function)  # the program has the name of the function
+    def program(*arguments_and_numbers):
+      return self._with_numbers(*arguments_and_numbers)
+
+    self._compiled = jax.jit(program, donate_argnums=donate_argnums)
+
+  def __call__(self, *arguments: Any) -> Any:
+    """Calls the compiled function."""
+    if self._first is None:
+      self._trace_first(arguments)
+    return self._compiled(*arguments, self._numbers)
+
+  def lower(self, *arguments: Any) -> jax.stages.Lowered:
+    """Lowers the program, as the function of `jax.jit` does. Its last argument
+    is the list of numbers."""
+    if self._first is None:
+      self._trace_first(arguments)
+    return self._compiled.lower(*arguments, self._numbers)
+
+  def _trace_first(self, arguments: Sequence[Any]) -> None:
+    """Traces the function, and collects its numbers."""
+    traced = _trace(self._function, arguments)
+    self._numbers = [x for x in traced.program.consts if _is_number(x)]
+    self._first = traced
+
+  def _with_numbers(self, *arguments_and_numbers: Any) -> Any:
+    """Computes the function with the values of its numbers, the last argument,
+    in the places of its constants."""
+    *arguments, values = arguments_and_numbers
+    traced = self._first
+    if traced is None or _signature(arguments) != traced.signature:
+      traced = _trace(self._function, arguments)
+    pairs = zip(self._numbers, values, strict=True)
+    value_of = {id(number): value for number, value in pairs}
+    # A number that was not in the first trace stays a constant.
+    constants = [value_of.get(id(x), x) for x in traced.program.consts]
+    program = internals.ClosedJaxpr(traced.program.jaxpr, constants)
+    results = internals.jaxpr_as_fun(program)(*jax.tree.leaves(arguments))
+    return jax.tree.unflatten(traced.structure, results)
+
+
+def jit(
+  function: Callable[..., Any], *, donate_argnums: Sequence[int] = ()
+) -> HoistedFunction:
+  """Compiles a function; its numbers of `constant` become arguments.
+
+  Args:
+    function: takes positional arguments, trees of arrays.
+    donate_argnums: as in `jax.jit`.
+
+  Returns:
+    The compiled function. It has the results of `jax.jit(function)`, in which
+    XLA may compute with a number in advance.
+
+  Example:
+    >>> from asgd import hoisting
+    >>> rate = hoisting.constant(0.5)
+    >>> print(hoisting.jit(lambda x: rate[0] * x)(3.0))
+    1.5
+  """
+  return HoistedFunction(function, donate_argnums)
+
+
+def _trace(function: Callable[..., Any], arguments: Sequence[Any]) -> _Traced:
+  """Traces a function for arguments."""
+  program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+  structure = jax.tree.structure(shapes)
+  return _Traced(_signature(arguments), program, structure)
+
+
+def _signature(arguments: Sequence[Any]) -> Any:
+  """Returns the tree of arguments, and the type of each leaf."""
+  leaves, structure = jax.tree.flatten(list(arguments))
+  return structure, [jax.typeof(leaf) for leaf in leaves]
+
+
+def _is_number(constant: Any) -> bool:
+  """Whether a constant of a traced function may be one of `constant`."""
+  is_array = isinstance(constant, jax.Array) and constant.shape == (1,)
+  return is_array and jax.typeof(constant).weak_type
