@@ -24,6 +24,7 @@ RANKS = {
   "internals": -3,
   "safe_files": -3,
   "names": -2,
+  "hoisting": -2,
   "rates": -1,
   "base": -1,
   "losses": 0,
