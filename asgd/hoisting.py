@@ -1,9 +1,9 @@
 """Numbers of a compiled function as its arguments.
 
 XLA compiles a number of Python into a program, so two functions that differ in
-one number are two programs. `constant` marks a number. `jit` compiles a
-function whose marked numbers are arguments, so that functions which differ in
-these alone share a program in JAX's cache of compiled programs on disk.
+one number are two programs. `constant` marks a number. `jit` passes marked
+numbers as arguments, so functions that differ in these numbers alone share a
+program in JAX's cache of compiled programs on disk.
 """
 
 import functools
@@ -40,7 +40,7 @@ class _Traced(NamedTuple):
 
 
 class HoistedFunction:
-  """A compiled function whose numbers of `constant` are arguments."""
+  """A compiled function; it takes numbers of `constant` as arguments."""
 
   def __init__(
     self, function: Callable[..., Any], donate_argnums: Sequence[int]
