@@ -101,9 +101,13 @@ class Supervisor:
     too long. Returns the parties that exited. Raises the error of a
     `make_call`."""
     calls = {(party.kind, party.index): party.make_call for party in parties}
-    limit = max(DEAD_FACTOR * self._start_seconds, self._patience)
-    self._end_unanswered(calls, limit)
+    self._end_unanswered(calls, self._start_limit)
     return [party for party in parties if answer_of(party.make_call) is None]
+
+  @property
+  def _start_limit(self) -> float:
+    """Seconds after which a party that has no object yet is ended."""
+    return max(DEAD_FACTOR * self._start_seconds, self._patience)
 
   def end(self, party: Party) -> None:
     """Ends a party, even in a call; `exited_parties` then returns it."""
@@ -166,6 +170,10 @@ class Supervisor:
     limit = self._patience
     if kind not in LOCAL:  # the party may be computing a job
       limit = max(limit, self.deadlines.dead_after)
+    # A party answers only when it has its object. Its imports, programs and
+    # files may take longer than an answer.
+    if not all(parties[index].make_call.done() for index in indices):
+      limit = max(limit, self._start_limit)
     silent_keys = self._end_unanswered(calls, limit)
     answers = {index: answer_of(call) for (_, index), call in calls.items()}
     failed_parties = [parties[i] for i, answer in answers.items() if not answer]

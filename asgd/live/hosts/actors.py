@@ -28,6 +28,9 @@ _FETCH_SECONDS = 60.0  # to fetch a result that is ready
 _LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _CLOSE_SECONDS = 5.0  # to close objects at the end
 _MAX_DRIVER_CALLS = 16  # open calls of the driver at one object
+# Threads of `serve`, `make` and `end`: calls at the object, which wait until it
+# is made, must not take them.
+_CONTROL = "control"
 _QUERY_SECONDS = 1.0  # seconds between two queries of a cluster that grows
 
 
@@ -271,10 +274,10 @@ class ActorHosts(Hosts):
       self._ray.kill(self._hosts[kind, index].actor)
     # Ray writes the class into the title of the process, which `ps` shows.
     title = f"{HostActor.__name__}-{kind}-{index}"
-    actor_class: Any = self._ray.remote(type(title, (HostActor,), {}))
-    # Three more calls: `serve`, `make` and `end`.
+    make_class = self._ray.remote(concurrency_groups={_CONTROL: 3})
+    actor_class: Any = make_class(type(title, (HostActor,), {}))
     options = {
-      "max_concurrency": self._max_calls + 3,
+      "max_concurrency": self._max_calls,
       **self._placement_options(kind),
     }
     if kind in LOCAL:  # other actors may look it up by name
@@ -288,8 +291,10 @@ class ActorHosts(Hosts):
       kind, index, self.site, began, path
     )
     # Ray starts the process in the background; these calls wait for it.
-    self._serve_calls[kind, index] = actor.serve.remote()
-    make_ref = actor.make.remote(make)
+    in_control = {"concurrency_group": _CONTROL}
+    serve_call = actor.serve.options(**in_control).remote()
+    self._serve_calls[kind, index] = serve_call
+    make_ref = actor.make.options(**in_control).remote(make)
     self._make_calls[kind, index] = ActorCall(make_ref, kind, index)
     self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
@@ -336,7 +341,10 @@ class ActorHosts(Hosts):
     except ray_waits.RayDied:
       processes.kill_run(Path(self.site.memory))
       return
-    refs = [host.actor.end.remote() for host in hosts.values()]
+    refs = [
+      host.actor.end.options(concurrency_group=_CONTROL).remote()
+      for host in hosts.values()
+    ]
     with contextlib.suppress(ray_waits.RayDied):
       ray_waits.wait(refs, timeout=_CLOSE_SECONDS)
     for host in hosts.values():

@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -134,6 +134,14 @@ class _LocalSlots:
     return self._slots[kind, slot][1]
 
 
+class _Opening(NamedTuple):
+  """A session that a shard has not confirmed yet."""
+
+  actor: Any
+  token: Token
+  call: Any  # the open call of `open`
+
+
 class RayLink:
   """The sessions of a worker with shards on another machine; see
   `base.WorkerLink`.
@@ -155,6 +163,7 @@ class RayLink:
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # number of replacements of the actor
     self._tokens: list[Any] = [None] * shards  # of the present session
+    self._openings: list[_Opening | None] = [None] * shards
     self._listen_calls: list[Any] = [None] * shards  # open calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._wake_event = threading.Event()
@@ -252,24 +261,40 @@ class RayLink:
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; see `base.WorkerLink`."""
-    # The random text distinguishes the frames of this session from those of an
-    # earlier session.
-    token = (*self._worker_and_restarts, uuid.uuid4().hex)
+    # The actor may take longer to start than the lead waits for a silent
+    # worker. So this returns after a second, and the caller can send frames.
+    # The next try waits for the same call: an open call takes a thread of the
+    # actor.
     try:
-      actor = self._find_actor(shard, self._generations[shard])
-      # The actor may take longer to start than the lead waits for a silent
-      # worker. So this returns after one try, and the caller can send frames.
-      open_call = actor.call.remote("open", (token,))
-      self._ray.get(open_call, timeout=_CHECK_SECONDS)
+      opening = self._openings[shard] or self._open(shard)
+      self._openings[shard] = opening
+      if not self._ray.wait([opening.call], timeout=_CHECK_SECONDS)[0]:
+        if self._has_successor(shard):
+          self._generations[shard] += 1
+          self._openings[shard] = None
+        return False
+      self._openings[shard] = None
+      self._ray.get(opening.call, timeout=_FETCH_SECONDS)
     except (ValueError, self._ray.exceptions.RayError):
+      self._openings[shard] = None
       self._generations[shard] += self._has_successor(shard)
       time.sleep(_PAUSE)
       return False
+    actor, token, _ = opening
     self._actors[shard], self._tokens[shard] = actor, token
     # Drop the frames of the earlier session: the shard sends them again.
     self._inbox = [item for item in self._inbox if item[0] != shard]
     self._listen(shard)
     return True
+
+  def _open(self, shard: int) -> _Opening:
+    """Asks a shard's actor for a session. Raises ValueError if there is none
+    now."""
+    # The random text distinguishes the frames of this session from those of an
+    # earlier session.
+    token = (*self._worker_and_restarts, uuid.uuid4().hex)
+    actor = self._find_actor(shard, self._generations[shard])
+    return _Opening(actor, token, actor.call.remote("open", (token,)))
 
   def wake(self) -> None:
     """Ends a `receive`, soon; may be called from a signal handler."""

@@ -8,6 +8,8 @@ import csv
 import math
 import os
 import signal
+import time
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +33,12 @@ from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.live import processes
 from asgd.live.faults import Fault
-from asgd.live.hosts import threads
+from asgd.live.hosts import actors, threads
+from asgd.live.hosts.site import Site
 from asgd.live.links import throttled_hosts
+from asgd.live.setup import Setup
 from asgd.live.supervisor import Supervisor
+from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -354,3 +359,59 @@ def test_what_cannot_start_is_one_error(ray, tmp_path, name):
   config, says = MISTAKES[name]
   with pytest.raises(ValueError, match=says):
     Run(tmp_path, "ray", **config).train()
+
+
+class Count:
+  """The object of a host: counts its calls."""
+
+  def __init__(self, inside):
+    self.calls = 0
+
+  def add(self):
+    self.calls += 1
+    return self.calls
+
+
+class Eager:
+  """Ray, in which an actor is called 60 times when it is created, before its
+  driver can make its object."""
+
+  def __init__(self, ray):
+    self.calls, self._ray = [], ray
+
+  def __getattr__(self, name):
+    return getattr(self._ray, name)
+
+  def remote(self, **options):
+    def make_class(cls):
+      self._actor_class = self._ray.remote(**options)(cls)
+      return self
+
+    return make_class
+
+  def options(self, **options):
+    create = self._actor_class.options(**options).remote
+
+    def create_and_call(*args):
+      actor = create(*args)
+      self.calls += [actor.call.remote("add", ()) for _ in range(60)]
+      return actor
+
+    return types.SimpleNamespace(remote=create_and_call)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_calls_of_a_host_that_starts_do_not_stop_it_from_starting(
+  ray, tmp_path
+):
+  setup = Setup(Rules(), workers=2, jobs=1)
+  site = Site(setup, str(tmp_path), str(tmp_path / "memory"), time.monotonic())
+  hosts = actors.ActorHosts(site)
+  hosts._ray = eager = Eager(hosts._ray)
+  hosts.start("shard", 0, Count)
+  made = hosts.make_call("shard", 0)
+  assert hosts.wait([made], 300.0) == [made]
+  counts = [eager.get(call) for call in eager.calls]
+  assert sorted(counts) == list(range(1, 61))
+  hosts.close()

@@ -24,7 +24,7 @@ class RayError(Exception):
 
 
 class Calls:
-  """The methods of an actor; each of its calls is a number."""
+  """The methods of an actor; each of its calls is its name and a number."""
 
   def __init__(self):
     self.calls = []
@@ -34,7 +34,7 @@ class Calls:
   def _call(self, name, args):
     assert isinstance(args, tuple)
     self.calls.append(name)
-    return len(self.calls)
+    return name, len(self.calls)
 
 
 class FakeRay:
@@ -44,6 +44,7 @@ class FakeRay:
 
   def __init__(self):
     self.actors = {"shard-0-0": Calls()}
+    self.starts = False  # whether an actor is about to start: no answer at all
 
   def get_actor(self, name):
     if name not in self.actors:
@@ -55,7 +56,8 @@ class FakeRay:
 
   def wait(self, refs, timeout):
     assert timeout is not None
-    return [], refs
+    ended = [r for r in refs if r[0] == "open" and not self.starts]
+    return ended, [r for r in refs if r not in ended]
 
 
 @pytest.fixture
@@ -84,6 +86,18 @@ def test_a_shard_with_a_successor_is_not_waited_for(ray):
   # It is away, until the worker connects again.
   with pytest.raises(Disconnected):
     link.receive(None)
+
+
+def test_a_shard_that_starts_is_asked_once(ray):
+  link = connected(deadlines.Ladder())
+  shard = ray.actors["shard-0-1"] = Calls()
+  ray.starts = True
+  tries = [link.connect(0) for _ in range(4)]  # the first finds the successor
+  assert not any(tries)
+  assert shard.calls == ["open"]
+  ray.starts = False
+  assert link.connect(0)
+  assert shard.calls == ["open", "listen"]
 
 
 def test_a_shard_that_says_nothing_is_not_waited_for_without_end(ray):

@@ -91,6 +91,23 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   hosts.close()
 
 
+def test_a_party_that_is_still_starting_is_not_ended(monkeypatch):
+  """On a busy machine the imports of a process take longer than `patience`."""
+  monkeypatch.setattr(supervisor_lib, "_CALL_CHECK_SECONDS", 0.01)
+  monkeypatch.setattr(supervisor_lib, "_SHOW_AFTER", 0.0)
+  hosts, imported = ThreadHosts(began=time.monotonic()), threading.Event()
+  hosts.show = lambda line: imported.set()
+  supervisor = Supervisor(hosts, {"shard": 1}, LADDER, patience=0.0)
+
+  def make(inside):
+    assert imported.wait(300.0)
+    return Counter(inside, 2)
+
+  supervisor.start("shard", 0, make)
+  assert supervisor.ask("shard", "add", 5) == {0: 7}
+  hosts.close()
+
+
 class Full:
   """Fails when it is called, and reports why a moment later."""
 
