@@ -293,8 +293,8 @@ class _Program(NamedTuple):
     def sum_undivided(g, dim):
       return jax.lax.psum(g, _AXIS) if dim == zero_lib.WHOLE else g
 
-    def divide(grads, count):
-      return jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
+    def divide(grads, n):  # in float32: float16 cannot hold a large scale
+      return jax.tree.map(lambda g: (g / (n * scale)).astype(g.dtype), grads)
 
     # [2] The means over all pieces of all devices.
     pieces = self.pieces

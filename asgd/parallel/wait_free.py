@@ -40,7 +40,7 @@ import optax
 from flax import linen as nn
 from flax import traverse_util
 
-from asgd import base, checks, models, problems
+from asgd import base, checks, internals, models, problems
 from asgd import losses as losses_lib
 from asgd.parallel import collectives, costs, step_checks
 from asgd.parallel.memory import bytes_of
@@ -70,11 +70,16 @@ def _record_dense(
   float[..., N]), and adds taps to the outputs. A tap is an array of zeros: the
   derivative of the loss by the tap is dy."""
 
+  trace = internals.get_opaque_trace_state()
+
   def intercept(next_call, args, kwargs, context):
     output = next_call(*args, **kwargs)
     module = context.module
     # A subclass may compute something else than x times a kernel.
     if type(module) is not nn.Dense or context.method_name != "__call__":
+      return output
+    # Values inside a transform, such as nn.remat, cannot leave it.
+    if internals.get_opaque_trace_state() != trace:
       return output
     if module.path in taps:
       output = output + taps[module.path]
@@ -139,8 +144,9 @@ def choose(
   """Chooses for every dense layer how devices send its gradient, in forward
   order.
 
-  Layers that are called twice, and layers with a kernel that other code reads,
-  are left out: their gradient is not one product. `batch` is that of one
+  Layers that are called twice, layers with a kernel that other code reads, and
+  those inside a transform such as nn.remat are left out: their gradient is not
+  one product of arrays that can be sent. `batch` is that of one
   device; `params` and `batch` may be shapes. `factors` is "rule" for Poseidon's
   rule (`costs.prefers_factors`), "always" or "never". Raises ValueError for
   another value.

@@ -353,18 +353,21 @@ def test_small_gradients_survive_in_half_precision():
     x, y = batch
     return jnp.mean((x @ params) * y), Aux(())
 
-  def moved(scale):
+  def moved(scale, rate=1e8, policy="float16", dtype=np.float32, x=1e-4):
     made = data_parallel.make_step(
-      *(small, optax.sgd(1e8), data_mesh(2)),
-      **dict(policy="float16", loss_scale=scale),
+      *(small, optax.sgd(rate), data_mesh(2)),
+      **dict(policy=policy, loss_scale=scale),
     )
-    state = made.init(np.zeros(3, np.float32))
-    batch = np.full((4, 3), 1e-4, np.float32), np.full(4, 1e-4, np.float32)
+    state = made.init(np.zeros(3, dtype))
+    batch = np.full((4, 3), x, dtype), np.full(4, x, dtype)
     state, _ = made.step(state, batch, KEY)
     return made.params(state)
 
   assert not moved(None).any()
   assert_near(moved(precision.Dynamic()), -np.ones(3), 1e-2)
+  # All in float16, which cannot hold the scale times two devices, 2^16.
+  half = moved(precision.Dynamic(), 1e4, "unchanged", np.float16, 1e-2)
+  assert_near(half, -np.ones(3), 1e-2)
 
 
 def test_a_batch_is_divided_over_the_axis_of_data():

@@ -86,10 +86,18 @@ class Tied(nn.Module):
     return y + x @ dense.variables["params"]["kernel"].T
 
 
+class Again(nn.Module):
+  """A block that is computed again in the backward."""
+
+  @nn.compact
+  def __call__(self, x, train):
+    return nn.remat(Block, static_argnums=2)(name="block")(x, train)
+
+
 def everything():
   """What is special about layers: tokens, positions, statistics, ..."""
   layers = transformer.Embed(7, 3, 4), Block(), Noise(), Twice(), Tied()
-  layers = (*layers, models.Classifier(7))
+  layers = (*layers, Again(), models.Classifier(7))
   rng = np.random.default_rng(0)
   batch = tuple(rng.integers(0, 7, (2, DEVICES, 3)))
   params = kit.parameters(layers, batch[0])
@@ -290,7 +298,7 @@ def test_positions_are_rows_and_what_is_called_twice_goes_dense():
   assert [(c.layer, c.path, c[2:5]) for c in chosen] == [
     (1, ("up",), (12, 4, 8)),
     (1, ("down",), (12, 8, 4)),
-    (5, ("dense",), (12, 4, 7)),
+    (6, ("dense",), (12, 4, 7)),
   ]
 
 
