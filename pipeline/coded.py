@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from asgd import compression
+from asgd.server import all_finite
 from asgd.stages import Stage, floating
 
 
@@ -35,11 +36,18 @@ def _wire(
   # Entries between stages are plain arrays, which checkpoints store.
   structure = jax.tree.structure(jax.eval_shape(code_of, shapes))
 
-  def decode(arrays: list[Any]) -> list[Any]:
-    floats: list[Any] = codec.decode(jax.tree.unflatten(structure, arrays))
-    return floats
+  def encode(leaves: list[Any]) -> list[Any]:
+    # A code of NaN or infinity may be finite: the next stage gets a flag, too.
+    is_finite = all_finite(leaves)
+    finite = [jnp.where(is_finite, x, 0) for x in leaves]
+    return [is_finite, *jax.tree.leaves(code_of(finite))]
 
-  return lambda leaves: jax.tree.leaves(code_of(leaves)), decode
+  def decode(arrays: list[Any]) -> list[Any]:
+    is_finite, *code = arrays
+    floats = codec.decode(jax.tree.unflatten(structure, code))
+    return [jnp.where(is_finite, x, jnp.nan) for x in floats]
+
+  return encode, decode
 
 
 def with_codec(

@@ -21,19 +21,33 @@ def test_a_stage_decodes_what_it_gets_and_encodes_what_it_sends():
   weight, x = jnp.float32(2.0), jnp.float32(5.0)
   plain = stages.compile_stage(lambda w, x, e: (w * x, ()), weight, x, ())
   both = coded.with_codec(plain, codec, x, last=False)
-  y, _, residuals = both.forward(weight, [[x], []], ())
-  assert y == [[8.0], []]
-  gradient, gx = both.backward(weight, residuals, [jnp.float32(7.0)])
-  assert (gradient, gx) == (35.0, [12.0])
-  halves = both.input(weight, residuals, [jnp.float32(7.0)])
-  assert halves[0] == [12.0]
+  is_finite = jnp.bool_(True)
+  y, _, residuals = both.forward(weight, [[is_finite, x], []], ())
+  assert y == [[True, 8.0], []]
+  gradient, gx = both.backward(weight, residuals, [is_finite, jnp.float32(7.0)])
+  assert (gradient, gx) == (35.0, [True, 12.0])
+  halves = both.input(weight, residuals, [is_finite, jnp.float32(7.0)])
+  assert halves[0] == [True, 12.0]
   # The last stage's output is the loss, and the first has no input.
   end = coded.with_codec(plain, codec, x, last=True)
-  assert end.forward(weight, [[x], []], ())[0] == 10.0
+  assert end.forward(weight, [[is_finite, x], []], ())[0] == 10.0
+
+
+@pytest.mark.parametrize("codec", ["sign", "qsgd", "terngrad", "int8", "fp16"])
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_is_not_finite_at_the_next_stage(codec, value):
+  x = jnp.ones(4)
+  plain = stages.compile_stage(lambda w, x, e: ((w * x).sum(), ()), x, x, ())
+  codec = compression.as_codec(codec)
+  encode, _ = coded._wire(codec, [x])
+  stage = coded.with_codec(plain, codec, x, last=True)
+  assert jnp.isfinite(stage.forward(x, [encode([x]), []], ())[0])
+  code = [encode([x.at[1].set(value)]), []]
+  assert not jnp.isfinite(stage.forward(x, code, ())[0])
 
 
 @pytest.mark.parametrize(
-  ("codec", "share"), [("bf16", 2), ({"name": "qsgd", "levels": 127}, 3.5)]
+  ("codec", "share"), [("bf16", 1.99), ({"name": "qsgd", "levels": 127}, 3.5)]
 )
 def test_entries_between_stages_are_small(codec, share):
   x = jnp.ones((64, 32))
