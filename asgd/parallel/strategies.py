@@ -87,6 +87,7 @@ class _Division(NamedTuple):
   zero: int = 0  # stage of ZeRO among `data`
   versions: int = 1  # versions of the weights in memory
   flush: bool = True  # whether the pipeline waits for the end of a step
+  least: int = 1  # microbatches of a step, at the least
   reduce: Callable[[float], float] | None = None  # bytes -> s; None: a ring
 
 
@@ -132,14 +133,15 @@ class _Planner(NamedTuple):
     """Returns a synchronous strategy, or a pipeline without a flush, given
     fields of _Division; None if they do not divide the batch."""
     division = _Division(name, **parts)
-    sizes = self.microbatches(division.data)
+    most = self.options.batch // division.data // division.least
+    sizes = [n for n in self.microbatches(division.data) if n <= most]
     return _smallest_cost(self._cost(division, micro) for micro in sizes)
 
   def _cost(self, division: _Division, micro: int) -> Strategy:
     """Returns the strategy of a division with microbatches of `micro`
     examples."""
     work, options = self.work, self.options
-    _, data, tensor, stages, zero, versions, flush, _ = division
+    _, data, tensor, stages, zero, versions, flush, *_ = division
     devices, count = data * tensor * stages, options.batch // data // micro
     far = self.hardware.link(devices)
     # [1] Bytes. The stage with most layers takes most time and memory: `uneven`
@@ -236,8 +238,11 @@ def _data_strategies(plan: _Planner) -> Iterator[Strategy | None]:
   hardware, options, work = plan.hardware, plan.options, plan.work
   count = hardware.devices
   link = hardware.link(count)
-  # [1] Each all-reduce, on one kind of link.
+  # [1] Each all-reduce, on one kind of link. A device has one link, and a
+  # bidirectional ring needs two.
   for kind, cost in costs.COSTS.items():
+    if kind == "bidirectional_ring":
+      continue
     title = f"data, {kind.replace('_', ' ')}"
     if kind == "parameter_server":
       title += f", {options.shards or count} shards"
@@ -289,9 +294,10 @@ def _model_strategies(plan: _Planner) -> Iterator[Strategy | None]:
     yield plan.make(f"tensor {count}", tensor=count)
   if count <= work.layers:
     yield plan.make(f"pipeline {count}, 1F1B", stages=count)
-    # Without a flush: PipeDream stashes a version for each stage, 2BW two.
-    for kind, versions in (("PipeDream", count), ("2BW", 2)):
-      parts = dict(stages=count, versions=versions, flush=False)
+    # Without a flush: PipeDream stashes a version for each stage, 2BW two. An
+    # update of 2BW has a microbatch for each stage, or more.
+    for kind, versions, least in (("PipeDream", count, 1), ("2BW", 2, count)):
+      parts = dict(stages=count, versions=versions, least=least, flush=False)
       yield plan.make(f"pipeline {count}, {kind}", **parts)
 
 

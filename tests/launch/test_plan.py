@@ -65,8 +65,8 @@ def test_it_says_what_fits_and_draws_it(tmp_path, capsys):
     ),
     (
       50.0,
-      "one device alone, 1.47 s a step, is 6.86 times slower than data,"
-      " bidirectional ring",
+      "one device alone, 1.47 s a step, is 6.75 times slower than data, halving"
+      " doubling",
     ),
   ],
 )

@@ -49,6 +49,8 @@ def test_times_by_hand():
   ring = by_name["data, ring"]
   assert ring.compute == 40
   assert ring.communication == pytest.approx(6 * 0.01 + 2 * 3 / 4 * 2000 / 1e3)
+  # A device has one link, and it needs two.
+  assert "data, bidirectional ring" not in by_name
   # Half a ring each, of gradients and of weights.
   assert by_name["data, ZeRO-1"].communication == ring.communication
   # For each of two microbatches: gradients, and weights twice.
@@ -114,6 +116,11 @@ def test_microbatches_are_the_best_that_fit():
   free = OPTIONS._replace(microbatch=None)
   assert find(hardware=roomy, options=free)["one device"].microbatch == 8
   assert find(options=free)["data, ZeRO-3"].microbatch == 4  # gathers once
+  # One of 16 examples, but 2BW needs one for each of 4 stages.
+  dear = roomy._replace(far=costs.link(1000.0, 10.0))
+  by_name = find(hardware=dear, options=free)
+  assert by_name["pipeline 4, PipeDream"].microbatch == 16
+  assert by_name["pipeline 4, 2BW"].microbatch == 4
 
 
 def test_a_batch_that_cannot_be_divided():
