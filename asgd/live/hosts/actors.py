@@ -274,7 +274,8 @@ class ActorHosts(Hosts):
       self._ray.kill(self._hosts[kind, index].actor)
     # Ray writes the class into the title of the process, which `ps` shows.
     title = f"{HostActor.__name__}-{kind}-{index}"
-    make_class = self._ray.remote(concurrency_groups={_CONTROL: 3})
+    groups: dict[str, Any] = {"concurrency_groups": {_CONTROL: 3}}
+    make_class = self._ray.remote(**groups)
     actor_class: Any = make_class(type(title, (HostActor,), {}))
     options = {
       "max_concurrency": self._max_calls,
