@@ -150,7 +150,8 @@ def difference_from(
   not.
 
   User code is not imported, so results can be read on other machines. Keys that
-  may change are not compared, nor are the engine's settings in a run's entry.
+  may change are not compared. The engine is not known here: its settings in a
+  run's entry may be texts that it reads as lists or dicts (`_agrees`).
 
   Args:
     description: contents of cell.json; None if it cannot be read.
@@ -181,22 +182,58 @@ def _differences_from(
   for key in ("recipe", "title"):  # an entry may lack these
     expected.setdefault(key, run.get(key) if key == "recipe" else label)
   lines = differences(run, expected, f"config.runs.{label}")
-  # [2] In the cell's config, the run's values replace those of the experiment.
-  settings = entry.keys() - run.keys()  # of the engine, in the run's entry
+  # [2] The entry's settings of the engine are in a section of the cell's.
+  settings = entry.keys() - {*options, *schema.SHARED_KEYS, *cell_config}
+  sections = [v for k, v in cell_config.items() if k not in schema.SHARED_KEYS]
+  given = {key: entry[key] for key in settings}
+  lines += _setting_differences(sections, given, f"config.runs.{label}")
+  # [3] In the cell's config, the run's values replace those of the experiment.
   for key in config.keys() & cell_config.keys() - {"runs", *GROWING}:
     old, new = cell_config[key], config[key]
     if key in schema.SHARED_KEYS:
       if key in entry:
         new = schema.shared_of_run(key, new, entry[key])
-    elif key in entry:
-      continue  # a section of the engine, which the run sets as a whole
+    elif key in entry:  # keys of an engine's section, or a text
+      given = entry[key] if isinstance(entry[key], Mapping) else {}
+      lines += _setting_differences([old], given, f"config.{key}")
+      continue
     else:
       old, new = _drop_keys(old, settings), _drop_keys(new, settings)
     lines += differences(old, new, f"config.{key}")
-  # [3] The data. The experiment also has checksums of files.
+  # [4] The data. The experiment also has checksums of files.
   old = description["dataset"]
   new = {key: identity["dataset"].get(key) for key in old}
   return sorted(lines) + differences(old, new, "dataset")
+
+
+def _setting_differences(
+  sections: Sequence[Any], given: Mapping[str, Any], path: str
+) -> list[str]:
+  """Returns lines for the settings in a run's entry that no section of the
+  cell's config has."""
+  sections, lines = [x for x in sections if isinstance(x, Mapping)], []
+  for key, value in given.items():
+    values = [section[key] for section in sections if key in section]
+    if not any(_agrees(old, value) for old in values):
+      old = values[0] if values else None
+      lines += differences(old, value, f"{path}.{key}")
+  return lines
+
+
+def _agrees(checked: Any, value: Any) -> bool:
+  """Whether a checked value may come from a value of a run's entry: the check
+  fills in defaults, and reads a text or a number as a list or a dict.
+
+  Example:
+    >>> _agrees({"a": [2], "b": 3}, {"a": 2}), _agrees([1, 2], [1, 3])
+    (True, False)
+  """
+  if isinstance(checked, Mapping) and isinstance(value, Mapping):
+    pairs = ((checked.get(key), inner) for key, inner in value.items())
+    return all(_agrees(*pair) for pair in pairs)
+  if isinstance(checked, Mapping | list) and isinstance(value, str):
+    return True
+  return bool(checked == value or checked == [value])
 
 
 def _options(recipe: Any) -> Set[str]:

@@ -123,6 +123,23 @@ def test_an_option_that_only_one_of_the_two_has_is_a_difference(old, new, said):
   assert found.startswith(f"config.runs.run.{said}")
 
 
+@pytest.mark.parametrize(
+  ("old", "new", "said"),
+  [
+    (LIVE, LIVE | {"slowdown": [1, 9]}, "runs.run.slowdown was [], now [1, 9]"),
+    (LIVE | {"slowdown": [1]}, LIVE | {"slowdown": [2]}, "slowdown[0] was 1"),
+    (STAGES, STAGES | {"stages": 4}, "runs.run.stages was 2, now 4"),
+    (STAGES, STAGES | {"every": 4}, "runs.run.every was None, now 4"),
+    (MESH | {"axes": {"data": 8}}, MESH | {"axes": {"data": 4}}, "axes.data w"),
+    (LIVE, LIVE | {"live": {"refill": False}}, "live.refill was True, now F"),
+  ],
+)
+def test_a_setting_of_the_engine_is_that_of_the_run(old, new, said):
+  _, before = written({"runs": {"run": old}})
+  identity, _ = written({"runs": {"run": new}})
+  assert said in identities.difference_from(before["run"], identity)
+
+
 def test_of_a_long_description_the_changed_settings_are_shown():
   """As of tables, whose description has a thousand characters."""
   old, new = (
