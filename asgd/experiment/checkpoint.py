@@ -32,6 +32,9 @@ _MAX_TO_KEEP = 2
 # cannot store an array without elements at all.
 _MAX_PACKED_BYTES = 1 << 16
 _PACKED = "packed"  # the name of that array
+# How errors of TensorStore begin that say nothing about the contents of a file.
+_STATUSES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
+_STATUSES += ("DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "UNKNOWN")
 
 
 class Restored(NamedTuple):
@@ -105,6 +108,17 @@ def _quiet_orbax() -> Iterator[None]:
       yield
   finally:
     logger.setLevel(level)
+
+
+def _is_of_contents(error: Exception) -> bool:
+  """Whether an error of a read says that a file is damaged or missing. Others
+  are of the process or the machine: too many open files, no permission."""
+  if isinstance(error, OSError):
+    missing = FileNotFoundError, NotADirectoryError, IsADirectoryError
+    return isinstance(error, missing)
+  # For a damaged file orbax may raise any other type.
+  is_of_machine = isinstance(error, MemoryError)
+  return not is_of_machine and not str(error).startswith(_STATUSES)
 
 
 class Checkpoints:
@@ -184,14 +198,16 @@ class Checkpoints:
   def restore(self, rebuild: Callable[[Restored], Any]) -> Any:
     """Returns `rebuild(restored)` of the newest checkpoint that is complete and
     that `rebuild` accepts; None if there is none. Renames newer ones, which
-    are damaged or of another model, with a warning on stderr."""
+    are damaged or of another model, with a warning on stderr. Raises OSError if
+    a checkpoint cannot be read for another reason, and errors of `rebuild` but
+    ValueError and LookupError, which say that it is of another model."""
     if not any(self._folder.iterdir()):
       return None
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         # `rebuild` raises, too, if shapes differ from the model's.
         return rebuild(self._read(step))
-      except Exception as error:  # for a damaged file orbax may raise any type
+      except (ValueError, LookupError) as error:
         damaged_path = self._folder.parent / f"damaged-{step}"
         while damaged_path.exists():
           damaged_path = damaged_path.with_name(f"{damaged_path.name}-again")
@@ -207,6 +223,20 @@ class Checkpoints:
     return None
 
   def _read(self, step: int) -> Restored:
+    """Reads a checkpoint. Raises ValueError if it is damaged, and OSError if it
+    cannot be read."""
+    try:
+      return self._decode(step)
+    except Exception as error:
+      if _is_of_contents(error):
+        raise ValueError(line_of(error, 200)) from error
+      raise OSError(
+        f"cannot read the checkpoint {self._folder / str(step)}"
+        f" ({line_of(error, 200)}); run the same command again when it can be"
+        " read"
+      ) from error
+
+  def _decode(self, step: int) -> Restored:
     """Reads a checkpoint; raises ValueError if its checksum does not match."""
     from orbax.checkpoint import args
 

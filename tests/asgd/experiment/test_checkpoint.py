@@ -1,5 +1,6 @@
 """Checkpoints: everything comes back, sharing included, or it is refused."""
 
+import errno
 from typing import NamedTuple
 
 import jax
@@ -165,6 +166,38 @@ def test_what_cannot_be_rebuilt_is_put_aside_and_the_one_before_it_used(
   checkpoints.save(9, {"w": np.full(3, 9)}, {"rows": 9})
   assert checkpoints.restore(rebuild(4)) is None
   assert (tmp_path / "damaged-9-again").is_dir()
+
+
+@pytest.mark.parametrize(
+  "error",
+  [
+    OSError(errno.EMFILE, "Too many open files"),
+    PermissionError(errno.EACCES, "Permission denied"),
+    ValueError("PERMISSION_DENIED: Failed to open: manifest.ocdbt"),
+    MemoryError(),
+  ],
+)
+def test_a_checkpoint_that_cannot_be_read_now_is_left(
+  checkpoints, tmp_path, monkeypatch, error
+):
+  checkpoints.save(9, tree(), {})
+
+  def fails(*_, **__):
+    raise error
+
+  with monkeypatch.context() as patched:
+    patched.setattr(checkpoints._manager, "restore", fails)
+    with pytest.raises(OSError, match="cannot read the checkpoint .*/9 "):
+      checkpoints.restore(lambda saved: saved)
+  # Nor is it damaged if the memory of the device is full.
+  with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+    checkpoints.restore(lambda saved: raise_full())
+  assert steps(tmp_path) == {"9"}
+  assert checkpoints.restore(lambda saved: saved.notes) == {}
+
+
+def raise_full():
+  raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
 
 def test_two_leaves_of_one_name_are_refused(checkpoints):
