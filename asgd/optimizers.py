@@ -213,6 +213,26 @@ def check(optimizer: Optimizer) -> None:
     )
 
 
+def resolve(value: Optimizer | str | Mapping[str, Any]) -> Optimizer:
+  """Returns the optimizer of a recipe's option: a name or a dict as in `named`,
+  or a function of a learning rate. Raises ValueError as `named` and `check`.
+
+  Example:
+    >>> import optax
+    >>> from asgd import optimizers
+    >>> optimizers.resolve(optax.adam) is optax.adam
+    True
+    >>> optimizers.resolve({"name": "adam", "b1": "x"})
+    ... # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: optimizer: an update cannot be made (...)
+  """
+  if isinstance(value, str | Mapping):
+    value = named(value)
+  check(value)
+  return value
+
+
 def momentum_of(optimizer: Any) -> float | None:
   """Returns the momentum of plain SGD, 0 if it has none; None for others.
 

@@ -175,10 +175,8 @@ def _make(
   kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
   # A config names an optimizer; makers take functions only.
   for key in _OPTIMIZERS & kwargs.keys():
-    if isinstance(kwargs[key], str | Mapping):
-      kwargs[key] = optimizers.named(kwargs[key])
-    elif kwargs[key] is not None:
-      optimizers.check(kwargs[key])
+    if kwargs[key] is not None:
+      kwargs[key] = optimizers.resolve(kwargs[key])
   recipe = names.call("algorithm", name, maker, kwargs)
   # A user's MODULE:FUNCTION may return anything.
   if not isinstance(recipe, Recipe):

@@ -33,8 +33,10 @@ _MAX_TO_KEEP = 2
 _MAX_PACKED_BYTES = 1 << 16
 _PACKED = "packed"  # the name of that array
 # How errors of TensorStore begin that say nothing about the contents of a file.
-_STATUSES = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE")
-_STATUSES += ("DEADLINE_EXCEEDED", "CANCELLED", "ABORTED", "UNKNOWN")
+_STATUSES = (
+  *("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN"),
+  *("DEADLINE_EXCEEDED", "CANCELLED", "ABORTED"),
+)
 
 
 class Restored(NamedTuple):

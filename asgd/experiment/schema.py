@@ -63,7 +63,7 @@ def _check_optimizer(value: Any, key: str) -> dict[str, Any] | None:
   if isinstance(value, str):
     value = {"name": value}
   with checks.prefix_errors(key):
-    optimizers.check(optimizers.named(value))
+    optimizers.resolve(value)
   return dict(value)
 
 

@@ -187,10 +187,7 @@ def _function_at_server(
     maker = functions.ftrl_proximal
     ftrl = _make_from_options(name, maker, option, learning_rate)
     return functions.by_row(ftrl)
-  if isinstance(option, str | Mapping):
-    option = optimizers.named(option)
-  optimizers.check(option)
-  return functions.by_row(option(learning_rate))
+  return functions.by_row(optimizers.resolve(option)(learning_rate))
 
 
 @names.checked_recipe

@@ -11,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 
+import asgd
 from asgd import (
   algorithms,
   optimizers,
@@ -280,6 +281,12 @@ def test_an_optimizer_that_needs_more_than_gradients_is_refused():
   with pytest.raises(ValueError, match="an update cannot be made .*value"):
     optimizers.check(lambda rate: optax.lbfgs(rate))
   optimizers.check(optimizers.named({"name": "adamw", "b2": 0.95}))
+
+
+@pytest.mark.parametrize("make", [asgd.asgd, asgd.table])
+def test_an_option_of_an_optimizer_is_refused_by_the_recipe(make):
+  with pytest.raises(ValueError, match="an update cannot be made"):
+    make(0.1, workers=2, optimizer={"name": "adam", "b1": "x"})
 
 
 @pytest.mark.parametrize("name", sorted(algorithms.RECIPES))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, names, optimizers, orders, problems, sharding, tables
+from asgd import base, names, orders, problems, sharding, tables
 from asgd import worker as worker_lib
 from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines, refusals
@@ -219,7 +219,7 @@ def _settings(
   """Builds the settings of a run with its schedule, which counts clocks."""
   options, peak = dict(run.options), float(run.config["learning_rate"])
   if run.config["optimizer"] is not None:
-    options["optimizer"] = optimizers.named(run.config["optimizer"])
+    options["optimizer"] = run.config["optimizer"]
   _add_function(run, problem, options)
 
   # The schedule needs `clock_every` of the recipe's settings. So the settings
