@@ -95,7 +95,8 @@ SLOW = (
   *("test_reproduce", "test_config_reference"),
   *("test_tables", "test_choco", "test_threads", "test_site"),
   *("test_stages", "test_sentences", "test_door_calls", "test_allocation"),
-  *("test_ray_runtime", "test_packaging", "test_cut", "test_tensor"),
+  *("test_ray_runtime", "test_on_ray"),
+  *("test_packaging", "test_cut", "test_tensor"),
   *("test_comparison", "test_live_cells", "test_coordinated", "test_peers"),
   *("test_residence", "test_own_protocol"),
   *("test_device_rooms", "test_layer_worker"),
@@ -173,6 +174,12 @@ def ray_session():
 def no_pictures(monkeypatch):
   """An experiment's report draws nothing in this test; its fixtures may."""
   monkeypatch.setattr("asgd.experiment.figure.draw", lambda *args: [])
+
+
+@pytest.fixture
+def wide_terminal(monkeypatch):
+  """Tables that are printed are not cut."""
+  monkeypatch.setenv("COLUMNS", "160")
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ A test imports it with `import kit`; see `pythonpath` in pyproject.toml.
 """
 
 import contextlib
+import csv
 import functools
 import hashlib
 import importlib.util
@@ -63,24 +64,59 @@ TINY_RATINGS = {  # of a run on 200 ratings
 }
 
 
+# Columns that say how long something took; of a pipeline that goes on after its
+# end, memory is not known any more.
+TIMES = {
+  *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),
+  *("bubble_measured", "bubble_predicted", "peak_bytes", "stage_peak_bytes"),
+}
+
+
+def load_module(path, name=None):
+  """Returns the module of a file outside of the packages; with a name, it is
+  imported by that name."""
+  spec = importlib.util.spec_from_file_location(name or path.stem, path)
+  module = importlib.util.module_from_spec(spec)
+  if name:
+    sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
 def load_config_file(path):
   """Returns the module of a file in configs; a figure may import another."""
   from asgd.experiment import code
 
   code.add_folder(path.parent)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return load_module(path)
+
+
+def config_of(name, variant=None):
+  """Returns a config of the folder `configs`, by the name of its file."""
+  module = load_config_file(ROOT / "configs" / f"{name}.py")
+  assert f"--config=configs/{name}.py" in module.__doc__
+  return module.get_config(variant)
+
+
+def build(config, /, *, dataset=None, data_dir=None, run=None, **more):
+  """Returns the experiment of a config and of more keys, with all engines; each
+  of its runs has the keys of `run`, too."""
+  from asgd import experiment
+  from asgd.pipeline.engine import PIPELINE
+
+  if run:
+    runs = {**config, **more}["runs"].items()
+    more["runs"] = {label: {**given, **run} for label, given in runs}
+  config = {**config, **more} if more else config
+  engines = {**experiment.ENGINES, "pipeline": PIPELINE}
+  return experiment.build(
+    config, engines=engines, dataset=dataset, data_dir=data_dir
+  )
 
 
 def tiny(**config):
   """Returns an experiment of TINY_RUN, simulated unless an engine is named."""
-  from asgd import experiment
-  from asgd.pipeline.engine import PIPELINE
-
-  engines = {**experiment.ENGINES, "pipeline": PIPELINE}
-  return experiment.build({**TINY_RUN, **config}, engines=engines)
+  return build(TINY_RUN, **config)
 
 
 def train_tiny(workdir, **config):
@@ -238,6 +274,25 @@ def steps(trace):
     row = f"  {base.ACTIONS[event.action]} {event.worker}:{event.job}"
     times[event.time] = times.get(event.time, f"{event.time}") + row
   return list(times.values())
+
+
+def records(count=0, **columns):
+  """Returns Records with these columns; the others are `count` zeros."""
+  zeros = dict.fromkeys(base.Records._fields, np.zeros(count))
+  return base.Records(**{**zeros, **columns})
+
+
+def lasting(row):
+  """Returns what of a row or result is not a time."""
+  return {key: value for key, value in row.items() if key not in TIMES}
+
+
+def iterates(place):
+  """Returns the rows of iterates.csv without their times, which only grow."""
+  table = list(csv.DictReader((place / "iterates.csv").read_text().split()))
+  times = [float(row.pop("time")) for row in table]
+  assert times == sorted(times)
+  return table
 
 
 def same_bits(actual, expected):
@@ -476,6 +531,11 @@ def to_its_end(engine):
   return engine
 
 
+def simulated(**config):
+  """Returns the engine of a tiny simulated run, at its end."""
+  return to_its_end(simulation_of(tiny(**config)))
+
+
 def resumed_simulation(build, messages):
   """Returns the engine of `build()`, an experiment of one simulated cell, that
   was saved after so many messages and resumed, at its end."""
@@ -540,14 +600,12 @@ def outcome(time, loss, worker=None, staleness=None, began=0.0, accuracy=0.5):
   """Returns an Outcome of a run; by default of one worker, never stale."""
   from asgd.experiment import predict
 
+  columns = {"time": np.array(time, float), "loss": np.array(loss, float)}
   nothing = np.zeros(len(time), int)
-  columns = dict.fromkeys(base.Records._fields, nothing)
-  columns |= {"time": np.array(time, float), "loss": np.array(loss, float)}
-  if worker is not None:
-    columns["worker"] = np.array(worker)
-  if staleness is not None:
-    columns["staleness"] = np.array(staleness)
-  return predict.Outcome(began, base.Records(**columns), accuracy)
+  columns["worker"] = nothing if worker is None else np.array(worker)
+  columns["staleness"] = nothing if staleness is None else np.array(staleness)
+  seen = records(len(time), **columns)
+  return predict.Outcome(began, seen, accuracy)
 
 
 def command(module, *arguments):

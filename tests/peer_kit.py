@@ -5,6 +5,7 @@ import functools
 
 import jax
 import numpy as np
+import optax
 
 from asgd import base, simulator, stacking
 from asgd import worker as worker_lib
@@ -46,6 +47,12 @@ def peers(recipe, trace, params, loss, batch, starts=(), how=None):
   for peer, start in zip(result.peers, starts, strict=False):
     peer.state = peer_lib.with_params(peer.state, start)
   return result
+
+
+def still(params, batch):
+  """A loss without a gradient: peers only average."""
+  del batch
+  return 0.0 * optax.tree.sum(params)
 
 
 def ends_of_rounds(trace, peers):

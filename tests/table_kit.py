@@ -3,7 +3,7 @@
 import kit
 import numpy as np
 
-from asgd import base, experiment, orders, tables
+from asgd import base, orders, tables
 
 ROWS, WORKERS, MESSAGES = 12, 3, 36
 
@@ -13,9 +13,8 @@ def build(problem, runs, data_dir=None, **config):
   unless they say otherwise."""
   runs = {label: {"recipe": "table", **run} for label, run in runs.items()}
   base = {"workers": (3,), "evaluations": 1, "curvature_checks": 0}
-  config = {**base, "problem": problem, "runs": runs, **config}
-  return experiment.build(
-    config, engines=experiment.ENGINES, data_dir=data_dir
+  return kit.build(
+    base, problem=problem, runs=runs, data_dir=data_dir, **config
   )
 
 

@@ -1,7 +1,6 @@
 """What the pages of docs/ say can be run runs, and their tables are whole."""
 
 import ast
-import importlib.util
 import inspect
 import re
 import subprocess
@@ -44,11 +43,7 @@ def devices_made(text):
 
 @pytest.fixture(scope="module")
 def tables():
-  path = DOCS / "hooks" / "reference_tables.py"
-  spec = importlib.util.spec_from_file_location("reference_tables", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return kit.load_module(DOCS / "hooks" / "reference_tables.py")
 
 
 def test_every_block_is_tested_here():

@@ -1,6 +1,5 @@
 """The README's figure has medians, levels, and crosses of unreached losses."""
 
-import importlib.util
 import math
 import runpy
 from pathlib import Path
@@ -14,11 +13,7 @@ from asgd.figures import columns
 @pytest.fixture(scope="module")
 def main_job():
   pytest.importorskip("matplotlib")
-  path = kit.ROOT / "docs" / "figures" / "main_job.py"
-  spec = importlib.util.spec_from_file_location("main_job", path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return kit.load_module(kit.ROOT / "docs" / "figures" / "main_job.py")
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import kit
 import numpy as np
 import optax
 import pytest
+from linear import squares
 
 import asgd
-from asgd import algorithms, base, experiment, problems
+from asgd import algorithms, base, problems
 from asgd import worker as worker_lib
 from asgd.allocation import Allocation, in_proportion, job_batches
 from asgd.experiment import storage
@@ -23,16 +24,11 @@ SLOW = {"name": "constant", "slowdown": (3, 1)}  # speeds 1 : 3
 BY_SPEED = {"batch_size": "speed"}
 
 
-def loss(params, batch):
-  x, y = batch
-  return ((x @ params - y) ** 2).mean()
-
-
 def train(recipe, *, messages=12, train=asgd.simulate, **options):
   if train is asgd.simulate:
     options = {"durations": SLOW, **options}
   return train(
-    *(loss, np.zeros(3), DATA, recipe),
+    *(squares, np.zeros(3), DATA, recipe),
     messages=messages,
     batch_size=8,
     progress=False,
@@ -118,7 +114,7 @@ def test_a_message_counts_as_its_examples_and_statistics_do_not():
 
   def with_stats(params, batch, key):
     del key
-    return loss(params.weights, batch), worker_lib.Aux(stats)
+    return squares(params.weights, batch), worker_lib.Aux(stats)
 
   params = base.Variables(jnp.ones(3), stats)
   ticket = base.Ticket(jnp.int32(0), jnp.int32(0), params)
@@ -140,7 +136,7 @@ def test_a_round_is_a_step_on_all_of_its_examples():
     asgd.ssgd(0.1, workers=2), allocation={"batch_size": sizes}, messages=8
   )
   batches = problems.own.streams.read_data(DATA, 12).batches(0, 2)
-  params, step = jnp.zeros(3), jax.grad(loss)
+  params, step = jnp.zeros(3), jax.grad(squares)
   for update in range(4):
     jobs = [batches(worker, 2 * update + worker) for worker in range(2)]
     parts = [
@@ -163,7 +159,7 @@ def test_local_steps_of_each_worker_equal_an_optax_loop():
     for worker, steps in enumerate((1, 3)):
       local = params
       for h in range(steps):
-        grads = jax.grad(loss)(
+        grads = jax.grad(squares)(
           local, batches(worker, (2 * update + worker) * 3 + h)
         )
         updates, _ = tx.update(grads, tx.init(local))
@@ -213,14 +209,14 @@ def test_live_workers_get_what_was_measured_and_replay(tmp_path):
   (path,) = tmp_path.glob("cells/*/allocation.json")
   sizes = json.loads(path.read_text())["batch_sizes"]
   assert sum(sizes) == 16 and sizes[0] < sizes[1]
-  replayed = asgd.replay(tmp_path, loss, np.zeros(3), DATA, recipe)
+  replayed = asgd.replay(tmp_path, squares, np.zeros(3), DATA, recipe)
   assert replayed.same
   kit.same(replayed.params, result.params)
   given = train(recipe, allocation={"batch_size": sizes})
   kit.same(given.records.loss, result.records.loss)  # the same jobs
   path.unlink()
   with pytest.raises(ValueError, match="the allocation of the run, is missing"):
-    asgd.replay(tmp_path, loss, np.zeros(3), DATA, recipe)
+    asgd.replay(tmp_path, squares, np.zeros(3), DATA, recipe)
 
 
 test_what_does_not_fit_is_refused = kit.refuses(
@@ -254,7 +250,7 @@ def test_more_examples_than_there_are():
 @pytest.mark.parametrize("sizes", ["speed", [4, 12]])
 def test_a_loss_of_batches_of_one_size_is_refused(sizes):
   def of_eight(params, batch):
-    return loss(params, batch) + batch[1].reshape(2, 4).mean()
+    return squares(params, batch) + batch[1].reshape(2, 4).mean()
 
   with pytest.raises(ValueError, match=r"fails on a batch of \d+ examples"):
     asgd.simulate(
@@ -279,9 +275,7 @@ def test_a_loss_of_batches_of_one_size_is_refused(sizes):
 )
 def test_what_a_folder_says_is_checked(tmp_path, wrong, what):
   whole = {**kit.TINY_RUN, "runs": {"a": {"recipe": "asgd"}}, "batch_size": 8}
-  exp = experiment.build(
-    {**whole, "allocation": BY_SPEED}, engines=experiment.ENGINES
-  )
+  exp = kit.build(whole, allocation=BY_SPEED)
   plan = exp.plan(exp.cells[0])
   allocations.write(tmp_path, Allocation((4, 12), (1, 1)))
   assert allocations.read(plan, tmp_path).allocation == ((4, 12), (1, 1))
@@ -300,7 +294,7 @@ def test_what_a_folder_says_is_checked(tmp_path, wrong, what):
 def test_batches_that_are_made_cannot_be_cut(data):
   with pytest.raises(ValueError, match="give examples, and batch_size"):
     asgd.simulate(
-      *(loss, np.zeros(3), data, asgd.build("asgd", 0.1, 2)),
+      *(squares, np.zeros(3), data, asgd.build("asgd", 0.1, 2)),
       messages=4,
       allocation=BY_SPEED,
       progress=False,

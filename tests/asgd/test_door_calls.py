@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from linear import DATA, X, criterion, live, mesh, simulate, squares
 
 import asgd
 from asgd import pipeline
@@ -20,33 +21,8 @@ from asgd.orders.protocol import Rules
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
-X = np.float32(kit.normal(48, 3))
-DATA = X, X.sum(1)
-PARAMS = np.zeros(3, np.float32)
-DANA = asgd.dana_zero(0.02, workers=4)
 PEERS = asgd.d_psgd(0.05, workers=4)
 WEIGHTS = np.full((4, 4), 0.25)
-
-
-def loss(params, batch):
-  x, y = batch
-  return ((x @ params - y) ** 2).mean()
-
-
-def call(function, *changes, **options):
-  """Calls with the loss, parameters, data and recipe, or those in `changes`."""
-  parts = [loss, PARAMS, DATA, DANA]
-  for number, value in changes:
-    parts[number] = value
-  options = {"batch_size": 8, "progress": False, **options}
-  return function(*parts, **options)
-
-
-def simulate(recipe=DANA, **options):
-  """Simulates 12 messages, unless it is told how many."""
-  lengths = {"messages", "epochs", "trace"} & {*options}
-  options = options if lengths else {"messages": 12, **options}
-  return call(asgd.simulate, (3, recipe), **options)
 
 
 def fit(result):
@@ -130,8 +106,7 @@ def test_13_rules_are_an_order():
 
 
 def test_14_a_protocol_may_be_a_function_in_a_live_run():
-  options = {"messages": 10, "order": lambda workers: Rules(bound=workers)}
-  result = call(asgd.train_live, **options)
+  result = live(messages=10, order=lambda workers: Rules(bound=workers))
   assert len(result.records.loss) == 10 and fit(result)
   again = simulate(trace=result.trace)  # the order that real workers had
   kit.same(again.params, result.params)
@@ -149,7 +124,7 @@ def test_16_durations_may_be_a_function():
 
 
 def test_17_durations_slow_live_workers_down():
-  result = call(asgd.train_live, messages=8, durations=[1, 1, 1, 2])
+  result = live(messages=8, durations=[1, 1, 1, 2])
   assert len(result.records.loss) == 8
 
 
@@ -169,22 +144,22 @@ def test_20_sandblaster_is_a_recipe():
 
 
 def test_21_a_mesh_is_a_plain_loop():
-  recipe = 3, optax.sgd(0.1)
-  result = call(asgd.train_mesh, recipe, axes={"data": 2}, messages=5)
-  alone = call(asgd.train_mesh, recipe, axes={"data": 1}, messages=5)
+  recipe = optax.sgd(0.1)
+  result = mesh(recipe, axes={"data": 2}, messages=5)
+  alone = mesh(recipe, axes={"data": 1}, messages=5)
   kit.close(result.params, alone.params, rtol=1e-5)
   assert len(result.records.loss) == 5 and result.trace is None and fit(result)
 
 
 def test_22_a_rule_of_delays_on_a_mesh_says_that_there_is_none():
-  recipe = 3, asgd.dc_asgd_c(0.05, workers=4)
+  recipe = asgd.dc_asgd_c(0.05, workers=4)
   with pytest.warns(UserWarning, match="reads staleness 0") as told:
-    assert fit(call(asgd.train_mesh, recipe, epochs=1, axes={"data": 1}))
+    assert fit(mesh(recipe, epochs=1, axes={"data": 1}))
   assert len(told) == 1
 
 
 def test_23_peers_are_devices_of_a_mesh():
-  result = call(asgd.train_mesh, (3, PEERS), messages=8)
+  result = mesh(PEERS, messages=8)
   assert len(result.records.loss) == 8 and fit(result)
 
 
@@ -199,10 +174,6 @@ class Net(nn.Module):
     for block in self.blocks:
       x = nn.tanh(block(x))
     return self.head(x)
-
-
-def criterion(y, batch):
-  return ((y[:, 0] - batch[1]) ** 2).mean()
 
 
 def in_pipeline(model, **options):
@@ -247,15 +218,14 @@ def test_26_a_model_of_nnx_and_its_criterion():
     def __call__(self, x):
       return self.line(x)
 
-  model = 0, (lambda rngs: Line(rngs), criterion)
-  result = call(asgd.simulate, model, (1, None), epochs=4)
+  model = (lambda rngs: Line(rngs), criterion)
+  result = simulate(loss=model, params=None, epochs=4)
   assert result.records.loss[-4:].mean() < result.records.loss[:4].mean()
 
 
 def test_27_a_flax_module_with_its_own_optimizer():
   recipe = asgd.dana_slim(0.01, workers=4, optimizer=optax.adamw)
-  pair = 0, (Net(), criterion)
-  result = call(asgd.simulate, pair, (1, None), (3, recipe), messages=12)
+  result = simulate(recipe, loss=(Net(), criterion), params=None)
   assert Net().apply(result.params, X).shape == (48, 1)
 
 
@@ -306,7 +276,7 @@ def bounded(workers):
 
 
 def nan(params, batch):
-  return loss(params, batch) * jnp.nan
+  return squares(params, batch) * jnp.nan
 
 
 SKIP = {"schedule": "gpipe"}
@@ -321,24 +291,6 @@ class Skip(nn.Module):
     return nn.Dense(1)(nn.Dense(3)(first) + first)
 
 
-def live(recipe=DANA, **options):
-  return call(asgd.train_live, (3, recipe), **{"messages": 8, **options})
-
-
-def mesh(recipe=DANA, **options):
-  return call(asgd.train_mesh, (3, recipe), **{"messages": 8, **options})
-
-
-def of(number, value):
-  """Returns a simulation with another part."""
-
-  def function(**options):
-    return call(asgd.simulate, (number, value), messages=8, **options)
-
-  return function
-
-
-NAN_ROW = np.array([[np.nan] * 4] * 4)
 MISTAKES = (
   (simulate, {"recipe": "dana_zero"}, "asgd.dana_zero(0.01, workers=8)"),
   (simulate, {"recipe": "dana"}, "did you mean 'dana_"),
@@ -362,9 +314,9 @@ MISTAKES = (
   (simulate, {"topology": WEIGHTS}, "is for a recipe of peers"),
   (simulate, {"recipe": PEERS, "topology": WEIGHTS * 2}, "divide by the sum"),
   (simulate, {"recipe": PEERS, "topology": np.eye(4)}, "add links between"),
-  (of(0, nan), {}, "lower learning_rate"),
-  (of(2, (X[:5], X[:5])), {}, "use at most 5"),
-  (of(0, lambda p, b: b[0]), {}, "return its mean"),
+  (simulate, {"loss": nan}, "lower learning_rate"),
+  (simulate, {"data": (X[:5], X[:5])}, "use at most 5"),
+  (simulate, {"loss": lambda p, b: b[0]}, "return its mean"),
   (live, {"order": [0, 1]}, "use asgd.simulate for such an order"),
   (live, {"durations": "gamma"}, "workers are slowed down"),
   (mesh, {"workers": 4}, "use axes={'data': 4}"),

@@ -5,10 +5,12 @@ import itertools
 from unittest import mock
 
 import kit
+import linear
 import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from linear import X, live, simulate, squares
 
 import asgd
 from asgd import compression
@@ -17,43 +19,20 @@ from asgd.gossip import topologies
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
-X = np.float32(kit.normal(48, 3))
 NAN = float("nan")
 
 
-def loss(params, batch):
-  x, y = batch
-  return ((x @ params - y) ** 2).mean()
-
-
-def simulate(workers=4, *, recipe=None, **options):
-  recipe = recipe or asgd.asgd(0.02, workers=workers)
-  if not {"epochs", "trace"} & {*options}:
-    options = {"messages": 12, **options}
-  parts = loss, np.zeros(3, np.float32), (X, X.sum(1)), recipe
-  return asgd.simulate(*parts, batch_size=8, progress=False, **options)
-
-
 def mesh(**options):
-  parts = loss, np.zeros(3, np.float32), (X, X.sum(1)), optax.sgd(0.1)
-  return asgd.train_mesh(*parts, messages=4, batch_size=8, **options)
-
-
-def live(**options):
-  parts = loss, np.zeros(3, np.float32), (X, X.sum(1))
-  recipe = asgd.asgd(0.02, workers=4)
-  return asgd.train_live(*parts, recipe, messages=4, batch_size=8, **options)
+  return linear.mesh(optax.sgd(0.1), **options)
 
 
 def of_model(model, data, criterion=lambda y, batch: (y**2).mean()):
-  recipe = asgd.asgd(0.02, workers=2)
-  parts = (model, criterion), None, data, recipe
-  return asgd.simulate(*parts, messages=4, batch_size=8, progress=False)
+  return simulate(loss=(model, criterion), params=None, data=data)
 
 
 def peers(built=None, **options):
   given = {} if built is None else {"topology": built}
-  return simulate(recipe=asgd.d_psgd(0.05, workers=4, **given), **options)
+  return simulate(asgd.d_psgd(0.05, workers=4, **given), **options)
 
 
 class Table:
@@ -90,7 +69,7 @@ BOTH = {"image": X, "tokens": X}
 REFUSED = {
   # Accepted before, and ignored or misread.
   "a trace of fewer": (
-    lambda: simulate(4, trace=simulate(2).trace),
+    lambda: simulate(trace=simulate(asgd.asgd(0.02, workers=2)).trace),
     r"trace is of 2 workers, and the run has 4: use workers=2",
   ),
   "a trace and durations": (
@@ -207,7 +186,7 @@ REFUSED = {
     "unknown optimizer 'adm'; did you mean 'adam'",
   ),
   "a codec of tables": (
-    lambda: simulate(recipe=asgd.table(0.1, workers=4), compress=CODEC),
+    lambda: simulate(asgd.table(0.1, workers=4), compress=CODEC),
     "compress: this recipe on engine 'simulate' takes a codec by its name, as",
   ),
   "a codec of a mesh": (
@@ -258,7 +237,7 @@ def by_hand(rate, **options):
 def changed(row):
   x = X.copy()
   x[row] += 1
-  return x
+  return x, X.sum(1)
 
 
 def top_k(density):
@@ -318,24 +297,17 @@ def scaled(x):
 
 
 def scaled_loss(w, batch):
-  return loss(w, (scaled(batch[0]), batch[1])) + SHIFT["shift"]
+  return squares(w, (scaled(batch[0]), batch[1])) + SHIFT["shift"]
 
 
 def scaled_by(**variables):
   return {"loss": scaled_loss, "variables": variables}
 
 
-def call(folder, *, recipe=None, x=X, loss=loss, variables=(), **options):
+def call(folder, *, recipe=None, variables=(), **options):
   recipe = recipe or asgd.asgd(0.02, workers=2)
   with mock.patch.dict(globals(), variables):
-    return asgd.simulate(
-      *(loss, np.zeros(3, np.float32), (x, X.sum(1)), recipe),
-      messages=12,
-      batch_size=8,
-      folder=folder,
-      progress=False,
-      **options,
-    )
+    return simulate(recipe, folder=folder, **options)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +315,7 @@ def call(folder, *, recipe=None, x=X, loss=loss, variables=(), **options):
   [
     ({"recipe": by_hand(0.01)}, {"recipe": by_hand(0.02)}),
     ({"recipe": by_hand(0.01)}, {"recipe": by_hand(0.01, momentum=0.5)}),
-    ({}, {"x": changed(-1)}),
+    ({}, {"data": changed(-1)}),
     ({"compress": top_k(0.5)}, {"compress": top_k(0.9)}),
     ({"durations": FIRST}, {"durations": OTHER}),
     ({"recipe": clipped(0.1)}, {"recipe": clipped(0.2)}),
@@ -388,7 +360,7 @@ def test_a_complex_evaluation_is_refused():
 
 def test_what_is_near_to_a_refusal_is_accepted():
   assert len(simulate(trace=simulate().trace).records.loss) == 12
-  assert len(simulate(4, order=[0, 1] * 6).records.loss) == 12
+  assert len(simulate(order=[0, 1] * 6).records.loss) == 12
   assert [x.shape for x in columns.arrays(TABLE, ["label"] * 2)] == [(4,)] * 2
   assert of_model(nn.Dense(1), {"x": X, "image": X}).params
   of_function = peers(topology={"name": "asgd.gossip.topologies:ring"})

@@ -2,6 +2,7 @@
 names the value, the fact and the remedy."""
 
 import errno
+import functools
 import os
 import re
 import subprocess
@@ -12,9 +13,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import kit
+import linear
 import numpy as np
 import pytest
 from flax import linen as nn
+from linear import DATA, PARAMS, X, criterion, live, mesh, simulate, squares
 
 import asgd
 from asgd import calls, data, pipeline, safe_files
@@ -25,63 +28,29 @@ from asgd.problems import finite
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 NOBODY = 65534  # a user without rights
-X = np.float32(kit.normal(48, 3))
-DATA = X, X.sum(1)
-PARAMS = np.zeros(3, np.float32)
+DANA = asgd.dana_zero(0.02, workers=2)
+PLAIN = asgd.asgd(0.02, workers=1)
 LAYERS = nn.Dense(4), nn.tanh, nn.Dense(1)
 
 
-def loss(params, batch):
-  x, y = batch
-  return ((x @ params - y) ** 2).mean()
+def train_pipeline(recipe=PLAIN, **options):
+  def train(loss, params, *parts, **options):
+    return pipeline.train(LAYERS, criterion, *parts, **options)
 
-
-def criterion(output, batch):
-  return ((output[:, 0] - batch[1]) ** 2).mean()
-
-
-def simulate(data=DATA, recipe=None, **options):
-  recipe = asgd.dana_zero(0.02, workers=4) if recipe is None else recipe
-  options = {"messages": 12, "batch_size": 8, "progress": False, **options}
-  return asgd.simulate(loss, PARAMS, data, recipe, **options)
-
-
-def train_live(data=DATA, **options):
-  options = {"messages": 12, "batch_size": 8, "progress": False, **options}
-  recipe = asgd.dana_zero(0.02, workers=2)
-  return asgd.train_live(loss, PARAMS, data, recipe, **options)
-
-
-def train_mesh(data=DATA, **options):
-  options = {"messages": 12, "batch_size": 8, "progress": False, **options}
-  recipe = asgd.asgd(0.02, workers=1)
-  return asgd.train_mesh(
-    loss, PARAMS, data, recipe, axes={"data": 1}, **options
-  )
-
-
-def train_pipeline(data=DATA, recipe=None, **options):
-  options = {"messages": 16, "batch_size": 8, "progress": False, **options}
-  recipe = recipe or asgd.asgd(0.02, workers=1)
-  return pipeline.train(LAYERS, criterion, data, recipe, **options)
-
-
-def train_tables(data=DATA, **options):
-  return simulate(data, asgd.table(0.02, workers=4), **options)
-
-
-def train_sandblaster(data=DATA, **options):
-  recipe = asgd.sandblaster_lbfgs(0.5, workers=4)
-  return simulate(data, recipe, **options)
+  if "epochs" not in options:
+    options = {"messages": 16, **options}
+  return linear.call(train, recipe, **options)
 
 
 CALLS = {
   "simulate": simulate,
-  "live": train_live,
-  "mesh": train_mesh,
+  "live": functools.partial(live, DANA),
+  "mesh": functools.partial(mesh, PLAIN, axes={"data": 1}),
   "pipeline": train_pipeline,
-  "tables": train_tables,
-  "sandblaster": train_sandblaster,
+  "tables": functools.partial(simulate, asgd.table(0.02, workers=4)),
+  "sandblaster": functools.partial(
+    simulate, asgd.sandblaster_lbfgs(0.5, workers=4)
+  ),
 }
 
 
@@ -254,7 +223,7 @@ def spoiled(value=np.nan):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_data_that_are_not_finite_are_named_with_array_and_index(name, value):
   with pytest.raises(ValueError) as caught:
-    CALLS[name](spoiled(value), epochs=4, messages=None)
+    CALLS[name](data=spoiled(value), epochs=4)
   said = str(caught.value)
   wanted = f"data[0][17, 2] is {value}; no learning rate cures that: replace"
   assert wanted in said.partition("If the loss leaves them out")[0]
@@ -270,7 +239,7 @@ def test_a_batch_of_a_function_is_named_by_worker_and_job(name):
 
   said = r"data\(\d, 7\)\[0\]\[5, 1\] is nan; no learning rate"
   with pytest.raises(ValueError, match=said):
-    CALLS[name](data, batch_size=None)
+    CALLS[name](data=data, batch_size=None)
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
@@ -282,7 +251,7 @@ def test_a_batch_of_one_worker_is_named(folder, tmp_path):
 
   said = r"^[^:]*: data\(1, \d\)\[0\]\[5, 1\] is nan; no learning rate"
   with pytest.raises(NonFiniteResult, match=said):
-    simulate(data, batch_size=None, folder=folder and tmp_path / folder)
+    simulate(data=data, batch_size=None, folder=folder and tmp_path / folder)
 
 
 def test_an_element_of_a_list_is_named_by_its_index():
@@ -291,29 +260,24 @@ def test_an_element_of_a_list_is_named_by_its_index():
   with pytest.raises(
     NonFiniteResult, match=r"data\[3\]\[1\]\[0\] is inf \(8 such values"
   ):
-    simulate(batches, batch_size=None)
+    simulate(data=batches, batch_size=None)
 
 
 def test_parameters_that_are_not_finite_are_named():
   with pytest.raises(NonFiniteResult, match=r"params\[1\] is nan; no learning"):
-    asgd.simulate(
-      *(loss, np.float32([0, np.nan, 0]), DATA, asgd.asgd(0.1, workers=2)),
-      messages=4,
-      batch_size=8,
-      progress=False,
-    )
+    simulate(params=np.float32([0, np.nan, 0]))
 
 
 def test_a_rate_that_is_too_high_is_blamed_where_data_are_finite():
   with pytest.raises(NonFiniteResult) as caught:
-    simulate(recipe=asgd.asgd(1e30, workers=2))
+    simulate(asgd.asgd(1e30, workers=2))
   said = str(caught.value)
   assert "data" not in said and "lower learning_rate" in said
   assert "on_nan='record'" in said
 
 
 def test_a_recorded_run_warns_of_its_data(capsys):
-  simulate(spoiled(), on_nan="record", progress=True, epochs=4, messages=None)
+  simulate(data=spoiled(), on_nan="record", progress=True, epochs=4)
   assert "warning: data[0][17, 2] is nan; no" in capsys.readouterr().err
 
 
@@ -375,7 +339,7 @@ def test_remedies_of_a_pipeline_name_arguments():
 def test_a_pipeline_that_diverges_names_arguments():
   recipe = asgd.asgd(1e30, workers=1, momentum=0.9)
   with pytest.raises(ValueError) as caught:
-    train_pipeline(recipe=recipe, messages=64)
+    train_pipeline(recipe, messages=64)
   said = str(caught.value)
   assert "set a lower learning_rate, a longer warm-up or clip_norm" in said
   assert "on_nan='record'" in said
@@ -468,13 +432,12 @@ def test_a_file_that_grows_is_written_completely_or_named(tmp_path):
 
 
 def test_a_replay_of_a_trace_that_was_cut_names_its_end(tmp_path):
-  train_live(folder=tmp_path / "run", messages=20)
+  live(DANA, folder=tmp_path / "run", messages=20)
   (cell,) = (tmp_path / "run" / "cells").iterdir()
   path = journal_path(cell, 0)
   rows = read_journal(path)
   kit.write_journal(path, rows[: len(rows) // 2])
-  parts = loss, PARAMS, DATA, asgd.dana_zero(0.02, workers=2)
-  replayed = asgd.replay(cell, *parts)
+  replayed = asgd.replay(cell, squares, PARAMS, DATA, DANA)
   assert not replayed.same
   count = len(replayed.records.loss)
   assert replayed.reason.startswith(

@@ -14,6 +14,7 @@ import threading
 import jax
 import jax.numpy as jnp
 import kit
+import linear
 import numpy as np
 import optax
 import pytest
@@ -443,30 +444,11 @@ def test_evaluations_come_when_they_are_due():
   kit.same(jax.device_get(seen[1]), result.params)
 
 
-class Interrupted(BaseException):
-  """Ends a run in an evaluation, as Ctrl-C does."""
-
-
-def interrupted(train, folder):
-  """Interrupts a training at its second evaluation, and goes on with it."""
-  count = [0]
-
-  def evaluate(params):
-    count[0] += 1
-    if count[0] == 2:
-      raise Interrupted
-    return float(loss(params, DATA))
-
-  with pytest.raises(Interrupted):
-    train(evaluate=evaluate, folder=folder)
-  return train(evaluate=evaluate, folder=folder)
-
-
 def test_a_simulation_that_goes_on_is_one_that_was_not_stopped(tmp_path):
   sizes = {"messages": 60, "every": 20, "checkpoint_seconds": 0}
   train = functools.partial(simulate, **sizes)
   whole = train(evaluate=lambda params: float(loss(params, DATA)))
-  result = interrupted(train, tmp_path / "run")
+  result = linear.interrupted(train, tmp_path / "run", loss, DATA)
   kit.same(result.params, whole.params)
   kit.same(result.records, whole.records)
   assert result.evaluations == whole.evaluations
@@ -626,7 +608,7 @@ def test_a_live_run_is_its_replay(tmp_path):
   train = functools.partial(
     asgd.train_live, *args, messages=60, every=20, **EVERY
   )
-  result = interrupted(train, tmp_path)
+  result = linear.interrupted(train, tmp_path, loss, DATA)
   replayed = asgd.replay(tmp_path, *args)
   assert replayed.same and replayed.recorded
   kit.same(replayed.params, result.params)
@@ -674,24 +656,6 @@ def test_functions_of_modules_are_imported_for_a_replay(tmp_path, monkeypatch):
     progress=False,
   )
   assert asgd.replay(tmp_path / "run").same
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_on_ray_functions_travel_and_what_they_did_is_replayed(tmp_path):
-  scale = jnp.float32(1.0)  # travels in the closure
-
-  def local(params, batch):
-    x, y = batch
-    return scale * ((x @ params["w"] + params["b"] - y) ** 2).mean()
-
-  args = local, PARAMS, DATA, dana(2, optimizer=optax.adamw)
-  result = asgd.train_live(
-    *args, messages=40, runtime="ray", folder=tmp_path, **EVERY
-  )
-  replayed = asgd.replay(tmp_path, *args)
-  assert replayed.same
-  kit.same(replayed.params, result.params)
 
 
 def test_what_cannot_travel_is_refused():

@@ -4,13 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import optax
 import pytest
-from kit import TINY_RUN, same
+from kit import same
+from linear import quadratic
 
 import asgd
-from asgd import algorithms, base, compression, experiment, orders, simulator
+from asgd import algorithms, base, compression, orders, simulator
 from asgd import own_writes as own_lib
 from asgd.experiment.engines import server_orders
 from asgd.orders import durations, protocol
@@ -19,10 +21,6 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 
 ROOT = jax.random.key(0)
 PARAMS = jnp.array([4.0, -2.0, 1.0])
-
-
-def loss(w, batch):
-  return 0.5 * jnp.square(w - batch).sum()
 
 
 def batch(worker, job):
@@ -38,7 +36,7 @@ def ssp(bound, *, workers=1, messages=12, cache=True):
 
 @functools.cache  # one server: one compilation
 def parts(recipe, codec):
-  server, worker = recipe.server(), recipe.make_worker(loss)
+  server, worker = recipe.server(), recipe.make_worker(quadratic)
   if codec is not None:
     server = compression.decoding(server, codec)
     worker = compression.compressed(worker, codec)
@@ -67,8 +65,7 @@ def halved(update):
 
 
 def plan(run, order):
-  config = TINY_RUN | {"runs": {"a": run}, "order": order}
-  built = experiment.build(config, engines=experiment.ENGINES)
+  built = kit.tiny(runs={"a": run}, order=order)
   return built.plan(built.cells[0])
 
 
@@ -280,7 +277,7 @@ def test_rounds_of_a_live_run_obey_all_of_their_order_or_refuse_it():
 
 def test_own_writes_of_a_worker_are_made_once():
   recipe = asgd.asgd(0.1, workers=1)
-  server, worker = recipe.server(), recipe.make_worker(loss)
+  server, worker = recipe.server(), recipe.make_worker(quadratic)
   own = own_lib.own_writes(worker, server)
   assert own_lib.own_writes(own, server) is own
   assert own_lib.own_writes(worker, server) is own
@@ -292,7 +289,7 @@ def test_own_writes_of_a_worker_are_made_once():
 ])
 def test_a_live_worker_reads_its_own_writes_and_a_replay_does(order, tmp_path):
   data = np.arange(-8, 8, dtype=np.float32).reshape(16, 1) / 4
-  given = loss, jnp.array([4.0]), data
+  given = quadratic, jnp.array([4.0]), data
   recipe = asgd.asgd(0.125, workers=1)
   size = dict(messages=12, batch_size=1, progress=False)
   plain = asgd.simulate(*given, recipe, **size)

@@ -9,15 +9,11 @@ from asgd.pipeline import analyze, schedules, spans
 from asgd.pipeline import table as table_lib
 from launch import draw_schedule
 
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 FILES = {
   *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),
   *("trace.json", "gantt.png", "gantt.svg"),
 }
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-  monkeypatch.setenv("COLUMNS", "160")
 
 
 def draw(capsys, name, out=None, **kwargs):

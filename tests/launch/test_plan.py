@@ -6,12 +6,8 @@ import pytest
 from asgd.experiment import schema
 from launch import flags, plan
 
+pytestmark = pytest.mark.usefixtures("wide_terminal")
 BASE = dict(params="1.5e9", devices=64, bandwidth=25.0, memory=16.0)
-
-
-@pytest.fixture(autouse=True)
-def wide(monkeypatch):
-  monkeypatch.setenv("COLUMNS", "150")
 
 
 def rows(said):

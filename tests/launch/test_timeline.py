@@ -18,7 +18,9 @@ def records(*rows):
     np.array(column, np.int32)
     for column in (zip(*rows, strict=True) if rows else [()] * 4)
   )
-  return base.Records(update, *(None,), worker, job, staleness, *[None] * 8)
+  return kit.records(
+    update=update, worker=worker, job=job, staleness=staleness
+  )
 
 
 RECORDS = records((1, 0, 0, 0), (2, 0, 2, 0), (3, 1, 1, 2))

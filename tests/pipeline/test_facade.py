@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from linear import criterion
 
 import asgd
 from asgd import call_options, pipeline
@@ -28,10 +29,6 @@ LAYERS = nn.Dense(4), nn.tanh, nn.Dense(1)
 CHANGED = asgd.asgd(0.1, workers=1)._replace(
   at_server=asgd.scale_by_staleness()
 )
-
-
-def criterion(y, batch):
-  return ((y[:, 0] - batch[1]) ** 2).mean()
 
 
 def batch(worker, job):

@@ -3,8 +3,6 @@
 import functools
 import itertools
 import json
-import os
-from pathlib import Path
 
 import grain
 import jax
@@ -12,6 +10,7 @@ import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
+from linear import DATA, PARAMS, interrupted, squares
 
 import asgd
 from asgd import facade
@@ -23,20 +22,13 @@ from asgd.problems import own, streams
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
-X = np.float32(kit.normal(48, 3))
-Y = X.sum(1)
 QUIET = {"progress": False}
-
-
-def loss(w, batch):
-  x, y = batch
-  return ((x @ w - y) ** 2).mean()
 
 
 def batch_of(worker, index):
   """Batch `index` of a worker's iterator."""
   rows = np.random.default_rng((worker, index)).integers(48, size=8)
-  return X[rows], Y[rows]
+  return DATA[0][rows], DATA[1][rows]
 
 
 class Position:
@@ -97,7 +89,7 @@ class Loader:
 
 def of_grain(worker):
   """The real package: drawn, repeated and batched."""
-  examples = grain.MapDataset.source([*zip(X, Y, strict=True)])
+  examples = grain.MapDataset.source([*zip(*DATA, strict=True)])
   batches = examples.seed(worker).shuffle().repeat().batch(8)
   # By default grain reads 500 batches ahead, with 16 threads, of each iterator.
   few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
@@ -105,7 +97,7 @@ def of_grain(worker):
 
 
 def loss_of_dict(w, batch):
-  return loss(w, (batch["x"], batch["y"]))
+  return squares(w, (batch["x"], batch["y"]))
 
 
 @functools.cache
@@ -113,9 +105,9 @@ def recipe(workers=3, name="dana_zero"):
   return getattr(asgd, name)(0.02, workers=workers)
 
 
-def simulate(data, loss=loss, recipe=recipe, **options):
+def simulate(data, loss=squares, recipe=recipe, **options):
   options = {"messages": 30, **QUIET, **options}
-  return asgd.simulate(loss, np.zeros(3, np.float32), data, recipe(), **options)
+  return asgd.simulate(loss, PARAMS, data, recipe(), **options)
 
 
 def as_function(trace, of=batch_of, steps=1):
@@ -156,28 +148,10 @@ def test_local_steps_read_several_batches_for_a_job():
 
 @pytest.mark.parametrize("kind", [Streaming, Loader])
 def test_an_iterable_starts_again_at_its_end(kind):
-  given = loss_of_dict if kind is Streaming else loss
+  given = loss_of_dict if kind is Streaming else squares
   found = simulate(kind, given)
   passes = as_function(found.trace, lambda w, i: batch_of(w, i % 5))
   kit.same(found.params, simulate(passes).params)
-
-
-class Interrupted(BaseException):
-  """Raised by a user's evaluation."""
-
-
-def interrupted(train, folder):
-  """Interrupts a run at its second evaluation, and resumes it."""
-  count = itertools.count(1)
-
-  def evaluate(w):
-    if next(count) == 2:
-      raise Interrupted
-    return float(loss(w, (X, Y)))
-
-  with pytest.raises(Interrupted):
-    train(evaluate=evaluate, folder=folder)
-  return train(evaluate=evaluate, folder=folder)
 
 
 SIZES = {"messages": 30, "every": 6, "checkpoint_seconds": 0}
@@ -193,7 +167,7 @@ SIZES = {"messages": 30, "every": 6, "checkpoint_seconds": 0}
   ],
 )
 def test_a_resumed_simulation_is_an_uninterrupted_one(kind, engine, tmp_path):
-  given = loss_of_dict if kind is Streaming else loss
+  given = loss_of_dict if kind is Streaming else squares
   train = functools.partial(
     simulate, kind, given, simulator={"engine": engine}, **SIZES
   )
@@ -206,7 +180,7 @@ def test_a_resumed_simulation_is_an_uninterrupted_one(kind, engine, tmp_path):
 def test_a_resumed_mesh_is_an_uninterrupted_one(tmp_path):
   def train(evaluate=None, folder=None):
     given = own.Objects(
-      *(loss, np.zeros(3, np.float32), Position, recipe(1, "asgd")),
+      *(squares, PARAMS, Position, recipe(1, "asgd")),
       evaluate=evaluate,
     )
     sizes = {"messages": 12, "workers": 1, "every": 4, **QUIET}
@@ -221,7 +195,7 @@ def test_a_resumed_mesh_is_an_uninterrupted_one(tmp_path):
   batches = [batch_of(0, i) for i in range(12)]
   plain = jnp.zeros(3)
   for batch in batches:
-    plain -= 0.02 * jax.grad(loss)(plain, batch)
+    plain -= 0.02 * jax.grad(squares)(plain, batch)
   kit.close(result.params, plain, rtol=1e-5, atol=1e-6)
 
 
@@ -244,7 +218,7 @@ def check_each_once(log, workers, most):
 
 def test_a_live_run_reads_each_batch_once_also_if_resumed(tmp_path):
   log = Logged.log
-  args = loss, np.zeros(3, np.float32), Logged
+  args = squares, PARAMS, Logged
   train = functools.partial(
     asgd.train_live, *args, recipe(2), messages=30, every=6,
     checkpoint_seconds=0, **QUIET,
@@ -268,7 +242,7 @@ def test_a_live_run_reads_each_batch_once_also_if_resumed(tmp_path):
 
 def test_a_replaced_worker_continues_its_iterator(tmp_path):
   log = Logged.log
-  given = loss, np.zeros(3, np.float32), Logged, recipe(2)
+  given = squares, PARAMS, Logged, recipe(2)
   log.clear()
   own.Objects(*given)
   opening = len(log)
@@ -285,39 +259,13 @@ def test_without_a_state_a_run_cannot_resume(tmp_path):
   with pytest.raises(ValueError, match="cannot be restored, so the run cannot"):
     interrupted(train, tmp_path / "simulated")
   live = functools.partial(
-    asgd.train_live, loss, np.zeros(3, np.float32), Loader, recipe(2),
+    asgd.train_live, squares, PARAMS, Loader, recipe(2),
     messages=30, every=6, checkpoint_seconds=0, **QUIET,
   )
   whole = live(folder=tmp_path / "whole")
   assert len(whole.records.loss) == 30
   read = live(folder=tmp_path / "whole")  # it has finished
   kit.same(read.params, whole.params)
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_iterators_are_made_in_the_processes_of_ray(tmp_path):
-  titles = tmp_path / "titles"
-  titles.mkdir()
-
-  def data(worker):
-    """Notes the title that `ps` shows of the process."""
-    title = Path("/proc/self/cmdline").read_text()
-    (titles / f"{worker}-{os.getpid()}").write_text(title)
-    return of_grain(worker)
-
-  result = asgd.train_live(
-    *(loss, np.zeros(3, np.float32), data, recipe(2)),
-    messages=40,
-    runtime="ray",
-    folder=tmp_path / "run",
-    **QUIET,
-  )
-  seen = " ".join(path.read_text() for path in titles.iterdir())
-  for worker in range(2):
-    assert f"ray::HostActor-worker-{worker}" in seen
-  assert result.records.loss[-8:].mean() < result.records.loss[:8].mean()
-  assert len([*tmp_path.rglob("iterator-*.json")]) == 2
 
 
 # States, and mistakes.

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import bert_files
 import jax
+import kit
 import ml_collections
 import numpy as np
 import pytest
 import tokenizers
 from sklearn import metrics
 
-from asgd import experiment, models, problems
+from asgd import models, problems
 from asgd.data import DataError, sentences
-from asgd.pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
 
@@ -375,29 +375,16 @@ def test_mistakes_of_a_problem_are_told():
 # From a config.
 
 
-def config_of(arg=None):
-  names = {}
-  source = (ROOT / "configs" / "pipeline_sentences.py").read_text()
-  exec(source, names)
-  assert "--config=configs/pipeline_sentences.py" in names["__doc__"]
-  return names["get_config"](arg)
-
-
-def build_alone(config, **options):
-  engines = {**experiment.ENGINES, "pipeline": PIPELINE}
-  return experiment.build(config, engines=engines, **options)
-
-
 def test_the_topics_config_builds_and_its_first_run_is_the_embedded_task():
-  config = config_of("topics")
+  config = kit.config_of("pipeline_sentences", "topics")
   assert config.is_locked
-  exp = build_alone(config)
+  exp = kit.build(config)
   assert exp.dataset.name == "topics"
   assert list(exp.runs) == list(config.only)
   assert set(config.only) <= set(config.runs)
   assert {exp.plan(cell).table.stages for cell in exp.cells} == {4}
   with pytest.raises(ValueError, match="unknown variant 'smal'"):
-    config_of("smal")
+    kit.config_of("pipeline_sentences", "smal")
 
 
 @pytest.fixture
@@ -425,7 +412,7 @@ def fine_tuning(tmp_path):
 
 def test_a_config_names_what_was_trained_before(fine_tuning):
   config, place, held = fine_tuning
-  exp = build_alone(config, data_dir=str(place))
+  exp = kit.build(config, data_dir=str(place))
   params = exp.plan(exp.cells[0]).problem.init(jax.random.key(0))
   np.testing.assert_array_equal(
     params[0]["words"], held["embeddings.word_embeddings.weight"]
@@ -437,7 +424,7 @@ def test_a_config_names_what_was_trained_before(fine_tuning):
   assert params[-1]["classifier"]["kernel"].shape == (4, 2)
   assert exp.dataset.train_tokens[0, 0].tolist() == [2, 6, 7, 4, 5, 3]
   same = ml_collections.ConfigDict(config)
-  assert build_alone(same, data_dir=str(place)).cells == exp.cells
+  assert kit.build(same, data_dir=str(place)).cells == exp.cells
 
 
 MISTAKES = {
@@ -462,18 +449,18 @@ def test_a_mistake_in_a_config_names_key_and_remedy(name, fine_tuning):
   changes, message = MISTAKES[name]
   config["model"] = {**config["model"], **changes}
   with pytest.raises(ValueError, match=message):
-    build_alone(config, data_dir=str(place))
+    kit.build(config, data_dir=str(place))
 
 
 def test_the_data_has_its_place_and_its_room(fine_tuning):
   config, place, _ = fine_tuning
   with pytest.raises(ValueError, match="config.data: .*'sst2' needs data_dir"):
-    build_alone(config)
+    kit.build(config)
   config["data"] = {"name": "sst2", "context": 12}
   with pytest.raises(ValueError, match="12 positions do not fit into a contex"):
-    build_alone(config, data_dir=str(place))
+    kit.build(config, data_dir=str(place))
   config["data"] = {"name": "sst3"}
   with pytest.raises(
     ValueError, match="config.data.name: .* sentences: topics"
   ):
-    build_alone(config)
+    kit.build(config)

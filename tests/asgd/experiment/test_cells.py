@@ -1,7 +1,9 @@
 """Cells: their order, and what they share."""
 
 import copy
+import functools
 
+import kit
 import pytest
 
 from asgd import data, experiment
@@ -12,11 +14,7 @@ ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 ASGD = {"asgd": {"recipe": "asgd"}}
 MLP = {"name": "mlp", "hidden": (8,)}
 
-
-def build(**config):
-  return experiment.build(
-    {"runs": ASGD, "model": MLP, **config}, engines=ENGINES
-  )
+build = functools.partial(kit.build, {"runs": ASGD, "model": MLP})
 
 
 MIXED = {
@@ -44,7 +42,7 @@ def test_cells_go_by_workers_then_run_then_seed(mixed):
 def test_the_config_is_left_as_it_was():
   config = {"runs": copy.deepcopy(MIXED), "model": MLP, "only": "a"}
   before = copy.deepcopy(config)
-  experiment.build(config, engines=ENGINES)
+  kit.build(config)
   assert config == before
 
 
@@ -86,7 +84,7 @@ def test_a_batch_size_of_a_run_that_does_not_fit_is_named():
 def test_the_only_cell_of_a_config_is_the_same_cell(mixed, label):
   cell = next(c for c in mixed.cells if c.label == label and c.seed == 3)
   run = mixed.runs[label]
-  again = experiment.build(cells.single_cell_config(run, cell), engines=ENGINES)
+  again = kit.build(cells.single_cell_config(run, cell))
   assert again.cells == (cell,)
   (other,) = again.runs.values()
   swept = ("workers", "seeds", "engine")
@@ -133,7 +131,7 @@ def test_a_dataset_that_is_loaded_is_used_as_it_is():
     train_images=digits.train_images[:64], train_labels=digits.train_labels[:64]
   )
   config = {"runs": ASGD, "data": {"name": "nowhere"}, "batch_size": 8}
-  exp = experiment.build(config, engines=ENGINES, dataset=some)
+  exp = kit.build(config, dataset=some)
   assert exp.dataset is some
   (cell,) = exp.cells
   assert exp.plan(cell).problem.batches_per_epoch == 8

@@ -72,7 +72,7 @@ def own(tmp_path, monkeypatch):
 
 
 def train(workdir, config, **options):
-  exp = experiment.build(config, engines=ENGINES)
+  exp = kit.build(config)
   workdir.mkdir()
   options = {"bar": Silent(), "machine": Machine(), **options}
   jobs.train_all(exp, workdir, **options)
@@ -202,6 +202,6 @@ def test_a_module_of_a_package_is_found_by_its_top(own):
 )
 def test_what_is_wrong_with_it_is_one_line(own, changes, message):
   with pytest.raises(ValueError, match=message) as caught:
-    experiment.build({**CONFIG, **changes}, engines=ENGINES)
+    kit.build(CONFIG, **changes)
   assert len(str(caught.value)) <= 600
   assert "\n" not in str(caught.value)

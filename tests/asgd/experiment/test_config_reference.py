@@ -1,6 +1,5 @@
 """The page of keys and the JSON schema say what the checks of a config do."""
 
-import importlib.util
 import json
 
 import jsonschema
@@ -9,12 +8,9 @@ import pytest
 
 from asgd.experiment import checks, schema, shipped
 
-_SPEC = importlib.util.spec_from_file_location(
-  "config_reference", kit.ROOT / "docs" / "hooks" / "config_reference.py"
+reference = kit.load_module(
+  kit.ROOT / "docs" / "hooks" / "config_reference.py"
 )
-reference = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(reference)
-
 SCHEMA = json.loads(reference.SCHEMA.read_text())
 # jsonschema.validate would check the schema, which is large, at each call.
 VALIDATE = jsonschema.Draft202012Validator(SCHEMA).validate

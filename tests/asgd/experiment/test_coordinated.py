@@ -1,6 +1,7 @@
 """Runs that a coordinator drives, in an experiment."""
 
 import csv
+import functools
 
 import jax
 import kit
@@ -16,12 +17,7 @@ from asgd.experiment.signals import Stopped
 RUN = {"recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2}
 
 
-def build(run=None, **config):
-  runs = {"run": {**RUN, **(run or {})}}
-  return experiment.build(
-    {**TINY_RUN, "engine": "simulate", **config, "runs": runs},
-    engines=experiment.ENGINES,
-  )
+build = functools.partial(kit.build, {**TINY_RUN, "runs": {"run": RUN}})
 
 
 def train(exp, workdir, **arguments):
@@ -99,7 +95,7 @@ def test_a_network_takes_time_and_changes_no_loss(undisturbed, tmp_path):
 def test_killed_processes_change_no_iterate(undisturbed, tmp_path):
   failures = [(3.3, "worker", 1), (4.4, "shard", 1), (5.5, "coordinator", 0)]
   result, place = train(
-    build({"failures": failures}, examples=16 * 120), tmp_path
+    build(run={"failures": failures}, examples=16 * 120), tmp_path
   )
   assert result["shard_recoveries"] == 1
   rows, expected = map(iterates_of, (place, undisturbed[2]))
@@ -108,7 +104,7 @@ def test_killed_processes_change_no_iterate(undisturbed, tmp_path):
 
 
 def test_it_ends_by_itself_and_says_why(tmp_path):
-  exp = build({"tolerance": 0.5}, examples=16 * 1200)
+  exp = build(run={"tolerance": 0.5}, examples=16 * 1200)
   result, _ = train(exp, tmp_path)
   (cell,) = exp.cells
   assert result["messages"] < exp.plan(cell).messages
@@ -123,13 +119,13 @@ def test_it_ends_by_itself_and_says_why(tmp_path):
   ("backup", "examples"), [(0, 16 * 6), (1, 16 * 8), (9, 16 * 8)]
 )
 def test_the_least_budget_is_one_evaluation(tmp_path, backup, examples):
-  exp = build({"backup": backup}, examples=examples, evaluations=1)
+  exp = build(run={"backup": backup}, examples=examples, evaluations=1)
   result, _ = train(exp, tmp_path)
   assert result["evaluations_of_batch"] >= 1
   assert np.isfinite(result["gradient_norm"])
   assert not result["diverged"]
   with pytest.raises(ValueError, match=f"Use config.examples {examples} or"):
-    build({"backup": backup}, examples=examples - 32)
+    build(run={"backup": backup}, examples=examples - 32)
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "record"])
@@ -172,7 +168,7 @@ MISTAKES = (
 
 test_one_line_for_what_it_cannot_do = kit.refuses(
   [((a, b), why) for a, b, why in MISTAKES],
-  lambda value: build(value[0], **value[1]), longest=600,
+  lambda value: build(run=value[0], **value[1]), longest=600,
 )
 
 
@@ -194,9 +190,9 @@ def test_lbfgs_in_synchronous_training_needs_the_loss(engine, tmp_path):
   if engine != "mesh":
     del config["mesh"]
     with pytest.raises(ValueError, match="'lbfgs' searches along a line, so"):
-      experiment.build(config, engines=experiment.ENGINES)
+      kit.build(config)
     return
-  exp = experiment.build(config, engines=experiment.ENGINES)
+  exp = kit.build(config)
   result, _ = train(exp, tmp_path)
   assert result["optimizer"] == "lbfgs"
   assert result["test_loss"] < 2.0  # of guessing: 2.3
@@ -210,4 +206,4 @@ def test_statistics_of_batches_are_refused():
 def test_all_recipes_are_known():
   assert set(sandblaster.RECIPES) <= set(protocol.recipes())
   with pytest.raises(ValueError, match="did you mean 'sandblaster'"):
-    build({"recipe": "sandblastr"})
+    build(run={"recipe": "sandblastr"})

@@ -55,13 +55,6 @@ REMEDY = re.compile(
   "[Pp]ut .* back|[Rr]estore|[Rr]emove|(start|start anew) in another folder"
   "|choose another folder"
 )
-# Of a pipeline that goes on after its end, some are not known any more.
-TIMES = {
-  *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),
-  *("bubble_measured", "bubble_predicted", "peak_bytes", "stage_peak_bytes"),
-}
-
-
 class Case(NamedTuple):
   """An experiment that ended or was stopped, to be damaged again and again."""
 
@@ -136,18 +129,14 @@ def prepare(exp, engine, state, place):
   return case._replace(experiment=exp, groups=dict(groups))
 
 
-def lasting(row):
-  return {k: v for k, v in row.items() if k not in TIMES}
-
-
 def contents(cell):
   """Returns what a finished cell came to, times left out."""
   result = folder.finished_result(cell)
   assert result is not None
   columns = cell_files.read_records(cell).items()
   records = {name: column.tobytes() for name, column in columns}
-  rows = [lasting(row) for row in folder.read_rows(cell)]
-  return lasting(result), rows, records, cell_files.read_file(cell, PARAMS)
+  rows = [kit.lasting(row) for row in folder.read_rows(cell)]
+  return kit.lasting(result), rows, records, cell_files.read_file(cell, PARAMS)
 
 
 class World(NamedTuple):
@@ -165,7 +154,7 @@ class World(NamedTuple):
 def world(tmp_path_factory):
   root, cases = tmp_path_factory.mktemp("damage"), {}
   exps = {
-    name: experiment.build({**TINY, "engine": name, **own}, engines=ENGINES)
+    name: kit.build(TINY, **{"engine": name, **own})
     for name, own in CONFIGS.items()
   }
   with pytest.MonkeyPatch.context() as patch:

@@ -5,26 +5,11 @@ import kit
 import pytest
 
 import asgd
-from asgd import experiment
-from asgd.experiment import engines as engines_lib
-from asgd.experiment.machine import Machine
 
 # Bytes of a device: a job of TINY_RUN on digits (batches of 16 images of 64
 # pixels, a layer of 8) needs 8,896 for its largest layer.
 LEAST = 8896
 ROOM = {"device_megabytes": LEAST / 1e6}
-
-
-def trained(**config):
-  """Returns the simulated engine of a tiny run, at its end."""
-  exp = kit.tiny(**config)
-  (cell,) = exp.cells
-  context = engines_lib.Context(
-    *(exp, cell, exp.plan(cell), None, None, lambda rebuild: None, ()),
-    Machine(),
-  )
-  start = experiment.ENGINES["simulate"].start
-  return kit.to_its_end(start(context))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +23,7 @@ def trained(**config):
   ids=["asynchronous", "rounds", "look-ahead, clipped", "shards out of step"],
 )
 def test_it_trains_as_plain_workers_do(config, float64):
-  plain, part = trained(**config), trained(**config, memory=ROOM)
+  plain, part = kit.simulated(**config), kit.simulated(**config, memory=ROOM)
   kit.close(
     *(jax.device_get(each.snapshot().params) for each in (plain, part)),
     atol=1e-6,  # the parameters are float32
@@ -62,14 +47,9 @@ def test_a_saved_cell_resumes_to_the_same_bits():
   kit.same(resumed.snapshot().params, whole.snapshot().params)
 
 
-@pytest.mark.parametrize(
-  "engine",
-  ["threads", pytest.param("ray", marks=pytest.mark.process)],
-)
-def test_a_live_cell_is_replayed_to_the_bit(engine, tmp_path):
+def test_a_live_cell_is_replayed_to_the_bit(tmp_path):
   place, result, _ = kit.train_live(
-    *(tmp_path / "out",),
-    engine=engine,
+    tmp_path / "out",
     examples=576,
     model={"name": "mlp", "hidden": (8,)},
     memory=ROOM,

@@ -91,18 +91,6 @@ def undisturbed(tmp_path_factory, machine):
   return get
 
 
-# Columns that say how long something took.
-_TIMES = (
-  *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),
-  *("bubble_measured", "bubble_predicted"),
-)
-
-
-def lasting(row):
-  """What of a row is not a time."""
-  return {k: v for k, v in row.items() if k not in _TIMES}
-
-
 def assert_same(engine, workdir, exp, undisturbed):
   """The cell of a folder came to what it should have come to."""
   place = place_of(exp, workdir)
@@ -113,16 +101,16 @@ def assert_same(engine, workdir, exp, undisturbed):
     return
   _, whole, _ = undisturbed(engine)
   expected = place_of(exp, whole)
-  assert lasting(result) == lasting(folder.finished_result(expected))
+  assert kit.lasting(result) == kit.lasting(folder.finished_result(expected))
   for ours, theirs in zip(
     folder.read_rows(place), folder.read_rows(expected), strict=True
   ):
-    assert lasting(ours) == lasting(theirs)
+    assert kit.lasting(ours) == kit.lasting(theirs)
   read = cell_files.read_file
   assert read(place, "params.msgpack") == read(expected, "params.msgpack")
   ours, theirs = map(cell_files.read_records, (place, expected))
   assert ours.keys() == theirs.keys()
-  for column in ours.keys() - set(_TIMES):
+  for column in ours.keys() - kit.TIMES:
     np.testing.assert_array_equal(ours[column], theirs[column])
 
 
@@ -228,7 +216,7 @@ def _train_here(configs, devices):
   # As in this process, so that XLA divides its sums in the same way.
   jax.config.update("jax_num_cpu_devices", devices)
   for config, workdir in configs:
-    train(experiment.build(config, engines=ENGINES), workdir, Machine())
+    train(kit.build(config), workdir, Machine())
 
 
 # What is not finite.

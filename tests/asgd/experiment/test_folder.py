@@ -1,6 +1,7 @@
 """The results folder: what it is of, what may go on in it, and its cells."""
 
 import fcntl
+import functools
 import hashlib
 import json
 import re
@@ -22,10 +23,7 @@ TINY = {
   "model": {"name": "mlp", "hidden": (4,)},
   "workers": (2,),
 }
-
-
-def build(**config):
-  return experiment.build({**TINY, **config}, engines=experiment.ENGINES)
+build = functools.partial(kit.build, TINY)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +113,7 @@ def test_other_data_of_the_same_name_are_refused(tmp_path, one):
   images = one.dataset.train_images.copy()
   images[0, 0, 0, 0] ^= 1
   changed = one.dataset._replace(train_images=images)
-  other = experiment.build(TINY, engines=experiment.ENGINES, dataset=changed)
+  other = build(dataset=changed)
   refused(tmp_path, other, r"dataset\.sha256 was")
 
 
@@ -240,7 +238,7 @@ def test_a_cell_says_what_it_is_of(tmp_path, one):
   with folder.hold_cell(place, one, cell):
     said = folder.read_cell(place)
   assert said["cell"] == cell._asdict()
-  again = experiment.build(said["config"], engines=experiment.ENGINES)
+  again = kit.build(said["config"])
   assert again.cells == (cell,)
   with pytest.raises(FolderError, match="is not the folder of a cell"):
     folder.read_cell(tmp_path)

@@ -1,6 +1,5 @@
 """Live cells of peers, tables and a coordinator: stopped, resumed, replayed."""
 
-import csv
 import json
 import shutil
 
@@ -56,8 +55,7 @@ KILLED = [(0.0, "worker", 1), (0.0, "shard", 1), (0.0, "coordinator", 0)]
 
 def build(run, engine="threads", **config):
   base_config = CONFIGS.get(run["recipe"], OF_PEERS)
-  config = {**base_config, "engine": engine, **config, "runs": {"run": run}}
-  return experiment.build(config, engines=experiment.ENGINES)
+  return kit.build(base_config, engine=engine, runs={"run": run}, **config)
 
 
 def train(workdir, run, machine=None, signals=NoSignals, **config):
@@ -404,20 +402,12 @@ def test_tables_end_without_a_worker_that_is_not_replaced(tmp_path):
 # A coordinator.
 
 
-def iterates(place):
-  """The rows of iterates.csv without their times, which only grow."""
-  table = list(csv.DictReader((place / "iterates.csv").read_text().split()))
-  times = [float(row.pop("time")) for row in table]
-  assert times == sorted(times)
-  return table
-
-
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
   _, place = train(
     tmp_path_factory.mktemp("simulated"), BATCHES, engine="simulate"
   )
-  return iterates(place)
+  return kit.iterates(place)
 
 
 def same(one, other):
@@ -429,7 +419,7 @@ def same(one, other):
 
 def test_threads_come_to_the_bits_of_a_simulation(simulated, tmp_path):
   result, place = train(tmp_path, BATCHES)
-  same(iterates(place), simulated)
+  same(kit.iterates(place), simulated)
   assert result["messages"] == 32
   assert result["replaced"] == {"worker": 0, "shard": 0}
   check_finished(tmp_path, BATCHES, result)
@@ -440,7 +430,7 @@ def test_killed_parties_change_no_iterate(simulated, tmp_path):
   machine = Machine(faults=[Fault(0, 4, "kill")])
   run = {**BATCHES, "failures": KILLED}
   result, place = train(tmp_path, run, machine, live={"spans": True})
-  same(iterates(place), simulated)
+  same(kit.iterates(place), simulated)
   assert result["replaced"] == {"worker": 2, "shard": 1}
   assert replay.replay(place).same
   words = experiment.ENGINES["threads"].describe(result)
@@ -459,7 +449,7 @@ def test_batches_that_were_stopped_go_on(simulated, tmp_path, left):
   if left == "nothing":
     shutil.rmtree(place / "checkpoints")
   result, _ = train(tmp_path, BATCHES)
-  same(iterates(place), simulated)
+  same(kit.iterates(place), simulated)
   assert result["messages"] == 32
   assert replay.replay(place).same
   assert [row["message"] for row in rows(place)] == [11, 21, 32]

@@ -1,31 +1,24 @@
 """What is said of a live run while it goes."""
 
 import event_files
+import kit
 import numpy as np
 import pytest
 
-from asgd import base
 from asgd.experiment import live_figures
 
 
 def records(*rows):
   """(update, worker, staleness, gap) of each message."""
   update, worker, staleness, gap = zip(*rows, strict=True) if rows else [()] * 4
-  nothing = np.zeros(len(update))
-  return base.Records(
+  return kit.records(
+    len(update),
     update=np.array(update, np.int32),
-    time=nothing,
     worker=np.array(worker, np.int32),
-    job=nothing.astype(np.int32),
     staleness=np.array(staleness, np.int32),
     gap=np.array(gap, np.float32),
-    loss=nothing.astype(np.float32),
-    accepted=nothing.astype(bool),
-    message_norm=nothing.astype(np.float32),
-    update_norm=nothing.astype(np.float32),
     bytes_up=np.full(len(update), 60),
     bytes_down=np.full(len(update), 40),
-    residual_norm=nothing.astype(np.float32),
   )
 
 

@@ -4,7 +4,6 @@ import json
 import os
 
 import kit
-import numpy as np
 import pytest
 
 from asgd import base
@@ -66,8 +65,7 @@ def test_a_span_that_was_changed_is_named(tmp_path):
 
 def write_records(place, count):
   """A file of so many records, and the result of a finished run."""
-  columns = dict.fromkeys(base.Records._fields, np.zeros(count))
-  FileSink(records_path(place, 0)).append(base.Records(**columns))
+  FileSink(records_path(place, 0)).append(kit.records(count))
   (place / "result.json").write_text(json.dumps({"messages": count}))
 
 

@@ -4,9 +4,9 @@ import os
 import types
 
 import jax
+import kit
 import pytest
 
-from asgd import experiment
 from asgd.experiment.engines import live_clusters, live_hosts
 
 
@@ -21,7 +21,7 @@ def prepared(folder, engine, **settings):
     "examples": 128,
     "live": settings,
   }
-  made = experiment.build(config, engines=experiment.ENGINES)
+  made = kit.build(config)
   (cell,) = made.cells
   plan = made.plan(cell)
   setup = live_clusters.prepare(plan, 0, [4]).setup

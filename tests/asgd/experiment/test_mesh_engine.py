@@ -39,15 +39,9 @@ def pydoc():
   return text.load("pydoc")
 
 
-def config_of(name, arg=None):
-  names = {}
-  exec((kit.ROOT / "configs" / f"{name}.py").read_text(), names)
-  return names["get_config"](arg)
-
-
 def small():
   """A tiny GPT, of 4 updates."""
-  config = config_of("mesh_gpt", "tiny").to_dict()
+  config = kit.config_of("mesh_gpt", "tiny").to_dict()
   section = {**config["mesh"], "axes": {}, "zero": 0, "precision": "float64"}
   return {**config, "mesh": section}
 

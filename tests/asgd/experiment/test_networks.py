@@ -19,22 +19,19 @@ NETWORK = {"latency": 0.25, "up": 9000.0, "port": 6000.0, "service": 0.125}
 TOP_K = {"name": "top_k", "density": 0.1}
 
 
-def trained(**config):
-  return kit.to_its_end(kit.simulation_of(kit.tiny(**config)))
-
-
 def test_a_network_without_limits_changes_no_bit():
-  plain = trained()
+  plain = kit.simulated()
   for network in (  # so wide that it adds nothing, but all lines are passed
     {"up": 1e30, "down": 1e30, "port": 1e30},
     {"port": 1e30, "incast": "share"},
   ):
     server = {"shards": 2, "consistent": True}
-    run = trained(network=network, server=server)
+    run = kit.simulated(network=network, server=server)
     kit.same(run.records(), plain.records())
     kit.same(run.snapshot().params, plain.snapshot().params)
-  wide = trained(network={"up": 1e30}, compress=TOP_K, compress_down="onebit")
-  coded = trained(compress=TOP_K, compress_down="onebit")
+  codecs = {"compress": TOP_K, "compress_down": "onebit"}
+  wide = kit.simulated(network={"up": 1e30}, **codecs)
+  coded = kit.simulated(**codecs)
   kit.same(wide.records(), coded.records())
   kit.same(wide.snapshot().params, coded.snapshot().params)
   assert "throughput" not in plain.columns()
@@ -42,7 +39,7 @@ def test_a_network_without_limits_changes_no_bit():
 
 def test_one_worker_by_hand():
   durations = {"name": "constant", "mean": 1.0}
-  engine = trained(network=NETWORK, durations=durations, workers=(1,))
+  engine = kit.simulated(network=NETWORK, durations=durations, workers=(1,))
   records = engine.records()
   nbytes = int(records.bytes_up[0])
   assert nbytes == records.bytes_down[0] == 2496  # padded leaves
@@ -60,7 +57,7 @@ def test_one_worker_by_hand():
 
 def test_codes_take_the_time_of_their_own_bytes():
   durations = {"name": "constant", "mean": 1.0}
-  engine = trained(
+  engine = kit.simulated(
     network=NETWORK,
     durations=durations,
     workers=(1,),
@@ -84,7 +81,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
     "workers": (3,),
     "order": {"name": "asynchronous", "depth": 2},
   }
-  whole = trained(**config)
+  whole = kit.simulated(**config)
   again = kit.resumed_simulation(lambda: kit.tiny(**config), 11)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
@@ -92,7 +89,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
 
 
 def test_a_table_has_the_columns_of_a_network():
-  row = trained(network=NETWORK).columns()
+  row = kit.simulated(network=NETWORK).columns()
   row |= {"engine": "simulate", "test_accuracy": 0.5, "accepted": 1.0}
   shown = [c.header for c in report.table_columns([row], experiment.ENGINES)]
   assert shown[-4:] == ["messages/time", "port busy %", "shard busy %"] + [
@@ -152,7 +149,8 @@ def test_times_of_a_file_are_played_back(tmp_path):
   assert next(clock.stream(1)) == 4
   assert next(clock.stream(2)) == 1.5
   durations = {"name": "recorded", "path": str(path)}
-  assert trained(durations=durations).records().time[:2].tolist() == [1.5, 4]
+  times = kit.simulated(durations=durations).records().time
+  assert times[:2].tolist() == [1.5, 4]
 
 
 @pytest.mark.parametrize(
@@ -235,9 +233,8 @@ def test_a_live_run_over_a_network_needs_its_spans():
 
 
 def test_sizes_are_those_that_were_counted():
-  columns = {name: np.zeros(3) for name in base.Records._fields}
-  columns |= {"worker": np.array([0, 1, 0]), "bytes_up": np.array([4, 5, 9])}
-  sizes = predict.job_sizes([base.Records(**columns)], 2)
+  columns = {"worker": np.array([0, 1, 0]), "bytes_up": np.array([4, 5, 9])}
+  sizes = predict.job_sizes([kit.records(3, **columns)], 2)
   assert [sizes.up(0, 0), sizes.up(0, 1), sizes.up(1, 0)] == [[4], [9], [5]]
   assert sizes.up(1, 1) == [6]  # the mean
 
@@ -262,7 +259,7 @@ DIVIDED = {
 def test_jobs_take_the_time_of_a_divided_model():
   # 12, 8, 16 and 12 operations of each machine, and thrice 8 bytes.
   alone, time = 96 / 2, 48 / 2 + 3 * 8 / 4
-  records = trained(durations=DIVIDED, workers=(1,)).records()
+  records = kit.simulated(durations=DIVIDED, workers=(1,)).records()
   np.testing.assert_allclose(records.time[:2], [time / alone, 2 * time / alone])
 
 

@@ -1,5 +1,6 @@
 """One's own model, data and problem, in a module outside the package."""
 
+import functools
 import shutil
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 from flax import serialization
 
 import asgd
-from asgd import base, experiment, simulator
+from asgd import base, simulator
 from asgd.experiment import cell_files, code, replay
 
 OWN = kit.ROOT / "tests" / "outside" / "own_things.py"
@@ -30,8 +31,9 @@ def own(tmp_path_factory):
   sys.modules.pop("own_things", None)
 
 
-def build(**config):
-  whole = {
+build = functools.partial(
+  kit.build,
+  {
     "runs": {"a": {"recipe": "asgd"}},
     "workers": (1,),
     "batch_size": 16,
@@ -40,9 +42,8 @@ def build(**config):
     "evaluations": 2,
     "curvature_checks": 0,
     "evaluation_examples": 32,
-    **config,
-  }
-  return experiment.build(whole, engines=experiment.ENGINES)
+  },
+)
 
 
 def train(**config):

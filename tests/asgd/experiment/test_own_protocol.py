@@ -1,8 +1,7 @@
 """A protocol outside the package: one module, and a line that registers it."""
 
-import importlib.util
+import functools
 import shutil
-import sys
 
 import kit
 import pytest
@@ -19,11 +18,7 @@ _FILE = kit.ROOT / "tests" / "outside" / "walk.py"
 
 @pytest.fixture(scope="module")
 def walk():
-  spec = importlib.util.spec_from_file_location("outside_walk", _FILE)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules["outside_walk"] = module  # dataclasses look it up
-  spec.loader.exec_module(module)
-  return module
+  return kit.load_module(_FILE, "outside_walk")  # dataclasses look it up
 
 
 @pytest.fixture(autouse=True)
@@ -31,21 +26,19 @@ def registered(walk, monkeypatch):
   monkeypatch.setitem(experiment.PROTOCOLS, "walk", walk.WALK)
 
 
-def build(run=None, **config):
-  return experiment.build(
-    {
-      "problem": {"name": "golden.world:regression"},
-      "runs": {"run": {"recipe": "walk", **(run or {})}},
-      "workers": (3,),
-      "batch_size": 4,
-      "examples": 4 * 60,
-      "learning_rate": 0.05,
-      "evaluations": 3,
-      "curvature_checks": 0,
-      **config,
-    },
-    engines=experiment.ENGINES,
-  )
+build = functools.partial(
+  kit.build,
+  {
+    "problem": {"name": "golden.world:regression"},
+    "runs": {"run": {"recipe": "walk"}},
+    "workers": (3,),
+    "batch_size": 4,
+    "examples": 4 * 60,
+    "learning_rate": 0.05,
+    "evaluations": 3,
+    "curvature_checks": 0,
+  },
+)
 
 
 class AtRows:
@@ -75,7 +68,7 @@ def test_it_trains_and_learns(tmp_path):
 
 def test_a_walk_of_one_worker_is_gradient_descent():
   exp = build(workers=(1,), examples=4 * 10)
-  plain = build({"recipe": "asgd"}, workers=(1,), examples=4 * 10)
+  plain = build(run={"recipe": "asgd"}, workers=(1,), examples=4 * 10)
   kit.close(kit.train(exp).params, kit.train(plain).params, rtol=1e-5, atol=0)
 
 
@@ -119,5 +112,5 @@ def test_what_it_has_no_use_for_is_refused_with_its_reason():
     " engine='simulate' or 'threads'"):
     build(engine="mesh")
   with pytest.raises(ValueError, match="stay must be a whole number from 1"):
-    build({"stay": 0})
+    build(run={"stay": 0})
   assert "stay" in schema.options_of("walk")

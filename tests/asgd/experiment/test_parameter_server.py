@@ -1,20 +1,18 @@
 """What simulated and live runs share: schedules, jobs, rounds and orders."""
 
+import functools
+
 import jax
 import kit
 import numpy as np
 import pytest
 
-from asgd import base, experiment, orders, sharding, simulator
+from asgd import base, orders, sharding, simulator
 from asgd.experiment.engines import server_results
 
-ENGINES = experiment.ENGINES
-
-
-def build(**config):
-  return experiment.build(
-    {"model": {"name": "mlp", "hidden": (8,)}, **config}, engines=ENGINES
-  )
+build = functools.partial(
+  kit.build, {"model": {"name": "mlp", "hidden": (8,)}}
+)
 
 
 def test_seeds_draw_other_orders_and_runs_share_them():
@@ -94,18 +92,16 @@ LOCAL = {
 }
 
 
-def local(**config):
-  return experiment.build(
-    {
-      "model": {"name": "mlp", "hidden": ()},
-      "runs": LOCAL,
-      "workers": (3,),
-      "batch_size": 16,  # 89 batches in an epoch
-      "learning_rate": 0.01,
-      **config,
-    },
-    engines=ENGINES,
-  )
+local = functools.partial(
+  kit.build,
+  {
+    "model": {"name": "mlp", "hidden": ()},
+    "runs": LOCAL,
+    "workers": (3,),
+    "batch_size": 16,  # 89 batches in an epoch
+    "learning_rate": 0.01,
+  },
+)
 
 
 @pytest.mark.parametrize("label", LOCAL)
@@ -198,14 +194,8 @@ def test_the_schedule_counts_updates_of_long_jobs():
     assert float(schedule(updates)) == pytest.approx(0.01)
 
 
-def records(**columns):
-  count = len(columns["loss"])
-  filled = {name: np.ones(count) for name in base.Records._fields}
-  return base.Records(**{**filled, **columns})
-
-
 def test_a_summary_is_means_and_maxima_of_its_records():
-  part = records(
+  part = kit.records(
     loss=np.array([1.0, 3.0]),
     staleness=np.array([0, 5]),
     gap=np.array([0.5, 0.1]),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from table_kit import train
 
-from asgd import compression, experiment, orders
+from asgd import experiment, orders
 from asgd.experiment import cell_files, folder, report
 from asgd.experiment.signals import Stopped
 from asgd.gossip import topologies
@@ -43,9 +43,7 @@ SWAPS = [[[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [1, 0, 0, 0]]]
 
 def build(*labels, **config):
   runs = {label: {**RUNS[label], "momentum": 0.5} for label in labels}
-  return experiment.build(
-    {**kit.TINY_RUN, "runs": runs, "workers": (4,), **config}, engines=ENGINES
-  )
+  return kit.tiny(**{"runs": runs, "workers": (4,), **config})
 
 
 def test_the_mesh_comes_to_what_is_simulated():
@@ -187,8 +185,8 @@ MISTAKES = (
    "config.workers 4 on engine mesh needs 16 devices, and this process has 8"),
   ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),
   ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh needs 16"),
-  ("ring", {"recipe": "choco_sgd", "codec": f"{__name__}:halves"},
-   "test_peers:halves': what decode returns must have the structure"),
+  ("ring", {"recipe": "choco_sgd", "codec": "coding:halves"},
+   "coding:halves': what decode returns must have the structure"),
   ("ring", {"workers": (1,)},
    "config.runs.ring: gossip needs at least 2 peers"),
   ("ring", {"server": {"shards": 3}},
@@ -207,11 +205,6 @@ def mistaken(entry):
 test_mistakes_are_told_in_one_line = kit.refuses(
   [((a, b), why) for a, b, why in MISTAKES], mistaken, plain=True, longest=600
 )
-
-
-def halves():
-  """A codec of one's own that decodes half of a message."""
-  return compression.identity()._replace(decode=lambda code: code[:1])
 
 
 def test_a_topology_given_as_plain_data_is_the_same():

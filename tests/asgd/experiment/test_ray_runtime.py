@@ -178,19 +178,12 @@ def test_what_a_job_has_itself_is_left_to_it(settings, monkeypatch):
 # A cluster.
 
 
-@pytest.fixture(scope="module")
-def cluster():
-  ray_runtime.start(None)
-  yield
-  ray_runtime.stop()
-
-
-def test_workers_have_the_priority_of_the_driver(cluster):
+def test_workers_have_the_priority_of_the_driver(ray_session):
   task = ray.remote(num_cpus=0)(lambda: os.nice(0))
   assert ray.get(task.remote()) == os.nice(0)
 
 
-def test_what_a_run_has_no_use_for_is_not_started(cluster):
+def test_what_a_run_has_no_use_for_is_not_started(ray_session):
   kinds = {kind for kind, _ in ray_internals.node().live_processes()}
   assert kinds >= {"gcs_server", "raylet"}
   assert not kinds & {"monitor", "dashboard", "log_monitor"}
@@ -210,7 +203,7 @@ print("read the functions that Ray calls")
 @pytest.mark.process
 @pytest.mark.slow
 @pytest.mark.parametrize("token", ["none", "wrong", "right"])
-def test_who_has_not_the_token_gets_no_answer(cluster, tmp_path, token):
+def test_who_has_not_the_token_gets_no_answer(ray_session, tmp_path, token):
   environment = {k: v for k, v in os.environ.items() if k not in OF_RAY}
   environment["HOME"] = str(tmp_path)
   if token != "none":
@@ -231,7 +224,7 @@ def test_who_has_not_the_token_gets_no_answer(cluster, tmp_path, token):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_task_that_dies_is_one_line_that_says_so(cluster):
+def test_a_task_that_dies_is_one_line_that_says_so(ray_session):
   def die(*args):
     os._exit(3)
 

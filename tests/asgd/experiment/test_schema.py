@@ -1,6 +1,7 @@
 """Configs: overrides, defaults, and what is wrong with them."""
 
 import copy
+import functools
 
 import jax
 import kit
@@ -33,9 +34,7 @@ def runs(overrides=(), **config):
   return resolve(overrides, **config).runs
 
 
-def build(**config):
-  return experiment.build({"runs": ASGD, **config}, engines=ENGINES)
-
+build = functools.partial(kit.build, {"runs": ASGD})
 
 # Defaults and overrides.
 

@@ -9,7 +9,7 @@ import pytest
 from table_kit import train
 
 import asgd
-from asgd import base, experiment, orders
+from asgd import base, orders
 from asgd.experiment import cell_files, engines, folder
 from asgd.experiment.engines import tables
 from asgd.experiment.signals import Stopped
@@ -34,8 +34,7 @@ CONFIG = {
 
 def build(config=None, **runs):
   runs = {label: {"recipe": "table", **run} for label, run in runs.items()}
-  config = {**CONFIG, "runs": runs, **(config or {})}
-  return experiment.build(config, engines=experiment.ENGINES)
+  return kit.build(CONFIG, runs=runs, **(config or {}))
 
 
 def test_one_worker_is_plain_sgd_on_whole_tables():

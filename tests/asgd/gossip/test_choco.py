@@ -8,6 +8,7 @@ import kit
 import numpy as np
 import peer_kit
 import pytest
+from linear import quadratic
 
 import asgd
 from asgd import compression
@@ -22,10 +23,6 @@ STATIC += ("random_regular", "erdos_renyi", "hierarchical")
 CUBE = {"name": "hypercube", "one_peer": True}
 HALF, REST = np.full((2, 2), 0.5), np.eye(2)
 ONE_PERCENT = {"name": "top_k", "density": 0.01}
-
-
-def quadratic(params, batch):
-  return 0.5 * jnp.sum((params - batch) ** 2)
 
 
 def linear(params, batch):

@@ -23,11 +23,6 @@ from asgd.orders import trace as trace_lib
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def still(params, batch):
-  """A loss without a gradient: peers only average."""
-  return 0.0 * jnp.sum(params * batch)
-
-
 def averaging(recipe, starts, rounds):
   """Returns the peers of a recipe, from different first parameters, and their
   trace."""
@@ -36,7 +31,8 @@ def averaging(recipe, starts, rounds):
   )
   start = np.zeros_like(starts[0])
   batch = lambda worker, job: start  # noqa: E731
-  return peer_kit.peers(recipe, trace, start, still, batch, starts), trace
+  parts = trace, start, peer_kit.still, batch, starts
+  return peer_kit.peers(recipe, *parts), trace
 
 
 def after_rounds(recipe, starts, rounds):

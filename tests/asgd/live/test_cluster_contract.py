@@ -4,7 +4,6 @@ each party is killed once, and the run comes to what its files say, to the bit.
 
 import collections
 import contextlib
-import csv
 import math
 import os
 import signal
@@ -18,7 +17,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd import base, experiment
+from asgd import base
 from asgd.experiment import (
   audit,
   chaos,
@@ -112,10 +111,8 @@ class Run:
   def __init__(self, folder, engine, run=None, **config):
     problem = dict(name="gates:ratings", **config.pop("problem", {}))
     run = run or {"recipe": "dana_zero"}
-    config = {**CONFIG, **config, "problem": problem, "engine": engine}
-    self.experiment = experiment.build(
-      {**config, "runs": {"run": run}}, engines=experiment.ENGINES
-    )
+    config |= {"problem": problem, "engine": engine, "runs": {"run": run}}
+    self.experiment = kit.build(CONFIG, **config)
     (self.cell,) = self.experiment.cells
     self.plan = self.experiment.plan(self.cell)
     self.folder, self.place = folder, folder / "cells" / self.cell.name
@@ -275,12 +272,6 @@ RUNS = [
 ]
 
 
-def iterates(place):
-  """The rows of iterates.csv without their times."""
-  text = (place / "iterates.csv").read_text()
-  return [{**row, "time": None} for row in csv.DictReader(text.split())]
-
-
 @pytest.mark.parametrize(("engine", "name"), RUNS)
 def test_each_party_is_killed_once_and_the_run_replays(
   tmp_path, monkeypatch, request, engine, name
@@ -311,7 +302,7 @@ def test_each_party_is_killed_once_and_the_run_replays(
   if name == "batches":
     still = Run(tmp_path / "still", "simulate", case.run)
     still.train()
-    assert iterates(run.place) == iterates(still.place)
+    assert kit.iterates(run.place) == kit.iterates(still.place)
 
 
 # Ray.

@@ -28,12 +28,6 @@ EVENTS = [
 ]
 
 
-def records(count, first=0):
-  columns = {name: np.zeros(count) for name in base.Records._fields}
-  columns["job"] = np.arange(first, first + count)
-  return base.Records(**columns)
-
-
 def journal(folder):
   out = FileJournal(folder / "trace-0.csv")
   for row in EVENTS:
@@ -43,7 +37,7 @@ def journal(folder):
 
 def sink(folder, count=3):
   out = FileSink(folder / "records-0.bin")
-  out.append(records(count))
+  out.append(kit.records(count, job=np.arange(count)))
   return out
 
 
@@ -82,13 +76,13 @@ def test_what_does_not_fit_is_taken_back_and_the_file_named(
     trace.append(more)
   disk.room = left
   with pytest.raises(ValueError, match="make room and run the same command"):
-    seen.append(records(2, 3))
+    seen.append(kit.records(2, job=np.array([3, 4])))
   assert trace.events() == EVENTS
   assert read_journal(tmp_path / "trace-0.csv") == EVENTS
   assert (tmp_path / "records-0.bin").stat().st_size == (3 * RECORD.itemsize)
   disk.room = 10**6  # there is room again
   trace.append(more)
-  seen.append(records(1, 3))
+  seen.append(kit.records(1, job=np.array([3])))
   assert read_journal(tmp_path / "trace-0.csv") == [*EVENTS, more]
   read = read_records(tmp_path / "records-0.bin")
   assert read.job.tolist() == [0, 1, 2, 3]
@@ -101,14 +95,14 @@ def test_a_file_that_is_deleted_meanwhile_is_noticed(tmp_path):
   with pytest.raises(ValueError, match=r"trace-0.csv is gone: it was deleted"):
     trace.append(EVENTS[0])
   with pytest.raises(ValueError, match=r"records-0.bin is gone"):
-    seen.append(records(1))
+    seen.append(kit.records(1, job=np.arange(1)))
 
 
 def test_a_file_that_is_changed_meanwhile_is_noticed(tmp_path):
   seen = sink(tmp_path)
   os.truncate(tmp_path / "records-0.bin", RECORD.itemsize)
   with pytest.raises(ValueError, match="this run wrote 195: another process"):
-    seen.append(records(1))
+    seen.append(kit.records(1, job=np.arange(1)))
 
 
 def test_a_last_row_whose_newline_was_changed_is_no_row_that_was_cut(tmp_path):
@@ -128,7 +122,7 @@ def test_a_sink_counts_and_is_cut(tmp_path):
   seen.truncate(9)
   assert seen.count == 5
   seen.truncate(2)
-  seen.append(records(1, 7))
+  seen.append(kit.records(1, job=np.array([7])))
   seen.sync()
   assert seen.count == 3
   read = read_records(tmp_path / "records-0.bin")

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from linear import criterion
 
 import asgd
 from asgd import facade
@@ -33,10 +34,6 @@ def dana(workers=4):
 def simulate(loss, params, **options):
   options = {"messages": 16, **EVERY, **options}
   return asgd.simulate(loss, params, DATA, dana(), **options)
-
-
-def criterion(output, batch):
-  return ((output[:, 0] - batch[1]) ** 2).mean()
 
 
 # One network in three packages, with the same initial values.
@@ -190,24 +187,6 @@ def test_a_model_of_equinox_trains_on_a_mesh_as_in_a_simulation():
   simulated = asgd.simulate(*given, messages=12, **EVERY)
   pair = weights(mesh.params), weights(simulated.params)
   kit.close(*pair, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_models_of_others_travel_to_processes(tmp_path, ray_session):
-  state = hk.transform_with_state(lambda x, is_training: with_state(
-    x, is_training
-  ))
-  for name, given in {
-    "equinox": (loss_of_equinox, net_of_equinox()),
-    "haiku": ((state, criterion), None),
-  }.items():
-    args = *given, DATA, dana(2)
-    live = asgd.train_live(
-      *args, messages=16, runtime="ray", folder=tmp_path / name, **EVERY
-    )
-    assert len(live.records.loss) == 16
-    assert asgd.replay(tmp_path / name, *args).same
 
 
 # Haiku: rng and state.

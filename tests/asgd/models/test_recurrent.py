@@ -1,7 +1,6 @@
 """The LSTM against its equations, and what every model promises."""
 
 import jax
-import kit
 import numpy as np
 import pytest
 
@@ -63,30 +62,6 @@ def test_it_follows_its_equations():
   )
 
 
-def test_a_position_depends_on_those_before_it():
-  layers, params = make(depth=2)
-  x = tokens()
-  before = logits(layers, params, x)
-  for t in range(6):
-    changed = x.copy()
-    changed[:, t] = (changed[:, t] + 1) % TOKENS
-    after = logits(layers, params, changed)
-    np.testing.assert_array_equal(after[:, :t], before[:, :t])
-    assert (np.abs(after[:, t:] - before[:, t:]).max((0, 2)) > 0).all()
-
-
-def test_slices_draw_what_the_whole_draws():
-  layers, params = make(depth=2, dropout=0.5)
-  key, x = jax.random.key(1), tokens()
-  whole = logits(layers, params, x, train=True, key=key)
-  y = x
-  for start, end in ((0, 2), (2, 4)):
-    part = layers[start:end], params[start:end]
-    y = logits(*part, y, train=True, key=key, first=start)
-  np.testing.assert_allclose(y, whole, rtol=0, atol=1e-6)
-  assert np.abs(logits(layers, params, x) - whole).max() > 0.01
-
-
 def test_it_has_the_parameters_of_eight_matrices():
   _, params = make(depth=2)
   lstm = 8 * WIDTH**2 + 4 * WIDTH
@@ -109,8 +84,3 @@ def test_mistakes_are_refused(options, why):
     models.build("lstm", TOKENS, **options)
 
 
-def test_it_computes_in_the_dtype_of_its_parameters():
-  with jax.enable_x64(True):
-    layers, params = make()
-    run = lambda p: models.apply(layers, p, tokens())[0]  # noqa: E731
-    assert jax.eval_shape(run, kit.double(params)).dtype == np.float64

@@ -1,10 +1,10 @@
 """Rounds of peers as one program come to what the simulator comes to."""
 
 import jax
-import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
+from linear import quadratic
 
 import asgd
 from asgd import simulator, stacking
@@ -16,10 +16,6 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 N, ROUNDS = 4, 5
 WANTED = kit.normal(N, 3)
-
-
-def loss(params, batch):
-  return 0.5 * jnp.sum((params - batch) ** 2)
 
 
 def wanted(worker, job):
@@ -48,7 +44,7 @@ def wanted(worker, job):
 def test_a_mesh_comes_to_what_the_simulator_comes_to(recipe):
   batch = stacking.job_batches(wanted, recipe.steps)
   start, root = np.zeros(3), jax.random.key(0)
-  worker = recipe.make_worker(loss)
+  worker = recipe.make_worker(quadratic)
   trace = recipe.gossip.trace(durations.homogeneous(), messages=ROUNDS * N)
   simulated = simulator.Peers(
     recipe.gossip, recipe.peer(), worker, start, trace, batch=batch, root=root
@@ -107,7 +103,7 @@ def test_turns_are_partial_permutations_that_have_every_link_once(name):
 def test_what_has_no_rounds_or_other_devices_is_refused():
   mesh = meshes.make({"data": N})
   pairs = asgd.ad_psgd(0.1, N)
-  worker = pairs.make_worker(loss)
+  worker = pairs.make_worker(quadratic)
   with pytest.raises(ValueError, match="order 'pairs' have no rounds"):
     peers.make_rounds(pairs.gossip, pairs.server(), worker, mesh)
   rounds = asgd.d_psgd(0.1, 8)

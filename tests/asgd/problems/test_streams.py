@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from linear import squares
 
 import asgd
 from asgd import pipeline
@@ -127,15 +128,10 @@ def test_batches_of_a_configured_problem_stay():
     kit.same(first, values(0))
 
 
-def loss(params, batch):
-  x, y = batch
-  return ((x @ params - y) ** 2).mean()
-
-
 def train(function, data, recipe, **options):
   params = np.zeros(SIZE, np.float32)
   options = {"messages": 24, "progress": False, **options}
-  return function(loss, params, data, recipe, **options).params
+  return function(squares, params, data, recipe, **options).params
 
 
 ENGINES = {

@@ -67,11 +67,6 @@ def params_of(result):
   return np.stack([flat(state.server.params) for state in result.states])
 
 
-def still(params, batch):
-  """A loss without a gradient: peers only average."""
-  return 0.0 * loss(params, batch)
-
-
 def with_server(recipe, rounds=6):
   """Returns the parameters of a recipe with a server, after some rounds."""
   trace = orders.build(
@@ -280,8 +275,9 @@ def test_one_peer_exponential_averages_exactly_after_log2_n_rounds():
   starts = np.random.default_rng(0).integers(-99, 99, (8, 7)).astype(float)
   for make in (asgd.sgp, asgd.d_psgd):
     recipe = make(0.1, workers=8, topology="one_peer_exponential")
-    assert (run(recipe, 2, starts=starts, loss=still) != starts.mean(0)).any()
-    after = run(recipe, 3, starts=starts, loss=still)
+    before = run(recipe, 2, starts=starts, loss=peer_kit.still)
+    assert (before != starts.mean(0)).any()
+    after = run(recipe, 3, starts=starts, loss=peer_kit.still)
     assert (after == starts.mean(0)).all()
 
 
@@ -324,7 +320,7 @@ def test_push_sum_conserves_mass_on_every_digraph(topology, overlap):
   recipe = asgd.sgp(0.1, workers=6, topology=topology, overlap=overlap)
   starts = kit.normal(6, 7)
   trace = trace_of(recipe, rounds=9)
-  result = peers(recipe, trace, starts=starts, loss=still)
+  result = peers(recipe, trace, starts=starts, loss=peer_kit.still)
   # Until the sends of round 7; with overlap messages were put in round 6.
   result.run(int(np.flatnonzero(trace.job == 42)[0]))
   mass = sum(float(state.rule_state) for state in result.states)
@@ -348,7 +344,7 @@ def test_the_mean_is_conserved_by_the_averages_of_ad_psgd():
   recipe = asgd.ad_psgd(0.1, workers=6, topology="random_regular")
   starts = kit.normal(6, 7)
   trace = trace_of(recipe, clock=durations.heterogeneous())
-  result = peers(recipe, trace, starts=starts, loss=still)
+  result = peers(recipe, trace, starts=starts, loss=peer_kit.still)
   before = np.inf
   mixes = np.flatnonzero(trace.action == base.MIX)[1::2] + 1  # both have mixed
   for end in mixes.tolist():

@@ -1,11 +1,12 @@
 """A consistency model outside the package: one value and one line."""
 
+import functools
+
+import kit
 import pytest
 
-from asgd import experiment, tables
-from asgd.experiment import loop, replay
-from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
+from asgd import tables
+from asgd.experiment import replay
 from asgd.tables import Consistency
 
 BATCHES = 12  # of each worker
@@ -23,38 +24,28 @@ def registered(monkeypatch):
   monkeypatch.setitem(tables.CONSISTENCIES, model.name, model)
 
 
-def build(engine, **run):
-  return experiment.build(
-    {
-      "problem": {
-        "name": "asgd.problems.factorisation:matrix_factorisation",
-        "rank": 2,
-      },
-      "runs": {"run": {"recipe": "table", "consistency": "tightening", **run}},
-      "engine": engine,
-      "workers": (2,),
-      "batch_size": 50,
-      "examples": 50 * 2 * BATCHES,
-      "learning_rate": 4.0,
-      "evaluations": 2,
-      "curvature_checks": 0,
-      "durations": {"name": "heterogeneous"},
+build = functools.partial(
+  kit.build,
+  {
+    "problem": {
+      "name": "asgd.problems.factorisation:matrix_factorisation",
+      "rank": 2,
     },
-    engines=experiment.ENGINES,
-  )
-
-
-def train(engine, workdir):
-  exp = build(engine)
-  (cell,) = exp.cells
-  machine = Machine()
-  result = loop.train(exp, cell, workdir, bar=Silent(), machine=machine)
-  return result, workdir / "cells" / cell.name
+    "runs": {"run": {"recipe": "table", "consistency": "tightening"}},
+    "workers": (2,),
+    "batch_size": 50,
+    "examples": 50 * 2 * BATCHES,
+    "learning_rate": 4.0,
+    "evaluations": 2,
+    "curvature_checks": 0,
+    "durations": {"name": "heterogeneous"},
+  },
+)
 
 
 @pytest.mark.usefixtures("registered")
 def test_it_trains_in_simulated_time(tmp_path):
-  result, _ = train("simulate", tmp_path)
+  result, _ = kit.train(build(), tmp_path)[:2]
   assert result["order"] == "tightening"
   assert result["bound"] == 4
   # -1 - bound is the least differential at first, and -1 in the end.
@@ -65,7 +56,7 @@ def test_it_trains_in_simulated_time(tmp_path):
 
 @pytest.mark.usefixtures("registered")
 def test_it_trains_live_and_is_replayed(tmp_path):
-  result, place = train("threads", tmp_path)
+  result, place = kit.train(build(engine="threads"), tmp_path)[:2]
   assert result["messages"] == 2 * BATCHES
   assert result["order"] == "tightening"
   assert replay.replay(place).same
@@ -73,4 +64,4 @@ def test_it_trains_live_and_is_replayed(tmp_path):
 
 def test_it_is_unknown_without_its_line():
   with pytest.raises(ValueError, match="unknown consistency 'tightening'"):
-    build("simulate")
+    build()

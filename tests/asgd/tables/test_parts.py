@@ -5,7 +5,9 @@ import functools
 import random
 
 import numpy as np
+import powers_kit
 import pytest
+from powers_kit import JOBS, ROWS, WORKERS, first, whole
 
 from asgd import base, orders, tables
 from asgd.orders.trace import NO_SEQ, Event
@@ -15,7 +17,6 @@ from asgd.tables.requests import PUSH
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
-ROWS, WORKERS, JOBS = 7, 3, 6
 MODELS = {
   "bulk_synchronous": {},
   "ssp": dict(bound=1),
@@ -35,7 +36,7 @@ def work(exact=True, hot=ROWS):
   def keys(job):
     if exact is None:
       return {"v": np.arange(ROWS), "w": np.arange(2)}
-    return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
+    return powers_kit.keys(job, hot)
 
   def gradient(rows, job, keys, *_):
     if exact is None:
@@ -43,14 +44,9 @@ def work(exact=True, hot=ROWS):
       return 0.0, {k: np.full_like(x, number) for k, x in rows.items()}
     if not exact:
       return 0.0, {k: 0.3 * x + np.sin(job) for k, x in rows.items()}
-    ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
-    return float(job), ones
+    return powers_kit.gradient(rows, job)
 
   return tables.Work(lambda worker, job: job, keys, gradient)
-
-
-def first():
-  return {"v": np.zeros((ROWS, 2)), "w": np.zeros((2, 1))}
 
 
 class World:
@@ -231,14 +227,6 @@ class World:
         for shard in self.shards
       ]
     )
-
-
-def whole(hot=ROWS):
-  out = first()
-  for job in range(WORKERS * JOBS):
-    for name, keys in work(hot=hot).keys(job).items():
-      out[name][keys] += 2.0**job
-  return out
 
 
 def same(one, two):

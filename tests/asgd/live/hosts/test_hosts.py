@@ -45,14 +45,6 @@ class Counter:
     self.events.append("closed")
 
 
-@pytest.fixture
-def hosts():
-  hosts = ThreadHosts(began=time.monotonic())
-  yield hosts
-  hosts.close()
-  assert not [t for t in threading.enumerate() if t.name == "shard-0"]
-
-
 def test_calls_are_made_one_after_the_other(hosts):
   host = hosts.start("shard", 0, Counter)
   calls = [host.call("add") for _ in range(100)]

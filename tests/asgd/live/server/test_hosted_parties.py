@@ -1,7 +1,6 @@
 """A shard and a worker as objects in threads, without a cluster."""
 
 import threading
-import time
 import types
 from concurrent.futures import Future
 
@@ -9,19 +8,11 @@ import pytest
 from shard_bench import Bench, one
 
 from asgd.live.faults import Script
-from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.links.sockets import ShardServer
 from asgd.live.server.hosted_shard import ENDED, HostedShard
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.shard import Shard
 from asgd.live.worker import LoopContext
-
-
-@pytest.fixture
-def hosts():
-  hosts = ThreadHosts(began=time.monotonic())
-  yield hosts
-  hosts.close()
 
 
 @pytest.fixture

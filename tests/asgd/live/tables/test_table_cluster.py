@@ -5,7 +5,9 @@ import functools
 import time
 
 import numpy as np
+import powers_kit
 import pytest
+from powers_kit import JOBS, ROWS, WORKERS, first, keys, whole
 
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
@@ -25,25 +27,8 @@ from asgd.tables.requests import ClockMessage
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
-ROWS, WORKERS, JOBS, SHARDS = 7, 3, 6, 2
+SHARDS = 2
 SSP = dict(consistency="ssp", bound=1)
-
-
-def first():
-  return {"v": np.zeros((ROWS, 2)), "w": np.zeros((2, 1))}
-
-
-def keys(job, hot=ROWS):
-  """Returns a problem that reads no row of `v` from `hot` on."""
-  return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
-
-
-def whole(jobs=range(WORKERS * JOBS), hot=ROWS):
-  out = first()
-  for job in jobs:
-    for name, mine in keys(job, hot).items():
-      out[name][mine] += 2.0**job
-  return out
 
 
 class Run:
@@ -68,8 +53,7 @@ class Run:
   def gradient(self, rows, job, keys, *_):
     if job in self.do:  # once
       self.do.pop(job)(self)
-    ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
-    return float(job), ones
+    return powers_kit.gradient(rows, job)
 
   @property
   def work(self):
