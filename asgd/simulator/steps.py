@@ -220,7 +220,38 @@ def _after_transfer(tree: Any, dtype: str | None) -> Any:
   return jax.tree.map(round_leaf, tree)
 
 
+class _ServerSteps(NamedTuple):
+  """The compiled functions of a server."""
+
+  send: Callable[..., Any]  # as in `Steps`
+  stage: Callable[..., Any]
+  # (opt_state, inbox, message, params, version, ticket, loss) -> as `receive`;
+  # the first donates the message, the second does not.
+  donating_receive: Callable[..., Any]
+  reading_receive: Callable[..., Any]
+
+
 @functools.lru_cache(maxsize=32)
+def _compile_server(server: base.Server, wire: str | None) -> _ServerSteps:
+  """Compiles a server once: for all runs of a process, and their replays."""
+  pure = pure_steps(server, None, wire)
+
+  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
+    state = base.ServerState(params, opt_state, version, inbox)
+    return pure.receive(state, ticket, message, loss)
+
+  send = server.send
+  if not server.sends_current or wire is not None:
+    send = hoisting.jit(pure.send)
+  # Do not donate params and version: open tickets refer to them.
+  return _ServerSteps(
+    send,
+    jax.jit(sharding.staged(pure.receive)),
+    hoisting.jit(receive_parts, donate_argnums=(0, 1, 2)),
+    hoisting.jit(receive_parts, donate_argnums=(0, 1)),
+  )
+
+
 def compile_steps(
   server: base.Server,
   worker: base.Worker | None,
@@ -229,7 +260,7 @@ def compile_steps(
   group: WorkerDevices = ALONE,
   keeps_messages: bool = False,
 ) -> Steps:
-  """Compiles the functions of runtimes, once for the same arguments.
+  """Compiles the functions of runtimes: each server and each worker once.
 
   Messages of a server with a codec travel as codes, and `receive` decodes them.
   Tickets have the parameters as they arrive at the worker.
@@ -245,34 +276,25 @@ def compile_steps(
       may differ in the last bit, so compile a replay with the option of its
       run.
   """
-  pure = pure_steps(server, worker, wire)
-
-  def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
-    state = base.ServerState(params, opt_state, version, inbox)
-    return pure.receive(state, ticket, message, loss)
-
-  # Do not donate params and version: open tickets refer to them.
-  donating_receive = hoisting.jit(receive_parts, donate_argnums=(0, 1, 2))
-  reading_receive = hoisting.jit(receive_parts, donate_argnums=(0, 1))
+  compiled = _compile_server(server, wire)
 
   def receive(state, ticket, message, loss):
     leaves = jax.tree.leaves(message)
     keeps_message = keeps_messages or not all(
       isinstance(x, jax.Array) for x in leaves
     )
-    compiled = reading_receive if keeps_message else donating_receive
-    return compiled(
+    receive_parts = (
+      compiled.reading_receive if keeps_message else compiled.donating_receive
+    )
+    return receive_parts(
       *(state.opt_state, state.inbox, message, state.params, state.version),
       *(ticket, loss),
     )
 
-  send = server.send
-  if not server.sends_current or wire is not None:
-    send = hoisting.jit(pure.send)
   work = compile_work(worker, group) if worker else None
-  stage = jax.jit(sharding.staged(pure.receive))
   return Steps(
-    work, send, receive, stage, wire, server.codec, server.alone
+    *(work, compiled.send, receive, compiled.stage),
+    *(wire, server.codec, server.alone),
   )
 
 

@@ -177,6 +177,21 @@ def test_more_workers_than_the_algorithm_was_built_for_are_refused():
     host_of("dana_zero", 2).init(START, 3)
 
 
+def test_a_run_and_its_replay_have_the_same_compiled_functions():
+  recipe = algorithms.build("dana_zero", 0.01, 3)
+  server, worker = recipe.server(), recipe.make_worker(PROBLEM.loss)
+  shard = steps.compile_steps(server, None, keeps_messages=True)
+  run = steps.compile_steps(server, worker)
+  replay = steps.compile_steps(
+    server, worker, group=steps.ALONE, keeps_messages=True, wire=None
+  )
+  assert shard.send is run.send is replay.send
+  assert shard.stage is run.stage is replay.stage
+  assert run.work is replay.work
+  other = steps.compile_steps(server, worker, wire="bfloat16")
+  assert other.send is not run.send and other.work is run.work
+
+
 def test_many_leaves_are_warned_of(monkeypatch):
   server = algorithms.build("asgd", 0.01, 2).server()
   monkeypatch.setattr(steps, "_MANY_LEAVES", 3)
