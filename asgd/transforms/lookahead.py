@@ -290,6 +290,9 @@ def precede(
     # The send rule reads the algorithm's state, never `state.first`.
     return algorithm.send(opt_state.then, params, worker=worker)
 
+  # Other code asks whether the send rule is `send_current`.
+  if algorithm.send is base.send_current:
+    return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)
 
 

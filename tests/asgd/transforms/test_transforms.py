@@ -233,6 +233,9 @@ def test_precede_keeps_the_send_rule():
   np.testing.assert_allclose(updates, [-0.2], rtol=1e-15)
   sent = algorithm.send(state, params, worker=jnp.int32(0))
   np.testing.assert_allclose(sent, [-0.2], rtol=1e-15)
+  # Clipping is no look-ahead, which `compress_down` would refuse.
+  plain = transforms.precede(base.as_algorithm(optax.sgd(0.1)), optax.clip(1.0))
+  assert plain.send is base.send_current
 
 
 def test_rates_may_be_numbers_or_schedules():
