@@ -297,14 +297,19 @@ def _flags(
   config: Mapping[str, Any],
 ) -> tuple[str, ...]:
   """Returns the flags of asgd train for the advice."""
-  options = dict(rule.repeated_options)
+  # The overrides of all runs, below, replace some of the run's own values.
+  replaced = {MESH: {"batch_size"}, CODED: {"compress", "compress_down"}}
+  dropped = replaced.get(way.name, set())
   if way.name == CODED or "momentum" not in algorithms.options(recipe_name):
-    options.pop("momentum", None)
+    dropped = {*dropped, "momentum"}
+  run: dict[str, Any] = {"recipe": recipe_name}
+  for key, value in rule.repeated_options.items():
+    if isinstance(value, Mapping) and key not in dropped:
+      run |= {f"{key}.{inner}": each for inner, each in value.items()}
+    elif key not in dropped:
+      run[key] = value
   if way.steps > 1:
-    options["steps"] = way.steps
-  optimizer = options.pop("optimizer", {})
-  run = {"recipe": recipe_name, **options}
-  run |= {f"optimizer.{key}": value for key, value in optimizer.items()}
+    run["steps"] = way.steps
   overrides = {f"runs.{_RUN}.{key}": value for key, value in run.items()}
   overrides |= {"only": _RUN, "learning_rate": float(f"{rate:.3g}")}
   engine = "simulate"
@@ -322,7 +327,10 @@ def _flags(
   schedule = config["learning_rate_schedule"]
   if warm_up and not (schedule["warmup_epochs"] or schedule["warmup_examples"]):
     overrides["learning_rate_schedule.warmup_epochs"] = 1.0
-  changes = (f"--config.{key}={value}" for key, value in overrides.items())
+  changes = []
+  for key, value in overrides.items():
+    text = ",".join(map(str, value)) if isinstance(value, list) else value
+    changes.append(f"--config.{key}={text}")
   return f"--engine={engine}", *changes
 
 

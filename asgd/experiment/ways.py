@@ -45,6 +45,11 @@ _MAX_STEPS, _MAX_SECONDS = 30, 5.0  # limits of the measured steps
 _SIMULATED_ROUNDS = 40  # messages of each worker in the simulation of a way
 _LOCAL_STEPS = 4, 16, 64  # local steps to choose from
 _CODED_MESSAGES = 3  # messages that the size of a code is measured on
+# Keys that a run may set for itself, so that a new run has to repeat them.
+_REPEATED_KEYS = (
+  *("batch_size", "clip_norm", "learning_rate_schedule"),
+  *("compress", "compress_down"),
+)
 
 ONE_MACHINE, MESH, ASYNCHRONOUS = "one machine", "mesh", "asynchronous"
 CODED, LOCAL = "coded messages", "local steps"
@@ -136,8 +141,22 @@ def step_rule(run: schema.Run, config: Mapping[str, Any]) -> StepRule:
   up, down = (
     run.config.get(key, config[key]) for key in ("compress", "compress_down")
   )
+  for key in _REPEATED_KEYS:
+    if run.config.get(key, config[key]) != config[key]:
+      own_options[key] = _differing(run.config[key], config[key])
   rate = run.config["learning_rate"]
   return StepRule(rate, momentum, optimizer, own_options, up, down)
+
+
+def _differing(value: Any, shared: Any) -> Any:
+  """Returns a run's value of a key. Of a dict with the name that the config's
+  dict has, it returns the items that differ: a run takes over the others."""
+  dicts = value, shared
+  if not all(isinstance(each, Mapping) for each in dicts):
+    return value
+  if value.get("name") != shared.get("name"):
+    return value
+  return {k: v for k, v in value.items() if v != shared.get(k)}
 
 
 def optimizer_options(name: str, rule: StepRule) -> dict[str, Any]:

@@ -275,6 +275,12 @@ def test_messages_that_are_no_gradients_are_refused():
 @pytest.mark.parametrize("optimizer", [None, "adam", {"a": "adamw"}])
 def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   run = {"recipe": "nag_asgd"} if optimizer is None else {"recipe": "asgd"}
+  own = {
+    "batch_size": 4,
+    "clip_norm": 2.0,
+    "learning_rate_schedule": {"decay_epochs": [1.0]},
+  }
+  run |= own
   if isinstance(optimizer, dict):  # of the run alone
     run["optimizer"], optimizer = optimizer["a"], None
   config = {**kit.TINY_RUN, "runs": {"a": run}, "optimizer": optimizer}
@@ -283,7 +289,8 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   chosen = Way(name, 1 if name == ONE_MACHINE else 2, 2.0, 1.0, 1)
   chosen = chosen._replace(steps=4 if name == LOCAL else 1)
   monkeypatch.setattr(advice.ways_lib, "choose", lambda *_: chosen)
-  found = advice.advise(MEASURED, cluster(), training, resolved.config)
+  config_of_run = resolved.runs["a"].config
+  found = advice.advise(MEASURED, cluster(), training, config_of_run)
   engine, *changes = found.flags
   config = overrides.use_engine(config, engine.partition("=")[2], flags.ENGINES)
   values = {}
@@ -298,6 +305,19 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   (cell,) = build(resolved, engines=flags.ENGINES).cells
   assert cell.workers == (1 if name == MESH else chosen.workers)
   assert resolved.runs["advised"].recipe == found.recipe in algorithms.RECIPES
+  # The measured values of the run.
+  advised = resolved.runs["advised"].config
+  assert advised["clip_norm"] == 2.0
+  assert advised["learning_rate_schedule"]["decay_epochs"] == [1.0]
+  assert advised["batch_size"] == (8 if name == MESH else 4)
+
+
+def test_the_codec_of_a_run_is_repeated():
+  own = {"recipe": "asgd", "compress": {"name": "top_k", "density": 0.25}}
+  found = training_of(own, compress={"name": "top_k", "density": 0.5})
+  assert found.repeated_options == {"compress": {"density": 0.25}}
+  found = training_of(own, compress="onebit")
+  assert found.repeated_options["compress"]["name"] == "top_k"
 
 
 def test_a_problem_is_measured():
