@@ -64,6 +64,8 @@ class SlotCounts(NamedTuple):
 # Files beside the slots: a mark that a journal refers to the memory, and the
 # index and description of the valid snapshot.
 _ADOPTED, _SNAPSHOT = "adopted", "snapshot"
+# Bytes of an array that JAX copies faster than it shares the array's memory.
+_SMALL = 4096
 _TRAILER = np.dtype([("length", np.int64), ("stamp", np.int64)])
 
 
@@ -102,8 +104,10 @@ def check_room(folder: Path | str, nbytes: int) -> None:
 
 
 def _on_device(view: np.ndarray) -> Any:
-  """Returns a jax array in the memory of a view, or the view itself if JAX
-  would copy it."""
+  """Returns a jax array in the memory of a view, or the view itself if it is
+  small or JAX would copy it."""
+  if view.nbytes < _SMALL:
+    return view
   array = jax.device_put(view)
   if array.devices() and next(iter(array.devices())).platform != "cpu":
     return view

@@ -279,9 +279,8 @@ def compile_steps(
   compiled = _compile_server(server, wire)
 
   def receive(state, ticket, message, loss):
-    leaves = jax.tree.leaves(message)
     keeps_message = keeps_messages or not all(
-      isinstance(x, jax.Array) for x in leaves
+      isinstance(x, jax.Array) for x in jax.tree.leaves(message)
     )
     receive_parts = (
       compiled.reading_receive if keeps_message else compiled.donating_receive
@@ -320,5 +319,15 @@ def start(server: base.Server, params: Any) -> base.ServerState:
       " (jax.flatten_util.ravel_pytree)",
       stacklevel=2,
     )
-  # Copied, because `receive` would donate a state that holds the parameters.
-  return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))
+  # `receive` donates a part of the state. So an array that the state holds
+  # twice, or that is one of `params`, is copied.
+  params = jax.tree.map(jnp.asarray, params)
+  seen = set(map(id, jax.tree.leaves(params)))
+
+  def own(x: jax.Array) -> jax.Array:
+    if id(x) in seen:
+      return jnp.copy(x)
+    seen.add(id(x))
+    return x
+
+  return jax.tree.map(own, server.init(params))

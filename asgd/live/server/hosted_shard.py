@@ -9,6 +9,7 @@ The host runs the methods of `HostedShard` in its thread. Only another thread,
 the serving thread, touches the shard: `server.submit` passes calls to it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -188,6 +189,24 @@ def _flush(shard: Shard) -> None:
   shard.state.messages.flush()
 
 
+@functools.lru_cache(maxsize=32)
+def _compile(
+  server: base.Server,
+  steps: simulator.Steps,
+  structure: jax.tree_util.PyTreeDef,
+  shapes: tuple[tuple[tuple[int, ...], Any], ...],
+) -> None:
+  """Compiles a shard's programs for parameters of the given shapes. Cached, as
+  threads compile once for all starts of their shards."""
+  zeros = [np.zeros(shape, dtype) for shape, dtype in shapes]
+  params = jax.tree.unflatten(structure, zeros)
+  state = simulator.start(server, params)
+  ticket = steps.send(state, jnp.int32(0))
+  message = compression.blank(server.codec, params)
+  result = steps.receive(state, ticket, message, np.float32(0.0))
+  jax.block_until_ready(result)
+
+
 class ShardMaker(NamedTuple):
   """Makes a HostedShard. It is pickled and sent to the shard's process."""
 
@@ -215,13 +234,10 @@ class ShardMaker(NamedTuple):
       server, None, wire=site.compress, keeps_messages=True
     )
     if not setup.totals:  # with totals, `steps.stage` is used instead
-      state = simulator.start(server, self.params)
-      ticket = steps.send(state, jnp.int32(0))
-      message = compression.blank(server.codec, self.params)
-      result = steps.receive(state, ticket, message, np.float32(0.0))
-      jax.block_until_ready(result)
-    # [2] Open the memory and the files. The state is a new one: `receive` has
-    # donated the first state.
+      leaves, structure = jax.tree.flatten(self.params)
+      shapes = tuple((np.shape(leaf), leaf.dtype) for leaf in leaves)
+      _compile(server, steps, structure, shapes)
+    # [2] Open the memory and the files.
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     slot_contents = slot_formats.contents(

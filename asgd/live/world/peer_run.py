@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from asgd import algorithms, base, gossip
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
@@ -83,7 +85,10 @@ def _compile(
   settings = recipe.gossip._replace(every=every)
   recipe = recipe._replace(gossip=settings)
   worker = recipe.make_worker(server_scenario.loss)
-  return settings, recipe.peer(), worker
+  # A run starts peers often.
+  peer = recipe.peer()
+  peer = peer._replace(init=jax.jit(peer.init))
+  return settings, peer, worker._replace(init=jax.jit(worker.init))
 
 
 @functools.cache

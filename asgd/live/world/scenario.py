@@ -127,10 +127,13 @@ def loss(
   return jnp.mean(error**2), losses_lib.Aux(())
 
 
+@functools.cache
 def batch(worker: int, job: int) -> np.ndarray:
-  """Returns float32[4, 3]: the batch of a worker's job."""
+  """Returns float32[4, 3], read-only: the batch of a worker's job."""
   rng = np.random.Generator(np.random.PCG64((worker, job)))
-  return rng.standard_normal((4, 3), np.float32)
+  examples = rng.standard_normal((4, 3), np.float32)
+  examples.flags.writeable = False
+  return examples
 
 
 def first_params() -> dict[str, np.ndarray]:
@@ -199,7 +202,9 @@ def compile_recipe(case: ServerCase) -> CompiledRecipe:
     worker = compression.compressed(worker, codec, plan)
   if rules.cache:  # after the codec: a worker applies what the server decodes
     worker = own_writes.own_writes(worker, server, plan)
-  # [3] The compiled functions.
+  # [3] The compiled functions. A run starts servers and workers often.
+  server = server._replace(init=jax.jit(server.init))
+  worker = worker._replace(init=jax.jit(worker.init))
   steps = simulator.compile_steps(
     server, worker, wire=case.wire, keeps_messages=True
   )

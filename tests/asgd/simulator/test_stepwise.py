@@ -201,6 +201,15 @@ def test_many_leaves_are_warned_of(monkeypatch):
     simulator.start(server, [np.ones(2)] * 4)
 
 
+@pytest.mark.parametrize("name", ["dana_zero", "easgd", "ssgd"])
+def test_a_first_state_holds_no_array_twice_and_none_of_the_caller(name):
+  """`receive` donates a part of the state."""
+  params = {"w": jnp.ones(3), "b": jnp.ones(2)}
+  state = simulator.start(algorithms.build(name, 0.01, 2).server(), params)
+  arrays = jax.tree.leaves((state, params))
+  assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
+
+
 def test_cuts_are_after_each_receive():
   trace = orders.fixed_delay(delay=1, messages=3)
   # send send | receive send | receive send | receive
