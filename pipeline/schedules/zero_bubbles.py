@@ -158,7 +158,7 @@ def zb_h1(
 ) -> Schedule:
   """ZB-H1: zero bubble with the memory of 1F1B (also called ZB1P).
 
-    idle = (p - 1)(F + I - W) on each device
+    idle = (p - 1) max(F + I - W, F, I) on each device
     activations = p microbatches
 
   If all stages take the same time, it is 1F1B with backwards of weights where
@@ -201,13 +201,14 @@ def zb_h2(
 ) -> Schedule:
   """ZB-H2: zero bubble with twice the memory (also called ZB2P).
 
-    engaged - busy = (p - 1)(F + I - 2 W) of a device, at the most
+    engaged - busy = (p - 1) max(F + I - 2 W, 0) of a device, at the most, if
+      W <= F and m >= 2 p - 1
     activations = 2 p - 1 microbatches, at the most
 
   A device is engaged from its first task to its last. If F, I and W take the
-  same time, it never waits in between. Device s begins s F later than the
-  first, so batches follow each other without a gap only if updates need not
-  wait for all stages; the paper checks updates afterwards.
+  same time and m >= 2 p - 1, it never waits in between. Device s begins s F
+  later than the first, so batches follow each other without a gap only if
+  updates need not wait for all stages; the paper checks updates afterwards.
 
   Args:
     stages, microbatches, costs, batches: as in `zb_h1`.

@@ -281,6 +281,14 @@ def test_zb_h1_and_zb_h2_closed_forms(p, m, times):
   assert peaks(table)[0] == 2 * p - 1
 
 
+@pytest.mark.parametrize("times", [(1, 1, 2), (1, 3, 2), (3, 1, 2), (1, 2, 3)])
+def test_zb_h1_with_long_backwards_of_weights(times):
+  f, i, w = times
+  costs = analyze.costs(4, forward=f, input=i, weight=w)
+  table = schedules.zb_h1(4, 8, costs=costs)
+  assert bubbles(table, costs).tolist() == [3.0 * max(f + i - w, f, i)] * 4
+
+
 @pytest.mark.parametrize("p, m", [(1, 1), (2, 3), (4, 8), (5, 9), (8, 24)])
 def test_zb_v_closed_forms(p, m):
   table = schedules.zb_v(p, m)
