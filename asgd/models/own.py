@@ -270,6 +270,9 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   function and sets the module's parameters and statistics."""
   from flax import nnx
 
+  kept_kinds = nnx.Param, nnx.BatchStat, nnx.RngState, nnx.Intermediate
+  other_kinds = nnx.Not(nnx.Any(*kept_kinds))
+
   def make_module(params, dropout):
     module = make(rngs=nnx.Rngs(params=params, dropout=dropout))
     if not isinstance(module, nnx.Module):
@@ -304,7 +307,14 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     (module.train if train else module.eval)()
     function_name = f"{type(module).__name__}.__call__"
     arguments = _argument_names(module.__call__, 1, function_name)
+    before = jax.tree.leaves(values_of(module, other_kinds))
     y = module(x, **_mode_arguments(arguments, train))
+    after = jax.tree.leaves(values_of(module, other_kinds))
+    if any(a is not b for a, b in zip(before, after, strict=False)):
+      raise ModelError(
+        f"{function_name} changes variables that are neither nnx.Param nor"
+        " nnx.BatchStat, but only these are trained and kept"
+      )
     if not train or not has_statistics:
       return y, params.stats if has_statistics else ()
     statistics_after = values_of(module, nnx.BatchStat)

@@ -421,9 +421,10 @@ def test_a_model_may_be_two_functions_or_of_nnx():
     def __call__(self, x):
       return self.line(x)[:, 0]
 
-  given = (lambda rngs: Line(rngs)), criterion
-  losses = simulate(given, None, messages=80).records.loss
-  assert losses[-8:].mean() < losses[:8].mean() / 2
+  for make in (Line, Counting):
+    given = (lambda rngs, make=make: make(rngs)), criterion
+    losses = simulate(given, None, messages=80).records.loss
+    assert losses[-8:].mean() < losses[:8].mean() / 2
 
 
 # Evaluations, folders, live runs.
@@ -711,6 +712,19 @@ class Tied(nnx.Module):
     return self.second(self.first(x)).mean(-1)
 
 
+class Counting(nnx.Module):
+  """Has a constant, which is no parameter, and perhaps counts its calls."""
+
+  def __init__(self, rngs, counts=False):
+    self.line, self.counts = nnx.Linear(3, 1, rngs=rngs), counts
+    self.scale = nnx.Variable(jnp.ones(()))
+
+  def __call__(self, x):
+    if self.counts:
+      self.scale[...] = self.scale[...] + 1
+    return self.line(x)[:, 0] * self.scale[...]
+
+
 TEXTS = [np.array(["a", "b"])] * 2
 RAGGED = [X[:8], X[:8], X[:5]]
 MISTAKES = (
@@ -733,6 +747,11 @@ MISTAKES = (
   ({"params": Tied(nnx.Rngs(0))}, "holds an array twice (tied weights)"),
   ({"params": Net()}, "holds no parameters: give its variables"),
   ({"loss": (Affine(**PARAMS), loss)}, "holds its arrays as params"),
+  ({
+     "loss": (lambda rngs: Counting(rngs, counts=True), criterion),
+     "params": None,
+   },
+   "neither nnx.Param nor nnx.BatchStat"),
   ({"params": lambda: PARAMS}, "a function of a key"),
   ({"data": iter([X])}, "each worker needs its own"),
   ({"data": (x for x in X)}, "is an iterator"),
