@@ -401,6 +401,10 @@ def left_out(
     reasons.append(
       f"pipeline: {work.layers} layers are fewer than {count} devices"
     )
+  elif (number := options.batch // (options.microbatch or 1)) < count:
+    reasons.append(
+      f"2BW: {number} microbatches of a step are fewer than {count} stages"
+    )
   return reasons
 
 

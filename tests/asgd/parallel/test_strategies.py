@@ -128,7 +128,11 @@ def test_a_batch_that_cannot_be_divided():
   by_name = find(options=options)
   assert "data, ring" not in by_name and "pipeline 4, 1F1B" in by_name
   said = strategies.left_out(WORK, HARDWARE, options)
-  assert said == ["data: a batch of 6 is not divided by 4 devices"]
+  assert "pipeline 4, 2BW" not in by_name
+  assert said == [
+    "data: a batch of 6 is not divided by 4 devices",
+    "2BW: 3 microbatches of a step are fewer than 4 stages",
+  ]
 
 
 @pytest.mark.parametrize(
