@@ -32,7 +32,7 @@ from asgd.orders.trace import from_events
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 PARAMS_AT_FIRST = np.ones(5, np.float32)
 ROOT = jax.random.key(0)
-BATCH = PROBLEM.batches(0, 3)
+BATCH = functools.cache(PROBLEM.batches(0, 3))
 WORKERS = 3
 FRAMES = {
   kind: name.lower()

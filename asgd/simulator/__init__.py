@@ -54,6 +54,7 @@ from asgd.simulator.steps import (
   compile_steps,
   compile_work,
   start,
+  worker_indices,
 )
 from asgd.simulator.stepwise import StepwiseRun, begin_host, make_host
 from asgd.simulator.tickets import NotCompiled

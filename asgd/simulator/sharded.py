@@ -117,7 +117,7 @@ class Sharded:
     steps = steps_lib.compile_steps(
       server, worker, wire=wire, group=group, keeps_messages=True
     )
-    worker_indices = [jnp.int32(w) for w in range(workers)]
+    worker_indices = steps_lib.worker_indices(workers)
     shards = [
       _Shard(steps_lib.start(server, part), steps, trace, worker_indices)
       for part, trace in zip(sharding.split(plan, params), traces, strict=True)

@@ -303,6 +303,11 @@ def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:
   return tuple(dtype(value) for value in values)
 
 
+def worker_indices(workers: int) -> list[jax.Array]:
+  """Returns the index of each worker on the device, int32[], for `send`."""
+  return jax.device_put([np.int32(worker) for worker in range(workers)])
+
+
 def start(server: base.Server, params: Any) -> base.ServerState:
   """Returns a server's first state, sharing no buffer with `params`.
 

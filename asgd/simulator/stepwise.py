@@ -89,7 +89,7 @@ class StepwiseRun:
     self._trace = trace
     self._batch, self._root = batch, root
     self._states = list(simulation.workers)
-    worker_indices = [jnp.int32(w) for w in range(len(self._states))]
+    worker_indices = steps_lib.worker_indices(len(self._states))
     self._replay = replay = ServerReplay(
       *(simulation.server, self._steps, worker_indices),
       sent=simulation.sent,

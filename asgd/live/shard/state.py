@@ -97,7 +97,7 @@ class ShardState:
     self.slots, self.updates = slots, SentUpdates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
     # Worker -> its index as int32[], for tickets.
-    self._indices = [jnp.int32(w) for w in range(setup.workers)]
+    self._indices = simulator.worker_indices(setup.workers)
     self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # count of the journal's rows applied so far
     self.tickets: dict[Key, OpenTicket] = {}
