@@ -219,7 +219,8 @@ def results(
     # The legend appears only if a cell is marked.
     has_best |= any(row is not None for row in best.values())
   legend = (
-    "better than every other run with the same number of workers (Welch, 95 %)"
+    "better than every other run with the same number of workers that did not"
+    " diverge (Welch, 95 %)"
   )
   return Results(headings, tables, legend if has_best else "")
 
@@ -228,9 +229,14 @@ def _best(
   rows: Sequence[Mapping[str, Any]], key: str
 ) -> Mapping[str, Any] | None:
   """Returns the best row of a column; None if another row is within the noise
-  of the seeds, or that noise is not known."""
+  of the seeds, or that noise is not known. A run that diverged ended early,
+  which is no merit: such rows are left out."""
   sign = _BETTER.get(key)
-  rows = [row for row in rows if not _is_missing(row.get(key))]
+  rows = [
+    row
+    for row in rows
+    if not _is_missing(row.get(key)) and not row.get("diverged")
+  ]
   if not sign or len(rows) < 2:
     return None
   best = max(rows, key=lambda row: sign * row[key])

@@ -1,6 +1,6 @@
 """The panels of a cell: curves, histograms, the workers' strip, and events.
 
-A chart is geometry in the pixels of its viewBox; `panels.html` draws it as SVG
+A chart is geometry in the pixels of its viewBox; `macros.html` draws it as SVG
 within the page, in the page's colours. The numbers are those of progress.json
 (`asgd.experiment.cell_progress`) and of the evaluations.
 """

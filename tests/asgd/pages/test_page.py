@@ -195,6 +195,18 @@ def test_what_is_not_better_than_the_noise_is_not_marked():
   assert marked(mean_of(2, 0.9, 0.04), mean_of(2, 0.8, 0.04), near)[1] == []
 
 
+def test_a_run_that_diverged_is_not_the_fastest():
+  """It ended early."""
+  rows = [
+    dict(algorithm=name, workers=2, seeds=2, seconds=time, seconds_std=0.1)
+    for name, time in zip("abc", (1.0, 5.0, 9.0), strict=True)
+  ]
+  rows[0]["diverged"] = 1
+  (group,) = page.results(rows, [Column("time", "seconds")]).groups.values()
+  best = ["best" in cell.css_class for row in group for cell in row[:1]]
+  assert best == [False, True, False]
+
+
 def test_equal_warnings_of_several_cells_are_one_with_a_count():
   texts = [f"a-n{n}-s0: rate stayed at {n / 10}, try 1e-3" for n in (2, 4, 8)]
   texts += ["a-n2-s0: diverged", "the disk: full", "the disk: full"]
