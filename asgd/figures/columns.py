@@ -29,9 +29,10 @@ computed columns by name:
                                      synchronous SGD without momentum at a
                                      constant rate (`_noise_scale`)
 
-Three values count as infinite: a column of a diverged cell without a finite
-value, a loss that is never reached, and a "first" that never occurs. So a run
-that diverges counts as late, far and large.
+Four values count as infinite: a column of a diverged cell without a finite
+value, the time of a diverged cell, which ends early, a loss that is never
+reached, and a "first" that never occurs. So a run that diverges counts as late,
+far and large.
 
 Panels can also draw histograms (PROFILES) as fractions: a cell's file with two
 columns, a value and its count, or else the staleness of its messages.
@@ -80,6 +81,7 @@ RESULTS = (
   *OF_NETWORKS,
   *OF_PIPELINES,
 )
+_TIMES = "simulated_time", "seconds", "wall_seconds"  # of a whole run
 # Staleness of the rows that tables read, or of a server's messages.
 PROFILES = ("staleness.csv",)
 # "duration" is the time from one message of a worker to its next message: the
@@ -279,8 +281,8 @@ class CellTable:
     if (column, key) not in self._values:
       value = self._compute(column, self._cells[key])
       # A diverged run counts as infinitely far, late and large.
-      if not math.isfinite(value) and self.diverged(*key):
-        value = math.inf
+      if not math.isfinite(value) or column in _TIMES:
+        value = math.inf if self.diverged(*key) else value
       self._values[column, key] = value
     return self._values[column, key]
 

@@ -137,6 +137,13 @@ def test_what_diverged_is_infinite():
   assert said.parts[0].part.values[0] == INF
   assert said.verdict == "PASS"
   assert judged(claim("bound", of="a@8", above=0.3), of).verdict == "UNDECIDED"
+  # It ended early, but is not fast.
+  result = {"simulated_time": 2.0, "messages": 4, "diverged": True}
+  speed = {"x": dict(kind="quotient", of="messages", by="simulated_time")}
+  cells = {("a", 4, 0): columns.CellResult(result, Path())}
+  own = columns.CellTable(cells, speed)
+  assert own.values("simulated_time", "a", 4) == {0: INF}
+  assert own.values("x", "a", 4) == {0: 2.0}
 
 
 def test_what_was_not_run_is_undecided():
