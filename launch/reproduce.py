@@ -60,13 +60,18 @@ def main(name: str | None = None) -> None:
   if _FLAGS["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return
+  failures: list[str] = []
   # --docs alone trains nothing.
-  if name or all_figures or not _FLAGS["docs"].value:
+  if _FLAGS["docs"].value and not (name or all_figures):
+    for key in ("workdir", "data_dir", "quick"):
+      if _FLAGS[key].value:
+        raise ValueError(f"--{key} is for a figure: name one, or drop --{key}")
+  else:
     paths = reproduce.chosen(name, every=all_figures, figures_folder=_FIGURES)
     # All files are read before the first is trained: a mistake in the last one
     # is found at once.
     tasks = [reproduce.load(p, flags.ENGINES, quick=quick) for p in paths]
-    signals, failures = Signals(), []
+    signals = Signals()
     for task in tasks:
       try:
         _reproduce(task, signals)
@@ -75,11 +80,11 @@ def main(name: str | None = None) -> None:
           raise
         failures.append(f"{task.figure.name}: {error}")
         print(failures[-1])
-    if failures:
-      raise folder.Incomplete("not reproduced: " + "; ".join(failures))
   if _FLAGS["docs"].value:
     # The page of all stored figures, not only of these.
     print(f"page      {gallery.write(_DOCS)}")
+  if failures:
+    raise folder.Incomplete("not reproduced: " + "; ".join(failures))
 
 
 if __name__ == "__main__":

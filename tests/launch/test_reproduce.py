@@ -17,6 +17,7 @@ from asgd.data import DataError
     (["dana", "--all"], "give one figure: a NAME"),
     (["--all", "--workdir=x"], "--workdir is the folder of one figure"),
     (["--all", "--data_dir=x"], "--data_dir is the folder of one figure"),
+    (["--docs", "--quick"], "--quick is for a figure: name one, or drop --q"),
     (["dana", "stragglers"], "unexpected argument 'stragglers'"),
     (["{}"], "claim 'c', of: unknown run 'nag'; known: nag_asgd"),
     (["delayed_edge", "--quick", "--workdir={}"], "is a file"),
@@ -56,7 +57,10 @@ def test_all_figures_but_those_without_data_are_trained(monkeypatch):
   figure = {"title": "t"}
   monkeypatch.setattr("asgd.figures.reproduce.reproduce", reproduce)
   monkeypatch.setattr("asgd.experiment.storage.read_json", lambda _: figure)
-  done = kit.call("reproduce", "--all", "--quick", status=3)
+  pages = []
+  monkeypatch.setattr("asgd.figures.gallery.write", pages.append)
+  done = kit.call("reproduce", "--all", "--quick", "--docs", status=3)
+  assert pages == [Path("docs")]  # of those that were trained
   assert len(trained) == 27
   assert done.stderr == (
     "error: not reproduced: dc_asgd_resnet: cannot download cifar10\n"
