@@ -45,6 +45,7 @@ from asgd.transforms import rows as rows_lib
 
 _MAX_MESSAGES = 256  # messages of a call
 _MAX_BYTES = 2**25  # bytes of the batches and the codes of a call
+_MIN_SENDS = 32  # rows of a call that sends tickets
 _MAX_CALLS_AHEAD = 2  # calls with records that are not fetched yet
 
 
@@ -360,7 +361,8 @@ class ChunkRun:
     count = len(slots)
     if not count:
       return
-    size = 1 << (count - 1).bit_length()  # few programs for all counts
+    # Few programs for all counts.
+    size = max(_MIN_SENDS, 1 << (count - 1).bit_length())
     rows = padded(slots, size), padded(workers, size)
     self._carry = self._program.sends(self._carry, np.int32(count), *rows)
 
