@@ -227,7 +227,7 @@ def _make_by_name(
         f" device of {name}: set stages={stages + missing_stages}",
       )
     options["devices"] = stages // stages_per_device
-  if name == "zero_bubble":
+  if "max_activations" in parameters:
     options.setdefault("max_activations", stages)
   if "rule" in parameters:
     options["rule"] = _rule_of(options.get("rule"))

@@ -58,6 +58,7 @@ def test_a_run_of_a_schedule_is_its_table(name):
   table = of_run(name, **options)
   assert table.name == name
   same_tables(table, DEFAULTS[name]())
+  same_tables(of_run(name.replace("_", "-"), **options), table)
   assert table.flush == schedules.describe(name).flush
   weights = {"pipedream_2bw": "2bw"}
   weights |= dict.fromkeys(("stale", "pipemare", "ftpipe"), "latest")
