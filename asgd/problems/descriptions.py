@@ -46,9 +46,9 @@ def name_of(value: Any) -> str:
 
 
 _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
-# Folders of Python's and of installed modules.
-_INSTALLED = tuple(
-  sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")
+# Beginnings of the files of Python's and of installed modules.
+_INSTALLED = "<frozen", *map(
+  sysconfig.get_path, ("stdlib", "purelib", "platlib")
 )
 
 
