@@ -154,10 +154,11 @@ def main() -> None:
       print(json.dumps(seconds))
     return
   # Before the stages start: they would use its core.
+  has_affinity = hasattr(os, "sched_getaffinity")
+  cores = os.sched_getaffinity(0) if has_affinity else set()
   one_core = _one_core(sizes)
-  if hasattr(os, "sched_setaffinity"):
-    # The stages need both cores again.
-    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+  if cores:  # the stages need them all again
+    os.sched_setaffinity(0, cores)
   arguments["port"], stages = _free_port(), []
   for rank in range(STAGES):
     rank_arguments = json.dumps({**arguments, "rank": rank})

@@ -216,6 +216,21 @@ class NormalAlways(nn.Module):
     return nn.Dense(1)(nn.BatchNorm(False)(nn.Dense(4)(x)))
 
 
+class InTraining(nn.Module):
+  """A module that computes more in training: a skip or a dropout."""
+
+  skips: bool
+
+  @nn.compact
+  def __call__(self, x, train=True):
+    first = nn.Dense(4)(x)
+    y = nn.Dense(4)(first)
+    if train and not self.skips:
+      y = nn.Dropout(0.1, deterministic=False)(y)
+    y = nn.Dense(4)(y)
+    return nn.Dense(1)(y + first if train and self.skips else y)
+
+
 class OfList(nn.Module):
   """A module that cannot be hashed."""
 
@@ -264,9 +279,11 @@ def test_modes_and_lists_of_modules_are_trained(model):
     (Normal(momentum=0.9), "momentum 0.9, but .* averages: set momentum=0.0"),
     ((nn.Dense(4), nn.BatchNorm(), nn.Dense(1)), "set momentum=0.0, or train"),
     (nn.Sequential([LAYERS[0], nn.BatchNorm(), LAYERS[2]]), "as a tuple, each"),
+    (InTraining(skips=True), "what follows Dense_2 needs more than its output"),
+    (InTraining(skips=False), "it calls other submodules in training than in"),
   ],
 )
-def test_batch_norm_that_cannot_be_trained_is_one_line(model, words):
+def test_a_module_that_cannot_be_trained_is_one_line(model, words):
   recipe = asgd.asgd(0.02, workers=1)
   with pytest.raises(ValueError, match=words) as info:
     pipeline.train(model, criterion, batch, recipe, messages=16)
