@@ -1,5 +1,6 @@
 """The points of a figure: at numbers of their own, at a column, of a file."""
 
+import kit
 import pytest
 
 from asgd.experiment import folder
@@ -82,13 +83,10 @@ def test_a_run_is_a_curve_along_its_evaluations(monkeypatch, clock):
   ]
 
 
-@pytest.mark.parametrize(
-  ("panel", "wrong"),
+test_a_curve_that_cannot_be_drawn_is_refused = kit.refuses(
   [
     ({"along": "clock"}, "unknown along: 'clock'; known: epoch, time"),
     ({"along": "time", "xcolumn": "bytes_up"}, "has xcolumn 'bytes_up': drop"),
   ],
+  lambda panel: made(**panel),
 )
-def test_a_curve_that_cannot_be_drawn_is_refused(panel, wrong):
-  with pytest.raises(ValueError, match=wrong):
-    made(**panel)

@@ -2,6 +2,7 @@
 
 import itertools
 
+import kit
 import numpy as np
 import pytest
 
@@ -134,15 +135,12 @@ def test_copies_of_neighbours_would_miss_messages():
     asgd.choco_sgd(0.1, 8, topology="matcha")
 
 
-@pytest.mark.parametrize(
-  ("options", "why"),
+test_mistakes_are_refused = kit.refuses(
   [
     ({"base": "exponential"}, "base 'exponential' is directed, and the peers"),
     ({"budget": 0.0}, r"topology.budget must be in \(0, 1\], not 0.0"),
     ({"base": "rign"}, "unknown topology 'rign'; did you mean 'ring'"),
     ({"rounds": 0}, "topology.rounds must be a positive whole number"),
   ],
+  lambda options: topologies.build({"name": "matcha", **options}, 8),
 )
-def test_mistakes_are_refused(options, why):
-  with pytest.raises(ValueError, match=why):
-    topologies.build({"name": "matcha", **options}, 8)

@@ -196,8 +196,7 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
   assert again.counts == one.counts
 
 
-@pytest.mark.parametrize(
-  ("options", "why"),
+test_options_out_of_range = kit.refuses(
   [
     ({"history": 0}, "history must be a positive whole number, not 0"),
     ({"portions": 2.5}, "portions must be a positive whole number, not 2.5"),
@@ -208,10 +207,8 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
     ({"failures": [(1, "driver", 0)]}, "must be one of worker, shard, coord"),
     ({"failures": [(1, "worker", 2)]}, "worker must be at most 1, not 2"),
   ],
+  lambda options: sandblaster_lbfgs(0.1, 2, **options),
 )
-def test_options_out_of_range(options, why):
-  with pytest.raises(ValueError, match=why):
-    sandblaster_lbfgs(0.1, 2, **options)
 
 
 # Over a network.

@@ -1,5 +1,6 @@
 """A budget of bytes a second for a worker's messages."""
 
+import kit
 import numpy as np
 import pytest
 from table_kit import MESSAGES, finished, resumed, run_of, same
@@ -93,8 +94,7 @@ def test_a_replay_decides_by_the_times_of_the_trace():
   assert messages[0] != messages[1]
 
 
-@pytest.mark.parametrize(
-  ("options", "wrong"),
+test_what_a_budget_cannot_do_is_refused = kit.refuses(
   [
     (dict(bandwidth=0), "^bandwidth must be a positive"),
     (dict(bandwidth=np.inf), "^bandwidth must be a positive"),
@@ -103,7 +103,5 @@ def test_a_replay_decides_by_the_times_of_the_trace():
     (dict(bandwidth=9, filters=(dict(name="random_skip", probability=0.5),)),
      "use largest_change alone, or leave bandwidth out"),
   ],
+  lambda options: tables.table(0.1, 2, **options),
 )
-def test_what_a_budget_cannot_do_is_refused(options, wrong):
-  with pytest.raises(ValueError, match=wrong):
-    tables.table(0.1, 2, **options)

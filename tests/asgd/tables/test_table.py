@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import optax
 import pytest
@@ -75,17 +76,14 @@ def test_nothing_may_be_pushed_to_a_function():
   assert not table.whole().any()
 
 
-@pytest.mark.parametrize(
-  ("options", "wrong"),
+test_what_makes_no_table_is_refused = kit.refuses(
   [
     (dict(function=optax.sgd(0.1)), "function must be a RowFunction"),
     (dict(load=[1.0]), "load must be a number for each of 6 keys"),
     (dict(start=-1), "start must be a whole number, 0 or more, not -1"),
   ],
+  lambda options: tables.Table(np.zeros((6, 2)), **options),
 )
-def test_what_makes_no_table_is_refused(options, wrong):
-  with pytest.raises(ValueError, match=wrong):
-    tables.Table(np.zeros((6, 2)), **options)
 
 
 @pytest.mark.parametrize("xp", [np, jnp])
@@ -205,8 +203,7 @@ def test_range_clocks_split_where_they_are_told_of_a_part():
   assert again.least([99, 100]).tolist() == [3, 4]
 
 
-@pytest.mark.parametrize(
-  ("given", "wrong"),
+test_a_filter_that_would_send_nothing_is_refused = kit.refuses(
   [
     (dict(name="random_skip", probability=1), "must be in .0, 1., not 1"),
     (
@@ -218,14 +215,11 @@ def test_range_clocks_split_where_they_are_told_of_a_part():
     (dict(name="ktt", l1=1.0), "unknown filter 'ktt'; did you mean 'kkt'"),
     (3, "filters must be a list of names and of dicts of a name and options"),
   ],
+  lambda given: tables.filters.named(given),
 )
-def test_a_filter_that_would_send_nothing_is_refused(given, wrong):
-  with pytest.raises(ValueError, match=wrong):
-    tables.filters.named(given)
 
 
-@pytest.mark.parametrize(
-  ("options", "wrong"),
+test_settings_of_the_wrong_kind_are_one_line = kit.refuses(
   [
     (dict(filters=[3]), "filters must be a list of names and of dicts"),
     (dict(filters=None), "filters must be a list of names and of dicts"),
@@ -241,10 +235,10 @@ def test_a_filter_that_would_send_nothing_is_refused(given, wrong):
     (dict(optimizer=3), "optimizer must be a name, a dict of a name and"),
     (dict(learning_rate=np.nan), "learning_rate must be a positive finite"),
   ],
+  lambda options: tables.settings.table(
+    **{"learning_rate": 0.1, "workers": 2, **options}
+  ),
 )
-def test_settings_of_the_wrong_kind_are_one_line(options, wrong):
-  with pytest.raises(ValueError, match=wrong):
-    tables.settings.table(**{"learning_rate": 0.1, "workers": 2, **options})
 
 
 def test_a_job_without_rows_writes_none():
