@@ -370,8 +370,11 @@ def _recorded_values(
 
 
 def _share(cell: CellResult, spec: Mapping[str, Any]) -> float:
-  """Returns the fraction of messages beyond a column's bound."""
+  """Returns the fraction of messages beyond a column's bound; NaN if one has
+  no value."""
   workers, values = _recorded_values(cell, spec)
+  if np.isnan(values).any():
+    return math.nan
   below, above = spec.get("below", -math.inf), spec.get("above", math.inf)
   is_beyond = (values < below) | (values > above)
   if spec["column"] != "duration":

@@ -337,6 +337,7 @@ RECORDS = {
   "worker": [0, 1, 0, 1, 1, 0],
   "time": [1.0, 1.0, 2.0, 3.0, 3.5, 5.0],
   "staleness": [0, 1, 1, 1, 0, 3],
+  "gap": [1.0, 1.0, 2.0, 3.0, math.nan, math.nan],  # it has diverged
   # Messages of 1 example, updates of 2 at the rate 0.5.
   "message_norm": [2.0, 4.0, 4.0, 2.0, 2.0, 4.0],
   "update_norm": [0.0, 1.0, 0.0, 1.0, 0.0, 1.0],
@@ -351,6 +352,8 @@ RECORDS = {
     # Durations 1 and 3 of worker 0, 2 and 0.5 of worker 1.
     (dict(kind="share", column="duration", below=0.75), 0.25),
     (dict(kind="deviation", column="staleness"), 1.0),
+    (dict(kind="share", column="gap", above=2.5), INF),
+    (dict(kind="deviation", column="gap"), INF),
     # g_b^2 = 10 and g_B^2 = 4: |G|^2 = (2 4 - 10) / 1 is no square.
     (dict(kind="noise_scale"), INF),
   ],
@@ -358,7 +361,8 @@ RECORDS = {
 def test_columns_of_the_records(made, expected, tmp_path):
   np.savez(tmp_path / "records.npz", **RECORDS)
   result = {"messages": 6, "updates": 3, "examples": 6, "learning_rate": 0.5}
-  cell = columns.CellResult(result | {"diverged": False}, tmp_path)
+  result["diverged"] = made.get("column") == "gap"
+  cell = columns.CellResult(result, tmp_path)
   own = columns.CellTable({("a", 4, 0): cell}, {"x": made})
   assert own.values("x", "a", 4)[0] == pytest.approx(expected)
   shares = own.profiles("staleness.csv", "a", 4)[0]
