@@ -137,37 +137,24 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     >>> [each.calls[each.index].name for each in segments]
     ['layers_0', 'layers_2']
   """
-  module_name, calls = type(module).__name__, []
+  module_name, x = type(module).__name__, jnp.asarray(x)
 
   def refusal(why: str) -> _CutError:
     return _CutError(
       f"pipeline.train cannot cut {module_name}: {why}: {_REMEDY}"
     )
 
-  def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Notes a call and its output."""
-    name = context.module.name
-    if context.method_name != "__call__":
-      raise refusal(f"it calls {name}.{context.method_name}, not {name}(x)")
-    if any(each.name == name for each in calls):
-      raise refusal(f"it calls {name} twice, on two stages")
-    output = method(*args, **kwargs)
-    if np.shape(output)[:1] != x.shape[:1]:
-      raise refusal(f"{name} returns no array of the batch")
-    calls.append(SubmoduleCall(name, output.shape, output.dtype))
-    return output
-
-  def init(key: jax.Array, x: jax.Array) -> Any:
-    intercepted = _Intercepted(module, call)
-    return intercepted.init({"params": key, "dropout": key}, x, train=False)
-
-  x = jnp.asarray(x)
+  takes_train = "train" in inspect.signature(type(module).__call__).parameters
   with checks.user_code(
     f"{module_name} fails on a batch", f": {_REMEDY}", passes=(_CutError,)
   ):
-    variables = jax.eval_shape(init, jax.random.key(0), x)
+    calls, variables = _trace_calls(module, x, refusal, train=False)
+    if takes_train and calls != _trace_calls(module, x, refusal, train=True)[0]:
+      raise refusal(
+        "it calls other submodules in training than in evaluation (write"
+        " nn.Dropout(rate, deterministic=not train))"
+      )
   names = {each.name for each in calls}
-  takes_train = "train" in inspect.signature(type(module).__call__).parameters
   if "batch_stats" in variables and not takes_train:
     raise ValueError(
       f"pipeline.train cannot cut {module_name}: it has BatchNorm, but its"
@@ -187,12 +174,46 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     for index in range(len(calls))
   )
   for previous, segment in itertools.pairwise(segments):
-    if _reads_outside(segment, previous.calls[previous.index]):
+    previous_call = previous.calls[previous.index]
+    if any(
+      _reads_outside(segment, previous_call, train=train)
+      for train in (False, True)[: 1 + takes_train]
+    ):
       raise refusal(
         f"what follows {previous.calls[previous.index].name} needs more than"
         " its output, such as a skip connection over it"
       )
   return segments
+
+
+def _trace_calls(
+  module: nn.Module,
+  x: jax.Array,
+  refusal: Callable[[str], _CutError],
+  *,
+  train: bool,
+) -> tuple[list[SubmoduleCall], Any]:
+  """Returns (a module's calls of submodules, the shapes of its variables)."""
+  calls: list[SubmoduleCall] = []
+
+  def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Notes a call and its output."""
+    name = context.module.name
+    if context.method_name != "__call__":
+      raise refusal(f"it calls {name}.{context.method_name}, not {name}(x)")
+    if any(each.name == name for each in calls):
+      raise refusal(f"it calls {name} twice, on two stages")
+    output = method(*args, **kwargs)
+    if np.shape(output)[:1] != x.shape[:1]:
+      raise refusal(f"{name} returns no array of the batch")
+    calls.append(SubmoduleCall(name, output.shape, output.dtype))
+    return output
+
+  def init(key: jax.Array, x: jax.Array) -> Any:
+    intercepted = _Intercepted(module, call)
+    return intercepted.init({"params": key, "dropout": key}, x, train=train)
+
+  return calls, jax.eval_shape(init, jax.random.key(0), x)
 
 
 class _Intercepted(nn.Module):
@@ -211,13 +232,14 @@ class _Intercepted(nn.Module):
 
 
 def _reads_outside(
-  segment: ModuleSegment, previous_call: SubmoduleCall
+  segment: ModuleSegment, previous_call: SubmoduleCall, *, train: bool
 ) -> bool:
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
     segment: the segment to trace.
     previous_call: the call that returned the segment's input.
+    train: whether to trace it in training.
   """
   x = jax.ShapeDtypeStruct(previous_call.shape, previous_call.dtype)
   # Shapes are enough: nothing is computed.
@@ -228,7 +250,9 @@ def _reads_outside(
   def apply(variables: Any, x: jax.Array) -> Any:
     # A module without an argument `train` may always use dropout.
     rngs = {"dropout": jax.random.key(0)}
-    return segment.apply(variables, x, train=False, rngs=rngs)
+    # In training a module returns statistics, which nothing reads here.
+    mutable = ["batch_stats"] if train else False
+    return segment.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
 
   # Zeros have a name in the program; dead code elimination removes those that
   # no output needs.
