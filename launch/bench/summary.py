@@ -39,7 +39,15 @@ def _describe_runs(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   devices = {f"{r['cores']} cores, {r['device']}" for r in all_results}
   busiest = max(share for result in all_results for share in result["busy"])
   minutes = [sum(result["seconds"] for result in run) / 60 for run in runs]
-  commands = ", ".join(f"`{result['command']}`" for result in runs[0])
+  commands, *other_commands = (
+    ", ".join(f"`{result['command']}`" for result in run) for run in runs
+  )
+  for other in other_commands:
+    if other != commands:
+      raise ValueError(
+        f"one file was made by {commands}, another by {other}: make all by the"
+        " same command"
+      )
   return (
     f"On {'; '.join(sorted(devices))}, while other programs used at most"
     f" {busiest:.0%} of the cores; minutes of each run:"
@@ -80,8 +88,8 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     runs: each the results of benchmarks, as `report.read` returns them.
 
   Raises:
-    ValueError: for runs that measured different numbers, and for a run with a
-      benchmark that failed.
+    ValueError: for runs that measured different numbers or have different
+      commands, and for a run with a benchmark that failed.
   """
   description = _describe_runs(runs)
   # Numbers in the order of the first run; the others must have the same.

@@ -104,6 +104,9 @@ def test_runs_that_cannot_be_joined():
     summary.table([run(RATIOS), other])
   with pytest.raises(ValueError, match="simulator has failed: run it again"):
     summary.table([run(RATIOS), run(RATIOS, failed=1)])
+  other = run(RATIOS, command="asgd bench simulator --rounds=1")
+  with pytest.raises(ValueError, match="another by `asgd .* --rounds=1`: make"):
+    summary.table([run(RATIOS), other])
   with pytest.raises(ValueError, match="is not finite"):
     summary.table([run(np.nan * RATIOS)])
 
