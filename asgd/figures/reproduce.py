@@ -342,6 +342,8 @@ def write(
   # The CSV and the verdicts are written first: they need no Matplotlib.
   storage.write_json(stem.with_suffix(".json"), data)
   seeds = f"{len(data['seeds'])} seeds, {data['size']} size"
+  if not figure.panels:
+    return "not drawn: get_figure() has no panels"
   try:
     drawing.draw(figure, points, stem, f"{figure.title} ({seeds})")
   except ImportError:

@@ -345,6 +345,15 @@ def test_the_other_size_is_not_written_over(tmp_path, quick):
   assert (tmp_path / "delayed_edge.json").read_text() == before
 
 
+def test_a_figure_without_panels_is_judged(tmp_path):
+  task = reproduce.load(FIGURES / "delayed_edge.py", ENGINES)
+  figure = task.figure._replace(panels=[])
+  data = {"seeds": [0], "size": "full", "claims": []}
+  said = reproduce.write(figure, [], data, tmp_path)
+  assert said == "not drawn: get_figure() has no panels"
+  assert json.loads((tmp_path / "delayed_edge.json").read_text()) == data
+
+
 def test_the_newest_of_a_cell():
   counts = {"a": (16, 4)}
   assert figure_file.find_cell("a@least", counts) == ("a", 4)
