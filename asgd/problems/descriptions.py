@@ -125,7 +125,10 @@ def _is_constant(value: Any) -> bool:
     return all(map(_is_constant, value))
   kinds = str, numbers.Number, np.generic, np.ndarray, jax.Array
   if value is None or isinstance(value, kinds):
-    return True
+    # A tracer of a trace that has ended has no value, and an array of objects
+    # holds addresses.
+    is_tracer = isinstance(value, jax.core.Tracer)
+    return not is_tracer and getattr(value, "dtype", None) != np.dtype(object)
   if isinstance(value, nn.Module):
     return True
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
