@@ -16,19 +16,31 @@ import jax.numpy as jnp
 from asgd import internals
 
 
-def constant(value: float) -> jax.Array:
-  """Returns a number, float[1], that `jit` makes an argument of a program.
+def constant(value: float | jax.Array) -> jax.Array:
+  """Returns a number, float[], that `jit` makes an argument of a program.
 
-  A function that closes over the array uses its element 0. Like a number of
-  Python, the element takes the dtype of the array that it is combined with.
+  Call it where the number is used, while the function is traced. Like a number
+  of Python, it takes the dtype of the array that it is combined with. An array
+  is returned as it is, and stays a constant.
 
   Example:
     >>> from asgd import hoisting
-    >>> half = hoisting.constant(0.5)
-    >>> (half[0] * jnp.ones(2, jnp.bfloat16)).dtype
+    >>> (hoisting.constant(0.5) * jnp.ones(2, jnp.bfloat16)).dtype
     dtype(bfloat16)
   """
-  return jnp.reshape(jnp.asarray(value), (1,))
+  if isinstance(value, jax.Array):
+    return value
+  return _array(value, jax.config.jax_enable_x64)[0]
+
+
+# `jit` finds a number in a traced program by the identity of its array. JAX
+# replaces arrays without axes by their values, so this one has an axis.
+@functools.lru_cache(maxsize=4096)
+def _array(value: float, x64: bool) -> jax.Array:
+  """Returns a number as float[1], the same array for the same arguments."""
+  del x64  # the dtype depends on it
+  with jax.ensure_compile_time_eval():
+    return jnp.reshape(jnp.asarray(value), (1,))
 
 
 class _Traced(NamedTuple):
@@ -106,8 +118,7 @@ def jit(
 
   Example:
     >>> from asgd import hoisting
-    >>> rate = hoisting.constant(0.5)
-    >>> print(hoisting.jit(lambda x: rate[0] * x)(3.0))
+    >>> print(hoisting.jit(lambda x: hoisting.constant(0.5) * x)(3.0))
     1.5
   """
   return HoistedFunction(function, donate_argnums)

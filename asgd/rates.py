@@ -59,14 +59,13 @@ def after_warmup(
   """
   if not warmup:
     return schedule
-  # `start` depends on the number of workers: cells that differ in it share a
-  # program.
-  below_peak = hoisting.constant(start - peak)
 
   def rise(count):
     """As `optax.linear_schedule(start, peak, warmup)`."""
     missing = 1 - jnp.clip(count, 0, warmup) / warmup
-    return below_peak[0] * missing + peak
+    # `start` depends on the number of workers: cells that differ in it share a
+    # program.
+    return hoisting.constant(start - peak) * missing + peak
 
   # join_schedules restarts the count of `schedule` at the boundary.
   return optax.join_schedules([rise, schedule], [warmup])

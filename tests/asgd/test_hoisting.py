@@ -15,7 +15,7 @@ from asgd.simulator.stepwise import make_host
 
 def scaled_sum(number):
   def function(tree, x):
-    return jax.tree.map(lambda y: number[0] * y + x, tree), x
+    return jax.tree.map(lambda y: hoisting.constant(number) * y + x, tree), x
 
   return function
 
@@ -24,7 +24,7 @@ ARGUMENTS = {"w": jnp.arange(3.0), "b": jnp.ones(2, jnp.bfloat16)}, 2.0
 
 
 def test_a_hoisted_function_is_the_compiled_function():
-  function = scaled_sum(hoisting.constant(0.3))
+  function = scaled_sum(0.3)
   chex.assert_trees_all_equal(
     hoisting.jit(function)(*ARGUMENTS), jax.jit(function)(*ARGUMENTS)
   )
@@ -32,7 +32,7 @@ def test_a_hoisted_function_is_the_compiled_function():
 
 def test_functions_that_differ_in_a_number_are_one_program():
   def program(number, compiler=hoisting.jit):
-    function = compiler(scaled_sum(hoisting.constant(number)))
+    function = compiler(scaled_sum(number))
     return function.lower(*ARGUMENTS).as_text()
 
   assert program(0.3) == program(0.7)
@@ -40,7 +40,7 @@ def test_functions_that_differ_in_a_number_are_one_program():
 
 
 def test_arguments_of_another_shape_have_the_same_number():
-  function = scaled_sum(hoisting.constant(0.5))
+  function = scaled_sum(0.5)
   compiled = hoisting.jit(function)
   for shape in [(3,), (2, 2), (3,)]:
     arguments = jnp.ones(shape), 1.0
@@ -48,10 +48,8 @@ def test_arguments_of_another_shape_have_the_same_number():
 
 
 def test_a_number_in_a_branch_that_the_first_call_lacks_is_kept():
-  first, second = hoisting.constant(2.0), hoisting.constant(5.0)
-
   def function(x):
-    return x * (first[0] if x.ndim else second[0])
+    return x * hoisting.constant(2.0 if x.ndim else 5.0)
 
   compiled = hoisting.jit(function)
   assert compiled(jnp.ones(1)) == 2
@@ -59,8 +57,10 @@ def test_a_number_in_a_branch_that_the_first_call_lacks_is_kept():
 
 
 def test_a_donated_argument_is_overwritten():
-  number, donated = hoisting.constant(2.0), jnp.ones(4)
-  compiled = hoisting.jit(lambda x: number[0] * x, donate_argnums=(0,))
+  donated = jnp.ones(4)
+  compiled = hoisting.jit(
+    lambda x: hoisting.constant(2.0) * x, donate_argnums=(0,)
+  )
   chex.assert_trees_all_equal(compiled(donated), np.full(4, 2, np.float32))
   assert donated.is_deleted()
 
