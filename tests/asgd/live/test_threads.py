@@ -44,22 +44,11 @@ from asgd.live.spans import read_spans, spans_path
 from asgd.live.worker_spec import WorkerSpec
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
-from asgd.simulator import steps as steps_lib
 
 WORKERS, JOBS = 3, 39
 ROOT = jax.random.key(0)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
-
-
-@pytest.fixture(autouse=True, scope="module")
-def compile_once():
-  """Live runs and their replays, of a few servers, call the same functions."""
-  with pytest.MonkeyPatch.context() as patch:
-    cached = functools.cache(steps_lib.compile_steps)
-    patch.setattr(steps_lib, "compile_steps", cached)
-    patch.setattr(simulator, "compile_steps", cached)
-    yield
 
 
 class Kit:
