@@ -178,7 +178,8 @@ def check_destination(docs: Path, name: str, *, size: str = "full") -> None:
 
 def copy_to_docs(workdir: Path, name: str, docs: Path) -> None:
   """Copies the verdicts and the picture of a figure's folder to docs/figures.
-  Raises the errors of `check_destination`, and ValueError without a picture."""
+  Raises the errors of `check_destination`, and ValueError without a picture of
+  these verdicts."""
   data = storage.read_json(workdir / f"{name}.json") or {}
   check_destination(docs, name, size=data.get("size", "full"))
   figures = docs / _FOLDER
@@ -188,6 +189,16 @@ def copy_to_docs(workdir: Path, name: str, docs: Path) -> None:
       raise ValueError(
         f"{workdir}/{name}{suffix} does not exist, so --docs cannot copy it"
       )
+  # The picture is drawn after the verdicts are written, if Matplotlib is there.
+  times = [
+    (workdir / f"{name}{suffix}").stat().st_mtime_ns
+    for suffix in (".json", ".svg")
+  ]
+  if times[1] < times[0]:
+    raise ValueError(
+      f"{workdir}/{name}.svg is older than the verdicts, so --docs cannot copy"
+      " it: pip install 'asgd[viz]', and run the command again"
+    )
   safe_files.make_folder(figures)
   for suffix in (".json", ".svg"):
     content = (workdir / f"{name}{suffix}").read_bytes()

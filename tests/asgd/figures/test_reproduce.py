@@ -1,6 +1,7 @@
 """A figure from its file to verdicts, and the page of all that are kept."""
 
 import json
+import os
 import re
 import runpy
 import shutil
@@ -332,6 +333,22 @@ def test_quick_verdicts_are_not_kept_instead_of_full_ones(docs, tmp_path):
   gallery.check_destination(tmp_path, "stragglers")
   docs(lambda data, claim, part: data.update(size="quick"))
   gallery.check_destination(tmp_path, "stragglers", size="quick")
+
+
+def test_an_old_picture_is_not_kept_beside_new_verdicts(docs, tmp_path):
+  """As without Matplotlib."""
+  docs(lambda data, claim, part: None)
+  verdicts_file = tmp_path / "figures" / "stragglers.json"
+  place = tmp_path / "run"
+  place.mkdir()
+  for name in ("stragglers.json", "stragglers.svg"):
+    (place / name).write_bytes(verdicts_file.read_bytes())
+  os.utime(place / "stragglers.svg", (1, 1))
+  with pytest.raises(ValueError, match=r"svg is older than the verdicts.*viz"):
+    gallery.copy_to_docs(place, "stragglers", tmp_path)
+  os.utime(place / "stragglers.svg")
+  gallery.copy_to_docs(place, "stragglers", tmp_path)
+  assert (tmp_path / "figures" / "stragglers.svg").exists()
 
 
 @pytest.mark.parametrize("quick", [False, True])
