@@ -7,12 +7,12 @@
 
 measures on this machine the time of a step, the bytes of a message, and the
 curvature of the loss. From these it predicts ways of training on --machines
-like this one, with the relative speeds of config.durations: one machine, rounds
-on a mesh, asynchronous workers of a server, such workers with a codec, and
-local steps. It prints the recommended way with its recipe, number of workers,
-learning rate, memory and speed-up, the reason for each, and the command. The
-advice is for the config's run of one worker, or else for its first run;
---config.only selects another.
+like this one, with the relative speeds of the run's durations: one machine,
+rounds on a mesh, asynchronous workers of a server, such workers with a codec,
+and local steps. It prints the recommended way with its recipe, number of
+workers, learning rate, memory and speed-up, the reason for each, and the
+command. The advice is for the config's run of one worker, or else for its first
+run; --config.only selects another.
 
 Nothing is written. Bandwidths are 10^9 bytes per second in each direction. In
 live runs the server takes 1 to 2 ms for a message (--service), and workers
@@ -43,8 +43,11 @@ _MAX_COLUMNS = 100  # of the printed sentences
 _MIN_NUMBER, _MAX_NUMBER = 1e-9, 1e15
 
 
-def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
-  """Returns the machines and links that the flags and the config describe."""
+def _cluster(
+  values: dict[str, Any], config: Any, durations: Any
+) -> ways_lib.Machines:
+  """Returns the machines and links that the flags, the config and the durations
+  of a run describe."""
   machines = values["machines"]
   if machines is None:
     config_workers = max(config["workers"])
@@ -72,7 +75,7 @@ def _cluster(values: dict[str, Any], config: Any) -> ways_lib.Machines:
     network,
     memory * GB,
     values["start"],
-    ways_lib.slowness(config["durations"], machines),
+    ways_lib.slowness(durations, machines),
   )
 
 
@@ -110,7 +113,9 @@ def main(*, config: schema.Resolved | None = None, **values: Any) -> None:
   )
   run = runs[0]
   rule = ways_lib.step_rule(run, config.config)
-  cluster = _cluster(values, config.config)
+  # Engines without a server have no durations of a run.
+  durations = run.config.get("durations", config.config["durations"])
+  cluster = _cluster(values, config.config, durations)
   dataset, problem = problem_lib.load(
     {**config.config, **run.config}, data_dir=values["data_dir"]
   )

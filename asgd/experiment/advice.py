@@ -297,8 +297,12 @@ def _flags(
   config: Mapping[str, Any],
 ) -> tuple[str, ...]:
   """Returns the flags of asgd train for the advice."""
-  # The overrides of all runs, below, replace some of the run's own values.
-  replaced = {MESH: {"batch_size"}, CODED: {"compress", "compress_down"}}
+  # The overrides of all runs, below, replace some of the run's own values; a
+  # mesh has no server, and all its machines are in step.
+  replaced = {
+    MESH: {"batch_size", "compress_down", "durations"},
+    CODED: {"compress", "compress_down"},
+  }
   dropped = replaced.get(way.name, set())
   if way.name == CODED or "momentum" not in algorithms.options(recipe_name):
     dropped = {*dropped, "momentum"}

@@ -48,7 +48,7 @@ _CODED_MESSAGES = 3  # messages that the size of a code is measured on
 # Keys that a run may set for itself, so that a new run has to repeat them.
 _REPEATED_KEYS = (
   *("batch_size", "clip_norm", "learning_rate_schedule"),
-  *("compress", "compress_down"),
+  *("compress", "compress_down", "durations"),
 )
 
 ONE_MACHINE, MESH, ASYNCHRONOUS = "one machine", "mesh", "asynchronous"

@@ -44,6 +44,22 @@ def test_json_has_the_same_as_numbers():
   assert "measured on this machine" in result.stderr
 
 
+def test_the_machines_have_the_speeds_of_the_run(tmp_path):
+  path = tmp_path / "mine.py"
+  path.write_text(
+    "def get_config():\n"
+    "  slow = {'name': 'constant', 'slowdown': [1, 9]}\n"
+    "  run = {'recipe': 'asgd', 'durations': slow}\n"
+    "  return {'runs': {'a': run}, 'epochs': 0.1, 'model': {'name': 'mlp',"
+    " 'hidden': []}}\n"
+  )
+  free = "--service=0", "--latency=0", "--start=0", "--machines=2"
+  result = kit.call("advise", f"--config={path}", *free, "--json", status=0)
+  found = json.loads(result.stdout)
+  speeds = {way["name"]: way["speed"] for way in found["ways"]}
+  assert speeds["asynchronous"] < 1.3  # 1 + 1 / 9
+
+
 @pytest.mark.slow
 def test_a_model_of_another_engine_is_advised():
   words = "--config=configs/pipeline_gpt.py:tiny", "--config.only=gpipe"

@@ -312,6 +312,16 @@ def test_the_command_that_is_proposed_is_one(monkeypatch, name, optimizer):
   assert advised["batch_size"] == (8 if name == MESH else 4)
 
 
+def test_a_mesh_has_no_codec_of_a_server_and_no_durations():
+  own = {"compress_down": {"name": "top_k"}, "durations": {"name": "pareto"}}
+  rule = TRAINING._replace(repeated_options=own | {"clip_norm": 2.0})
+  given = Way(MESH, 2, 2.0), "ssgd", 0.1, False, rule, kit_config()
+  flags_of_run = [x for x in advice._flags(*given) if ".advised." in x]
+  assert [x.rpartition(".advised.")[2] for x in flags_of_run] == [
+    *("recipe=ssgd", "clip_norm=2.0"),
+  ]
+
+
 def test_the_codec_of_a_run_is_repeated():
   own = {"recipe": "asgd", "compress": {"name": "top_k", "density": 0.25}}
   found = training_of(own, compress={"name": "top_k", "density": 0.5})
