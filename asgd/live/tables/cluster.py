@@ -6,7 +6,7 @@ hosts (`asgd.live.hosts`): threads or Ray actors.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -93,6 +93,8 @@ class TableCluster(Cluster):
     self._makers, self._run, self._refill = makers, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
     super().__init__(Supervisor(hosts, self._counts, ladder))
+    # The images from which shards start; None once all shards are created.
+    self._shard_images: Sequence[bytes] | None = None
     self._states: dict[int, _WorkerState] = {}  # live worker -> its state
     # Jobs after which each worker halts for a pause; None: no pause.
     self._limit: int | None = None
@@ -101,17 +103,24 @@ class TableCluster(Cluster):
 
   def start(self, images: Images | None = None) -> None:
     """Starts all shards and workers, from images if given."""
-    shards = []
-    for index in range(self._counts[SHARD]):
-      image = images.shards[index][1] if images else None
-      make = self._makers.shard(index, image)
-      shards.append(self._supervisor.start(SHARD, index, make))
-    self._supervisor.await_made(shards)
+    if images:
+      self._shard_images = [image for _, image in images.shards]
+    shards = [self._start_shard(i) for i in range(self._counts[SHARD])]
+    # A shard that exits before it is created may not have stored its image.
+    while exited_shards := self._supervisor.await_made(shards):
+      shards = [self._replace_shard(party.index) for party in exited_shards]
+    self._shard_images = None
     for worker in range(self._counts[WORKER]):
       worker_image = images.workers.get(worker) if images else None
       if images and worker_image is None and not self._refill:
         continue  # the worker had left before the checkpoint
       self._start_worker(worker, worker_image and worker_image[2])
+
+  def _start_shard(self, index: int) -> Party:
+    """Starts a shard: from its image, or else from the files that it has."""
+    image = self._shard_images[index] if self._shard_images else None
+    make = self._makers.shard(index, image)
+    return self._supervisor.start(SHARD, index, make)
 
   def _start_worker(self, worker: int, image: bytes | None = None) -> None:
     """Starts a worker, and calls its `run`."""
@@ -184,14 +193,17 @@ class TableCluster(Cluster):
     if self._limit is None and self._all_returned(RESTS):
       self._divide()
 
-  def _restart(self, index: int) -> None:
-    """Restarts a shard from its image and the requests since the image."""
+  def _replace_shard(self, index: int) -> Party:
+    """Starts a shard again that has exited."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, index, "died")
     supervisor.stop_job_times(WORKER)
     supervisor.news.append(f"shard {index} exited and is restarted")
-    party = supervisor.start(SHARD, index, self._makers.shard(index, None))
-    supervisor.await_made([party])
+    return self._start_shard(index)
+
+  def _restart(self, index: int) -> None:
+    """Restarts a shard from its image and the requests since the image."""
+    self._supervisor.await_made([self._replace_shard(index)])
     # During a pause shard 0 sends the limit to workers. An image has no limit.
     if self._limit is not None and not index:
       self._ask("set_limit", self._limit, among=[0])

@@ -200,7 +200,19 @@ def test_nobody_waits_for_one_who_is_not_replaced(run_of):
 
 
 @pytest.mark.parametrize("moves", [0, 1])
-def test_a_run_at_rest_goes_on_from_images(run_of, moves):
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_run_at_rest_goes_on_from_images(run_of, moves, dies):
+  """`dies`: a shard dies after it has removed the memory of the first run, and
+  before it has stored the image."""
+  left = [dies]
+
+  class Dying(ShardHost):
+    def _remove_memory(self):
+      super()._remove_memory()
+      if self._folder.name == "shard-1" and left[0]:
+        left[0] = False
+        self._inside.kill()
+
   model = dict(consistency="essp", bound=1, rebalance_every=moves)
   one = run_of(model)
   one.cluster.start()
@@ -213,6 +225,7 @@ def test_a_run_at_rest_goes_on_from_images(run_of, moves):
   images = one.cluster.images()
   one.cluster.close()
   two = run_of(model)
+  two.shard_host = Dying
   two.cluster.start(images)
   two.finish()
   assert len(two.cuts()) == 2 * moves
