@@ -185,7 +185,7 @@ FOUND = {
   "tables": [
     Mutant("an image has its log", 14, live_store.Log, replace=_nothing),
     Mutant("memory of later", 5, _SHARD, _remove_memory=_nothing),
-    Mutant("a pause has no end", 23, _TABLES, resume=_nothing),
+    Mutant("a pause has no end", 0, _TABLES, resume=_nothing),
     Mutant(
       *("a request is done twice", 10, TableShard),
       is_done=lambda self, request: False,
@@ -195,7 +195,7 @@ FOUND = {
     NO_MESSAGE,
     Mutant("waits for a restart", 7, _TABLES, _retry_run=_nothing),
     Mutant("jobs of the dead are open", 1, files, write_leave=_nothing),
-    Mutant("nobody is woken", 2, _SHARD, _answer_waiting=_nothing),
+    Mutant("nobody is woken", 1, _SHARD, _answer_waiting=_nothing),
     Mutant(
       *("a lost shard is left for later", 9049, table_worker.WorkerHost),
       _await_replies=_wait_for_all,
@@ -245,16 +245,16 @@ FOUND = {
       last_residual_lost=_zero,
     ),
     Mutant(
-      *("jobs by records", 20, peer_files),
+      *("jobs by records", 37, peer_files),
       kept_job_numbers=lambda events: [],
     ),
     Mutant("a lost number", 19, _COUNTER, release=_nothing),
     Mutant(
-      *("two numbers", 179, _COUNTER),
+      *("two numbers", 196, _COUNTER),
       take=lambda self, peer, life, begun: self._next_number(),
     ),
     Mutant(
-      *("a dead partner", 23, pairs.Pairs),
+      *("a dead partner", 26, pairs.Pairs),
       peer_exited=peer.LivePeer.peer_exited,
     ),
     Mutant("nothing cut back", 3, peer_files, cut_back=_nothing),

@@ -365,6 +365,13 @@ class Supervisor:
     for party in self.parties[kind].values():
       party.job_start = None
 
+  def discount(self, kind: str, seconds: float) -> None:
+    """Does not count the last seconds as time of the jobs of a kind, because
+    the parties may have waited for others."""
+    for party in self.parties[kind].values():
+      if party.job_start is not None:
+        party.job_start += seconds
+
   def end_overdue(self, party: Party, seconds: float | None = None) -> None:
     """Ends a party if its job takes too long. The first job of a party may take
     `ladder.start` seconds, in which it starts and compiles.

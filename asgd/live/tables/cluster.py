@@ -274,13 +274,17 @@ class TableCluster(Cluster):
   def _end_hanging_workers(self) -> None:
     """Ends workers that take too long for a clock. `check` then replaces these
     workers."""
+    supervisor, clock = self._supervisor, self._supervisor.hosts.clock
+    start = clock()
     statuses = self._ask("status")
+    # While a shard does not answer, workers may wait for it, too.
+    supervisor.discount(WORKER, clock() - start)
     waiting_workers = set().union(*(status.waiting for status in statuses))
-    for worker, party in self._supervisor.parties[WORKER].items():
+    for worker, party in supervisor.parties[WORKER].items():
       # A worker that waits for other workers at a shard does not hang.
       is_idle = party.run is None or worker in waiting_workers
       jobs_done = None if is_idle else statuses[0].jobs_done[worker]
-      self._supervisor.watch(party, jobs_done)
+      supervisor.watch(party, jobs_done)
 
   # Moving ranges.
 

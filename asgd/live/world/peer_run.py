@@ -71,6 +71,7 @@ CASES = (
   PeerCase("ad_psgd", kills=False),
   PeerCase("ad_psgd", peers=4, options=(("topology", "star"),)),
   PeerCase("ad_psgd", refill=False),
+  PeerCase("async_threshold_sharing", options=(("codec", "top_k"),)),
 )
 
 

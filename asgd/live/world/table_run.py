@@ -5,13 +5,14 @@ applied to the row, and that each was applied once.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import base, safe_files, tables
+from asgd.live.failures import AllDied
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 from asgd.live.tables.cluster import Images, Makers, TableCluster
@@ -50,6 +51,7 @@ class TableCase(NamedTuple):
   rebalance_every: int = 0
   options: tuple[tuple[str, Any], ...] = ()
   kills: bool = True  # hosts are processes; False: threads
+  refill: bool = True
 
   @property
   def settings(self) -> tables.TableSettings:
@@ -78,6 +80,8 @@ CASES = (
   TableCase("delay_bounded", 1),
   TableCase("value_bounded", options=(("threshold", 1000.0),)),
   TableCase("asynchronous", shards=3),
+  TableCase("ssp", 1, refill=False),
+  TableCase("essp", 1, rebalance_every=1, refill=False),
 )
 
 
@@ -91,12 +95,19 @@ def keys(job: int) -> dict[str, np.ndarray]:
   return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
 
 
-def _expected() -> dict[str, np.ndarray]:
-  """Returns the tables after each job was applied once."""
-  final = first_tables()
-  for job in range(WORKERS * JOBS):
-    for name, rows in keys(job).items():
-      final[name][rows] += 2.0**job
+def _jobs_of(worker: int) -> range:
+  """Returns the jobs of a worker in their order."""
+  return range(worker, WORKERS * JOBS, WORKERS)
+
+
+def _expected(workers: Iterable[int]) -> dict[str, np.ndarray]:
+  """Returns the tables after each job of some workers was applied once, as
+  whole numbers."""
+  final = {name: table.astype(int) for name, table in first_tables().items()}
+  for worker in workers:
+    for job in _jobs_of(worker):
+      for name, rows in keys(job).items():
+        final[name][rows] += 2**job
   return final
 
 
@@ -188,16 +199,25 @@ class TablesRun(WorldRun):
       shards=self._settings.shards,
       workers=WORKERS,
       ladder=LADDER,
-      refill=True,
+      refill=self.scenario.case.refill,
     )
     return functools.partial(self._drive, resumed)
 
   def _drive(self, resumed: bool) -> None:
     """Runs a command's driver."""
-    cluster = self._cluster
     safe_files.make_private(self.memory)
     if resumed:
       self._cut_files()
+    try:
+      self._drive_cluster()
+    except AllDied:  # the next command resumes from the checkpoint
+      exits = self.outcome.injected.total()
+      if self.scenario.case.refill or exits < WORKERS:
+        raise
+
+  def _drive_cluster(self) -> None:
+    """Runs the cluster to its end."""
+    cluster = self._cluster
     cluster.start(self._checkpoint and self._checkpoint[0])
 
     def step() -> bool:
@@ -243,9 +263,7 @@ class TablesRun(WorldRun):
     """See the base."""
     # [1] Each job was applied once, and received once.
     result = self._division.join(self._rows)
-    for name, expected in _expected().items():
-      is_equal = np.array_equal(result[name], expected)
-      require(is_equal, INVARIANTS[0], name, result[name], "and not", expected)
+    self._check_applied(result)
     self._check_received()
     # [2] The order, and its replay.
     with breaks_on_value_error(INVARIANTS[2]):
@@ -263,6 +281,35 @@ class TablesRun(WorldRun):
     for worker, records in enumerate(replayed.records):
       self._check_records(worker, records)
 
+  def _lost_workers(self) -> set[int]:
+    """Returns the workers that have exited and were not replaced."""
+    if self.scenario.case.refill:
+      return set()
+    journals = [
+      read_journal(journal_path(self.folder, worker))
+      for worker in range(WORKERS)
+    ]
+    return {
+      worker
+      for worker, events in enumerate(journals)
+      if not events or events[-1].action == base.LEAVE
+    }
+
+  def _check_applied(self, result: Mapping[str, np.ndarray]) -> None:
+    """Checks that each job of the workers was applied once, and that each job
+    of a worker that was lost was applied at most once."""
+    lost_workers = self._lost_workers()
+    lost = _expected(lost_workers)
+    for name, whole in _expected(range(WORKERS)).items():
+      rows = result[name].astype(int)
+      # The bits of jobs of lost workers may be 0.
+      is_equal = np.array_equal(rows | lost[name], whole)
+      is_equal &= np.array_equal(rows, result[name])
+      require(
+        *(is_equal, INVARIANTS[0], name, result[name], "and not", whole),
+        *("with lost workers", lost_workers),
+      )
+
   def _check_received(self) -> None:
     """Checks that each worker received its jobs once.
 
@@ -270,11 +317,13 @@ class TablesRun(WorldRun):
     applied it: the worker's next incarnation cannot know what to record.
     """
     may_lack = self.outcome.injected["flip"] > 0
+    lost_workers = self._lost_workers()
     for worker in range(WORKERS):
       events = read_journal(journal_path(self.folder, worker))
       jobs = [event.job for event in events if event.action == base.RECEIVE]
-      # Job j of the run belongs to worker j % WORKERS.
-      expected = list(range(worker, WORKERS * JOBS, WORKERS))
+      expected = [*_jobs_of(worker)]
+      if worker in lost_workers:  # the last jobs may lack
+        expected = expected[: len(jobs)]
       if may_lack:
         expected = [job for job in expected if job in jobs]
       is_equal = jobs == expected
@@ -288,8 +337,9 @@ class TablesRun(WorldRun):
     replayed = files.columns(records)
     rows = np.searchsorted(replayed.job, written.job)
     events = read_journal(journal_path(self.folder, worker))
-    n_incarnations = files.count_incarnations(events)
-    are_equal = len(records) - len(written.job) < n_incarnations
+    n_failed = files.count_incarnations(events) - 1
+    n_failed += worker in self._lost_workers()
+    are_equal = len(records) - len(written.job) <= n_failed
     for name in written._fields:
       column, replayed_column = getattr(written, name), getattr(replayed, name)
       # The gap is NaN, because no shard knows it.

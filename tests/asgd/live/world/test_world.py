@@ -13,10 +13,18 @@ import world_mutants
 
 from asgd import server
 from asgd.live.incarnation import Lease
+from asgd.live.journal import journal_path
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import WorkerLoop
-from asgd.live.world import explore, peer_run, run, scenario, table_run
+from asgd.live.world import (
+  explore,
+  injections,
+  peer_run,
+  run,
+  scenario,
+  table_run,
+)
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Rules
 from asgd.orders.starters import Starters
@@ -93,18 +101,29 @@ def test_results_of_seeds_agree_with_their_traces(protocol):
 
 
 def test_peers_that_add_arrivals_stay_equal_under_any_faults(tmp_path):
-  """The cases of the seeds are replaced by one that no seed draws."""
-  codec = (("codec", "top_k"),)
-  for seed in range(16):
-    case = peer_run.PeerCase(
-      "async_threshold_sharing", options=codec, kills=bool(seed % 2)
-    )
-    scene = explore.scenario_of(seed, "gossip")._replace(case=case)
+  """The case of the seeds, but in threads, which no seed draws."""
+  case = peer_run.CASES[-1]
+  assert case.recipe == "async_threshold_sharing"
+  for seed in range(8):
+    scene = explore.scenario_of(seed, "gossip")
+    scene = scene._replace(case=case._replace(kills=False))
     folder = tmp_path / str(seed)
     folder.mkdir()
     kept = range(len(scene.faults))
     outcome = peer_run.PeersRun(scene, folder).run(kept)
     assert not outcome.error, (scene.describe(kept), outcome)
+
+
+def test_no_worker_is_lost_while_a_shard_stands_still(tmp_path):
+  """Workers that wait for the shard do not hang."""
+  case = next(case for case in table_run.CASES if not case.refill)
+  stop = injections.Injection(0, 64, "stop shard", 0.4, 8.0)
+  scene = injections.Scenario(102, case, (stop,))
+  outcome = table_run.TablesRun(scene, tmp_path).run([0])
+  assert not outcome.error
+  assert outcome.parties == {("stop shard", "shard"): 1}
+  for worker in range(table_run.WORKERS):
+    assert "leave" not in journal_path(tmp_path, worker).read_text()
 
 
 @pytest.mark.parametrize("protocol", explore.PROTOCOLS)
@@ -132,18 +151,20 @@ def test_a_seed_repeats_its_run_to_the_bit(protocol, tmp_path):
 def test_a_seed_that_fails_is_explained(monkeypatch):
   """The text has the fewest faults, and the first difference to a run without
   one of them."""
-  monkeypatch.setattr(table_run, "KINDS", world_mutants.KINDS["tables"])
   world_mutants.NO_MESSAGE(monkeypatch)
-  outcome = explore.run_seed(1, protocol="tables")
+  seed = world_mutants.NO_MESSAGE.seed
+  outcome = explore.run_seed(seed, protocol="tables")
   text = explore.explain(outcome, protocol="tables")
-  first, fault, error, title, turn, row, again = text.splitlines()
-  assert first.startswith("seed 1: TableCase(")
-  assert fault.startswith("  fault ")
+  first, *faults, error, title, turn, row, again = text.splitlines()
+  assert first.startswith(f"seed {seed}: TableCase(")
+  assert [line.partition(":")[0] for line in faults] == [
+    f"  fault {index}" for index in (1, 2, 4)
+  ]
   assert "every job is received once" in error
   assert title.endswith("the run passes; first differences:")
   assert turn.startswith("    turns of processes, line ")
   assert re.match(r"    (trace|shard)-\d.csv, line \d+: .*; ", row)
-  command = "asgd chaos --simulate=1 --seed=1 --faults="
+  command = f"asgd chaos --simulate=1 --seed={seed} --faults=1,2,4"
   assert again.startswith(f"  repeat: {command}")
 
 
