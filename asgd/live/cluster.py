@@ -8,9 +8,13 @@ For a checkpoint the driver calls `pause`, which returns whether all parties
 were at rest in time, and then `resume`.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 from asgd.live.supervisor import Supervisor, answer_of
+
+_REST_CHECK_SECONDS = 0.01  # between two checks whether parties are at rest
 
 
 class Cluster:
@@ -55,6 +59,18 @@ class Cluster:
         )
       answers.append(answer[0])
     return answers
+
+  def wait_for_rest(
+    self, are_at_rest: Callable[[], bool], seconds: float = math.inf
+  ) -> bool:
+    """Waits until `are_at_rest` returns True, for `seconds` at most. Returns
+    whether it did."""
+    deadline = self._supervisor.hosts.clock() + seconds
+    while not are_at_rest():
+      if self._supervisor.hosts.clock() > deadline:
+        return False
+      self._supervisor.hosts.sleep(_REST_CHECK_SECONDS)
+    return True
 
   def close(self) -> None:
     """Ends all parties; the files that they wrote stay."""

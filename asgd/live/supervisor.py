@@ -9,7 +9,6 @@ The supervisor reads the time only from its hosts. So a simulated world can give
 it the same times and faults as the parties.
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
-_REST_CHECK_SECONDS = 0.01  # between two checks whether parties are at rest
 _CALL_CHECK_SECONDS = 0.5  # between two checks of open calls
 _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
 # The next two limits are per party: n parties of a kind may have n times as
@@ -75,6 +73,8 @@ class Supervisor:
     self.hosts, self._counts = hosts, dict(counts)
     self.deadlines, self._start_seconds = Deadlines(ladder), ladder.start
     self._patience = patience
+    # Seconds after which a party that has no object yet is ended.
+    self._start_limit = max(DEAD_FACTOR * ladder.start, patience)
     self.parties: dict[str, dict[int, Party]] = {kind: {} for kind in counts}
     self.replaced = dict.fromkeys(counts, 0)  # kind -> count of replacements
     # (kind, index) of every party that was ever started
@@ -103,11 +103,6 @@ class Supervisor:
     calls = {(party.kind, party.index): party.make_call for party in parties}
     self._end_unanswered(calls, self._start_limit)
     return [party for party in parties if answer_of(party.make_call) is None]
-
-  @property
-  def _start_limit(self) -> float:
-    """Seconds after which a party that has no object yet is ended."""
-    return max(DEAD_FACTOR * self._start_seconds, self._patience)
 
   def end(self, party: Party) -> None:
     """Ends a party, even in a call; `exited_parties` then returns it."""
@@ -392,20 +387,6 @@ class Supervisor:
     if seconds > limit:
       party.hung, party.job_start = True, None
       self.end(party)
-
-  # Rest.
-
-  def wait_for_rest(
-    self, are_at_rest: Callable[[], bool], seconds: float = math.inf
-  ) -> bool:
-    """Waits until `are_at_rest` returns True, for `seconds` at most. Returns
-    whether it did."""
-    deadline = self.hosts.clock() + seconds
-    while not are_at_rest():
-      if self.hosts.clock() > deadline:
-        return False
-      self.hosts.sleep(_REST_CHECK_SECONDS)
-    return True
 
   def take_news(self) -> list[str]:
     """Returns the lines for the user since the last call."""

@@ -292,18 +292,12 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     stats = values_of(module, nnx.BatchStat)
     return base.Variables(weights, stats) if stats else weights
 
-  def replace_values(module, kind, tree):
-    # Replace values by name; the module keeps its own structure.
-    state = nnx.state(module, kind)
-    nnx.replace_by_pure_dict(state, tree)
-    nnx.update(module, state)
-
   def apply(params, x, train, key):
     module = make_module(0, 0 if key is None else key)
-    replace_values(module, nnx.Param, base.weights_of(params))
+    _set_nnx(module, nnx.Param, base.weights_of(params))
     has_statistics = isinstance(params, base.Variables)
     if has_statistics:
-      replace_values(module, nnx.BatchStat, params.stats)
+      _set_nnx(module, nnx.BatchStat, params.stats)
     (module.train if train else module.eval)()
     function_name = f"{type(module).__name__}.__call__"
     arguments = _argument_names(module.__call__, 1, function_name)
@@ -317,10 +311,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
       )
     if not train or not has_statistics:
       return y, params.stats if has_statistics else ()
-    statistics_after = values_of(module, nnx.BatchStat)
-    return y, _batch_statistics(
-      params.stats, statistics_after, momentum_of(module)
-    )
+    stats = values_of(module, nnx.BatchStat)
+    return y, _batch_statistics(params.stats, stats, momentum_of(module))
 
   def momentum_of(module):
     nodes = (node for _, node in nnx.iter_graph(module))
@@ -333,6 +325,15 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     return momentum_of(nnx.eval_shape(lambda: make_module(0, 0)))
 
   return Model(init, apply, decay)
+
+
+def _set_nnx(module: Any, kind: Any, tree: Any) -> None:
+  """Sets a module's variables of a kind, by name."""
+  from flax import nnx
+
+  state = nnx.state(module, kind)
+  nnx.replace_by_pure_dict(state, tree)
+  nnx.update(module, state)
 
 
 # Two functions, with or without Haiku's positional state and rng.

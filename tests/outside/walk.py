@@ -249,7 +249,7 @@ class WalkCluster(Cluster):
 
   def pause(self, seconds=math.inf):
     self._paused = True
-    return self._supervisor.wait_for_rest(
+    return self.wait_for_rest(
       lambda: self.check(0) is not None and self._call is None, seconds
     )
 

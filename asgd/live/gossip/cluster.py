@@ -362,7 +362,7 @@ class PeerCluster(Cluster):
     # has begun.
     if not self._counts_jobs and limits:
       self._ask("set_limit", max(limits.values()))
-    return self._supervisor.wait_for_rest(self._are_at_rest, seconds)
+    return self.wait_for_rest(self._are_at_rest, seconds)
 
   def resume(self) -> None:
     """Ends a pause."""
@@ -419,7 +419,7 @@ class PeerCluster(Cluster):
       self._handle_exits()
       return images.keys() == self.incarnations.keys()
 
-    self._supervisor.wait_for_rest(take_images)
+    self.wait_for_rest(take_images)
     return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:

@@ -339,7 +339,7 @@ class ServerCluster(Cluster):
       statuses = self.status()
       return statuses is not None and not any(s["busy"] for s in statuses)
 
-    return self._supervisor.wait_for_rest(are_at_rest, seconds)
+    return self.wait_for_rest(are_at_rest, seconds)
 
   # The end.
 

@@ -341,7 +341,7 @@ class TableCluster(Cluster):
     # Shard 0 alone sets the limit: two shards could set different limits.
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
-    return self._supervisor.wait_for_rest(self._are_at_rest, seconds)
+    return self.wait_for_rest(self._are_at_rest, seconds)
 
   def _are_at_rest(self) -> bool:
     """Handles exits; returns whether all live workers are idle."""

@@ -31,12 +31,12 @@ from asgd.experiment.engines import live_hosts
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.live import processes
+from asgd.live.cluster import Cluster
 from asgd.live.faults import Fault
 from asgd.live.hosts import actors, threads
 from asgd.live.hosts.site import Site
 from asgd.live.links import throttled_hosts
 from asgd.live.setup import Setup
-from asgd.live.supervisor import Supervisor
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
@@ -165,13 +165,13 @@ class Gates:
     self._run, self._gates = run, dict(case.gates)
     self._hosts, self._closed = [], None  # threads; a gate
     self.failures = []
-    rest = Supervisor.wait_for_rest
+    rest = Cluster.wait_for_rest
 
-    def open_and_rest(supervisor, at_rest, seconds=math.inf):
+    def open_and_rest(cluster, at_rest, seconds=math.inf):
       self._open()
-      return rest(supervisor, at_rest, seconds)
+      return rest(cluster, at_rest, seconds)
 
-    monkeypatch.setattr(Supervisor, "wait_for_rest", open_and_rest)
+    monkeypatch.setattr(Cluster, "wait_for_rest", open_and_rest)
     monkeypatch.setattr(throttled_hosts, "ThreadHosts", self._make_hosts)
 
   def _make_hosts(self, **options):
