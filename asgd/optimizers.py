@@ -186,9 +186,8 @@ def check(optimizer: Optimizer) -> None:
   """
   if not callable(optimizer):
     raise ValueError(
-      "optimizer must be a name, a dict of a name and options, or a function"
-      f" of a learning rate that returns an optax transform, not"
-      f" {shown(optimizer)}"
+      "optimizer must be a name, a dict of name and options, or a function"
+      f" learning rate -> optax transform, not {shown(optimizer)}"
     )
   params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
   try:

@@ -232,7 +232,7 @@ test_settings_of_the_wrong_kind_are_one_line = kit.refuses(
     (dict(ftrl=dict(l1=-1)), "^ftrl.l1 must be 0 or more, not -1"),
     (dict(ftrl=dict(x=1)), "function 'ftrl' takes no argument 'x'"),
     (dict(proximal=dict(l1=-1)), "^proximal.l1 must be 0 or more, not -1"),
-    (dict(optimizer=3), "optimizer must be a name, a dict of a name and"),
+    (dict(optimizer=3), "optimizer must be a name, a dict of name and"),
     (dict(learning_rate=np.nan), "learning_rate must be a positive finite"),
   ],
   lambda options: tables.settings.table(
