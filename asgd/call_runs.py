@@ -22,6 +22,7 @@ from asgd.experiment import (
   cell_files,
   cells,
   folder,
+  live_memory,
   loop,
   progress,
   report,
@@ -151,7 +152,8 @@ def train(
     # [2] Open its folder. A live run needs one for its journals, even if the
     # caller keeps nothing.
     workdir, cell_folder = None, None
-    if folder_path is None and kind.journaled:
+    is_temporary = folder_path is None and kind.journaled
+    if is_temporary:
       folder_path = stack.enter_context(
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
       )
@@ -160,6 +162,8 @@ def train(
         os.fspath(folder_path), cell.label, experiment
       )
       cell_folder = workdir / "cells" / cell.name
+      if is_temporary:  # a run that fails keeps its memory, to be resumed
+        stack.callback(live_memory.remove_leftover, cell_folder)
     bar: progress.ProgressBar | progress.Silent = progress.Silent()
     if options.progress:
       bar = progress.ProgressBar(

@@ -22,6 +22,7 @@ from linear import DATA, PARAMS, X, criterion, live, mesh, simulate, squares
 import asgd
 from asgd import calls, data, pipeline, safe_files
 from asgd.experiment.engines import NonFiniteResult
+from asgd.experiment.machine import Machine
 from asgd.live.journal import journal_path, read_journal
 from asgd.problems import finite
 
@@ -146,6 +147,13 @@ def test_an_evaluation_may_have_any_other_column():
   (row,) = simulate(evaluate=lambda params: values).evaluations
   assert {name: row[name] for name in names} == values
   assert row["message"] == 12
+
+
+def test_a_live_run_that_fails_without_a_folder_leaves_no_memory(tmp_path):
+  machine = Machine(memory_dir=str(tmp_path))
+  with pytest.raises(ValueError, match="evaluate.params. fails"):
+    live(DANA, evaluate=lambda params: 1 / 0, machine=machine)
+  assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["simulate", "live", "pipeline"])

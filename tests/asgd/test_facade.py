@@ -794,7 +794,7 @@ def test_a_mistake_is_one_line_with_the_remedy(changes, words):
 @pytest.mark.parametrize(
   "optimizer, words",
   [
-    (7, "a function of a learning rate that returns an optax transform, not 7"),
+    (7, "a function learning rate -> optax transform, not 7"),
     (lambda rate: 5, "no attribute '"),
     (lambda: optax.sgd(0.1), "positional argument"),
     (lambda rate: rate / 0, "division by zero"),
