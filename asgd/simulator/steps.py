@@ -324,15 +324,6 @@ def start(server: base.Server, params: Any) -> base.ServerState:
       " (jax.flatten_util.ravel_pytree)",
       stacklevel=2,
     )
-  # `receive` donates a part of the state. So an array that the state holds
-  # twice, or that is one of `params`, is copied.
-  params = jax.tree.map(jnp.asarray, params)
-  seen = set(map(id, jax.tree.leaves(params)))
-
-  def own(x: jax.Array) -> jax.Array:
-    if id(x) in seen:
-      return jnp.copy(x)
-    seen.add(id(x))
-    return x
-
-  return jax.tree.map(own, server.init(params))
+  # `receive` donates a part of the state. A state may hold an array twice, one
+  # of the parameters, or one that `init` returns at each call.
+  return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))

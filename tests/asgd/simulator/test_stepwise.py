@@ -210,6 +210,31 @@ def test_a_first_state_holds_no_array_twice_and_none_of_the_caller(name):
   assert len({x.unsafe_buffer_pointer() for x in arrays}) == len(arrays)
 
 
+def test_an_array_that_an_optimizer_holds_is_not_donated():
+  rates = jnp.array([0.5, 0.25])
+
+  def optimizer(learning_rate):
+    del learning_rate
+
+    def update(updates, state, params=None):
+      return jax.tree.map(lambda g: -state[0] * g, updates), state
+
+    return optax.GradientTransformation(lambda params: rates, update)
+
+  server = algorithms.asgd(0.1, workers=2, optimizer=optimizer).server()
+  host = simulator.make_host(server, worker_lib.gradient_worker(PROBLEM.loss))
+  trace = orders.fixed_delay(delay=1, messages=3)
+
+  def train():
+    simulation = host.init(START, 2)
+    end = len(trace.time)
+    return host.run(simulation, trace, end, batch=BATCH, root=ROOT)[0].server
+
+  first, second = train(), train()
+  np.testing.assert_array_equal(first.params, second.params)
+  np.testing.assert_array_equal(rates, [0.5, 0.25])
+
+
 def test_cuts_are_after_each_receive():
   trace = orders.fixed_delay(delay=1, messages=3)
   # send send | receive send | receive send | receive
