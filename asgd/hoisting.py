@@ -88,8 +88,8 @@ class HoistedFunction:
     self._first = traced
 
   def _with_numbers(self, *arguments_and_numbers: Any) -> Any:
-    """Computes the function with the values of its numbers, the last argument,
-    in the places of its constants."""
+    """Computes the function. The last argument has the values of its numbers,
+    which replace its constants."""
     *arguments, values = arguments_and_numbers
     traced = self._first
     if traced is None or _signature(arguments) != traced.signature:

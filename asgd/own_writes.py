@@ -46,7 +46,6 @@ class OwnState(NamedTuple):
   begun: jax.Array  # bool[], False until the first ticket gave it parameters
 
 
-@functools.lru_cache(maxsize=32)  # the same Worker is compiled only once
 def own_writes(
   worker: base.Worker,
   server: base.Server,
@@ -107,6 +106,14 @@ def own_writes(
       " this server averages several messages or may drop them by a gate: leave"
       " out cache and fetch_every, or the gate and the averaging"
     )
+  return _with_copy(worker, server, plan)
+
+
+@functools.lru_cache(maxsize=32)  # the same Worker is compiled only once
+def _with_copy(
+  worker: base.Worker, server: base.Server, plan: sharding.ShardPlan | None
+) -> base.Worker:
+  """Returns the Worker of `own_writes`."""
 
   def decode(message: Any) -> optax.Updates:
     if server.codec is None:

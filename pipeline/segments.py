@@ -173,15 +173,13 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     ModuleSegment(module, index, tuple(calls), example)
     for index in range(len(calls))
   )
+  modes = (False, True) if takes_train else (False,)
   for previous, segment in itertools.pairwise(segments):
     previous_call = previous.calls[previous.index]
-    if any(
-      _reads_outside(segment, previous_call, train=train)
-      for train in (False, True)[: 1 + takes_train]
-    ):
+    if any(_reads_outside(segment, previous_call, train=t) for t in modes):
       raise refusal(
-        f"what follows {previous.calls[previous.index].name} needs more than"
-        " its output, such as a skip connection over it"
+        f"what follows {previous_call.name} needs more than its output, such"
+        " as a skip connection over it"
       )
   return segments
 

@@ -189,7 +189,7 @@ def copy_to_docs(workdir: Path, name: str, docs: Path) -> None:
       raise ValueError(
         f"{workdir}/{name}{suffix} does not exist, so --docs cannot copy it"
       )
-  # The picture is drawn after the verdicts are written, if Matplotlib is there.
+  # The picture is drawn after the verdicts are written, by Matplotlib.
   times = [
     (workdir / f"{name}{suffix}").stat().st_mtime_ns
     for suffix in (".json", ".svg")

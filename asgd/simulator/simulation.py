@@ -110,7 +110,7 @@ def make_simulator(
       )
     wrapped_worker = worker
     if replay_options(trace)["keeps"]:
-      wrapped_worker = own_writes.own_writes(worker, server, None)
+      wrapped_worker = own_writes.own_writes(worker, server)
     if wrapped_worker is not worker:
       params = simulation.server.params
       wrap_state = functools.partial(

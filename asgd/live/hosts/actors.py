@@ -28,8 +28,8 @@ _FETCH_SECONDS = 60.0  # to fetch a result that is ready
 _LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _CLOSE_SECONDS = 5.0  # to close objects at the end
 _MAX_DRIVER_CALLS = 16  # open calls of the driver at one object
-# Threads of `serve`, `make` and `end`: calls at the object, which wait until it
-# is made, must not take them.
+# Ray's name for the threads of `serve`, `make` and `end`: calls at the object,
+# which wait until it is made, must not take them.
 _CONTROL = "control"
 _QUERY_SECONDS = 1.0  # seconds between two queries of a cluster that grows
 
@@ -184,6 +184,11 @@ class ActorHost(Host):
     return ActorCall(ref, self.kind, self.index)
 
 
+def _in_control(method: Any) -> Any:
+  """Returns an actor's method that runs in the threads of `_CONTROL`."""
+  return method.options(concurrency_group=_CONTROL)
+
+
 class ActorHosts(Hosts):
   """Hosts that are actors. Those of local kinds run on the driver's machine,
   where their files are."""
@@ -292,10 +297,8 @@ class ActorHosts(Hosts):
       kind, index, self.site, began, path
     )
     # Ray starts the process in the background; these calls wait for it.
-    in_control = {"concurrency_group": _CONTROL}
-    serve_call = actor.serve.options(**in_control).remote()
-    self._serve_calls[kind, index] = serve_call
-    make_ref = actor.make.options(**in_control).remote(make)
+    self._serve_calls[kind, index] = _in_control(actor.serve).remote()
+    make_ref = _in_control(actor.make).remote(make)
     self._make_calls[kind, index] = ActorCall(make_ref, kind, index)
     self._hosts[kind, index] = host = ActorHost(kind, index, actor, path)
     return host
@@ -342,10 +345,7 @@ class ActorHosts(Hosts):
     except ray_waits.RayDied:
       processes.kill_run(Path(self.site.memory))
       return
-    refs = [
-      host.actor.end.options(concurrency_group=_CONTROL).remote()
-      for host in hosts.values()
-    ]
+    refs = [_in_control(host.actor.end).remote() for host in hosts.values()]
     with contextlib.suppress(ray_waits.RayDied):
       ray_waits.wait(refs, timeout=_CLOSE_SECONDS)
     for host in hosts.values():

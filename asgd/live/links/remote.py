@@ -267,16 +267,15 @@ class RayLink:
     # actor.
     try:
       opening = self._openings[shard] or self._open(shard)
-      self._openings[shard] = opening
+      self._openings[shard] = None
       if not self._ray.wait([opening.call], timeout=_CHECK_SECONDS)[0]:
         if self._has_successor(shard):
           self._generations[shard] += 1
-          self._openings[shard] = None
+        else:
+          self._openings[shard] = opening
         return False
-      self._openings[shard] = None
       self._ray.get(opening.call, timeout=_FETCH_SECONDS)
     except (ValueError, self._ray.exceptions.RayError):
-      self._openings[shard] = None
       self._generations[shard] += self._has_successor(shard)
       time.sleep(_PAUSE)
       return False
