@@ -6,7 +6,9 @@ pyproject.toml.
 
 from typing import Any
 
+from asgd.live import frames
 from asgd.live import store as live_store
+from asgd.live.frames import Frame
 from asgd.live.gossip import counter as job_counter
 from asgd.live.gossip import files as peer_files
 from asgd.live.gossip import outbox, pairs, peer, rounds
@@ -16,6 +18,10 @@ from asgd.live.sandblaster import batch_workers, shards, store
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import shard as batch_shard
 from asgd.live.sandblaster import worker as batch_worker
+from asgd.live.shard import recovery
+from asgd.live.shard.follower import Follower, Independent
+from asgd.live.shard.lead import Lead
+from asgd.live.shard.role import Role
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
@@ -41,6 +47,28 @@ class Mutant:
 
 def _nothing(*args, **options):
   del args, options
+
+
+# The server; `test_world` has others, which need certain cases.
+
+
+def _all_may_connect(role, ledger):
+  """A worker that has left connects again to a recovered shard."""
+  role.incarnations |= {
+    worker: ledger.incarnations[worker] for worker in ledger.present
+  }
+  role.ended_incarnations = {}
+
+
+def _reject_without_expel(self, key):
+  self.dispatcher.reject(*key, self.time)
+
+
+def _follow_without_messages(self, send):
+  """A message whose PREPARED was lost with the lead is never received."""
+  self._lead = send
+  self._rows.clear()
+  send(Frame(frames.FOLLOW, self.index, version=self.state.rows))
 
 
 # Tables.
@@ -182,6 +210,15 @@ KINDS = {
 }
 NO_MESSAGE = Mutant("no last message", 59, files.LastMessage, write=_nothing)
 FOUND = {
+  "server": [
+    Mutant(
+      *("those that left connect", 12, recovery),
+      _restore_incarnations=_all_may_connect,
+    ),
+    Mutant("an ended ticket", 204, Independent, is_outdated=Role.is_outdated),
+    Mutant("refused and kept", 141, Lead, _refuse=_reject_without_expel),
+    Mutant("not prepared", 223, Follower, follow=_follow_without_messages),
+  ],
   "tables": [
     Mutant("an image has its log", 14, live_store.Log, replace=_nothing),
     Mutant("memory of later", 5, _SHARD, _remove_memory=_nothing),
