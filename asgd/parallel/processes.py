@@ -241,7 +241,8 @@ def gather(numbers: Any) -> np.ndarray:
 def _gather_bytes(content: bytes) -> list[bytes]:
   """Returns the content of every process without spaces at its end."""
   # All rows need one length, so the lengths are gathered first.
-  size = int(gather([len(content)]).max())
+  length = np.int32(len(content))
+  size = int(np.max(multihost_utils.process_allgather(length)))
   padded = np.frombuffer(content.ljust(size + 1), np.uint8)
   rows = np.asarray(multihost_utils.process_allgather(padded.astype(np.int32)))
   return [bytes(each.astype(np.uint8)).rstrip() for each in rows]
