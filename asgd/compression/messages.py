@@ -25,6 +25,12 @@ from asgd.server import all_finite
 _CODEC = 0x636F6465  # folded into the key of a job, for the codec's draws
 
 
+def codec_key(key: jax.Array) -> jax.Array:
+  """Returns the key of a codec's draws for a message. It differs from `key`,
+  the key of a job, because the loss has used the bits of that key."""
+  return jax.random.fold_in(key, _CODEC)
+
+
 class Coded(NamedTuple):
   """A message, or a shard's part of one, in the form that is sent."""
 
@@ -94,9 +100,8 @@ def compressed(
     # [1] The job, with its message uncompressed.
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
     is_finite = all_finite((message, metrics.loss))
-    # [2] A code for each shard. The key differs from the job's: the loss
-    # has used the bits of that key.
-    key = jax.random.fold_in(key, _CODEC)
+    # [2] A code for each shard.
+    key = codec_key(key)
     parts, states = [], []
     for s, part in enumerate(split_message(message)):
       # The codec is always called; its result is dropped if not finite.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from asgd.compression.messages import codec_key
 from asgd.tables import filters as filters_lib
 from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
@@ -268,7 +269,7 @@ class Client:
     rows = self._rows[name]
     updates = values = rows.read(keys, "own")
     if self._codec is not None:
-      key = jax.random.fold_in(self._key, self.flushes)
+      key = codec_key(jax.random.fold_in(self._key, self.flushes))
       packet = self._codec.pack(updates, jax.random.fold_in(key, table_index))
       shape, dtype = updates.shape[1:], updates.dtype
       decoded = self._codec.unpack(packet, len(keys), shape, dtype)

@@ -1,10 +1,11 @@
 """Runs of tables: updates held back, codecs, moved ranges, checkpoints."""
 
+import jax
 import numpy as np
 import pytest
 from table_kit import MESSAGES, ROWS, finished, resumed, run_of, same
 
-from asgd import orders, tables
+from asgd import orders, tables, worker
 
 
 def test_shards_and_moves_change_no_bit():
@@ -71,7 +72,7 @@ def test_the_first_half_of_a_clock_reaches_a_reader_in_that_clock():
   run.advance(8)
   # Increments of a half. Worker 1 begins jobs at 0 and 3: by then worker 0 has
   # sent two, and worker 1 adds its first one to that.
-  assert [value for worker, value in reads if worker == 1][:2] == [0.0, 1.5]
+  assert [value for index, value in reads if index == 1][:2] == [0.0, 1.5]
 
 
 def test_what_a_codec_leaves_out_is_sent_later():
@@ -81,6 +82,25 @@ def test_what_a_codec_leaves_out_is_sent_later():
   whole, few = (np.abs(r.tables()["w"] - np.arange(ROWS)[:, None]).mean()
     for r in (dense, coded))
   assert few < 2 * whole + 1
+
+
+def test_no_codec_draws_with_the_key_of_a_job(monkeypatch):
+  packed, pack = [], tables.ValueCodec.pack
+
+  def recording(self, values, key):
+    packed.append(key)
+    return pack(self, values, key)
+
+  monkeypatch.setattr(tables.ValueCodec, "pack", recording)
+  finished(codec="int8")
+  root, jobs = jax.random.key(0), range(MESSAGES)
+  job_keys = [worker.job_key(root, i, job) for i in range(3) for job in jobs]
+  # A job of several batches folds the batch's index into its key.
+  job_keys += [jax.random.fold_in(key, 0) for key in job_keys]
+  draws = {tuple(jax.random.key_data(key).tolist()) for key in packed}
+  assert len(draws) == len(packed)
+  for key in job_keys:
+    assert tuple(jax.random.key_data(key).tolist()) not in draws
 
 
 def test_the_kkt_filter_drops_gradients_of_zeros():
