@@ -37,6 +37,12 @@ sys.dont_write_bytecode = False
 # Tracing makes many objects and few cycles: 7 % of the time was spent on those.
 gc.set_threshold(50_000, 10, 10)
 
+from launch import platforms  # noqa: E402  imports no JAX
+
+# As in a command. Otherwise libtpu writes lines to stderr at the first use of
+# JAX, which may be in a test of stderr.
+platforms.choose()
+
 import jax  # noqa: E402  reads the environment
 import pytest  # noqa: E402
 from jax._src.interpreters import mlir  # noqa: E402
