@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 import optax
@@ -36,6 +37,7 @@ _LEARNING_RATE = 0.001  # at which no recipe diverges
 _EXAMPLES = 2048
 _MAX_WORKERS = 4096
 _STARTUP_CALLS = 3  # calls that measure the start-up
+_RECEIVES = 64  # messages in a turn, at the server alone
 _CONTESTANTS = "plain", "engine", "simulate", "torch"
 # PyTorch is slower: it makes 1 / _TORCH_SHARE of the updates of a turn.
 _TORCH_SHARE = 4
@@ -74,6 +76,11 @@ class BenchModel(NamedTuple):
     x = rng.standard_normal((_EXAMPLES, *self.shape), np.float32)
     labels = rng.integers(0, 10, _EXAMPLES, np.int32)
     return loss, lambda key: models.init(layers, key, example), (x, labels)
+
+  def parameters(self) -> int:
+    """Returns the number of parameters."""
+    _, init, _ = self.parts()
+    return models.count(jax.eval_shape(init, jax.random.key(0)))
 
   def problem(self, recipe: asgd.Recipe) -> Problem:
     """Returns the problem that `asgd.simulate` makes of the parts."""
@@ -314,13 +321,12 @@ def _speed(
 ) -> None:
   """Prints updates/s, and their ratios to the plain loop's and PyTorch's."""
   problem = model.problem(asgd.asgd(_LEARNING_RATE, workers=1))
-  parameters = models.count(problem.init(jax.random.key(0)))
   names = ["plain/s", "engine/s", "simulate/s"]
   headers = ["engine / plain loop", "simulate / plain loop"]
   if torch is not None:
     names, headers = [*names, "torch/s"], [*headers, "simulate / torch loop"]
   table = report.table(
-    f"{model.name} of {parameters:,} parameters, batch {model.batch}",
+    f"{model.name} of {model.parameters():,} parameters, batch {model.batch}",
     "recipe, workers, method",
     dict.fromkeys(names, ".0f"),
     dict.fromkeys(headers, ".2f"),
@@ -347,6 +353,50 @@ def _speed(
     columns = slice(None if torch else -1)
     row = f"{recipe}, {workers} workers, {name}"
     table.row(row, *speeds[columns], *ratios[columns])
+
+
+def _receive_and_update(model: BenchModel) -> turns.Contestants:
+  """Returns contestants: `receive` of an asgd server, and its update alone."""
+  recipe = asgd.asgd(_LEARNING_RATE, workers=1)
+  server, tx = recipe.server(), optax.sgd(_LEARNING_RATE)
+  params = model.problem(recipe).init(jax.random.key(0))
+  compiled_receive = simulator.compile_steps(
+    server, None, keeps_messages=True
+  ).receive
+  # A first state may have an array twice, and `receive` donates some of them.
+  first_state = jax.tree.map(jnp.copy, server.init(params))
+  ticket, loss = server.send(first_state, jnp.int32(0)), jnp.float32(0)
+
+  def receive(state: Any) -> Any:
+    """Returns the server's state after a message."""
+    return compiled_receive(state, ticket, params, loss)[0]
+
+  @jax.jit  # donates no parameters, as tickets may have them
+  def update(current_params: Any) -> Any:
+    """Returns the parameters after a message."""
+    updates, _ = tx.update(params, tx.init(params), current_params)
+    return optax.apply_updates(current_params, updates)
+
+  return {
+    "receive": turns.repeated(receive, first_state),
+    "update": turns.repeated(update, params),
+  }
+
+
+def _receives(report: BenchReport, rounds: int) -> None:
+  """Prints how much longer the server takes for a message because it measures
+  the gap and the norms of the message and of the update."""
+  table = report.table(
+    "a message of asgd at the server, by number of parameters",
+    "parameters",
+    {"receive us": ".0f", "update alone us": ".0f"},
+    {"receive / update": ".2f"},
+  )
+  for model in MODELS:
+    contestants = _receive_and_update(model)
+    receive, update = turns.take_turns(contestants, rounds, _RECEIVES).values()
+    medians = [1e6 * float(np.median(times)) for times in (receive, update)]
+    table.row(f"{model.parameters():,}", *medians, Measured(receive / update))
 
 
 def _simulate_digits(workers: int, messages: int) -> None:
@@ -380,8 +430,7 @@ def _whole_calls(report: BenchReport) -> None:
   _simulate_digits(few_workers, 2 * _MAX_WORKERS)
   peak_before = peak_bytes()
   _simulate_digits(_MAX_WORKERS, 2 * _MAX_WORKERS)
-  problem = MODELS[0].problem(asgd.asgd(_LEARNING_RATE, workers=1))
-  nbytes = 4 * models.count(problem.init(jax.random.key(0)))
+  nbytes = 4 * MODELS[0].parameters()
   copies = (peak_bytes() - peak_before) / (_MAX_WORKERS - few_workers) / nbytes
   table.row("memory of each further worker", None, Measured(copies))
 
@@ -412,3 +461,4 @@ def run(
       if block is not None:
         model = model._replace(messages=(rounds + 1) * block)
       _speed(report, model, rounds, torch)
+  _receives(report, rounds)

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -74,6 +75,25 @@ def test_a_row_has_all_ratios(monkeypatch):
   whole_call = measured["simulate / plain loop"]
   assert whole_call["median"] == pytest.approx(ratio, 0.01)
   assert whole_call["target"] == ">= 2.5"
+
+
+def test_a_receive_and_an_update_alone_end_at_the_same_parameters(monkeypatch):
+  monkeypatch.setattr(simulator, "MODELS", (SMALL,))
+  ends = {}
+
+  def repeated(step, state):
+    def call():
+      ends[step.__name__] = step(ends.get(step.__name__, state))
+
+    return call
+
+  monkeypatch.setattr(simulator.turns, "repeated", repeated)
+  report = BenchReport()
+  simulator._receives(report, 1)
+  (row,) = report.rows
+  assert row["name"] == "130"
+  assert set(row["values"]) == {"receive us", "update alone us"}
+  chex.assert_trees_all_equal(ends["receive"].params, ends["update"])
 
 
 def test_a_python_without_torch_is_named():
