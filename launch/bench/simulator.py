@@ -372,10 +372,13 @@ def _receive_and_update(model: BenchModel) -> turns.Contestants:
     return compiled_receive(state, ticket, params, loss)[0]
 
   @jax.jit  # donates no parameters, as tickets may have them
+  def compiled_update(current_params: Any, message: Any) -> Any:
+    updates, _ = tx.update(message, tx.init(message), current_params)
+    return optax.apply_updates(current_params, updates)
+
   def update(current_params: Any) -> Any:
     """Returns the parameters after a message."""
-    updates, _ = tx.update(params, tx.init(params), current_params)
-    return optax.apply_updates(current_params, updates)
+    return compiled_update(current_params, params)
 
   return {
     "receive": turns.repeated(receive, first_state),
