@@ -4,8 +4,8 @@
   segments:      |- Dense_0 -|- relu, Dense_1, mean -|
 
 A segment runs the module's own method. Submodules outside of the segment are
-not called: in place of the previous submodule's output the method gets the
-segment's input, and in place of others zeros, on which nothing may depend. So
+not called: instead of the previous submodule's output the method gets the
+segment's input, and instead of others zeros, on which nothing may depend. So
 the method may compute anything between two submodules, but a submodule may need
 only the output of the submodule before it.
 """

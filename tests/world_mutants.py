@@ -6,9 +6,7 @@ pyproject.toml.
 
 from typing import Any
 
-from asgd.live import frames
 from asgd.live import store as live_store
-from asgd.live.frames import Frame
 from asgd.live.gossip import counter as job_counter
 from asgd.live.gossip import files as peer_files
 from asgd.live.gossip import outbox, pairs, peer, rounds
@@ -66,9 +64,14 @@ def _reject_without_expel(self, key):
 
 def _follow_without_messages(self, send):
   """A message whose PREPARED was lost with the lead is never received."""
-  self._lead = send
-  self._rows.clear()
-  send(Frame(frames.FOLLOW, self.index, version=self.state.rows))
+  self._report_prepared = _nothing
+  try:
+    _follow(self, send)
+  finally:
+    del self._report_prepared
+
+
+_follow = Follower.follow
 
 
 # Tables.

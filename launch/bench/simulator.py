@@ -77,11 +77,6 @@ class BenchModel(NamedTuple):
     labels = rng.integers(0, 10, _EXAMPLES, np.int32)
     return loss, lambda key: models.init(layers, key, example), (x, labels)
 
-  def parameters(self) -> int:
-    """Returns the number of parameters."""
-    _, init, _ = self.parts()
-    return models.count(jax.eval_shape(init, jax.random.key(0)))
-
   def problem(self, recipe: asgd.Recipe) -> Problem:
     """Returns the problem that `asgd.simulate` makes of the parts."""
     objects = own.Objects(*self.parts(), recipe, batch_size=self.batch)
@@ -321,12 +316,13 @@ def _speed(
 ) -> None:
   """Prints updates/s, and their ratios to the plain loop's and PyTorch's."""
   problem = model.problem(asgd.asgd(_LEARNING_RATE, workers=1))
+  parameters = models.count(problem.init(jax.random.key(0)))
   names = ["plain/s", "engine/s", "simulate/s"]
   headers = ["engine / plain loop", "simulate / plain loop"]
   if torch is not None:
     names, headers = [*names, "torch/s"], [*headers, "simulate / torch loop"]
   table = report.table(
-    f"{model.name} of {model.parameters():,} parameters, batch {model.batch}",
+    f"{model.name} of {parameters:,} parameters, batch {model.batch}",
     "recipe, workers, method",
     dict.fromkeys(names, ".0f"),
     dict.fromkeys(headers, ".2f"),
@@ -355,16 +351,16 @@ def _speed(
     table.row(row, *speeds[columns], *ratios[columns])
 
 
-def _receive_and_update(model: BenchModel) -> turns.Contestants:
-  """Returns contestants: `receive` of an asgd server, and its update alone."""
-  recipe = asgd.asgd(_LEARNING_RATE, workers=1)
-  server, tx = recipe.server(), optax.sgd(_LEARNING_RATE)
-  params = model.problem(recipe).init(jax.random.key(0))
+def _receive_and_update(
+  server: base.Server, params: Any
+) -> turns.Contestants:
+  """Returns contestants: `receive` of an asgd server, and its update alone.
+  They start from `params`, which are every message, too."""
+  tx = optax.sgd(_LEARNING_RATE)
   compiled_receive = simulator.compile_steps(
     server, None, keeps_messages=True
   ).receive
-  # A first state may have an array twice, and `receive` donates some of them.
-  first_state = jax.tree.map(jnp.copy, server.init(params))
+  first_state = simulator.start(server, params)
   ticket, loss = server.send(first_state, jnp.int32(0)), jnp.float32(0)
 
   def receive(state: Any) -> Any:
@@ -395,11 +391,13 @@ def _receives(report: BenchReport, rounds: int) -> None:
     {"receive us": ".0f", "update alone us": ".0f"},
     {"receive / update": ".2f"},
   )
+  recipe = asgd.asgd(_LEARNING_RATE, workers=1)
   for model in MODELS:
-    contestants = _receive_and_update(model)
+    params = model.problem(recipe).init(jax.random.key(0))
+    contestants = _receive_and_update(recipe.server(), params)
     receive, update = turns.take_turns(contestants, rounds, _RECEIVES).values()
     medians = [1e6 * float(np.median(times)) for times in (receive, update)]
-    table.row(f"{model.parameters():,}", *medians, Measured(receive / update))
+    table.row(f"{models.count(params):,}", *medians, Measured(receive / update))
 
 
 def _simulate_digits(workers: int, messages: int) -> None:
@@ -433,7 +431,8 @@ def _whole_calls(report: BenchReport) -> None:
   _simulate_digits(few_workers, 2 * _MAX_WORKERS)
   peak_before = peak_bytes()
   _simulate_digits(_MAX_WORKERS, 2 * _MAX_WORKERS)
-  nbytes = 4 * MODELS[0].parameters()
+  problem = MODELS[0].problem(asgd.asgd(_LEARNING_RATE, workers=1))
+  nbytes = 4 * models.count(problem.init(jax.random.key(0)))
   copies = (peak_bytes() - peak_before) / (_MAX_WORKERS - few_workers) / nbytes
   table.row("memory of each further worker", None, Measured(copies))
 
