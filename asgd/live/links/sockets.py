@@ -264,7 +264,7 @@ class ShardServer:
     consistent run. The clock counts seconds since the run began."""
     self.shard, self._clock, self._lead_path = shard, clock, lead
     self._calls: CallQueue = queue.SimpleQueue()
-    self.ended = threading.Event()  # `serve` has ended
+    self.ended = threading.Event()  # `serve` has ended; its sockets are closed
     self._must_end = False  # `serve` must return
     self._network, self._selector = network, network.selector()
     self._waker = _Waker(network, self._selector)
@@ -304,9 +304,11 @@ class ShardServer:
     try:
       self._serve()
     finally:
-      self.ended.set()
-      self._refuse_calls()
-      self._close()
+      try:
+        self._close()
+      finally:
+        self.ended.set()
+        self._refuse_calls()
 
   def _serve(self) -> None:
     """Repeats the steps [1] to [5] of the class."""
