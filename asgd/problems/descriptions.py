@@ -12,6 +12,7 @@ import functools
 import hashlib
 import inspect
 import numbers
+import sys
 import sysconfig
 import textwrap
 import types
@@ -53,9 +54,9 @@ _INSTALLED = "<frozen", *map(
 
 
 def _code_of(value: Any) -> list[str]:
-  """Returns texts: the source of functions and of modules of layers, without
-  comments, and the plain values that a function closes over. There are none for
-  functions of libraries, and for code typed into an interpreter."""
+  """Returns texts: the source of functions, classes and classes of objects,
+  without comments, and the plain values that a function closes over. There are
+  none for code of libraries, and for code typed into an interpreter."""
   if isinstance(value, functools.partial):
     # The repr of a function has an address.
     args = (name_of(x) if callable(x) else repr(x) for x in value.args)
@@ -63,7 +64,8 @@ def _code_of(value: Any) -> list[str]:
   if isinstance(value, (tuple, list)):
     return [text for part in value for text in _code_of(part)]
   value = _python_function(value)
-  source_owner = value if inspect.isroutine(value) else type(value)
+  has_source = inspect.isroutine(value) or isinstance(value, type)
+  source_owner = value if has_source else type(value)
   module = getattr(source_owner, "__module__", None) or ""  # None: made by exec
   if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
     return []
@@ -97,28 +99,43 @@ def _closed_over(function: Any) -> Iterator[Any]:
 
 
 def _globals_read(function: types.FunctionType) -> Iterator[Any]:
-  """Yields the constants and the user's functions among the global variables
-  that a user's function reads and does not set."""
+  """Yields the constants, and the user's functions and classes, among the
+  global variables, and the variables of the user's modules, that a user's
+  function reads and does not set."""
   if not _is_users(function):
     return
-  codes, names_read, names_set = [function.__code__], set(), set()
+  # Path of names -> value: ("X",), or ("module", "X") of module.X.
+  values: dict[tuple[str, ...], Any] = {}
+  codes, names_set = [function.__code__], set()
   for code in codes:  # which grows: a function contains others
     codes += (c for c in code.co_consts if isinstance(c, types.CodeType))
+    path: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):
+      name = instruction.argval
       if instruction.opname == "LOAD_GLOBAL":
-        names_read.add(instruction.argval)
-      elif instruction.opname == "STORE_GLOBAL":
-        names_set.add(instruction.argval)
-  for name in sorted(names_read - names_set):
-    value = function.__globals__.get(name)
-    if value is not None and _is_constant(value):
+        path = (name,)
+        values[path] = function.__globals__.get(name)
+      elif path and instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        module = values[path]
+        is_module = isinstance(module, types.ModuleType)
+        if is_module and _is_users_module(module.__name__):
+          path = (*path, name)
+          values[path] = getattr(module, name, None)
+        else:
+          path = ()
+      else:
+        path = ()
+        if instruction.opname == "STORE_GLOBAL":
+          names_set.add(name)
+  for path, value in sorted(values.items(), key=lambda item: item[0]):
+    if value is not None and path[0] not in names_set and _is_constant(value):
       yield value
 
 
 def _is_constant(value: Any) -> bool:
   """Whether a global variable is in the checksum of a function: numbers, texts,
-  arrays, modules of flax, dataclasses of plain values, functions of the user,
-  and tuples, lists and dicts of these."""
+  arrays, modules of flax, dataclasses of plain values, functions and classes of
+  the user, and tuples, lists and dicts of these."""
   if isinstance(value, dict):
     return all(map(_is_constant, value.values()))
   if isinstance(value, tuple | list):
@@ -137,28 +154,49 @@ def _is_constant(value: Any) -> bool:
 
 
 def _is_users(value: Any) -> bool:
-  """Whether a value is a Python function that no installed library defines."""
-  if not inspect.isfunction(value):
-    return False
-  module = value.__module__ or ""  # None: made by exec
-  path = value.__code__.co_filename
-  return module.partition(".")[0] not in _LIBRARIES and not path.startswith(
-    _INSTALLED
-  )
+  """Whether a value is a Python function or a class, and is not of an installed
+  library."""
+  module = getattr(value, "__module__", None) or ""  # None: made by exec
+  if inspect.isfunction(value):
+    return _is_users_module(module, value.__code__.co_filename)
+  return isinstance(value, type) and _is_users_module(module)
+
+
+def _is_users_module(name: str, path: str | None = None) -> bool:
+  """Whether a module is not of an installed library. `path` is its file, if the
+  caller knows it."""
+  if path is None:
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+  is_library = name.partition(".")[0] in _LIBRARIES
+  is_installed = name in sys.builtin_module_names or path.startswith(_INSTALLED)
+  return not is_library and not is_installed
+
+
+def _read_by_class(class_: type) -> Iterator[Any]:
+  """Yields what the results of a user's class depend on beside its own source:
+  its base classes, and the global variables of `_globals_read` and variables of
+  enclosing functions that its methods read."""
+  yield from filter(_is_users, class_.__bases__)
+  for value in vars(class_).values():
+    method = inspect.unwrap(getattr(value, "fget", value))  # or a property's
+    code = getattr(method, "__code__", None)
+    if code and code.co_filename != "<string>":  # as dataclasses generate
+      values = *_closed_over(method), *_globals_read(method)
+      yield from (x for x in values if x is not class_)
 
 
 def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
   """Yields the values of an object that change its results: those that its
   functions close over, such as the rates of a transform of optax, however deep,
   or read as globals, and the attributes of dataclasses and of a user's callable
-  objects; and the source of those functions. `seen` has the identities of
-  functions and objects that were visited; if there are none, the source of the
-  first is known."""
+  objects; and the source of those functions, and of classes. `seen` has the
+  identities of functions, classes and objects that were visited; if there are
+  none, the source of the first is known."""
   value = _python_function(value)
   if isinstance(value, functools.partial):
     value = value.func, value.args, value.keywords
   elif inspect.ismethod(value):
-    value = value.__func__, _attributes(value.__self__, is_owner=True)
+    value = value.__func__, *_object_parts(value.__self__, is_owner=True)
   if isinstance(value, np.ndarray | jax.Array):
     if streams.is_key(value):
       value = jax.random.key_data(value)
@@ -173,15 +211,29 @@ def _constants(value: Any, seen: set[int]) -> Iterator[bytes]:
       yield from _constants(part, seen)
   else:
     yield name_of(value).encode()
-    parts: Any = _attributes(value)
+    parts: Sequence[Any]
     if inspect.isfunction(value):
       parts = value.__defaults__, value.__kwdefaults__, *_closed_over(value)
       parts += *_globals_read(value),
+    elif _is_users(value):  # a class
+      parts = value.__name__, *_read_by_class(value)
+    else:
+      parts = _object_parts(value)
     if parts and id(value) not in seen:
       if seen:
         yield from (text.encode() for text in _code_of(value))
       seen.add(id(value))
       yield from _constants(parts, seen)
+
+
+def _object_parts(value: Any, *, is_owner: bool = False) -> Sequence[Any]:
+  """Returns the attributes of an object, and its class if it is a user's. The
+  owner of a class method is the class. Empty for other values."""
+  class_ = value if isinstance(value, type) else type(value)
+  counts = is_owner or callable(value) or dataclasses.is_dataclass(value)
+  parts: list[Any] = [_attributes(value, is_owner=is_owner)]
+  parts += [class_] if counts and _is_users(class_) else []
+  return list(filter(None, parts))
 
 
 def _attributes(value: Any, *, is_owner: bool = False) -> dict[str, Any]:
