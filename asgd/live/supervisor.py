@@ -222,7 +222,8 @@ class Supervisor:
     restart: Callable[[int], None],
   ) -> list[Any]:
     """Calls a method of several parties of a kind, all at once. A party that
-    does not answer is replaced, and its successor is called.
+    does not answer is replaced, and its successor is called. The wait does not
+    count as time of the jobs of other kinds: they may wait for the same party.
 
     Args:
       kind: the kind of the parties.
@@ -236,12 +237,18 @@ class Supervisor:
     """
     indices = list(self.parties[kind] if among is None else among)
     answers: dict[int, Any] = {}
+    start = self.hosts.clock()
     # `restart` ends the loop by an error if parties exit over and over.
     while missing := [index for index in indices if index not in answers]:
       answers.update(self.ask(kind, method, *args, among=missing))
       for index in missing:
         if index not in answers:
           restart(index)
+    waited_seconds = self.hosts.clock() - start
+    for other_kind in self.parties.keys() - {kind}:
+      for party in self.parties[other_kind].values():
+        if party.job_start is not None:
+          party.job_start += waited_seconds
     return [answers[index] for index in indices]
 
   def wait_for_calls(
@@ -359,13 +366,6 @@ class Supervisor:
     again, because these parties have waited for a lost party."""
     for party in self.parties[kind].values():
       party.job_start = None
-
-  def discount(self, kind: str, seconds: float) -> None:
-    """Does not count the last seconds as time of the jobs of a kind, because
-    the parties may have waited for others."""
-    for party in self.parties[kind].values():
-      if party.job_start is not None:
-        party.job_start += seconds
 
   def end_overdue(self, party: Party, seconds: float | None = None) -> None:
     """Ends a party if its job takes too long. The first job of a party may take

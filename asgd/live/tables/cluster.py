@@ -274,11 +274,7 @@ class TableCluster(Cluster):
   def _end_hanging_workers(self) -> None:
     """Ends workers that take too long for a clock. `check` then replaces these
     workers."""
-    supervisor, clock = self._supervisor, self._supervisor.hosts.clock
-    start = clock()
-    statuses = self._ask("status")
-    # While a shard does not answer, workers may wait for it, too.
-    supervisor.discount(WORKER, clock() - start)
+    supervisor, statuses = self._supervisor, self._ask("status")
     waiting_workers = set().union(*(status.waiting for status in statuses))
     for worker, party in supervisor.parties[WORKER].items():
       # A worker that waits for other workers at a shard does not hang.
