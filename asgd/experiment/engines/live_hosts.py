@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from asgd.checks import shortened
 from asgd.experiment import cells
+from asgd.experiment.engines import networks
 from asgd.live import processes
 from asgd.live.deadlines import Ladder
 from asgd.live.hosts import Hosts
@@ -77,12 +78,6 @@ def default_setup(plan: Any) -> Setup:
   """Returns the setup of a protocol without the rules of a dense server."""
   deadlines = ladder(plan.run.config["live"])
   return Setup(protocol.Rules(), plan.workers, plan.messages, ladder=deadlines)
-
-
-def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
-  """Returns the dtype of sent numbers; None: they are sent unchanged."""
-  wire = config["server"]["wire"]
-  return None if wire == "float32" else wire
 
 
 def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
@@ -155,7 +150,7 @@ def site(live: LiveCell, profile: str | None = None) -> Site:
     str(live.folder),
     str(live.memory),
     live.start_time,
-    compress=dtype_on_wire(live.plan.run.config),
+    compress=networks.dtype_on_wire(live.plan.run.config),
     spans=settings["spans"],
     devices=settings["devices"],
     platform=None if uses_accelerator else "cpu",

@@ -280,7 +280,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     updates = round(np.mean([v.version for v in self._views.values()]))
     row = server_results.columns(plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= peers.link_columns(plan.gossip, self._traffic)
+    row |= peers.link_columns(plan, self._traffic)
     return {
       **row,
       "peers_sha256": storage.digest(

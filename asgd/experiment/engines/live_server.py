@@ -16,8 +16,8 @@ from asgd.experiment.engines import (
   allocations,
   live_clusters,
   live_engine,
-  live_hosts,
   live_news,
+  networks,
   parameter_server,
   server_results,
   traffic,
@@ -141,7 +141,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     # Only new slots need memory.
     if not self._memory.is_resumed:
       shares = live_clusters.slot_shares(self._run)
-      wire = live_hosts.dtype_on_wire(self._plan.run.config)
+      wire = networks.dtype_on_wire(self._plan.run.config)
       counts = slot_counts(setup)
       nbytes = [slots_nbytes(counts, share, compress=wire) for share in shares]
       check_room(machine.memory_dir, sum(nbytes))
@@ -238,10 +238,7 @@ class LiveServerEngine(live_engine.LiveEngine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
-    # Without a log, a shard that fails loses some records.
-    n_records = self._count_records()
-    start = max(min(start, end - 1, n_records - 1), 0)
-    return server_results.summary(self._read_rows(start, min(end, n_records)))
+    return server_results.summary(self._records_between(start, end))
 
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result. Raises ValueError if rows of

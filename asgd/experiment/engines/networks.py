@@ -72,6 +72,12 @@ def check(run: Run) -> None:
     )
 
 
+def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
+  """Returns the dtype of sent numbers; None: they are sent unchanged."""
+  dtype = config["server"]["wire"]
+  return None if dtype == "float32" else dtype
+
+
 def shard_bytes(plan: Any, shards: int) -> list[int]:
   """Returns the bytes of each shard's parameters in a packet. Raises
   ValueError, naming server.shards, if the parameters cannot be split."""
@@ -79,7 +85,8 @@ def shard_bytes(plan: Any, shards: int) -> list[int]:
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   with checks.prefix_errors("server", ("shards",)):
     split = sharding.make_plan(params, shards)
-  return [wire.layout(part).nbytes for part in sharding.split(split, params)]
+  dtype, parts = dtype_on_wire(plan.run.config), sharding.split(split, params)
+  return [wire.layout(part, compress=dtype).nbytes for part in parts]
 
 
 def dense_sizes(plan: Any) -> Sizes:

@@ -22,6 +22,7 @@ from asgd.experiment.engines import (
   peer_orders,
   server_orders,
   server_results,
+  traffic,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import (
@@ -273,7 +274,7 @@ class PeerEngine(SimulatedEngine):
     updates = round(np.mean([int(s.server.version) for s in self._states()]))
     row = server_results.columns(self._plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= link_columns(self._plan.gossip, self._traffic())
+    row |= link_columns(self._plan, self._traffic())
     return {**row, **self._costs()}
 
   def extras(self) -> dict[str, str]:
@@ -351,21 +352,28 @@ def peer_quality(
 
 
 def link_columns(
-  exchange: gossip.Gossip, traffic: simulator.LinkTraffic
+  plan: PeerPlan, link_traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
   """Returns the topology and the traffic of its links, as columns."""
+  topology, messages = plan.gossip.topology, int(link_traffic.messages.sum())
   # Only links with at least one taken message count.
-  has_messages = traffic.messages > 0
-  taken_bytes, links = int(traffic.nbytes.sum()), int(has_messages.sum())
-  return {
-    "topology": exchange.topology.name,
-    "second_eigenvalue": topologies.second_eigenvalue(exchange.topology),
+  links = int((link_traffic.messages > 0).sum())
+  taken_bytes = int(link_traffic.nbytes.sum())
+  row = {
+    "topology": topology.name,
+    "second_eigenvalue": topologies.second_eigenvalue(topology),
     "links": links,
-    "link_messages": int(traffic.messages.sum()),
+    "link_messages": messages,
     "taken_bytes": taken_bytes,
     "bytes_per_link": taken_bytes / max(links, 1),
-    "bytes_per_peer": taken_bytes / exchange.topology.workers,
+    "bytes_per_peer": taken_bytes / topology.workers,
   }
+  if plan.run.config["compress"]:
+    # A record may have no message, or several. A peer receives what others
+    # send, so both directions have the codec.
+    factor = traffic.dense_bytes(plan) * messages / max(taken_bytes, 1)
+    row |= {"compression_up": factor, "compression_down": factor}
+  return row
 
 
 def links_table(traffic: simulator.LinkTraffic) -> str:

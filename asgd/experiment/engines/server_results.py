@@ -48,7 +48,7 @@ def columns(
   trace: base.Trace | None = None,
 ) -> dict[str, Any]:
   """Returns the columns of a result that simulated and live runs have. Backup
-  tasks are counted from the trace, if there is one."""
+  tasks and kept tickets are counted from the trace, which peers have not."""
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
@@ -59,7 +59,18 @@ def columns(
     started, first_backups = orders.count_backups(trace)
     row |= {"backup_started": started, "backup_first": first_backups}
   row |= device_rooms.columns(plan, len(records.loss))
-  return row | traffic.columns(plan, records)
+  kept = 0 if trace is None else _count_kept(trace)
+  return row | traffic.columns(plan, records, kept)
+
+
+def _count_kept(trace: base.Trace) -> int:
+  """Returns the number of received messages on tickets that workers had kept.
+  """
+  kept, received = (
+    set(zip(trace.worker[rows].tolist(), trace.seq[rows].tolist(), strict=True))
+    for rows in (trace.action == base.KEEP, trace.action == base.RECEIVE)
+  )
+  return len(kept & received)
 
 
 def describe_first_not_finite(

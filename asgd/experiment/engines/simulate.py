@@ -201,6 +201,13 @@ def check(run: Run) -> None:
       f"config.simulator.engine {engine!r} is not for shards that are out of"
       " step, which have another engine: leave it out"
     )
+  dtype = run.config["server"]["wire"]
+  if networks.dtype_on_wire(run.config) and not server_orders.out_of_step(run):
+    raise ValueError(
+      f"config.server.wire {dtype!r} is for live servers, and for simulated"
+      " shards that are out of step: leave it out, or set"
+      " config.server.shards=2 or more and consistent=False"
+    )
   server_orders.check_delays(run)
 
 

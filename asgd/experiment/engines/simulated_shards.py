@@ -14,7 +14,6 @@ from asgd import base, orders, sharding, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   live_clusters,
-  live_hosts,
   networks,
   server_results,
   traffic,
@@ -45,7 +44,7 @@ class ShardedEngine(SimulatedEngine):
       batch=plan.job_batches(seed),
       root=root,
       options=simulator.ShardOptions(
-        wire=live_hosts.dtype_on_wire(plan.run.config), plan=split
+        wire=networks.dtype_on_wire(plan.run.config), plan=split
       ),
     )
     no_records = [simulator.concatenate([]) for _ in self._traces]
@@ -94,7 +93,8 @@ class ShardedEngine(SimulatedEngine):
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result."""
     plan, records, states = self._plan, self.records(), self._simulation.states
-    row = server_results.columns(plan, records, int(states[0].version))
+    version, lead = int(states[0].version), self._traces[0]
+    row = server_results.columns(plan, records, version, lead)
     row["simulated_time"] = time = float(records.time[-1])
     if self._use is not None:
       row |= networks.columns(self._use, len(records.loss), time)

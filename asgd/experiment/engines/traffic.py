@@ -12,7 +12,7 @@ from asgd import algorithms, base, compression, problems, wire
 from asgd.checks import shown
 from asgd.compression import user_codecs
 from asgd.experiment import checks, refusals
-from asgd.experiment.engines import Column
+from asgd.experiment.engines import Column, networks
 from asgd.experiment.schema import GIVEN_MARK, Run, Setting
 from asgd.orders.trace import Event
 
@@ -153,19 +153,29 @@ def with_encoded_updates(
 compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 
-def columns(plan: Any, records: base.Records) -> dict[str, Any]:
-  """Returns a result's columns: bytes up and down, and the factor by which
-  dense messages and parameters would be larger."""
+def dense_bytes(plan: Any) -> int:
+  """Returns the bytes of a message without a codec."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  # Bytes of all messages if each had all parameters.
-  dense = wire.layout(params).nbytes * len(records.loss)
+  dtype = networks.dtype_on_wire(plan.run.config)
+  return wire.layout(params, compress=dtype).nbytes
+
+
+def columns(plan: Any, records: base.Records, kept: int) -> dict[str, Any]:
+  """Returns a result's columns: bytes up and down, and the factor by which
+  dense messages and parameters would be larger. `kept`: messages on tickets
+  that workers had kept, for which no parameters were sent."""
+  dense, messages = dense_bytes(plan), len(records.loss)
   row: dict[str, Any] = {}
-  for direction, key in (("up", "compress"), ("down", "compress_down")):
+  for direction, key, count in (
+    ("up", "compress", messages), ("down", "compress_down", messages - kept)
+  ):
     nbytes = int(getattr(records, f"bytes_{direction}").sum())
     section = plan.run.config[key]
     row[f"bytes_{direction}"] = nbytes
     # 1 without a codec: the message is dense.
-    row[f"compression_{direction}"] = dense / max(nbytes, 1) if section else 1.0
+    row[f"compression_{direction}"] = (
+      dense * count / max(nbytes, 1) if section else 1.0
+    )
     if section:
       row["codec" if direction == "up" else "codec_down"] = section["name"]
   return row

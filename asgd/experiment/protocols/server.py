@@ -12,11 +12,11 @@ from asgd.experiment import live_files
 from asgd.experiment.engines import (
   allocations,
   live,
-  live_hosts,
   live_server,
   mesh,
   mesh_plan,
   mesh_programs,
+  networks,
   server_results,
   simulate,
 )
@@ -83,7 +83,7 @@ def train_in_order(
   # [1] The start, by the same keys as in training.
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
-  options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
+  options["wire"] = networks.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
   # [2] One server. Equal bits need the program of the run, which does not
   # overwrite messages.

@@ -9,6 +9,7 @@ from table_kit import train
 
 from asgd import experiment, orders
 from asgd.experiment import cell_files, folder, report
+from asgd.experiment.engines import traffic
 from asgd.experiment.signals import Stopped
 from asgd.gossip import topologies
 from asgd.pipeline.engine import PIPELINE
@@ -117,6 +118,17 @@ def test_a_result_says_how_far_apart_peers_are_and_what_each_link_bore(
   assert "consensus" in text and "MB/link" in text
   said = report.result_lines(ring, ENGINES["simulate"].describe)[0]
   assert "ring (|lambda_2| 0.333), consensus distance" in said
+
+
+def test_a_codec_is_compared_with_the_messages_that_were_sent(tmp_path):
+  exp = build("late", compress="int8")  # every second round has messages
+  folder.open_folder(str(tmp_path), "test", exp)
+  train(exp, tmp_path)
+  result = folder.finished_result(tmp_path / "cells" / exp.cells[0].name)
+  dense = traffic.dense_bytes(exp.plan(exp.cells[0])) * result["link_messages"]
+  for direction in ("up", "down"):
+    factor = result[f"compression_{direction}"]
+    assert factor == dense / result["taken_bytes"] < 4.1
 
 
 def _leaves(exp):

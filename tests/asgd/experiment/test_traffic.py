@@ -38,6 +38,8 @@ MISTAKES = (
     },
     "config.compress_down: with config.server.wire 'bfloat16' workers",
   ),
+  ({"server": {"wire": "bfloat16"}},
+   "config.server.wire 'bfloat16' is for live servers, and for simulated"),
   ({"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
    "config.compress_down: an algorithm that looks ahead sends parameters"),
   ({"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
@@ -106,6 +108,27 @@ def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
   assert whole.snapshot().clock["megabytes"] == megabytes
 
 
+def test_a_kept_ticket_would_have_no_bytes_without_the_codec_either():
+  exp = kit.tiny(
+    compress_down={"name": "top_k", "density": 0.1}, order={"fetch_every": 2}
+  )
+  whole = kit.to_its_end(kit.simulation_of(exp))
+  row, down = whole.columns(), whole.records().bytes_down
+  dense = traffic.dense_bytes(exp.plan(exp.cells[0]))
+  tickets = (down > 0).sum()
+  assert tickets < 0.6 * len(down)
+  assert row["compression_down"] == tickets * dense / down.sum()
+
+
+def test_numbers_of_16_bits_are_what_a_codec_is_compared_with():
+  exp = kit.tiny(engine="threads", compress="onebit")
+  half = kit.tiny(
+    engine="threads", compress="onebit", server={"wire": "bfloat16"}
+  )
+  one, two = (traffic.dense_bytes(e.plan(e.cells[0])) for e in (exp, half))
+  assert two < 0.6 * one
+
+
 def test_a_ticket_is_the_updates_since_the_last_or_the_parameters():
   updates = compression.compressed_updates(
     asgd.asgd(1.0, workers=2).algorithm, compression.named("bf16")
@@ -147,6 +170,8 @@ def test_a_live_cell_is_compressed_and_replays(tmp_path):
   rows = folder.read_rows(place)
   sent = result["bytes_up"] + result["bytes_down"]
   assert rows[-1]["megabytes"] == pytest.approx(sent / 1e6)
+  last = slice(rows[-2]["message"], rows[-1]["message"])
+  assert rows[-1]["gap_mean"] == pytest.approx(records.gap[last].mean())
   # All workers left when it was stopped.
   assert result["residual_lost"] > 0
   assert told[0].startswith("stopped in a-n3-s0 at message")
