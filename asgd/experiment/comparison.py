@@ -168,7 +168,7 @@ def compare(
   experiment, cell = replay.load(cell_folder, data_dir=data_dir, trust=trust)
   plan = experiment.plan(cell)
   rules, train_in_order = live.simulation(plan, cell, cell_folder)
-  records, journal = files.records[0], files.journals[0]
+  records, journal = _records(cell_folder), files.journals[0]
   messages = len(records.loss)
   n_early = _early_messages(cell_folder, records.worker, cell.workers)
   start_time = live_files.first_ticket(journal)
@@ -221,6 +221,12 @@ def _accuracy(cell_folder: Path) -> float:
   return np.nan if accuracy is None else accuracy
 
 
+def _records(cell_folder: Path) -> base.Records:
+  """Returns the records of a finished cell, with the bytes of all shards."""
+  columns = cell_files.read_records(cell_folder)
+  return base.Records(*(columns[name] for name in base.Records._fields))
+
+
 def _with_replay(
   cell_folder: Path,
   files: live_files.LiveFiles,
@@ -229,8 +235,7 @@ def _with_replay(
   trust: bool,
 ) -> LiveComparison:
   """Compares a live cell with its replay."""
-  columns = cell_files.read_records(cell_folder)
-  records = base.Records(*(columns[name] for name in base.Records._fields))
+  records = _records(cell_folder)
   workers = files.description["cell"]["workers"]
   first_messages = _early_messages(cell_folder, records.worker, workers)
   start_time = live_files.first_ticket(files.jobs)
