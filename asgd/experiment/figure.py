@@ -1,8 +1,7 @@
 """Draws an experiment's figure: curves of its runs, and sweeps over workers.
 
-The figure has the width of a journal's page, three panels in a row, and text of
-eight points. Lines differ in lightness, markers and dashes, so that a print in
-grey shows which is which.
+The figure has the width of a journal's page, and text of eight points. Lines
+differ in lightness, markers and dashes, also in a print in grey.
 """
 
 import contextlib
@@ -143,18 +142,20 @@ def figure_points(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   """
   largest = {title: max(c) for title, c in _worker_counts(results).items()}
   swept = _swept_counts(results)
+  # The n-th evaluations of all seeds are a point, if some messages apart, too.
   curve_rows = [
-    row
-    for row in curves
+    {**row, "number": number}
+    for rows in group_by(curves, "cell").values()
+    for number, row in enumerate(rows)
     if row["workers"] == largest[row["algorithm"]]
     and (not swept or row["workers"] in swept)
   ]
   by_result = group_by(results, "algorithm", "workers")
-  by_message = group_by(curve_rows, "algorithm", "workers", "message")
+  by_evaluation = group_by(curve_rows, "algorithm", "workers", "number")
   diverged = {row.get("cell") for row in results if row.get("diverged")}
   points = []
   for panel in panels(results):
-    groups = by_result if panel.x == "workers" else by_message
+    groups = by_result if panel.x == "workers" else by_evaluation
     for (title, workers, *_), rows in groups.items():
       if not any(panel.y in row and panel.x in row for row in rows):
         continue  # the engine does not measure this time or staleness
@@ -196,8 +197,7 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
       last_epochs[point["algorithm"]] = point["x"]
     elif point["panel"] == panel.name:
       last_x[point["algorithm"]] = point["x"]
-  shared_runs = [run for run in last_x if last_epochs.get(run, 0) > 0]
-  ratios = [last_x[run] / last_epochs[run] for run in shared_runs]
+  ratios = [x / last_epochs[r] for r, x in last_x.items() if last_epochs.get(r)]
   return not ratios or max(ratios) > 1.02 * min(ratios)
 
 

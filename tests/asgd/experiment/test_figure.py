@@ -46,6 +46,20 @@ def test_the_points_of_a_sweep_are_means_over_seeds():
   assert by_place["gap_curve", 1.0]["workers"] == 16
 
 
+def test_seeds_that_end_at_different_messages_have_one_curve():
+  seeds = [result("A", 8, accuracy, 1.0, seed=i) for i, accuracy in
+           enumerate((0.5, 0.7))]
+  rows = [
+    curve(seed, message, epoch=message / 10)
+    for seed, last in zip(seeds, (30, 26), strict=True)
+    for message in (10, 20, last)
+  ]
+  points = figure.figure_points(seeds, rows)
+  drawn = [p for p in points if p["panel"] == "test_accuracy_by_epoch"]
+  assert [p["seeds"] for p in drawn] == [2, 2, 2]
+  assert [p["x"] for p in drawn] == pytest.approx([1.0, 2.0, 2.8])
+
+
 def test_clocks_are_called_what_they_are():
   live = {**SWEPT[0], "seconds": 33.0}
   del live["simulated_time"]
@@ -71,6 +85,7 @@ def test_runs_with_codecs_are_drawn_against_their_traffic():
 def test_runs_of_several_engines_are_compared_on_each_clock():
   simulated = result("A", 8, 0.5, 1.0)
   mesh = {
+    "cell": "B-n1-s0",
     "algorithm": "B",
     "workers": 1,
     "test_accuracy": 0.9,
