@@ -166,7 +166,7 @@ class Report(NamedTuple):
 
   staleness: jax.Array  # int32[]
   # float32[], RMS over parameters of current minus sent. If the worker kept
-  # its ticket, its own writes do not count.
+  # its ticket, its own writes count, too.
   gap: jax.Array
   accepted: jax.Array  # bool[], False when the gate dropped the message
   message_norm: jax.Array  # float32[], RMS of the message

@@ -115,7 +115,8 @@ def _results(path: Path) -> str:
   for row in rows[:_MAX_SHOWN]:
     text_row = []
     for key in headers:
-      number = _number(row, key)
+      # The name of a run may look like a number.
+      number = None if key == "algorithm" else _number(row, key)
       scale = 100 if key == "test_accuracy" else 1  # percent
       text = row.get(key) or "-"
       # A text, such as the name of a run, is printed as it is, on one line.

@@ -71,12 +71,16 @@ def segments(
   """
   work: list[Segment] = []
   started: dict[tuple[int, int], float] = {}
+  ends: dict[int, float] = {}  # of the last job, by worker
   last_time = rows[-1].time if rows else 0.0
 
   def add_job(job_key: tuple[int, int], start: float, end: float) -> None:
     """Adds the segments of the job `job_key`, which is (worker, seq)."""
     computation = computed(*job_key)
     if not computation:
+      # A worker with two tickets starts the second job after the first.
+      start = max(start, ends.get(job_key[0], start))
+      ends[job_key[0]] = end
       work.append(Segment(job_key[0], kind, start, end))
       return
     # The simulated end of a job in progress may be later than `last_time`.

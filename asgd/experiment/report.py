@@ -96,19 +96,20 @@ def result_lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
 
 
 def _cell_text(column: Column, group: Rows) -> str:
-  """Returns a cell of the table: the mean over seeds, or their common value."""
-  first_value = group[0].get(column.key)
+  """Returns a cell of the table: the mean over seeds, their largest count, or
+  their common value."""
   # JSON has null for NaN: a seed may have no value.
   values = [row[column.key] for row in group if row.get(column.key) is not None]
-  match first_value:
+  match group[0].get(column.key):
     case list() as items:
       return " ".join(map(str, items))
     case bool() as flag:
       return "yes" if flag else "no"
     case str():
       return max(values)
-    case int() if column.scale == 1:  # a count, of which the largest is shown
-      return str(max(values))
+    case int():  # a count, of which the largest is shown, as in results.csv
+      largest, form = column.scale * max(values), column.form
+      return str(largest) if column.scale == 1 else form.format(largest)
   mean, std = figure.mean_and_std(group, column.key)
   if not np.isfinite(mean):
     return "-"
@@ -178,7 +179,8 @@ def table_columns(results: Rows, engines: Engines) -> list[Column]:
   # [4] Messages that are missing or were dropped, if there are any.
   if any(row.get("missed") for row in results):
     columns.append(_MISSED_COLUMN)
-  if any((row.get("accepted") or 1) < 1 for row in results):
+  accepted = [row.get("accepted") for row in results]
+  if any(share is not None and share < 1 for share in accepted):
     columns.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   # A key has one column: the last one, at the position of the first.
   return list({column.key: column for column in columns}.values())

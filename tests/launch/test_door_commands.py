@@ -186,6 +186,13 @@ def test_the_first_lines_come_from_a_process_of_their_own(folders):
   assert "cells     2 of 2 finished" in shown.stdout
 
 
+def test_the_name_of_a_run_is_shown_as_it_is(tmp_path):
+  table = tmp_path / "results.csv"
+  table.write_text("algorithm,workers,test_loss\n1e3,8,0.51234\n")
+  *_, row = show._results(table).splitlines()
+  assert row.split() == ["1e3", "8", "0.5123"]
+
+
 def damaged(content, rng):
   """Returns the bytes of a file after a random damage."""
   start, end = sorted(rng.integers(0, len(content) + 1, 2))

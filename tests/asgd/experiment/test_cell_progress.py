@@ -12,6 +12,7 @@ from asgd import base
 from asgd.experiment import cell_files, cell_progress, engines
 from asgd.experiment.engines import live_batches, live_server
 from asgd.orders import durations, network, play, protocol
+from asgd.orders.trace import events
 from asgd.pages import run_files
 
 
@@ -184,6 +185,15 @@ def test_the_strip_of_a_network_is_wire_and_computation():
   assert spent == sum(
     each.end - each.start for each in ended if each.end <= 5.0
   )
+
+
+def test_a_worker_with_two_tickets_computes_one_job_at_a_time():
+  trace = kit.trace(
+    "0,0,0,send", "0,0,1,send", "2,0,0,receive", "2,0,2,send",
+    "3,0,1,receive", "3,0,3,send",
+  )
+  parts = cell_progress.segments(list(events(trace)))
+  assert [each[2:] for each in parts] == [(0.0, 2.0), (2.0, 3.0)]
 
 
 def test_the_strips_of_live_runs_are_in_seconds():

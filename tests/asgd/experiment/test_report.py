@@ -132,11 +132,24 @@ def test_runs_of_several_engines_have_the_columns_that_they_share():
   assert "mesh" in second.split()
 
 
+def test_the_table_and_results_csv_have_the_same_counts():
+  sent = {"codec": "top_k", "bytes_down": 1, "compression_up": 2.0}
+  seeds = [
+    finished(**sent, seed=i, bytes_up=nbytes, compression_down=1.0)
+    for i, nbytes in enumerate((1_000_000, 3_000_000))
+  ]
+  (row,), text = report.tabulate(seeds, ENGINES)
+  header, _, line = text.splitlines()[:3]
+  assert row["bytes_up"] == 3_000_000
+  assert line[header.index("MB up") :].split()[0] == "3"
+
+
 def test_the_share_that_was_accepted_is_shown_where_some_was_not():
   assert "accepted" not in table(finished())
   assert "diverged" not in table(finished())
   text = table(finished(accepted=0.75), finished(algorithm="B"))
   assert "accepted %" in text
+  assert "accepted %" in table(finished(accepted=0.0))
   assert "75.0" in text
   assert "100.0" in text
 
