@@ -5,6 +5,8 @@ and JAX makes them once in a process, and how and where programs are compiled.
 as XLA does on its own."""
 
 import gc
+import importlib
+import linecache
 import os
 import sys
 import threading
@@ -194,3 +196,20 @@ def blank_pictures(monkeypatch):
   monkeypatch.setattr(
     "asgd.safe_files.save_figure", lambda figure, path, **options: path.touch()
   )
+
+
+@pytest.fixture
+def write_module(tmp_path, monkeypatch):
+  """A function that writes a module, and returns it as just imported."""
+  monkeypatch.syspath_prepend(tmp_path)
+  # Bytecode of the same second and size would be taken for the new text's.
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+  def write(name, text):
+    (tmp_path / f"{name}.py").write_text(text)
+    sys.modules.pop(name, None)
+    importlib.invalidate_caches()
+    linecache.checkcache()
+    return importlib.import_module(name)
+
+  return write

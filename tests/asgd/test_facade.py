@@ -4,9 +4,7 @@ import ast
 import dataclasses
 import errno
 import functools
-import importlib
 import inspect
-import linecache
 import subprocess
 import sys
 import threading
@@ -481,23 +479,6 @@ def scaled(factor):
   return inner
 
 
-@pytest.fixture
-def write_module(tmp_path, monkeypatch):
-  """A function that writes a module, and returns it as just imported."""
-  monkeypatch.syspath_prepend(tmp_path)
-  # Bytecode of the same second and size would be taken for the new text's.
-  monkeypatch.setattr(sys, "dont_write_bytecode", True)
-
-  def write(name, text):
-    (tmp_path / f"{name}.py").write_text(text)
-    sys.modules.pop(name, None)
-    importlib.invalidate_caches()
-    linecache.checkcache()
-    return importlib.import_module(name)
-
-  return write
-
-
 def test_a_loss_of_another_source_is_another_training(tmp_path, write_module):
   def written(line):
     text = f"def loss(params, batch):\n  {line}\n"
@@ -518,68 +499,6 @@ def test_a_loss_of_another_source_is_another_training(tmp_path, write_module):
   train(scaled(1.0), "closure")
   train(scaled(1.0), "closure")
   assert "code" in error_of(train, scaled(3.0), "closure")
-
-
-LAYERS = """
-def centred(x):
-  return x - 1
-"""
-MODEL = """
-import layers_that_change
-from flax import linen as nn
-
-SCALE = 2.0
-
-
-def halved(x):
-  return x / 2
-
-
-class Block(nn.Module):
-  @nn.compact
-  def __call__(self, x):
-    return nn.relu(nn.Dense(4)(x))
-
-
-class Base(nn.Module):
-  def head(self, x):
-    return x + 3
-
-
-class Net(Base):
-  @nn.compact
-  def __call__(self, x):
-    x = SCALE * layers_that_change.centred(x)
-    return self.head(halved(Block()(x)))
-
-
-net = Net()
-
-
-def of_a_global(params, batch):
-  return net.apply(params, batch[0]).mean()
-
-
-def of_a_class(params, batch):
-  return Net().apply(params, batch[0]).mean()
-"""
-
-
-@pytest.mark.parametrize("name", ["of_a_global", "of_a_class"])
-def test_other_code_of_a_model_is_another_training(name, write_module):
-  """Code that a loss reaches through classes, their bases and modules."""
-
-  def digest(layers, model):
-    write_module("layers_that_change", layers)
-    loss = getattr(write_module("model_that_changes", model), name)
-    return descriptions.digest_of_code(dana(), loss, PARAMS, DATA)
-
-  first = digest(LAYERS, MODEL)
-  assert digest(LAYERS, MODEL.replace("/ 2", "/ 2  # a comment")) == first
-  edits = ("2.0", "3.0"), ("x / 2", "x / 3"), ("relu", "tanh"), ("+ 3", "+ 4")
-  others = [digest(LAYERS, MODEL.replace(*edit)) for edit in edits]
-  others.append(digest(LAYERS.replace("1", "2"), MODEL))
-  assert len({first, *others}) == 6
 
 
 def weighted(weight):
