@@ -51,7 +51,9 @@ def has_nonzero(tree: optax.Params) -> jax.Array:
 
 
 def _sum_of_squares(leaf: jax.Array) -> jax.Array:
-  """Returns the sum of a leaf's squares, float[]."""
+  """Returns the sum of a leaf's squares, float32[] or wider."""
+  # A float16 holds no square of 300 or of 1e-4, and no count of 65,520.
+  leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
   if _PIECE_SIZE < leaf.size <= _MAX_IN_PIECES:
     pieces = jnp.array_split(leaf, -(-leaf.size // _PIECE_SIZE))
     return sum((jnp.vdot(x, x) for x in pieces), jnp.zeros([], leaf.dtype))
