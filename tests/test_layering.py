@@ -31,6 +31,7 @@ RANKS = {
   "stages": 0,
   "device_memory": 0,
   "norms": 0,
+  "running_sums": 0,
   "output": 0.5,
   "stacking": 0,
   "text_table": 0,

@@ -153,8 +153,8 @@ def push_sum(codec: Any = None) -> Rule:
 
   def init(params, slots):
     del slots
-    leaf = jax.tree.leaves(params)[0]
-    return jnp.ones([], leaf.dtype)
+    # Masses in bfloat16 would not sum to a constant.
+    return jnp.ones([], jnp.result_type(jnp.float32, *jax.tree.leaves(params)))
 
   def put(state, keep, key):
     code, sent_params = encode_message(codec, state.server.params, key)
@@ -172,12 +172,13 @@ def push_sum(codec: Any = None) -> Rule:
     total = mass = state.rule_state
     for part in parts:
       total = total + part.astype(total.dtype)
-    # The mean of all z, weighted by mass.
-    params = jax.tree.map(
-      lambda z: (mass / total).astype(z.dtype) * z, state.server.params
-    )
+    # The mean of all z, weighted by mass. Only the mean is rounded: shares in
+    # bfloat16 would not sum to 1.
+    old_params = state.server.params
+    params = jax.tree.map(lambda z: (mass / total) * z, old_params)
     shares = jnp.stack([part / total for part in parts]) if parts else weights
     params = add_weighted(params, messages, shares)
+    params = optax.tree.cast_like(params, old_params)
     return with_params(state, params)._replace(rule_state=total)
 
   def lend(state, slot):
@@ -192,7 +193,7 @@ def push_sum(codec: Any = None) -> Rule:
     total = old_mass + loan
 
     def mean(z, lent):
-      return (old_mass * z + loan * lent) / total.astype(z.dtype)
+      return ((old_mass * z + loan * lent) / total).astype(z.dtype)
 
     new_params = jax.tree.map(mean, state.server.params, params)
     return with_params(state, new_params)._replace(rule_state=total)

@@ -2,10 +2,9 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import optax
 
-from asgd import base
+from asgd import base, running_sums
 from asgd.gossip.peer import Rule
 from asgd.gossip.rules import add_weighted, decode_messages, encode_message
 
@@ -14,7 +13,8 @@ class Tracking(NamedTuple):
   """State of an algorithm that steps along tracked gradients."""
 
   inner: optax.OptState
-  tracker: optax.Updates  # y_i, including the mixes after the last step
+  # y_i, including the mixes after the last step; float32[...] or wider
+  tracker: optax.Updates
   gradient: optax.Updates  # g_i of the last step
 
 
@@ -23,15 +23,13 @@ def _step_along_tracker(algorithm: base.Algorithm) -> base.Algorithm:
 
   def init(params):
     zeros = optax.tree.zeros_like(params)
-    return Tracking(algorithm.init(params), zeros, zeros)
+    return Tracking(algorithm.init(params), running_sums.zeros(params), zeros)
 
   def update(message, state, params=None, **extra):
     # Adding g_i - g_i(before) to y_i keeps sum_i y_i = sum_i g_i.
-    tracker = jax.tree.map(
-      lambda y, g, last_gradient: y + (g - last_gradient),
-      *(state.tracker, message, state.gradient),
-    )
-    updates, inner = algorithm.update(tracker, state.inner, params, **extra)
+    tracker = running_sums.change(state.tracker, message, state.gradient)
+    direction = optax.tree.cast_like(tracker, message)
+    updates, inner = algorithm.update(direction, state.inner, params, **extra)
     return updates, Tracking(inner, tracker, message)
 
   return base.Algorithm(init, update)
@@ -47,8 +45,8 @@ def track(codec: Any = None) -> Rule:
   has not changed since peer i put m_i, the mix is sum_j W_ij m_j, where W_ii is
   1 minus the other weights. g_i(before) is g_i of the peer's last job. y_i and
   g_i(before) start at 0. If the columns of W sum to 1, sum_i y_i equals
-  sum_i g_i. A message has twice the size of the parameters. If a peer fails,
-  its y_i is lost, and the sums are no longer equal.
+  sum_i g_i. A message has twice the size of the parameters in float32. If a
+  peer fails, its y_i is lost, and the sums are no longer equal.
 
   Args:
     codec: the codec of both parts of a message, as in `rules.average`, so that
@@ -80,7 +78,7 @@ def track(codec: Any = None) -> Rule:
 
   def init(params, slots):
     del slots
-    return params, optax.tree.zeros_like(params)
+    return params, running_sums.zeros(params)
 
   has_no_codec, coded = codec is None, track if codec is None else None
   return Rule(

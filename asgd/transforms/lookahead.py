@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import base, checks, rates
+from asgd import base, checks, rates, running_sums
 from asgd.transforms import rows as rows_lib
 
 
@@ -149,12 +149,14 @@ def slim(
     # [3] This worker's part of the look-ahead moves by u + a - a_before; the
     # server subtracts the message, so the signs are reversed.
     message = jax.tree.map(
-      lambda before, u, after: before - u - after,
+      lambda before, u, after: (before - u - after).astype(before.dtype),
       state.ahead,
       update,
       zero_update,
     )
-    return message, SlimState(inner, zero_update)
+    # A scheduled rate is wider than the narrowest parameters.
+    ahead = optax.tree.cast_like(zero_update, state.ahead)
+    return message, SlimState(inner, ahead)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -300,7 +302,7 @@ class DanaMomentumState(NamedTuple):
   """State of `dana_momentum`."""
 
   velocity: rows_lib.WorkerRows  # row i is v^i, the velocity of worker i
-  total: optax.Updates  # like params, v^0 = the sum of all v^i
+  total: optax.Updates  # v^0 = the sum of all v^i, float32[...] or wider
 
 
 def dana_momentum(workers: int, decay: float) -> base.Transform:
@@ -343,7 +345,8 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
   def init_fn(params):
     # All velocities are 0, so the first look-ahead equals the parameters.
     zeros = optax.tree.zeros_like(params)
-    return DanaMomentumState(rows_lib.make_rows(zeros, workers), zeros)
+    rows = rows_lib.make_rows(zeros, workers)
+    return DanaMomentumState(rows, running_sums.zeros(params))
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     del params, extra_args
@@ -354,9 +357,7 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     )
     # [2] v^0 <- v^0 + (v^i new - v^i old). Adding the change costs one row; a
     # sum over workers would cost N.
-    total = jax.tree.map(
-      lambda t, n, o: t + (n - o), state.total, velocity_after, velocity_before
-    )
+    total = running_sums.change(state.total, velocity_after, velocity_before)
     velocity = rows_lib.write(rows, worker, velocity_after)
     return velocity_after, DanaMomentumState(velocity, total)
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
+import optax
 import pytest
 
 import asgd
@@ -48,6 +49,41 @@ def test_two_peers_keep_their_mean(rule):
     state = peer.mix(state, (code,), weights, slots)
     assert state.server.params == 7
     assert peer.weight(state) == 1
+
+
+def test_push_sum_keeps_bfloat16_parameters():
+  """Shares of 1/3 and 2/3, rounded to bfloat16, sum to more than 1."""
+  peer = gossip.make_peer(
+    asgd.asgd(1.0, workers=2).server(), rules.push_sum(), slots=1
+  )
+  weights, slots, key = jnp.array([2 / 3]), jnp.array([0]), jax.random.key(0)
+  states = [peer.init({"a": jnp.bfloat16(1.0), "b": jnp.float32(1.0)})] * 2
+  for _ in range(30):
+    states, codes = zip(
+      *(peer.put(x, jnp.float32(1 / 3), key) for x in states), strict=True
+    )
+    states = [
+      peer.mix(x, (code,), weights, slots)
+      for x, code in zip(states, codes[::-1], strict=True)
+    ]
+  for state in states:
+    kit.close(peer.weight(state), 1.0, rtol=1e-5)
+    assert state.server.params["a"] == jnp.bfloat16(1.0)
+    kit.close(state.server.params["b"], 1.0, rtol=1e-5)
+
+
+def test_a_tracker_keeps_the_sum_of_bfloat16_gradients():
+  """Without neighbours a peer's tracker is its last gradient."""
+  tx = asgd.as_algorithm(optax.sgd(0.1, momentum=0.9))
+  tx = gossip.track().wrap(tx)
+  gradients = jnp.asarray(kit.normal(500, 8), jnp.bfloat16)
+
+  def step(state, g):
+    updates, state = tx.update(g, state, g)
+    return state, updates.astype(jnp.bfloat16)
+
+  state, _ = jax.lax.scan(step, tx.init(gradients[0]), gradients)
+  kit.close(state.tracker, gradients[-1].astype(jnp.float32), atol=1e-4)
 
 
 def losses(params, batch):

@@ -129,6 +129,11 @@ TRANSFORMS = {
   ),
   "scale_by_staleness": case(transforms.scale_by_staleness, grace=1.5),
   "slim": case(transforms.slim, optimizer=SGD),
+  "slim, schedule": case(
+    lambda: transforms.slim(
+      optimizers.at_version(optax.adam, lambda version: 0.5**version)
+    )
+  ),
   "velocity_lookahead": case(
     transforms.velocity_lookahead,
     momentum=optax.trace(0.9),
@@ -260,11 +265,20 @@ def test_workers_are_no_number_to_inject():
     inject(workers=2, decay=0.9).init(PARAMS)
 
 
+def narrow(tree, is_mixed):
+  """Returns a tree in bfloat16, or its last leaf alone."""
+  leaves, structure = jax.tree.flatten(tree)
+  n_kept = len(leaves) - 1 if is_mixed else 0
+  narrowed = optax.tree.cast(leaves[n_kept:], jnp.bfloat16)
+  return jax.tree.unflatten(structure, [*leaves[:n_kept], *narrowed])
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_it_keeps_the_dtypes_of_parameters_and_state(name):
+def test_it_keeps_the_dtypes_of_parameters_and_state(name, is_mixed):
   tx = build(CASES[name])
-  extra = {**EXTRA, "sent_params": optax.tree.cast(SENT, jnp.bfloat16)}
-  params, grads = optax.tree.cast((PARAMS, GRADS), jnp.bfloat16)
+  extra = {**EXTRA, "sent_params": narrow(SENT, is_mixed)}
+  params, grads = narrow(PARAMS, is_mixed), narrow(GRADS, is_mixed)
   state = jax.eval_shape(tx.init, params)
   updates, after = jax.eval_shape(
     lambda state: tx.update(grads, state, params, **extra), state

@@ -208,6 +208,20 @@ def test_dana_momentum_keeps_the_sum_of_its_velocities():
   kit.close(state.total, total, rtol=1e-12)
 
 
+def test_dana_momentum_keeps_the_sum_of_bfloat16_velocities():
+  tx = transforms.dana_momentum(3, 0.9)
+  gradients = jnp.asarray(kit.normal(1000, 8), jnp.bfloat16)
+
+  def step(state, message):
+    g, job = message
+    return tx.update(g, state, worker=job % 3)[1], None
+
+  messages = gradients, jnp.arange(1000, dtype=jnp.int32)
+  state, _ = jax.lax.scan(step, tx.init(gradients[0]), messages)
+  total = rows_lib.settle(state.velocity).astype(jnp.float32).sum(axis=0)
+  kit.close(state.total, total, atol=1e-4)
+
+
 def test_a_look_ahead_uses_the_rate_of_the_next_update():
   schedule = optax.piecewise_constant_schedule(0.1, {1: 0.1})
   algorithm = transforms.velocity_lookahead(
