@@ -32,13 +32,14 @@ def _shorten(
   structs: optax.Params, most_rows: float, widest: float = math.inf
 ) -> optax.Params:
   """Returns the shapes with 2 to `most_rows` rows, and at most `widest`
-  elements along each other axis."""
+  elements along each other axis. Leaves without axes stay: a shard has them
+  whole, but as [1]."""
 
   def shorten(x):
-    if not math.prod(x.shape):
+    if not math.prod(x.shape) or not x.shape:
       return x
     # Two rows at least, so that each part can have one.
-    rows = min(max(x.shape[0] if x.shape else 1, 2), most_rows)
+    rows = min(max(x.shape[0], 2), most_rows)
     other_sizes = (min(size, widest) for size in x.shape[1:])
     return jax.ShapeDtypeStruct((rows, *other_sizes), x.dtype)
 
@@ -50,7 +51,7 @@ def _halves(structs: optax.Params) -> ShardPlan:
   gets every fourth leaf undivided."""
   shapes = tuple(x.shape for x in jax.tree.leaves(structs))
   cuts = []
-  for i, (rows, *_) in enumerate(shapes):
+  for i, (rows, *_) in enumerate(shape or (1,) for shape in shapes):
     is_undivided = rows < 2 or (i % 4 == 3 and i < len(shapes) - 1)
     cuts.append((0, 0 if is_undivided else 1 + i % (rows - 1), rows))
   return ShardPlan(2, shapes, tuple(cuts))
@@ -85,8 +86,8 @@ def _compare(
     yield f"{quantity} the parameters has other shapes than those ({error})"
     return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
-  for path, expected, actual in zip(
-    paths, leaves, jax.tree.leaves(joined), strict=True
+  for path, shape, expected, actual in zip(
+    paths, plan.shapes, leaves, jax.tree.leaves(joined), strict=True
   ):
     # NaN and infinity have no size; they must be the same in both.
     scale = np.abs(
@@ -94,7 +95,8 @@ def _compare(
     )
     limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
     if not np.allclose(expected, actual, rtol=0, atol=limit, equal_nan=True):
-      yield f"{quantity} {path} reads more than its own rows"
+      axes = "" if shape else " or the number of its axes, 1 on a shard"
+      yield f"{quantity} {path} reads more than its own rows{axes}"
 
 
 def differences(
@@ -148,7 +150,9 @@ def differences(
   sent = [params]  # the parameters of all tickets so far
   # Rules that clip, damp or branch act at one of these scales.
   for step, scale in enumerate(np.repeat((1e-3, 1.0, 1e3), (5, 5, 7))):
-    message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
+    message = jax.tree.map(
+      lambda x, d: np.asarray(scale * (d + draw(x))), structs, drift  # noqa: B023
+    )
     if step == 15:  # the message before the last has a NaN
       # One NaN must stay in its own row, too.
       leaf = max(jax.tree.leaves(message), key=np.size)

@@ -104,7 +104,16 @@ def test_what_reads_other_rows_is_refused(name):
     check(MIX[name], PARAMS)
 
 
-def test_totals_count_only_where_they_are_carried():
+def test_a_number_has_an_axis_on_a_shard():
+  """A shard would decay it, although the mask leaves it out."""
+  tx = optax.masked(
+    optax.add_decayed_weights(RATE),
+    lambda params: jax.tree.map(lambda x: x.ndim > 0, params),
+  )
+  message = r"the update of \['s'\] .*number of its axes, 1 on a shard; use one"
+  with pytest.raises(ValueError, match=message):
+    check(tx, MORE)
+  assert check(tx, PARAMS) is None
   tx = sharding.clip_by_global_norm(RATE)
   check(tx, PARAMS, totals=True)
   with pytest.raises(ValueError, match="its own rows; use one shard$"):
