@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base, calls, checks
+from asgd import base, calls, checks, orders
 from asgd.call_options import RunOptions
 from asgd.experiment import (
   cell_files,
@@ -184,8 +184,8 @@ def train(
       _check_evaluation(cell_folder, caller)
       bar.line(f"{cell_folder} had finished already: its results are read")
       results += _read_finished(cell_folder, experiment, cell)
-    records, params, rows = results
-    trace = _trace(plan, cell, cell_folder, kind)
+    records, params, rows, files = results
+    trace = _trace(plan, cell, cell_folder, kind, files)
   params = caller.outward(params)
   evaluations = [_evaluation(row) for row in rows]
   results_folder = None if options.folder is None else Path(options.folder)
@@ -239,16 +239,27 @@ def _write_report(
     warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
 
 
+# Files of a simulated cell with an order that no plan can draw: that of codes
+# over a network, and the lead's of shards that are out of step.
+_TRACES = "trace.csv", "trace-0.csv"
+
+
 def _trace(
-  plan: Any, cell: cells.Cell, cell_folder: Path | None, kind: EngineKind
+  plan: Any,
+  cell: cells.Cell,
+  cell_folder: Path | None,
+  kind: EngineKind,
+  files: Mapping[str, str],
 ) -> base.Trace | None:
-  """Returns the order of a cell: read from the lead's journal, or drawn; None
-  if the engine has no trace."""
+  """Returns the order of a cell: read from the lead's journal or from `files`,
+  or drawn; None if the engine has no trace."""
   if cell_folder is not None and kind.journaled:
     return replay_lib.read_trace(cell_folder)
   # Devices of a mesh are in step: no order is drawn for them.
   if "durations" not in kind.sections or not hasattr(plan, "trace"):
     return None
+  for name in files.keys() & _TRACES:
+    return orders.load(files[name].splitlines(keepends=True))
   trace: base.Trace = plan.of_seed(cell.seed).trace(cell.seed)
   return trace
 
@@ -279,8 +290,8 @@ def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_finished(
   cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
-) -> tuple[Any, Any, list[dict[str, Any]]]:
-  """Returns records, parameters and evaluations of a finished cell."""
+) -> tuple[Any, Any, list[dict[str, Any]], dict[str, str]]:
+  """Returns records, parameters, evaluations and traces of a finished cell."""
   columns = cell_files.read_records(cell_folder)
   # Peers, meshes and pipelines have other columns than `Records`.
   records_type: Any = base.Records
@@ -294,4 +305,6 @@ def _read_finished(
   template = jax.device_get(problem.init(key))
   content = cell_files.read_file(cell_folder, "params.msgpack")
   params = storage.params_from_bytes(content, template)
-  return records, params, folder.read_rows(cell_folder)
+  paths = filter(Path.exists, (cell_folder / name for name in _TRACES))
+  traces = {path.name: path.read_text() for path in paths}
+  return records, params, folder.read_rows(cell_folder), traces

@@ -92,8 +92,9 @@ def finished_result(
   return result
 
 
-# A caller's function of (records, final parameters, rows of the evaluations).
-EndCallback = Callable[[Any, Any, list[dict[str, Any]]], None]
+# A caller's function of (records, final parameters, rows of the evaluations,
+# `Engine.extras`).
+EndCallback = Callable[[Any, Any, list[dict[str, Any]], dict[str, str]], None]
 
 
 def train(
@@ -114,8 +115,8 @@ def train(
     bar: shows the progress; an `asgd.experiment.progress.ProgressBar`.
     machine: the devices, hosts and faults that engines use.
     signals: its `received` is the number of a signal that asks to stop, or 0.
-    on_end: called with the records, the final parameters and the evaluations of
-      a cell that this call has trained to its end.
+    on_end: called with the records, the final parameters, the evaluations and
+      further files of a cell that this call has trained to its end.
 
   Raises:
     Stopped: after a signal, when the state is saved.
@@ -255,7 +256,7 @@ class _Attempt(contextlib.ExitStack):
     result["wall_seconds"] = time.monotonic() - start_time
     processes.fail_together(lambda: self._write(engine, params, result))
     if on_end is not None:
-      on_end(engine.records(), params, evaluations.rows)
+      on_end(engine.records(), params, evaluations.rows, engine.extras())
     # A live run's memory is removed once its result is on disk.
     engine.discard()
     self._bar.finish(self._cell, result)

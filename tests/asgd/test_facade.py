@@ -57,6 +57,25 @@ def simulate(loss=loss, params=PARAMS, data=DATA, recipe=None, **options):
   return asgd.simulate(loss, params, data, recipe or dana(), **options)
 
 
+SLOW = {"network": {"up": 100.0, "latency": 0.1}}
+ORDERS = (
+  ({**SLOW, "compress": "top_k"}, asgd.asgd),
+  ({**SLOW, "compress": "int8"}, asgd.sgp),
+  ({"server": {"shards": 2, "delays": {"name": "gamma"}}}, asgd.asgd),
+)
+
+
+@pytest.mark.parametrize(("options", "make"), ORDERS)
+def test_the_trace_is_the_order_of_the_records(options, make, tmp_path):
+  again, recipe = {"folder": tmp_path / "a"}, make(0.02, workers=4)
+  for kept in ({}, again, again):  # the last one reads the results
+    result = simulate(recipe=recipe, **options, **kept)
+    received = result.trace.action == base.RECEIVE
+    for column in ("time", "worker", "job"):
+      of_trace = getattr(result.trace, column)[received]
+      np.testing.assert_array_equal(of_trace, getattr(result.records, column))
+
+
 @functools.cache
 def plain_params():
   """What such a simulation comes to."""

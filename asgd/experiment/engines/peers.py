@@ -14,7 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import algorithms, base, compression, gossip, problems, simulator
+from asgd import (
+  algorithms,
+  base,
+  compression,
+  gossip,
+  orders,
+  problems,
+  simulator,
+)
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   networks,
@@ -34,7 +42,7 @@ from asgd.experiment.schema import Run
 from asgd.gossip import coded, topologies
 from asgd.gossip.over_network import EventQueue, PeerNetwork, Size
 from asgd.live.gossip import frames
-from asgd.orders import protocol
+from asgd.orders import protocol, trace
 from asgd.orders.network import Network
 from asgd.orders.trace import Event
 
@@ -200,6 +208,7 @@ class PeerEngine(SimulatedEngine):
   """A cell of peers, in simulated time."""
 
   _message_text = "of peer {worker}"
+  _order: Any = None  # peer_orders.Order; on a mesh there is none
   _join = staticmethod(simulator.join_records)
 
   def _make_simulation(
@@ -278,8 +287,13 @@ class PeerEngine(SimulatedEngine):
     return {**row, **self._costs()}
 
   def extras(self) -> dict[str, str]:
-    """Returns the traffic of each link, as a table."""
-    return {"links.csv": links_table(self._traffic())}
+    """Returns the traffic of each link, as a table; and the trace, if sizes of
+    codes have decided it."""
+    files = {"links.csv": links_table(self._traffic())}
+    if self._order is not None and self._order.save() is not None:
+      rows = self._peers.trace[: self._peers.event]
+      files["trace.csv"] = orders.dump(trace.from_events(rows))
+    return files
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns (next row of the trace, tree of arrays, notes for JSON).

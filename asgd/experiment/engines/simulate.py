@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, simulator
+from asgd import base, orders, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.checks import choice
 from asgd.experiment.engines import (
@@ -95,6 +95,11 @@ class SimulationEngine(SimulatedEngine):
     if use is not None:
       row |= networks.columns(use, len(records.loss), time)
     return row | sent_accuracy(plan, [state], lambda parts: parts[0])
+
+  def extras(self) -> dict[str, str]:
+    """Returns the trace, if sizes of codes have decided it."""
+    is_grown = self._order.save() is not None
+    return {"trace.csv": orders.dump(self._order.trace)} if is_grown else {}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
