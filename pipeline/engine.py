@@ -274,8 +274,8 @@ class PipelineEngine(engines.Engine):
     return engines.Progress(losses, age, mean(gap), broken=broken, rows=rows)
 
   def work(self) -> list[Segment]:
-    """Returns the last tasks of the devices."""
-    return [Segment(*row) for row in self._log.last(MAX_ROWS)]
+    """Returns the last tasks of the devices, in seconds of training."""
+    return [Segment(*x) for x in self._log.last(MAX_ROWS, self._seconds)]
 
   def _stage_records(self):
     """Returns the records of each stage, one row for each update."""

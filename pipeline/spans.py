@@ -175,12 +175,16 @@ class SpanLog:
       for span in call_spans
     )
 
-  def last(self, most: int) -> Iterator[tuple[int, str, float, float]]:
+  def last(
+    self, most: int, end: float
+  ) -> Iterator[tuple[int, str, float, float]]:
     """Yields (device, forward, backward or compute, start, end) of the last
-    tasks."""
+    tasks, by a clock at which the log ends at `end`."""
     names = {FORWARD: "forward", BACKWARD: "backward"}
+    shift = end - self._end
     for span in itertools.islice(reversed(self.spans), most):
-      yield span.device, names.get(span.action, "compute"), span.start, span.end
+      times = span.start + shift, span.end + shift
+      yield span.device, names.get(span.action, "compute"), *times
 
   def bubble(self) -> float:
     """Returns idle / total of all calls, NaN before the first."""

@@ -146,7 +146,7 @@ def train(exp, workdir=None, index=0, **options):
 
   cell, kept = exp.cells[index], []
   options = {"bar": progress.Silent(), **options}
-  options["on_end"] = lambda *what: kept.extend(what)
+  options["on_end"] = lambda *what: kept.extend(what[:3])  # without files
   result = loop.train(exp, cell, workdir, **options)
   return Trained(result, workdir and workdir / "cells" / cell.name, *kept)
 

@@ -194,7 +194,7 @@ def _cell(config):
       bar=Silent(),
       on_end=lambda *what: ended.extend(what),
     )
-  records, params, rows = ended
+  records, params, rows, _ = ended
   out = {f"records.{k}": v for k, v in digests.columns(records).items()}
   out |= {f"params{k}": v for k, v in digests.digest(params).items()}
   keys = ("message", "update", "time", "test_loss", "diverged")

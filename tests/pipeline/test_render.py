@@ -192,6 +192,15 @@ def test_bubbles_of_a_plan_and_a_run_by_hand():
     assert ("were not measured" in text) == bool(said) and said in text
 
 
+def test_a_log_tells_the_last_tasks_by_the_clock_of_the_training():
+  for every in (1, 2):  # with a flush, and without
+    log = spans.SpanLog(table("0 | F0 B0 F1 B1", every=every))
+    log.add([TaskSpan(0, 0, 0, "F", 1e6, 1e6 + 1)])
+    log.add([TaskSpan(0, 0, 0, "B", 2e6, 2e6 + 2)])
+    (last, *_) = log.last(10, end=5.0)
+    assert last == (0, "backward", 3.0, 5.0)
+
+
 def test_costs_are_the_medians_of_what_was_measured():
   run = spans_of(TABLE, TIMING)
   late = run[0]._replace(end=run[0].end + 50)  # one of stage 0's forwards
