@@ -13,7 +13,7 @@ messages (`asgd.live.overlap`).
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -57,8 +57,7 @@ class LoopContext(NamedTuple):
   """The connections, clock and callbacks of a worker loop."""
 
   link: WorkerLink  # to all shards
-  # Returns each shard's slots; called once all shards are connected.
-  memories: Callable[[], Sequence[Any]]
+  memory: Callable[[int], Any]  # opens the slots of a connected shard
   clock: Callable[[], float]  # in seconds
   wait: Callable[[float], None]  # blocks for some seconds
   script: Script
@@ -102,8 +101,8 @@ class WorkerLoop:
     `patience` seconds without an answer."""
     self._worker, self._spec, self._restarts = worker, spec, restarts
     self._context, self._patience = context, patience
-    self._memories = list(context.memories())  # of each shard
-    self._shards = range(len(self._memories))
+    self._shards = range(len(spec.parts()))
+    self._memories = list(map(context.memory, self._shards))
     self._lease = Lease()
     self._incarnation = self._new_incarnation(attempt=0)
     self._stages: Stages | None = None  # with `WorkerSpec.overlap`
@@ -201,6 +200,9 @@ class WorkerLoop:
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
           link.send(0, self._hello(flag=1))
+    # A shard that was lost together with its memory has other files now.
+    if not self._lease.revoked:
+      self._memories[shard] = self._context.memory(shard)
     self._resend((shard,))
 
   def _hello(self, flag: int = 0) -> Frame:

@@ -161,16 +161,13 @@ class WorkerMaker(NamedTuple):
     paths = [site.socket(index) for index in range(len(slot_contents))]
     link = SocketLink(paths, self.network)
 
-    # Called only when the shards are connected: they create the files.
-    def open_memories() -> list[SharedMemory]:
-      return [
-        site.open_memory(shard, *contents, None)
-        for shard, contents in enumerate(slot_contents)
-      ]
+    # Called only when the shard is connected: it creates the files.
+    def open_memory(shard: int) -> SharedMemory:
+      return site.open_memory(shard, *slot_contents[shard], None)
 
     return LoopContext(
       link=link,
-      memories=open_memories,
+      memory=open_memory,
       clock=inside.clock,
       wait=inside.wait,
       script=self.make_script(self.faults, run, inside),
@@ -190,7 +187,7 @@ class WorkerMaker(NamedTuple):
     )
     return LoopContext(
       link=link,
-      memories=lambda: link.memories,
+      memory=link.memories.__getitem__,
       clock=clock,
       wait=inside.wait,
       script=script,

@@ -89,7 +89,7 @@ def make_loop(spec, link, memory, span=None):
   wait = lambda seconds: None  # noqa: E731
   script = Script((), kill=lambda: None, wait=wait)
   context = LoopContext(
-    *(link, lambda: [memory], lambda: 0.0, wait),
+    *(link, lambda shard: memory, lambda: 0.0, wait),
     *(script, span, lambda: None),
   )
   return WorkerLoop(0, spec, context, patience=LONG)

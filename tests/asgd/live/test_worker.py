@@ -73,7 +73,7 @@ def loop(
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
   context = LoopContext(
-    *(link, lambda: memories, lambda: 0.0, wait),
+    *(link, memories.__getitem__, lambda: 0.0, wait),
     *(script, None, lambda: None),
   )
   return WorkerLoop(0, spec, context, **options), link, memories
