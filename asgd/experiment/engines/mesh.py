@@ -149,19 +149,23 @@ class MeshEngine(engines.Engine):
     """Returns the parameters, whole, as NumPy arrays; on every process."""
     params = jax.device_get(self._plan.step.params(self._state))
     clock = {"seconds": self._seconds}
-    return engines.Snapshot(params, self.done, self.done, clock)
+    # Skipped updates change neither the parameters nor the learning rate.
+    updates = self.done - self.summary(0, self.done)["skipped"]
+    return engines.Snapshot(params, self.done, updates, clock)
 
   def records(self) -> MeshRecords:
     """Returns a row for each update that was made."""
     return MeshRecords(*(column[: self.done] for column in self._records))
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns losses and gradient norms of some updates."""
-    skipped = self._has_loss_scale and (~self._records.finite[start:end]).sum()
+    """Returns losses and gradient norms of some updates. The norms are without
+    those of updates that the loss scale skipped, which are not finite."""
+    rows = MeshRecords(*(column[start:end] for column in self._records))
+    is_made = rows.finite | (not self._has_loss_scale)
     return {
-      "train_loss": engines.mean(self._records.loss[start:end]),
-      "gradient_norm": engines.mean(self._records.norm[start:end]),
-      "skipped": int(skipped),
+      "train_loss": engines.mean(rows.loss),
+      "gradient_norm": engines.mean(rows.norm[is_made]),
+      "skipped": int((~is_made).sum()),
     }
 
   def columns(self) -> dict[str, Any]:
@@ -171,9 +175,10 @@ class MeshEngine(engines.Engine):
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first_params)
     examples = self.done * self._plan.batches * config["batch_size"]
+    skipped = self.summary(0, self.done)["skipped"]
     return {
       "messages": self.done,
-      "updates": self.done,
+      "updates": self.done - skipped,
       "mesh": meshes.text(self._plan.mesh.shape),
       "processes": jax.process_count(),
       "optimizer": optimizer["name"] if optimizer else self._plan.run.recipe,
@@ -183,7 +188,7 @@ class MeshEngine(engines.Engine):
       "examples_per_second": examples / self._seconds,
       # Parameters and the optimizer's state, on one device.
       "state_bytes": meshes.bytes_here(self._state),
-      "skipped": self.summary(0, self.done)["skipped"],
+      "skipped": skipped,
       **(reducer or {}),
     }
 

@@ -81,6 +81,15 @@ def params_of(exp, place):
   return flax.serialization.from_bytes(like, content)
 
 
+def test_skipped_updates_have_no_norm_and_are_no_updates():
+  scaled = {"mesh.precision": "float16", "mesh.loss_scale.initial": 2.0**17}
+  exp = build([*scaled.items(), ("mesh.axes", "data:2"), ("evaluations", 1)])
+  result, _, records, _, (row,) = kit.train(exp)
+  assert 0 < result["skipped"] == (~records.finite).sum() < UPDATES
+  assert result["updates"] == row["update"] == UPDATES - result["skipped"]
+  assert row["gradient_norm"] == records.norm[records.finite].mean()
+
+
 # Any mesh.
 
 
