@@ -32,7 +32,7 @@ from asgd.experiment import (
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.machine import Machine
-from asgd.problems import own
+from asgd.problems import descriptions, own
 
 
 class Result(NamedTuple):
@@ -140,6 +140,7 @@ def train(
   calls.check_sequential(caller, name)
   # [1] Make an experiment with one cell.
   full_config = _config(caller, name, messages, every, options) | dict(config)
+  caller.functions = descriptions.describe_functions(config, caller.recipe)
   experiment = cells.build(full_config, engines={name: kind}, dataset=caller)
   (cell,), machine = experiment.cells, options.machine or _machine()
   plan = experiment.plan(cell)

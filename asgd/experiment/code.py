@@ -9,12 +9,14 @@ module. Code that a folder of another user names runs only with --trust.
 import importlib.util
 import os
 import sys
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asgd import names
 from asgd.experiment import storage
+from asgd.problems import user_code
 
 _MAX_NAMES = 3  # most names in an error
 
@@ -89,19 +91,33 @@ def _module_file(module: str) -> Path | None:
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns {module: {"file", "sha256", "top"}} for a config's modules.
+  """Returns {module: {"file", "sha256", "top"}} for a config's modules, and for
+  those of the user that they import, if they were imported.
 
   "top" is the file or folder that must be importable: the top package's.
   """
   modules = {}
-  for module in sorted(
-    {name.partition(":")[0] for name in _imported_names(config)}
-  ):
+  named_modules = (name.partition(":")[0] for name in _imported_names(config))
+  for module in sorted(_with_imports(dict.fromkeys(named_modules))):
     path, top = _module_file(module), _module_file(module.partition(".")[0])
     if path and top:  # built-in modules have no file, and need none
       top = top.parent if top.stem == "__init__" else top
       digest = storage.file_digest(path)
       modules[module] = {"file": str(path), "sha256": digest, "top": str(top)}
+  return modules
+
+
+def _with_imports(modules: Iterable[str]) -> list[str]:
+  """Returns modules, and the user's modules that their variables come from."""
+  modules = list(modules)
+  for name in modules:  # which grows
+    imported = sys.modules.get(name)
+    for value in list(vars(imported).values()) if imported else ():
+      is_module = isinstance(value, types.ModuleType)
+      owner = value.__name__ if is_module else getattr(value, "__module__", "")
+      is_new = isinstance(owner, str) and owner not in (*modules, "__main__")
+      if is_new and owner in sys.modules and user_code.is_users_module(owner):
+        modules.append(owner)
   return modules
 
 
@@ -126,13 +142,11 @@ def make_importable(described: Mapping[str, Any]) -> None:
     add_folder(Path(module["top"]).parent)
 
 
-def changed_modules(
-  described: Mapping[str, Any], config: Mapping[str, Any]
-) -> Sequence[str]:
+def changed_modules(described: Mapping[str, Any]) -> Sequence[str]:
   """Returns the modules with another file content than in `described`."""
-  current = describe(config)
   return [
     module
     for module, recorded in described.items()
-    if current.get(module, {}).get("sha256") != recorded["sha256"]
+    if not (path := _module_file(module))
+    or storage.file_digest(path) != recorded["sha256"]
   ]

@@ -32,7 +32,15 @@ import jax
 
 from asgd import internals
 from asgd.checks import RERUN
-from asgd.experiment import cell_files, code, folder, loop, provenance, schema
+from asgd.experiment import (
+  cell_files,
+  code,
+  folder,
+  loop,
+  provenance,
+  schema,
+  storage,
+)
 from asgd.experiment import cells as cells_lib
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.machine import Machine
@@ -69,22 +77,32 @@ def default_jobs() -> int:
 
 
 def _warn_of_changes(
-  experiment: Experiment, finished: Sequence[Cell], cells: Path, bar: Any
+  experiment: Experiment,
+  finished: Sequence[Cell],
+  waiting: Sequence[Cell],
+  cells: Path,
+  bar: Any,
 ) -> None:
   """Warns of the user's modules that have changed since the `finished` cells in
-  the folder `cells` were trained."""
+  the folder `cells` were trained, or since those of the `waiting` cells that
+  can resume were started."""
   if not code.describe(experiment.config):
     return  # reading all cells would take time
-  changed: collections.Counter[str] = collections.Counter()  # cells, by module
+
+  paths = [cells / cell.name / "cell.json" for cell in waiting]
+  contents = [("an unfinished", storage.read_json(path)) for path in paths]
   for cell in finished:
-    recorded_modules = folder.read_cell(cells / cell.name).get("modules") or {}
-    config = cells_lib.single_cell_config(experiment.runs[cell.label], cell)
-    changed.update(code.changed_modules(recorded_modules, config))
-  for module, count in changed.items():
+    contents.append(("a finished", folder.read_cell(cells / cell.name)))
+  changed: collections.Counter[tuple[str, str]] = collections.Counter()
+  for kind, content in contents:
+    modules = code.changed_modules((content or {}).get("modules") or {})
+    changed.update((module, kind) for module in modules)
+  for (module, kind), count in changed.items():
+    ending = ", which resumes with the new code" * (kind == "an unfinished")
     bar.line(
-      f"warning: {module} has changed since {count} finished"
-      f" {'cell was' if count == 1 else 'cells were'} trained; to train"
-      f" again, remove what is in {cells}, or choose another folder"
+      f"warning: {module} has changed since {kind} cell ({count} in all) was"
+      f" trained{ending}; to train again, remove what is in {cells}, or choose"
+      " another folder"
     )
 
 
@@ -133,7 +151,7 @@ def train_all(
       bar.skip(experiment.plan(cell).messages)
       finished.append(cell)
   if workdir is not None:
-    _warn_of_changes(experiment, finished, workdir / "cells", bar)
+    _warn_of_changes(experiment, finished, waiting, workdir / "cells", bar)
   # [2] Cells that other processes can train at the same time.
   parallel = [
     cell for cell in waiting if not experiment.engine_kind(cell).timed

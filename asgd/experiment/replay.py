@@ -241,7 +241,7 @@ def replay(
     recorded=recorded,
     messages=result.get("messages"),
     cpus=description.get("cpus"),
-    changed=code.changed_modules(description["modules"], description["config"]),
+    changed=code.changed_modules(description["modules"]),
   )
 
 

@@ -4,6 +4,7 @@ A results folder holds them, to recognise the same run. So they must not contain
 an address in memory.
 """
 
+import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,6 +25,20 @@ def importable(name: str) -> Any:
     return names.import_function("function", name)
   except ValueError:
     return None
+
+
+def describe_functions(config: Any, recipe: Any) -> dict[str, str]:
+  """Returns the descriptions of the user's functions that a config, a recipe or
+  its arguments name as MODULE:FUNCTION, by these names. Those that cannot be
+  imported are left out: they have an error of their own."""
+  texts, build = {}, _build_call(recipe)
+  given = (build.name, build.options) if build else recipe
+  for name in names.import_paths([config, given]):
+    with contextlib.suppress(ValueError):
+      function = names.import_function("function", name)
+      if user_code.is_users_module(function.__module__ or ""):
+        texts[name] = describe_object(function)
+  return texts
 
 
 _UPDATES = 0, 1, 10, 100, 1000, 10_000  # counts at which rates are sampled

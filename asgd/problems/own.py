@@ -152,6 +152,8 @@ class Objects:
     """
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
     self.objects = dict(objects or {})
+    # Descriptions of the functions that the run names, by their names.
+    self.functions: dict[str, str] = {}
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
       raise ValueError(
         "evaluate must be a function of the parameters that returns a number or"
@@ -193,7 +195,7 @@ class Objects:
       key: descriptions.describe_object(value)
       for key, value in self.objects.items()
     }
-    return {**self._identity, **descriptions_of_objects}
+    return {**self._identity, **self.functions, **descriptions_of_objects}
 
   @property
   def size(self) -> int:
@@ -322,9 +324,8 @@ class Objects:
     # Data in memory are in the checksum as a whole.
     kinds: Any = np.ndarray, jax.Array, tuple, list, dict
     leaves = jax.tree.leaves(dataset) if isinstance(dataset, kinds) else []
-    arrays_in_memory = [
-      x for x in leaves if isinstance(x, np.ndarray | jax.Array)
-    ]
+    array_kinds = np.ndarray, jax.Array, np.generic, int, float
+    arrays_in_memory = [x for x in leaves if isinstance(x, array_kinds)]
     arrays = [jax.device_get(self._init(key)), *samples, *arrays_in_memory]
     checksum = hashlib.sha256(self._constants.encode())
     # dtype and shape, too: the same bytes may be another array.

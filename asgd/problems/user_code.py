@@ -49,9 +49,13 @@ def name_of(value: Any) -> str:
 
 
 _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
-# Parts of the paths of Python's and of installed modules.
+# Parts of the paths of installed modules; beginnings of Python's and of asgd's,
+# whose wrappers have the module of the function in them.
 _FOLDERS = {"site-packages", "dist-packages"}
-_STDLIB = "<frozen", sysconfig.get_path("stdlib")
+_LIBRARY_PATHS = (
+  *("<frozen", sysconfig.get_path("stdlib")),
+  str(Path(__file__).parents[1]),
+)
 
 
 def code_of(value: Any) -> list[str]:
@@ -208,7 +212,7 @@ def _follow(path: _Path, variables: Mapping[str, Any]) -> tuple[_Path, Any]:
   known_path: _Path = (name,)
   for attribute in attributes:
     is_module = isinstance(value, types.ModuleType)
-    if is_module and not _is_users_module(value.__name__):
+    if is_module and not is_users_module(value.__name__):
       return known_path, None
     if isinstance(value, type):
       break  # a class counts as a whole
@@ -232,7 +236,7 @@ def _imported(name: str, variables: Mapping[str, Any]) -> Any:
   for full_name in (name, f"{package}.{name}".strip(".")):
     with contextlib.suppress(ImportError, ValueError):
       spec = importlib.util.find_spec(full_name)
-      if spec and _is_users_module(full_name, spec.origin or ""):
+      if spec and is_users_module(full_name, spec.origin or ""):
         return importlib.import_module(full_name)
   return None
 
@@ -271,8 +275,8 @@ def _is_users(value: Any) -> bool:
   library."""
   module = getattr(value, "__module__", None) or ""  # None: made by exec
   if inspect.isfunction(value):
-    return _is_users_module(module, value.__code__.co_filename)
-  return isinstance(value, type) and _is_users_module(module)
+    return is_users_module(module, value.__code__.co_filename)
+  return isinstance(value, type) and is_users_module(module)
 
 
 def _has_users_code(class_: type) -> bool:
@@ -280,7 +284,7 @@ def _has_users_code(class_: type) -> bool:
   return any(map(_is_users, class_.__mro__))
 
 
-def _is_users_module(name: str, path: str | None = None) -> bool:
+def is_users_module(name: str, path: str | None = None) -> bool:
   """Whether a module is not of an installed library. `path` is its file, if the
   caller knows it."""
   top = name.partition(".")[0]
@@ -288,7 +292,9 @@ def _is_users_module(name: str, path: str | None = None) -> bool:
     module = sys.modules.get(name) or sys.modules.get(top)
     path = getattr(module, "__file__", None)
   path = path or ""
-  is_installed = path.startswith(_STDLIB) or _FOLDERS & {*Path(path).parts}
+  is_installed = path.startswith(_LIBRARY_PATHS) or (
+    _FOLDERS & {*Path(path).parts}
+  )
   is_library = top in _LIBRARIES or name in sys.builtin_module_names
   return not is_library and not is_installed
 

@@ -10,7 +10,7 @@ import pytest
 
 import asgd
 from asgd import experiment
-from asgd.experiment import cell_files, code, folder, jobs
+from asgd.experiment import cell_files, code, folder, jobs, storage
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.pipeline.engine import PIPELINE
@@ -66,7 +66,8 @@ def own(tmp_path, monkeypatch):
   """The folder of the module, which can be imported."""
   (tmp_path / "own_module.py").write_text(MODULE)
   monkeypatch.setattr(sys, "path", list(sys.path))
-  monkeypatch.delitem(sys.modules, "own_module", raising=False)
+  for name in ("own_module", "own_helper"):
+    monkeypatch.delitem(sys.modules, name, raising=False)
   code.add_folder(tmp_path)
   return tmp_path
 
@@ -100,22 +101,35 @@ def test_names_of_another_module_train(engine, own):
   assert float(plan.schedule(10**6)) == pytest.approx(0.005)
 
 
-def test_a_module_that_changed_is_told(own):
+@pytest.mark.parametrize("name", ["own_module", "own_helper"])
+def test_a_module_that_changed_is_told(name, own):
   class Bar(Silent):
     def line(self, text):
       lines.append(text)
 
   lines: list[str] = []
+  (own / "own_helper.py").write_text("def one():\n  return 1\n")
+  text = f"{MODULE}\nfrom own_helper import one\n"
+  (own / "own_module.py").write_text(text)
   only = {**CONFIG, "only": ("optimizer",)}
   exp = train(own / "out", only)
   again = {"bar": Bar(), "machine": Machine()}
   jobs.train_all(exp, own / "out", **again)
   assert lines == []
-  (own / "own_module.py").write_text(f"{MODULE}# another\n")
+  path = own / f"{name}.py"
+  path.write_text(f"{path.read_text()}# another\n")
   jobs.train_all(exp, own / "out", **again)
   (line,) = lines
   count = len(exp.cells)
-  assert f"own_module has changed since {count} finished cell" in line
+  assert f"{name} has changed since a finished cell ({count} in all)" in line
+  # Cells that have not finished, and would resume.
+  for cell in exp.cells:
+    (own / "out" / "cells" / cell.name / "cell.npz").unlink()
+    description = {"modules": {name: {"sha256": "before"}}}
+    path = own / "out" / "cells" / cell.name / "cell.json"
+    path.write_text(storage.to_json(description))
+  jobs.train_all(exp, own / "out", **again)
+  assert f"{name} has changed since an unfinished cell" in lines[1]
 
 
 def test_other_processes_import_it_too(own, monkeypatch):
@@ -152,10 +166,9 @@ def test_a_live_run_of_it_is_replayed_elsewhere(own):
 
 def test_a_module_that_changed_is_named(own):
   described = code.describe({"runs": {"a": {"recipe": "own_module:careful"}}})
-  config = {"recipe": "own_module:careful"}
-  assert code.changed_modules(described, config) == []
+  assert code.changed_modules(described) == []
   (own / "own_module.py").write_text(f"{MODULE}\n# more\n")
-  assert code.changed_modules(described, config) == ["own_module"]
+  assert code.changed_modules(described) == ["own_module"]
 
 
 def test_a_module_of_a_package_is_found_by_its_top(own):

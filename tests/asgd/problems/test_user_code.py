@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import asgd
-from asgd.problems import descriptions
+from asgd.problems import descriptions, own
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 DATA = np.ones((8, 3), np.float32), np.ones(8, np.float32)
@@ -242,6 +242,53 @@ def test_a_module_that_a_function_imports_is_in_its_checksum(write_module):
     return digest_of(write_module("code_that_changes", text))
 
   assert digest(1) == digest(1) != digest(2)
+
+
+NAMED = """
+import itertools
+import numpy as np
+def order(workers, messages):
+  return [1 * i % workers for i in range(messages)]
+def durations():
+  return lambda worker: itertools.repeat(1 + worker)
+def topology(peers):
+  own = 1 / 8
+  return own * np.eye(peers) + (1.0 - own) / peers
+"""
+
+
+@pytest.mark.parametrize("key", ["order", "durations", "topology"])
+def test_a_function_that_a_call_names_is_of_its_folder(
+  key, tmp_path, write_module
+):
+  def loss(params, batch):
+    return ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
+
+  def train(text):
+    write_module("code_that_changes", text)
+    name = f"code_that_changes:{key}"
+    options = {"messages": 8, "batch_size": 4, "progress": False}
+    options |= {"folder": tmp_path / "run", key: {"name": name}}
+    recipe = asgd.d_psgd(0.01, 4) if key == "topology" else dana()
+    asgd.simulate(loss, PARAMS, DATA, recipe, **options)
+
+  train(NAMED)
+  train(NAMED + "# the same")
+  with pytest.raises(ValueError, match=f"code_that_changes:{key} was"):
+    train(NAMED.replace("1 ", "2 "))
+
+
+def test_each_label_of_a_list_of_examples_is_of_its_folder():
+  def digest(labels):
+    examples = list(zip(DATA[0], labels, strict=True))
+    recipe = asgd.asgd(0.1, workers=2)
+    loss = lambda params, batch: (params["w"] * batch[0]).mean()  # noqa: E731
+    given = own.Objects(loss, PARAMS, examples, recipe, batch_size=1)
+    return given.identity["sha256"]
+
+  first = digest([1.0] * 8)
+  others = [digest([1.0] * n + [2.0] + [1.0] * (7 - n)) for n in range(8)]
+  assert first not in others
 
 
 # Values that calls change, or that the loss does not read.
