@@ -49,8 +49,7 @@ def name_of(value: Any) -> str:
 
 
 _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
-# Parts of the paths of installed modules; beginnings of Python's and of asgd's,
-# whose wrappers have the module of the function in them.
+# Parts of the paths of installed modules; beginnings of Python's and asgd's.
 _FOLDERS = {"site-packages", "dist-packages"}
 _LIBRARY_PATHS = (
   *("<frozen", sysconfig.get_path("stdlib")),
@@ -133,6 +132,7 @@ def _closed_over(function: Any) -> dict[str, Any]:
 
 # Methods that change a list, a dict or a set.
 _CHANGES = {"add", "append", "extend", "insert", "pop", "setdefault", "update"}
+_LONG = 1000  # items
 _Path = tuple[str, ...]  # of names: ("X",), or ("module", "X") of module.X
 
 
@@ -334,22 +334,7 @@ def constants(value: Any, seen: set[Any]) -> Iterator[bytes]:
   objects; and the source of those functions, and of classes. `seen` has the
   identities of functions, classes and objects that were visited; if there are
   none, the source of the first is known."""
-  while _is_wrapper(value):
-    has_rules = isinstance(value, jax.custom_jvp | jax.custom_vjp)
-    names = ("jvp", "fwd", "bwd") if has_rules else ()
-    rules = [getattr(value, name, None) for name in names]
-    value = (value.__wrapped__, *rules) if rules else value.__wrapped__
-  if isinstance(value, functools.partial):
-    value = value.func, value.args, value.keywords
-  elif inspect.ismethod(value):
-    owner, key = value.__self__, ("owner", id(value.__self__))
-    # An attribute of the owner may be the method itself, compiled.
-    known = key in seen
-    seen.add(key)
-    of_owner = () if known else _object_parts(owner, is_owner=True)
-    value = value.__func__, *of_owner
-  elif _is_namespace(value):
-    value = dict(value.items()) if hasattr(value, "items") else vars(value)
+  value = _opened(value, seen)
   if isinstance(value, jax.core.Tracer) or (
     isinstance(value, np.ndarray) and value.dtype == np.dtype(object)
   ):
@@ -360,16 +345,25 @@ def constants(value: Any, seen: set[Any]) -> Iterator[bytes]:
     array = np.ascontiguousarray(value)
     yield f"{array.dtype}{array.shape}".encode() + array.tobytes()
   elif isinstance(value, Mapping):
-    for key, part in value.items():
-      yield (name_of(key) if callable(key) else repr(key)).encode()
-      yield from constants(part, seen)
+    key = "dict", id(value)
+    if key not in seen:  # a dict may hold itself
+      seen.add(key)
+      for name, part in value.items():
+        yield (name_of(name) if callable(name) else repr(name)).encode()
+        yield from constants(part, seen)
+      seen.remove(key)
   elif isinstance(value, tuple | list):
-    for part in value:
-      yield from constants(part, seen)
+    if len(value) > _LONG and {*map(type, value)} <= {bool, int, float, str}:
+      yield repr(value).encode()  # the same, in less time
+    else:
+      for part in value:
+        yield from constants(part, seen)
   elif isinstance(value, set | frozenset):
     yield from sorted(name_of(part).encode() for part in value)
   else:
     yield name_of(value).encode()
+    if id(value) in seen:
+      return
     parts: Sequence[Any]
     if inspect.isfunction(value):
       closed_over = [*_closed_over(value).values()]
@@ -382,11 +376,33 @@ def constants(value: Any, seen: set[Any]) -> Iterator[bytes]:
       parts = [*_read_by_class(value)] if _has_users_code(value) else []
     else:
       parts = _object_parts(value)
-    if parts and id(value) not in seen:
+    if parts:
       if seen:
         yield from (text.encode() for text in code_of(value))
       seen.add(id(value))
       yield from constants(parts, seen)
+
+
+def _opened(value: Any, seen: set[Any]) -> Any:
+  """Returns the values in a wrapped function, a partial, a method or a
+  Namespace; other values as they are. See `constants` for `seen`."""
+  while _is_wrapper(value):
+    has_rules = isinstance(value, jax.custom_jvp | jax.custom_vjp)
+    names = ("jvp", "fwd", "bwd") if has_rules else ()
+    rules = [getattr(value, name, None) for name in names]
+    value = (value.__wrapped__, *rules) if rules else value.__wrapped__
+  if isinstance(value, functools.partial):
+    return value.func, value.args, value.keywords
+  if inspect.ismethod(value):
+    owner, key = value.__self__, ("owner", id(value.__self__))
+    # An attribute of the owner may be the method itself, compiled.
+    known = key in seen
+    seen.add(key)
+    of_owner = () if known else _object_parts(owner, is_owner=True)
+    return value.__func__, *of_owner
+  if _is_namespace(value):
+    return dict(value.items()) if hasattr(value, "items") else vars(value)
+  return value
 
 
 def _object_parts(value: Any, *, is_owner: bool = False) -> Sequence[Any]:

@@ -131,6 +131,8 @@ def rule(x, dx):
   "mixed": "KEYS = {'type': jnp.float32, 'rate': 2}"
   + LOSS.format("KEYS['rate'] * batch[1]"),
   "set": "KEYS = {1, 2 }" + LOSS.format("len(KEYS) * batch[1]"),
+  "cycle": "KEYS = {1: 2 }\nKEYS[0] = KEYS"
+  + LOSS.format("KEYS[1] * batch[1]"),
   "library": "call = eqx.nn.MLP(1, 1, 2, 1, key=jax.random.key(2))" + CALLED,
   **{
     name: f"settings = {made}" + LOSS.format("settings.rate * batch[1]")
