@@ -259,7 +259,8 @@ def _staleness(content: Mapping[str, Any]) -> Chart | None:
   ]
   step = -(-len(counts) // 6)  # about six labels fit below the axis
   ticks = [(i, f"{i * width}") for i in range(0, len(counts), step)]
-  return _bars("Staleness", "updates", counts, labels, ticks)
+  # In updates; of tables in clocks, of peers in mixes.
+  return _bars("Staleness", "staleness", counts, labels, ticks)
 
 
 def _gap(content: Mapping[str, Any]) -> Chart | None:

@@ -113,6 +113,8 @@ def test_a_simulated_run_is_shown_while_it_goes_on(finished):
   assert facts(first)["messages"] == f"{counted} of 24"
   assert sum(staleness(first).values()) == counted
   assert "training" in first
+  # Tables count clocks, so the axis is not called updates.
+  assert ">staleness</text>" in first and ">updates</text>" not in first
   for panel in ("Rate", "Loss", "Staleness", "Gap", "Bytes"):
     assert f"<figcaption>{panel}" in first
   assert 'rect class="compute"' in first
