@@ -1,15 +1,17 @@
 """Which engine simulates a trace, and why."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, internals
 from asgd.simulator.chunk import make_chunk
 from asgd.simulator.rounds import make_rounds
 from asgd.simulator.simulation import Simulator
+from asgd.simulator.steps import pure_steps
 from asgd.simulator.stepwise import make_host
 from asgd.simulator.tickets import why_only_host
 
@@ -88,16 +90,21 @@ def choose(
       f"the simulator's engine must be one of {', '.join(ENGINES)}, not"
       f" {asked!r}"
     )
-  reason = asked != HOST and _reason_for_host(server, worker, trace, jobs)
+  if asked == HOST:
+    return Choice(HOST, "as asked", make_host(server, worker))
+  reason = _reason_for_host(server, worker, trace, jobs)
+  if asked == AUTO:
+    reason = reason or _reason_against_program(worker, jobs)
+  # This check takes the time of a trace, so it comes last.
+  if not reason and _changes_dtypes(server, worker, jobs):
+    reason = "the first message changes dtypes of the optimizer's state"
   if reason and asked != AUTO:
     raise ValueError(
       f"the engine {asked!r} cannot simulate this: {reason}; use {AUTO!r} or"
       f" {HOST!r}"
     )
-  if asked == AUTO:
-    reason = reason or _reason_against_program(worker, jobs)
-  if reason or asked == HOST:
-    return Choice(HOST, reason or "as asked", make_host(server, worker))
+  if reason:
+    return Choice(HOST, reason, make_host(server, worker))
   if asked == ROUNDS:
     return Choice(ROUNDS, "as asked", make_rounds(server, worker))
   if asked == CHUNK:
@@ -122,6 +129,26 @@ def _reason_for_host(
   server_state = jax.eval_shape(server.init, jobs.params)
   worker_state = jax.eval_shape(worker.init, jobs.params)
   return why_only_host(server_state.opt_state, worker_state, trace)
+
+
+def _changes_dtypes(
+  server: base.Server, worker: base.Worker, jobs: JobShapes
+) -> bool:
+  """Returns whether a message changes dtypes in the state of the server or of
+  its worker. The state of a compiled loop has constant ones."""
+  pure = pure_steps(server, worker)
+
+  def job(params: base.Params, batch: base.Batch) -> tuple[Any, Any]:
+    state = server.init(params)
+    ticket = server.send(state, jnp.int32(0))
+    root, first = jax.random.key(0), worker.init(ticket.params)
+    last, message, metrics = pure.work(first, ticket, batch, root, jnp.int32(0))
+    after, _ = pure.receive(state, ticket, message, metrics.loss)
+    return (state, first), (after, last)
+
+  before, after = jax.eval_shape(job, jobs.params, jobs.batch)
+  dtypes = [[x.dtype for x in jax.tree.leaves(y)] for y in (before, after)]
+  return dtypes[0] != dtypes[1]
 
 
 def _reason_against_program(worker: base.Worker, jobs: JobShapes) -> str:

@@ -7,6 +7,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from asgd import algorithms, base, compression, orders, problems, simulator
@@ -333,7 +334,8 @@ def test_what_one_engine_alone_replays_is_named():
 
 
 def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
-  recipe = algorithms.build("asgd", 0.01, WORKERS)
+  optimizer = more.pop("optimizer", None)
+  recipe = algorithms.build("asgd", 0.01, WORKERS, optimizer=optimizer)
   batch = more.pop("batch", PROBLEM.batches(0, 1)(0, 0))
   even = more.pop("even", True)
   jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, even)
@@ -342,6 +344,14 @@ def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
   if trace is None:
     trace = order_of(orders.asynchronous)
   return simulator.choose(*parts, trace, jobs, asked=asked)
+
+
+def widening(rate):
+  """An optimizer with a state of bfloat16 that is float32 after an update."""
+  return optax.GradientTransformation(
+    lambda params: optax.tree.cast(params, jnp.bfloat16),
+    lambda g, state, params=None: (g, optax.tree.add(g, state)),
+  )
 
 
 def test_an_engine_is_chosen_and_says_why():
@@ -366,6 +376,10 @@ def test_an_engine_is_chosen_and_says_why():
     choice_of(even=False, asked="chunk")
   with pytest.raises(ValueError, match="'rounds' cannot simulate this"):
     choice_of(even=False, asked="rounds")
+  text = "the first message changes dtypes of the optimizer's state"
+  assert str(choice_of(optimizer=widening)) == f"host: {text}"
+  with pytest.raises(ValueError, match=f"cannot simulate this: {text}; use"):
+    choice_of(optimizer=widening, asked="chunk")
   known = "one of auto, host, chunk, rounds, not 'fast'"
   with pytest.raises(ValueError, match=known):
     choice_of(asked="fast")
