@@ -13,13 +13,14 @@ from typing import Any
 
 from asgd.checks import shortened
 from asgd.experiment import protocol, schema, storage
+from asgd.models import encoder
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _MAX_SHOWN = 3  # differences in a summary
 _MAX_CHARACTERS = 300  # of a summary
-# Keys of a config that may name a file: of recorded durations, and of the table
-# of a pipeline's schedule.
-_FILE_KEYS = "path", "schedule"
+# Keys of a config that may name a file (recorded durations, the table of a
+# pipeline's schedule), or a folder: of a pre-trained encoder.
+_FILE_KEYS = "path", "schedule", "pretrained"
 _MAX_VALUE = 80  # characters of a value in a difference
 
 
@@ -87,8 +88,11 @@ def _checksums(section: Mapping[str, Any]) -> dict[str, str | None]:
   for key, value in section.items():
     if isinstance(value, Mapping):
       checksums |= _checksums(value)
-    elif key in _FILE_KEYS and isinstance(value, str) and Path(value).is_file():
-      checksums[f"file {value}"] = storage.file_digest(Path(value))
+    elif key in _FILE_KEYS and isinstance(value, str):
+      path = Path(value).expanduser()
+      paths = [path / name for name in encoder.FILES]
+      for file in filter(Path.is_file, [path, *paths]):
+        checksums[f"file {file}"] = storage.file_digest(file)
   return checksums
 
 

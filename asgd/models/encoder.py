@@ -39,7 +39,7 @@ from asgd.models.layers import MOST_FEATURES, Layers
 POOLINGS = ("mean", "first")
 
 _INIT = transformer.INIT
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
+FILES = _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
 def _not_padding(x: jax.Array) -> jax.Array:

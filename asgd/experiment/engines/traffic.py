@@ -1,7 +1,6 @@
 """Codecs of a config, and the traffic of a cell in bytes up and down."""
 
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 from asgd import algorithms, base, compression, problems, wire
 from asgd.checks import shown
 from asgd.compression import user_codecs
-from asgd.experiment import checks, refusals
+from asgd.experiment import build_cache, checks, refusals
 from asgd.experiment.engines import Column, networks
 from asgd.experiment.schema import GIVEN_MARK, Run, Setting
 from asgd.orders.trace import Event
@@ -68,10 +67,7 @@ def codec_size(
 
 
 # Cells with equal codecs and sizes share one object, and so one compilation.
-_codec_of_section = functools.lru_cache(maxsize=32)(
-  # The section as JSON, because a dict cannot be a key of the cache.
-  lambda section: compression.named(**json.loads(section))
-)
+_codec_cache = build_cache.BuildCache(32)
 _check_own_codec = functools.lru_cache(maxsize=32)(user_codecs.checked)
 _cached_fitted = functools.lru_cache(maxsize=32)(compression.fitted)
 _cached_decoding = functools.lru_cache(maxsize=32)(compression.decoding)
@@ -88,9 +84,8 @@ def run_codec(run: Run, key: str, size: CodecSize) -> compression.Codec | None:
     return None
   if section["name"] != GIVEN_MARK:
     with checks.prefix_errors(key, tuple(section)):
-      return _cached_fitted(
-        _codec_of_section(json.dumps(section, sort_keys=True)), *size
-      )
+      codec = _codec_cache.get(lambda: compression.named(**section), section)
+      return _cached_fitted(codec, *size)
   codec = refusals.given_object(run, key)
   return _cached_fitted(_check_own_codec(codec, f"given as {key}"), *size)
 

@@ -175,3 +175,13 @@ def test_a_file_that_a_config_names_is_a_part_of_the_identity(
     identity_of.append(written({"runs": {"a": entry}, "workers": (1,)})[0])
   (line,) = identities.changes(*identity_of)
   assert line.startswith("dataset.file rows.csv was '")
+
+
+def test_the_weights_of_an_encoder_are_a_part_of_the_identity(tmp_path):
+  values = []
+  for text in ("one", "other"):
+    (tmp_path / "model.safetensors").write_text(text)
+    config = {"model": {"name": "bert", "pretrained": str(tmp_path)}}
+    values.append(identities._checksums(config))
+  assert list(values[0]) == [f"file {tmp_path / 'model.safetensors'}"]
+  assert values[0] != values[1]

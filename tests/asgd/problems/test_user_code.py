@@ -280,6 +280,23 @@ def test_a_function_that_a_call_names_is_of_its_folder(
     train(NAMED.replace("1 ", "2 "))
 
 
+def test_a_codec_that_a_call_names_is_the_edited_one(write_module):
+  def loss(params, batch):
+    return ((batch[0] @ params["w"] - batch[1]) ** 2).mean()
+
+  def train(text):
+    write_module("code_that_changes", text)
+    options = {"messages": 4, "batch_size": 4, "progress": False}
+    options["compress"] = {"name": "code_that_changes:codec"}
+    recipe = asgd.asgd(0.01, workers=2)
+    data = np.diag([1.0, 2.0, 3.0, 4.0])[:, :3], np.arange(4.0)
+    return asgd.simulate(loss, PARAMS, data, recipe, **options).params["w"]
+
+  text = "from asgd import compression\n\n\ndef codec():\n"
+  text += "  return compression.top_k(0.4)"
+  assert (train(text) != train(text.replace("0.4", "0.9"))).any()
+
+
 def test_each_label_of_a_list_of_examples_is_of_its_folder():
   def digest(labels):
     examples = list(zip(DATA[0], labels, strict=True))
