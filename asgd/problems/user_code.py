@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import numbers
+import os
 import sys
 import sysconfig
 import textwrap
@@ -52,8 +53,8 @@ _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
 # Parts of the paths of installed modules; beginnings of Python's and asgd's.
 _FOLDERS = {"site-packages", "dist-packages"}
 _LIBRARY_PATHS = (
-  *("<frozen", sysconfig.get_path("stdlib")),
-  str(Path(__file__).parents[1]),
+  *("<frozen", os.path.join(sysconfig.get_path("stdlib"), "")),
+  os.path.join(Path(__file__).parents[1], ""),
 )
 
 

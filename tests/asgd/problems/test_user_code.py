@@ -2,13 +2,14 @@
 the checksum of the code, and nothing else is."""
 
 import functools
+import os
 
 import jax
 import numpy as np
 import pytest
 
 import asgd
-from asgd.problems import descriptions, own
+from asgd.problems import descriptions, own, user_code
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 DATA = np.ones((8, 3), np.float32), np.ones(8, np.float32)
@@ -278,6 +279,13 @@ def test_a_function_that_a_call_names_is_of_its_folder(
   train(NAMED + "# the same")
   with pytest.raises(ValueError, match=f"code_that_changes:{key} was"):
     train(NAMED.replace("1 ", "2 "))
+
+
+def test_a_folder_beside_the_library_is_the_users():
+  folder = os.path.dirname(asgd.__file__)
+  assert not user_code.is_users_module("mine", f"{folder}/facade.py")
+  assert user_code.is_users_module("mine", f"{folder}_mine/model.py")
+  assert not user_code.is_users_module("mine", functools.__file__)
 
 
 def test_a_codec_that_a_call_names_is_the_edited_one(write_module):
