@@ -91,8 +91,28 @@ def of_jobs(
   of_all_jobs = getattr(batches, "of_jobs", None)
   if of_all_jobs is not None:
     return of_all_jobs(workers, jobs)
-  pairs = zip(workers, jobs, strict=True)
-  return stack([batches(worker, job) for worker, job in pairs])
+  return _stack_jobs(batches, workers, jobs)
+
+
+def _stack_jobs(
+  batches: Batches, workers: Sequence[int], jobs: Sequence[int]
+) -> base.Batch:
+  """Calls `batches` for each job, and stacks the results. Raises ValueError for
+  batches of several shapes; it names the first job with other shapes."""
+  values = [batches(*pair) for pair in zip(workers, jobs, strict=True)]
+  try:
+    return stack(values)
+  except ValueError:
+    shapes = [jax.tree.map(np.shape, value) for value in values]
+    for i in range(1, len(values)):
+      if shapes[i] != shapes[i - 1]:
+        raise ValueError(
+          f"the batch of worker {workers[i]}, job {jobs[i]} has the shapes"
+          f" {checks.shown(shapes[i])}, and a batch before it"
+          f" {checks.shown(shapes[i - 1])}: one program simulates batches of"
+          " one shape; pad them, or set --config.simulator.engine=host"
+        ) from None
+    raise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +153,6 @@ class NamedBatches:
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
     """Returns the batches of several jobs, stacked; see `stacking.of_jobs`."""
     if not hasattr(self.batches, "of_jobs"):
-      pairs = zip(workers, jobs, strict=True)
-      return stack([self(*pair) for pair in pairs])
+      return _stack_jobs(self, workers, jobs)
     with checks.blame_batch(f"jobs {jobs[0]} to {jobs[-1]}"):
       return of_jobs(self.batches, workers, jobs)

@@ -10,7 +10,15 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, compression, orders, problems, simulator
+from asgd import (
+  algorithms,
+  base,
+  compression,
+  orders,
+  problems,
+  simulator,
+  stacking,
+)
 from asgd import server as server_lib
 from asgd.orders import durations
 from asgd.simulator import chunk, rounds, tickets
@@ -383,3 +391,13 @@ def test_an_engine_is_chosen_and_says_why():
   known = "one of auto, host, chunk, rounds, not 'fast'"
   with pytest.raises(ValueError, match=known):
     choice_of(asked="fast")
+
+
+def test_a_batch_of_another_shape_is_named():
+  def batches(worker, job):
+    return {"x": np.zeros(3 - job // 2)}
+
+  text = r"job 2 has the shapes .*\(2,\).*\(3,\).*simulator.engine=host"
+  for each in batches, stacking.NamedBatches(batches):
+    with pytest.raises(ValueError, match=text):
+      stacking.of_jobs(each, [0, 1, 0], [0, 1, 2])
