@@ -212,14 +212,13 @@ class WorkerLoop:
     return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
   def _resend(self, shards: Iterable[int]) -> None:
-    """Resends to each shard the frames that it has not answered. A shard
-    ignores a frame that it has already applied."""
+    """Resends to each shard the frames that it has not answered, in order. A
+    shard ignores a frame that it has already applied."""
     incarnation, link = self._incarnation, self._context.link
     for shard in () if self._lease.revoked else shards:
       if shard and incarnation.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
-        # Frames are resent in the order in which they were first sent.
         link.send(shard, self._hello())
         if shard and not self._spec.consistent:
           for job in incarnation.waiting_jobs.values():
@@ -397,11 +396,9 @@ class WorkerLoop:
 
   def _submit(self, job: OpenJob, push: Frame) -> None:
     """Sends a PUSH to all shards, and to the lead last: the lead must not count
-    a job as received that another shard lacks.
-
-    In a consistent run the lead itself makes sure of that (PREPARED). Otherwise
-    the lead gets its PUSH once all other shards have acknowledged theirs.
-    """
+    a job as received that another shard lacks. In a consistent run the lead
+    itself makes sure of that (PREPARED). Otherwise the lead gets its PUSH once
+    all other shards have acknowledged theirs."""
     is_independent = not self._spec.consistent and len(self._shards) > 1
     # All shards refuse a NaN or infinite message: the lead gets it at once.
     lead_waits = push.flag and is_independent
