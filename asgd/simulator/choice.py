@@ -136,6 +136,17 @@ def _changes_dtypes(
 ) -> bool:
   """Returns whether a message changes dtypes in the state of the server or of
   its worker. The state of a compiled loop has constant ones."""
+  # Floats of the default dtype stay so, and tracing a job takes time.
+  first_states = jax.eval_shape(
+    lambda params: (server.init(params), worker.init(params)), jobs.params
+  )
+  dtypes_of_floats = {
+    x.dtype
+    for x in jax.tree.leaves(first_states)
+    if jnp.issubdtype(x.dtype, jnp.inexact)
+  }
+  if dtypes_of_floats <= {jnp.zeros([]).dtype}:
+    return False
   pure = pure_steps(server, worker)
 
   def job(params: base.Params, batch: base.Batch) -> tuple[Any, Any]:
