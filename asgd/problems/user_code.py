@@ -310,7 +310,9 @@ def _read_by_class(class_: type) -> Iterator[Any]:
     for attribute in ("fget", "func"):  # of a property, of a cached one
       value = getattr(value, attribute, value)
     is_method = inspect.isroutine(value) or hasattr(value, "__wrapped__")
-    if not is_method and not name.startswith("_") and _counts(value):
+    # Methods may fill a list or a dict, as a log; the source has its start.
+    is_filled = has_source and isinstance(value, list | dict | set)
+    if not (is_method or is_filled or name.startswith("_")) and _counts(value):
       yield value
     while is_method:
       code = getattr(value, "__code__", None)
