@@ -137,9 +137,12 @@ _LONG = 1000  # items
 _Path = tuple[str, ...]  # of names: ("X",), or ("module", "X") of module.X
 
 
-def _paths_read(code: types.CodeType) -> tuple[set[_Path], set[_Path]]:
+def _paths_read(
+  code: types.CodeType, owner: str = ""
+) -> tuple[set[_Path], set[_Path]]:
   """Returns (read, changed): paths from the global variables, the variables of
-  enclosing functions, and the imported modules of a function."""
+  enclosing functions, and the imported modules of a function; and from its
+  argument `owner`."""
   reads: set[_Path] = set()
   changes: set[_Path] = set()
   path: _Path = ()
@@ -148,7 +151,8 @@ def _paths_read(code: types.CodeType) -> tuple[set[_Path], set[_Path]]:
   end = -1  # index of the last instruction of the path
   for index, step in enumerate(steps):
     opname, name, is_next = step.opname, step.argval, index == end + 1
-    if opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
+    is_owner = opname == "LOAD_FAST" and name == owner
+    if opname in ("LOAD_GLOBAL", "LOAD_DEREF") or is_owner:
       path, end = (name,), index
       reads.add(path)
     elif is_next and opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -430,8 +434,27 @@ def _attributes(value: Any, *, is_owner: bool = False) -> dict[str, Any]:
     # Another release of flax may have more fields: leave out their defaults.
     return {field.name: x for field, x in pairs if x is not field.default}
   is_users = type(value).__module__.partition(".")[0] not in _LIBRARIES
-  has_attributes = is_users and (callable(value) or is_owner)
-  return getattr(value, "__dict__", {}) if has_attributes else {}
+  if not is_users or not (callable(value) or is_owner):
+    return {}
+  changed = _changed_by_calls(type(value))
+  attributes = getattr(value, "__dict__", {}).items()
+  return {name: x for name, x in attributes if name not in changed}
+
+
+_CALLED = "__call__", "__getitem__", "__iter__", "__next__"
+
+
+def _changed_by_calls(class_: type) -> set[str]:
+  """Returns the names of attributes that the calls of an object change, such as
+  a counter or a cache: a second run with the same object is the same run."""
+  changes: set[_Path] = set()
+  for name in _CALLED:
+    code = getattr(getattr(class_, name, None), "__code__", None)
+    if code and code.co_argcount:
+      read, changed = _paths_read(code, owner := code.co_varnames[0])
+      changed |= {path[:-1] for path in read if path[-1] in _CHANGES}
+      changes |= {path for path in changed if path[0] == owner}
+  return {path[1] for path in changes if len(path) > 1}
 
 
 def is_plain(value: Any) -> bool:

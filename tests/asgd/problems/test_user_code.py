@@ -407,3 +407,25 @@ def test_code_without_a_source_is_in_the_checksum(text, edit):
     return descriptions.describe_object(variables["loss"])
 
   assert digest(text) == digest(text) != digest(text.replace(*edit))
+
+
+class Caching:
+  """Data that count their calls, and keep batches."""
+
+  def __init__(self, scale):
+    self.scale, self.calls, self.kept, self.log = scale, 0, {}, []
+
+  def __call__(self, worker, job):
+    self.calls += 1
+    self.log.append(worker)
+    self.kept[job] = self.scale * job
+    return self.kept[job]
+
+
+def test_what_the_calls_of_an_object_change_is_in_no_checksum():
+  """A second call with the same data resumes the run of the first one."""
+  data = Caching(2)
+  first = descriptions.describe_object(data)
+  data(0, 3)
+  assert data.kept and descriptions.describe_object(data) == first
+  assert descriptions.describe_object(Caching(3)) != first
