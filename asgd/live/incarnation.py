@@ -113,6 +113,13 @@ class IncarnationState:
     return self.pushes_for_lead.pop(seq, None)
 
   @property
+  def waits_for_other_shards(self) -> bool:
+    """Whether the worker waits for another shard than the lead: for its part of
+    a ticket, or for its ACK, before the lead gets the PUSH."""
+    jobs = self.waiting_jobs.values()
+    return bool(self.pushes_for_lead) or any(0 in x.ticket_frames for x in jobs)
+
+  @property
   def has_unacknowledged(self) -> bool:
     """Whether a message exists that some shard has not acknowledged."""
     return bool(self.pushes_for_lead) or any(self.unacked)

@@ -190,8 +190,7 @@ class WorkerLoop:
       self._reconnect(shard)
 
   def _reconnect(self, shard: int) -> None:
-    """Waits for a shard that the driver replaces, then resends the frames that
-    the shard has not answered."""
+    """Connects to a shard again, and resends the frames it has not answered."""
     link, clock = self._context.link, self._context.clock
     last_sign = clock()
     while not link.connect(shard) and not self._lease.revoked:
@@ -199,17 +198,18 @@ class WorkerLoop:
         last_sign = clock()
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
-          link.send(0, self._hello(flag=1))
+          link.send(0, self._hello(is_sign=True))
     # A shard that was lost together with its memory has other files now.
     if not self._lease.revoked:
       self._memories[shard] = self._context.memory(shard)
     self._resend((shard,))
 
-  def _hello(self, flag: int = 0) -> Frame:
+  def _hello(self, is_sign: bool = False) -> Frame:
     """Returns the HELLO of the present incarnation; see `frames.Frame`."""
-    number, attempt = self._incarnation.number, self._incarnation.attempt
-    worker, restarts = self._worker, self._restarts
-    return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
+    incarnation, kind = self._incarnation, frames.HELLO
+    flag = int(is_sign or incarnation.waits_for_other_shards)
+    numbers = incarnation.number, incarnation.attempt
+    return Frame(kind, self._worker, self._restarts, *numbers, flag)
 
   def _resend(self, shards: Iterable[int]) -> None:
     """Resends to each shard the frames that it has not answered, in order. A

@@ -172,3 +172,26 @@ def test_a_message_is_of_the_parameters_of_its_ticket(when):
   assert made.run() == "stopped"
   assert (MESSAGES, 3) not in memory
   assert not link.pushes()
+
+
+@pytest.mark.parametrize(
+  ("heard", "is_sign"),
+  [
+    ([], False),  # the lead has no job
+    ([ticket()], True),  # shard 1 has not sent its part
+    ([ticket(), ticket(1), None], True),  # nor acknowledged the message
+  ],
+)
+def test_a_worker_that_waits_for_another_shard_gives_a_sign_of_life(
+  heard, is_sign
+):
+  """Otherwise the lead would expel all workers when a shard is stopped."""
+  # None: no frame has arrived for some time, so the worker repeats its own.
+  made, link, _ = loop([WELCOME, *heard, None, STOP], shards=2)
+  assert made.run() == "stopped"
+  *_, last = [
+    frame
+    for shard, frame in link.said
+    if (shard, frame.kind) == (0, frames.HELLO)
+  ]
+  assert last.flag == is_sign
