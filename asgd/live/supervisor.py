@@ -22,7 +22,7 @@ _SHOW_AFTER = 2.0  # seconds of waiting after which a line names the party
 # The next two limits are per party: n parties of a kind may have n times as
 # many, even if one party has all of them.
 MOST_REFUSALS = 3  # refused messages in a row before a run ends
-_MAX_EXITS = 5  # exits between two received messages before a run ends
+MOST_EXITS = 5  # exits between two received messages before a run ends
 _PATIENCE = 60.0  # default seconds after which a silent party is ended
 _REASON_SECONDS = 5.0  # to wait until a failed party reports the reason
 _POLL_SECONDS = 0.5  # to wait for the answers to a poll
@@ -308,7 +308,7 @@ class Supervisor:
     exit over and over."""
     self._exits[kind] += 1
     exits = self._exits[kind]
-    if exits <= _MAX_EXITS * self._counts[kind]:
+    if exits <= MOST_EXITS * self._counts[kind]:
       return
     if kind in LOCAL:
       raise ShardsDie(

@@ -20,6 +20,8 @@ from typing import Any, ClassVar
 
 from asgd.live import faults
 from asgd.live.deadlines import Ladder
+from asgd.live.failures import ShardsDie, WorkersDie
+from asgd.live.supervisor import MOST_EXITS
 from asgd.live.world.broken import Broken
 from asgd.live.world.hosts import World, WorldHosts
 from asgd.live.world.injections import Faults, Injection, Menu, Scenario
@@ -242,7 +244,11 @@ class WorldRun(abc.ABC):
       raise Broken(f"refused again without another fault: {text}")
     self._last_refusal = text, count
     self.outcome.refused.append(text)
-    if not self.outcome.injected.keys() & _REASONS:
+    injected = self.outcome.injected
+    kills = sum(n for kind, n in injected.items() if kind.startswith("kill"))
+    # As many kills in a row as the supervisor allows, and one more.
+    is_killed = isinstance(error, ShardsDie | WorkersDie) and kills > MOST_EXITS
+    if not injected.keys() & _REASONS and not is_killed:
       raise Broken(f"refused without a reason: {text}")
 
   # Faults.
