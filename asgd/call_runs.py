@@ -184,7 +184,7 @@ def train(
     if not results and cell_folder is not None:
       _check_evaluation(cell_folder, caller)
       bar.line(f"{cell_folder} had finished already: its results are read")
-      results += _read_finished(cell_folder, experiment, cell)
+      results += *_read_finished(cell_folder, experiment, cell), {}
     records, params, rows, files = results
     trace = _trace(plan, cell, cell_folder, kind, files)
   params = caller.outward(params)
@@ -252,13 +252,16 @@ def _trace(
   kind: EngineKind,
   files: Mapping[str, str],
 ) -> base.Trace | None:
-  """Returns the order of a cell: read from the lead's journal or from `files`,
-  or drawn; None if the engine has no trace."""
+  """Returns the order of a cell: read from the lead's journal, from the cell's
+  folder or else from `files`, or drawn; None if the engine has no trace."""
   if cell_folder is not None and kind.journaled:
     return replay_lib.read_trace(cell_folder)
   # Devices of a mesh are in step: no order is drawn for them.
   if "durations" not in kind.sections or not hasattr(plan, "trace"):
     return None
+  if cell_folder is not None:
+    paths = (cell_folder / name for name in _TRACES)
+    files = {path.name: path.read_text() for path in paths if path.exists()}
   for name in files.keys() & _TRACES:
     return orders.load(files[name].splitlines(keepends=True))
   trace: base.Trace = plan.of_seed(cell.seed).trace(cell.seed)
@@ -291,8 +294,8 @@ def _evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_finished(
   cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
-) -> tuple[Any, Any, list[dict[str, Any]], dict[str, str]]:
-  """Returns records, parameters, evaluations and traces of a finished cell."""
+) -> tuple[Any, Any, list[dict[str, Any]]]:
+  """Returns records, parameters and evaluations of a finished cell."""
   columns = cell_files.read_records(cell_folder)
   # Peers, meshes and pipelines have other columns than `Records`.
   records_type: Any = base.Records
@@ -306,6 +309,4 @@ def _read_finished(
   template = jax.device_get(problem.init(key))
   content = cell_files.read_file(cell_folder, "params.msgpack")
   params = storage.params_from_bytes(content, template)
-  paths = filter(Path.exists, (cell_folder / name for name in _TRACES))
-  traces = {path.name: path.read_text() for path in paths}
-  return records, params, folder.read_rows(cell_folder), traces
+  return records, params, folder.read_rows(cell_folder)

@@ -18,7 +18,7 @@ from asgd.experiment import protocol, schema
 from asgd.experiment.checks import MOST_COUNT
 from asgd.experiment.engines import server_orders
 from asgd.orders.protocol import Rules
-from asgd.problems import descriptions, own, streams
+from asgd.problems import own, streams, user_code
 
 # Modules that a caller may have taken for a recipe -> the recipe.
 _RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
@@ -84,7 +84,7 @@ def _recipe_error(value: Any, workers: int | None) -> str:
     )
   if inspect.isfunction(value) or inspect.isclass(value):
     return (
-      f"the recipe is the function {descriptions.name_of(value)}, which was not"
+      f"the recipe is the function {user_code.name_of(value)}, which was not"
       " called: give it its arguments, as optax.sgd(0.01)"
     )
   return (
@@ -194,7 +194,7 @@ def _read_order(order: Any, workers: int, *, live: bool) -> Any:
       )
     return order
   if live and callable(order) and orders.own.is_protocol(order):
-    name = descriptions.name_of(order)
+    name = user_code.name_of(order)
     order = orders.own.call_maker(order, name, {}, workers=workers)
   if isinstance(order, Rules):
     return orders.makers.named(order, workers)
@@ -250,7 +250,7 @@ def _check_function(value: Any) -> None:
   returns something to iterate over."""
   if isinstance(value, orders.durations.Durations):
     return
-  name, remedy = descriptions.name_of(value), "; write a function (worker)"
+  name, remedy = user_code.name_of(value), "; write a function (worker)"
   remedy += " -> seconds of its jobs, as lambda worker: itertools.repeat(2.0)"
   if not streams.accepts(value, 1):
     raise ValueError(

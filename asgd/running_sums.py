@@ -48,8 +48,8 @@ def _dtype(dtype: Any) -> Any:
 
 
 def _as_stored(x: jax.Array) -> jax.Array:
-  """Returns float[...] in the dtype of a sum, with the precision of its own.
-  XLA may skip the rounding of a result that it uses at once."""
+  """Returns float[...] in the dtype of a sum, rounded to the dtype of `x`. XLA
+  may skip the rounding of a result that it uses at once."""
   x = jnp.asarray(x)
   wide = _dtype(x.dtype)
   if wide == x.dtype or not jnp.issubdtype(x.dtype, jnp.floating):

@@ -13,7 +13,7 @@ from asgd import call_options, call_runs, calls, checks, models, problems
 from asgd.parallel import meshes
 from asgd.pipeline import segments
 from asgd.pipeline.engine import PIPELINE
-from asgd.problems import descriptions, own, streams
+from asgd.problems import own, streams, user_code
 
 
 class _Plain(nn.Module):
@@ -111,7 +111,7 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
       modules.append(layer if "train" in parameters else _Plain(layer))
     elif _has_state(layer):
       raise ValueError(
-        f"layer {number} ({descriptions.name_of(layer)}) has state, such as"
+        f"layer {number} ({user_code.name_of(layer)}) has state, such as"
         " weights, which would not be trained: write it as a"
         " module of flax.linen, or train the model as one piece with"
         " asgd.simulate or asgd.train_live"

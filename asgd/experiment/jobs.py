@@ -88,7 +88,6 @@ def _warn_of_changes(
   can resume were started."""
   if not code.describe(experiment.config):
     return  # reading all cells would take time
-
   paths = [cells / cell.name / "cell.json" for cell in waiting]
   contents = [("an unfinished", storage.read_json(path)) for path in paths]
   for cell in finished:

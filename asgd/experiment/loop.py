@@ -8,7 +8,7 @@ is written; they never change a computed value.
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -254,9 +254,10 @@ class _Attempt(contextlib.ExitStack):
     diverged = evaluations.diverged or diverged
     result = evaluations.result(params, diverged=diverged)
     result["wall_seconds"] = time.monotonic() - start_time
-    processes.fail_together(lambda: self._write(engine, params, result))
+    files = engine.extras()
+    processes.fail_together(lambda: self._write(engine, params, result, files))
     if on_end is not None:
-      on_end(engine.records(), params, evaluations.rows, engine.extras())
+      on_end(engine.records(), params, evaluations.rows, files)
     # A live run's memory is removed once its result is on disk.
     engine.discard()
     self._bar.finish(self._cell, result)
@@ -446,11 +447,17 @@ class _Attempt(contextlib.ExitStack):
     processes.fail_together(save)
     return True
 
-  def _write(self, engine: Engine, params: Any, result: dict[str, Any]) -> None:
-    """Writes the files of a finished cell."""
+  def _write(
+    self,
+    engine: Engine,
+    params: Any,
+    result: dict[str, Any],
+    files: Mapping[str, str],
+  ) -> None:
+    """Writes the files of a finished cell; `files` are `Engine.extras`."""
     if self._folder is None or self._progress is None:
       return
-    for name, content in engine.extras().items():
+    for name, content in files.items():
       safe_files.write(self._folder / name, content)
     self._progress.finish()
     records, as_archive = engine.records(), not self._engine_kind.journaled

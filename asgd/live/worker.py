@@ -206,10 +206,10 @@ class WorkerLoop:
 
   def _hello(self, is_sign: bool = False) -> Frame:
     """Returns the HELLO of the present incarnation; see `frames.Frame`."""
-    incarnation, kind = self._incarnation, frames.HELLO
+    incarnation = self._incarnation
+    numbers = self._restarts, incarnation.number, incarnation.attempt
     flag = int(is_sign or incarnation.waits_for_other_shards)
-    numbers = incarnation.number, incarnation.attempt
-    return Frame(kind, self._worker, self._restarts, *numbers, flag)
+    return Frame(frames.HELLO, self._worker, *numbers, flag)
 
   def _resend(self, shards: Iterable[int]) -> None:
     """Resends to each shard the frames that it has not answered, in order. A

@@ -13,8 +13,6 @@ from typing import Any
 from asgd import algorithms, base, names
 from asgd.problems import user_code
 
-name_of = user_code.name_of
-
 
 def importable(name: str) -> Any:
   """Returns the function of MODULE:NAME, or None if it cannot be imported."""
@@ -30,7 +28,7 @@ def importable(name: str) -> Any:
 def describe_functions(config: Any, recipe: Any) -> dict[str, str]:
   """Returns the descriptions of the user's functions that a config, a recipe or
   its arguments name as MODULE:FUNCTION, by these names. Those that cannot be
-  imported are left out: they have an error of their own."""
+  imported are left out: the run refuses them later."""
   texts, build = {}, _build_call(recipe)
   given = (build.name, build.options) if build else recipe
   for name in names.import_paths([config, given]):
@@ -90,10 +88,11 @@ def describe_recipe(recipe: Any) -> str:
   if build is None:
     return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
   options = {"workers": recipe.workers, **build.options}
-  text = ", ".join(
-    f"{key}={value if user_code.is_plain(value) else name_of(value)!s}"
+  texts = {
+    key: value if user_code.is_plain(value) else user_code.name_of(value)
     for key, value in options.items()
-  )
+  }
+  text = ", ".join(f"{key}={value!s}" for key, value in texts.items())
   change = "" if algorithms.is_as_built(recipe) else ", changed by hand"
   return f"{build.name}({_rate(build.learning_rate)}, {text}){change}"
 
@@ -108,7 +107,7 @@ def describe_object(value: Any) -> str:
   texts += [text.encode() for text in user_code.code_of(value)]
   texts += [] if is_trace else user_code.constants(value, set())
   digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
-  return f"{name_of(value)} {digest}"
+  return f"{user_code.name_of(value)} {digest}"
 
 
 def plain_arguments(recipe: Any) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from asgd import algorithms, base, checks, models
 from asgd import losses as losses_lib
-from asgd.problems import descriptions, streams
+from asgd.problems import descriptions, streams, user_code
 from asgd.problems import own_params as params_lib
 from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
@@ -338,9 +338,9 @@ class Objects:
       **protocol_entry,
       "name": self.name,
       "sha256": checksum.hexdigest(),
-      "loss": descriptions.name_of(loss),
-      "params": descriptions.name_of(params),
-      "data": descriptions.name_of(dataset),
+      "loss": user_code.name_of(loss),
+      "params": user_code.name_of(params),
+      "data": user_code.name_of(dataset),
       "batch_size": batch_size,
       "recipe": descriptions.describe_recipe(self.recipe),
       "build": descriptions.plain_arguments(self.recipe),

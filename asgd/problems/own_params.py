@@ -23,7 +23,7 @@ from flax import linen as nn
 
 from asgd import checks
 from asgd import losses as losses_lib
-from asgd.problems import descriptions, streams
+from asgd.problems import descriptions, streams, user_code
 
 _ARRAYS = jax.Array, np.ndarray, np.generic
 _SPLIT = (
@@ -64,7 +64,7 @@ class ModelTree(NamedTuple):
       elif inspect.isfunction(leaf):
         texts.append(descriptions.describe_object(leaf))
       else:
-        texts.append(descriptions.name_of(leaf))
+        texts.append(user_code.name_of(leaf))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 

@@ -79,14 +79,10 @@ def code_of(value: Any) -> list[str]:
     return []
   # The source of a function would be that of the function that it decorates.
   code = getattr(value, "__code__", None)
-  try:
-    text = textwrap.dedent(inspect.getsource(code or source_owner))
-    # Without comments and layout, which do not change a run.
-    text = ast.dump(ast.parse(text))
-  except (OSError, TypeError):
-    text = _bytecode(code) if code else ""
-  except SyntaxError:
-    pass  # getsource cut a lambda out of the middle of a call: hash the text
+  if code:
+    text = _source(code) or _bytecode(code)
+  else:
+    text = _class_source(source_owner)
   if code and text.count("ambda") > 1:
     # Several lambdas on one line have one source: their code distinguishes
     # them.
@@ -94,6 +90,23 @@ def code_of(value: Any) -> list[str]:
   closed_over = _closed_over(source_owner).values()
   plain = (repr(x) for x in closed_over if is_plain(x))
   return [text, *plain] if text else []
+
+
+def _source(owner: Any) -> str:
+  """Returns the source of code or of a class without comments and layout, which
+  do not change a run; "" if there is none."""
+  try:
+    text = textwrap.dedent(inspect.getsource(owner))
+  except (OSError, TypeError):
+    return ""
+  # getsource may cut a lambda out of the middle of a call: that text counts.
+  with contextlib.suppress(SyntaxError):
+    text = ast.dump(ast.parse(text))
+  return text
+
+
+# To find a class, `inspect` parses its whole module.
+_class_source: Any = functools.lru_cache(maxsize=256)(_source)
 
 
 def _bytecode(code: types.CodeType) -> str:

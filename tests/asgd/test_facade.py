@@ -26,7 +26,7 @@ from asgd.experiment.engines import live_hosts
 from asgd.experiment.engines.live import RAY
 from asgd.experiment.engines.simulate import SIMULATE
 from asgd.orders import durations
-from asgd.problems import descriptions, own, own_params
+from asgd.problems import descriptions, own, own_params, user_code
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -860,7 +860,7 @@ def test_descriptions_hold_no_address():
   assert descriptions.describe_recipe(recipe) == (
     "dana_zero(0.02, workers=4, optimizer=optax._src.alias:adamw(b2=0.95))"
   )
-  assert "0x" not in descriptions.name_of((Net(), lambda y, b: 0.0))
+  assert "0x" not in user_code.name_of((Net(), lambda y, b: 0.0))
 
 
 def test_a_train_state_passes_what_is_no_field():

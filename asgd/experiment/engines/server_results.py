@@ -67,10 +67,10 @@ def _count_kept(trace: base.Trace) -> int:
   """Returns the number of received messages on tickets that workers had kept.
   """
   kept, received = (
-    set(zip(trace.worker[rows].tolist(), trace.seq[rows].tolist(), strict=True))
+    trace.worker[rows].astype(np.int64) << 32 | trace.seq[rows]
     for rows in (trace.action == base.KEEP, trace.action == base.RECEIVE)
   )
-  return len(kept & received)
+  return int(np.isin(kept, received).sum())
 
 
 def describe_first_not_finite(

@@ -114,6 +114,9 @@ def test_a_number_has_an_axis_on_a_shard():
   with pytest.raises(ValueError, match=message):
     check(tx, MORE)
   assert check(tx, PARAMS) is None
+
+
+def test_totals_count_only_where_they_are_carried():
   tx = sharding.clip_by_global_norm(RATE)
   check(tx, PARAMS, totals=True)
   with pytest.raises(ValueError, match="its own rows; use one shard$"):
